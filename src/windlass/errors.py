@@ -1,0 +1,139 @@
+"""Every error that Windlass raises on purpose.
+
+    WindlassError
+    |-- ConfigError(ValueError)           an argument, a file or a flag is wrong; nothing was started
+    |-- PlanError(ValueError)             found while connecting; nothing was paused, nothing was sent
+    |   |-- ManifestError                 a manifest contradicts itself or its partner
+    |   |-- UnsupportedLayout             a layout that cannot be expressed
+    |   `-- IncompleteCoverage            some destination bytes have no source
+    |-- TransferError(RuntimeError)
+    |   |-- RegionError                   outside registered or published memory; nothing was sent
+    |   |-- PeerUnreachable               the peer is dead, restarted or never answered
+    |   |-- TransferFailed                over: no further byte will land
+    |   `-- TransferOutcomeUnknown        bytes may still land: free nothing, reuse nothing
+    |-- RoundError(RuntimeError)
+    |   |-- StaleMessage                  from an epoch, round or version that has passed
+    |   |-- RoundAborted                  the old version goes on being served
+    |   |-- DigestMismatch                bytes landed, and they are the wrong ones
+    |   `-- EngineTainted                 live weights are mixed: rewritten or reloaded before serving
+    |-- ProtocolError(ValueError)         a message that cannot be decoded or does not belong here
+    |-- AuthenticationError(RuntimeError) a wrong or missing token
+    |-- PeerTimeout(TimeoutError)         a deadline passed while waiting for a peer
+    |-- RolloutError(RuntimeError)        a rollout ended in an error; carries task and attempt
+    `-- TransportUnavailable(ImportError) an optional dependency or kernel feature is missing
+
+*Unknown* is kept apart from *failed* throughout: after `TransferOutcomeUnknown` the
+memory on both sides must be left alone (the distinction follows google/tunix,
+`experimental/orchestrator/weight_sync.py`). Messages are one line and name the
+argument, the rule and the value.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AuthenticationError",
+    "ConfigError",
+    "DigestMismatch",
+    "EngineTainted",
+    "IncompleteCoverage",
+    "ManifestError",
+    "PeerTimeout",
+    "PeerUnreachable",
+    "PlanError",
+    "ProtocolError",
+    "RegionError",
+    "RolloutError",
+    "RoundAborted",
+    "RoundError",
+    "StaleMessage",
+    "TransferError",
+    "TransferFailed",
+    "TransferOutcomeUnknown",
+    "TransportUnavailable",
+    "UnsupportedLayout",
+    "WindlassError",
+]
+
+
+class WindlassError(Exception):
+    """The base of every error raised on purpose."""
+
+
+class ConfigError(WindlassError, ValueError):
+    """An argument, a configuration file or a flag is wrong; nothing was started."""
+
+
+class PlanError(WindlassError, ValueError):
+    """Found while connecting: nothing was paused and nothing was sent."""
+
+
+class ManifestError(PlanError):
+    """A manifest contradicts itself, or the manifests of the two sides contradict each other."""
+
+
+class UnsupportedLayout(PlanError):
+    """A layout that boxes and strides cannot express."""
+
+
+class IncompleteCoverage(PlanError):
+    """Some bytes of a destination parameter have no source; names the tensor and the hole."""
+
+
+class TransferError(WindlassError, RuntimeError):
+    """Moving bytes went wrong."""
+
+
+class RegionError(TransferError):
+    """A range lies outside registered or published memory; refused before anything was sent."""
+
+
+class PeerUnreachable(TransferError):
+    """The peer is dead, was restarted, or never answered; no further byte will land."""
+
+
+class TransferFailed(TransferError):
+    """The transfer is over and did not complete; no further byte will land."""
+
+
+class TransferOutcomeUnknown(TransferError):
+    """Bytes may still land: nothing may be freed or reused until the peer is known to be gone."""
+
+
+class RoundError(WindlassError, RuntimeError):
+    """A weight-update round did not publish."""
+
+
+class StaleMessage(RoundError):
+    """A message from an epoch, round or version that has passed."""
+
+
+class RoundAborted(RoundError):
+    """The round was given up and the old version goes on being served."""
+
+
+class DigestMismatch(RoundError):
+    """Bytes landed, and they are not the bytes that were sent."""
+
+
+class EngineTainted(RoundError):
+    """An engine's live weights are mixed; it must be rewritten or reloaded before it serves."""
+
+
+class ProtocolError(WindlassError, ValueError):
+    """A message that cannot be decoded, or that does not belong here."""
+
+
+class AuthenticationError(WindlassError, RuntimeError):
+    """A wrong or missing token."""
+
+
+class PeerTimeout(WindlassError, TimeoutError):
+    """A deadline passed while waiting for a peer; names the peer, the phase and the deadline."""
+
+
+class RolloutError(WindlassError, RuntimeError):
+    """A rollout ended in an error."""
+
+
+class TransportUnavailable(WindlassError, ImportError):
+    """An optional dependency or a kernel feature is missing; names what to install or allow."""

@@ -1,0 +1,459 @@
+"""ShardManifest: which Box of which checkpoint tensor lies in which bytes of which parameter.
+
+The hand-off from the adapters (stage 1 and 1') to the planner (stage 3). Trainers
+and engines use the same type, so a plan may lead from any of them to any other.
+
+A manifest is columnar: one row per shard in a `ShardTable` of numpy arrays, because a
+rank of a trillion-parameter model holds tens of thousands of shards and a fleet
+holds a million. Boxes are padded on the left to `MAX_DIMS` dims with offset 0, size 1
+and stride 0, so a row means the same with and without padding.
+
+SCOPE: element order inside a shard is any strided order (transposes included); a
+layout that is no box with strides, such as a block-wise shuffle, is `UnsupportedLayout`
+for the adapter and never reaches this type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from windlass.errors import ManifestError, ProtocolError, UnsupportedLayout
+from windlass.layout.box import Box
+from windlass.layout.dtypes import DType
+
+__all__ = [
+    "MANIFEST_SCHEMA_VERSION",
+    "MAX_DIMS",
+    "ManifestBuilder",
+    "ParameterSpec",
+    "Role",
+    "Shard",
+    "ShardManifest",
+    "ShardTable",
+    "TensorSpec",
+    "contiguous_strides",
+]
+
+MANIFEST_SCHEMA_VERSION = 1
+MAX_DIMS = 4
+
+Int64Array = npt.NDArray[np.int64]
+Int32Array = npt.NDArray[np.int32]
+
+
+class Role(StrEnum):
+    """Which side of a transfer a manifest describes."""
+
+    TRAINER = "trainer"
+    ENGINE = "engine"
+
+
+class TensorSpec(msgspec.Struct, frozen=True):
+    """A global tensor as the checkpoint names it.
+
+    Attributes:
+        name: the Hugging Face checkpoint name.
+        shape: the global shape, without any padding a framework adds.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+
+
+class ParameterSpec(msgspec.Struct, frozen=True):
+    """A local parameter: memory that shards lie in.
+
+    Attributes:
+        name: the framework's own name, used in messages.
+        nbytes: extent of the memory that the shards' offsets and strides may reach.
+        dtype: element type in memory.
+        padding_nbytes: bytes that belong to no tensor (a padded vocabulary); never written.
+    """
+
+    name: str
+    nbytes: int
+    dtype: DType
+    padding_nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One row of a manifest, in readable form.
+
+    Attributes:
+        tensor: checkpoint name.
+        box: which elements of the global tensor.
+        parameter: name of the local parameter that holds them.
+        offset_bytes: byte offset of the box's first element from the parameter's start.
+        strides_bytes: byte stride per tensor dim.
+    """
+
+    tensor: str
+    box: Box
+    parameter: str
+    offset_bytes: int
+    strides_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardTable:
+    """Columns of `num_shards` rows.
+
+    Attributes:
+        tensor: (n,) index into `ShardManifest.tensors`.
+        parameter: (n,) index into `ShardManifest.parameters`.
+        offsets: (n, MAX_DIMS) box offsets in elements, left-padded with 0.
+        sizes: (n, MAX_DIMS) box sizes in elements, left-padded with 1.
+        offset_bytes: (n,) from the parameter's start.
+        strides_bytes: (n, MAX_DIMS), left-padded with 0.
+    """
+
+    tensor: Int32Array
+    parameter: Int32Array
+    offsets: Int64Array
+    sizes: Int64Array
+    offset_bytes: Int64Array
+    strides_bytes: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+
+class _Payload(msgspec.Struct, frozen=True):
+    """The wire form: columns as little-endian bytes."""
+
+    schema_version: int
+    worker: str
+    role: Role
+    tensors: tuple[TensorSpec, ...]
+    parameters: tuple[ParameterSpec, ...]
+    aliases: dict[str, str]
+    tensor: bytes
+    parameter: bytes
+    offsets: bytes
+    sizes: bytes
+    offset_bytes: bytes
+    strides_bytes: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardManifest:
+    """Everything one rank says about its weights.
+
+    Attributes:
+        worker: identity of the rank, unique in the fleet (`trainer/3`, `engine-a/0`).
+        role: trainer or engine.
+        tensors: the global tensors that rows refer to.
+        parameters: the local parameters that rows refer to.
+        aliases: checkpoint name -> the tensor in `tensors` whose bytes it shares (tied weights).
+        table: the shards.
+    """
+
+    worker: str
+    role: Role
+    tensors: tuple[TensorSpec, ...]
+    parameters: tuple[ParameterSpec, ...]
+    table: ShardTable
+    aliases: Mapping[str, str]
+
+    @property
+    def num_shards(self) -> int:
+        """Number of rows."""
+        return len(self.table)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that belong to a tensor, over all rows."""
+        itemsizes = np.array([p.dtype.itemsize for p in self.parameters], dtype=np.int64)
+        numel = self.table.sizes.prod(axis=1)
+        return int((numel * itemsizes[self.table.parameter]).sum()) if len(self.table) else 0
+
+    def shards(self) -> Iterator[Shard]:
+        """The rows in readable form; for messages and tests, not for the planner."""
+        table = self.table
+        for row in range(len(table)):
+            spec = self.tensors[int(table.tensor[row])]
+            lead = MAX_DIMS - len(spec.shape)
+            yield Shard(
+                tensor=spec.name,
+                box=Box(
+                    tuple(int(v) for v in table.offsets[row, lead:]),
+                    tuple(int(v) for v in table.sizes[row, lead:]),
+                ),
+                parameter=self.parameters[int(table.parameter[row])].name,
+                offset_bytes=int(table.offset_bytes[row]),
+                strides_bytes=tuple(int(v) for v in table.strides_bytes[row, lead:]),
+            )
+
+    def encode(self) -> bytes:
+        """The wire form (msgpack)."""
+        table = self.table
+        return msgspec.msgpack.encode(
+            _Payload(
+                schema_version=MANIFEST_SCHEMA_VERSION,
+                worker=self.worker,
+                role=self.role,
+                tensors=self.tensors,
+                parameters=self.parameters,
+                aliases=dict(self.aliases),
+                tensor=table.tensor.astype("<i4").tobytes(),
+                parameter=table.parameter.astype("<i4").tobytes(),
+                offsets=table.offsets.astype("<i8").tobytes(),
+                sizes=table.sizes.astype("<i8").tobytes(),
+                offset_bytes=table.offset_bytes.astype("<i8").tobytes(),
+                strides_bytes=table.strides_bytes.astype("<i8").tobytes(),
+            )
+        )
+
+    @classmethod
+    def decode(cls, data: bytes) -> ShardManifest:
+        """The inverse of `encode`; validates as `ManifestBuilder.build` does.
+
+        Raises:
+            ProtocolError: not a manifest, or of another schema version.
+            ManifestError: a manifest that contradicts itself.
+        """
+        try:
+            payload = msgspec.msgpack.decode(data, type=_Payload)
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"manifest: cannot be decoded: {error}") from error
+        if payload.schema_version != MANIFEST_SCHEMA_VERSION:
+            raise ProtocolError(
+                f"manifest of {payload.worker}: schema_version must be {MANIFEST_SCHEMA_VERSION}, "
+                f"got {payload.schema_version}"
+            )
+        try:
+            table = ShardTable(
+                tensor=np.frombuffer(payload.tensor, "<i4").astype(np.int32),
+                parameter=np.frombuffer(payload.parameter, "<i4").astype(np.int32),
+                offsets=np.frombuffer(payload.offsets, "<i8").reshape(-1, MAX_DIMS).astype(np.int64),
+                sizes=np.frombuffer(payload.sizes, "<i8").reshape(-1, MAX_DIMS).astype(np.int64),
+                offset_bytes=np.frombuffer(payload.offset_bytes, "<i8").astype(np.int64),
+                strides_bytes=np.frombuffer(payload.strides_bytes, "<i8")
+                .reshape(-1, MAX_DIMS)
+                .astype(np.int64),
+            )
+        except ValueError as error:
+            raise ProtocolError(
+                f"manifest of {payload.worker}: columns do not fit: {error}"
+            ) from error
+        manifest = cls(
+            worker=payload.worker,
+            role=payload.role,
+            tensors=payload.tensors,
+            parameters=payload.parameters,
+            table=table,
+            aliases=payload.aliases,
+        )
+        _validate(manifest)
+        return manifest
+
+    def digest(self) -> str:
+        """A hex digest of the wire form: equal digests describe equal layouts."""
+        return xxhash.xxh3_128_hexdigest(self.encode())
+
+
+class ManifestBuilder:
+    """Collects shards row by row and checks them as a whole.
+
+    Example:
+        >>> builder = ManifestBuilder("engine-a/0", Role.ENGINE)
+        >>> builder.add_parameter("w", nbytes=32, dtype=DType.FLOAT32)
+        >>> builder.add_shard("w", (4, 4), Box((0, 0), (2, 4)), "w")
+        >>> builder.build().num_shards
+        1
+    """
+
+    def __init__(self, worker: str, role: Role) -> None:
+        self._worker = worker
+        self._role = role
+        self._tensors: dict[str, tuple[int, TensorSpec]] = {}
+        self._parameters: dict[str, tuple[int, ParameterSpec]] = {}
+        self._aliases: dict[str, str] = {}
+        self._rows: list[tuple[int, int, Box, int, tuple[int, ...]]] = []
+
+    def add_parameter(
+        self, name: str, *, nbytes: int, dtype: DType, padding_nbytes: int = 0
+    ) -> None:
+        """Declare local memory; see `ParameterSpec`."""
+        if name in self._parameters:
+            raise ManifestError(f"{self._worker}: parameter {name!r} is declared twice")
+        spec = ParameterSpec(name, nbytes, dtype, padding_nbytes)
+        self._parameters[name] = (len(self._parameters), spec)
+
+    def add_alias(self, name: str, tensor: str) -> None:
+        """Say that checkpoint name `name` shares the bytes of `tensor` (tied weights)."""
+        self._aliases[name] = tensor
+
+    def add_shard(
+        self,
+        tensor: str,
+        global_shape: tuple[int, ...],
+        box: Box,
+        parameter: str,
+        *,
+        offset_bytes: int = 0,
+        strides_bytes: tuple[int, ...] | None = None,
+    ) -> None:
+        """Declare that `box` of `tensor` lies in `parameter`.
+
+        Args:
+            tensor: checkpoint name.
+            global_shape: the tensor's global shape, at most `MAX_DIMS` dims.
+            box: which elements; empty boxes are accepted and dropped.
+            parameter: a declared parameter.
+            offset_bytes: of the box's first element.
+            strides_bytes: per tensor dim; contiguous in box order when omitted.
+
+        Raises:
+            ManifestError: unknown parameter, contradicting shapes, box outside the tensor.
+            UnsupportedLayout: more than `MAX_DIMS` dims.
+        """
+        if len(global_shape) > MAX_DIMS:
+            raise UnsupportedLayout(
+                f"{self._worker}: tensor {tensor!r} must have at most {MAX_DIMS} dims, got {global_shape}"
+            )
+        if parameter not in self._parameters:
+            raise ManifestError(
+                f"{self._worker}: tensor {tensor!r} refers to undeclared parameter {parameter!r}"
+            )
+        index, known = self._tensors.setdefault(
+            tensor, (len(self._tensors), TensorSpec(tensor, tuple(global_shape)))
+        )
+        if known.shape != tuple(global_shape):
+            raise ManifestError(
+                f"{self._worker}: tensor {tensor!r} has shape {known.shape} in one shard and "
+                f"{tuple(global_shape)} in another"
+            )
+        if box.numel == 0:
+            return
+        parameter_index, spec = self._parameters[parameter]
+        strides = (
+            contiguous_strides(box.sizes, spec.dtype.itemsize)
+            if strides_bytes is None
+            else strides_bytes
+        )
+        if len(strides) != box.num_dims or box.num_dims != len(global_shape):
+            raise ManifestError(
+                f"{self._worker}: tensor {tensor!r}: box {box}, strides {strides} and shape "
+                f"{tuple(global_shape)} must have the same number of dims"
+            )
+        self._rows.append((index, parameter_index, box, offset_bytes, tuple(strides)))
+
+    def build(self) -> ShardManifest:
+        """The checked manifest.
+
+        Raises:
+            ManifestError: a box outside its tensor, bytes outside a parameter, or a parameter
+                whose shards and padding do not add up to its size (engines only).
+        """
+        num_rows = len(self._rows)
+        offsets = np.zeros((num_rows, MAX_DIMS), np.int64)
+        sizes = np.ones((num_rows, MAX_DIMS), np.int64)
+        strides = np.zeros((num_rows, MAX_DIMS), np.int64)
+        for row, (_, _, box, _, row_strides) in enumerate(self._rows):
+            lead = MAX_DIMS - box.num_dims
+            offsets[row, lead:] = box.offsets
+            sizes[row, lead:] = box.sizes
+            strides[row, lead:] = row_strides
+        manifest = ShardManifest(
+            worker=self._worker,
+            role=self._role,
+            tensors=tuple(spec for _, spec in self._tensors.values()),
+            parameters=tuple(spec for _, spec in self._parameters.values()),
+            table=ShardTable(
+                tensor=np.array([row[0] for row in self._rows], np.int32),
+                parameter=np.array([row[1] for row in self._rows], np.int32),
+                offsets=offsets,
+                sizes=sizes,
+                offset_bytes=np.array([row[3] for row in self._rows], np.int64),
+                strides_bytes=strides,
+            ),
+            aliases=dict(self._aliases),
+        )
+        _validate(manifest)
+        return manifest
+
+
+def contiguous_strides(sizes: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Row-major byte strides of an array of `sizes`."""
+    strides: list[int] = []
+    step = itemsize
+    for size in reversed(sizes):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def _validate(manifest: ShardManifest) -> None:
+    """Check indices, boxes against shapes, bytes against parameters, and engine completeness."""
+    table, worker = manifest.table, manifest.worker
+    num_rows = len(table)
+    columns = (table.parameter, table.offsets, table.sizes, table.offset_bytes, table.strides_bytes)
+    if any(len(column) != num_rows for column in columns):
+        raise ManifestError(f"{worker}: manifest columns have different lengths")
+    for alias, tensor in manifest.aliases.items():
+        if all(spec.name != tensor for spec in manifest.tensors):
+            raise ManifestError(f"{worker}: alias {alias!r} names unknown tensor {tensor!r}")
+    if num_rows == 0:
+        return
+    if table.tensor.min() < 0 or table.tensor.max() >= len(manifest.tensors):
+        raise ManifestError(f"{worker}: a shard refers to a tensor index that does not exist")
+    if table.parameter.min() < 0 or table.parameter.max() >= len(manifest.parameters):
+        raise ManifestError(f"{worker}: a shard refers to a parameter index that does not exist")
+    shapes = np.ones((len(manifest.tensors), MAX_DIMS), np.int64)
+    for index, tensor_spec in enumerate(manifest.tensors):
+        if len(tensor_spec.shape) > MAX_DIMS:
+            raise UnsupportedLayout(
+                f"{worker}: tensor {tensor_spec.name!r} must have at most {MAX_DIMS} dims"
+            )
+        shapes[index, MAX_DIMS - len(tensor_spec.shape) :] = tensor_spec.shape
+    outside = (
+        (table.offsets < 0)
+        | (table.sizes < 1)
+        | (table.offsets + table.sizes > shapes[table.tensor])
+    ).any(axis=1)
+    if outside.any():
+        row = int(outside.argmax())
+        spec = manifest.tensors[int(table.tensor[row])]
+        raise ManifestError(
+            f"{worker}: tensor {spec.name!r}: box offsets {table.offsets[row].tolist()} sizes "
+            f"{table.sizes[row].tolist()} must lie inside shape {spec.shape}"
+        )
+    _validate_bytes(manifest)
+
+
+def _validate_bytes(manifest: ShardManifest) -> None:
+    table, worker = manifest.table, manifest.worker
+    itemsizes = np.array([p.dtype.itemsize for p in manifest.parameters], np.int64)
+    extents = np.array([p.nbytes for p in manifest.parameters], np.int64)
+    reach = (table.sizes - 1) * table.strides_bytes
+    low = table.offset_bytes + np.minimum(reach, 0).sum(axis=1)
+    high = table.offset_bytes + np.maximum(reach, 0).sum(axis=1) + itemsizes[table.parameter]
+    bad = (low < 0) | (high > extents[table.parameter])
+    if bad.any():
+        row = int(bad.argmax())
+        parameter = manifest.parameters[int(table.parameter[row])]
+        raise ManifestError(
+            f"{worker}: shard of {manifest.tensors[int(table.tensor[row])].name!r} reaches bytes "
+            f"[{int(low[row])}, {int(high[row])}) of parameter {parameter.name!r}, which has "
+            f"{parameter.nbytes}"
+        )
+    if manifest.role is not Role.ENGINE:
+        return
+    described = np.zeros(len(manifest.parameters), np.int64)
+    np.add.at(described, table.parameter, table.sizes.prod(axis=1) * itemsizes[table.parameter])
+    for index, parameter in enumerate(manifest.parameters):
+        total = int(described[index]) + parameter.padding_nbytes
+        if total != parameter.nbytes:
+            raise ManifestError(
+                f"{worker}: parameter {parameter.name!r} has {parameter.nbytes} bytes, but its "
+                f"shards and padding describe {total}"
+            )
