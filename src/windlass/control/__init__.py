@@ -1,0 +1,1 @@
+"""The update as a transaction: messages, the pure round machine, its asyncio driver."""

@@ -1,0 +1,365 @@
+"""Every message between the coordinator and its agents, as frozen msgspec types.
+
+One WebSocket per agent, opened by the agent, carries msgpack frames both ways: the agent
+needs no port of its own, and a dead process is a closed connection, seen at once and not
+by polling. The first frame is `Hello`; after that the coordinator sends `Envelope`s and
+the agent answers each with one `Reply`; trainer ranks also send `Announce`.
+
+Each envelope carries (epoch, round, seq). `epoch` grows with every change of the fleet and
+with every restart of the controller, `round` with every attempt to publish, `seq` with
+every command of a round. An agent answers a repeated (epoch, round, seq) with the stored
+reply and refuses an older epoch or round with `stale`.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from windlass.errors import ProtocolError
+from windlass.execution.bindings import DestinationBinding, LinkOutcome
+from windlass.layout.manifest import Role
+from windlass.transports.base import WireReport
+
+__all__ = [
+    "PROTOCOL_VERSION",
+    "Abort",
+    "AgentFrame",
+    "Announce",
+    "Apply",
+    "Bound",
+    "Command",
+    "ConnectEngine",
+    "ConnectTrainer",
+    "Done",
+    "Envelope",
+    "Failure",
+    "FailureKind",
+    "Hello",
+    "Pause",
+    "PauseMode",
+    "Prepare",
+    "Publish",
+    "Refused",
+    "Reply",
+    "Result",
+    "Resume",
+    "RoundOutcome",
+    "UpdateMode",
+    "UpdateReport",
+    "Verified",
+    "Verify",
+    "Welcome",
+    "Write",
+    "Written",
+    "decode_agent_frame",
+    "decode_controller_frame",
+    "encode",
+]
+
+PROTOCOL_VERSION = 1
+
+
+class UpdateMode(StrEnum):
+    """Where one-sided writes land.
+
+    IN_PLACE: in the live parameters, inside the pause.
+    STAGED: in a shadow while the engine generates; the pause is one local copy.
+    """
+
+    IN_PLACE = "in_place"
+    STAGED = "staged"
+
+
+class PauseMode(StrEnum):
+    """What happens to running requests, with SGLang's names and meanings.
+
+    ABORT: they end now and return their partial tokens.
+    RETRACT: they go back to the queue, lose their KV cache, and are prefilled again.
+    IN_PLACE: they stop where they are and keep their KV cache.
+    """
+
+    ABORT = "abort"
+    RETRACT = "retract"
+    IN_PLACE = "in_place"
+
+
+class FailureKind(StrEnum):
+    """What an agent's failure means for the round."""
+
+    FAILED = "failed"
+    UNKNOWN = "unknown"
+    STALE = "stale"
+    DIGEST = "digest"
+
+
+# --- agent -> controller -----------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """First frame of an agent.
+
+    Attributes:
+        protocol_version: must equal `PROTOCOL_VERSION`.
+        worker: identity, unique in the fleet (`trainer/0`, `engine-a/1`).
+        incarnation: random per process; a second process under one name is told apart by it.
+        role: trainer or engine.
+        group: the trainer job or the engine that this rank belongs to.
+        rank: rank in the group. world_size: ranks in the group.
+        manifest: `ShardManifest.encode()`.
+        wire: what the rank's transport really uses.
+        url: HTTP address of the engine, sent by rank 0 of an engine, else empty.
+        served_version: version the rank holds; -1 for none.
+        epoch, round: the last that the agent took part in; a restarted controller learns them here.
+        tainted: whether live weights are mixed.
+    """
+
+    protocol_version: int
+    worker: str
+    incarnation: str
+    role: Role
+    group: str
+    rank: int
+    world_size: int
+    manifest: bytes
+    wire: WireReport
+    url: str = ""
+    served_version: int = -1
+    epoch: int = 0
+    round: int = 0
+    tainted: bool = False
+
+
+class Announce(msgspec.Struct, frozen=True, tag="announce"):
+    """A trainer rank stands still with the weights of `version` and wants them published."""
+
+    version: int
+
+
+class Bound(msgspec.Struct, frozen=True, tag="bound"):
+    """Engine rank: memory is registered; where to write."""
+
+    plan_digest: str
+    binding: DestinationBinding
+
+
+class Written(msgspec.Struct, frozen=True, tag="written"):
+    """Trainer rank: the outcome of every link it was asked to write."""
+
+    links: tuple[LinkOutcome, ...]
+    pack_s: float
+    wire_s: float
+
+
+class Verified(msgspec.Struct, frozen=True, tag="verified"):
+    """Engine rank: sources whose bytes did not have the expected digest (empty when all did)."""
+
+    mismatched: tuple[str, ...]
+    nbytes: int
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """A command that returns nothing else; `seconds` is what the agent itself measured."""
+
+    seconds: float = 0.0
+
+
+class Failure(msgspec.Struct, frozen=True, tag="failure"):
+    """A command that did not do what it should; `message` is one line for a person."""
+
+    kind: FailureKind
+    message: str
+
+
+Result = Bound | Written | Verified | Done | Failure
+
+
+class Reply(msgspec.Struct, frozen=True, tag="reply"):
+    """The one answer to the envelope with the same (epoch, round, seq)."""
+
+    epoch: int
+    round: int
+    seq: int
+    result: Result
+
+
+AgentFrame = Hello | Announce | Reply
+
+
+# --- controller -> agent -----------------------------------------------------------------
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """The answer to `Hello`."""
+
+    epoch: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """Instead of `Welcome`, or before the controller closes the connection."""
+
+    message: str
+
+
+class ConnectEngine(msgspec.Struct, frozen=True, tag="connect_engine"):
+    """Register memory for this plan and answer `Bound`. `plan` is the rank's own part."""
+
+    plan: bytes
+    plan_digest: str
+    mode: UpdateMode
+
+
+class ConnectTrainer(msgspec.Struct, frozen=True, tag="connect_trainer"):
+    """Bind the plan to these addresses; answer `Done`. `plan` is the rank's own part."""
+
+    plan: bytes
+    plan_digest: str
+    bindings: tuple[DestinationBinding, ...]
+
+
+class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
+    """Trainer: pack, cast and quantise into the arena as far as it holds."""
+
+    version: int
+
+
+class Pause(msgspec.Struct, frozen=True, tag="pause"):
+    """Engine: answer only once no kernel of this rank reads weights any more."""
+
+    mode: PauseMode
+    deadline_s: float
+
+
+class Write(msgspec.Struct, frozen=True, tag="write"):
+    """Trainer: write the links to these destinations and answer `Written`."""
+
+    version: int
+    destinations: tuple[str, ...]
+    deadline_s: float
+
+
+class Verify(msgspec.Struct, frozen=True, tag="verify"):
+    """Engine: compare what landed with `expected` (source worker -> digest)."""
+
+    version: int
+    expected: dict[str, str]
+
+
+class Apply(msgspec.Struct, frozen=True, tag="apply"):
+    """Engine, paused and verified: unpack, flip the shadow into place, finalise derived state."""
+
+    version: int
+
+
+class Publish(msgspec.Struct, frozen=True, tag="publish"):
+    """Engine: stamp `version` and resume."""
+
+    version: int
+
+
+class Resume(msgspec.Struct, frozen=True, tag="resume"):
+    """Engine: go on with the weights there are (after an abort that touched nothing live)."""
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Forget the round. An engine whose live weights were written stays paused and tainted."""
+
+    reason: str
+
+
+Command = (
+    ConnectEngine
+    | ConnectTrainer
+    | Prepare
+    | Pause
+    | Write
+    | Verify
+    | Apply
+    | Publish
+    | Resume
+    | Abort
+)
+
+
+class Envelope(msgspec.Struct, frozen=True, tag="envelope"):
+    """A command with its place in the history of the fleet."""
+
+    epoch: int
+    round: int
+    seq: int
+    command: Command
+
+
+class RoundOutcome(StrEnum):
+    """How a round ended."""
+
+    PUBLISHED = "published"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+class UpdateReport(msgspec.Struct, frozen=True, tag="update_report"):
+    """Sent to every trainer rank when its announced version is published or given up.
+
+    Attributes:
+        version: the announced version.
+        outcome: published, aborted (old weights serve) or failed.
+        reason: one line when not published.
+        engines: engines that serve `version` now.
+        left_out: engines that do not: dead, tainted or joining; name -> why.
+        nbytes: bytes that travelled.
+        wire_s: the slowest trainer rank's time inside transport writes (step 7).
+        update_s: first command to last reply (steps 5 to 9).
+        pause_s: the longest time that an engine was paused.
+        phase_s: seconds per phase, by name.
+        digest_ok: every written range had the sender's digest on the receiving side.
+    """
+
+    version: int
+    outcome: RoundOutcome
+    reason: str
+    engines: tuple[str, ...]
+    left_out: dict[str, str]
+    nbytes: int
+    wire_s: float
+    update_s: float
+    pause_s: float
+    phase_s: dict[str, float]
+    digest_ok: bool
+
+
+ControllerFrame = Welcome | Refused | Envelope | UpdateReport
+
+_encoder = msgspec.msgpack.Encoder()
+_agent_decoder = msgspec.msgpack.Decoder(AgentFrame)
+_controller_decoder = msgspec.msgpack.Decoder(ControllerFrame)
+
+
+def encode(frame: AgentFrame | ControllerFrame) -> bytes:
+    """The wire form of a frame."""
+    return _encoder.encode(frame)
+
+
+def decode_agent_frame(data: bytes) -> AgentFrame:
+    """Decode what an agent sent.
+
+    Raises:
+        ProtocolError: not such a frame.
+    """
+    try:
+        return _agent_decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"agent frame of {len(data)} bytes: {error}") from error
+
+
+def decode_controller_frame(data: bytes) -> ControllerFrame:
+    """Decode what the controller sent.
+
+    Raises:
+        ProtocolError: not such a frame.
+    """
+    try:
+        return _controller_decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"controller frame of {len(data)} bytes: {error}") from error

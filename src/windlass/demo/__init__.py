@@ -1,0 +1,1 @@
+"""Asynchronous GRPO on one CPU machine, through the public API only."""

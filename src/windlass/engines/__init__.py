@@ -1,0 +1,1 @@
+"""Engine adapters: what lives inside a rollout engine."""

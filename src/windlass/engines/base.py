@@ -1,0 +1,38 @@
+"""What an engine must offer so that an agent inside it can update its weights."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from windlass.control.messages import PauseMode
+
+__all__ = ["EngineHooks"]
+
+
+class EngineHooks(Protocol):
+    """One rank of a live engine, seen by the agent thread that lives in the same process.
+
+    Every method is called from the agent's thread while the engine's own loop runs in another.
+    """
+
+    def pause(self, mode: PauseMode, deadline_s: float) -> None:
+        """Stop this rank; return once no kernel of it reads weights or writes caches.
+
+        Rank 0 also stops admission and applies `mode` to running requests. Idempotent.
+
+        Raises:
+            PeerTimeout: the rank did not come to rest within `deadline_s`.
+        """
+        ...
+
+    def resume(self) -> None:
+        """Go on generating. Idempotent."""
+        ...
+
+    def finalise(self) -> None:
+        """Recompute state that is derived from weights and drop caches of old weights."""
+        ...
+
+    def set_version(self, version: int) -> None:
+        """Stamp the version that tokens generated from now on carry."""
+        ...

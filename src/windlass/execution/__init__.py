@@ -1,0 +1,1 @@
+"""Plans bound to addresses: the sender in the trainer, the receiver in the engine."""

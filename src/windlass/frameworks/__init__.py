@@ -1,0 +1,1 @@
+"""What trainer and engine adapters share about PyTorch."""

@@ -1,0 +1,1 @@
+"""WHERE bytes live: boxes, manifests and topologies. No torch, no I/O."""

@@ -1,0 +1,1 @@
+"""Registered arenas, packing, casting and digests."""

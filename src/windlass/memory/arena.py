@@ -1,0 +1,96 @@
+"""Arena: one registered region that is never remapped.
+
+Its capacity is the knob between the two designs of the field: a small ring (bounded
+memory, packed and written in turns) or a whole shard (everything packed before the
+pause). Because it lies outside any pool that is offloaded, offloading training weights
+never invalidates its registration.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from types import TracebackType
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+
+from windlass.errors import ConfigError
+from windlass.transports.base import AllocatingTransport, MemoryRegion, OneSidedTransport
+
+__all__ = ["Arena"]
+
+
+@final
+class Arena:
+    """Page-aligned, pre-touched, registered memory.
+
+    Memory: owned by the arena from construction to `close`; peers may write it in between.
+
+    Args:
+        transport: registers the memory, and allocates it where it must.
+        nbytes: capacity, >= 1.
+
+    Raises:
+        ConfigError: `nbytes` < 1.
+        RegionError: the transport refuses to register.
+    """
+
+    def __init__(self, transport: OneSidedTransport, nbytes: int) -> None:
+        if nbytes < 1:
+            raise ConfigError(f"Arena: nbytes must be >= 1, got {nbytes}")
+        self._transport = transport
+        self._mapping: mmap.mmap | None = None
+        if isinstance(transport, AllocatingTransport):
+            self._address = transport.allocate(nbytes)
+        else:
+            self._mapping = mmap.mmap(-1, nbytes)
+            self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        raw = (ctypes.c_uint8 * nbytes).from_address(self._address)
+        self._bytes: npt.NDArray[np.uint8] = np.frombuffer(raw, np.uint8)
+        self._bytes[:: mmap.PAGESIZE] = 0  # first touch costs up to 3 s per GiB: pay it here
+        self._region = transport.register(self._address, nbytes)
+        self._closed = False
+
+    @property
+    def address(self) -> int:
+        """Virtual address of the first byte."""
+        return self._address
+
+    @property
+    def nbytes(self) -> int:
+        """Capacity in bytes."""
+        return len(self._bytes)
+
+    @property
+    def region(self) -> MemoryRegion:
+        """The registration."""
+        return self._region
+
+    @property
+    def bytes(self) -> npt.NDArray[np.uint8]:
+        """The memory as a uint8 array; valid until `close`."""
+        return self._bytes
+
+    def close(self) -> None:
+        """Unregister and free. No peer may write after this. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._transport.unregister(self._region)
+        self._bytes = np.empty(0, np.uint8)
+        if isinstance(self._transport, AllocatingTransport):
+            self._transport.release(self._address)
+        self._mapping = None  # unmapped once the last view of it is gone
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

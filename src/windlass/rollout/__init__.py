@@ -1,0 +1,1 @@
+"""Asynchronous rollouts: admission, dispatch, completion callbacks."""

@@ -1,0 +1,1 @@
+"""Stage timers and measured ceilings."""

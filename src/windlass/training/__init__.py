@@ -1,0 +1,1 @@
+"""Trainer adapters and the client that a trainer rank holds."""

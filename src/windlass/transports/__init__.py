@@ -1,0 +1,1 @@
+"""HOW bytes move: one-sided writes behind one protocol."""
