@@ -1,0 +1,54 @@
+# Two commands: `make demo` and `make test`. Each does its own set-up.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+ARGS   ?=
+
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM := false
+export HF_HUB_OFFLINE := 1
+
+.PHONY: help setup demo test lint types imports unit bench clean
+
+help:
+	@echo "make demo [ARGS='--steps 40 --transport cma --mode staged']   asynchronous GRPO on this machine"
+	@echo "make test                                                   lint, types, import contracts, tests"
+	@echo "make bench                                                  every benchmark, into benchmarks/results/local"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints-cpu.txt tools/install_system_packages.sh
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints-cpu.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints-cpu.txt -e '.[dev]'
+	bash tools/install_system_packages.sh
+	touch $(STAMP)
+
+demo: setup
+	$(BIN)/windlass demo $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python tools/check_house_rules.py
+
+types: setup
+	$(BIN)/mypy
+
+imports: setup
+	$(BIN)/lint-imports
+
+unit: setup
+	$(BIN)/pytest
+
+test: lint types imports unit
+
+bench: setup
+	mkdir -p benchmarks/results/local
+	for script in benchmarks/bench_*.py; do \
+	  $(BIN)/python $$script --json benchmarks/results/local/$$(basename $$script .py).json || exit 1; \
+	done
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
