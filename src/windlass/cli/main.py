@@ -1,0 +1,56 @@
+"""`windlass`: one sub-command per module, each imported when it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+from windlass.errors import WindlassError
+
+__all__ = ["main"]
+
+_COMMANDS = {
+    "demo": "asynchronous GRPO on this machine: trainers, engines and rollouts, live",
+    "plan": "compile a transfer plan from a topology file and say what it costs",
+    "status": "what a running controller knows of its fleet",
+}
+
+
+class _Command(Protocol):
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, args: argparse.Namespace) -> int: ...
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse `argv`, run one sub-command, return the exit status.
+
+    Errors of Windlass are printed as one line; anything else is a defect and shows its traceback.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="windlass", description=__doc__)
+    subparsers = parser.add_subparsers(dest="command", required=True)
+    chosen = next((word for word in arguments if not word.startswith("-")), "")
+    command: _Command | None = None
+    for name, summary in _COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=summary, description=summary)
+        if name == chosen:
+            command = cast("_Command", importlib.import_module(f"windlass.cli.{name}"))
+            command.add_arguments(subparser)
+    args = parser.parse_args(arguments)
+    if command is None:  # pragma: no cover - argparse has refused anything else
+        parser.error(f"unknown command {chosen!r}")
+    try:
+        return command.run(args)
+    except WindlassError as error:
+        print(f"windlass {chosen}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

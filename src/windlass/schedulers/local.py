@@ -1,0 +1,114 @@
+"""Processes on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import final
+
+from windlass.envs import inherited_environment
+from windlass.errors import ConfigError
+from windlass.schedulers.base import ProcessSpec, ProcessStatus, Scheduler
+
+__all__ = ["LocalScheduler"]
+
+
+@final
+class LocalScheduler(Scheduler):
+    """Subprocesses, each in a process group of its own, logging to `log_dir/NAME.log`.
+
+    A process and everything it started are signalled together, so that nothing outlives
+    `close`. Use from one asyncio loop.
+    """
+
+    def __init__(self, log_dir: Path, environment: Mapping[str, str] | None = None) -> None:
+        self._log_dir = log_dir
+        self._environment = dict(environment or {})
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        log_dir.mkdir(parents=True, exist_ok=True)
+
+    async def start(self, spec: ProcessSpec) -> ProcessStatus:
+        known = self._processes.get(spec.name)
+        if known is not None and known.returncode is None:
+            raise ConfigError(f"scheduler: process name {spec.name!r} is taken by pid {known.pid}")
+        environment = {**inherited_environment(), **self._environment, **spec.environment}
+        with self.log_path(spec.name).open("ab") as log:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *spec.command,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=environment,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise ConfigError(
+                    f"scheduler: {spec.name}: cannot start {spec.command[0]!r}: {error}"
+                ) from error
+        self._processes[spec.name] = process
+        return self.status(spec.name)
+
+    async def wait(self, name: str) -> ProcessStatus:
+        await self._process(name).wait()
+        return self.status(name)
+
+    def status(self, name: str) -> ProcessStatus:
+        process = self._process(name)
+        return ProcessStatus(name=name, pid=process.pid, returncode=process.returncode)
+
+    def signal(self, name: str, signal_number: int) -> None:
+        process = self._process(name)
+        if process.returncode is None:
+            _signal_group(process.pid, signal_number)
+
+    def log_tail(self, name: str, num_lines: int = 40) -> str:
+        path = self.log_path(name)
+        if not path.exists():
+            return ""
+        with path.open(errors="replace") as log:
+            return "".join(deque(log, maxlen=num_lines))
+
+    async def close(self, *, grace_s: float = 5.0) -> None:
+        live = [p for p in self._processes.values() if p.returncode is None]
+        for process in live:
+            _signal_group(process.pid, signal.SIGTERM)
+        waits = [asyncio.ensure_future(p.wait()) for p in live]
+        if waits:
+            await asyncio.wait(waits, timeout=grace_s)
+        for process in self._processes.values():
+            _signal_group(process.pid, signal.SIGKILL)  # also what a dead leader left behind
+        if waits:
+            await asyncio.wait(waits)
+
+    def log_path(self, name: str) -> Path:
+        """Where the process called `name` logs."""
+        return self._log_dir / f"{name.replace('/', '-')}.log"
+
+    def _process(self, name: str) -> asyncio.subprocess.Process:
+        if name not in self._processes:
+            raise ConfigError(f"scheduler: no process named {name!r}")
+        return self._processes[name]
+
+    async def __aenter__(self) -> LocalScheduler:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+
+def _signal_group(pid: int, signal_number: int) -> None:
+    try:
+        os.killpg(pid, signal_number)
+    except ProcessLookupError:
+        return
