@@ -1,0 +1,277 @@
+"""Which source box meets which destination box, in whole columns.
+
+A model has tens of thousands of tensors but few *patterns*: the set of boxes that the ranks
+of one side cut a tensor into. The box algebra runs once per pair of patterns; its
+result, a few `Piece` templates, is then gathered for every tensor with that pair.
+
+Overlapping source boxes are first cut into disjoint *atoms*, each with every box that
+contains it, so that a destination byte has exactly one atom and an atom all its holders.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from windlass.layout.box import Box
+from windlass.layout.manifest import MAX_DIMS, Int32Array, Int64Array
+from windlass.planning.rows import RowTable
+
+__all__ = [
+    "Atoms",
+    "Boxes",
+    "Holders",
+    "Pieces",
+    "atoms_by_pattern",
+    "box_of",
+    "classes_by_pattern",
+    "find_holders",
+    "intersect_boxes",
+    "make_atoms",
+    "ranges",
+    "unique_boxes",
+]
+
+_CHUNK_PAIRS = 1 << 20
+
+
+def box_of(offsets: Int64Array, sizes: Int64Array) -> Box:
+    """One row of box columns as a `Box` (with padding dims)."""
+    return Box(tuple(int(v) for v in offsets), tuple(int(v) for v in sizes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boxes:
+    """The distinct boxes of one side, sorted by (tensor class, offsets, sizes).
+
+    Attributes:
+        tensor: (b,) class.
+        offsets, sizes: (b, MAX_DIMS).
+        rows: (n,) row indices of the side's `RowTable`, grouped by box, by rank in a group.
+        row_start: (b + 1,) where each box's group starts in `rows`.
+        start: (num_classes + 1,) where each class's boxes start.
+        pattern: (num_classes,) id of the class's set of boxes; -1 without any.
+        num_patterns: how many patterns there are.
+    """
+
+    tensor: Int32Array
+    offsets: Int64Array
+    sizes: Int64Array
+    rows: Int64Array
+    row_start: Int64Array
+    start: Int64Array
+    pattern: Int64Array
+    num_patterns: int
+
+
+def unique_boxes(table: RowTable, num_classes: int) -> Boxes:
+    """Group the rows of `table` by identical box."""
+    columns: list[Int32Array | Int64Array] = [table.rank]
+    for wide in (table.sizes, table.offsets):
+        for dim in range(MAX_DIMS - 1, -1, -1):
+            column = wide[:, dim]
+            if len(column) and (column != column[0]).any():
+                columns.append(column)
+    columns.append(table.tensor)
+    rows = np.lexsort(columns)
+    tensor, offsets, sizes = table.tensor[rows], table.offsets[rows], table.sizes[rows]
+    new = np.ones(len(rows), np.bool_)
+    if len(rows):
+        new[1:] = tensor[1:] != tensor[:-1]
+        new[1:] |= (offsets[1:] != offsets[:-1]).any(axis=1)
+        new[1:] |= (sizes[1:] != sizes[:-1]).any(axis=1)
+    first = np.flatnonzero(new)
+    tensor, offsets, sizes = tensor[first], offsets[first], sizes[first]
+    start = np.searchsorted(tensor, np.arange(num_classes + 1))
+    pattern = np.full(num_classes, -1, np.int64)
+    seen: dict[bytes, int] = {}
+    both = np.concatenate([offsets, sizes], axis=1)
+    bounds = start.tolist()
+    for index in np.unique(tensor).tolist():
+        signature = both[bounds[index] : bounds[index + 1]].tobytes()
+        pattern[index] = seen.setdefault(signature, len(seen))
+    return Boxes(
+        tensor=tensor,
+        offsets=offsets,
+        sizes=sizes,
+        rows=rows,
+        row_start=np.append(first, len(rows)),
+        start=start,
+        pattern=pattern,
+        num_patterns=len(seen),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Atoms:
+    """Disjoint boxes that make up one pattern.
+
+    Attributes:
+        offsets, sizes: (a, MAX_DIMS).
+        members: per atom, the boxes of the pattern that contain it; None when atoms are the boxes.
+    """
+
+    offsets: Int64Array
+    sizes: Int64Array
+    members: tuple[tuple[int, ...], ...] | None
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+
+def make_atoms(offsets: Int64Array, sizes: Int64Array) -> Atoms:
+    """Cut the distinct boxes of one pattern into disjoint atoms."""
+    first, second, _, _ = intersect_boxes(offsets, sizes, offsets, sizes)
+    if (first == second).all():
+        return Atoms(offsets=offsets, sizes=sizes, members=None)
+    atoms: list[tuple[Box, tuple[int, ...]]] = []
+    for index in range(len(offsets)):
+        new = box_of(offsets[index], sizes[index])
+        left: list[Box] = [new]
+        refined: list[tuple[Box, tuple[int, ...]]] = []
+        for box, members in atoms:
+            common = box.intersect(new)
+            if common is None:
+                refined.append((box, members))
+                continue
+            refined.append((common, (*members, index)))
+            refined.extend((piece, members) for piece in box.subtract(new))
+            left = [piece for part in left for piece in part.subtract(box)]
+        refined.extend((piece, (index,)) for piece in left)
+        atoms = refined
+    return Atoms(
+        offsets=np.array([box.offsets for box, _ in atoms], np.int64).reshape(-1, MAX_DIMS),
+        sizes=np.array([box.sizes for box, _ in atoms], np.int64).reshape(-1, MAX_DIMS),
+        members=tuple(members for _, members in atoms),
+    )
+
+
+def intersect_boxes(
+    a_offsets: Int64Array, a_sizes: Int64Array, b_offsets: Int64Array, b_sizes: Int64Array
+) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
+    """All non-empty intersections of boxes a (n, d) with boxes b (m, d).
+
+    Returns:
+        (index into a, index into b, offsets, sizes), ordered by (b, a).
+    """
+    parts: list[tuple[Int64Array, Int64Array, Int64Array, Int64Array]] = []
+    step = max(1, _CHUNK_PAIRS // max(1, len(a_offsets)))
+    a_ends, b_ends = a_offsets + a_sizes, b_offsets + b_sizes
+    for begin in range(0, len(b_offsets), step):
+        stop = begin + step
+        meets = np.ones((len(b_offsets[begin:stop]), len(a_offsets)), np.bool_)
+        for dim in range(a_offsets.shape[1]):
+            meets &= a_offsets[None, :, dim] < b_ends[begin:stop, None, dim]
+            meets &= b_offsets[begin:stop, None, dim] < a_ends[None, :, dim]
+        index_b, index_a = np.nonzero(meets)
+        index_b += begin
+        offsets = np.maximum(a_offsets[index_a], b_offsets[index_b])
+        sizes = np.minimum(a_ends[index_a], b_ends[index_b]) - offsets
+        parts.append((index_a, index_b, offsets, sizes))
+    if not parts:
+        none, wide = np.zeros(0, np.int64), np.zeros((0, a_offsets.shape[1]), np.int64)
+        return none, none, wide, wide
+    return (
+        np.concatenate([part[0] for part in parts]),
+        np.concatenate([part[1] for part in parts]),
+        np.concatenate([part[2] for part in parts]),
+        np.concatenate([part[3] for part in parts]),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """Every (atom, destination box) pair with common elements, over all tensors.
+
+    Attributes:
+        atom: (p,) global atom.
+        box: (p,) destination box, a row of `Boxes`.
+        template: (p,) row of `offsets` and `sizes`.
+        offsets, sizes: (t, MAX_DIMS), shared by all tensors of a pattern pair.
+    """
+
+    atom: Int64Array
+    box: Int64Array
+    template: Int64Array
+    offsets: Int64Array
+    sizes: Int64Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holders:
+    """Which rows hold each global atom.
+
+    Attributes:
+        rows: source rows grouped by atom, by rank in a group, one per (atom, rank).
+        start: (num_atoms + 1,) where each atom's group starts.
+    """
+
+    rows: Int64Array
+    start: Int64Array
+
+
+def classes_by_pattern(boxes: Boxes) -> list[Int64Array]:
+    """The classes of each pattern, ascending."""
+    order = np.argsort(boxes.pattern, kind="stable")
+    bounds = np.searchsorted(boxes.pattern[order], np.arange(boxes.num_patterns + 1))
+    return [order[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+def atoms_by_pattern(boxes: Boxes) -> list[Atoms]:
+    """The atoms of each pattern."""
+    atoms: list[Atoms] = []
+    for classes in classes_by_pattern(boxes):
+        rows = slice(int(boxes.start[classes[0]]), int(boxes.start[classes[0] + 1]))
+        atoms.append(make_atoms(boxes.offsets[rows], boxes.sizes[rows]))
+    return atoms
+
+
+def find_holders(
+    boxes: Boxes, atoms: Sequence[Atoms], table: RowTable
+) -> tuple[Int64Array, Holders]:
+    """Number the atoms of all tensors and list the rows that hold each.
+
+    Returns:
+        (first global atom per class, holders)
+    """
+    num_classes = len(boxes.pattern)
+    counts = np.zeros(num_classes, np.int64)
+    groups = classes_by_pattern(boxes)
+    for of_pattern, classes in zip(atoms, groups, strict=True):
+        counts[classes] = len(of_pattern)
+    base = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    atom_parts: list[Int64Array] = [np.zeros(0, np.int64)]
+    box_parts: list[Int64Array] = [np.zeros(0, np.int64)]
+    for of_pattern, classes in zip(atoms, groups, strict=True):
+        if of_pattern.members is None:
+            local_atom = local_box = np.arange(len(of_pattern))
+        else:
+            local_atom = np.repeat(
+                np.arange(len(of_pattern)), [len(members) for members in of_pattern.members]
+            )
+            local_box = np.array([box for members in of_pattern.members for box in members])
+        atom_parts.append((base[classes][:, None] + local_atom).ravel())
+        box_parts.append((boxes.start[classes][:, None] + local_box).ravel())
+    atom, box = np.concatenate(atom_parts), np.concatenate(box_parts)
+    num_rows = (boxes.row_start[1:] - boxes.row_start[:-1])[box]
+    rows = boxes.rows[ranges(boxes.row_start[box], num_rows)]
+    atom = np.repeat(atom, num_rows)
+    rank = table.rank[rows]
+    order = np.lexsort((rows, rank, atom))
+    atom, rank, rows = atom[order], rank[order], rows[order]
+    keep = np.ones(len(rows), np.bool_)
+    keep[1:] = (atom[1:] != atom[:-1]) | (rank[1:] != rank[:-1])
+    atom, rows = atom[keep], rows[keep]
+    start = np.searchsorted(atom, np.arange(int(base[-1]) + 1))
+    return base, Holders(rows=rows, start=start)
+
+
+def ranges(start: Int64Array, count: Int64Array) -> Int64Array:
+    """`start[i], start[i] + 1, ...` for `count[i]` values each, concatenated."""
+    total = int(count.sum())
+    ends = np.cumsum(count)
+    values: Int64Array = np.arange(total) + np.repeat(start - (ends - count), count)
+    return values

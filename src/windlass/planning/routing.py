@@ -1,0 +1,213 @@
+"""Who sends what: replicated sources share the work.
+
+Bytes that exactly the same ranks hold form a *group*. The bytes of each group are poured
+over its holders like water over uneven ground, group after group, until no level moves:
+that is the least majorised load vector, so its largest entry is minimal. Copies are then
+laid along each group's quotas; a large one that straddles two quotas is split.
+
+The result carries its own certificate: for the set S of the k most loaded senders, the
+bytes that only ranks in S hold must leave from S, hence no routing has a sender with
+fewer than bytes / k. The best k is the lower bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from windlass.layout.manifest import Int64Array
+
+__all__ = ["Assignment", "RoutingReport", "assign", "certify", "group_by_holders", "pour"]
+
+Float64Array = npt.NDArray[np.float64]
+
+_MAX_SWEEPS = 500
+_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingReport:
+    """How evenly the senders are loaded.
+
+    Attributes:
+        egress: (num_sources,) bytes each source sends.
+        lower_bound: bytes that the busiest sender must send under any routing.
+        certificate: indices of the sources that prove `lower_bound`.
+    """
+
+    egress: Int64Array
+    lower_bound: float
+    certificate: tuple[int, ...]
+
+    @property
+    def imbalance(self) -> float:
+        """Busiest sender over the lower bound, >= 1."""
+        return float(self.egress.max()) / self.lower_bound if self.lower_bound else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """Ops after routing; a split op appears once per part.
+
+    Attributes:
+        op: (m,) index of the op before routing.
+        rank: (m,) the source rank that serves the part.
+        begin, end: (m,) which slice of the op's `units` the part is.
+    """
+
+    op: Int64Array
+    rank: Int64Array
+    begin: Int64Array
+    end: Int64Array
+
+
+def group_by_holders(
+    ranks: npt.NDArray[np.int32], start: Int64Array
+) -> tuple[Int64Array, list[tuple[int, ...]]]:
+    """Number the distinct holder sets.
+
+    Args:
+        ranks: holder ranks, grouped by atom, ascending in a group.
+        start: (num_atoms + 1,) group bounds.
+
+    Returns:
+        (group per atom, holders per group)
+    """
+    count = start[1:] - start[:-1]
+    single = count == 1
+    group = np.zeros(len(count), np.int64)
+    holders: list[tuple[int, ...]] = []
+    alone, inverse = np.unique(ranks[start[:-1][single]], return_inverse=True)
+    group[single] = inverse
+    holders.extend((int(rank),) for rank in alone)
+    seen: dict[bytes, int] = {}
+    for atom in np.flatnonzero(~single).tolist():
+        of_atom = ranks[start[atom] : start[atom + 1]]
+        key = of_atom.tobytes()
+        known = seen.get(key)
+        if known is None:
+            known = seen[key] = len(holders)
+            holders.append(tuple(of_atom.tolist()))
+        group[atom] = known
+    return group, holders
+
+
+def pour(
+    nbytes: Float64Array, holders: Sequence[tuple[int, ...]], num_sources: int
+) -> list[Float64Array]:
+    """Share each group's bytes over its holders so that the load vector is least majorised.
+
+    Returns:
+        Per group, bytes per holder, in the order of `holders`.
+    """
+    load = np.zeros(num_sources)
+    shares: list[Float64Array] = []
+    indices = [np.array(of_group, np.int64) for of_group in holders]
+    for index, total in zip(indices, nbytes, strict=True):
+        share = np.full(len(index), total / len(index))
+        load[index] += share
+        shares.append(share)
+    several = [g for g in range(len(holders)) if len(holders[g]) > 1 and nbytes[g] > 0]
+    scale = float(load.max(initial=0.0)) * _TOLERANCE
+    for _ in range(_MAX_SWEEPS):
+        moved = 0.0
+        for g in several:
+            ground = load[indices[g]] - shares[g]
+            share = _level(ground, float(nbytes[g]))
+            moved = max(moved, float(np.abs(share - shares[g]).max()))
+            load[indices[g]] = ground + share
+            shares[g] = share
+        if moved <= scale:
+            break
+    return shares
+
+
+def _level(ground: Float64Array, total: float) -> Float64Array:
+    """Pour `total` over `ground`: the depth of water at each place."""
+    ordered = np.sort(ground)
+    below = np.cumsum(ordered)
+    counts = np.arange(1, len(ordered) + 1)
+    levels = (total + below) / counts
+    wet = int(np.flatnonzero(levels > ordered)[-1]) if total > 0 else 0
+    depth: Float64Array = np.maximum(levels[wet] - ground, 0.0)
+    return depth
+
+
+def assign(
+    group: Int64Array,
+    nbytes: Int64Array,
+    units: Int64Array,
+    holders: Sequence[tuple[int, ...]],
+    shares: Sequence[Float64Array],
+    min_split_bytes: int,
+) -> Assignment:
+    """Lay the ops of each group, in the given order, along the quotas of its holders.
+
+    Args:
+        group: (n,) holder group per op.
+        nbytes: (n,) bytes per op.
+        units: (n,) in how many equal slices an op may be cut (its outermost extent).
+        holders: ranks per group.
+        shares: bytes per holder per group, as `pour` returns them.
+        min_split_bytes: a smaller op is never split, it goes where most of it lies.
+    """
+    rank = np.array([of_group[0] for of_group in holders] or [0], np.int64)[group]
+    ops = np.arange(len(group))
+    begin, end = np.zeros(len(group), np.int64), units.copy()
+    extra: list[tuple[int, int, int, int]] = []
+    order = np.argsort(group, kind="stable")
+    bounds = np.searchsorted(group[order], np.arange(len(holders) + 1))
+    for g, of_group in enumerate(holders):
+        rows = order[bounds[g] : bounds[g + 1]]
+        if len(of_group) == 1 or len(rows) == 0:
+            continue
+        ranks = np.array(of_group, np.int64)
+        stop = np.cumsum(nbytes[rows])
+        quota = np.cumsum(shares[g])[:-1]
+        middle = stop - nbytes[rows] / 2
+        rank[rows] = ranks[np.searchsorted(quota, middle)]
+        first = np.searchsorted(quota, stop - nbytes[rows], side="right")
+        last = np.searchsorted(quota, stop, side="left")
+        split = (last > first) & (nbytes[rows] >= min_split_bytes) & (units[rows] > 1)
+        for i in np.flatnonzero(split).tolist():
+            row = int(rows[i])
+            per_unit = nbytes[row] / units[row]
+            inside = quota[first[i] : last[i]] - (stop[i] - nbytes[row])
+            cuts = np.rint(inside / per_unit).astype(np.int64).tolist()
+            edges = [0, *cuts, int(units[row])]
+            parts = [
+                (row, int(ranks[first[i] + part]), edges[part], edges[part + 1])
+                for part in range(len(edges) - 1)
+                if edges[part + 1] > edges[part]
+            ]
+            _, rank[row], begin[row], end[row] = parts[0]
+            extra.extend(parts[1:])
+    more = np.array(extra, np.int64).reshape(-1, 4)
+    return Assignment(
+        op=np.concatenate([ops, more[:, 0]]),
+        rank=np.concatenate([rank, more[:, 1]]),
+        begin=np.concatenate([begin, more[:, 2]]),
+        end=np.concatenate([end, more[:, 3]]),
+    )
+
+
+def certify(
+    egress: Int64Array, group_nbytes: Int64Array, holders: Sequence[tuple[int, ...]]
+) -> RoutingReport:
+    """Measure the loads against the best lower bound over prefixes of the most loaded senders."""
+    order = np.argsort(-egress, kind="stable")
+    position = np.empty(len(order), np.int64)
+    position[order] = np.arange(len(order))
+    forced = np.zeros(len(order), np.int64)
+    for of_group, nbytes in zip(holders, group_nbytes.tolist(), strict=True):
+        forced[position[list(of_group)].max()] += nbytes
+    bounds = np.cumsum(forced) / np.arange(1, len(order) + 1)
+    best = int(bounds.argmax())
+    return RoutingReport(
+        egress=egress,
+        lower_bound=float(bounds[best]),
+        certificate=tuple(sorted(order[: best + 1].tolist())),
+    )

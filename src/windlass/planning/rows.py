@@ -1,0 +1,184 @@
+"""Every shard of one side as one table, with tensor names resolved across the two sides.
+
+First step of planning: manifests (one per rank) become two `RowTable`s whose `tensor`
+column counts *classes*: names that share their bytes (tied weights) are one class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from windlass.errors import IncompleteCoverage, ManifestError
+from windlass.layout.manifest import MAX_DIMS, Int32Array, Int64Array, ShardManifest
+from windlass.planning.plan import DTYPES
+
+__all__ = ["RowTable", "TensorNames", "gather_rows", "resolve_names"]
+
+_DTYPE_INDEX = {dtype: index for index, dtype in enumerate(DTYPES)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowTable:
+    """Shards of all ranks of one side; columns of `num_rows` rows.
+
+    Attributes:
+        tensor: class of the tensor.
+        name: index into `TensorNames.names`, the name this side uses.
+        rank: index of the manifest the row came from.
+        parameter: index into that manifest's parameters.
+        dtype: index into `DTYPES`.
+        offsets, sizes: (n, MAX_DIMS) box in elements.
+        offset_bytes, strides_bytes: where it lies in the parameter.
+    """
+
+    tensor: Int32Array
+    name: Int32Array
+    rank: Int32Array
+    parameter: Int32Array
+    dtype: npt.NDArray[np.uint8]
+    offsets: Int64Array
+    sizes: Int64Array
+    offset_bytes: Int64Array
+    strides_bytes: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorNames:
+    """Names of both sides and their classes.
+
+    Attributes:
+        names: every checkpoint name on either side.
+        index: the inverse of `names`.
+        shapes: global shape per name.
+        class_of: (num_names,) class per name, -1 for a destination name without a source.
+    """
+
+    names: tuple[str, ...]
+    index: dict[str, int]
+    shapes: tuple[tuple[int, ...], ...]
+    class_of: Int32Array
+
+
+def resolve_names(
+    sources: Sequence[ShardManifest], destinations: Sequence[ShardManifest]
+) -> TensorNames:
+    """Give every tensor name a class.
+
+    A source alias joins two names for good. A destination alias only helps to find a
+    source: an engine that ties what the trainer keeps apart cannot be served.
+
+    Raises:
+        ManifestError: two workers disagree on a shape, or a tie of the destination
+            contradicts the sources.
+    """
+    index: dict[str, int] = {}
+    shapes: list[tuple[int, ...]] = []
+    seen_at: list[str] = []
+    for manifest in (*sources, *destinations):
+        for spec in manifest.tensors:
+            known = index.get(spec.name)
+            if known is None:
+                index[spec.name] = len(shapes)
+                shapes.append(spec.shape)
+                seen_at.append(manifest.worker)
+            elif shapes[known] != spec.shape:
+                raise ManifestError(
+                    f"tensor {spec.name!r} must have one shape, got {shapes[known]} at "
+                    f"{seen_at[known]} and {spec.shape} at {manifest.worker}"
+                )
+        for alias, target in manifest.aliases.items():
+            shape = shapes[index[target]]
+            known = index.get(alias)
+            if known is None:
+                index[alias] = len(shapes)
+                shapes.append(shape)
+                seen_at.append(manifest.worker)
+            elif shapes[known] != shape:
+                raise ManifestError(
+                    f"tensor {alias!r} must have one shape, got {shapes[known]} at "
+                    f"{seen_at[known]} and {shape} as an alias of {target!r} at {manifest.worker}"
+                )
+    class_of = _source_classes(sources, index)
+    _apply_destination_aliases(destinations, index, class_of)
+    return TensorNames(
+        names=tuple(index), index=index, shapes=tuple(shapes), class_of=np.array(class_of, np.int32)
+    )
+
+
+def _source_classes(sources: Sequence[ShardManifest], index: dict[str, int]) -> list[int]:
+    class_of = [-1] * len(index)
+    for manifest in sources:
+        for spec in manifest.tensors:
+            name = index[spec.name]
+            class_of[name] = name
+    for manifest in sources:
+        for alias, target in manifest.aliases.items():
+            old, new = class_of[index[alias]], class_of[index[target]]
+            class_of[index[alias]] = new
+            if old not in (-1, new):
+                class_of = [new if value == old else value for value in class_of]
+    return class_of
+
+
+def _apply_destination_aliases(
+    destinations: Sequence[ShardManifest], index: dict[str, int], class_of: list[int]
+) -> None:
+    for manifest in destinations:
+        for alias, target in manifest.aliases.items():
+            of_alias, of_target = class_of[index[alias]], class_of[index[target]]
+            if of_target == -1:
+                class_of[index[target]] = of_alias
+            elif of_alias not in (-1, of_target):
+                raise ManifestError(
+                    f"{manifest.worker} ties {alias!r} to {target!r}, but the sources hold them "
+                    "as two separate tensors"
+                )
+
+
+def gather_rows(manifests: Sequence[ShardManifest], names: TensorNames) -> RowTable:
+    """Concatenate the shards of `manifests`.
+
+    Raises:
+        ManifestError: two manifests have the same worker name.
+        IncompleteCoverage: a shard's tensor has no class, so no source holds it.
+    """
+    workers = [manifest.worker for manifest in manifests]
+    if len(set(workers)) != len(workers):
+        twice = next(worker for worker in workers if workers.count(worker) > 1)
+        raise ManifestError(f"worker {twice!r} must have one manifest per side, got several")
+    name_columns = [np.zeros(0, np.int32)]
+    dtype_columns = [np.zeros(0, np.uint8)]
+    lookup = names.index
+    for manifest in manifests:
+        ids = np.array([lookup[spec.name] for spec in manifest.tensors], np.int32)
+        name = ids[manifest.table.tensor]
+        missing = names.class_of[name] < 0
+        if missing.any():
+            tensor = names.names[int(name[int(missing.argmax())])]
+            raise IncompleteCoverage(f"tensor {tensor!r} of {manifest.worker} has no source at all")
+        name_columns.append(name)
+        dtypes = np.array([_DTYPE_INDEX[p.dtype] for p in manifest.parameters], np.uint8)
+        dtype_columns.append(dtypes[manifest.table.parameter])
+    tables = [manifest.table for manifest in manifests]
+    wide = np.zeros((0, MAX_DIMS), np.int64)
+    flat = np.zeros(0, np.int64)
+    all_names = np.concatenate(name_columns)
+    counts = [len(table) for table in tables]
+    return RowTable(
+        tensor=names.class_of[all_names],
+        name=all_names,
+        rank=np.repeat(np.arange(len(tables), dtype=np.int32), counts),
+        parameter=np.concatenate([np.zeros(0, np.int32), *(t.parameter for t in tables)]),
+        dtype=np.concatenate(dtype_columns),
+        offsets=np.concatenate([wide, *(t.offsets for t in tables)]),
+        sizes=np.concatenate([wide, *(t.sizes for t in tables)]),
+        offset_bytes=np.concatenate([flat, *(t.offset_bytes for t in tables)]),
+        strides_bytes=np.concatenate([wide, *(t.strides_bytes for t in tables)]),
+    )
