@@ -1,0 +1,34 @@
+"""The only reader and writer of environment variables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from windlass.errors import ConfigError
+
+__all__ = ["control_token", "inherited_environment", "set_defaults"]
+
+TOKEN_VARIABLE = "WINDLASS_TOKEN"
+
+
+def control_token() -> str:
+    """The shared secret of the control routes.
+
+    Raises:
+        ConfigError: WINDLASS_TOKEN is not set or empty.
+    """
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if not token:
+        raise ConfigError(f"{TOKEN_VARIABLE} must be set to the controller's token, got ''")
+    return token
+
+
+def inherited_environment() -> dict[str, str]:
+    """A copy of this process's environment, for a child."""
+    return dict(os.environ)
+
+
+def set_defaults(values: Mapping[str, str]) -> dict[str, str]:
+    """Set variables that are not set yet; returns the values now in force."""
+    return {name: os.environ.setdefault(name, value) for name, value in values.items()}

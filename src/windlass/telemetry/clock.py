@@ -1,0 +1,38 @@
+"""Deadlines and clocks."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from windlass.errors import TransferFailed
+
+__all__ = ["Deadline"]
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A moment on the monotonic clock, and what has to be done by then."""
+
+    at_s: float
+    seconds: float
+    purpose: str
+
+    @classmethod
+    def after(cls, seconds: float, purpose: str) -> Deadline:
+        """`seconds` from now."""
+        return cls(time.monotonic() + seconds, seconds, purpose)
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds left, never negative."""
+        return max(self.at_s - time.monotonic(), 0.0)
+
+    def check_before_more(self) -> None:
+        """Refuse to start another piece of work after the deadline.
+
+        Raises:
+            TransferFailed: the deadline has passed; nothing is in flight.
+        """
+        if time.monotonic() > self.at_s:
+            raise TransferFailed(f"{self.purpose}: deadline of {self.seconds} s passed")

@@ -1,0 +1,74 @@
+"""Which transport, and its settings: one frozen type per transport."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from windlass.errors import ConfigError
+
+__all__ = [
+    "CmaConfig",
+    "MemoryConfig",
+    "MooncakeConfig",
+    "MooncakeProtocol",
+    "ShmConfig",
+    "TransportConfig",
+    "parse_transport",
+]
+
+
+class MemoryConfig(msgspec.Struct, frozen=True, tag="memory"):
+    """All peers in one process; the reference that the others are compared with."""
+
+
+class CmaConfig(msgspec.Struct, frozen=True, tag="cma"):
+    """`process_vm_writev` into another process of this host."""
+
+
+class ShmConfig(msgspec.Struct, frozen=True, tag="shm"):
+    """POSIX shared memory that the transport allocates; for hosts that refuse `cma`."""
+
+
+class MooncakeProtocol(StrEnum):
+    """The wire that Mooncake must use; AUTO takes what it finds and reports it."""
+
+    AUTO = "auto"
+    TCP = "tcp"
+    RDMA = "rdma"
+
+
+class MooncakeConfig(msgspec.Struct, frozen=True, tag="mooncake"):
+    """Mooncake TransferEngine.
+
+    Attributes:
+        host: address that peers reach this process at.
+        protocol: refused when Mooncake chooses another one.
+        device: comma-separated NIC names; empty for all.
+    """
+
+    host: str = "127.0.0.1"
+    protocol: MooncakeProtocol = MooncakeProtocol.AUTO
+    device: str = ""
+
+
+TransportConfig = MemoryConfig | CmaConfig | ShmConfig | MooncakeConfig
+
+_BY_NAME: dict[str, TransportConfig] = {
+    "memory": MemoryConfig(),
+    "cma": CmaConfig(),
+    "shm": ShmConfig(),
+    "mooncake": MooncakeConfig(),
+}
+
+
+def parse_transport(name: str) -> TransportConfig:
+    """The default configuration of the transport called `name`.
+
+    Raises:
+        ConfigError: no such transport.
+    """
+    if name not in _BY_NAME:
+        raise ConfigError(f"transport must be one of {sorted(_BY_NAME)}, got {name!r}")
+    return _BY_NAME[name]

@@ -1,0 +1,130 @@
+"""Bounds: what is registered here, what a peer has published, and the checks against both.
+
+Two of the transports check nothing themselves (`process_vm_writev` writes anywhere, Mooncake's
+TCP reads any source), so every write of every transport passes through here first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from windlass.errors import RegionError
+from windlass.transports.base import MemoryRegion, WriteBatch
+
+__all__ = ["RegionTable", "check_batch", "check_inside"]
+
+UInt64Array = npt.NDArray[np.uint64]
+
+
+class RegionTable:
+    """Registered local regions: disjoint, thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._regions: dict[int, MemoryRegion] = {}
+
+    def check_new(self, address: int, nbytes: int) -> None:
+        """Whether a region may be registered.
+
+        Raises:
+            RegionError: empty, or overlapping a registered region.
+        """
+        if nbytes < 1:
+            raise RegionError(f"register: nbytes must be >= 1, got {nbytes}")
+        if address < 1:
+            raise RegionError(f"register: address must be >= 1, got {address:#x}")
+        with self._lock:
+            for region in self._regions.values():
+                if address < region.address + region.nbytes and region.address < address + nbytes:
+                    raise RegionError(
+                        f"register: [{address:#x}, {address + nbytes:#x}) overlaps registered "
+                        f"[{region.address:#x}, {region.address + region.nbytes:#x})"
+                    )
+
+    def add(self, region: MemoryRegion) -> None:
+        """Remember a region that `check_new` has passed."""
+        with self._lock:
+            self._regions[region.address] = region
+
+    def remove(self, region: MemoryRegion) -> None:
+        """Forget a region.
+
+        Raises:
+            RegionError: not registered.
+        """
+        with self._lock:
+            if self._regions.get(region.address) != region:
+                raise RegionError(
+                    f"unregister: region at {region.address:#x} with {region.nbytes} bytes is not "
+                    "registered"
+                )
+            del self._regions[region.address]
+
+    def spans(self) -> list[tuple[int, int]]:
+        """(address, nbytes) of every region."""
+        with self._lock:
+            return [(r.address, r.nbytes) for r in self._regions.values()]
+
+
+def check_batch(table: RegionTable, batch: WriteBatch) -> None:
+    """Refuse a batch before its first byte is sent.
+
+    Raises:
+        RegionError: columns of different lengths, an empty piece, a piece outside local registered
+            memory or outside the published regions, or a region of another endpoint.
+    """
+    num_pieces = len(batch.nbytes)
+    if len(batch.local_addresses) != num_pieces or len(batch.remote_addresses) != num_pieces:
+        raise RegionError(
+            f"write: columns must have the same length, got {len(batch.local_addresses)}, "
+            f"{len(batch.remote_addresses)} and {num_pieces}"
+        )
+    for region in batch.regions:
+        if region.endpoint != batch.endpoint:
+            raise RegionError(
+                f"write: a region of {region.endpoint.address} incarnation "
+                f"{region.endpoint.incarnation} was passed for {batch.endpoint.address} "
+                f"incarnation {batch.endpoint.incarnation}"
+            )
+    check_inside(batch.local_addresses, batch.nbytes, table.spans(), "local registered memory")
+    check_inside(
+        batch.remote_addresses,
+        batch.nbytes,
+        [(r.address, r.nbytes) for r in batch.regions],
+        f"published regions of {batch.endpoint.address}",
+    )
+
+
+def check_inside(
+    addresses: UInt64Array,
+    nbytes: UInt64Array,
+    spans: Iterable[tuple[int, int]],
+    where: str,
+) -> None:
+    """Refuse pieces that do not lie inside one of `spans`.
+
+    Raises:
+        RegionError: names the first such piece.
+    """
+    if len(nbytes) == 0:
+        return
+    if bool((nbytes == 0).any()):
+        raise RegionError(f"write: piece {int((nbytes == 0).argmax())} has zero length")
+    ordered = sorted(spans)
+    starts = np.array([s for s, _ in ordered], np.uint64)
+    ends = np.array([s + n for s, n in ordered], np.uint64)
+    slot = np.searchsorted(starts, addresses, side="right").astype(np.int64) - 1
+    inside = slot >= 0
+    if len(ordered):
+        piece_ends = addresses + nbytes
+        inside &= (piece_ends <= ends[slot]) & (piece_ends > addresses)
+    if not inside.all():
+        row = int((~inside).argmax())
+        raise RegionError(
+            f"write: piece {row} at {int(addresses[row]):#x} with {int(nbytes[row])} bytes must lie "
+            f"inside {where}"
+        )

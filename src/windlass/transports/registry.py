@@ -1,0 +1,44 @@
+"""From a configuration to a live transport; each one is imported when it is asked for."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from windlass.transports.base import OneSidedTransport
+from windlass.transports.configs import (
+    CmaConfig,
+    MemoryConfig,
+    MooncakeConfig,
+    ShmConfig,
+    TransportConfig,
+)
+
+__all__ = ["create_transport"]
+
+
+def create_transport(config: TransportConfig) -> OneSidedTransport:
+    """Start a transport.
+
+    Raises:
+        TransportUnavailable: a dependency or kernel feature is missing, or the wire is not the
+            one that was asked for.
+    """
+    match config:
+        case MemoryConfig():
+            from windlass.transports.memory import MemoryTransport
+
+            return MemoryTransport()
+        case CmaConfig():
+            from windlass.transports.cma import CmaTransport
+
+            return CmaTransport()
+        case ShmConfig():
+            from windlass.transports.shm import ShmTransport
+
+            return ShmTransport()
+        case MooncakeConfig():
+            from windlass.transports.mooncake import MooncakeTransport
+
+            return MooncakeTransport(config)
+        case _:
+            assert_never(config)
