@@ -1,0 +1,188 @@
+"""`windlass plan TOPOLOGY.toml`: what an update would move, and how long it must take."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from windlass.errors import ConfigError
+from windlass.layout.synthesis import engine_manifests, trainer_manifests
+from windlass.layout.topology import Topology, parse_topology
+from windlass.planning.cost import CostEstimate, LinkSummary, predict, summarize_links
+from windlass.planning.plan import CopyMode, Reason
+from windlass.planning.planner import PlannedTransfer, PlanPolicy, plan_with_reports
+
+__all__ = ["add_arguments", "run"]
+
+_WHY = {
+    Reason.CONTIGUOUS: "contiguous on both sides",
+    Reason.LONG_RUNS: "strided, in runs long enough to write one by one",
+    Reason.SOURCE_STRIDED: "the source is strided",
+    Reason.CAST: "the dtypes differ",
+    Reason.DESTINATION_STRIDED: "the destination is strided",
+    Reason.LOADER_DECLARED: "declared for the engine's loader",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    topology: Topology
+    planned: PlannedTransfer
+    cost: CostEstimate
+    links: LinkSummary
+    plan_seconds: float
+    peak_rss_bytes: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `windlass plan`."""
+    parser.add_argument("topology", type=Path, help="TOML file, see examples/topologies")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
+    parser.add_argument(
+        "--direct-min-run-bytes",
+        type=int,
+        default=PlanPolicy().direct_min_run_bytes,
+        metavar="N",
+        help="strided runs of at least N bytes are written without packing (default: %(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan and print.
+
+    Raises:
+        ConfigError: the file cannot be read or is no topology.
+        PlanError: the two sides do not fit.
+    """
+    try:
+        text = args.topology.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"topology: cannot read {args.topology}: {error}") from error
+    measured = _measure(parse_topology(text), args.direct_min_run_bytes)
+    _show(measured, Console())
+    if args.json is not None:
+        try:
+            args.json.write_bytes(msgspec.json.format(msgspec.json.encode(_figures(measured))))
+        except OSError as error:
+            raise ConfigError(f"--json: cannot write {args.json}: {error}") from error
+    return 0
+
+
+def _measure(topology: Topology, direct_min_run_bytes: int) -> _Measured:
+    policy = PlanPolicy(direct_min_run_bytes=direct_min_run_bytes)
+    sources, destinations = trainer_manifests(topology), engine_manifests(topology)
+    gc.collect()
+    started = time.perf_counter()
+    planned = plan_with_reports(sources, destinations, policy)
+    plan_seconds = time.perf_counter() - started
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return _Measured(
+        topology=topology,
+        planned=planned,
+        cost=predict(planned.plan, topology.fabric, planned.routing),
+        links=summarize_links(planned.plan),
+        plan_seconds=plan_seconds,
+        peak_rss_bytes=peak if sys.platform == "darwin" else peak * 1024,
+    )
+
+
+def _figures(measured: _Measured) -> dict[str, Any]:
+    plan, cost, links = measured.planned.plan, measured.cost, measured.links
+    coverage, routing = measured.planned.coverage, measured.planned.routing
+    return {
+        "topology": measured.topology.name,
+        "plan_seconds": measured.plan_seconds,
+        "peak_rss_bytes": measured.peak_rss_bytes,
+        "coverage": coverage.fraction,
+        "imbalance": routing.imbalance,
+        "num_ops": {m.name.lower(): int((plan.ops.mode == m).sum()) for m in CopyMode},
+        "num_writes": plan.num_writes(),
+        "predicted_wire_s": cost.wire_s,
+        "bottleneck": cost.bottleneck,
+        "lower_bound_s": cost.lower_bound_s,
+        "nbytes": plan.nbytes,
+        "nbytes_by_mode": {m.name.lower(): n for m, n in coverage.by_mode.items()},
+        "nbytes_by_reason": {r.name.lower(): n for r, n in coverage.by_reason.items()},
+        "egress_max_bytes": int(routing.egress.max()),
+        "egress_lower_bound_bytes": routing.lower_bound,
+        "unused_tensors": len(coverage.unused_tensors),
+        "links": {
+            "num_links": links.num_links,
+            "min_bytes": links.min_nbytes,
+            "median_bytes": links.median_nbytes,
+            "max_bytes": links.max_nbytes,
+        },
+        "plan_digest": plan.digest(),
+    }
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.4g} TB"
+
+
+def _show(measured: _Measured, console: Console) -> None:
+    plan, cost, links = measured.planned.plan, measured.cost, measured.links
+    coverage, routing = measured.planned.coverage, measured.planned.routing
+    summary = Table(title=measured.topology.name, show_header=False, title_justify="left")
+    sizes = (_size(links.min_nbytes), _size(links.median_nbytes), _size(links.max_nbytes))
+    rows = (
+        ("ranks", f"{len(plan.sources)} trainer -> {len(plan.destinations)} engine"),
+        ("bytes per update", f"{_size(plan.nbytes)}, coverage {coverage.fraction:.2%}"),
+        (
+            "links",
+            f"{links.num_links}, min / median / max {' / '.join(sizes)}",
+        ),
+        (
+            "busiest sender",
+            f"{_size(float(routing.egress.max()))}, {routing.imbalance:.4f} of the lower bound",
+        ),
+        (
+            "lower bound",
+            f"{_size(routing.lower_bound)}, proven by {len(routing.certificate)} sender(s)",
+        ),
+        ("writes", f"{plan.num_writes():,} in {len(plan.ops):,} ops"),
+        ("landing regions", _size(sum(plan.landing_nbytes))),
+        ("predicted wire", f"{cost.wire_s:.4g} s, bottleneck: {cost.bottleneck}"),
+        ("wire lower bound", f"{cost.lower_bound_s:.4g} s under any routing"),
+        ("planned in", f"{measured.plan_seconds:.2f} s, peak RSS {_size(measured.peak_rss_bytes)}"),
+    )
+    for name, value in rows:
+        summary.add_row(name, value)
+    console.print(summary)
+    modes = Table(title="op modes", title_justify="left")
+    for column in ("mode", "why", "ops", "bytes"):
+        modes.add_column(column, justify="right" if column in ("ops", "bytes") else "left")
+    for mode in CopyMode:
+        for reason in Reason:
+            chosen = (plan.ops.mode == mode) & (plan.ops.reason == reason)
+            if chosen.any():
+                nbytes = float(plan.ops.nbytes[chosen].sum())
+                modes.add_row(
+                    mode.name.lower(), _WHY[reason], f"{int(chosen.sum()):,}", _size(nbytes)
+                )
+    console.print(modes)
+    heaviest = Table(title="heaviest links", title_justify="left")
+    for column in ("from", "to", "bytes"):
+        heaviest.add_column(column, justify="right" if column == "bytes" else "left")
+    for source, destination, nbytes in links.heaviest:
+        heaviest.add_row(source, destination, _size(nbytes))
+    console.print(heaviest)
+    if coverage.unused_tensors:
+        console.print(
+            f"{len(coverage.unused_tensors)} trainer tensor(s) that no engine wants, "
+            f"first: {coverage.unused_tensors[0]}"
+        )
