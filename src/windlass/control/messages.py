@@ -17,6 +17,7 @@ from enum import StrEnum
 
 import msgspec
 
+from windlass.config import PauseMode, UpdateMode
 from windlass.errors import ProtocolError
 from windlass.execution.bindings import DestinationBinding, LinkOutcome
 from windlass.layout.manifest import Role
@@ -44,7 +45,6 @@ __all__ = [
     "Refused",
     "Reply",
     "Result",
-    "Resume",
     "RoundOutcome",
     "UpdateMode",
     "UpdateReport",
@@ -59,30 +59,6 @@ __all__ = [
 ]
 
 PROTOCOL_VERSION = 1
-
-
-class UpdateMode(StrEnum):
-    """Where one-sided writes land.
-
-    IN_PLACE: in the live parameters, inside the pause.
-    STAGED: in a shadow while the engine generates; the pause is one local copy.
-    """
-
-    IN_PLACE = "in_place"
-    STAGED = "staged"
-
-
-class PauseMode(StrEnum):
-    """What happens to running requests, with SGLang's names and meanings.
-
-    ABORT: they end now and return their partial tokens.
-    RETRACT: they go back to the queue, lose their KV cache, and are prefilled again.
-    IN_PLACE: they stop where they are and keep their KV cache.
-    """
-
-    ABORT = "abort"
-    RETRACT = "retract"
-    IN_PLACE = "in_place"
 
 
 class FailureKind(StrEnum):
@@ -258,14 +234,17 @@ class Publish(msgspec.Struct, frozen=True, tag="publish"):
     version: int
 
 
-class Resume(msgspec.Struct, frozen=True, tag="resume"):
-    """Engine: go on with the weights there are (after an abort that touched nothing live)."""
-
-
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """Forget the round. An engine whose live weights were written stays paused and tainted."""
+    """Forget the round. Not answered.
+
+    Attributes:
+        reason: one line.
+        tainted: the engine's live weights may be mixed: stay paused. Otherwise go on with the old
+            weights. Only the controller knows: one-sided writes leave no trace in the engine.
+    """
 
     reason: str
+    tainted: bool = False
 
 
 Command = (
@@ -277,7 +256,6 @@ Command = (
     | Verify
     | Apply
     | Publish
-    | Resume
     | Abort
 )
 

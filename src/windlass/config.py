@@ -1,0 +1,90 @@
+"""Settings of the control plane, frozen and checked when they are made."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from windlass.errors import ConfigError
+
+__all__ = ["ControlConfig", "PauseMode", "PhaseDeadlines", "UpdateMode"]
+
+
+class UpdateMode(StrEnum):
+    """Where one-sided writes land.
+
+    IN_PLACE: in the live parameters, inside the pause.
+    STAGED: in a shadow while the engine generates; the pause is one local copy.
+    """
+
+    IN_PLACE = "in_place"
+    STAGED = "staged"
+
+
+class PauseMode(StrEnum):
+    """What happens to running requests, with SGLang's names and meanings.
+
+    ABORT: they end now and return their partial tokens.
+    RETRACT: they go back to the queue, lose their KV cache, and are prefilled again.
+    IN_PLACE: they stop where they are and keep their KV cache.
+    """
+
+    ABORT = "abort"
+    RETRACT = "retract"
+    IN_PLACE = "in_place"
+
+
+class PhaseDeadlines(msgspec.Struct, frozen=True, kw_only=True):
+    """One deadline per phase, in seconds: the phases wait for different things.
+
+    Attributes:
+        connect_s: bind a plan: register memory, exchange addresses.
+        prepare_s: pack into the arena; engines pause at the same time in `in_place` mode.
+        pause_s: drain or retract running requests, and come to rest.
+        write_s: move the bytes.
+        verify_s: hash what landed. apply_s: unpack, flip, finalise. publish_s: stamp and resume.
+        fleet_s: wait for enough engines before a round begins.
+    """
+
+    connect_s: float = 60.0
+    prepare_s: float = 60.0
+    pause_s: float = 30.0
+    write_s: float = 120.0
+    verify_s: float = 60.0
+    apply_s: float = 60.0
+    publish_s: float = 30.0
+    fleet_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = msgspec.structs.asdict(self)[name]
+            if not value > 0:
+                raise ConfigError(f"PhaseDeadlines: {name} must be > 0, got {value}")
+
+
+class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How the fleet is updated.
+
+    Attributes:
+        mode: where writes land. pause_mode: what happens to running requests.
+        deadlines: per phase.
+        max_rewrites: how often a failed or mismatched link is written again in one round.
+        min_engines: engines that must be there before a round begins.
+        heartbeat_s: a connection that answers no ping for this long is dead.
+        max_message_nbytes: larger frames close their connection.
+    """
+
+    mode: UpdateMode = UpdateMode.IN_PLACE
+    pause_mode: PauseMode = PauseMode.ABORT
+    deadlines: PhaseDeadlines = PhaseDeadlines()
+    max_rewrites: int = 2
+    min_engines: int = 1
+    heartbeat_s: float = 20.0
+    max_message_nbytes: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        if self.max_rewrites < 0:
+            raise ConfigError(f"ControlConfig: max_rewrites must be >= 0, got {self.max_rewrites}")
+        if self.min_engines < 1:
+            raise ConfigError(f"ControlConfig: min_engines must be >= 1, got {self.min_engines}")

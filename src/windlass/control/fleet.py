@@ -1,0 +1,160 @@
+"""Who is connected, what they hold, and who may be given traffic. No I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from windlass.control.messages import PROTOCOL_VERSION, Hello
+from windlass.errors import ManifestError, ProtocolError
+from windlass.layout.manifest import Role, ShardManifest
+
+__all__ = ["Agent", "EngineInfo", "Fleet", "Group"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """A routable engine: group name, HTTP address, version it serves."""
+
+    group: str
+    url: str
+    version: int
+
+
+@dataclass(slots=True)
+class Agent:
+    """One connected rank."""
+
+    hello: Hello
+    manifest: ShardManifest
+
+
+@dataclass(slots=True)
+class Group:
+    """The ranks of one engine or of the trainer job.
+
+    Attributes:
+        version: served by every rank; -1 for none.
+        tainted: live weights may be mixed. poisoned: bytes may still land in its memory.
+        refused: why the planner cannot serve it; empty when it can.
+    """
+
+    name: str
+    role: Role
+    world_size: int
+    agents: dict[int, Agent]
+    version: int = -1
+    tainted: bool = False
+    poisoned: bool = False
+    refused: str = ""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all ranks are connected."""
+        return len(self.agents) == self.world_size
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """Worker names in rank order."""
+        return tuple(self.agents[rank].hello.worker for rank in sorted(self.agents))
+
+    @property
+    def manifests(self) -> tuple[ShardManifest, ...]:
+        """Manifests in rank order."""
+        return tuple(self.agents[rank].manifest for rank in sorted(self.agents))
+
+    @property
+    def url(self) -> str:
+        """Address of the engine; empty for trainers."""
+        return self.agents[0].hello.url if 0 in self.agents else ""
+
+
+class Fleet:
+    """The registry. The coordinator is its only writer."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, Group] = {}
+
+    def admit(self, hello: Hello) -> Agent:
+        """Register a rank.
+
+        Raises:
+            ProtocolError: another protocol version, a name or rank that is taken, a group whose
+                world size or role differs, a manifest that cannot be decoded or is another's.
+        """
+        if hello.protocol_version != PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"{hello.worker}: protocol_version must be {PROTOCOL_VERSION}, "
+                f"got {hello.protocol_version}"
+            )
+        if not 0 <= hello.rank < hello.world_size:
+            raise ProtocolError(
+                f"{hello.worker}: rank must be in [0, world_size={hello.world_size}), got {hello.rank}"
+            )
+        manifest = ShardManifest.decode(hello.manifest)
+        if (manifest.worker, manifest.role) != (hello.worker, hello.role):
+            raise ManifestError(
+                f"{hello.worker}: sent the manifest of {manifest.role} {manifest.worker}"
+            )
+        known = self._groups.get(hello.group)
+        if known is not None and (known.world_size, known.role) != (hello.world_size, hello.role):
+            raise ProtocolError(
+                f"{hello.worker}: group {hello.group!r} has role {known.role} and world_size "
+                f"{known.world_size}, got {hello.role} and {hello.world_size}"
+            )
+        others = [g for g in self._groups.values() if g.role is hello.role is Role.TRAINER]
+        if any(group.name != hello.group for group in others):
+            raise ProtocolError(
+                f"{hello.worker}: trainer group {others[0].name!r} is connected already; "
+                f"got {hello.group!r}"
+            )
+        for group in self._groups.values():
+            if any(a.hello.worker == hello.worker for a in group.agents.values()):
+                raise ProtocolError(f"worker name {hello.worker!r} is taken by a live agent")
+        if known is not None and hello.rank in known.agents:
+            raise ProtocolError(f"{hello.worker}: rank {hello.rank} of {hello.group!r} is taken")
+        return self._insert(hello, manifest)
+
+    def _insert(self, hello: Hello, manifest: ShardManifest) -> Agent:
+        group = self._groups.setdefault(
+            hello.group, Group(hello.group, hello.role, hello.world_size, {})
+        )
+        if not group.agents:
+            group.version = hello.served_version
+            group.tainted, group.refused, group.poisoned = False, "", False
+        agent = Agent(hello, manifest)
+        group.agents[hello.rank] = agent
+        group.tainted |= hello.tainted
+        group.version = min(group.version, hello.served_version)
+        return agent
+
+    def remove(self, agent: Agent) -> Group:
+        """Forget a rank; its group stays known while it has other ranks."""
+        group = self._groups[agent.hello.group]
+        group.agents.pop(agent.hello.rank, None)
+        if not group.agents:
+            del self._groups[group.name]
+        return group
+
+    def trainers(self) -> Group | None:
+        """The trainer job, complete or not."""
+        return next((g for g in self._groups.values() if g.role is Role.TRAINER), None)
+
+    def engines(self) -> tuple[Group, ...]:
+        """Engines with at least one rank, complete or not."""
+        return tuple(g for g in self._groups.values() if g.role is Role.ENGINE)
+
+    def group_of(self, name: str) -> Group | None:
+        """The group called `name`."""
+        return self._groups.get(name)
+
+    def writable_engines(self) -> tuple[Group, ...]:
+        """Engines that a round may include: complete, plannable, nothing in flight to them."""
+        return tuple(g for g in self.engines() if g.complete and not g.refused and not g.poisoned)
+
+    def routable(self, published_version: int) -> tuple[EngineInfo, ...]:
+        """Engines that may be given traffic: complete, untainted, at the published version."""
+        return tuple(
+            EngineInfo(g.name, g.url, g.version)
+            for g in self.engines()
+            if g.complete and not g.tainted and g.version == published_version >= 0
+        )

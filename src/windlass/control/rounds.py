@@ -1,0 +1,518 @@
+"""One attempt to publish one version, as a pure state machine.
+
+No clock, no socket, no task: `handle(event)` returns instructions, and the coordinator
+carries them out (the sans-I/O habit of python-hyper/h11 and dask's worker state machine).
+Everything that decides whether an engine may serve lives in this file.
+
+    in_place:  PREPARE (trainers pack, engines pause) -> WRITE -> VERIFY -> APPLY -> PUBLISH
+    staged:    PREPARE -> WRITE (engines generate) -> VERIFY -> PAUSE -> APPLY -> PUBLISH
+
+What goes wrong, and what then:
+
+- An engine that dies, or does not answer by the deadline, is left out; the others go on.
+- A link that failed, or whose bytes have the wrong digest, is written again, at most
+  `max_rewrites` times. After that `in_place` taints the engine and goes on without it;
+  `staged` gives up the round, and the old weights go on serving everywhere.
+- A link of unknown outcome is never written again: its engine is left out and poisoned.
+- A trainer that fails before the bytes are verified ends the round: `in_place` engines that
+  may hold mixed weights are tainted and stay paused, all others go on with the old version.
+- A failure after some engine has published does not unpublish: the version is out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import assert_never
+
+from windlass.control.messages import (
+    Abort,
+    Apply,
+    Command,
+    Failure,
+    FailureKind,
+    Pause,
+    PauseMode,
+    Prepare,
+    Publish,
+    Result,
+    RoundOutcome,
+    UpdateMode,
+    Verified,
+    Verify,
+    Write,
+    Written,
+)
+from windlass.execution.bindings import LinkOutcome, LinkStatus
+
+__all__ = [
+    "AgentLost",
+    "DeadlinePassed",
+    "EngineFate",
+    "EnterPhase",
+    "Event",
+    "Finish",
+    "Instruction",
+    "Phase",
+    "Replied",
+    "RoundMachine",
+    "RoundSpec",
+    "Send",
+]
+
+
+class Phase(StrEnum):
+    """Where a round is; each has its own deadline."""
+
+    PREPARE = "prepare"
+    WRITE = "write"
+    VERIFY = "verify"
+    PAUSE = "pause"
+    APPLY = "apply"
+    PUBLISH = "publish"
+    DONE = "done"
+
+
+class EngineFate(StrEnum):
+    """What became of an engine in this round.
+
+    ACTIVE: still part of it. LEFT_OUT: serves old weights or none; not routed until it holds the
+    published version. TAINTED: live weights may be mixed; stays paused. POISONED: bytes may still
+    land in its memory; not written again by this incarnation. PUBLISHED: serves the version.
+    """
+
+    ACTIVE = "active"
+    LEFT_OUT = "left_out"
+    TAINTED = "tainted"
+    POISONED = "poisoned"
+    PUBLISHED = "published"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundSpec:
+    """What a round is about.
+
+    Attributes:
+        version: to publish.
+        mode: where writes land. pause_mode: what happens to running requests.
+        trainers: source workers.
+        engines: engine name -> its rank workers.
+        links: (source, destination) workers that exchange bytes.
+        max_rewrites: how often a failed or mismatched link is written again.
+        pause_s, write_s: deadlines passed on to the agents.
+    """
+
+    version: int
+    mode: UpdateMode
+    pause_mode: PauseMode
+    trainers: tuple[str, ...]
+    engines: Mapping[str, tuple[str, ...]]
+    links: frozenset[tuple[str, str]]
+    max_rewrites: int = 2
+    pause_s: float = 30.0
+    write_s: float = 120.0
+
+
+# --- events --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Replied:
+    """An agent's answer to `Send.seq`."""
+
+    worker: str
+    seq: int
+    result: Result
+
+
+@dataclass(frozen=True, slots=True)
+class AgentLost:
+    """An agent's connection is closed: the process is dead or unreachable."""
+
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlinePassed:
+    """The phase's deadline passed; ignored when the phase is over."""
+
+    phase: Phase
+
+
+Event = Replied | AgentLost | DeadlinePassed
+
+
+# --- instructions ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a command. `expects_reply` is false for farewells that nothing waits for."""
+
+    worker: str
+    seq: int
+    command: Command
+    expects_reply: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class EnterPhase:
+    """A phase begins: start its deadline."""
+
+    phase: Phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """The round is over.
+
+    Attributes:
+        outcome: published, aborted (old weights serve) or failed (nobody could be published).
+        reason: one line, empty when published.
+        fates: per engine. reasons: per engine that does not serve the version.
+        nbytes: bytes written. wire_s, pack_s: the slowest trainer's sums.
+        digest_ok: no engine reported a wrong digest in the end.
+    """
+
+    outcome: RoundOutcome
+    reason: str
+    fates: Mapping[str, EngineFate]
+    reasons: Mapping[str, str]
+    nbytes: int
+    wire_s: float
+    pack_s: float
+    digest_ok: bool
+
+
+Instruction = Send | EnterPhase | Finish
+
+
+@dataclass(slots=True)
+class _Engine:
+    workers: tuple[str, ...]
+    fate: EngineFate = EngineFate.ACTIVE
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class _Tally:
+    nbytes: int = 0
+    wire_s: dict[str, float] = field(default_factory=dict)
+    pack_s: dict[str, float] = field(default_factory=dict)
+    digest_ok: bool = True
+
+
+class RoundMachine:
+    """See the module. Call `start` once, then `handle` for every event until `Finish` comes out."""
+
+    def __init__(self, spec: RoundSpec) -> None:
+        self._spec = spec
+        self._engines = {name: _Engine(workers) for name, workers in spec.engines.items()}
+        self._engine_of = {w: name for name, workers in spec.engines.items() for w in workers}
+        self._phase = Phase.PREPARE
+        self._seq = 0
+        self._pending: dict[int, str] = {}
+        self._expected: dict[str, dict[str, str]] = {w: {} for w in self._engine_of}
+        self._rewrite: set[tuple[str, str]] = set()
+        self._to_verify: set[str] = set()
+        self._rewrites_left = spec.max_rewrites
+        self._wrote = False
+        self._tally = _Tally()
+        self._out: list[Instruction] = []
+
+    @property
+    def phase(self) -> Phase:
+        """Where the round is."""
+        return self._phase
+
+    @property
+    def waiting_for(self) -> tuple[str, ...]:
+        """Workers whose replies are outstanding."""
+        return tuple(self._pending.values())
+
+    def start(self) -> list[Instruction]:
+        """Begin."""
+        self._enter(Phase.PREPARE)
+        for trainer in self._spec.trainers:
+            self._send(trainer, Prepare(self._spec.version))
+        if self._spec.mode is UpdateMode.IN_PLACE:
+            self._send_pauses()
+        self._advance()
+        return self._take()
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Digest one event; returns what has to be done now."""
+        if self._phase is Phase.DONE:
+            return []
+        match event:
+            case Replied():
+                if self._pending.get(event.seq) != event.worker:
+                    return []  # a duplicate, or an answer to a phase that is over
+                del self._pending[event.seq]
+                self._on_result(event.worker, event.result)
+            case AgentLost():
+                self._on_lost(event.worker, event.reason)
+            case DeadlinePassed():
+                if event.phase is self._phase:
+                    self._on_deadline()
+            case _:
+                assert_never(event)
+        self._advance()
+        return self._take()
+
+    # --- replies -----------------------------------------------------------------------------
+
+    def _on_result(self, worker: str, result: Result) -> None:
+        if isinstance(result, Failure):
+            self._on_failure(worker, result)
+        elif isinstance(result, Written):
+            self._on_written(worker, result)
+        elif isinstance(result, Verified):
+            for source in result.mismatched:
+                self._rewrite.add((source, worker))
+        # Done: the phase counts replies, nothing else to note
+
+    def _on_failure(self, worker: str, failure: Failure) -> None:
+        unknown = failure.kind is FailureKind.UNKNOWN
+        if worker in self._engine_of:
+            self._drop(self._engine_of[worker], failure.message, unknown=unknown)
+        else:
+            self._give_up(f"{worker}: {failure.message}", unknown=unknown)
+
+    def _on_written(self, trainer: str, written: Written) -> None:
+        tally = self._tally
+        tally.wire_s[trainer] = tally.wire_s.get(trainer, 0.0) + written.wire_s
+        tally.pack_s[trainer] = tally.pack_s.get(trainer, 0.0) + written.pack_s
+        for link in written.links:
+            self._on_link(trainer, link)
+
+    def _on_link(self, trainer: str, link: LinkOutcome) -> None:
+        worker = link.destination
+        if worker not in self._engine_of:
+            return
+        self._tally.nbytes += link.nbytes
+        engine = self._engine_of[worker]
+        match link.status:
+            case LinkStatus.OK:
+                self._expected[worker][trainer] = link.digest
+                self._to_verify.add(worker)
+            case LinkStatus.FAILED:
+                self._rewrite.add((trainer, worker))
+            case LinkStatus.UNREACHABLE:
+                self._drop(engine, f"{trainer} cannot reach {worker}: {link.error}")
+            case LinkStatus.UNKNOWN:
+                self._drop(engine, f"{trainer} -> {worker}: {link.error}", unknown=True)
+            case _:
+                assert_never(link.status)
+
+    def _on_lost(self, worker: str, reason: str) -> None:
+        if worker in self._engine_of:
+            engine = self._engine_of[worker]
+            if self._engines[engine].fate is EngineFate.PUBLISHED:
+                return
+            self._drop(engine, f"{worker}: {reason}", lost=worker)
+        elif worker in self._spec.trainers:
+            answered = worker not in self._pending.values()
+            if self._phase in {Phase.PREPARE, Phase.WRITE} and not (
+                self._phase is Phase.WRITE and answered and not self._rewrite
+            ):
+                self._give_up(f"{worker}: {reason}", unknown=not answered)
+            # later phases need no trainer, unless a link must be rewritten (see _rewrite_links)
+
+    def _on_deadline(self) -> None:
+        late = list(dict.fromkeys(self._pending.values()))
+        reason = f"no answer in phase {self._phase} by its deadline"
+        trainers = [worker for worker in late if worker not in self._engine_of]
+        if trainers:
+            self._give_up(f"{', '.join(trainers)}: {reason}", unknown=self._phase is Phase.WRITE)
+            return
+        for worker in late:
+            self._drop(self._engine_of[worker], f"{worker}: {reason}")
+
+    # --- phases ------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Enter phases for as long as nothing is outstanding."""
+        while not self._pending and self._phase is not Phase.DONE:
+            if not self._active() and self._phase is not Phase.PUBLISH:
+                self._finish_without_engines()
+                return
+            self._next_phase()
+
+    def _next_phase(self) -> None:
+        staged = self._spec.mode is UpdateMode.STAGED
+        match self._phase:
+            case Phase.PREPARE:
+                self._write(self._spec.links)
+            case Phase.WRITE:
+                if not self._rewrite_links():
+                    self._verify()
+            case Phase.VERIFY:
+                if self._rewrite_links():
+                    return
+                if staged:
+                    self._enter(Phase.PAUSE)
+                    self._send_pauses()
+                else:
+                    self._apply()
+            case Phase.PAUSE:
+                self._apply()
+            case Phase.APPLY:
+                self._enter(Phase.PUBLISH)
+                self._send_engines(Publish(self._spec.version))
+            case Phase.PUBLISH:
+                self._finish_published()
+            case Phase.DONE:
+                return
+            case _:
+                assert_never(self._phase)
+
+    def _write(self, links: frozenset[tuple[str, str]] | set[tuple[str, str]]) -> None:
+        self._enter(Phase.WRITE)
+        self._wrote = True
+        active = set(self._active_workers())
+        for trainer in self._spec.trainers:
+            targets = tuple(sorted(d for s, d in links if s == trainer and d in active))
+            if targets:
+                self._send(trainer, Write(self._spec.version, targets, self._spec.write_s))
+
+    def _rewrite_links(self) -> bool:
+        """Write failed or mismatched links again; true when something was sent."""
+        active = set(self._active_workers())
+        links = {(s, d) for s, d in self._rewrite if d in active}
+        self._rewrite.clear()
+        if not links:
+            return False
+        if self._rewrites_left == 0:
+            self._tally.digest_ok = self._spec.mode is UpdateMode.STAGED
+            reason = "links failed or had wrong digests after every rewrite: " + ", ".join(
+                f"{s} -> {d}" for s, d in sorted(links)
+            )
+            if self._spec.mode is UpdateMode.STAGED:
+                self._give_up(reason)
+                return True
+            for engine in sorted({self._engine_of[d] for _, d in links}):
+                self._drop(engine, reason)
+            return False
+        self._rewrites_left -= 1
+        self._write(links)
+        return True
+
+    def _verify(self) -> None:
+        self._enter(Phase.VERIFY)
+        active = set(self._active_workers())
+        for worker in sorted(self._to_verify & active):
+            self._send(worker, Verify(self._spec.version, dict(self._expected[worker])))
+        self._to_verify.clear()
+
+    def _apply(self) -> None:
+        self._enter(Phase.APPLY)
+        self._send_engines(Apply(self._spec.version))
+
+    def _send_pauses(self) -> None:
+        self._send_engines(Pause(self._spec.pause_mode, self._spec.pause_s))
+
+    # --- endings -----------------------------------------------------------------------------
+
+    def _drop(self, name: str, reason: str, *, unknown: bool = False, lost: str = "") -> None:
+        """Go on without one engine."""
+        engine = self._engines[name]
+        if engine.fate is not EngineFate.ACTIVE:
+            return
+        engine.reason = reason
+        if unknown:
+            engine.fate = EngineFate.POISONED
+        elif self._may_be_mixed():
+            engine.fate = EngineFate.TAINTED
+        else:
+            engine.fate = EngineFate.LEFT_OUT
+        gone = set(engine.workers)
+        self._pending = {s: w for s, w in self._pending.items() if w not in gone}
+        for worker in engine.workers:
+            if worker != lost:
+                self._send(worker, Abort(reason, self._may_be_mixed()), expects_reply=False)
+
+    def _may_be_mixed(self) -> bool:
+        """Whether an engine that leaves now may hold bytes of two versions in live memory."""
+        if self._spec.mode is UpdateMode.IN_PLACE:
+            return self._wrote
+        return self._phase in {Phase.APPLY, Phase.PUBLISH}
+
+    def _give_up(self, reason: str, *, unknown: bool = False) -> None:
+        """End the round for everybody; nothing has been published."""
+        self._pending.clear()
+        mixed = self._may_be_mixed()
+        poisoned = unknown and self._wrote
+        for engine in self._engines.values():
+            if engine.fate is not EngineFate.ACTIVE:
+                continue
+            engine.reason = reason
+            if poisoned:
+                engine.fate = EngineFate.POISONED
+            else:
+                engine.fate = EngineFate.TAINTED if mixed else EngineFate.LEFT_OUT
+            for worker in engine.workers:
+                self._send(worker, Abort(reason, mixed), expects_reply=False)
+        for trainer in self._spec.trainers:
+            self._send(trainer, Abort(reason), expects_reply=False)
+        self._finish(RoundOutcome.FAILED if mixed else RoundOutcome.ABORTED, reason)
+
+    def _finish_without_engines(self) -> None:
+        reasons = "; ".join(f"{n}: {e.reason}" for n, e in self._engines.items() if e.reason)
+        for trainer in self._spec.trainers:
+            self._send(trainer, Abort(reasons), expects_reply=False)
+        self._finish(RoundOutcome.FAILED, f"no engine is left: {reasons or 'none took part'}")
+
+    def _finish_published(self) -> None:
+        for engine in self._engines.values():
+            if engine.fate is EngineFate.ACTIVE:
+                engine.fate = EngineFate.PUBLISHED
+        published = [e for e in self._engines.values() if e.fate is EngineFate.PUBLISHED]
+        if published:
+            self._finish(RoundOutcome.PUBLISHED, "")
+        else:
+            self._finish_without_engines()
+
+    def _finish(self, outcome: RoundOutcome, reason: str) -> None:
+        self._phase = Phase.DONE
+        tally = self._tally
+        self._out.append(
+            Finish(
+                outcome=outcome,
+                reason=reason,
+                fates={name: e.fate for name, e in self._engines.items()},
+                reasons={name: e.reason for name, e in self._engines.items() if e.reason},
+                nbytes=tally.nbytes,
+                wire_s=max(tally.wire_s.values(), default=0.0),
+                pack_s=max(tally.pack_s.values(), default=0.0),
+                digest_ok=tally.digest_ok,
+            )
+        )
+
+    # --- small things ------------------------------------------------------------------------
+
+    def _active(self) -> list[_Engine]:
+        return [e for e in self._engines.values() if e.fate is EngineFate.ACTIVE]
+
+    def _active_workers(self) -> list[str]:
+        return [worker for engine in self._active() for worker in engine.workers]
+
+    def _send_engines(self, command: Command) -> None:
+        for worker in self._active_workers():
+            self._send(worker, command)
+
+    def _send(self, worker: str, command: Command, *, expects_reply: bool = True) -> None:
+        self._seq += 1
+        if expects_reply:
+            self._pending[self._seq] = worker
+        self._out.append(Send(worker, self._seq, command, expects_reply))
+
+    def _enter(self, phase: Phase) -> None:
+        self._phase = phase
+        self._out.append(EnterPhase(phase))
+
+    def _take(self) -> list[Instruction]:
+        out, self._out = self._out, []
+        return out

@@ -1,0 +1,85 @@
+"""The one HTTP server of a controller: agents, status, and whatever lanes are mounted on it."""
+
+from __future__ import annotations
+
+import hmac
+import socket
+from collections.abc import Awaitable, Callable, Iterable
+from typing import final
+
+from aiohttp import web
+
+from windlass.errors import ConfigError
+
+__all__ = ["ControlServer"]
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@final
+class ControlServer:
+    """Binds first and then says what it bound; every route needs the token.
+
+    Args:
+        host: address to bind. port: 0 lets the system choose.
+        token: shared secret, compared in constant time.
+        max_body_nbytes: larger request bodies are refused with 413.
+
+    Raises:
+        ConfigError: empty token.
+    """
+
+    def __init__(
+        self, *, host: str, port: int, token: str, max_body_nbytes: int = 64 << 20
+    ) -> None:
+        if not token:
+            raise ConfigError("ControlServer: token must not be empty, got ''")
+        self._host, self._port = host, port
+        self._expected = f"Bearer {token}".encode()
+        self._app = web.Application(
+            middlewares=[self._authenticate], client_max_size=max_body_nbytes
+        )
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def url(self) -> str:
+        """The bound address; valid after `start`."""
+        return f"http://{self._host}:{self._port}"
+
+    def add_routes(self, routes: Iterable[web.AbstractRouteDef]) -> None:
+        """Mount routes; before `start`."""
+        self._app.add_routes(routes)
+
+    async def start(self) -> None:
+        """Bind and serve.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((self._host, self._port))
+        except OSError as error:
+            listener.close()
+            raise ConfigError(
+                f"ControlServer: host {self._host!r} port {self._port} cannot be bound: {error}"
+            ) from error
+        self._port = listener.getsockname()[1]
+        self._runner = web.AppRunner(self._app, access_log=None, shutdown_timeout=2.0)
+        await self._runner.setup()
+        await web.SockSite(self._runner, listener, backlog=1024).start()
+
+    async def close(self) -> None:
+        """Stop serving. Idempotent."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    @web.middleware
+    async def _authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode()
+        if not hmac.compare_digest(given, self._expected):
+            return web.json_response({"error": "missing or wrong token"}, status=401)
+        return await handler(request)

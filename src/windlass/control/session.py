@@ -1,0 +1,72 @@
+"""One agent's connection, seen from the coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import final
+
+from aiohttp import web
+
+from windlass.control.fleet import Agent
+from windlass.control.messages import Command, Envelope, Refused, Result, UpdateReport, encode
+from windlass.errors import PeerUnreachable
+
+__all__ = ["AgentSession", "CommandKey"]
+
+CommandKey = tuple[int, int, int]
+"""(epoch, round, seq)."""
+
+
+@final
+class AgentSession:
+    """Sends frames and matches replies to whoever waits for them. One per connection."""
+
+    def __init__(self, socket: web.WebSocketResponse, agent: Agent) -> None:
+        self.agent = agent
+        self._socket = socket
+        self._waiting: dict[CommandKey, asyncio.Future[Result]] = {}
+
+    @property
+    def worker(self) -> str:
+        """The agent's identity."""
+        return self.agent.hello.worker
+
+    async def send(self, frame: Envelope | UpdateReport | Refused) -> None:
+        """Send a frame.
+
+        Raises:
+            PeerUnreachable: the connection is closed.
+        """
+        try:
+            await self._socket.send_bytes(encode(frame))
+        except (ConnectionError, RuntimeError) as error:
+            raise PeerUnreachable(f"{self.worker}: connection is closed: {error}") from error
+
+    async def call(self, key: CommandKey, command: Command) -> asyncio.Future[Result]:
+        """Send a command; the future resolves with its result, or fails with PeerUnreachable."""
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self._waiting[key] = future
+        try:
+            await self.send(Envelope(*key, command))
+        except PeerUnreachable:
+            self._waiting.pop(key, None)
+            raise
+        return future
+
+    def on_reply(self, key: CommandKey, result: Result) -> None:
+        """Resolve whoever waits; an answer that nobody waits for is dropped."""
+        future = self._waiting.pop(key, None)
+        if future is not None and not future.done():
+            future.set_result(result)
+
+    def fail_waiting(self, reason: str) -> None:
+        """The connection is gone: nobody will answer."""
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(PeerUnreachable(f"{self.worker}: {reason}"))
+                future.exception()  # seen; whoever still waits gets it all the same
+        self._waiting.clear()
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._socket.close()
