@@ -1,0 +1,183 @@
+"""Where every rollout is: the controller's records, and an audit that counts them.
+
+A record is in exactly one place: waiting for admission, queued for dispatch, at a
+worker, in a backoff, or held in a group until the group is handed out. `lost` is what
+was submitted, has not ended, and is in none of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from enum import Enum
+
+from windlass.rollout.handles import Rollout, RolloutGroup
+from windlass.rollout.messages import Partial, RolloutOutcome, SamplingParams
+
+__all__ = ["Book", "Counts", "Group", "Record", "State"]
+
+
+class State(Enum):
+    """Where a record is."""
+
+    WAITING = "waiting"
+    QUEUED = "queued"
+    RUNNING = "running"
+    BACKOFF = "backoff"
+    HELD = "held"
+    ENDED = "ended"
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Samples of one prompt. `future` is done when the group was handed out or given up."""
+
+    group_id: int
+    prompt_ids: tuple[int, ...]
+    metadata: object
+    future: asyncio.Future[RolloutGroup]
+    records: list[Record] = field(default_factory=list)
+
+    def complete(self) -> bool:
+        """Whether every sample is held."""
+        return all(record.state is State.HELD for record in self.records)
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """One rollout from submission to its end.
+
+    Attributes:
+        admitted: counted as running by the staleness policy.
+        attempt: of the last dispatch; 0 before the first.
+        failures: attempts that ended in an error.
+        engine: of the last attempt. engine_held: key in `Book.by_engine`, kept by `Book.move`.
+        timer: of the running attempt or of the backoff.
+        expiry: of the overall deadline, started at the first dispatch.
+    """
+
+    task_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    metadata: object
+    deadline_s: float | None
+    submitted_at: float
+    future: asyncio.Future[Rollout] | None = None
+    group: Group | None = None
+    state: State = State.WAITING
+    admitted: bool = False
+    attempt: int = 0
+    failures: int = 0
+    last_error: str = ""
+    avoid_engine: str = ""
+    engine: str = ""
+    engine_held: str = ""
+    worker: str = ""
+    partial: Partial = field(default_factory=Partial)
+    outcome: RolloutOutcome | None = None
+    finished_at: float = 0.0
+    timer: asyncio.TimerHandle | None = None
+    expiry: asyncio.TimerHandle | None = None
+
+    def stop_timer(self) -> None:
+        """Cancel the timer of the attempt or of the backoff, if any."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+    def stop_expiry(self) -> None:
+        """Cancel the overall deadline, if any."""
+        if self.expiry is not None:
+            self.expiry.cancel()
+            self.expiry = None
+
+    def rollout(self) -> Rollout:
+        """The result; only of a record that has an outcome."""
+        if self.outcome is None:
+            raise RuntimeError(f"rollout {self.task_id}: no outcome in state {self.state.value}")
+        result = self.outcome.result
+        return Rollout(
+            task_id=self.task_id,
+            group_id=-1 if self.group is None else self.group.group_id,
+            prompt_ids=self.prompt_ids,
+            output_ids=result.output_ids,
+            logprobs=result.logprobs,
+            versions=result.versions,
+            finish_reason=self.outcome.finish_reason,
+            engine=self.outcome.engine,
+            worker=self.outcome.worker,
+            attempts=self.attempt,
+            metadata=self.metadata,
+            seconds=self.finished_at - self.submitted_at,
+        )
+
+
+@dataclass(slots=True)
+class Counts:
+    """Totals since the start; see `RolloutStats`."""
+
+    submitted: int = 0
+    completed: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    rejected: int = 0
+    retried: int = 0
+    ignored: int = 0
+
+
+class Book:
+    """Records by id and the ordered queues they stand in."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, Record] = {}
+        self.waiting: OrderedDict[str, Record] = OrderedDict()
+        self.queued: OrderedDict[str, Record] = OrderedDict()
+        self.backoff: dict[str, Record] = {}
+        self.held: dict[str, Record] = {}
+        self.ready: OrderedDict[int, Group] = OrderedDict()
+        self.by_engine: dict[str, dict[str, Record]] = {}
+        self.counts = Counts()
+
+    def move(self, record: Record, state: State, *, front: bool = False) -> None:
+        """Take a record out of the place where it is and put it into another.
+
+        Args:
+            record: must be one of `records`.
+            state: where it goes.
+            front: at the head of WAITING or QUEUED.
+        """
+        record.stop_timer()
+        place = self._place(record)
+        place.pop(record.task_id, None)
+        if record.state is State.RUNNING and not place:
+            self.by_engine.pop(record.engine_held, None)
+        record.state = state
+        record.engine_held = record.engine
+        if state is State.ENDED:
+            record.stop_expiry()
+            self.records.pop(record.task_id, None)
+            return
+        place = self._place(record)
+        place[record.task_id] = record
+        if front and isinstance(place, OrderedDict):
+            place.move_to_end(record.task_id, last=False)
+
+    def _place(self, record: Record) -> dict[str, Record]:
+        match record.state:
+            case State.WAITING:
+                return self.waiting
+            case State.QUEUED:
+                return self.queued
+            case State.RUNNING:
+                return self.by_engine.setdefault(record.engine_held, {})
+            case State.BACKOFF:
+                return self.backoff
+            case State.HELD:
+                return self.held
+            case State.ENDED:
+                return {}
+
+    def engine_load(self, name: str) -> int:
+        """How many attempts an engine holds."""
+        return len(self.by_engine.get(name, ()))

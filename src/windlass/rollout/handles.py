@@ -1,0 +1,172 @@
+"""What the owner of a `RolloutController` holds: handles, results, counts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+
+import msgspec
+
+from windlass.rollout.messages import OnAbort
+
+__all__ = [
+    "ControllerConfig",
+    "GroupHandle",
+    "Rollout",
+    "RolloutGroup",
+    "RolloutHandle",
+    "RolloutStats",
+]
+
+
+class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of a `RolloutController`; seconds unless a name says otherwise.
+
+    Attributes:
+        max_attempts: failures (engine, worker, attempt deadline) after which a rollout fails.
+        attempt_deadline_s: one attempt may take this long, then it is tried elsewhere.
+        retry_backoff_s: wait before the second try, doubled each time up to 2 s.
+        engine_grace_s: an engine may be unroutable this long before its work is moved.
+        worker_lease_s: silence on the watch connection after which a worker is asked again.
+        worker_grace_s: a worker that cannot be reached is given up after this long.
+        on_abort: what workers do when an update ends a generation early.
+        carry_partial: a retry on another engine goes on from the surviving tokens, so that
+            one answer may hold tokens of two engines.
+    """
+
+    max_attempts: int = 8
+    attempt_deadline_s: float = 600.0
+    retry_backoff_s: float = 0.05
+    engine_grace_s: float = 30.0
+    worker_lease_s: float = 15.0
+    worker_grace_s: float = 30.0
+    on_abort: OnAbort = OnAbort.CONTINUE
+    carry_partial: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A finished rollout.
+
+    Attributes:
+        group_id: -1 for one that was submitted alone.
+        output_ids, logprobs, versions: one entry per generated token.
+        engine: name of the engine that made the last token.
+        attempts: how often it was handed to a worker.
+        metadata: what the submitter gave; never leaves the process.
+        seconds: from submission to completion.
+    """
+
+    task_id: str
+    group_id: int
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: str
+    engine: str
+    worker: str
+    attempts: int
+    metadata: object
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutGroup:
+    """All samples of one prompt, in the order in which they were submitted."""
+
+    group_id: int
+    prompt_ids: tuple[int, ...]
+    rollouts: tuple[Rollout, ...]
+    metadata: object
+
+
+class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts since the start; submitted = completed + cancelled + failed + outstanding + lost.
+
+    Attributes:
+        completed: handed to the owner. failed: given up after `max_attempts` or the deadline.
+        outstanding: found in a queue, at a worker, in a backoff, or waiting in a group.
+        lost: submitted and found nowhere; anything but 0 is a defect.
+        rejected: answers thrown away as too stale; each was submitted again.
+        retried: attempts repeated after an engine, worker or deadline failure.
+        ignored: outcomes that came twice or too late.
+    """
+
+    submitted: int
+    completed: int
+    cancelled: int
+    failed: int
+    outstanding: int
+    lost: int
+    rejected: int
+    retried: int
+    ignored: int
+    waiting: int
+    running: int
+    held: int
+    workers: int
+    engines: int
+    version: int
+    capacity: int
+
+
+class RolloutHandle:
+    """One submitted rollout: await it for its `Rollout`.
+
+    Awaiting raises `RolloutError` when every attempt failed, `PeerTimeout` when the
+    deadline passed, `asyncio.CancelledError` when it was cancelled.
+    """
+
+    __slots__ = ("_cancel", "_future", "task_id")
+
+    def __init__(
+        self, task_id: str, future: asyncio.Future[Rollout], cancel: Callable[[], None]
+    ) -> None:
+        self.task_id = task_id
+        self._future = future
+        self._cancel = cancel
+
+    def __await__(self) -> Generator[object, None, Rollout]:
+        return self._future.__await__()
+
+    def done(self) -> bool:
+        """Whether awaiting would return or raise at once."""
+        return self._future.done()
+
+    def cancel(self) -> None:
+        """Give it up; the worker is told. Idempotent."""
+        self._cancel()
+
+    def add_done_callback(self, callback: Callable[[asyncio.Future[Rollout]], None]) -> None:
+        """Call `callback` with the future once it is done."""
+        self._future.add_done_callback(callback)
+
+
+class GroupHandle:
+    """The samples of one prompt. They are delivered by `RolloutController.next_batch`.
+
+    Awaiting returns the group once it was handed out, and raises `RolloutError` when a
+    sample failed (the rest of the group is cancelled then).
+    """
+
+    __slots__ = ("_cancel", "_future", "group_id")
+
+    def __init__(
+        self, group_id: int, future: asyncio.Future[RolloutGroup], cancel: Callable[[], None]
+    ) -> None:
+        self.group_id = group_id
+        self._future = future
+        self._cancel = cancel
+
+    def __await__(self) -> Generator[object, None, RolloutGroup]:
+        return asyncio.shield(self._future).__await__()
+
+    def done(self) -> bool:
+        """Whether awaiting would return or raise at once."""
+        return self._future.done()
+
+    def cancel(self) -> None:
+        """Give the whole group up. Idempotent."""
+        self._cancel()

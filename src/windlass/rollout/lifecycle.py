@@ -1,0 +1,252 @@
+"""What happens to a rollout, transition by transition; all synchronous, no I/O.
+
+WAITING -> QUEUED (admitted) -> RUNNING (at a worker) -> ENDED, or HELD until its group is
+complete and handed out. An error leads from RUNNING over BACKOFF to QUEUED; an answer that
+is too stale leads from RUNNING or HELD to the head of WAITING.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from windlass.errors import PeerTimeout, RolloutError
+from windlass.rollout.book import Book, Group, Record, State
+from windlass.rollout.handles import ControllerConfig, RolloutGroup
+from windlass.rollout.messages import OutcomeStatus, Partial, RolloutOutcome
+from windlass.rollout.staleness import StalenessPolicy
+
+__all__ = ["Lifecycle"]
+
+logger = logging.getLogger(__name__)
+MAX_BACKOFF_S = 2.0
+
+
+class Lifecycle:
+    """The only writer of records, groups, counts and of the staleness policy.
+
+    Args:
+        policy: admission and consumption bounds.
+        config: limits.
+        take_back: withdraws a running attempt from its worker.
+        work_changed: called when something may be dispatched or admitted.
+    """
+
+    def __init__(
+        self,
+        policy: StalenessPolicy,
+        config: ControllerConfig,
+        take_back: Callable[[Record], None],
+        work_changed: Callable[[], None],
+    ) -> None:
+        self.book = Book()
+        self.ready = asyncio.Event()
+        self._policy = policy
+        self._config = config
+        self._take_back = take_back
+        self._work_changed = work_changed
+
+    # --- begin -----------------------------------------------------------------------------
+
+    def add(self, record: Record) -> None:
+        """A new rollout stands in line for admission."""
+        self.book.records[record.task_id] = record
+        self.book.move(record, State.WAITING)
+        self.book.counts.submitted += 1
+
+    def admit(self, record: Record) -> None:
+        """The staleness bound lets it run.
+
+        Raises:
+            RolloutError: there is no capacity.
+        """
+        self._policy.admit()
+        record.admitted = True
+        self.book.move(record, State.QUEUED)
+
+    def start_attempt(self, record: Record, engine: str, worker: str) -> float:
+        """A worker gets it; returns the seconds that it may take."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        if record.expiry is None and record.deadline_s is not None:
+            record.expiry = loop.call_at(now + record.deadline_s, self._expire, record)
+        record.attempt += 1
+        record.engine = engine
+        record.worker = worker
+        self.book.move(record, State.RUNNING)
+        ends = now + self._config.attempt_deadline_s
+        record.timer = loop.call_at(ends, self._attempt_expired, record)
+        return (ends if record.expiry is None else min(ends, record.expiry.when())) - now
+
+    def running(self, task_id: str, attempt: int) -> Record | None:
+        """The record, if exactly this attempt of it runs."""
+        record = self.book.records.get(task_id)
+        if record is None or record.state is not State.RUNNING or record.attempt != attempt:
+            return None
+        return record
+
+    # --- end of an attempt -----------------------------------------------------------------
+
+    def end_attempt(self, record: Record, outcome: RolloutOutcome) -> None:
+        """The running attempt has this outcome."""
+        match outcome.status:
+            case OutcomeStatus.ACCEPTED:
+                if self._policy.is_stale(outcome.result.versions):
+                    self._resubmit(record)
+                else:
+                    self._accept(record, outcome)
+            case OutcomeStatus.REJECTED:
+                self._resubmit(record)
+            case OutcomeStatus.ERROR | OutcomeStatus.CANCELLED:
+                reason = outcome.error or f"cancelled by worker {outcome.worker}"
+                self.retry(record, reason, outcome.result)
+
+    def retry(self, record: Record, reason: str, partial: Partial) -> None:
+        """The running attempt failed: try again after a backoff, preferably elsewhere."""
+        record.failures += 1
+        record.avoid_engine = record.engine
+        if self._config.carry_partial and partial.output_ids:
+            record.partial = partial
+        record.last_error = reason
+        if record.failures >= self._config.max_attempts:
+            self._fail(
+                record,
+                RolloutError(
+                    f"rollout {record.task_id}: failed {record.failures} times "
+                    f"(max_attempts={self._config.max_attempts}), last: {reason}"
+                ),
+            )
+            return
+        self.book.counts.retried += 1
+        self.book.move(record, State.BACKOFF)
+        delay = min(self._config.retry_backoff_s * 2 ** (record.failures - 1), MAX_BACKOFF_S)
+        record.timer = asyncio.get_running_loop().call_later(delay, self._requeue, record)
+        self._work_changed()
+
+    def _requeue(self, record: Record) -> None:
+        self.book.move(record, State.QUEUED)
+        self._work_changed()
+
+    def _accept(self, record: Record, outcome: RolloutOutcome) -> None:
+        self._policy.accept()
+        record.admitted = False
+        record.outcome = outcome
+        record.finished_at = asyncio.get_running_loop().time()
+        if record.group is None:
+            self._policy.consume(1)
+            self._end(record)
+            self.book.counts.completed += 1
+            if record.future is not None and not record.future.done():
+                record.future.set_result(record.rollout())
+            return
+        record.stop_expiry()
+        self.book.move(record, State.HELD)
+        if record.group.complete():
+            self.book.ready[record.group.group_id] = record.group
+            self.ready.set()
+
+    def _resubmit(self, record: Record) -> None:
+        """Throw the answer away and stand at the head of the line again."""
+        if record.group is not None:
+            self.book.ready.pop(record.group.group_id, None)
+        if record.admitted:
+            self._policy.release()
+            record.admitted = False
+        record.outcome = None
+        record.partial = Partial()
+        record.stop_expiry()
+        self.book.counts.rejected += 1
+        self.book.move(record, State.WAITING, front=True)
+        self._work_changed()
+
+    # --- consumption -----------------------------------------------------------------------
+
+    def set_version(self, version: int) -> None:
+        """The consumer holds `version`; held answers that grew too old are submitted again."""
+        if version <= self._policy.version:
+            return
+        self._policy.set_version(version)
+        for record in list(self.book.held.values()):
+            if record.outcome is not None and self._policy.is_stale(record.outcome.result.versions):
+                self._policy.discard()
+                self._resubmit(record)
+        self._work_changed()
+
+    def hand_out(self) -> RolloutGroup:
+        """The group that has been ready longest; its samples are consumed.
+
+        Ready groups are never stale: versions only change in `set_version`.
+        """
+        _, group = self.book.ready.popitem(last=False)
+        rollouts = tuple(record.rollout() for record in group.records)
+        for record in group.records:
+            self._end(record)
+        self._policy.consume(len(rollouts))
+        self.book.counts.completed += len(rollouts)
+        delivered = RolloutGroup(group.group_id, group.prompt_ids, rollouts, group.metadata)
+        if not group.future.done():
+            group.future.set_result(delivered)
+        self._work_changed()
+        return delivered
+
+    # --- giving up -------------------------------------------------------------------------
+
+    def cancel(self, record: Record) -> None:
+        """Nobody wants it any more; the rest of its group goes with it. Idempotent."""
+        if record.state is State.ENDED:
+            return
+        if record.state is State.RUNNING:
+            self._take_back(record)
+        elif record.state is State.HELD:
+            self._policy.discard()
+        self._end(record)
+        self.book.counts.cancelled += 1
+        if record.future is not None:
+            record.future.cancel()
+        if record.group is not None:
+            self.cancel_group(record.group)
+        self._work_changed()
+
+    def cancel_group(self, group: Group) -> None:
+        """Cancel every sample that has not ended. Idempotent."""
+        self.book.ready.pop(group.group_id, None)
+        if not group.future.done():
+            group.future.cancel()
+        for record in group.records:
+            self.cancel(record)
+
+    def _expire(self, record: Record) -> None:
+        """The overall deadline passed."""
+        if record.state is State.RUNNING:
+            self._take_back(record)
+        self._fail(
+            record,
+            PeerTimeout(
+                f"rollout {record.task_id}: deadline_s={record.deadline_s} passed in attempt "
+                f"{record.attempt} on engine {record.engine} ({record.last_error or 'no error'})"
+            ),
+        )
+
+    def _attempt_expired(self, record: Record) -> None:
+        self._take_back(record)
+        limit = self._config.attempt_deadline_s
+        self.retry(record, f"engine {record.engine}: no answer in {limit} s", Partial())
+
+    def _fail(self, record: Record, error: Exception) -> None:
+        logger.warning("%s", error)
+        self._end(record)
+        self.book.counts.failed += 1
+        if record.future is not None and not record.future.done():
+            record.future.set_exception(error)
+        if record.group is not None:
+            if not record.group.future.done():
+                record.group.future.set_exception(error)
+            self.cancel_group(record.group)
+        self._work_changed()
+
+    def _end(self, record: Record) -> None:
+        if record.admitted:
+            self._policy.release()
+            record.admitted = False
+        self.book.move(record, State.ENDED)

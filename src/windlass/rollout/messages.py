@@ -1,0 +1,299 @@
+"""What travels between controller, rollout workers and trainer ranks, as frozen msgspec types.
+
+Bodies are msgpack over HTTP. A rollout keeps its `task_id` for life; every time that it is
+handed to a worker it gets a new `attempt`. (task_id, attempt) identifies one piece of
+work: a worker runs it at most once, and the controller uses at most one outcome of it.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TypeVar
+
+import msgspec
+
+from windlass.errors import ConfigError, ProtocolError
+
+__all__ = [
+    "CONTENT_TYPE",
+    "AttemptKey",
+    "CancelBatch",
+    "CompletionAck",
+    "CompletionBatch",
+    "EngineTarget",
+    "OnAbort",
+    "OutcomeStatus",
+    "Partial",
+    "RolloutOutcome",
+    "RolloutTask",
+    "SamplingParams",
+    "TaskBatch",
+    "TasksAccepted",
+    "TrainingBatch",
+    "TrainingSample",
+    "WorkerHello",
+    "WorkerSnapshot",
+    "WorkerWelcome",
+    "decode",
+    "encode",
+]
+
+CONTENT_TYPE = "application/msgpack"
+
+
+class OnAbort(StrEnum):
+    """What a worker does when a weight update ends a generation early.
+
+    CONTINUE: send prompt and partial tokens again; the labels say which version made which token.
+    RETRY: throw the partial tokens away and start from the prompt.
+    """
+
+    CONTINUE = "continue"
+    RETRY = "retry"
+
+
+class OutcomeStatus(StrEnum):
+    """How an attempt ended.
+
+    ACCEPTED: tokens are there.
+    REJECTED: the worker found the tokens unusable; the rollout is submitted again.
+    ERROR: the engine or the worker failed; the rollout is tried elsewhere.
+    CANCELLED: the controller asked for it.
+    """
+
+    ACCEPTED = "accepted"
+    REJECTED = "rejected"
+    ERROR = "error"
+    CANCELLED = "cancelled"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How an engine samples, with SGLang's names.
+
+    Attributes:
+        max_new_tokens: at least 1.
+        temperature: 0 is greedy.
+        top_p: in (0, 1]. top_k: -1 for all.
+        stop_token_ids: generation ends after any of these.
+        ignore_eos: go on after the model's end token.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"sampling: max_new_tokens must be >= 1, got {self.max_new_tokens}")
+        if self.temperature < 0:
+            raise ConfigError(f"sampling: temperature must be >= 0, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"sampling: top_p must be in (0, 1], got {self.top_p}")
+
+
+class EngineTarget(msgspec.Struct, frozen=True):
+    """The engine that an attempt must use."""
+
+    name: str
+    url: str
+
+
+class Partial(msgspec.Struct, frozen=True):
+    """Tokens that are already there: ids, logprobs and weight versions, of equal length."""
+
+    output_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    versions: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not len(self.output_ids) == len(self.logprobs) == len(self.versions):
+            raise ProtocolError(
+                "partial: output_ids, logprobs and versions must have one length, got "
+                f"{len(self.output_ids)}, {len(self.logprobs)}, {len(self.versions)}"
+            )
+
+
+class RolloutTask(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt, as handed to a worker.
+
+    Attributes:
+        deadline_s: seconds that the worker may take, from receipt.
+        partial: tokens to go on from.
+    """
+
+    task_id: str
+    attempt: int
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    engine: EngineTarget
+    deadline_s: float
+    on_abort: OnAbort = OnAbort.CONTINUE
+    partial: Partial = Partial()
+
+
+class RolloutOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How one attempt ended. The prompt stays with the controller and is not sent back.
+
+    Attributes:
+        seq: numbers the outcomes of one worker incarnation from 1.
+        result: the tokens; of an error, those that survived.
+        finish_reason: the engine's word (`stop`, `length`), empty unless accepted.
+        error: one line, empty unless an error.
+        engine: name of the engine that made the last token.
+        finished_at: Unix time in seconds on the worker's clock.
+    """
+
+    task_id: str
+    attempt: int
+    seq: int
+    status: OutcomeStatus
+    result: Partial
+    engine: str
+    worker: str
+    finished_at: float
+    finish_reason: str = ""
+    error: str = ""
+
+
+class AttemptKey(msgspec.Struct, frozen=True, array_like=True):
+    """Identity of one piece of work."""
+
+    task_id: str
+    attempt: int
+
+
+# --- controller -> worker ----------------------------------------------------------------
+
+
+class TaskBatch(msgspec.Struct, frozen=True):
+    """POST /rollouts. Answered with 202 before anything runs."""
+
+    tasks: tuple[RolloutTask, ...]
+
+
+class TasksAccepted(msgspec.Struct, frozen=True):
+    """The answer to `TaskBatch`: how many were new, and which incarnation took them."""
+
+    incarnation: str
+    num_new: int
+
+
+class CancelBatch(msgspec.Struct, frozen=True):
+    """POST /cancel. Unknown keys are ignored."""
+
+    keys: tuple[AttemptKey, ...]
+
+
+class WorkerSnapshot(msgspec.Struct, frozen=True):
+    """GET /completions?since=SEQ: unacknowledged outcomes after SEQ, and what still runs."""
+
+    worker: str
+    incarnation: str
+    outcomes: tuple[RolloutOutcome, ...]
+    running: tuple[AttemptKey, ...]
+
+
+# --- worker -> controller ----------------------------------------------------------------
+
+
+class WorkerHello(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /v1/workers.
+
+    Attributes:
+        incarnation: random per process, so that a restarted worker is told apart.
+        max_concurrent: attempts that it runs at a time; it is never given more.
+    """
+
+    name: str
+    url: str
+    incarnation: str
+    max_concurrent: int
+
+
+class WorkerWelcome(msgspec.Struct, frozen=True):
+    """The answer to `WorkerHello`: the controller's own incarnation."""
+
+    controller: str
+
+
+class CompletionBatch(msgspec.Struct, frozen=True):
+    """POST /v1/completions, at least once per outcome."""
+
+    worker: str
+    incarnation: str
+    outcomes: tuple[RolloutOutcome, ...]
+
+
+class CompletionAck(msgspec.Struct, frozen=True):
+    """The outcomes that the worker may forget.
+
+    Attributes:
+        registered: False tells the worker to register (again).
+    """
+
+    seqs: tuple[int, ...]
+    registered: bool = True
+
+
+# --- controller -> trainer ranks -----------------------------------------------------------
+
+
+class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer with its reward.
+
+    Attributes:
+        output_ids, logprobs, versions: one entry per generated token.
+        group_id: answers to one prompt share it.
+        engine: name of the engine that made the last token.
+    """
+
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    reward: float
+    group_id: int
+    engine: str
+
+
+class TrainingBatch(msgspec.Struct, frozen=True):
+    """What one trainer rank trains on in one step."""
+
+    step: int
+    samples: tuple[TrainingSample, ...]
+
+
+Body = (
+    TaskBatch
+    | TasksAccepted
+    | CancelBatch
+    | WorkerSnapshot
+    | WorkerHello
+    | WorkerWelcome
+    | CompletionBatch
+    | CompletionAck
+    | TrainingBatch
+)
+BodyT = TypeVar("BodyT", bound=Body)
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(body: Body) -> bytes:
+    """The wire form of a body."""
+    return _encoder.encode(body)
+
+
+def decode(data: bytes, kind: type[BodyT]) -> BodyT:
+    """Decode a body of a known kind.
+
+    Raises:
+        ProtocolError: not such a body.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.MsgspecError, ConfigError, ProtocolError) as error:
+        raise ProtocolError(f"{kind.__name__} of {len(data)} bytes: {error}") from error

@@ -1,0 +1,126 @@
+"""How far rollouts may run ahead of the trainer. Pure: no clock, no I/O.
+
+Admission follows AReaL: at version v no more than (max_staleness + v + 1) batches may
+have been accepted or be running. That alone does not bound the age of a sample, because
+a slow rollout is overtaken by updates while it runs; so age is checked again when a
+sample is consumed, token by token. And the count starts at the version that the process
+started with, and never lets more than max_staleness + 1 batches wait unconsumed, so a
+recovered controller does not find capacity that was used up before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from windlass.errors import ConfigError, RolloutError
+
+__all__ = ["StalenessPolicy"]
+
+_UNBOUNDED = 1 << 40
+
+
+@dataclass(slots=True)
+class StalenessPolicy:
+    """Counts rollouts and says how many more may start.
+
+    Attributes:
+        max_staleness: how many versions older than the consumer's the oldest token may be.
+        batch_size: samples (not groups) that one version consumes.
+        max_concurrent: samples that run at a time.
+        start_version: version at which the counts are zero.
+        version: the consumer's.
+        running: admitted, not ended. accepted: ended with tokens. consumed: of those, handed out.
+    """
+
+    max_staleness: int
+    batch_size: int
+    max_concurrent: int
+    start_version: int = 0
+    version: int = -1
+    running: int = 0
+    accepted: int = 0
+    consumed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_staleness < 0:
+            raise ConfigError(f"staleness: max_staleness must be >= 0, got {self.max_staleness}")
+        if self.batch_size < 1:
+            raise ConfigError(f"staleness: batch_size must be >= 1, got {self.batch_size}")
+        if self.max_concurrent < 1:
+            raise ConfigError(f"staleness: max_concurrent must be >= 1, got {self.max_concurrent}")
+        if self.running or self.accepted or self.consumed:
+            raise ConfigError("staleness: counts start at 0; recover with start_version")
+        self.version = max(self.version, self.start_version)
+
+    @classmethod
+    def unbounded(cls, max_concurrent: int) -> StalenessPolicy:
+        """Only concurrency is limited: evaluation, load tests."""
+        return cls(max_staleness=_UNBOUNDED, batch_size=1, max_concurrent=max_concurrent)
+
+    def capacity(self) -> int:
+        """How many samples may be admitted now; never negative."""
+        by_version = (self.max_staleness + self.version - self.start_version + 1) * self.batch_size
+        ahead = self.accepted - self.consumed + self.running
+        return max(
+            0,
+            min(
+                self.max_concurrent - self.running,
+                by_version - (self.accepted + self.running),
+                (self.max_staleness + 1) * self.batch_size - ahead,
+            ),
+        )
+
+    def is_stale(self, versions: Sequence[int]) -> bool:
+        """Whether a sample with these token versions is too old to be consumed now."""
+        return bool(versions) and self.version - min(versions) > self.max_staleness
+
+    def set_version(self, version: int) -> None:
+        """The consumer holds `version` now; older ones are ignored."""
+        self.version = max(self.version, version)
+
+    def admit(self) -> None:
+        """One sample starts.
+
+        Raises:
+            RolloutError: there is no capacity.
+        """
+        if self.capacity() < 1:
+            raise RolloutError("staleness: admit needs capacity >= 1, got 0")
+        self.running += 1
+
+    def accept(self) -> None:
+        """A running sample ended with tokens."""
+        self.release()
+        self.accepted += 1
+
+    def release(self) -> None:
+        """A running sample ended without tokens that can be used.
+
+        Raises:
+            RolloutError: nothing is running.
+        """
+        if self.running < 1:
+            raise RolloutError("staleness: release needs running >= 1, got 0")
+        self.running -= 1
+
+    def discard(self) -> None:
+        """An accepted, unconsumed sample will never be consumed (it grew stale, or was cancelled).
+
+        Raises:
+            RolloutError: nothing is waiting.
+        """
+        if self.accepted <= self.consumed:
+            raise RolloutError("staleness: discard needs an accepted, unconsumed sample, got none")
+        self.accepted -= 1
+
+    def consume(self, num_samples: int) -> None:
+        """Accepted samples were handed to the consumer.
+
+        Raises:
+            RolloutError: fewer are waiting.
+        """
+        waiting = self.accepted - self.consumed
+        if not 0 <= num_samples <= waiting:
+            raise RolloutError(f"staleness: consume needs 0 <= n <= {waiting}, got {num_samples}")
+        self.consumed += num_samples
