@@ -248,15 +248,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 
 Command = (
-    ConnectEngine
-    | ConnectTrainer
-    | Prepare
-    | Pause
-    | Write
-    | Verify
-    | Apply
-    | Publish
-    | Abort
+    ConnectEngine | ConnectTrainer | Prepare | Pause | Write | Verify | Apply | Publish | Abort
 )
 
 

@@ -1,0 +1,342 @@
+"""The agent's end of the control channel, for processes whose main thread is busy.
+
+A daemon thread runs an asyncio loop with one WebSocket to the controller. Commands are carried
+out one after another on a second thread by a `CommandHandler`; replies are stored, so that a
+repeated command gets the same answer without being carried out again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Protocol, final
+
+import aiohttp
+
+from windlass.control.messages import (
+    Announce,
+    Command,
+    Envelope,
+    Failure,
+    FailureKind,
+    Hello,
+    Refused,
+    Reply,
+    Result,
+    RoundOutcome,
+    UpdateReport,
+    Welcome,
+    decode_controller_frame,
+    encode,
+)
+from windlass.errors import (
+    AuthenticationError,
+    DigestMismatch,
+    PeerTimeout,
+    PeerUnreachable,
+    ProtocolError,
+    StaleMessage,
+    TransferOutcomeUnknown,
+)
+
+__all__ = ["AgentChannel", "CommandHandler"]
+
+_log = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 5.0
+HEARTBEAT_S = 20.0
+MAX_MESSAGE_NBYTES = 256 << 20
+
+
+class CommandHandler(Protocol):
+    """What an agent does with commands. Called from one thread, in order; may block."""
+
+    def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:
+        """Carry out a command.
+
+        Raises:
+            WindlassError: becomes a `Failure` whose kind follows from the type.
+        """
+        ...
+
+
+class _ReplyStore:
+    """Replies of the newest rounds, and the rule that older ones are stale."""
+
+    def __init__(self) -> None:
+        self._newest = (0, 0)
+        self._replies: dict[tuple[int, int, int], Reply] = {}
+
+    def lookup(self, envelope: Envelope) -> Reply | None:
+        """The stored reply, a refusal for a round that has passed, or None for a new command."""
+        place = (envelope.epoch, envelope.round)
+        key = (*place, envelope.seq)
+        if key in self._replies:
+            return self._replies[key]
+        if place < self._newest:
+            message = f"epoch {place[0]} round {place[1]} has passed; the newest is {self._newest}"
+            return Reply(*key, Failure(FailureKind.STALE, message))
+        if place > self._newest:
+            self._replies = {k: v for k, v in self._replies.items() if k[:2] == self._newest}
+            self._newest = place
+        return None
+
+    def store(self, reply: Reply) -> None:
+        """Remember a reply."""
+        self._replies[reply.epoch, reply.round, reply.seq] = reply
+
+
+@final
+class AgentChannel:
+    """See the module.
+
+    Args:
+        url: the controller's address. token: its secret.
+        hello: builds the first frame of every connection; called in the channel's thread.
+        handler: carries out commands.
+        on_disconnect: called in the channel's thread when a connection is lost, before the first
+            attempt to connect again.
+        reconnect: whether to connect again after a loss.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        hello: Callable[[], Hello],
+        handler: CommandHandler,
+        *,
+        on_disconnect: Callable[[], None] | None = None,
+        reconnect: bool = True,
+    ) -> None:
+        self._url, self._token = url.rstrip("/"), token
+        self._hello = hello
+        self._handler = handler
+        self._on_disconnect = on_disconnect
+        self._reconnect = reconnect
+        self._store = _ReplyStore()
+        self._worker = ThreadPoolExecutor(1, "windlass-commands")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run_loop, name="windlass-agent", daemon=True)
+        self._welcomed: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._report: concurrent.futures.Future[UpdateReport] | None = None
+        self._announced: int | None = None
+        self._socket: aiohttp.ClientWebSocketResponse | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._closed = False
+
+    def connect(self, deadline_s: float) -> None:
+        """Start, and return once the controller has said welcome.
+
+        Raises:
+            AuthenticationError: the token is wrong.
+            ProtocolError: the controller refused this agent; says why.
+            PeerTimeout: no welcome within `deadline_s`; the channel is closed.
+        """
+        self._thread.start()
+        try:
+            self._welcomed.result(deadline_s)
+        except concurrent.futures.TimeoutError:
+            self.close()
+            raise PeerTimeout(
+                f"connect: no welcome from {self._url} within {deadline_s} s"
+            ) from None
+        except BaseException:
+            self.close()
+            raise
+
+    def announce(self, version: int, deadline_s: float) -> UpdateReport:
+        """Say that this trainer rank stands still with `version`; wait for the round's end.
+
+        Raises:
+            PeerTimeout: no report within `deadline_s`. The weights must still not be changed: the
+                controller may be using them.
+            ProtocolError: the controller refused this agent.
+            PeerUnreachable: the channel was closed.
+        """
+        report: concurrent.futures.Future[UpdateReport] = concurrent.futures.Future()
+        self._loop.call_soon_threadsafe(self._begin_announce, version, report)
+        try:
+            return report.result(deadline_s)
+        except concurrent.futures.TimeoutError:
+            raise PeerTimeout(
+                f"publish: no report of version {version} within {deadline_s} s"
+            ) from None
+        finally:
+            self._loop.call_soon_threadsafe(self._end_announce, report)
+
+    def close(self) -> None:
+        """Close the connection and end both threads. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._cancel)
+            self._thread.join(10.0)
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> AgentChannel:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # --- in the loop's thread ------------------------------------------------------------------
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._task = self._loop.create_task(self._stay_connected())
+        try:
+            self._loop.run_until_complete(self._task)
+        except asyncio.CancelledError:
+            pass
+        finally:
+            self._fail(PeerUnreachable("the control channel is closed"))
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _begin_announce(
+        self, version: int, report: concurrent.futures.Future[UpdateReport]
+    ) -> None:
+        self._announced, self._report = version, report
+        if self._socket is not None and not self._socket.closed:
+            self._loop.create_task(self._send_announce())  # noqa: RUF006 - awaited by the report
+
+    def _end_announce(self, report: concurrent.futures.Future[UpdateReport]) -> None:
+        if self._report is report:
+            self._announced, self._report = None, None
+
+    async def _send_announce(self) -> None:
+        if self._socket is None or self._announced is None:
+            return
+        try:
+            await self._socket.send_bytes(encode(Announce(self._announced)))
+        except (ConnectionError, aiohttp.ClientError):
+            _log.info("announce will be repeated after reconnecting")
+
+    async def _stay_connected(self) -> None:
+        backoff_s = FIRST_BACKOFF_S
+        headers = {"Authorization": f"Bearer {self._token}"}
+        async with aiohttp.ClientSession(headers=headers) as http:
+            while True:
+                try:
+                    await self._converse(http)
+                    backoff_s = FIRST_BACKOFF_S
+                except (AuthenticationError, ProtocolError) as error:
+                    self._fail(error)
+                    return
+                except (aiohttp.ClientError, OSError, PeerUnreachable) as error:
+                    _log.info("controller %s: %s", self._url, error)
+                finally:
+                    self._socket = None
+                if self._on_disconnect is not None:
+                    self._on_disconnect()
+                if not self._reconnect:
+                    return
+                # Waiting for a controller that is away: nothing can signal its return.
+                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # noqa: S311
+                backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
+
+    async def _converse(self, http: aiohttp.ClientSession) -> None:
+        try:
+            socket = await http.ws_connect(
+                f"{self._url}/v1/agents", heartbeat=HEARTBEAT_S, max_msg_size=MAX_MESSAGE_NBYTES
+            )
+        except aiohttp.WSServerHandshakeError as error:
+            if error.status == 401:  # noqa: PLR2004
+                raise AuthenticationError(f"{self._url} refused the token") from error
+            raise
+        async with socket:
+            await socket.send_bytes(encode(self._hello()))
+            async for message in socket:
+                if message.type is not aiohttp.WSMsgType.BINARY:
+                    raise ProtocolError(f"{self._url}: sent a frame that is not binary")
+                await self._on_frame(socket, message.data)
+        raise PeerUnreachable(f"connection closed with code {socket.close_code}")
+
+    async def _on_frame(self, socket: aiohttp.ClientWebSocketResponse, data: bytes) -> None:
+        frame = decode_controller_frame(data)
+        match frame:
+            case Welcome():
+                self._socket = socket
+                if not self._welcomed.done():
+                    self._welcomed.set_result(None)
+                await self._send_announce()
+            case Refused():
+                raise ProtocolError(f"the controller refused this agent: {frame.message}")
+            case UpdateReport():
+                self._on_report(frame)
+            case Envelope():
+                # Handed to the command thread at once, so that pings are answered meanwhile.
+                self._loop.create_task(self._answer(socket, frame))  # noqa: RUF006
+
+    def _on_report(self, report: UpdateReport) -> None:
+        if self._report is None or self._report.done():
+            return
+        # Reports of other versions answer older announcements, except that ranks which
+        # disagree about the version are all told with the highest one.
+        if report.version == self._announced or report.outcome is RoundOutcome.FAILED:
+            self._report.set_result(report)
+
+    async def _answer(self, socket: aiohttp.ClientWebSocketResponse, envelope: Envelope) -> None:
+        reply = await self._loop.run_in_executor(self._worker, self._execute, envelope)
+        try:
+            await socket.send_bytes(encode(reply))
+        except (ConnectionError, aiohttp.ClientError, RuntimeError) as error:
+            _log.info("reply not delivered, kept for a repetition: %s", error)
+
+    def _fail(self, error: Exception) -> None:
+        if not self._welcomed.done():
+            self._welcomed.set_exception(error)
+        if self._report is not None and not self._report.done():
+            self._report.set_exception(error)
+
+    # --- in the command thread -----------------------------------------------------------------
+
+    def _execute(self, envelope: Envelope) -> Reply:
+        reply = self._store.lookup(envelope)
+        if reply is None:
+            result = self._carry_out(envelope)
+            reply = Reply(envelope.epoch, envelope.round, envelope.seq, result)
+            self._store.store(reply)
+        return reply
+
+    def _carry_out(self, envelope: Envelope) -> Result:
+        try:
+            return self._handler.handle(
+                envelope.command, epoch=envelope.epoch, round_number=envelope.round
+            )
+        # The boundary of the agent: whatever goes wrong must reach the controller as a failure,
+        # or the round would wait for its deadline.
+        except Exception as error:  # noqa: BLE001
+            name = type(envelope.command).__name__
+            _log.exception("%s failed", name)
+            return Failure(_kind_of(error), f"{name}: {type(error).__name__}: {error}")
+
+
+def _kind_of(error: Exception) -> FailureKind:
+    match error:
+        case TransferOutcomeUnknown():
+            return FailureKind.UNKNOWN
+        case DigestMismatch():
+            return FailureKind.DIGEST
+        case StaleMessage():
+            return FailureKind.STALE
+        case _:
+            return FailureKind.FAILED

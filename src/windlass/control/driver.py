@@ -1,0 +1,159 @@
+"""Carries out one round: the machine's instructions out, replies and deadlines in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import assert_never, final
+
+from windlass.config import PhaseDeadlines
+from windlass.control.messages import Envelope, Pause, Publish, Reply
+from windlass.control.rounds import (
+    AgentLost,
+    DeadlinePassed,
+    EnterPhase,
+    Event,
+    Finish,
+    Instruction,
+    Phase,
+    Replied,
+    RoundMachine,
+    RoundSpec,
+    Send,
+)
+from windlass.control.session import AgentSession
+from windlass.errors import PeerUnreachable
+
+__all__ = ["RoundDriver", "RoundResult"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundResult:
+    """How the round ended, and the times that only the driver can see, in seconds."""
+
+    finish: Finish
+    update_s: float
+    pause_s: float
+    phase_s: dict[str, float]
+
+
+@final
+class RoundDriver:
+    """One round. `run` once; `post` and `on_reply` from the same loop at any time."""
+
+    def __init__(
+        self,
+        spec: RoundSpec,
+        *,
+        epoch: int,
+        round_number: int,
+        deadlines: PhaseDeadlines,
+        sessions: Mapping[str, AgentSession],
+        clock: Callable[[], float],
+        on_publishing: Callable[[], None],
+    ) -> None:
+        self._machine = RoundMachine(spec)
+        self._epoch, self._round = epoch, round_number
+        self._deadlines = deadlines
+        self._sessions = sessions
+        self._clock = clock
+        self._on_publishing = on_publishing
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._timer: asyncio.TimerHandle | None = None
+        self._phase_began = 0.0
+        self._phase: Phase | None = None
+        self._phase_s: dict[str, float] = {}
+        self._pause_began: dict[str, float] = {}
+        self._publish_seq: dict[tuple[str, int], str] = {}
+        self._pause_s = 0.0
+
+    def post(self, event: Event) -> None:
+        """Queue an event."""
+        self._events.put_nowait(event)
+
+    def on_reply(self, worker: str, reply: Reply) -> None:
+        """Queue a reply if it belongs to this round."""
+        if (reply.epoch, reply.round) == (self._epoch, self._round):
+            if (worker, reply.seq) in self._publish_seq and worker in self._pause_began:
+                paused_s = self._clock() - self._pause_began[worker]
+                self._pause_s = max(self._pause_s, paused_s)
+            self.post(Replied(worker, reply.seq, reply.result))
+
+    async def run(self) -> RoundResult:
+        """Drive the machine until it finishes. Every phase has a deadline, so this ends."""
+        began = self._clock()
+        finish = await self._carry_out(self._machine.start())
+        while finish is None:
+            finish = await self._carry_out(self._machine.handle(await self._events.get()))
+        self._leave_phase()
+        return RoundResult(
+            finish=finish,
+            update_s=self._clock() - began,
+            pause_s=self._pause_s,
+            phase_s=dict(self._phase_s),
+        )
+
+    async def _carry_out(self, instructions: list[Instruction]) -> Finish | None:
+        finish: Finish | None = None
+        for instruction in instructions:
+            match instruction:
+                case EnterPhase():
+                    self._enter(instruction.phase)
+                case Send():
+                    await self._send(instruction)
+                case Finish():
+                    finish = instruction
+                case _:
+                    assert_never(instruction)
+        return finish
+
+    async def _send(self, send: Send) -> None:
+        session = self._sessions.get(send.worker)
+        if isinstance(send.command, Pause):
+            self._pause_began.setdefault(send.worker, self._clock())
+        elif isinstance(send.command, Publish):
+            self._publish_seq[send.worker, send.seq] = send.worker
+        try:
+            if session is None:
+                raise PeerUnreachable(f"{send.worker}: not connected")  # noqa: TRY301
+            await session.send(Envelope(self._epoch, self._round, send.seq, send.command))
+        except PeerUnreachable as error:
+            if send.expects_reply:
+                self.post(AgentLost(send.worker, str(error)))
+
+    def _enter(self, phase: Phase) -> None:
+        self._leave_phase()
+        if phase is Phase.PUBLISH:
+            self._on_publishing()
+        self._phase, self._phase_began = phase, self._clock()
+        self._timer = asyncio.get_running_loop().call_later(
+            _deadline_of(phase, self._deadlines), self.post, DeadlinePassed(phase)
+        )
+
+    def _leave_phase(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._phase is not None:
+            spent = self._clock() - self._phase_began
+            self._phase_s[self._phase] = self._phase_s.get(self._phase, 0.0) + spent
+            self._phase = None
+
+
+def _deadline_of(phase: Phase, deadlines: PhaseDeadlines) -> float:
+    match phase:
+        case Phase.PREPARE:
+            return max(deadlines.prepare_s, deadlines.pause_s)
+        case Phase.WRITE:
+            return deadlines.write_s
+        case Phase.VERIFY:
+            return deadlines.verify_s
+        case Phase.PAUSE:
+            return deadlines.pause_s
+        case Phase.APPLY:
+            return deadlines.apply_s
+        case Phase.PUBLISH | Phase.DONE:
+            return deadlines.publish_s
+        case _:
+            assert_never(phase)
