@@ -237,3 +237,33 @@ def test_a_destination_without_shards_gets_no_ops() -> None:
     assert planned.coverage.fraction == 1.0
     assert planned.routing.imbalance == 1.0
     assert planned.plan.links() == ()
+
+
+@pytest.mark.parametrize(
+    ("second", "strides", "refused"),
+    [(0, (64, 4), True), (4, (64, 4), True), (32, (64, 4), False), (128, (32, 4), False)],
+)
+def test_two_destination_shards_on_the_same_bytes_are_refused(
+    second: int, strides: tuple[int, int], refused: bool
+) -> None:
+    """The sizes add up in all four cases: an overlap hides behind a gap as large."""
+    builder = ManifestBuilder("engine", Role.ENGINE)
+    builder.add_parameter("idle", nbytes=32, dtype=DType.FLOAT32)
+    builder.add_shard("a", (4, 8), Box((0, 0), (1, 8)), "idle")
+    builder.add_parameter("gate_up", nbytes=256, dtype=DType.FLOAT32)
+    for name, offset in (("a", 0), ("b", second)):
+        builder.add_shard(
+            name,
+            (4, 8),
+            Box.full((4, 8)),
+            "gate_up",
+            offset_bytes=offset,
+            strides_bytes=strides,
+        )
+    engine = builder.build()
+    sources = [rank(f"t{n}", Box.full((4, 8)), shape=(4, 8), tensor=n) for n in ("a", "b")]
+    if refused:
+        with pytest.raises(ManifestError, match="'gate_up': shards of 'a' and 'b' must not share"):
+            plan_transfer(sources, [engine])
+    else:
+        assert plan_transfer(sources, [engine]).nbytes == engine.nbytes

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from windlass.errors import TransferFailed
+from windlass.errors import ManifestError, TransferFailed
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role
@@ -18,7 +18,7 @@ from windlass.planning.plan import CopyMode, OpTable, TransferPlan
 from windlass.planning.planner import PlanPolicy, plan_transfer
 from windlass.testing.ground_truth import distinct_values, fill
 from windlass.testing.reference_executor import execute
-from windlass.testing.strategies import Fleet, fleets
+from windlass.testing.strategies import Fleet, Placement, fleets, placements
 
 POLICIES = (
     PlanPolicy(),
@@ -187,3 +187,34 @@ def test_every_column_survives_the_wire() -> None:
     again = TransferPlan.decode(plan.encode())
     for field in fields(OpTable):
         np.testing.assert_array_equal(getattr(again.ops, field.name), getattr(plan.ops, field.name))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(placements((3, 2)), min_size=2, max_size=3), st.data())
+def test_shared_destination_bytes_are_refused_exactly_when_there_are_any(
+    placed: list[Placement], data: st.DataObject
+) -> None:
+    starts = [4 * data.draw(st.integers(0, 12)) for _ in placed]
+    nbytes = max(start + p.nbytes for start, p in zip(starts, placed, strict=True))
+    payload = 24 * len(placed)
+    if payload > nbytes:
+        return  # a manifest that says so is refused on its own
+    builder = ManifestBuilder("engine", Role.ENGINE)
+    builder.add_parameter("p", nbytes=nbytes, dtype=DType.FLOAT32, padding_nbytes=nbytes - payload)
+    touched = np.zeros(nbytes, np.int64)
+    sources = ManifestBuilder("trainer", Role.TRAINER)
+    for index, (start, place) in enumerate(zip(starts, placed, strict=True)):
+        name, box = f"t{index}", Box.full((3, 2))
+        offset = start + place.offset
+        builder.add_shard(name, (3, 2), box, "p", offset_bytes=offset, strides_bytes=place.strides)
+        sources.add_parameter(name, nbytes=24, dtype=DType.FLOAT32)
+        sources.add_shard(name, (3, 2), box, name)
+        for i, j in np.ndindex(3, 2):
+            first = offset + i * place.strides[0] + j * place.strides[1]
+            touched[first : first + 4] += 1
+    if touched.max() > 1:
+        with pytest.raises(ManifestError, match="must not share bytes"):
+            plan_transfer([sources.build()], [builder.build()])
+    else:
+        fleet = Fleet((sources.build(),), (builder.build(),))
+        assert differences(fleet, plan_transfer(fleet.sources, fleet.destinations)) == []

@@ -34,7 +34,10 @@ class CopyMode(IntEnum):
     `num_runs` contiguous runs (one when both sides are contiguous); zero copy.
     PACKED: the source packs (gathers, casts) into its arena; one contiguous write.
     SCATTER: packed where needed, written into the destination's landing region, unpacked there.
-    LOADER: the whole tensor box is delivered to the landing region for the engine's own loader.
+    LOADER: as SCATTER, for tensors whose engine loader does something that is no copy: the
+    destination parameter stands for the loader's input, `dst_offset` and `dst_strides` say where
+    in it the payload belongs.
+    A payload in a landing region is row-major over `sizes`.
     """
 
     DIRECT = 0
@@ -67,7 +70,8 @@ class OpTable:
     Attributes:
         src: (n,) index into `TransferPlan.sources`.
         dst: (n,) index into `TransferPlan.destinations`.
-        tensor: (n,) index into `TransferPlan.tensors`.
+        tensor: (n,) index into `TransferPlan.tensors`, the destination's name; the first one
+            where adjacent copies were joined.
         src_parameter: (n,) index into the source manifest's parameters.
         dst_parameter: (n,) index into the destination manifest's parameters.
         mode: (n,) `CopyMode`.

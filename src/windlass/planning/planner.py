@@ -13,14 +13,14 @@ Every step works on whole columns; Python loops run over patterns, tensors and r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from windlass.errors import ConfigError, ManifestError, UnsupportedLayout
 from windlass.layout.manifest import MAX_DIMS, Int64Array, ShardManifest
-from windlass.planning.coalesce import coalesce
+from windlass.planning.coalesce import coalesce, empty_ops, fill_ops
 from windlass.planning.coverage import CoverageReport, refuse_hole
 from windlass.planning.intersect import (
     Atoms,
@@ -35,6 +35,7 @@ from windlass.planning.intersect import (
     unique_boxes,
 )
 from windlass.planning.modes import choose_modes, collapse
+from windlass.planning.overlap import refuse_overlaps
 from windlass.planning.plan import DTYPES, CopyMode, OpTable, Reason, TransferPlan
 from windlass.planning.routing import (
     Assignment,
@@ -124,6 +125,7 @@ def plan_with_reports(
     names = resolve_names(sources, destinations)
     src = gather_rows(sources, names)
     dst = gather_rows(destinations, names)
+    refuse_overlaps(dst, names, destinations)
     unused = _unused_tensors(src, dst, names)
     if unused and policy.forbid_unused:
         raise ManifestError(
@@ -287,8 +289,8 @@ def _build_ops(
     order = _plan_order(src, dst, src_row, dst_row, routed)
     is_loader = np.zeros(len(names.names), np.bool_)
     is_loader[[names.index[n] for n in policy.loader_tensors if n in names.index]] = True
-    parts: list[OpTable] = []
-    for first in range(0, max(1, len(order)), _CHUNK_OPS):
+    ops = empty_ops(len(order))
+    for first in range(0, len(order), _CHUNK_OPS):
         part = order[first : first + _CHUNK_OPS]
         op, s, d = routed.op[part], src_row[part], dst_row[part]
         template = pieces.template[candidates.piece[op]]
@@ -312,7 +314,9 @@ def _build_ops(
             is_loader[dst.name[d]],
             policy.direct_min_run_bytes,
         )
-        parts.append(
+        fill_ops(
+            ops,
+            first,
             OpTable(
                 src=src.rank[s],
                 dst=dst.rank[d],
@@ -331,12 +335,9 @@ def _build_ops(
                 run_nbytes=run_nbytes,
                 nbytes=geometry.sizes.prod(axis=1) * dst_itemsize,
                 landing_offset=np.full(len(part), -1, np.int64),
-            )
+            ),
         )
-    if len(parts) == 1:
-        return parts[0]
-    columns = {f.name: np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(OpTable)}
-    return OpTable(**columns)
+    return ops
 
 
 def _source_rows(src: RowTable, holders: Holders, atom: Int64Array, rank: Int64Array) -> Int64Array:

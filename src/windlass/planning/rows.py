@@ -65,6 +65,11 @@ class TensorNames:
     shapes: tuple[tuple[int, ...], ...]
     class_of: Int32Array
 
+    def ids(self, manifest: ShardManifest) -> Int32Array:
+        """Name index per tensor of `manifest`."""
+        index = self.index
+        return np.array([index[spec.name] for spec in manifest.tensors], np.int32)
+
 
 def resolve_names(
     sources: Sequence[ShardManifest], destinations: Sequence[ShardManifest]
@@ -155,10 +160,8 @@ def gather_rows(manifests: Sequence[ShardManifest], names: TensorNames) -> RowTa
         raise ManifestError(f"worker {twice!r} must have one manifest per side, got several")
     name_columns = [np.zeros(0, np.int32)]
     dtype_columns = [np.zeros(0, np.uint8)]
-    lookup = names.index
     for manifest in manifests:
-        ids = np.array([lookup[spec.name] for spec in manifest.tensors], np.int32)
-        name = ids[manifest.table.tensor]
+        name = names.ids(manifest)[manifest.table.tensor]
         missing = names.class_of[name] < 0
         if missing.any():
             tensor = names.names[int(name[int(missing.argmax())])]

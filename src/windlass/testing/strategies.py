@@ -12,7 +12,7 @@ from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 
-__all__ = ["Fleet", "boxes", "fleets", "grids", "placements", "shapes"]
+__all__ = ["Fleet", "Placement", "boxes", "fleets", "grids", "placements", "shapes"]
 
 _DTYPE = DType.FLOAT32
 _ITEMSIZE = _DTYPE.itemsize

@@ -1,0 +1,61 @@
+"""What every benchmark shares: rows, the table and the JSON file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One figure beside what it is compared with, measured in the same run."""
+
+    case: str
+    metric: str
+    value: float
+    unit: str
+    reference: str
+    reference_value: float
+    ratio: float
+
+
+def median_p95(values: Sequence[float]) -> tuple[float, float]:
+    """Median and 95th percentile (nearest rank) of at least one value."""
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+    return median, ordered[math.ceil(0.95 * len(ordered)) - 1]
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The arguments that every benchmark takes."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON")
+    return made
+
+
+def report(rows: Sequence[Row], json_path: Path | None, title: str) -> None:
+    """Print `rows` and, with a path, write them as a JSON list."""
+    table = Table(title=title, title_justify="left")
+    for column in ("case", "metric", "value", "unit", "reference", "reference value", "ratio"):
+        table.add_column(column, justify="right" if column in ("value", "ratio") else "left")
+    for row in rows:
+        table.add_row(
+            row.case,
+            row.metric,
+            f"{row.value:.4g}",
+            row.unit,
+            row.reference,
+            f"{row.reference_value:.4g}",
+            f"{row.ratio:.3g}",
+        )
+    Console(width=140).print(table)
+    if json_path is not None:
+        json_path.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
