@@ -1,1 +1,40 @@
 """Asynchronous rollouts: admission, dispatch, completion callbacks."""
+
+from __future__ import annotations
+
+from windlass.rollout.batches import BatchQueue, training_samples
+from windlass.rollout.client import BatchClient
+from windlass.rollout.controller import RolloutController
+from windlass.rollout.directory import EngineDirectory, StaticEngines
+from windlass.rollout.handles import (
+    ControllerConfig,
+    GroupHandle,
+    Rollout,
+    RolloutGroup,
+    RolloutHandle,
+    RolloutStats,
+)
+from windlass.rollout.messages import OnAbort, SamplingParams, TrainingBatch, TrainingSample
+from windlass.rollout.service import mount_rollout_routes
+from windlass.rollout.staleness import StalenessPolicy
+
+__all__ = [
+    "BatchClient",
+    "BatchQueue",
+    "ControllerConfig",
+    "EngineDirectory",
+    "GroupHandle",
+    "OnAbort",
+    "Rollout",
+    "RolloutController",
+    "RolloutGroup",
+    "RolloutHandle",
+    "RolloutStats",
+    "SamplingParams",
+    "StalenessPolicy",
+    "StaticEngines",
+    "TrainingBatch",
+    "TrainingSample",
+    "mount_rollout_routes",
+    "training_samples",
+]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable
 
 import aiohttp
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 from windlass.errors import ProtocolError
 from windlass.rollout.messages import CONTENT_TYPE, Body, BodyT, decode, encode
@@ -21,9 +21,6 @@ __all__ = [
 ]
 
 MAX_BODY_NBYTES = 1 << 28
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Middleware = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
 
 
 def authorization(token: str) -> dict[str, str]:

@@ -1,0 +1,171 @@
+"""One attempt against an engine that speaks SGLang's `/generate`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from windlass.errors import RolloutError
+from windlass.rollout.messages import OnAbort, Partial, RolloutTask
+
+__all__ = ["AttemptError", "Generation", "generate"]
+
+MAX_STALLS = 8
+FIRST_STALL_BACKOFF_S = 0.05
+MAX_STALL_BACKOFF_S = 1.0
+ABORT = "abort"
+
+
+class AttemptError(RolloutError):
+    """The attempt is over; `partial` is what survived of it."""
+
+    def __init__(self, message: str, partial: Partial) -> None:
+        super().__init__(message)
+        self.partial = partial
+
+
+class Generation(msgspec.Struct, frozen=True):
+    """Tokens, and why they end."""
+
+    tokens: Partial
+    finish_reason: str
+
+
+class _FinishReason(msgspec.Struct, frozen=True):
+    type: str
+    message: str = ""
+
+
+class _MetaInfo(msgspec.Struct, frozen=True):
+    finish_reason: _FinishReason | None = None
+    output_token_logprobs: list[tuple[float, int, str | None] | tuple[float, int]] = []
+    output_token_versions: list[int] | None = None
+    weight_version: int | str | None = None
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    meta_info: _MetaInfo
+    output_ids: list[int] = []
+
+
+async def generate(session: aiohttp.ClientSession, task: RolloutTask) -> Generation:
+    """Run the attempt to its end, across weight updates that abort it.
+
+    Args:
+        session: used for `POST {engine}/generate`.
+        task: what to generate.
+
+    Raises:
+        AttemptError: the engine refused, died, answered nonsense, made no progress in
+            `MAX_STALLS` calls, or did not end within `task.deadline_s`.
+    """
+    progress = _Progress(task)
+    try:
+        async with asyncio.timeout(task.deadline_s):
+            return await progress.run(session)
+    except TimeoutError as error:
+        # Also a connection's own TimeoutError (ETIMEDOUT): either way no answer came.
+        reason = f"no answer within {task.deadline_s:.3f} s"
+        raise progress.failure(reason) from error
+    except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
+        raise progress.failure(f"{type(error).__name__}: {error}") from error
+
+
+class _Progress:
+    def __init__(self, task: RolloutTask) -> None:
+        self.task = task
+        self.tokens = task.partial
+        self.num_calls = 0
+
+    def failure(self, reason: str) -> AttemptError:
+        return AttemptError(
+            f"engine {self.task.engine.name} ({self.task.engine.url}): {reason}", self.tokens
+        )
+
+    async def run(self, session: aiohttp.ClientSession) -> Generation:
+        stalls = 0
+        while len(self.tokens.output_ids) < self.task.sampling.max_new_tokens:
+            answer = await self._call(session)
+            before = len(self.tokens.output_ids)
+            added = self._tokens_of(answer)
+            reason = answer.meta_info.finish_reason
+            if reason is not None and reason.type != ABORT:
+                return Generation(_joined(self.tokens, added), reason.type)
+            if self.task.on_abort is OnAbort.CONTINUE:
+                self.tokens = _joined(self.tokens, added)
+            else:
+                self.tokens = self.task.partial
+            stalls = 0 if len(self.tokens.output_ids) > before else stalls + 1
+            if stalls >= MAX_STALLS:
+                message = reason.message if reason is not None else ""
+                raise self.failure(f"{stalls} aborts without a new token {message}".strip())
+            if stalls:
+                backoff = FIRST_STALL_BACKOFF_S * 2 ** (stalls - 1)
+                await asyncio.sleep(min(backoff, MAX_STALL_BACKOFF_S))
+        return Generation(self.tokens, "length")
+
+    async def _call(self, session: aiohttp.ClientSession) -> _Answer:
+        task, self.num_calls = self.task, self.num_calls + 1
+        async with session.post(
+            f"{task.engine.url}/generate",
+            data=msgspec.json.encode(self._request()),
+            headers={"Content-Type": "application/json"},
+        ) as response:
+            body = await response.read()
+            if response.status != 200:
+                text = body[:200].decode(errors="replace").replace("\n", " ")
+                raise self.failure(f"HTTP {response.status}: {text}")
+        return msgspec.json.decode(body, type=_Answer)
+
+    def _request(self) -> dict[str, Any]:
+        task, sampling = self.task, self.task.sampling
+        return {
+            "rid": f"{task.task_id}-{task.attempt}-{self.num_calls}",
+            "input_ids": task.prompt_ids + self.tokens.output_ids,
+            "return_logprob": True,
+            "sampling_params": {
+                "max_new_tokens": sampling.max_new_tokens - len(self.tokens.output_ids),
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "stop_token_ids": list(sampling.stop_token_ids),
+                "ignore_eos": sampling.ignore_eos,
+            },
+        }
+
+    def _tokens_of(self, answer: _Answer) -> Partial:
+        meta, ids = answer.meta_info, tuple(answer.output_ids)
+        logprobs = tuple(entry[0] for entry in meta.output_token_logprobs)
+        if tuple(entry[1] for entry in meta.output_token_logprobs) != ids:
+            raise self.failure(
+                f"output_token_logprobs must name the {len(ids)} output_ids, got {len(logprobs)}"
+            )
+        versions = meta.output_token_versions
+        if versions is None:
+            versions = [self._weight_version(meta.weight_version)] * len(ids) if ids else []
+        if len(versions) != len(ids):
+            raise self.failure(
+                f"output_token_versions must have {len(ids)} entries, got {len(versions)}"
+            )
+        return Partial(ids, logprobs, tuple(versions))
+
+    def _weight_version(self, value: int | str | None) -> int:
+        try:
+            return int(value if value is not None else "")
+        except ValueError as error:
+            raise self.failure(
+                f"weight_version must be an integer (publish a version first), got {value!r}"
+            ) from error
+
+
+def _joined(first: Partial, second: Partial) -> Partial:
+    if not first.output_ids:
+        return second
+    return Partial(
+        first.output_ids + second.output_ids,
+        first.logprobs + second.logprobs,
+        first.versions + second.versions,
+    )

@@ -1,0 +1,169 @@
+"""The rollout worker's process.
+
+`python -m windlass.rollout.worker --controller URL --name worker-0 [--port 0]`
+
+The token is read from WINDLASS_TOKEN. The worker binds first and publishes the port that
+it got, so there is no port to choose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import socket
+import sys
+import uuid
+from collections.abc import Sequence
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from windlass.envs import control_token
+from windlass.errors import ConfigError
+from windlass.rollout._http import authorization, require_token
+from windlass.rollout.messages import WorkerHello
+from windlass.rollout.runner import WorkerRunner
+
+__all__ = ["WorkerSettings", "main", "run_worker"]
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker process is told.
+
+    Attributes:
+        controller: base URL of the controller.
+        name: unique among the controller's workers.
+        host: address to bind. port: 0 lets the system choose.
+        advertise_host: what the controller connects to; empty for `host`.
+        max_concurrent: attempts at a time.
+        controller_gone_s: exit when the controller cannot be reached this long.
+        shutdown_s: on SIGTERM, time to hand over what is there.
+    """
+
+    controller: str
+    name: str
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise_host: str = ""
+    max_concurrent: int = 1024
+    heartbeat_s: float = 5.0
+    controller_gone_s: float = 60.0
+    shutdown_s: float = 5.0
+
+
+async def run_worker(settings: WorkerSettings, token: str) -> bool:
+    """Serve until SIGTERM or SIGINT, or until the controller has been gone too long.
+
+    Returns:
+        True after a signal, False when the controller was gone.
+
+    Raises:
+        ConfigError: the address cannot be bound, or the token is empty.
+    """
+    if not token:
+        raise ConfigError("worker: token must not be empty, got ''")
+    listener = _bind(settings.host, settings.port)
+    host = settings.advertise_host or settings.host
+    hello = WorkerHello(
+        name=settings.name,
+        url=f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}",
+        incarnation=uuid.uuid4().hex[:12],
+        max_concurrent=settings.max_concurrent,
+    )
+    async with (
+        aiohttp.ClientSession(headers=authorization(token)) as controller_session,
+        aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+        ) as engine_session,
+    ):
+        runner = WorkerRunner(
+            hello,
+            settings.controller.rstrip("/"),
+            controller_session,
+            engine_session,
+            heartbeat_s=settings.heartbeat_s,
+            controller_gone_s=settings.controller_gone_s,
+        )
+        app = web.Application(middlewares=[require_token(token)])
+        app.add_routes(runner.routes())
+        # A watch whose controller is gone must end at once, not at the next heartbeat.
+        server = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=0.2
+        )
+        await server.setup()
+        await web.SockSite(server, listener, backlog=1024).start()
+        logger.info("worker %s %s at %s", hello.name, hello.incarnation, hello.url)
+        try:
+            return await _serve(runner, settings.shutdown_s)
+        finally:
+            await server.cleanup()
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"worker: {host}:{port} cannot be bound: {error}") from error
+    return listener
+
+
+async def _serve(runner: WorkerRunner, shutdown_s: float) -> bool:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    life = asyncio.create_task(runner.run(), name="worker-life")
+    stopped = asyncio.create_task(stop.wait(), name="worker-stop")
+    await asyncio.wait({life, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    if life.done():
+        stopped.cancel()
+        await asyncio.gather(stopped, return_exceptions=True)
+        life.result()
+        return False
+    await runner.shut_down(shutdown_s)
+    life.cancel()
+    await asyncio.gather(life, return_exceptions=True)
+    return True
+
+
+def _settings(arguments: Sequence[str] | None) -> WorkerSettings:
+    parser = argparse.ArgumentParser(prog="python -m windlass.rollout.worker", description=__doc__)
+    parser.add_argument("--controller", required=True, help="base URL of the controller")
+    parser.add_argument("--name", required=True, help="unique among the controller's workers")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--advertise-host", default="")
+    parser.add_argument("--max-concurrent", type=int, default=1024)
+    parser.add_argument("--heartbeat-s", type=float, default=5.0)
+    parser.add_argument("--controller-gone-s", type=float, default=60.0)
+    parser.add_argument("--shutdown-s", type=float, default=5.0)
+    return msgspec.convert(vars(parser.parse_args(arguments)), type=WorkerSettings)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; 0 after a signal, 1 when the controller was gone, 2 for bad arguments."""
+    settings = _settings(arguments)
+    logging.basicConfig(
+        level=logging.INFO, format=f"%(asctime)s {settings.name} %(levelname)s %(message)s"
+    )
+    try:
+        if asyncio.run(run_worker(settings, control_token())):
+            return 0
+    except ConfigError as error:
+        logger.error("%s", error)  # noqa: TRY400  (one line is what the user needs)
+        return 2
+    logger.error("controller %s was gone for %s s", settings.controller, settings.controller_gone_s)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
