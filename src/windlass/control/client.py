@@ -216,7 +216,7 @@ class AgentChannel:
     ) -> None:
         self._announced, self._report = version, report
         if self._socket is not None and not self._socket.closed:
-            self._loop.create_task(self._send_announce())  # noqa: RUF006 - awaited by the report
+            self._loop.create_task(self._send_announce())
 
     def _end_announce(self, report: concurrent.futures.Future[UpdateReport]) -> None:
         if self._report is report:
@@ -259,7 +259,7 @@ class AgentChannel:
                 f"{self._url}/v1/agents", heartbeat=HEARTBEAT_S, max_msg_size=MAX_MESSAGE_NBYTES
             )
         except aiohttp.WSServerHandshakeError as error:
-            if error.status == 401:  # noqa: PLR2004
+            if error.status == 401:
                 raise AuthenticationError(f"{self._url} refused the token") from error
             raise
         async with socket:
@@ -284,7 +284,7 @@ class AgentChannel:
                 self._on_report(frame)
             case Envelope():
                 # Handed to the command thread at once, so that pings are answered meanwhile.
-                self._loop.create_task(self._answer(socket, frame))  # noqa: RUF006
+                self._loop.create_task(self._answer(socket, frame))
 
     def _on_report(self, report: UpdateReport) -> None:
         if self._report is None or self._report.done():

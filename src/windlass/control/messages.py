@@ -302,8 +302,10 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report"):
 ControllerFrame = Welcome | Refused | Envelope | UpdateReport
 
 _encoder = msgspec.msgpack.Encoder()
-_agent_decoder = msgspec.msgpack.Decoder(AgentFrame)
-_controller_decoder = msgspec.msgpack.Decoder(ControllerFrame)
+_agent_decoder: msgspec.msgpack.Decoder[AgentFrame] = msgspec.msgpack.Decoder(AgentFrame)
+_controller_decoder: msgspec.msgpack.Decoder[ControllerFrame] = msgspec.msgpack.Decoder(
+    ControllerFrame
+)
 
 
 def encode(frame: AgentFrame | ControllerFrame) -> bytes:

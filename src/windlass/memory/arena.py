@@ -48,7 +48,7 @@ class Arena:
             self._mapping = mmap.mmap(-1, nbytes)
             self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         raw = (ctypes.c_uint8 * nbytes).from_address(self._address)
-        self._bytes: npt.NDArray[np.uint8] = np.frombuffer(raw, np.uint8)
+        self._bytes: npt.NDArray[np.uint8] = np.ctypeslib.as_array(raw)
         self._bytes[:: mmap.PAGESIZE] = 0  # first touch costs up to 3 s per GiB: pay it here
         self._region = transport.register(self._address, nbytes)
         self._closed = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from windlass.control.messages import PauseMode
+from windlass.config import PauseMode
 
 __all__ = ["EngineHooks"]
 

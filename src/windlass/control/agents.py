@@ -1,0 +1,139 @@
+"""The two kinds of agent: commands of the coordinator become calls of sender, receiver, engine."""
+
+from __future__ import annotations
+
+import threading
+from typing import assert_never, final
+
+from windlass.config import UpdateMode
+from windlass.control.hooks import EngineHooks
+from windlass.control.messages import (
+    Abort,
+    Apply,
+    Bound,
+    Command,
+    ConnectEngine,
+    ConnectTrainer,
+    Done,
+    Pause,
+    Prepare,
+    Publish,
+    Result,
+    Verified,
+    Verify,
+    Write,
+    Written,
+)
+from windlass.errors import ProtocolError
+from windlass.execution.receiver import Receiver
+from windlass.execution.sender import Sender
+from windlass.planning.plan import TransferPlan
+
+__all__ = ["EngineAgent", "TrainerAgent"]
+
+
+@final
+class TrainerAgent:
+    """`CommandHandler` of a trainer rank."""
+
+    def __init__(self, sender: Sender) -> None:
+        self._sender = sender
+
+    def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:  # noqa: ARG002
+        """See `CommandHandler.handle`."""
+        match command:
+            case ConnectTrainer():
+                self._sender.connect(TransferPlan.decode(command.plan), command.bindings)
+            case Prepare():
+                self._sender.prepare()
+            case Write():
+                sent = self._sender.write(command.destinations, command.deadline_s)
+                return Written(sent.links, sent.pack_s, sent.wire_s)
+            case Abort():
+                pass  # nothing to undo: the sender keeps no state of a round but packed bytes
+            case ConnectEngine() | Pause() | Verify() | Apply() | Publish():
+                raise ProtocolError(f"a trainer cannot carry out {type(command).__name__}")
+            case _:
+                assert_never(command)
+        return Done()
+
+
+@final
+class EngineAgent:
+    """`CommandHandler` of an engine rank; knows whether its live weights can be trusted."""
+
+    def __init__(self, receiver: Receiver, hooks: EngineHooks) -> None:
+        self._receiver = receiver
+        self._hooks = hooks
+        self._lock = threading.Lock()
+        self._mode = UpdateMode.IN_PLACE
+        self._served_version = -1
+        self._tainted = False
+        self._open_to_writes = False
+        self._place = (0, 0)
+
+    @property
+    def served_version(self) -> int:
+        """The version that this rank serves; -1 for none."""
+        return self._served_version
+
+    @property
+    def tainted(self) -> bool:
+        """Whether live weights may be mixed.
+
+        True inside a round as well, from the moment from which one-sided writes or `apply` may
+        have touched them: an agent whose controller is gone cannot know how far it came.
+        """
+        return self._tainted or self._open_to_writes
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(epoch, round) of the last command."""
+        return self._place
+
+    def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:
+        """See `CommandHandler.handle`."""
+        with self._lock:
+            self._place = (epoch, round_number)
+            match command:
+                case ConnectEngine():
+                    self._mode = command.mode
+                    plan = TransferPlan.decode(command.plan)
+                    return Bound(command.plan_digest, self._receiver.connect(plan, command.mode))
+                case Pause():
+                    self._hooks.pause(command.mode, command.deadline_s)
+                    self._open_to_writes |= self._mode is UpdateMode.IN_PLACE
+                case Verify():
+                    mismatched = self._receiver.verify(command.expected)
+                    return Verified(mismatched, self._receiver.nbytes_from(command.expected))
+                case Apply():
+                    self._open_to_writes = True
+                    self._receiver.apply()
+                    self._hooks.finalise()
+                case Publish():
+                    self._publish(command.version)
+                case Abort():
+                    self._abort(tainted=command.tainted)
+                case ConnectTrainer() | Prepare() | Write():
+                    raise ProtocolError(f"an engine cannot carry out {type(command).__name__}")
+                case _:
+                    assert_never(command)
+            return Done()
+
+    def on_disconnect(self) -> None:
+        """The controller is gone: go on with the old weights if they are whole."""
+        with self._lock:
+            if not self.tainted and self._served_version >= 0:
+                self._hooks.resume()
+
+    def _publish(self, version: int) -> None:
+        self._hooks.set_version(version)
+        self._served_version = version
+        self._tainted = self._open_to_writes = False
+        self._hooks.resume()
+
+    def _abort(self, *, tainted: bool) -> None:
+        self._tainted |= tainted
+        self._open_to_writes = False
+        if not self._tainted and self._served_version >= 0:
+            self._hooks.resume()

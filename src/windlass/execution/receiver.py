@@ -1,0 +1,185 @@
+"""The engine's half: where writes land, whether the right bytes landed, and making them live.
+
+While bytes arrive this code does nothing: writes are one-sided. `in_place` writes land in the
+live parameters; `staged` ones in a shadow of the same layout, and `apply` copies it over. Ops
+whose destination is strided land packed in a landing region and are unpacked by `apply`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import final
+
+from windlass.config import UpdateMode
+from windlass.errors import PlanError
+from windlass.execution.bind import BoundOp, LinkProgram, bind_links
+from windlass.execution.bindings import DestinationBinding
+from windlass.layout.manifest import ShardManifest
+from windlass.memory.arena import Arena
+from windlass.memory.packing import copy_strided, hash_strided, new_digest
+from windlass.planning.plan import CopyMode, TransferPlan
+from windlass.transports.base import MemoryRegion, OneSidedTransport
+
+__all__ = ["Receiver"]
+
+ALIGNMENT = 64
+
+
+@final
+class Receiver:
+    """One engine rank.
+
+    Args:
+        transport: the live parameters are registered with it. Stays open; the caller closes it.
+        manifest: of this rank.
+        parameter_addresses: of the live parameters, in manifest order; they never move.
+        regions: registered regions that contain every live parameter.
+    """
+
+    def __init__(
+        self,
+        transport: OneSidedTransport,
+        manifest: ShardManifest,
+        parameter_addresses: Sequence[int],
+        regions: Sequence[MemoryRegion],
+    ) -> None:
+        if len(parameter_addresses) != len(manifest.parameters):
+            raise PlanError(
+                f"{manifest.worker}: {len(parameter_addresses)} addresses for "
+                f"{len(manifest.parameters)} parameters"
+            )
+        self._transport = transport
+        self._manifest = manifest
+        self._live = tuple(parameter_addresses)
+        self._regions = tuple(regions)
+        self._targets = self._live
+        self._shadow: Arena | None = None
+        self._landing: Arena | None = None
+        self._programs: dict[str, LinkProgram] = {}
+
+    def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:
+        """Bind a plan part (`TransferPlan.for_destination`).
+
+        Allocates the shadow and the landing region that the plan and the mode need, once.
+
+        Raises:
+            PlanError: the plan is for another layout, or asks for the engine's own loader.
+            RegionError: memory cannot be registered.
+        """
+        index = plan.destinations.index(self._manifest.worker)
+        if plan.destination_digests[index] != self._manifest.digest():
+            raise PlanError(
+                f"{self._manifest.worker}: the plan was made for another layout: digest "
+                f"{plan.destination_digests[index]} instead of {self._manifest.digest()}"
+            )
+        if (plan.ops.mode == CopyMode.LOADER).any():
+            raise PlanError(f"{self._manifest.worker}: this receiver has no loader for loader ops")
+        self._programs = {p.peer: p for p in bind_links(plan, sending=False)}
+        self._prepare_shadow(mode)
+        self._prepare_landing(plan.landing_nbytes[index])
+        arenas = [a for a in (self._shadow, self._landing) if a is not None]
+        return DestinationBinding(
+            worker=self._manifest.worker,
+            endpoint=self._transport.endpoint(),
+            regions=(*(r.remote for r in self._regions), *(a.region.remote for a in arenas)),
+            parameter_addresses=self._targets,
+            landing_address=self._landing.address if self._landing is not None else 0,
+        )
+
+    def verify(self, expected: Mapping[str, str]) -> tuple[str, ...]:
+        """Sources whose bytes do not have the expected digest, or that send nothing here."""
+        mismatched = []
+        for source, digest in sorted(expected.items()):
+            program = self._programs.get(source)
+            if program is None or self._digest(program) != digest:
+                mismatched.append(source)
+        return tuple(mismatched)
+
+    def nbytes_from(self, sources: Mapping[str, str]) -> int:
+        """Bytes that these sources write in one update."""
+        return sum(self._programs[source].nbytes for source in sources if source in self._programs)
+
+    def apply(self) -> None:
+        """Make verified bytes live: copy the shadow over, unpack the landing region. Idempotent.
+
+        The engine must be at rest.
+        """
+        if self._shadow is not None:
+            touched = {
+                op.dst_parameter for p in self._programs.values() for op in p.ops if not op.lands
+            }
+            for index in sorted(touched):
+                ctypes.memmove(
+                    self._live[index],
+                    self._targets[index],
+                    self._manifest.parameters[index].nbytes,
+                )
+        for program in self._programs.values():
+            for op in program.ops:
+                if op.lands:
+                    self._unpack(op)
+
+    def close(self) -> None:
+        """Free shadow and landing region. No peer may write after this. Idempotent."""
+        for arena in (self._shadow, self._landing):
+            if arena is not None:
+                arena.close()
+        self._shadow = self._landing = None
+
+    def _prepare_shadow(self, mode: UpdateMode) -> None:
+        if mode is UpdateMode.IN_PLACE:
+            self._targets = self._live
+            return
+        offsets, total = [], 0
+        for parameter in self._manifest.parameters:
+            offsets.append(total)
+            total += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
+        if self._shadow is None:
+            self._shadow = Arena(self._transport, max(total, ALIGNMENT))
+            for live, offset, parameter in zip(
+                self._live, offsets, self._manifest.parameters, strict=True
+            ):
+                # Bytes that belong to no tensor (padding) are never written: carry them over.
+                ctypes.memmove(self._shadow.address + offset, live, parameter.nbytes)
+        self._targets = tuple(self._shadow.address + offset for offset in offsets)
+
+    def _prepare_landing(self, nbytes: int) -> None:
+        if self._landing is not None and self._landing.nbytes < nbytes:
+            self._landing.close()
+            self._landing = None
+        if self._landing is None and nbytes:
+            self._landing = Arena(self._transport, nbytes)
+
+    def _digest(self, program: LinkProgram) -> str:
+        digest = new_digest()
+        for op in program.ops:
+            if op.lands:
+                address, strides = self._landing_address(op), op.packed_strides
+            else:
+                address = self._targets[op.dst_parameter] + op.dst_offset
+                strides = op.dst_strides
+            hash_strided(
+                digest,
+                address=address,
+                sizes=op.sizes,
+                strides_bytes=strides,
+                dtype=op.dst_dtype,
+            )
+        return digest.hexdigest()
+
+    def _unpack(self, op: BoundOp) -> None:
+        copy_strided(
+            sizes=op.sizes,
+            src_address=self._landing_address(op),
+            src_strides=op.packed_strides,
+            src_dtype=op.dst_dtype,
+            dst_address=self._live[op.dst_parameter] + op.dst_offset,
+            dst_strides=op.dst_strides,
+            dst_dtype=op.dst_dtype,
+        )
+
+    def _landing_address(self, op: BoundOp) -> int:
+        if self._landing is None:
+            raise PlanError(f"{self._manifest.worker}: the plan asked for no landing region")
+        return self._landing.address + op.landing_offset

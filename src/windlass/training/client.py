@@ -1,0 +1,168 @@
+"""What a trainer rank holds: connect once, publish every version.
+
+with windlass.connect_trainer(model, controller=url, token=token) as trainer:
+    trainer.publish(0)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, final
+
+from windlass.control.agents import TrainerAgent
+from windlass.control.client import AgentChannel
+from windlass.control.messages import PROTOCOL_VERSION, Hello, RoundOutcome, UpdateReport
+from windlass.errors import RoundAborted
+from windlass.execution.sender import ParameterMemory, Sender
+from windlass.layout.manifest import Role, ShardManifest
+from windlass.transports.base import OneSidedTransport
+from windlass.transports.configs import TransportConfig, parse_transport
+from windlass.transports.registry import create_transport
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["TrainerClient", "connect_trainer"]
+
+
+@final
+class TrainerClient:
+    """One trainer rank's way to the fleet. Made by `connect_trainer`, or by hand for any framework.
+
+    Args:
+        manifest: of this rank. parameters: where its parameters lie now, in manifest order.
+        transport: owned by the client from here on.
+        controller: address. token: secret. group: name of the trainer job.
+        rank, world_size: in that job. arena_nbytes: see `Sender`.
+        connect_deadline_s: how long to wait for the controller's welcome.
+
+    Raises:
+        AuthenticationError, ProtocolError, PeerTimeout: see `AgentChannel.connect`.
+    """
+
+    def __init__(
+        self,
+        *,
+        manifest: ShardManifest,
+        parameters: Callable[[], Sequence[ParameterMemory]],
+        transport: OneSidedTransport,
+        controller: str,
+        token: str,
+        group: str = "trainer",
+        rank: int = 0,
+        world_size: int = 1,
+        arena_nbytes: int = 0,
+        connect_deadline_s: float = 60.0,
+    ) -> None:
+        self._transport = transport
+        self._sender = Sender(transport, parameters, arena_nbytes=arena_nbytes)
+        encoded = manifest.encode()
+        incarnation = os.urandom(8).hex()
+        wire = transport.report()
+
+        def hello() -> Hello:
+            return Hello(
+                protocol_version=PROTOCOL_VERSION,
+                worker=manifest.worker,
+                incarnation=incarnation,
+                role=Role.TRAINER,
+                group=group,
+                rank=rank,
+                world_size=world_size,
+                manifest=encoded,
+                wire=wire,
+            )
+
+        self._channel = AgentChannel(controller, token, hello, TrainerAgent(self._sender))
+        try:
+            self._channel.connect(connect_deadline_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def publish(self, version: int, *, deadline_s: float = 600.0) -> UpdateReport:
+        """Publish the weights as they are now; return once the fleet serves them.
+
+        Collective: every trainer rank calls it with the same version.
+        Memory: the weights must not change until it returns.
+        Blocking: until the round ends; the controller's phase deadlines bound that.
+
+        Args:
+            version: greater than every version published before.
+            deadline_s: how long to wait for the round to end.
+
+        Raises:
+            RoundAborted: not published, with the reason; the old version goes on being served.
+            PeerTimeout: no answer within `deadline_s`; the weights must still not change.
+        """
+        report = self._channel.announce(version, deadline_s)
+        if report.outcome is not RoundOutcome.PUBLISHED:
+            raise RoundAborted(f"version {version} was not published: {report.reason}")
+        return report
+
+    def close(self) -> None:
+        """Leave the fleet and free registered memory. Idempotent."""
+        self._channel.close()
+        self._sender.close()
+        self._transport.close()
+
+    def __enter__(self) -> TrainerClient:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def connect_trainer(
+    module: torch.nn.Module,
+    *,
+    controller: str,
+    token: str,
+    transport: str | TransportConfig = "cma",
+    arena_nbytes: int = 0,
+    name_map: Callable[[str], str] | None = None,
+    group: str = "trainer",
+    connect_deadline_s: float = 60.0,
+) -> TrainerClient:
+    """Connect this rank of a PyTorch trainer (FSDP2, tensor parallel, both, or neither).
+
+    Called by every rank; not collective, gathers nothing. Rank and world size come from
+    `torch.distributed` where it is initialised.
+
+    Args:
+        module: the model being trained; its DTensor parameters are described where they lie.
+        controller: address of the controller.
+        token: its secret.
+        transport: name or configuration.
+        arena_nbytes: memory for packed bytes; 0 for as much as one update packs.
+        name_map: from parameter name to checkpoint name; identity when omitted.
+        group: name of the trainer job.
+        connect_deadline_s: how long to wait for the controller.
+
+    Raises:
+        UnsupportedLayout: a parameter whose placement cannot be described.
+        TransportUnavailable, AuthenticationError, ProtocolError, PeerTimeout: see there.
+    """
+    from windlass.training.fsdp import describe_trainer
+
+    config = parse_transport(transport) if isinstance(transport, str) else transport
+    described = describe_trainer(module, group=group, name_map=name_map)
+    return TrainerClient(
+        manifest=described.manifest,
+        parameters=described.parameters,
+        transport=create_transport(config),
+        controller=controller,
+        token=token,
+        group=group,
+        rank=described.rank,
+        world_size=described.world_size,
+        arena_nbytes=arena_nbytes,
+        connect_deadline_s=connect_deadline_s,
+    )

@@ -1,0 +1,49 @@
+"""The PyTorch trainer adapter: FSDP2, tensor parallel, both, or a plain module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from windlass.execution.sender import ParameterMemory
+from windlass.frameworks.dtensor import describe_module, parameter_addresses
+from windlass.layout.manifest import Role, ShardManifest
+
+__all__ = ["DescribedTrainer", "describe_trainer"]
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedTrainer:
+    """One rank: what it holds, where it lies, and which rank it is.
+
+    `parameters` is called anew for every update, because offloading rebinds storage.
+    """
+
+    manifest: ShardManifest
+    parameters: Callable[[], tuple[ParameterMemory, ...]]
+    rank: int
+    world_size: int
+
+
+def describe_trainer(
+    module: torch.nn.Module, *, group: str, name_map: Callable[[str], str] | None
+) -> DescribedTrainer:
+    """Describe this rank's part of `module`. Not collective.
+
+    Raises:
+        UnsupportedLayout: a placement that cannot be described.
+    """
+    distributed = dist.is_available() and dist.is_initialized()
+    rank = dist.get_rank() if distributed else 0
+    world_size = dist.get_world_size() if distributed else 1
+    manifest = describe_module(module, f"{group}/{rank}", Role.TRAINER, name_map=name_map)
+    sizes = [parameter.nbytes for parameter in manifest.parameters]
+
+    def parameters() -> tuple[ParameterMemory, ...]:
+        addresses = parameter_addresses(module)
+        return tuple(map(ParameterMemory, addresses, sizes))
+
+    return DescribedTrainer(manifest, parameters, rank, world_size)
