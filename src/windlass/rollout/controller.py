@@ -434,7 +434,8 @@ class RolloutController:
     def _dispatch(self, record: Record, engines: Sequence[EngineTarget]) -> None:
         others = [engine for engine in engines if engine.name != record.avoid_engine]
         engine = min(others or engines, key=lambda e: self._book.engine_load(e.name))
-        link = max(self._links.values(), key=lambda each: each.free_slots)
+        free = (link for link in self._links.values() if link.free_slots > 0)
+        link = min(free, key=lambda each: len(each.assigned) / each.hello.max_concurrent)
         deadline_s = self._life.start_attempt(record, engine.name, link.hello.name)
         link.enqueue(
             RolloutTask(

@@ -39,9 +39,15 @@ class _FinishReason(msgspec.Struct, frozen=True):
     message: str = ""
 
 
+class _TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    logprob: float
+    token_id: int
+    text: str | None = None
+
+
 class _MetaInfo(msgspec.Struct, frozen=True):
     finish_reason: _FinishReason | None = None
-    output_token_logprobs: list[tuple[float, int, str | None] | tuple[float, int]] = []
+    output_token_logprobs: list[_TokenLogprob] = []
     output_token_versions: list[int] | None = None
     weight_version: int | str | None = None
 
@@ -138,8 +144,8 @@ class _Progress:
 
     def _tokens_of(self, answer: _Answer) -> Partial:
         meta, ids = answer.meta_info, tuple(answer.output_ids)
-        logprobs = tuple(entry[0] for entry in meta.output_token_logprobs)
-        if tuple(entry[1] for entry in meta.output_token_logprobs) != ids:
+        logprobs = tuple(entry.logprob for entry in meta.output_token_logprobs)
+        if tuple(entry.token_id for entry in meta.output_token_logprobs) != ids:
             raise self.failure(
                 f"output_token_logprobs must name the {len(ids)} output_ids, got {len(logprobs)}"
             )

@@ -1,0 +1,255 @@
+"""The staleness bound and the bookkeeping, under any sequence of events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from windlass.errors import ConfigError, ProtocolError, RolloutError
+from windlass.rollout.book import Group, Record, State
+from windlass.rollout.handles import ControllerConfig, RolloutGroup
+from windlass.rollout.lifecycle import Lifecycle
+from windlass.rollout.messages import (
+    CompletionBatch,
+    OutcomeStatus,
+    Partial,
+    RolloutOutcome,
+    SamplingParams,
+    decode,
+    encode,
+)
+from windlass.rollout.staleness import StalenessPolicy
+
+EVENTS = st.lists(
+    st.sampled_from(["admit", "accept", "release", "discard", "consume", "version", "skip"]),
+    max_size=200,
+)
+
+
+@given(
+    events=EVENTS,
+    max_staleness=st.integers(0, 3),
+    batch_size=st.integers(1, 6),
+    max_concurrent=st.integers(1, 12),
+    start_version=st.integers(0, 50),
+)
+def test_no_sequence_of_events_runs_further_ahead_than_the_bound(
+    events: list[str], max_staleness: int, batch_size: int, max_concurrent: int, start_version: int
+) -> None:
+    policy = StalenessPolicy(max_staleness, batch_size, max_concurrent, start_version)
+    actions: dict[str, Callable[[], None]] = {
+        "admit": policy.admit,
+        "accept": policy.accept,
+        "release": policy.release,
+        "discard": policy.discard,
+        "consume": lambda: policy.consume(batch_size),
+        "version": lambda: policy.set_version(policy.version + 1),
+        "skip": lambda: policy.set_version(policy.version + 7),
+    }
+    for event in events:
+        before = (policy.running, policy.accepted, policy.consumed, policy.version)
+        try:
+            actions[event]()
+        except RolloutError:
+            assert before == (policy.running, policy.accepted, policy.consumed, policy.version)
+        ahead = policy.accepted - policy.consumed + policy.running
+        assert 0 <= policy.running <= max_concurrent
+        assert 0 <= policy.consumed <= policy.accepted
+        assert ahead <= (max_staleness + 1) * batch_size
+        elapsed = policy.version - start_version
+        assert policy.accepted + policy.running <= (max_staleness + elapsed + 1) * batch_size
+        assert 0 <= policy.capacity() <= (max_staleness + 1) * batch_size - ahead
+
+
+def test_a_policy_that_starts_at_a_recovered_version_has_no_more_room_than_a_fresh_one() -> None:
+    fresh = StalenessPolicy(2, 8, 1000)
+    recovered = StalenessPolicy(2, 8, 1000, start_version=500)
+    assert recovered.capacity() == fresh.capacity() == 24
+
+
+def test_jumping_versions_does_not_open_room_that_nobody_consumed() -> None:
+    policy = StalenessPolicy(1, 4, 1000)
+    for _ in range(8):
+        policy.admit()
+    policy.set_version(100)
+    assert policy.capacity() == 0
+
+
+def test_age_is_that_of_the_oldest_token() -> None:
+    policy = StalenessPolicy(1, 4, 10, start_version=5)
+    assert not policy.is_stale([4, 5, 5])
+    assert policy.is_stale([5, 5, 3])
+    assert not policy.is_stale([])
+
+
+@pytest.mark.parametrize("bad", [(-1, 1, 1), (0, 0, 1), (0, 1, 0)])
+def test_impossible_bounds_are_refused(bad: tuple[int, int, int]) -> None:
+    with pytest.raises(ConfigError, match="must be"):
+        StalenessPolicy(*bad)
+
+
+class Bench:
+    """A lifecycle whose workers are this object."""
+
+    def __init__(self) -> None:
+        self.policy = StalenessPolicy(1, 4, 6)
+        self.life = Lifecycle(
+            self.policy,
+            ControllerConfig(max_attempts=3, retry_backoff_s=1e-9),
+            take_back=self.taken_back,
+            work_changed=lambda: None,
+        )
+        self.at_worker: dict[str, int] = {}
+        self.groups: list[Group] = []
+        self.delivered: list[str] = []
+        self.versions: dict[str, int] = {}
+        self.num = 0
+
+    def taken_back(self, record: Record) -> None:
+        assert self.at_worker.pop(record.task_id) == record.attempt
+
+    def add_group(self, n: int) -> None:
+        future: asyncio.Future[RolloutGroup] = asyncio.get_running_loop().create_future()
+        future.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+        group = Group(len(self.groups), (1,), None, future)
+        for _ in range(n):
+            self.num += 1
+            record = Record(
+                str(self.num), (1,), SamplingParams(max_new_tokens=1), None, None, 0.0, group=group
+            )
+            group.records.append(record)
+            self.life.add(record)
+        self.groups.append(group)
+
+    def dispatch(self) -> None:
+        book = self.life.book
+        if not book.queued and book.waiting and self.policy.capacity() > 0:
+            self.life.admit(next(iter(book.waiting.values())))
+        for record in list(book.queued.values())[:1]:
+            self.life.start_attempt(record, "engine", "worker")
+            self.at_worker[record.task_id] = record.attempt
+
+    def finish(self, status: OutcomeStatus, pick: int, version: int) -> None:
+        if not self.at_worker:
+            return
+        task_id = sorted(self.at_worker)[pick % len(self.at_worker)]
+        attempt = self.at_worker.pop(task_id)
+        record = self.life.running(task_id, attempt)
+        assert record is not None
+        self.versions[task_id] = version
+        self.life.end_attempt(record, outcome(task_id, attempt, status, version))
+        assert self.life.running(task_id, attempt) is None, "a second delivery would be used"
+
+    def hand_out(self) -> None:
+        while self.life.book.ready:
+            group = self.life.hand_out()
+            for rollout in group.rollouts:
+                assert self.policy.version - min(rollout.versions) <= self.policy.max_staleness
+                self.delivered.append(rollout.task_id)
+
+    def audit(self) -> None:
+        book, counts = self.life.book, self.life.book.counts
+        found = len(book.waiting) + len(book.queued) + len(book.backoff) + len(book.held)
+        found += len(self.at_worker)
+        ended = counts.completed + counts.cancelled + counts.failed
+        assert counts.submitted == ended + found
+        assert found == len(book.records)
+        assert sum(len(each) for each in book.by_engine.values()) == len(self.at_worker)
+        admitted = len(book.queued) + len(book.backoff) + len(self.at_worker)
+        assert self.policy.running == admitted
+        assert self.policy.accepted - self.policy.consumed == len(book.held)
+        assert len(self.delivered) == len(set(self.delivered)) == counts.completed
+        for group in book.ready.values():
+            assert group.complete()
+
+
+def outcome(task_id: str, attempt: int, status: OutcomeStatus, version: int) -> RolloutOutcome:
+    return RolloutOutcome(
+        task_id=task_id,
+        attempt=attempt,
+        seq=1,
+        status=status,
+        result=Partial((7,), (-0.5,), (version,)),
+        engine="engine",
+        worker="worker",
+        finished_at=0.0,
+    )
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["add", "go", "go", "ok", "ok", "ok", "old", "error", "reject", "out", "up", "cancel"]
+        ),
+        st.integers(0, 50),
+    ),
+    max_size=120,
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(steps=STEPS)
+def test_every_rollout_is_in_exactly_one_place_and_delivered_at_most_once(
+    steps: list[tuple[str, int]],
+) -> None:
+    async def run() -> None:
+        bench = Bench()
+        for step, number in steps:
+            version = bench.policy.version
+            match step:
+                case "add":
+                    bench.add_group(1 + number % 4)
+                case "go":
+                    bench.dispatch()
+                case "ok":
+                    bench.finish(OutcomeStatus.ACCEPTED, number, version)
+                case "old":
+                    bench.finish(OutcomeStatus.ACCEPTED, number, version - 1 - number % 3)
+                case "error":
+                    bench.finish(OutcomeStatus.ERROR, number, version)
+                case "reject":
+                    bench.finish(OutcomeStatus.REJECTED, number, version)
+                case "out":
+                    bench.hand_out()
+                case "up":
+                    bench.life.set_version(version + 1 + number % 2)
+                case "cancel" if bench.groups:
+                    bench.life.cancel_group(bench.groups[number % len(bench.groups)])
+                case _:
+                    pass
+            await asyncio.sleep(0)
+            bench.audit()
+        for group in bench.groups:
+            bench.life.cancel_group(group)
+        bench.audit()
+        assert not bench.life.book.records
+        assert bench.policy.running == 0
+
+    asyncio.run(run())
+
+
+async def test_a_group_is_never_ready_before_its_last_sample() -> None:
+    bench = Bench()
+    bench.add_group(3)
+    for _ in range(3):
+        assert not bench.life.book.ready
+        bench.dispatch()
+        bench.finish(OutcomeStatus.ACCEPTED, 0, 0)
+    assert list(bench.life.book.ready) == [0]
+    assert all(record.state is State.HELD for record in bench.groups[0].records)
+
+
+def test_a_completion_survives_the_wire_and_nonsense_is_named() -> None:
+    batch = CompletionBatch("w", "i", (outcome("t", 3, OutcomeStatus.ACCEPTED, 9),))
+    assert decode(encode(batch), CompletionBatch) == batch
+    with pytest.raises(ProtocolError, match="CompletionBatch of 3 bytes"):
+        decode(b"\x01\x02\x03", CompletionBatch)
+
+
+def test_tokens_without_logprobs_are_refused() -> None:
+    with pytest.raises(ProtocolError, match="one length, got 2, 1, 2"):
+        Partial((1, 2), (0.5,), (0, 0))
