@@ -101,7 +101,8 @@ class EngineAgent:
                     plan = TransferPlan.decode(command.plan)
                     return Bound(command.plan_digest, self._receiver.connect(plan, command.mode))
                 case Pause():
-                    self._hooks.pause(command.mode, command.deadline_s)
+                    pause_id = f"{epoch}.{round_number}"
+                    self._hooks.pause(pause_id, command.mode, command.deadline_s)
                     self._open_to_writes |= self._mode is UpdateMode.IN_PLACE
                 case Verify():
                     mismatched = self._receiver.verify(command.expected)

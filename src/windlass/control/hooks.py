@@ -15,8 +15,11 @@ class EngineHooks(Protocol):
     Every method is called from the agent's thread while the engine's own loop runs in another.
     """
 
-    def pause(self, mode: PauseMode, deadline_s: float) -> None:
+    def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
         """Stop this rank; return once no kernel of it reads weights or writes caches.
+
+        Every rank of an engine gets the same `pause_id`, so that a rank cannot take an older pause
+        for this one.
 
         Rank 0 also stops admission and applies `mode` to running requests. Idempotent.
 

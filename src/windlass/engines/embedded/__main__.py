@@ -1,0 +1,134 @@
+"""`python -m windlass.engines.embedded --name engine-a --model config.json --tp 2 ...`
+
+The token is read from WINDLASS_TOKEN. Rank 0 is this process; it starts the others and all
+end together: a follower watches the pipe that rank 0 holds, rank 0 waits for its children.
+Once it serves, it prints one JSON line with its name and address.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import threading
+
+import msgspec
+import torch.distributed as dist
+
+from windlass.engines.embedded.rank import run_rank
+from windlass.engines.embedded.settings import EngineSettings
+from windlass.engines.embedded.steps import IDLE_TIMEOUT
+from windlass.envs import control_token
+from windlass.errors import WindlassError
+from windlass.layout.dtypes import DType
+
+
+def main() -> int:
+    """Run an engine, or one of its following ranks."""
+    parser = argparse.ArgumentParser(prog="windlass.engines.embedded", description=__doc__)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--model", required=True, help="configuration JSON or checkpoint folder")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--controller", default="", help="address of the controller")
+    parser.add_argument("--transport", default="cma")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-batch", type=int, default=64)
+    parser.add_argument("--max-positions", type=int, default=64)
+    parser.add_argument("--ready-file", default="")
+    parser.add_argument("--follow", nargs=3, metavar=("RANK", "STORE_PORT", "SETTINGS"),
+                        help=argparse.SUPPRESS)  # fmt: skip
+    args = parser.parse_args()
+    try:
+        if args.follow is not None:
+            return _follow(int(args.follow[0]), int(args.follow[1]), args.follow[2])
+        settings = EngineSettings(
+            name=args.name,
+            model=args.model,
+            tensor_parallel_size=args.tp,
+            dtype=DType(args.dtype),
+            controller=args.controller,
+            transport=args.transport,
+            host=args.host,
+            port=args.port,
+            seed=args.seed,
+            max_batch=args.max_batch,
+            max_positions=args.max_positions,
+            ready_file=args.ready_file,
+        )
+        return _lead(settings)
+    except WindlassError as error:
+        sys.stderr.write(f"engine {args.name}: {type(error).__name__}: {error}\n")
+        os._exit(2)  # threads of a half-started engine must not keep it alive
+
+
+def _lead(settings: EngineSettings) -> int:
+    token = control_token()
+    if settings.tensor_parallel_size > 1:
+        store = dist.TCPStore(
+            "127.0.0.1", 0, settings.tensor_parallel_size, is_master=True, wait_for_workers=False
+        )
+        for rank in range(1, settings.tensor_parallel_size):
+            _start_follower(settings, rank, store.port)
+        dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=0,
+            world_size=settings.tensor_parallel_size,
+            timeout=IDLE_TIMEOUT,
+        )
+    run_rank(settings, 0, token)
+    return 0
+
+
+def _start_follower(settings: EngineSettings, rank: int, store_port: int) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "windlass.engines.embedded",
+        "--name",
+        settings.name,
+        "--model",
+        settings.model,
+        "--follow",
+        str(rank),
+        str(store_port),
+        msgspec.json.encode(settings).decode(),
+    ]
+    follower = subprocess.Popen(command, stdin=subprocess.PIPE)
+
+    def watch() -> None:
+        code = follower.wait()
+        sys.stderr.write(f"engine {settings.name}: rank {rank} ended with {code}\n")
+        os._exit(1)  # an engine without one of its ranks cannot go on
+
+    threading.Thread(target=watch, name=f"rank-{rank}", daemon=True).start()
+
+
+def _follow(rank: int, store_port: int, encoded: str) -> int:
+    settings = msgspec.json.decode(encoded, type=EngineSettings)
+
+    def watch() -> None:
+        sys.stdin.buffer.read()  # end of file: rank 0 is gone
+        os._exit(1)
+
+    threading.Thread(target=watch, name="rank-0", daemon=True).start()
+    store = dist.TCPStore(
+        "127.0.0.1", store_port, settings.tensor_parallel_size, is_master=False
+    )
+    dist.init_process_group(
+        "gloo",
+        store=store,
+        rank=rank,
+        world_size=settings.tensor_parallel_size,
+        timeout=IDLE_TIMEOUT,
+    )
+    run_rank(settings, rank, control_token())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""The model of one rank: built by transformers, cut by torch's tensor parallelism, laid in an arena."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from windlass.errors import ConfigError
+from windlass.frameworks.dtensor import describe_module, local_tensor, parameter_addresses
+from windlass.frameworks.dtypes import torch_dtype
+from windlass.layout.dtypes import DType
+from windlass.layout.manifest import Role, ShardManifest
+from windlass.memory.arena import Arena
+from windlass.transports.base import OneSidedTransport
+
+__all__ = ["ModelShard", "load_model"]
+
+ALIGNMENT = 64
+TENSOR_PARALLEL_STYLES = {
+    "q_proj": ColwiseParallel,
+    "k_proj": ColwiseParallel,
+    "v_proj": ColwiseParallel,
+    "gate_proj": ColwiseParallel,
+    "up_proj": ColwiseParallel,
+    "o_proj": RowwiseParallel,
+    "down_proj": RowwiseParallel,
+}
+"""How linear layers of a decoder are cut; every other parameter is on every rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShard:
+    """One rank's model, and the memory its parameters lie in for as long as it lives."""
+
+    module: torch.nn.Module
+    config: Any
+    manifest: ShardManifest
+    arena: Arena
+    addresses: tuple[int, ...]
+
+
+def load_model(
+    source: Path,
+    *,
+    worker: str,
+    dtype: DType,
+    seed: int,
+    transport: OneSidedTransport,
+) -> ModelShard:
+    """Build this rank's shard. Collective over the engine's ranks when there are several.
+
+    Args:
+        source: a transformers configuration (JSON) for random weights, or a checkpoint folder.
+        worker: identity of this rank in its manifest.
+        dtype: of the parameters.
+        seed: of random weights; the same on every rank.
+        transport: registers (and, for shared memory, allocates) the parameters' memory.
+
+    Raises:
+        ConfigError: no such model, or one whose sizes the ranks cannot share evenly.
+    """
+    module, config = _build(source, seed)
+    module = module.to(torch_dtype(dtype)).eval().requires_grad_(requires_grad=False)
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    if size > 1:
+        _check_divisible(config, size)
+        _parallelize(module, init_device_mesh("cpu", (size,)))
+    arena = _move_into_arena(module, transport)
+    manifest = describe_module(module, worker, Role.ENGINE)
+    return ModelShard(module, config, manifest, arena, parameter_addresses(module))
+
+
+def _build(source: Path, seed: int) -> tuple[torch.nn.Module, Any]:
+    torch.manual_seed(seed)
+    if source.is_dir():
+        module: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
+            source, local_files_only=True
+        )
+        return module, transformers.AutoConfig.from_pretrained(source, local_files_only=True)
+    try:
+        config = transformers.AutoConfig.for_model(**json.loads(source.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"model: {source} is no transformers configuration: {error}") from error
+    return transformers.AutoModelForCausalLM.from_config(config), config
+
+
+def _check_divisible(config: Any, size: int) -> None:
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        value = int(config.to_dict()[name])
+        if value % size:
+            raise ConfigError(f"tp: {name} must be divisible by tp {size}, got {value}")
+
+
+def _parallelize(module: torch.nn.Module, mesh: DeviceMesh) -> None:
+    plan = {}
+    for name, _ in module.named_modules():
+        style = TENSOR_PARALLEL_STYLES.get(name.rpartition(".")[2])
+        if style is not None:
+            plan[name] = style()
+    parallelize_module(module, mesh, plan)
+
+
+def _move_into_arena(module: torch.nn.Module, transport: OneSidedTransport) -> Arena:
+    """Lay every parameter of this rank in one registered arena, where it stays."""
+    parameters = list(module.parameters())
+    offsets, total = [], 0
+    for parameter in parameters:
+        offsets.append(total)
+        total += -(-local_tensor(parameter).nbytes // ALIGNMENT) * ALIGNMENT
+    arena = Arena(transport, max(total, ALIGNMENT))
+    memory = torch.from_numpy(arena.bytes)
+    for parameter, offset in zip(parameters, offsets, strict=True):
+        old = local_tensor(parameter).contiguous()
+        new = memory[offset : offset + old.nbytes].view(old.dtype).view(old.shape)
+        new.copy_(old)
+        if isinstance(parameter, DTensor):
+            parameter._local_tensor.data = new  # noqa: SLF001 - DTensor has no public setter
+        else:
+            parameter.data = new
+    return arena

@@ -1,0 +1,226 @@
+"""One rank of the engine: model loop in the main thread, agent and HTTP in threads beside it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any, final
+
+import msgspec
+import torch
+from torch.distributed.tensor import DTensor
+
+from windlass.config import PauseMode
+from windlass.control.agents import EngineAgent
+from windlass.control.client import AgentChannel
+from windlass.control.messages import PROTOCOL_VERSION, Hello
+from windlass.engines.embedded.forward import ForwardRunner
+from windlass.engines.embedded.model import ModelShard, load_model
+from windlass.engines.embedded.scheduler import Scheduler
+from windlass.engines.embedded.server import EngineServer
+from windlass.engines.embedded.settings import EngineSettings
+from windlass.engines.embedded.steps import NoPeers, StepChannel, StepKind, StoreChannel
+from windlass.errors import ConfigError, PeerTimeout
+from windlass.execution.receiver import Receiver
+from windlass.layout.manifest import Role
+from windlass.transports.base import OneSidedTransport
+from windlass.transports.configs import parse_transport
+from windlass.transports.registry import create_transport
+
+__all__ = ["run_rank"]
+
+CONNECT_DEADLINE_S = 60.0
+
+
+@final
+class _LeaderHooks:
+    """`EngineHooks` of rank 0: the scheduler decides."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
+        self._scheduler.pause(pause_id, mode, deadline_s)
+
+    def resume(self) -> None:
+        self._scheduler.resume()
+
+    def finalise(self) -> None:
+        """Nothing is derived from weights; caches of old weights go with their requests."""
+
+    def set_version(self, version: int) -> None:
+        self._scheduler.set_version(version)
+
+
+@final
+class _FollowerHooks:
+    """`EngineHooks` of the other ranks: they rest when rank 0's pause step reaches them."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._at_rest_for = ""
+
+    def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:  # noqa: ARG002
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._at_rest_for == pause_id, deadline_s):
+                raise PeerTimeout(f"pause {pause_id}: no pause step came within {deadline_s} s")
+
+    def resume(self) -> None:
+        """Rank 0's next step is the sign to go on."""
+
+    def finalise(self) -> None:
+        """Nothing is derived from weights."""
+
+    def set_version(self, version: int) -> None:
+        """Rank 0 stamps tokens."""
+
+    def rest(self, pause_id: str) -> None:
+        """Called by the model loop when it is at rest."""
+        with self._changed:
+            self._at_rest_for = pause_id
+            self._changed.notify_all()
+
+
+def run_rank(settings: EngineSettings, rank: int, token: str) -> None:
+    """Run one rank until it is told to stop. `torch.distributed` is initialised if needed.
+
+    Raises:
+        ConfigError: see `load_model` and `EngineServer`.
+        WindlassError: the controller refused this engine.
+    """
+    torch.set_num_threads(1)
+    transport = create_transport(parse_transport(settings.transport))
+    shard = load_model(
+        Path(settings.model),
+        worker=f"{settings.name}/{rank}",
+        dtype=settings.dtype,
+        seed=settings.seed,
+        transport=transport,
+    )
+    runner = ForwardRunner(
+        shard.module, num_slots=settings.max_batch, max_positions=settings.max_positions
+    )
+    peers: StepChannel = StoreChannel() if settings.tensor_parallel_size > 1 else NoPeers()
+    if rank == 0:
+        _lead(settings, token, transport, shard, runner, peers)
+    else:
+        _follow(settings, rank, token, transport, shard, runner, peers)
+
+
+def _lead(
+    settings: EngineSettings,
+    token: str,
+    transport: OneSidedTransport,
+    shard: ModelShard,
+    runner: ForwardRunner,
+    peers: StepChannel,
+) -> None:
+    scheduler = Scheduler(
+        num_slots=settings.max_batch,
+        max_positions=settings.max_positions,
+        paused=bool(settings.controller),
+        seed=settings.seed,
+    )
+    server = EngineServer(
+        settings,
+        token,
+        scheduler,
+        vocab_size=int(shard.config.vocab_size),
+        eos_token_ids=_eos_token_ids(shard.config.eos_token_id),
+        read_weight=lambda name: _read_weight(shard, name),
+    )
+    server.start()
+    _connect_agent(settings, 0, token, transport, shard, _LeaderHooks(scheduler), url=server.url)
+    ready = msgspec.json.encode({"name": settings.name, "url": server.url})
+    os.write(1, ready + b"\n")
+    if settings.ready_file:
+        Path(settings.ready_file).write_bytes(ready)
+    while True:
+        step = scheduler.next_step()
+        peers.publish(step)
+        if step.kind is StepKind.FORWARD:
+            scheduler.take(step, runner.run(step))
+        elif step.kind is StepKind.PAUSE:
+            scheduler.at_rest(step.pause_id)
+        else:
+            return
+
+
+def _follow(
+    settings: EngineSettings,
+    rank: int,
+    token: str,
+    transport: OneSidedTransport,
+    shard: ModelShard,
+    runner: ForwardRunner,
+    peers: StepChannel,
+) -> None:
+    hooks = _FollowerHooks()
+    _connect_agent(settings, rank, token, transport, shard, hooks, url="")
+    while True:
+        step = peers.receive()
+        if step.kind is StepKind.FORWARD:
+            runner.run(step)
+        elif step.kind is StepKind.PAUSE:
+            hooks.rest(step.pause_id)
+        else:
+            return
+
+
+def _connect_agent(
+    settings: EngineSettings,
+    rank: int,
+    token: str,
+    transport: OneSidedTransport,
+    shard: ModelShard,
+    hooks: _LeaderHooks | _FollowerHooks,
+    *,
+    url: str,
+) -> None:
+    if not settings.controller:
+        return
+    receiver = Receiver(transport, shard.manifest, shard.addresses, (shard.arena.region,))
+    agent = EngineAgent(receiver, hooks)
+    encoded, wire = shard.manifest.encode(), transport.report()
+    incarnation = os.urandom(8).hex()
+
+    def hello() -> Hello:
+        epoch, round_number = agent.place
+        return Hello(
+            protocol_version=PROTOCOL_VERSION,
+            worker=shard.manifest.worker,
+            incarnation=incarnation,
+            role=Role.ENGINE,
+            group=settings.name,
+            rank=rank,
+            world_size=settings.tensor_parallel_size,
+            manifest=encoded,
+            wire=wire,
+            url=url,
+            served_version=agent.served_version,
+            epoch=epoch,
+            round=round_number,
+            tainted=agent.tainted,
+        )
+
+    channel = AgentChannel(
+        settings.controller, token, hello, agent, on_disconnect=agent.on_disconnect
+    )
+    channel.connect(CONNECT_DEADLINE_S)
+
+
+def _eos_token_ids(configured: Any) -> frozenset[int]:
+    if configured is None:
+        return frozenset()
+    return frozenset(configured if isinstance(configured, list) else [configured])
+
+
+def _read_weight(shard: ModelShard, name: str) -> list[Any]:
+    parameters = dict(shard.module.named_parameters(remove_duplicate=False))
+    if name not in parameters:
+        raise ConfigError(f"name must be a parameter of the model, got {name!r}")
+    parameter = parameters[name]
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    values: list[Any] = local.detach().float().tolist()
+    return values

@@ -1,0 +1,266 @@
+"""Rank 0's queue: which requests run, what they have generated, and what a pause does to them."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import final
+
+import torch
+
+from windlass.config import PauseMode
+from windlass.engines.embedded.steps import Step, StepKind
+from windlass.errors import ConfigError, PeerTimeout
+
+__all__ = ["FinishReason", "Request", "Scheduler"]
+
+GREEDY = 1e-5
+
+
+class FinishReason(StrEnum):
+    """Why a generation ended, with SGLang's names."""
+
+    LENGTH = "length"
+    STOP = "stop"
+    ABORT = "abort"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One generation.
+
+    Attributes:
+        on_finish: called once, from the scheduler's thread.
+        output_ids, logprobs, versions: one entry per generated token; a version is that of the
+            weights of the step that made the token.
+    """
+
+    rid: str
+    input_ids: list[int]
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    stop_token_ids: frozenset[int]
+    on_finish: Callable[[Request], None]
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output."""
+        return len(self.input_ids) + len(self.output_ids)
+
+
+@final
+class Scheduler:
+    """Thread-safe: HTTP submits, the agent pauses, the model loop asks for steps."""
+
+    def __init__(self, *, num_slots: int, max_positions: int, paused: bool, seed: int) -> None:
+        self._changed = threading.Condition()
+        self._waiting: deque[Request] = deque()
+        self._running: dict[int, Request] = {}
+        self._free = list(range(num_slots))[::-1]
+        self._max_positions = max_positions
+        self._paused = paused
+        self._pause_wanted: tuple[str, PauseMode] | None = None
+        self._at_rest_for: str | None = None
+        self._stopped = False
+        self._version = -1
+        self._generator = torch.Generator().manual_seed(seed)
+
+    # --- called by HTTP and by the agent -------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """Stamped on tokens."""
+        return self._version
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether generation stands still."""
+        return self._paused
+
+    def num_requests(self) -> tuple[int, int]:
+        """(running, waiting)."""
+        with self._changed:
+            return len(self._running), len(self._waiting)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            ConfigError: it cannot fit into the cache.
+        """
+        needed = len(request.input_ids) + request.max_new_tokens
+        if needed > self._max_positions:
+            raise ConfigError(
+                f"input_ids and max_new_tokens must fit into {self._max_positions} positions, "
+                f"got {needed}"
+            )
+        with self._changed:
+            self._waiting.append(request)
+            self._changed.notify_all()
+
+    def abort(self, rid: str) -> bool:
+        """End a request with what it has; false when there is none of that id."""
+        with self._changed:
+            found = [r for r in (*self._running.values(), *self._waiting) if r.rid == rid]
+            for request in found:
+                self._finish(request, FinishReason.ABORT)
+            self._changed.notify_all()
+        return bool(found)
+
+    def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
+        """Return once every step that was begun is over and none will begin.
+
+        Raises:
+            PeerTimeout: a step did not end within `deadline_s`.
+        """
+        with self._changed:
+            self._pause_wanted = (pause_id, mode)
+            self._paused = True
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: self._at_rest_for == pause_id, deadline_s):
+                raise PeerTimeout(f"pause {pause_id}: the model loop ran on for {deadline_s} s")
+
+    def resume(self) -> None:
+        """Go on."""
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
+
+    def set_version(self, version: int) -> None:
+        """Stamp `version` on tokens of later steps."""
+        with self._changed:
+            self._version = version
+
+    def stop(self) -> None:
+        """End the model loop; running requests end with what they have."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    # --- called by the model loop --------------------------------------------------------------
+
+    def next_step(self) -> Step:
+        """What to do next; blocks until there is something."""
+        with self._changed:
+            self._changed.wait_for(self._has_work)
+            if self._stopped:
+                for request in (*self._running.values(), *self._waiting):
+                    self._finish(request, FinishReason.ABORT)
+                return Step(StepKind.STOP)
+            if self._pause_wanted is not None:
+                pause_id, mode = self._pause_wanted
+                self._apply_pause(mode)
+                return Step(StepKind.PAUSE, pause_id=pause_id)
+            return self._prefill() if self._waiting and self._free else self._decode()
+
+    def at_rest(self, pause_id: str) -> None:
+        """Every rank has come to rest."""
+        with self._changed:
+            if self._pause_wanted is not None and self._pause_wanted[0] == pause_id:
+                self._pause_wanted = None
+            self._at_rest_for = pause_id
+            self._changed.notify_all()
+
+    def take(self, step: Step, logits: torch.Tensor) -> None:
+        """Sample from the step's logits (B, V) and hand out the tokens."""
+        with self._changed:
+            requests = [self._running.get(slot) for slot in step.slots]
+            sampled, logprobs = self._sample(requests, logits)
+            for request, token, logprob in zip(requests, sampled, logprobs, strict=True):
+                if request is not None:
+                    self._append(request, token, logprob)
+
+    def _has_work(self) -> bool:
+        if self._stopped or self._pause_wanted is not None:
+            return True
+        return not self._paused and bool(self._running or self._waiting)
+
+    def _apply_pause(self, mode: PauseMode) -> None:
+        if mode is PauseMode.ABORT:
+            for request in (*self._running.values(), *self._waiting):
+                self._finish(request, FinishReason.ABORT)
+        elif mode is PauseMode.RETRACT:
+            for slot, request in sorted(self._running.items(), reverse=True):
+                self._free.append(slot)
+                self._waiting.appendleft(request)
+            self._running.clear()
+
+    def _prefill(self) -> Step:
+        slots: list[int] = []
+        rows: list[list[int]] = []
+        while self._waiting and self._free:
+            request = self._waiting.popleft()
+            slot = self._free.pop()
+            self._running[slot] = request
+            slots.append(slot)
+            rows.append(request.input_ids + request.output_ids)
+        width = max(len(row) for row in rows)
+        return Step(
+            StepKind.FORWARD,
+            slots=slots,
+            tokens=[row + [0] * (width - len(row)) for row in rows],
+            start=[0] * len(rows),
+            lengths=[len(row) for row in rows],
+        )
+
+    def _decode(self) -> Step:
+        slots = sorted(self._running)
+        requests = [self._running[slot] for slot in slots]
+        return Step(
+            StepKind.FORWARD,
+            slots=slots,
+            tokens=[[r.output_ids[-1]] for r in requests],
+            start=[r.num_tokens - 1 for r in requests],
+            lengths=[1] * len(slots),
+        )
+
+    def _sample(
+        self, requests: list[Request | None], logits: torch.Tensor
+    ) -> tuple[list[int], list[float]]:
+        temperatures = torch.tensor([r.temperature if r else 1.0 for r in requests])
+        greedy = temperatures < GREEDY
+        scaled = logits / torch.where(greedy, 1.0, temperatures)[:, None]
+        logprobs = scaled.log_softmax(-1)
+        weights = _nucleus(logprobs.exp(), [r.top_p if r else 1.0 for r in requests])
+        drawn = torch.multinomial(weights, 1, generator=self._generator)[:, 0]
+        tokens = torch.where(greedy, logits.argmax(-1), drawn)
+        chosen = logprobs.gather(1, tokens[:, None])[:, 0]
+        return tokens.tolist(), chosen.tolist()
+
+    def _append(self, request: Request, token: int, logprob: float) -> None:
+        request.output_ids.append(token)
+        request.logprobs.append(logprob)
+        request.versions.append(self._version)
+        if token in request.stop_token_ids:
+            self._finish(request, FinishReason.STOP)
+        elif len(request.output_ids) >= request.max_new_tokens:
+            self._finish(request, FinishReason.LENGTH)
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        if request.finish is not None:
+            return
+        request.finish = reason
+        if request in self._waiting:
+            self._waiting.remove(request)
+        for slot, running in list(self._running.items()):
+            if running is request:
+                del self._running[slot]
+                self._free.append(slot)
+        request.on_finish(request)
+
+
+def _nucleus(weights: torch.Tensor, top_p: list[float]) -> torch.Tensor:
+    """Zero what lies outside each row's nucleus."""
+    if all(p >= 1.0 for p in top_p):
+        return weights
+    ordered, order = weights.sort(dim=-1, descending=True)
+    outside = ordered.cumsum(-1) - ordered >= torch.tensor(top_p)[:, None]
+    return torch.zeros_like(weights).scatter(1, order, ordered.masked_fill(outside, 0.0))

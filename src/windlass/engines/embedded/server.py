@@ -1,0 +1,260 @@
+"""The SGLang-shaped HTTP routes of rank 0, on a loop in a thread of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import socket
+import threading
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any, final
+
+import msgspec
+from aiohttp import web
+
+from windlass.config import PauseMode
+from windlass.engines.embedded.scheduler import Request, Scheduler
+from windlass.engines.embedded.settings import EngineSettings
+from windlass.errors import ConfigError, PeerTimeout
+
+__all__ = ["EngineServer"]
+
+PAUSE_DEADLINE_S = 30.0
+
+
+class _Sampling(msgspec.Struct, frozen=True):
+    max_new_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
+        if self.temperature < 0:
+            raise ConfigError(f"temperature must be >= 0, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k != -1:
+            raise ConfigError(f"top_k must be -1, got {self.top_k}: use top_p")
+
+
+class _Generate(msgspec.Struct, frozen=True):
+    input_ids: list[int]
+    sampling_params: _Sampling = _Sampling()
+    return_logprob: bool = False
+    rid: str = ""
+    stream: bool = False
+
+
+class _Pause(msgspec.Struct, frozen=True):
+    mode: PauseMode = PauseMode.ABORT
+
+
+class _Abort(msgspec.Struct, frozen=True):
+    rid: str
+
+
+class _Version(msgspec.Struct, frozen=True):
+    new_version: int
+
+
+@final
+class EngineServer:
+    """Serves until the process ends.
+
+    Args:
+        settings: of the engine. token: secret of every route.
+        scheduler: runs the requests.
+        vocab_size: token ids must be below it. eos_token_ids: end a generation unless ignored.
+        read_weight: (name) -> nested list, for `/get_weights_by_name`.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        token: str,
+        scheduler: Scheduler,
+        *,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        read_weight: Callable[[str], list[Any]],
+    ) -> None:
+        self._settings = settings
+        self._expected = f"Bearer {token}".encode()
+        self._scheduler = scheduler
+        self._vocab_size = vocab_size
+        self._eos = eos_token_ids
+        self._read_weight = read_weight
+        self._socket = self._bind()
+        self._loop = asyncio.new_event_loop()
+        self._pauses = 0
+
+    @property
+    def url(self) -> str:
+        """The bound address."""
+        return f"http://{self._settings.host}:{self._socket.getsockname()[1]}"
+
+    def start(self) -> None:
+        """Serve from a daemon thread; returns once requests are accepted."""
+        ready = threading.Event()
+        threading.Thread(target=self._serve, args=(ready,), name="http", daemon=True).start()
+        ready.wait()
+
+    def _bind(self) -> socket.socket:
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((self._settings.host, self._settings.port))
+        except OSError as error:
+            listener.close()
+            raise ConfigError(
+                f"engine {self._settings.name}: host {self._settings.host!r} port "
+                f"{self._settings.port} cannot be bound: {error}"
+            ) from error
+        return listener
+
+    def _serve(self, ready: threading.Event) -> None:
+        asyncio.set_event_loop(self._loop)
+        app = web.Application(middlewares=[self._guard])
+        app.add_routes(
+            [
+                web.post("/generate", self._generate),
+                web.get("/health", self._health),
+                web.get("/health_generate", self._health),
+                web.get("/server_info", self._server_info),
+                web.get("/model_info", self._model_info),
+                web.get("/get_weights_by_name", self._get_weights),
+                web.post("/pause_generation", self._pause),
+                web.post("/continue_generation", self._continue),
+                web.post("/update_weight_version", self._update_version),
+                web.post("/abort_request", self._abort),
+                web.post("/flush_cache", self._health),
+            ]
+        )
+
+        async def begin() -> None:
+            runner = web.AppRunner(app, access_log=None)
+            await runner.setup()
+            await web.SockSite(runner, self._socket, backlog=1024).start()
+
+        self._loop.run_until_complete(begin())
+        ready.set()
+        self._loop.run_forever()
+
+    @web.middleware
+    async def _guard(
+        self,
+        request: web.Request,
+        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode()
+        if not hmac.compare_digest(given, self._expected):
+            return web.json_response({"error": "missing or wrong token"}, status=401)
+        try:
+            return await handler(request)
+        except (ConfigError, msgspec.MsgspecError) as error:
+            return web.json_response({"error": str(error)}, status=400)
+        except PeerTimeout as error:
+            return web.json_response({"error": str(error)}, status=504)
+
+    async def _generate(self, http: web.Request) -> web.Response:
+        body = msgspec.json.decode(await http.read(), type=_Generate)
+        if body.stream:
+            raise ConfigError("stream must be false, got true")
+        self._check_tokens("input_ids", body.input_ids)
+        sampling = body.sampling_params
+        stops = set(sampling.stop_token_ids or ())
+        if not sampling.ignore_eos:
+            stops |= self._eos
+        done: asyncio.Future[Request] = self._loop.create_future()
+        request = Request(
+            rid=body.rid or uuid.uuid4().hex,
+            input_ids=body.input_ids,
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            stop_token_ids=frozenset(stops),
+            on_finish=lambda r: self._loop.call_soon_threadsafe(_resolve, done, r),
+        )
+        self._scheduler.submit(request)
+        return web.Response(
+            body=msgspec.json.encode(self._answer(await done)), content_type="application/json"
+        )
+
+    def _answer(self, request: Request) -> dict[str, Any]:
+        finish: dict[str, Any] = {"type": str(request.finish)}
+        version = request.versions[-1] if request.versions else self._scheduler.version
+        return {
+            "text": "",
+            "output_ids": request.output_ids,
+            "meta_info": {
+                "id": request.rid,
+                "finish_reason": finish,
+                "prompt_tokens": len(request.input_ids),
+                "completion_tokens": len(request.output_ids),
+                "weight_version": str(version),
+                "output_token_logprobs": [
+                    [logprob, token, None]
+                    for logprob, token in zip(request.logprobs, request.output_ids, strict=True)
+                ],
+                "output_token_versions": request.versions,
+            },
+        }
+
+    def _check_tokens(self, name: str, tokens: list[int]) -> None:
+        if not tokens:
+            raise ConfigError(f"{name} must not be empty, got []")
+        bad = [token for token in tokens if not 0 <= token < self._vocab_size]
+        if bad:
+            raise ConfigError(f"{name} must be in [0, {self._vocab_size}), got {bad[0]}")
+
+    async def _health(self, _http: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _server_info(self, _http: web.Request) -> web.Response:
+        running, waiting = self._scheduler.num_requests()
+        info = msgspec.to_builtins(self._settings)
+        return web.json_response(
+            {**info, "running": running, "waiting": waiting, "paused": self._scheduler.is_paused}
+        )
+
+    async def _model_info(self, _http: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "model_path": self._settings.model,
+                "weight_version": str(self._scheduler.version),
+                "is_generation": True,
+            }
+        )
+
+    async def _get_weights(self, http: web.Request) -> web.Response:
+        return web.json_response({"parameter": self._read_weight(http.query.get("name", ""))})
+
+    async def _pause(self, http: web.Request) -> web.Response:
+        body = msgspec.json.decode(await http.read() or b"{}", type=_Pause)
+        self._pauses += 1
+        pause_id = f"http.{self._pauses}"
+        await asyncio.to_thread(self._scheduler.pause, pause_id, body.mode, PAUSE_DEADLINE_S)
+        return web.json_response({"status": "paused", "mode": body.mode})
+
+    async def _continue(self, _http: web.Request) -> web.Response:
+        self._scheduler.resume()
+        return web.json_response({"status": "running"})
+
+    async def _update_version(self, http: web.Request) -> web.Response:
+        body = msgspec.json.decode(await http.read(), type=_Version, strict=False)
+        self._scheduler.set_version(body.new_version)
+        return web.json_response({"success": True, "new_version": body.new_version})
+
+    async def _abort(self, http: web.Request) -> web.Response:
+        body = msgspec.json.decode(await http.read(), type=_Abort)
+        return web.json_response({"aborted": self._scheduler.abort(body.rid)})
+
+
+def _resolve(done: asyncio.Future[Request], request: Request) -> None:
+    if not done.done():  # the client may have gone away
+        done.set_result(request)

@@ -1,0 +1,49 @@
+"""What an embedded engine is told, the same for all of its ranks."""
+
+from __future__ import annotations
+
+import msgspec
+
+from windlass.errors import ConfigError
+from windlass.layout.dtypes import DType
+
+__all__ = ["EngineSettings"]
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of one engine.
+
+    Attributes:
+        name: identity in the fleet; ranks are called `name/rank`.
+        model: path of a transformers configuration (random weights) or of a checkpoint folder.
+        tensor_parallel_size: processes that share the model.
+        dtype: of the parameters.
+        controller: address; empty serves the initial weights without a controller.
+        transport: name of the transport that receives weights.
+        host: address to bind. port: 0 lets the system choose.
+        seed: of random weights and of sampling.
+        max_batch: requests that run at once. max_positions: tokens per request.
+        ready_file: written with the engine's address once it serves; empty for none.
+    """
+
+    name: str
+    model: str
+    tensor_parallel_size: int = 1
+    dtype: DType = DType.FLOAT32
+    controller: str = ""
+    transport: str = "cma"
+    host: str = "127.0.0.1"
+    port: int = 0
+    seed: int = 0
+    max_batch: int = 64
+    max_positions: int = 64
+    ready_file: str = ""
+
+    def __post_init__(self) -> None:
+        for field, value in (
+            ("tp", self.tensor_parallel_size),
+            ("max_batch", self.max_batch),
+            ("max_positions", self.max_positions),
+        ):
+            if value < 1:
+                raise ConfigError(f"engine {self.name}: {field} must be >= 1, got {value}")

@@ -1,0 +1,92 @@
+"""What rank 0 tells the other ranks to do, and how it tells them.
+
+Every forward pass is one `Step`. Ranks meet in a gloo broadcast, so they run the same steps in
+the same order and come to rest at the same one.
+"""
+
+from __future__ import annotations
+
+import datetime
+from enum import StrEnum
+from typing import Protocol, final
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+__all__ = ["NoPeers", "Step", "StepChannel", "StepKind", "StoreChannel"]
+
+IDLE_TIMEOUT = datetime.timedelta(days=30)
+"""An idle rank waits in a broadcast; the death of a rank ends it, not the clock."""
+
+
+class StepKind(StrEnum):
+    """FORWARD runs the model; PAUSE brings every rank to rest; STOP ends the process."""
+
+    FORWARD = "forward"
+    PAUSE = "pause"
+    STOP = "stop"
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One step of every rank.
+
+    Attributes:
+        kind: what to do.
+        pause_id: which pause brings the ranks to rest.
+        slots: (B,) cache rows. tokens: (B, T) right-padded. start: (B,) position of the first token.
+        lengths: (B,) number of tokens that are no padding.
+    """
+
+    kind: StepKind
+    pause_id: str = ""
+    slots: list[int] = []
+    tokens: list[list[int]] = []
+    start: list[int] = []
+    lengths: list[int] = []
+
+
+class StepChannel(Protocol):
+    """Rank 0 publishes steps; the others receive them."""
+
+    def publish(self, step: Step) -> None:
+        """Rank 0: hand a step to every other rank."""
+        ...
+
+    def receive(self) -> Step:
+        """Other ranks: the next step; blocks until there is one."""
+        ...
+
+
+@final
+class NoPeers:
+    """Tensor parallel size 1."""
+
+    def publish(self, step: Step) -> None:
+        """Nobody to tell."""
+
+    def receive(self) -> Step:
+        """Never called on rank 0."""
+        return Step(StepKind.STOP)
+
+
+@final
+class StoreChannel:
+    """A gloo broadcast of the step's msgpack bytes: its length first, then its bytes."""
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
+
+    def publish(self, step: Step) -> None:
+        """See `StepChannel`."""
+        data = torch.frombuffer(bytearray(msgspec.msgpack.encode(step)), dtype=torch.uint8)
+        dist.broadcast(torch.tensor([len(data)]), src=0, group=self._group)
+        dist.broadcast(data, src=0, group=self._group)
+
+    def receive(self) -> Step:
+        """See `StepChannel`."""
+        length = torch.zeros(1, dtype=torch.int64)
+        dist.broadcast(length, src=0, group=self._group)
+        data = torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(data, src=0, group=self._group)
+        return msgspec.msgpack.decode(data.numpy().data, type=Step)
