@@ -230,6 +230,30 @@ async def test_a_worker_that_hangs_loses_its_work_and_may_come_back(rig: Rig) ->
     rig.assert_balanced(completed=35)
 
 
+async def test_of_two_workers_with_one_name_the_older_ends(rig: Rig) -> None:
+    await rig.start()
+    engine = await rig.engine("a")
+    engine.hold(1)
+    rig.route(engine)
+    older = await rig.worker("worker-0")
+    tasks = rig.submit(10)
+    await engine.until_held(10)
+    await rig.worker("worker-0")
+    assert await asyncio.wait_for(older.wait(), 15) == 2
+    await engine.release()
+    assert_right(await finished(tasks))
+    rig.assert_balanced(completed=10)
+
+
+async def test_a_worker_with_a_wrong_token_ends_at_once(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rig.start()
+    monkeypatch.setattr(sys.modules[__name__], "TOKEN", "another-token")
+    worker = await rig.worker("worker-0")
+    assert await asyncio.wait_for(worker.wait(), 15) == 2
+
+
 class FaultyProxy:
     """Stands between workers and controller; loses requests and answers, repeats old requests."""
 
@@ -439,6 +463,24 @@ async def test_an_abort_can_start_over_so_that_one_version_made_every_token(rig:
     assert {rollout.versions for rollout in rollouts} == {(5,) * 6}
 
 
+async def test_a_retry_elsewhere_can_go_on_from_the_tokens_that_survived(rig: Rig) -> None:
+    rig.config = ControllerConfig(retry_backoff_s=0.01, carry_partial=True)
+    await rig.start()
+    first, second = await rig.engine("a"), await rig.engine("b", version=1)
+    first.hold(2)
+    rig.route(first)
+    await rig.worker("worker-0")
+    tasks = rig.submit(10)
+    await first.until_held(10)
+    rig.engines.set([first.entry, ("b", second.url, 0)])
+    first.failing = True
+    await first.abort()
+    rollouts = await finished(tasks)
+    assert_right(rollouts)
+    assert {rollout.versions for rollout in rollouts} == {(0, 0, 1, 1, 1, 1)}
+    rig.assert_balanced(completed=10)
+
+
 async def test_an_answer_that_grew_too_old_while_it_ran_is_made_again(rig: Rig) -> None:
     rig.policy = StalenessPolicy(max_staleness=1, batch_size=64, max_concurrent=64)
     await rig.start()
@@ -498,6 +540,34 @@ async def test_admission_stops_at_the_bound_and_opens_with_the_next_version(rig:
     engine.version = 1
     assert len(await rig.controller.next_batch(1, deadline_s=10)) == 1
     assert engine.num_requests == 12
+
+
+async def test_a_producer_that_waits_for_room_never_gets_ahead_of_the_bound(rig: Rig) -> None:
+    rig.policy = StalenessPolicy(max_staleness=1, batch_size=6, max_concurrent=100)
+    await rig.start()
+    engine = await rig.engine("a")
+    rig.route(engine)
+    await rig.worker("worker-0")
+
+    async def produce() -> None:
+        for index in range(1000):
+            await rig.controller.wait_for_room()
+            rig.controller.submit_group((index + 1, 5), 3, SAMPLING)
+
+    producer = asyncio.create_task(produce())
+    seen = []
+    for version in range(5):
+        engine.version = version
+        rig.controller.set_version(version)
+        groups = await rig.controller.next_batch(2, deadline_s=10)
+        seen += [group.group_id for group in groups]
+        for rollout in (rollout for group in groups for rollout in group.rollouts):
+            assert version - min(rollout.versions) <= 1
+        stats = rig.controller.stats()
+        assert stats.submitted - stats.completed <= 2 * 6
+    producer.cancel()
+    await asyncio.gather(producer, return_exceptions=True)
+    assert len(set(seen)) == 10
 
 
 async def test_a_deadline_ends_a_rollout_on_an_engine_that_never_answers(rig: Rig) -> None:
@@ -595,7 +665,7 @@ async def test_a_batch_that_cannot_be_had_is_a_named_error(rig: Rig) -> None:
 
     with pytest.raises(AuthenticationError, match="token"):
         await asyncio.to_thread(ask, 0, token="wrong")
-    with pytest.raises(PeerTimeout, match="step 0 .* within 0.3 s"):
+    with pytest.raises(PeerTimeout, match=r"step 0 .* within 0.3 s"):
         await asyncio.to_thread(ask, 0)
     with pytest.raises(ConfigError, match=r"rank must be in \[0, 1\), got 1"):
         await asyncio.to_thread(ask, 0, rank=1)

@@ -109,6 +109,7 @@ class Record:
             worker=self.outcome.worker,
             attempts=self.attempt,
             metadata=self.metadata,
+            finished_at=self.outcome.finished_at,
             seconds=self.finished_at - self.submitted_at,
         )
 

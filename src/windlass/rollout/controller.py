@@ -18,7 +18,7 @@ from typing import Self, final
 
 import aiohttp
 
-from windlass.errors import ConfigError, PeerTimeout
+from windlass.errors import ConfigError, PeerTimeout, StaleMessage
 from windlass.rollout._http import authorization
 from windlass.rollout.book import Group, Record
 from windlass.rollout.directory import EngineDirectory
@@ -81,6 +81,7 @@ class RolloutController:
         self._life = Lifecycle(policy, self._config, self._take_back, self._pump_soon)
         self._book = self._life.book
         self._links: dict[str, WorkerLink] = {}
+        self._replaced: set[tuple[str, str]] = set()
         self._stopping: set[asyncio.Future[list[object]]] = set()
         self._engine_timers: dict[str, asyncio.TimerHandle] = {}
         self._session: aiohttp.ClientSession | None = None
@@ -262,6 +263,7 @@ class RolloutController:
 
         Raises:
             ConfigError: the controller is closed, or the worker takes no work.
+            StaleMessage: another process took over this worker's name.
         """
         if self._closed or self._session is None:
             raise ConfigError(
@@ -271,8 +273,13 @@ class RolloutController:
             raise ConfigError(
                 f"worker {hello.name}: max_concurrent must be >= 1, got {hello.max_concurrent}"
             )
+        if (hello.name, hello.incarnation) in self._replaced:
+            raise StaleMessage(
+                f"worker {hello.name}: incarnation {hello.incarnation} was replaced by another"
+            )
         known = self._links.get(hello.name)
         if known is not None and known.hello != hello:
+            self._replaced.add((hello.name, known.hello.incarnation))
             self.worker_lost(known, "another incarnation registered")
             known = None
         if known is None:

@@ -55,6 +55,7 @@ class Rollout:
         engine: name of the engine that made the last token.
         attempts: how often it was handed to a worker.
         metadata: what the submitter gave; never leaves the process.
+        finished_at: Unix time at which the worker had the answer, on the worker's clock.
         seconds: from submission to completion.
     """
 
@@ -69,6 +70,7 @@ class Rollout:
     worker: str
     attempts: int
     metadata: object
+    finished_at: float
     seconds: float
 
 

@@ -12,7 +12,7 @@ from functools import partial
 import aiohttp
 from aiohttp import web
 
-from windlass.errors import ProtocolError
+from windlass.errors import AuthenticationError, ConfigError, ProtocolError
 from windlass.rollout._http import post, read_body, reply
 from windlass.rollout.generate import AttemptError, Generation, generate
 from windlass.rollout.messages import (
@@ -152,6 +152,10 @@ class WorkerRunner:
         """Register, deliver, and register again whenever nobody watches.
 
         Returns when the controller could not be reached for `controller_gone_s`.
+
+        Raises:
+            AuthenticationError: the controller refuses the token.
+            ConfigError: the controller refuses this worker.
         """
         delivery = asyncio.create_task(self._outbox.run(), name="rollout-outbox")
         try:
@@ -181,7 +185,7 @@ class WorkerRunner:
         self._register_due.clear()
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + self._controller_gone_s
-        backoff = 0.02
+        backoff, last_error = 0.02, "no try"
         while loop.time() < give_up_at:
             try:
                 await post(
@@ -195,12 +199,29 @@ class WorkerRunner:
                 # lease, it is asked again.
                 async with asyncio.timeout(CALL_DEADLINE_S):
                     await self._watch_opened.wait()
-            except (aiohttp.ClientError, TimeoutError, OSError, ProtocolError):
+            except (aiohttp.ClientError, TimeoutError, OSError, ProtocolError) as error:
+                self._raise_refusal(error)
+                last_error = f"{type(error).__name__}: {error}"
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, MAX_BACKOFF_S)
             else:
                 return True
+        logger.error("controller %s cannot be reached: %s", self._controller_url, last_error)
         return False
+
+    def _raise_refusal(self, error: Exception) -> None:
+        """Answers that asking again will not change."""
+        if not isinstance(error, aiohttp.ClientResponseError):
+            return
+        if error.status == 401:
+            raise AuthenticationError(
+                f"worker {self.hello.name}: {self._controller_url} refuses the token"
+            ) from error
+        if error.status in {400, 409}:
+            raise ConfigError(
+                f"worker {self.hello.name}: {self._controller_url} refuses this worker "
+                f"(HTTP {error.status}; 409: another process has its name)"
+            ) from error
 
     async def _deliver(self, outcomes: tuple[RolloutOutcome, ...]) -> CompletionAck:
         return await post(

@@ -70,6 +70,8 @@ class _Routes:
             return reply(self._controller.register_worker(hello))
         except ConfigError as error:
             raise web.HTTPBadRequest(text=str(error)) from error
+        except StaleMessage as error:
+            raise web.HTTPConflict(text=str(error)) from error
 
     async def batches(self, request: web.Request) -> web.Response:
         try:

@@ -22,7 +22,7 @@ import msgspec
 from aiohttp import web
 
 from windlass.envs import control_token
-from windlass.errors import ConfigError
+from windlass.errors import AuthenticationError, ConfigError
 from windlass.rollout._http import authorization, require_token
 from windlass.rollout.messages import WorkerHello
 from windlass.rollout.runner import WorkerRunner
@@ -63,7 +63,9 @@ async def run_worker(settings: WorkerSettings, token: str) -> bool:
         True after a signal, False when the controller was gone.
 
     Raises:
-        ConfigError: the address cannot be bound, or the token is empty.
+        ConfigError: the address cannot be bound, the token is empty, or the controller
+            refuses this worker.
+        AuthenticationError: the controller refuses the token.
     """
     if not token:
         raise ConfigError("worker: token must not be empty, got ''")
@@ -150,7 +152,7 @@ def _settings(arguments: Sequence[str] | None) -> WorkerSettings:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; 0 after a signal, 1 when the controller was gone, 2 for bad arguments."""
+    """Entry point; 0 after a signal, 1 when the controller was gone, 2 when it was refused."""
     settings = _settings(arguments)
     logging.basicConfig(
         level=logging.INFO, format=f"%(asctime)s {settings.name} %(levelname)s %(message)s"
@@ -158,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if asyncio.run(run_worker(settings, control_token())):
             return 0
-    except ConfigError as error:
+    except (AuthenticationError, ConfigError) as error:
         logger.error("%s", error)  # noqa: TRY400  (one line is what the user needs)
         return 2
     logger.error("controller %s was gone for %s s", settings.controller, settings.controller_gone_s)
