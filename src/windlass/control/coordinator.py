@@ -32,7 +32,7 @@ from windlass.control.messages import (
     decode_agent_frame,
     encode,
 )
-from windlass.control.rounds import AgentLost, EngineFate, RoundSpec
+from windlass.control.rounds import AgentLost, EngineFate, Phase, RoundSpec
 from windlass.control.server import ControlServer
 from windlass.control.session import AgentSession
 from windlass.errors import PeerTimeout, PeerUnreachable, PlanError, ProtocolError, WindlassError
@@ -82,6 +82,7 @@ class Coordinator:
         self._tasks: set[asyncio.Task[None]] = set()
         self._update_listeners: list[Callable[[UpdateReport], None]] = []
         self._fleet_listeners: list[Callable[[], None]] = []
+        self._phase_listeners: list[Callable[[int, Phase], None]] = []
         self.reports: list[UpdateReport] = []
 
     # --- what others ask ---------------------------------------------------------------------
@@ -96,7 +97,7 @@ class Coordinator:
         """Grows with every binding and with every start of a controller."""
         return self._epoch
 
-    def routable_engines(self) -> tuple[EngineInfo, ...]:
+    def routable(self) -> tuple[EngineInfo, ...]:
         """Engines that may be given traffic: complete, untainted, at the published version."""
         return self._fleet.routable(self._published)
 
@@ -104,9 +105,13 @@ class Coordinator:
         """Call `listener` in the loop after every round."""
         self._update_listeners.append(listener)
 
-    def on_fleet_change(self, listener: Callable[[], None]) -> None:
-        """Call `listener` in the loop when engines come, go, or change version."""
-        self._fleet_listeners.append(listener)
+    def on_phase(self, listener: Callable[[int, Phase], None]) -> None:
+        """Call `listener(version, phase)` in the loop when a round enters a phase."""
+        self._phase_listeners.append(listener)
+
+    def subscribe(self, callback: Callable[[], None]) -> None:
+        """Call `callback` in the loop when engines come, go, or change version."""
+        self._fleet_listeners.append(callback)
 
     def status(self) -> dict[str, object]:
         """What `/v1/status` answers."""
@@ -125,7 +130,7 @@ class Coordinator:
                     "tainted": g.tainted,
                     "poisoned": g.poisoned,
                     "refused": g.refused,
-                    "routable": any(e.group == g.name for e in self.routable_engines()),
+                    "routable": any(e.name == g.name for e in self.routable()),
                 }
                 for g in self._fleet.engines()
             ],
@@ -361,13 +366,20 @@ class Coordinator:
             deadlines=self._config.deadlines,
             sessions=self._sessions,
             clock=time.perf_counter,
-            on_publishing=lambda: self._journal_round(JournalKind.PUBLISHING, version, ()),
+            on_phase=lambda phase: self._on_phase(version, phase),
         )
         try:
             result = await self._driver.run()
         finally:
             self._driver = None
         return self._conclude(version, result)
+
+    def _on_phase(self, version: int, phase: Phase) -> None:
+        if phase is Phase.PUBLISH:
+            # On disk before any engine can serve it.
+            self._journal_round(JournalKind.PUBLISHING, version, ())
+        for listener in self._phase_listeners:
+            listener(version, phase)
 
     async def _wait_for_engines(self) -> None:
         needed, deadline_s = self._config.min_engines, self._config.deadlines.fleet_s

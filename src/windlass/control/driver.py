@@ -51,14 +51,14 @@ class RoundDriver:
         deadlines: PhaseDeadlines,
         sessions: Mapping[str, AgentSession],
         clock: Callable[[], float],
-        on_publishing: Callable[[], None],
+        on_phase: Callable[[Phase], None],
     ) -> None:
         self._machine = RoundMachine(spec)
         self._epoch, self._round = epoch, round_number
         self._deadlines = deadlines
         self._sessions = sessions
         self._clock = clock
-        self._on_publishing = on_publishing
+        self._on_phase = on_phase
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._timer: asyncio.TimerHandle | None = None
         self._phase_began = 0.0
@@ -124,8 +124,7 @@ class RoundDriver:
 
     def _enter(self, phase: Phase) -> None:
         self._leave_phase()
-        if phase is Phase.PUBLISH:
-            self._on_publishing()
+        self._on_phase(phase)
         self._phase, self._phase_began = phase, self._clock()
         self._timer = asyncio.get_running_loop().call_later(
             _deadline_of(phase, self._deadlines), self.post, DeadlinePassed(phase)

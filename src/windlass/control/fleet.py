@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from windlass.control.messages import PROTOCOL_VERSION, Hello
 from windlass.errors import ManifestError, ProtocolError
@@ -11,11 +12,10 @@ from windlass.layout.manifest import Role, ShardManifest
 __all__ = ["Agent", "EngineInfo", "Fleet", "Group"]
 
 
-@dataclass(frozen=True, slots=True)
-class EngineInfo:
-    """A routable engine: group name, HTTP address, version it serves."""
+class EngineInfo(NamedTuple):
+    """A routable engine: name, HTTP address, version it serves."""
 
-    group: str
+    name: str
     url: str
     version: int
 

@@ -97,4 +97,6 @@ class Box:
         return tuple(pieces)
 
     def __str__(self) -> str:
-        return "[" + ", ".join(f"{o}:{e}" for o, e in zip(self.offsets, self.ends, strict=True)) + "]"
+        return (
+            "[" + ", ".join(f"{o}:{e}" for o, e in zip(self.offsets, self.ends, strict=True)) + "]"
+        )

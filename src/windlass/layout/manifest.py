@@ -233,7 +233,9 @@ class ShardManifest:
             table = ShardTable(
                 tensor=np.frombuffer(payload.tensor, "<i4").astype(np.int32),
                 parameter=np.frombuffer(payload.parameter, "<i4").astype(np.int32),
-                offsets=np.frombuffer(payload.offsets, "<i8").reshape(-1, MAX_DIMS).astype(np.int64),
+                offsets=np.frombuffer(payload.offsets, "<i8")
+                .reshape(-1, MAX_DIMS)
+                .astype(np.int64),
                 sizes=np.frombuffer(payload.sizes, "<i8").reshape(-1, MAX_DIMS).astype(np.int64),
                 offset_bytes=np.frombuffer(payload.offset_bytes, "<i8").astype(np.int64),
                 strides_bytes=np.frombuffer(payload.strides_bytes, "<i8")

@@ -80,7 +80,9 @@ async def run_worker(settings: WorkerSettings, token: str) -> bool:
     async with (
         aiohttp.ClientSession(headers=authorization(token)) as controller_session,
         aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+            headers=authorization(token),
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None),
         ) as engine_session,
     ):
         runner = WorkerRunner(

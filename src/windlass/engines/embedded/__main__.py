@@ -116,9 +116,7 @@ def _follow(rank: int, store_port: int, encoded: str) -> int:
         os._exit(1)
 
     threading.Thread(target=watch, name="rank-0", daemon=True).start()
-    store = dist.TCPStore(
-        "127.0.0.1", store_port, settings.tensor_parallel_size, is_master=False
-    )
+    store = dist.TCPStore("127.0.0.1", store_port, settings.tensor_parallel_size, is_master=False)
     dist.init_process_group(
         "gloo",
         store=store,

@@ -127,7 +127,7 @@ def _move_into_arena(module: torch.nn.Module, transport: OneSidedTransport) -> A
         new = memory[offset : offset + old.nbytes].view(old.dtype).view(old.shape)
         new.copy_(old)
         if isinstance(parameter, DTensor):
-            parameter._local_tensor.data = new  # noqa: SLF001 - DTensor has no public setter
+            parameter._local_tensor.data = new
         else:
             parameter.data = new
     return arena

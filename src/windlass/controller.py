@@ -1,0 +1,96 @@
+"""Controller: one process, one HTTP address, for weight updates and rollouts.
+
+async with windlass.Controller(token=token) as controller:
+    await controller.wait_for_fleet(num_trainers=2, engines=("engine-a",), deadline_s=60)
+    group = controller.rollouts.submit_group(prompt_ids, 8, sampling)
+    ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import final
+
+from windlass.config import ControlConfig
+from windlass.control.coordinator import Coordinator
+from windlass.control.server import ControlServer
+from windlass.rollout.batches import BatchQueue
+from windlass.rollout.controller import RolloutController
+from windlass.rollout.service import mount_rollout_routes
+from windlass.rollout.staleness import StalenessPolicy
+
+__all__ = ["Controller"]
+
+DEFAULT_CONCURRENCY = 256
+
+
+@final
+class Controller:
+    """The coordinator of weight updates and the rollout controller behind one server.
+
+    The two share the address and the token, and nothing else: a long update never delays a
+    completion. Use it from the asyncio loop that entered it.
+
+    Args:
+        token: shared secret that every trainer, engine and worker presents.
+        host: address to bind. port: 0 lets the system choose; `url` says what it chose.
+        config: update mode, deadlines and retries.
+        staleness: how old a trained answer may be, and how many run at once; only concurrency
+            is limited when omitted.
+        journal_path: where rounds are recorded, so that a restarted controller goes on.
+
+    Raises:
+        ConfigError: the port is in use, or an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        token: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        config: ControlConfig | None = None,
+        staleness: StalenessPolicy | None = None,
+        journal_path: Path | None = None,
+    ) -> None:
+        self._server = ControlServer(host=host, port=port, token=token)
+        self.coordinator = Coordinator(config or ControlConfig(), journal_path=journal_path)
+        self.batches = BatchQueue()
+        policy = staleness or StalenessPolicy.unbounded(DEFAULT_CONCURRENCY)
+        self.rollouts = RolloutController(self.coordinator, policy, token=token)
+
+    @property
+    def url(self) -> str:
+        """The bound address; trainers, engines and workers are given this."""
+        return self._server.url
+
+    async def wait_for_fleet(
+        self, *, num_trainers: int, engines: Sequence[str], deadline_s: float
+    ) -> None:
+        """Return once all trainer ranks and all ranks of the named engines are connected.
+
+        Raises:
+            PeerTimeout: names who is missing after `deadline_s`.
+        """
+        await self.coordinator.wait_for_fleet(
+            num_trainers=num_trainers, engines=engines, deadline_s=deadline_s
+        )
+
+    async def __aenter__(self) -> Controller:
+        mount_rollout_routes(self._server, self.rollouts, self.batches)
+        self.coordinator.mount(self._server)
+        await self._server.start()
+        await self.rollouts.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.rollouts.close()
+        await self.coordinator.close()
+        await self._server.close()

@@ -1,0 +1,303 @@
+"""The demo's controller: starts everything, feeds prompts, scores answers, watches the fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import final
+
+import msgspec
+from rich.console import Console
+from rich.live import Live
+
+import windlass
+from windlass.config import ControlConfig
+from windlass.control.messages import UpdateReport
+from windlass.control.rounds import Phase
+from windlass.demo.checker import check_served
+from windlass.demo.plot import save_plot
+from windlass.demo.record import DemoRecord
+from windlass.demo.settings import DemoSettings, EngineSpec, save_settings
+from windlass.demo.task import reward, sample_prompt
+from windlass.demo.view import render
+from windlass.errors import WindlassError
+from windlass.rollout.batches import training_samples
+from windlass.rollout.messages import SamplingParams, TrainingSample
+from windlass.schedulers.base import ProcessSpec
+from windlass.schedulers.local import LocalScheduler
+from windlass.telemetry.ceilings import memcpy_gbps
+
+__all__ = ["run_demo"]
+
+START_DEADLINE_S = 120.0
+STEP_DEADLINE_S = 120.0
+
+
+async def run_demo(settings: DemoSettings, *, json_path: Path | None, plain: bool) -> int:
+    """Run the demo to its end; 1 when it showed something that it must not show.
+
+    Raises:
+        WindlassError: a process could not be started, or died; carries its log's tail.
+    """
+    shutil.rmtree(settings.directory, ignore_errors=True)
+    settings_path = save_settings(settings)
+    record = DemoRecord(ceiling_gbps=memcpy_gbps())
+    console = Console()
+    live = None if plain or not console.is_terminal else Live(console=console, auto_refresh=False)
+    began = time.perf_counter()
+    demo = _Demo(settings, settings_path, record, _shower(settings, record, live, console))
+    if live is not None:
+        with live:
+            served = await demo.run()
+    else:
+        served = await demo.run()
+    published = [row.version for row in record.updates]
+    console.print(f"checking {len(served)} answers against the trainer's own weights ...")
+    record.torn = await asyncio.to_thread(check_served, settings, served, published)
+    record.wall_s = time.perf_counter() - began
+    save_plot(record, settings.directory / "demo.png")
+    record.save_json(json_path or settings.directory / "demo.json")
+    return _summarise(settings, record, console)
+
+
+@final
+class _Demo:
+    def __init__(
+        self,
+        settings: DemoSettings,
+        settings_path: Path,
+        record: DemoRecord,
+        show: Callable[[windlass.Controller], None],
+    ) -> None:
+        self._settings = settings
+        self._settings_path = settings_path
+        self._record = record
+        self._show = show
+        self._token = secrets.token_hex(16)
+        self._served: list[TrainingSample] = []
+        self._killed = asyncio.Event()
+        self._controller = windlass.Controller(
+            token=self._token,
+            config=ControlConfig(mode=settings.mode, min_engines=1),
+            staleness=windlass.StalenessPolicy(
+                max_staleness=settings.max_staleness,
+                batch_size=settings.prompts_per_step * settings.samples_per_prompt,
+                max_concurrent=2 * settings.prompts_per_step * settings.samples_per_prompt,
+            ),
+            journal_path=settings.directory / "journal.jsonl",
+        )
+        self._scheduler = LocalScheduler(
+            settings.directory / "logs",
+            {"WINDLASS_TOKEN": self._token, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        )
+
+    async def run(self) -> list[TrainingSample]:
+        """All answers that were trained on."""
+        coordinator = self._controller.coordinator
+        coordinator.on_update(self._on_update)
+        coordinator.on_phase(self._on_phase)
+        async with self._scheduler, self._controller:
+            work = asyncio.create_task(self._work())
+            guards = [work, *await self._start()]
+            done, pending = await asyncio.wait(guards, return_when=asyncio.FIRST_COMPLETED)
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+            for task in done:
+                task.result()
+            self._count_rollouts()
+        return self._served
+
+    # --- processes ---------------------------------------------------------------------------
+
+    async def _start(self) -> list[asyncio.Task[None]]:
+        settings, url = self._settings, self._controller.url
+        trainer = (
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(settings.num_trainers), "-m", "windlass.demo.trainer"),
+            *(str(self._settings_path), url),
+        )
+        worker = (
+            *(sys.executable, "-m", "windlass.rollout.worker"),
+            *("--controller", url, "--name", "worker-0"),
+        )
+        tasks = [
+            self._guard(ProcessSpec(name="trainers", command=trainer), restart=False),
+            self._guard(ProcessSpec(name="worker-0", command=worker), restart=False),
+        ]
+        tasks += [self._guard(self._engine(spec), restart=True) for spec in settings.engines]
+        return [asyncio.create_task(task) for task in tasks]
+
+    def _engine(self, spec: EngineSpec) -> ProcessSpec:
+        settings = self._settings
+        command = (
+            *(sys.executable, "-m", "windlass.engines.embedded", "--name", spec.name),
+            *("--model", str(settings.model_config_path), "--dtype", spec.dtype),
+            *("--tp", str(spec.tensor_parallel_size), "--transport", settings.transport),
+            *("--controller", self._controller.url, "--seed", str(settings.seed)),
+            *("--max-batch", "128", "--max-positions", "16"),
+        )
+        return ProcessSpec(name=spec.name, command=command)
+
+    async def _guard(self, spec: ProcessSpec, *, restart: bool) -> None:
+        """Keep a process running; an end that nobody asked for is an error."""
+        while True:
+            await self._scheduler.start(spec)
+            status = await self._scheduler.wait(spec.name)
+            if restart and status.returncode == -signal.SIGKILL and self._killed.is_set():
+                self._note(f"{spec.name} is dead; starting it again")
+                continue
+            if spec.name == "trainers" and status.returncode == 0:
+                await asyncio.Event().wait()  # done; the work task ends the demo
+            tail = self._scheduler.log_tail(spec.name)
+            raise WindlassError(f"{spec.name} ended with {status.returncode}; its log:\n{tail}")
+
+    # --- the loop ----------------------------------------------------------------------------
+
+    async def _work(self) -> None:
+        settings = self._settings
+        names = [engine.name for engine in settings.engines]
+        await self._controller.wait_for_fleet(
+            num_trainers=settings.num_trainers, engines=names, deadline_s=START_DEADLINE_S
+        )
+        producer = asyncio.create_task(self._produce())
+        try:
+            for step in range(settings.steps):
+                if step == settings.steps - 1:
+                    # An engine that was killed must be back before the last version goes out.
+                    await self._controller.wait_for_fleet(
+                        num_trainers=settings.num_trainers,
+                        engines=names,
+                        deadline_s=START_DEADLINE_S,
+                    )
+                await self._step(step)
+            await self._last_version()
+        finally:
+            producer.cancel()
+            await asyncio.gather(producer, return_exceptions=True)
+
+    async def _produce(self) -> None:
+        """Prompts as fast as the staleness bound admits them."""
+        settings, rollouts = self._settings, self._controller.rollouts
+        generator = random.Random(settings.seed)  # noqa: S311 - prompts, not secrets
+        sampling = SamplingParams(max_new_tokens=settings.max_new_tokens, ignore_eos=True)
+        while True:
+            await rollouts.wait_for_room()
+            rollouts.submit_group(sample_prompt(generator), settings.samples_per_prompt, sampling)
+
+    async def _step(self, step: int) -> None:
+        controller, record = self._controller, self._record
+        await controller.batches.requested(step)
+        groups = await controller.rollouts.next_batch(
+            self._settings.prompts_per_step, deadline_s=STEP_DEADLINE_S
+        )
+        scored = [
+            training_samples(
+                group, [reward(group.prompt_ids, r.output_ids) for r in group.rollouts]
+            )
+            for group in groups
+        ]
+        samples = [sample for group in scored for sample in group]
+        version = controller.coordinator.published_version
+        record.add_step(
+            [sample.reward for sample in samples],
+            [version - min(sample.versions) for sample in samples],
+        )
+        self._served += samples
+        await controller.batches.put(step, scored)
+        self._show(controller)
+
+    async def _last_version(self) -> None:
+        """Return once the last step's weights are published or given up."""
+        coordinator = self._controller.coordinator
+        done = asyncio.Event()
+
+        def look(report: UpdateReport) -> None:
+            if report.version >= self._settings.steps:
+                done.set()
+
+        coordinator.on_update(look)
+        if any(report.version >= self._settings.steps for report in coordinator.reports):
+            done.set()
+        async with asyncio.timeout(STEP_DEADLINE_S):
+            await done.wait()
+
+    # --- what happens ------------------------------------------------------------------------
+
+    def _on_update(self, report: UpdateReport) -> None:
+        self._record.add_update(report)
+        for name, reason in report.left_out.items():
+            self._note(f"version {report.version} went on without {name}: {reason}")
+        self._show(self._controller)
+
+    def _on_phase(self, version: int, phase: Phase) -> None:
+        wanted = self._settings.kill_engine_at
+        if wanted and version == wanted and phase is Phase.WRITE and not self._killed.is_set():
+            victim = self._settings.engines[-1].name
+            self._killed.set()
+            self._note(f"kill -9 {victim} in the middle of the update to version {version}")
+            self._scheduler.signal(victim, signal.SIGKILL)
+
+    def _note(self, event: str) -> None:
+        self._record.events.append(event)
+        self._show(self._controller)
+
+    def _count_rollouts(self) -> None:
+        self._record.rollouts = msgspec.to_builtins(self._controller.rollouts.stats())
+        serving = {e.name for e in self._controller.coordinator.routable()}
+        for engine in self._settings.engines:
+            if engine.name not in serving:
+                self._record.missing_engines.append(engine.name)
+
+
+def _shower(
+    settings: DemoSettings, record: DemoRecord, live: Live | None, console: Console
+) -> Callable[[windlass.Controller], None]:
+    printed = 0
+
+    def show(controller: windlass.Controller) -> None:
+        nonlocal printed
+        if live is not None:
+            engines = controller.coordinator.routable()
+            outstanding = controller.rollouts.stats().outstanding
+            live.update(render(settings, record, engines, outstanding), refresh=True)
+            return
+        for event in record.events[printed:]:
+            console.print(event, style="yellow", highlight=False)
+        printed = len(record.events)
+        if record.updates and len(record.updates) == len(record.rewards) + 1:
+            row = record.updates[-1]
+            reward_text = f"{record.rewards[-1]:.3f}" if record.rewards else "  -  "
+            console.print(
+                f"version {row.version:3d}  reward {reward_text}  {row.nbytes:,} bytes  "
+                f"wire {row.wire_s * 1e3:6.2f} ms  update {row.update_s * 1e3:6.1f} ms  "
+                f"pause {row.pause_s * 1e3:6.1f} ms  {row.gbps:5.2f} GB/s",
+                highlight=False,
+            )
+
+    return show
+
+
+def _summarise(settings: DemoSettings, record: DemoRecord, console: Console) -> int:
+    problems = record.problems()
+    first = record.rewards[0] if record.rewards else 0.0
+    last = record.rewards[-1] if record.rewards else 0.0
+    torn = record.torn
+    console.print(
+        f"\n{len(record.updates)} versions published, reward {first:.3f} -> {last:.3f}, "
+        f"{torn.torn if torn else '?'} torn of {torn.checked if torn else '?'} answers "
+        f"(a wrong version would have shown in {100 * torn.control_detected if torn else 0:.0f} %), "
+        f"{record.rollouts.get('lost')} lost, {record.wall_s:.0f} s",
+        highlight=False,
+    )
+    console.print(f"picture and logs: {settings.directory}/", highlight=False)
+    for problem in problems:
+        console.print(f"PROBLEM: {problem}", style="red", highlight=False)
+    return 1 if problems else 0

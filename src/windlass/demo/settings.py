@@ -1,0 +1,133 @@
+"""What the demo runs, in one frozen value that every process of it reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from windlass.control.messages import UpdateMode
+from windlass.errors import ConfigError
+from windlass.transports.configs import parse_transport
+
+__all__ = ["DemoSettings", "EngineSpec", "load_settings", "save_settings"]
+
+
+class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One rollout engine.
+
+    Attributes:
+        name: identity in the fleet.
+        tensor_parallel_size: processes that share the model.
+        dtype: of the engine's parameters; the trainer's fp32 masters are cast while packed.
+    """
+
+    name: str
+    tensor_parallel_size: int
+    dtype: str
+
+
+class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that can be chosen.
+
+    Attributes:
+        steps: optimiser steps, each followed by a published version.
+        prompts_per_step: prompts per step. samples_per_prompt: the GRPO group.
+        max_new_tokens: length of every answer.
+        max_staleness: how many versions old the oldest token of a trained answer may be.
+        num_trainers: FSDP2 ranks.
+        engines: the fleet.
+        engine: engine kind.
+        transport: `cma`, `shm` or `mooncake`. mode: `in_place` or `staged`.
+        kill_engine_at: version in whose update one engine is killed with SIGKILL; 0 for never.
+        learning_rate: of AdamW. seed: of prompts, weights and sampling.
+        output_dir: logs, weight snapshots, the PNG.
+    """
+
+    steps: int = 40
+    prompts_per_step: int = 48
+    samples_per_prompt: int = 8
+    max_new_tokens: int = 8
+    max_staleness: int = 2
+    num_trainers: int = 2
+    engines: tuple[EngineSpec, ...] = (
+        EngineSpec(name="engine-a", tensor_parallel_size=1, dtype="float32"),
+        EngineSpec(name="engine-b", tensor_parallel_size=2, dtype="bfloat16"),
+    )
+    engine: str = "embedded"
+    transport: str = "cma"
+    mode: UpdateMode = UpdateMode.IN_PLACE
+    kill_engine_at: int = 0
+    learning_rate: float = 2e-3
+    seed: int = 0
+    output_dir: str = "demo-output"
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("steps", self.steps),
+            ("prompts_per_step", self.prompts_per_step),
+            ("samples_per_prompt", self.samples_per_prompt),
+            ("max_new_tokens", self.max_new_tokens),
+        ):
+            if value < 1:
+                raise ConfigError(f"demo: {name} must be >= 1, got {value}")
+        if self.engine != "embedded":
+            raise ConfigError(f"demo: engine must be 'embedded', got {self.engine!r}")
+        if not 0 <= self.kill_engine_at <= self.steps:
+            raise ConfigError(
+                f"demo: kill_engine_at must be in [0, steps={self.steps}], got {self.kill_engine_at}"
+            )
+        parse_transport(self.transport)
+
+    @property
+    def directory(self) -> Path:
+        """`output_dir` as a path."""
+        return Path(self.output_dir)
+
+    @property
+    def versions_dir(self) -> Path:
+        """Where trainer rank 0 keeps each version's weights, for the torn-weights check."""
+        return self.directory / "versions"
+
+    @property
+    def model_config_path(self) -> Path:
+        """The model's transformers configuration."""
+        return self.directory / "model.json"
+
+    def model_config(self) -> dict[str, Any]:
+        """A small Qwen3 with real attention, grouped KV heads and tied embeddings."""
+        return {
+            "model_type": "qwen3",
+            "architectures": ["Qwen3ForCausalLM"],
+            "vocab_size": 16,
+            "hidden_size": 128,
+            "intermediate_size": 512,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "max_position_embeddings": 64,
+            "tie_word_embeddings": True,
+        }
+
+
+def save_settings(settings: DemoSettings) -> Path:
+    """Write the settings and the model's configuration; returns the settings' path."""
+    settings.versions_dir.mkdir(parents=True, exist_ok=True)
+    settings.model_config_path.write_bytes(msgspec.json.encode(settings.model_config()))
+    path = settings.directory / "settings.json"
+    path.write_bytes(msgspec.json.encode(settings))
+    return path
+
+
+def load_settings(path: Path) -> DemoSettings:
+    """The inverse of `save_settings`.
+
+    Raises:
+        ConfigError: unreadable or invalid.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=DemoSettings)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"demo settings {path}: {error}") from error
