@@ -19,7 +19,9 @@ def _violations(path: Path) -> list[str]:
     found: list[str] = []
     num_lines = source.count("\n")
     if num_lines > MAX_LINES:
-        found.append(f"{path}: {num_lines} lines, at most {MAX_LINES}: split it by reason to change")
+        found.append(
+            f"{path}: {num_lines} lines, at most {MAX_LINES}: split it by reason to change"
+        )
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             if node.args.kwarg is not None and not node.name.startswith("_"):
@@ -31,7 +33,9 @@ def _violations(path: Path) -> list[str]:
             and len(node.args) >= 2
             and isinstance(node.args[1], ast.Constant)
         ):
-            found.append(f"{path}:{node.lineno}: {node.func.id} with a literal name: type the object")
+            found.append(
+                f"{path}:{node.lineno}: {node.func.id} with a literal name: type the object"
+            )
     return found
 
 

@@ -9,7 +9,7 @@ from windlass.errors import ConfigError
 
 __all__ = ["control_token", "inherited_environment", "set_defaults"]
 
-TOKEN_VARIABLE = "WINDLASS_TOKEN"
+TOKEN_VARIABLE = "WINDLASS_TOKEN"  # noqa: S105 - the name of the variable
 
 
 def control_token() -> str:

@@ -32,7 +32,7 @@ from windlass.control.messages import (
     decode_agent_frame,
     encode,
 )
-from windlass.control.rounds import AgentLost, EngineFate, Phase, RoundSpec
+from windlass.control.round_types import AgentLost, EngineFate, Phase, RoundSpec
 from windlass.control.server import ControlServer
 from windlass.control.session import AgentSession
 from windlass.errors import PeerTimeout, PeerUnreachable, PlanError, ProtocolError, WindlassError
@@ -109,9 +109,10 @@ class Coordinator:
         """Call `listener(version, phase)` in the loop when a round enters a phase."""
         self._phase_listeners.append(listener)
 
-    def subscribe(self, callback: Callable[[], None]) -> None:
+    def subscribe(self, callback: Callable[[], None]) -> object:
         """Call `callback` in the loop when engines come, go, or change version."""
         self._fleet_listeners.append(callback)
+        return None
 
     def status(self) -> dict[str, object]:
         """What `/v1/status` answers."""

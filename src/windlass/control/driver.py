@@ -9,7 +9,7 @@ from typing import assert_never, final
 
 from windlass.config import PhaseDeadlines
 from windlass.control.messages import Envelope, Pause, Publish, Reply
-from windlass.control.rounds import (
+from windlass.control.round_types import (
     AgentLost,
     DeadlinePassed,
     EnterPhase,
@@ -18,10 +18,10 @@ from windlass.control.rounds import (
     Instruction,
     Phase,
     Replied,
-    RoundMachine,
     RoundSpec,
     Send,
 )
+from windlass.control.rounds import RoundMachine
 from windlass.control.session import AgentSession
 from windlass.errors import PeerUnreachable
 

@@ -21,9 +21,7 @@ What goes wrong, and what then:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import assert_never
 
 from windlass.control.messages import (
@@ -33,7 +31,6 @@ from windlass.control.messages import (
     Failure,
     FailureKind,
     Pause,
-    PauseMode,
     Prepare,
     Publish,
     Result,
@@ -44,149 +41,22 @@ from windlass.control.messages import (
     Write,
     Written,
 )
+from windlass.control.round_types import (
+    AgentLost,
+    DeadlinePassed,
+    EngineFate,
+    EnterPhase,
+    Event,
+    Finish,
+    Instruction,
+    Phase,
+    Replied,
+    RoundSpec,
+    Send,
+)
 from windlass.execution.bindings import LinkOutcome, LinkStatus
 
-__all__ = [
-    "AgentLost",
-    "DeadlinePassed",
-    "EngineFate",
-    "EnterPhase",
-    "Event",
-    "Finish",
-    "Instruction",
-    "Phase",
-    "Replied",
-    "RoundMachine",
-    "RoundSpec",
-    "Send",
-]
-
-
-class Phase(StrEnum):
-    """Where a round is; each has its own deadline."""
-
-    PREPARE = "prepare"
-    WRITE = "write"
-    VERIFY = "verify"
-    PAUSE = "pause"
-    APPLY = "apply"
-    PUBLISH = "publish"
-    DONE = "done"
-
-
-class EngineFate(StrEnum):
-    """What became of an engine in this round.
-
-    ACTIVE: still part of it. LEFT_OUT: serves old weights or none; not routed until it holds the
-    published version. TAINTED: live weights may be mixed; stays paused. POISONED: bytes may still
-    land in its memory; not written again by this incarnation. PUBLISHED: serves the version.
-    """
-
-    ACTIVE = "active"
-    LEFT_OUT = "left_out"
-    TAINTED = "tainted"
-    POISONED = "poisoned"
-    PUBLISHED = "published"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundSpec:
-    """What a round is about.
-
-    Attributes:
-        version: to publish.
-        mode: where writes land. pause_mode: what happens to running requests.
-        trainers: source workers.
-        engines: engine name -> its rank workers.
-        links: (source, destination) workers that exchange bytes.
-        max_rewrites: how often a failed or mismatched link is written again.
-        pause_s, write_s: deadlines passed on to the agents.
-    """
-
-    version: int
-    mode: UpdateMode
-    pause_mode: PauseMode
-    trainers: tuple[str, ...]
-    engines: Mapping[str, tuple[str, ...]]
-    links: frozenset[tuple[str, str]]
-    max_rewrites: int = 2
-    pause_s: float = 30.0
-    write_s: float = 120.0
-
-
-# --- events --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Replied:
-    """An agent's answer to `Send.seq`."""
-
-    worker: str
-    seq: int
-    result: Result
-
-
-@dataclass(frozen=True, slots=True)
-class AgentLost:
-    """An agent's connection is closed: the process is dead or unreachable."""
-
-    worker: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class DeadlinePassed:
-    """The phase's deadline passed; ignored when the phase is over."""
-
-    phase: Phase
-
-
-Event = Replied | AgentLost | DeadlinePassed
-
-
-# --- instructions ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send a command. `expects_reply` is false for farewells that nothing waits for."""
-
-    worker: str
-    seq: int
-    command: Command
-    expects_reply: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class EnterPhase:
-    """A phase begins: start its deadline."""
-
-    phase: Phase
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finish:
-    """The round is over.
-
-    Attributes:
-        outcome: published, aborted (old weights serve) or failed (nobody could be published).
-        reason: one line, empty when published.
-        fates: per engine. reasons: per engine that does not serve the version.
-        nbytes: bytes written. wire_s, pack_s: the slowest trainer's sums.
-        digest_ok: no engine reported a wrong digest in the end.
-    """
-
-    outcome: RoundOutcome
-    reason: str
-    fates: Mapping[str, EngineFate]
-    reasons: Mapping[str, str]
-    nbytes: int
-    wire_s: float
-    pack_s: float
-    digest_ok: bool
-
-
-Instruction = Send | EnterPhase | Finish
+__all__ = ["RoundMachine"]
 
 
 @dataclass(slots=True)

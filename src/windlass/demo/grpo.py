@@ -30,7 +30,8 @@ def token_logprobs(
     """Log-probabilities (B, T) of outputs (B, T) after prompts (B, P), in float32."""
     tokens = torch.cat([prompt_ids, output_ids], dim=1)
     logits = model(tokens[:, :-1]).logits[:, prompt_ids.shape[1] - 1 :].float()
-    return logits.log_softmax(-1).gather(2, output_ids[..., None])[..., 0]
+    chosen: torch.Tensor = logits.log_softmax(-1).gather(2, output_ids[..., None])[..., 0]
+    return chosen
 
 
 def grpo_loss(model: torch.nn.Module, samples: Sequence[TrainingSample]) -> torch.Tensor:

@@ -20,7 +20,7 @@ from rich.live import Live
 import windlass
 from windlass.config import ControlConfig
 from windlass.control.messages import UpdateReport
-from windlass.control.rounds import Phase
+from windlass.control.round_types import Phase
 from windlass.demo.checker import check_served
 from windlass.demo.plot import save_plot
 from windlass.demo.record import DemoRecord
@@ -32,7 +32,7 @@ from windlass.rollout.batches import training_samples
 from windlass.rollout.messages import SamplingParams, TrainingSample
 from windlass.schedulers.base import ProcessSpec
 from windlass.schedulers.local import LocalScheduler
-from windlass.telemetry.ceilings import memcpy_gbps
+from windlass.telemetry.ceilings import measure_memcpy_gbps
 
 __all__ = ["run_demo"]
 
@@ -48,7 +48,7 @@ async def run_demo(settings: DemoSettings, *, json_path: Path | None, plain: boo
     """
     shutil.rmtree(settings.directory, ignore_errors=True)
     settings_path = save_settings(settings)
-    record = DemoRecord(ceiling_gbps=memcpy_gbps())
+    record = DemoRecord(ceiling_gbps=measure_memcpy_gbps())
     console = Console()
     live = None if plain or not console.is_terminal else Live(console=console, auto_refresh=False)
     began = time.perf_counter()

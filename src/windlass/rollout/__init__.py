@@ -5,7 +5,7 @@ from __future__ import annotations
 from windlass.rollout.batches import BatchQueue, training_samples
 from windlass.rollout.client import BatchClient
 from windlass.rollout.controller import RolloutController
-from windlass.rollout.directory import CoordinatorEngines, EngineDirectory, StaticEngines
+from windlass.rollout.directory import EngineDirectory, StaticEngines
 from windlass.rollout.handles import (
     ControllerConfig,
     GroupHandle,
@@ -22,7 +22,6 @@ __all__ = [
     "BatchClient",
     "BatchQueue",
     "ControllerConfig",
-    "CoordinatorEngines",
     "EngineDirectory",
     "GroupHandle",
     "OnAbort",

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from windlass.control.coordinator import Coordinator
-
-__all__ = ["CoordinatorEngines", "EngineDirectory", "RoutableEngine", "StaticEngines"]
+__all__ = ["EngineDirectory", "RoutableEngine", "StaticEngines"]
 
 
 class RoutableEngine(NamedTuple):
@@ -32,23 +30,6 @@ class EngineDirectory(Protocol):
     def subscribe(self, callback: Callable[[], None]) -> object:
         """Call `callback` in the event loop after every change of `routable()`."""
         ...
-
-
-class CoordinatorEngines:
-    """The engines of a fleet that a `Coordinator` updates, routed to while it says so."""
-
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._coordinator = coordinator
-
-    def routable(self) -> Sequence[tuple[str, str, int]]:
-        """Complete, untainted engines at the published version."""
-        engines = self._coordinator.routable_engines()
-        return tuple(RoutableEngine(each.group, each.url, each.version) for each in engines)
-
-    def subscribe(self, callback: Callable[[], None]) -> object:
-        """Call `callback` when engines come, go, or change version."""
-        self._coordinator.on_fleet_change(callback)
-        return None
 
 
 class StaticEngines:

@@ -1,4 +1,4 @@
-"""`python -m windlass.engines.embedded --name engine-a --model config.json --tp 2 ...`
+"""Start an engine: `python -m windlass.engines.embedded --name a --model config.json --tp 2`.
 
 The token is read from WINDLASS_TOKEN. Rank 0 is this process; it starts the others and all
 end together: a follower watches the pipe that rank 0 holds, rank 0 waits for its children.
@@ -15,6 +15,7 @@ import threading
 
 import msgspec
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from windlass.engines.embedded.rank import run_rank
 from windlass.engines.embedded.settings import EngineSettings
@@ -68,7 +69,7 @@ def main() -> int:
 def _lead(settings: EngineSettings) -> int:
     token = control_token()
     if settings.tensor_parallel_size > 1:
-        store = dist.TCPStore(
+        store = TCPStore(
             "127.0.0.1", 0, settings.tensor_parallel_size, is_master=True, wait_for_workers=False
         )
         for rank in range(1, settings.tensor_parallel_size):
@@ -116,7 +117,7 @@ def _follow(rank: int, store_port: int, encoded: str) -> int:
         os._exit(1)
 
     threading.Thread(target=watch, name="rank-0", daemon=True).start()
-    store = dist.TCPStore("127.0.0.1", store_port, settings.tensor_parallel_size, is_master=False)
+    store = TCPStore("127.0.0.1", store_port, settings.tensor_parallel_size, is_master=False)
     dist.init_process_group(
         "gloo",
         store=store,

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     RowwiseParallel,
     parallelize_module,
 )
@@ -29,7 +30,7 @@ from windlass.transports.base import OneSidedTransport
 __all__ = ["ModelShard", "load_model"]
 
 ALIGNMENT = 64
-TENSOR_PARALLEL_STYLES = {
+TENSOR_PARALLEL_STYLES: dict[str, type[ColwiseParallel | RowwiseParallel]] = {
     "q_proj": ColwiseParallel,
     "k_proj": ColwiseParallel,
     "v_proj": ColwiseParallel,
@@ -105,7 +106,7 @@ def _check_divisible(config: Any, size: int) -> None:
 
 
 def _parallelize(module: torch.nn.Module, mesh: DeviceMesh) -> None:
-    plan = {}
+    plan: dict[str, ParallelStyle] = {}
     for name, _ in module.named_modules():
         style = TENSOR_PARALLEL_STYLES.get(name.rpartition(".")[2])
         if style is not None:

@@ -178,12 +178,15 @@ class EngineServer:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             stop_token_ids=frozenset(stops),
-            on_finish=lambda r: self._loop.call_soon_threadsafe(_resolve, done, r),
+            on_finish=lambda finished: self._post(done, finished),
         )
         self._scheduler.submit(request)
         return web.Response(
             body=msgspec.json.encode(self._answer(await done)), content_type="application/json"
         )
+
+    def _post(self, done: asyncio.Future[Request], finished: Request) -> None:
+        self._loop.call_soon_threadsafe(_resolve, done, finished)
 
     def _answer(self, request: Request) -> dict[str, Any]:
         finish: dict[str, Any] = {"type": str(request.finish)}

@@ -6,7 +6,7 @@ the same order and come to rest at the same one.
 
 from __future__ import annotations
 
-import datetime
+from datetime import timedelta
 from enum import StrEnum
 from typing import Protocol, final
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 __all__ = ["NoPeers", "Step", "StepChannel", "StepKind", "StoreChannel"]
 
-IDLE_TIMEOUT = datetime.timedelta(days=30)
+IDLE_TIMEOUT = timedelta(days=30)
 """An idle rank waits in a broadcast; the death of a rank ends it, not the clock."""
 
 
