@@ -41,17 +41,23 @@ class Arena:
         if nbytes < 1:
             raise ConfigError(f"Arena: nbytes must be >= 1, got {nbytes}")
         self._transport = transport
-        self._mapping: mmap.mmap | None = None
+        self._closed = False
         if isinstance(transport, AllocatingTransport):
             self._address = transport.allocate(nbytes)
+            raw = (ctypes.c_uint8 * nbytes).from_address(self._address)
+            self._bytes: npt.NDArray[np.uint8] = np.ctypeslib.as_array(raw)
         else:
-            self._mapping = mmap.mmap(-1, nbytes)
-            self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
-        raw = (ctypes.c_uint8 * nbytes).from_address(self._address)
-        self._bytes: npt.NDArray[np.uint8] = np.ctypeslib.as_array(raw)
+            mapping = mmap.mmap(-1, nbytes)
+            # Fewer pages to fault in, to pin and to walk: a third of the time of a scattered write.
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+            self._bytes = np.frombuffer(mapping, np.uint8)  # unmapped when its last view is gone
+            self._address = int(self._bytes.ctypes.data)
         self._bytes[:: mmap.PAGESIZE] = 0  # first touch costs up to 3 s per GiB: pay it here
-        self._region = transport.register(self._address, nbytes)
-        self._closed = False
+        try:
+            self._region = transport.register(self._address, nbytes)
+        except BaseException:  # whatever it is: the memory must not outlive the attempt
+            self._free()
+            raise
 
     @property
     def address(self) -> int:
@@ -74,15 +80,21 @@ class Arena:
         return self._bytes
 
     def close(self) -> None:
-        """Unregister and free. No peer may write after this. Idempotent."""
+        """Unregister and free; before its transport is closed. Idempotent.
+
+        Memory: no peer may write after this. Views of `bytes` taken earlier stay readable where
+        the arena mapped the memory itself, and are dangling where the transport allocated it.
+        """
         if self._closed:
             return
         self._closed = True
         self._transport.unregister(self._region)
+        self._free()
+
+    def _free(self) -> None:
         self._bytes = np.empty(0, np.uint8)
         if isinstance(self._transport, AllocatingTransport):
             self._transport.release(self._address)
-        self._mapping = None  # unmapped once the last view of it is gone
 
     def __enter__(self) -> Arena:
         return self

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from pathlib import Path
 from typing import final
 
 import numpy as np
@@ -32,36 +31,20 @@ from windlass.transports.base import (
     WireReport,
     WriteBatch,
 )
+from windlass.transports.processes import check_alive, own_endpoint
 from windlass.transports.regions import RegionTable, check_batch
+from windlass.transports.splitting import merge_adjacent, split_pieces
 
-__all__ = ["CmaTransport", "merge_adjacent", "process_start_time", "write_process_memory"]
+__all__ = ["CmaTransport", "write_process_memory"]
 
 MAX_IOVECS = 1024
 MAX_CALL_NBYTES = 64 << 20
 """Bytes per system call: bounds how long one call can outlast a deadline."""
 
+_PR_SET_PTRACER = 0x59616D61
+_PR_SET_PTRACER_ANY = 2**64 - 1
+
 UInt64Array = npt.NDArray[np.uint64]
-
-
-def process_start_time(pid: int) -> str:
-    """Clock ticks since boot at which the process started; empty when there is none."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-    fields = stat.rpartition(")")[2].split()
-    return "" if fields[0] in {"Z", "X"} else fields[19]
-
-
-def merge_adjacent(
-    local: UInt64Array, remote: UInt64Array, nbytes: UInt64Array
-) -> tuple[UInt64Array, UInt64Array, UInt64Array]:
-    """Join pieces that follow each other on both sides."""
-    if len(nbytes) < 2:
-        return local, remote, nbytes
-    joins = (local[:-1] + nbytes[:-1] == local[1:]) & (remote[:-1] + nbytes[:-1] == remote[1:])
-    heads = np.flatnonzero(np.r_[True, ~joins])
-    return local[heads], remote[heads], np.add.reduceat(nbytes, heads)
 
 
 def write_process_memory(
@@ -74,7 +57,7 @@ def write_process_memory(
         TransferOutcomeUnknown: never by the kernel, which returns only when done.
         TransferFailed: the deadline passed between two calls.
     """
-    local, remote, nbytes = _split(*merge_adjacent(local, remote, nbytes))
+    local, remote, nbytes = split_pieces(*merge_adjacent(local, remote, nbytes), MAX_CALL_NBYTES)
     local_vectors = np.ascontiguousarray(np.stack([local, nbytes], axis=1))
     remote_vectors = np.ascontiguousarray(np.stack([remote, nbytes], axis=1))
     cumulative = np.cumsum(nbytes)
@@ -87,6 +70,8 @@ def write_process_memory(
         )
         expected = int(cumulative[stop - 1]) - written
         done = _writev(pid, local_vectors[start:stop], remote_vectors[start:stop])
+        if done == 0:
+            raise OSError(errno.EIO, "process_vm_writev wrote nothing")
         if done < expected:
             # A partial count stops at the first bad page; asking again names the reason.
             start, done = _advance(local_vectors, remote_vectors, start, done, written, cumulative)
@@ -94,20 +79,6 @@ def write_process_memory(
             continue
         written += done
         start = stop
-
-
-def _split(
-    local: UInt64Array, remote: UInt64Array, nbytes: UInt64Array
-) -> tuple[UInt64Array, UInt64Array, UInt64Array]:
-    """Cut pieces over `MAX_CALL_NBYTES`, so that one call stays short."""
-    if len(nbytes) == 0 or int(nbytes.max()) <= MAX_CALL_NBYTES:
-        return local, remote, nbytes
-    counts = (nbytes + MAX_CALL_NBYTES - 1) // np.uint64(MAX_CALL_NBYTES)
-    row = np.repeat(np.arange(len(nbytes)), counts.astype(np.int64))
-    first = np.r_[0, np.cumsum(counts.astype(np.int64))[:-1]]
-    offset = ((np.arange(len(row)) - first[row]) * MAX_CALL_NBYTES).astype(np.uint64)
-    size = np.minimum(nbytes[row] - offset, np.uint64(MAX_CALL_NBYTES))
-    return local[row] + offset, remote[row] + offset, size
 
 
 def _advance(
@@ -168,9 +139,10 @@ class CmaTransport:
     """
 
     def __init__(self) -> None:
-        self._endpoint = PeerEndpoint("cma", str(os.getpid()), process_start_time(os.getpid()))
+        self._endpoint = own_endpoint("cma")
         self._table = RegionTable()
         _probe()
+        _let_peers_write()
 
     def report(self) -> WireReport:
         """See `OneSidedTransport.report`."""
@@ -182,7 +154,6 @@ class CmaTransport:
 
     def register(self, address: int, nbytes: int) -> MemoryRegion:
         """See `OneSidedTransport.register`; bookkeeping only."""
-        self._table.check_new(address, nbytes)
         region = MemoryRegion(address, nbytes, RemoteRegion(self._endpoint, address, nbytes))
         self._table.add(region)
         return region
@@ -193,31 +164,21 @@ class CmaTransport:
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
         """See `OneSidedTransport.write`; the outcome is never unknown."""
-        check_batch(self._table, batch)
-        pid = int(batch.endpoint.address)
-        self._check_alive(batch.endpoint)
+        check_batch(self._table, batch, "cma")
+        pid = check_alive(batch.endpoint)
         deadline = Deadline.after(deadline_s, f"cma write to pid {pid}")
         try:
             write_process_memory(
                 pid, batch.local_addresses, batch.remote_addresses, batch.nbytes, deadline
             )
         except OSError as error:
-            self._check_alive(batch.endpoint)
+            check_alive(batch.endpoint)
             raise _classify(error, batch.endpoint) from error
-        self._check_alive(batch.endpoint)
+        check_alive(batch.endpoint)
 
     def close(self) -> None:
         """See `OneSidedTransport.close`."""
-        self._table = RegionTable()
-
-    @staticmethod
-    def _check_alive(peer: PeerEndpoint) -> None:
-        started = process_start_time(int(peer.address))
-        if started != peer.incarnation:
-            what = "is gone" if not started else f"is another process (started {started})"
-            raise PeerUnreachable(
-                f"cma: pid {peer.address} started {peer.incarnation or '?'} {what}"
-            )
+        self._table.clear()
 
 
 def _classify(error: OSError, peer: PeerEndpoint) -> Exception:
@@ -227,7 +188,8 @@ def _classify(error: OSError, peer: PeerEndpoint) -> Exception:
         case errno.EPERM:
             return TransferFailed(
                 f"cma: not allowed to write pid {peer.address}: both processes need the same user, "
-                "and ptrace permission (kernel.yama.ptrace_scope=0 or CAP_SYS_PTRACE)"
+                "ptrace permission (kernel.yama.ptrace_scope <= 1 or CAP_SYS_PTRACE) and a seccomp "
+                "profile that allows process_vm_writev; or use transport 'shm'"
             )
         case errno.EFAULT:
             return RegionError(
@@ -235,6 +197,14 @@ def _classify(error: OSError, peer: PeerEndpoint) -> Exception:
             )
         case _:
             return TransferFailed(f"cma: pid {peer.address}: {error}")
+
+
+def _let_peers_write() -> None:
+    """Under Yama's default (ptrace_scope=1) only a parent may write here; name all peers instead.
+
+    The kernel still wants the same user. Without Yama the call fails, and nothing is needed.
+    """
+    _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(_PR_SET_PTRACER_ANY), 0, 0, 0)
 
 
 def _probe() -> None:

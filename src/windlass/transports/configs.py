@@ -16,6 +16,7 @@ __all__ = [
     "ShmConfig",
     "TransportConfig",
     "parse_transport",
+    "transport_names",
 ]
 
 
@@ -70,5 +71,10 @@ def parse_transport(name: str) -> TransportConfig:
         ConfigError: no such transport.
     """
     if name not in _BY_NAME:
-        raise ConfigError(f"transport must be one of {sorted(_BY_NAME)}, got {name!r}")
+        raise ConfigError(f"transport must be one of {list(_BY_NAME)}, got {name!r}")
     return _BY_NAME[name]
+
+
+def transport_names() -> tuple[str, ...]:
+    """The names that `parse_transport` knows."""
+    return tuple(_BY_NAME)

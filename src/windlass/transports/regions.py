@@ -6,6 +6,7 @@ TCP reads any source), so every write of every transport passes through here fir
 
 from __future__ import annotations
 
+import bisect
 import threading
 from collections.abc import Iterable
 
@@ -15,40 +16,37 @@ import numpy.typing as npt
 from windlass.errors import RegionError
 from windlass.transports.base import MemoryRegion, WriteBatch
 
-__all__ = ["RegionTable", "check_batch", "check_inside"]
+__all__ = ["RegionTable", "check_batch", "check_extent", "check_inside"]
+
+MAX_ADDRESS = 1 << 63
 
 UInt64Array = npt.NDArray[np.uint64]
 
 
 class RegionTable:
-    """Registered local regions: disjoint, thread-safe."""
+    """Registered local regions: disjoint, sorted, thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._regions: dict[int, MemoryRegion] = {}
+        self._regions: list[MemoryRegion] = []
 
-    def check_new(self, address: int, nbytes: int) -> None:
-        """Whether a region may be registered.
+    def add(self, region: MemoryRegion) -> None:
+        """Remember a region.
 
         Raises:
             RegionError: empty, or overlapping a registered region.
         """
-        if nbytes < 1:
-            raise RegionError(f"register: nbytes must be >= 1, got {nbytes}")
-        if address < 1:
-            raise RegionError(f"register: address must be >= 1, got {address:#x}")
+        start, end = region.address, region.address + region.nbytes
+        check_extent(start, region.nbytes)
         with self._lock:
-            for region in self._regions.values():
-                if address < region.address + region.nbytes and region.address < address + nbytes:
+            slot = bisect.bisect_right(self._regions, start, key=_address)
+            for other in self._regions[max(slot - 1, 0) : slot + 1]:
+                if start < other.address + other.nbytes and other.address < end:
                     raise RegionError(
-                        f"register: [{address:#x}, {address + nbytes:#x}) overlaps registered "
-                        f"[{region.address:#x}, {region.address + region.nbytes:#x})"
+                        f"register: [{start:#x}, {end:#x}) overlaps registered "
+                        f"[{other.address:#x}, {other.address + other.nbytes:#x})"
                     )
-
-    def add(self, region: MemoryRegion) -> None:
-        """Remember a region that `check_new` has passed."""
-        with self._lock:
-            self._regions[region.address] = region
+            self._regions.insert(slot, region)
 
     def remove(self, region: MemoryRegion) -> None:
         """Forget a region.
@@ -57,26 +55,52 @@ class RegionTable:
             RegionError: not registered.
         """
         with self._lock:
-            if self._regions.get(region.address) != region:
+            slot = bisect.bisect_left(self._regions, region.address, key=_address)
+            if slot == len(self._regions) or self._regions[slot] != region:
                 raise RegionError(
                     f"unregister: region at {region.address:#x} with {region.nbytes} bytes is not "
                     "registered"
                 )
-            del self._regions[region.address]
+            del self._regions[slot]
+
+    def clear(self) -> None:
+        """Forget every region."""
+        with self._lock:
+            self._regions.clear()
 
     def spans(self) -> list[tuple[int, int]]:
-        """(address, nbytes) of every region."""
+        """(address, nbytes) of every region, by address."""
         with self._lock:
-            return [(r.address, r.nbytes) for r in self._regions.values()]
+            return [(r.address, r.nbytes) for r in self._regions]
 
 
-def check_batch(table: RegionTable, batch: WriteBatch) -> None:
+def _address(region: MemoryRegion) -> int:
+    return region.address
+
+
+def check_extent(address: int, nbytes: int) -> None:
+    """Refuse a region that cannot be memory.
+
+    Raises:
+        RegionError: empty, at no address, or past the end of the address space.
+    """
+    if nbytes < 1:
+        raise RegionError(f"register: nbytes must be >= 1, got {nbytes}")
+    if address < 1 or address + nbytes > MAX_ADDRESS:
+        raise RegionError(f"register: address must be in [1, 2^63 - nbytes], got {address:#x}")
+
+
+def check_batch(table: RegionTable, batch: WriteBatch, transport: str) -> None:
     """Refuse a batch before its first byte is sent.
 
     Raises:
         RegionError: columns of different lengths, an empty piece, a piece outside local registered
-            memory or outside the published regions, or a region of another endpoint.
+            memory or outside the published regions, or a region of another endpoint or transport.
     """
+    if batch.endpoint.transport != transport:
+        raise RegionError(
+            f"write: endpoint must be of transport {transport!r}, got {batch.endpoint.transport!r}"
+        )
     num_pieces = len(batch.nbytes)
     if len(batch.local_addresses) != num_pieces or len(batch.remote_addresses) != num_pieces:
         raise RegionError(

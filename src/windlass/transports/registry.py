@@ -11,9 +11,11 @@ from windlass.transports.configs import (
     MooncakeConfig,
     ShmConfig,
     TransportConfig,
+    parse_transport,
+    transport_names,
 )
 
-__all__ = ["create_transport"]
+__all__ = ["create_transport", "parse_transport", "transport_names"]
 
 
 def create_transport(config: TransportConfig) -> OneSidedTransport:
