@@ -78,6 +78,14 @@ class Controller:
             num_trainers=num_trainers, engines=engines, deadline_s=deadline_s
         )
 
+    async def wait_for_version(self, version: int, *, deadline_s: float) -> None:
+        """Return once `version` or a later one is published.
+
+        Raises:
+            PeerTimeout: it was not within `deadline_s`.
+        """
+        await self.coordinator.wait_for_version(version, deadline_s)
+
     async def __aenter__(self) -> Controller:
         mount_rollout_routes(self._server, self.rollouts, self.batches)
         self.coordinator.mount(self._server)

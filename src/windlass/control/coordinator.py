@@ -167,6 +167,21 @@ class Coordinator:
                 f"wait_for_fleet: missing after {deadline_s} s: {', '.join(missing())}"
             ) from None
 
+    async def wait_for_version(self, version: int, deadline_s: float) -> None:
+        """Return once `version` or a later one is published.
+
+        Raises:
+            PeerTimeout: it was not within `deadline_s`.
+        """
+        try:
+            async with asyncio.timeout(deadline_s), self._changed:
+                await self._changed.wait_for(lambda: self._published >= version)
+        except TimeoutError:
+            raise PeerTimeout(
+                f"wait_for_version: {version} was not published within {deadline_s} s, "
+                f"the fleet serves {self._published}"
+            ) from None
+
     # --- connections -------------------------------------------------------------------------
 
     def mount(self, server: ControlServer) -> None:

@@ -25,6 +25,7 @@ class UpdateRow(msgspec.Struct, frozen=True, kw_only=True):
         wire_s, update_s, pause_s: the three clocks.
         gbps: GB/s on the wire clock. ceiling_gbps: one memcpy thread, measured at start.
         digest_ok: every written range had its sender's digest on the receiving side.
+        phase_s: seconds per phase of the round.
         engines: that serve the version. left_out: engine -> why not.
     """
 
@@ -36,6 +37,7 @@ class UpdateRow(msgspec.Struct, frozen=True, kw_only=True):
     gbps: float
     ceiling_gbps: float
     digest_ok: bool
+    phase_s: dict[str, float]
     engines: tuple[str, ...]
     left_out: dict[str, str]
 
@@ -70,6 +72,7 @@ class DemoRecord:
                 gbps=report.nbytes / report.wire_s / GB if report.wire_s > 0 else 0.0,
                 ceiling_gbps=self.ceiling_gbps,
                 digest_ok=report.digest_ok,
+                phase_s=report.phase_s,
                 engines=report.engines,
                 left_out=report.left_out,
             )

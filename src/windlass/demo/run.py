@@ -178,7 +178,7 @@ class _Demo:
                         deadline_s=START_DEADLINE_S,
                     )
                 await self._step(step)
-            await self._last_version()
+            await self._controller.wait_for_version(settings.steps, deadline_s=STEP_DEADLINE_S)
         finally:
             producer.cancel()
             await asyncio.gather(producer, return_exceptions=True)
@@ -214,21 +214,6 @@ class _Demo:
         await controller.batches.put(step, scored)
         self._show(controller)
 
-    async def _last_version(self) -> None:
-        """Return once the last step's weights are published or given up."""
-        coordinator = self._controller.coordinator
-        done = asyncio.Event()
-
-        def look(report: UpdateReport) -> None:
-            if report.version >= self._settings.steps:
-                done.set()
-
-        coordinator.on_update(look)
-        if any(report.version >= self._settings.steps for report in coordinator.reports):
-            done.set()
-        async with asyncio.timeout(STEP_DEADLINE_S):
-            await done.wait()
-
     # --- what happens ------------------------------------------------------------------------
 
     def _on_update(self, report: UpdateReport) -> None:
@@ -261,9 +246,10 @@ def _shower(
     settings: DemoSettings, record: DemoRecord, live: Live | None, console: Console
 ) -> Callable[[windlass.Controller], None]:
     printed = 0
+    last_version = -1
 
     def show(controller: windlass.Controller) -> None:
-        nonlocal printed
+        nonlocal printed, last_version
         if live is not None:
             engines = controller.coordinator.routable()
             outstanding = controller.rollouts.stats().outstanding
@@ -272,14 +258,16 @@ def _shower(
         for event in record.events[printed:]:
             console.print(event, style="yellow", highlight=False)
         printed = len(record.events)
-        if record.updates and len(record.updates) == len(record.rewards) + 1:
-            row = record.updates[-1]
+        row = record.updates[-1] if record.updates else None
+        if row is not None and row.version != last_version:
+            last_version = row.version
             reward_text = f"{record.rewards[-1]:.3f}" if record.rewards else "  -  "
             console.print(
                 f"version {row.version:3d}  reward {reward_text}  {row.nbytes:,} bytes  "
                 f"wire {row.wire_s * 1e3:6.2f} ms  update {row.update_s * 1e3:6.1f} ms  "
                 f"pause {row.pause_s * 1e3:6.1f} ms  {row.gbps:5.2f} GB/s",
                 highlight=False,
+                soft_wrap=True,
             )
 
     return show

@@ -1,0 +1,48 @@
+"""A controller: run with `python examples/controller.py`, then start the rest with the address it prints.
+
+export WINDLASS_TOKEN=...
+python examples/controller.py
+python -m windlass.engines.embedded --name engine-a --model CONFIG.json --controller URL
+python -m windlass.rollout.worker --name worker-0 --controller URL
+torchrun --nproc-per-node 2 examples/trainer.py URL CONFIG.json
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import windlass
+from windlass.rollout import RolloutGroup, training_samples
+
+SAMPLES_PER_PROMPT = 4
+PROMPTS_PER_STEP = 8
+
+
+async def main() -> None:
+    """Three steps of rollouts, scored by how often token 7 appears."""
+    sampling = windlass.SamplingParams(max_new_tokens=8, ignore_eos=True)
+    policy = windlass.StalenessPolicy(
+        max_staleness=1, batch_size=PROMPTS_PER_STEP * SAMPLES_PER_PROMPT, max_concurrent=256
+    )
+    async with windlass.Controller(
+        token=os.environ["WINDLASS_TOKEN"], staleness=policy
+    ) as controller:
+        print(controller.url, flush=True)
+        await controller.wait_for_fleet(num_trainers=2, engines=("engine-a",), deadline_s=600)
+        for step in range(3):
+            for number in range(PROMPTS_PER_STEP):
+                controller.rollouts.submit_group((1, 2, number), SAMPLES_PER_PROMPT, sampling)
+            groups = await controller.rollouts.next_batch(PROMPTS_PER_STEP, deadline_s=600)
+            await controller.batches.put(step, [score(group) for group in groups])
+        await controller.wait_for_version(3, deadline_s=600)
+
+
+def score(group: RolloutGroup) -> tuple[windlass.TrainingSample, ...]:
+    """A group's answers with their rewards."""
+    rewards = [r.output_ids.count(7) / len(r.output_ids) for r in group.rollouts]
+    return training_samples(group, rewards)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,61 @@
+"""A trainer: run with `torchrun --nproc-per-node 2 examples/trainer.py CONTROLLER_URL CONFIG.json`.
+
+WINDLASS_TOKEN holds the controller's token. Loss and optimiser are yours; Windlass needs two lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.fsdp import fully_shard
+
+import windlass
+
+
+def main() -> None:
+    """Train on whatever the controller serves, and publish after every step."""
+    url, config_path, token = sys.argv[1], sys.argv[2], os.environ["WINDLASS_TOKEN"]
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(**json.loads(Path(config_path).read_text()))
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with (
+        windlass.connect_trainer(model, controller=url, token=token) as trainer,
+        windlass.BatchClient(url, token) as batches,
+    ):
+        trainer.publish(0)
+        for step in range(3):
+            batch = batches.next_batch(step, dist.get_rank(), dist.get_world_size(), deadline_s=600)
+            loss = policy_gradient(model, batch.samples)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            report = trainer.publish(step + 1)
+            if dist.get_rank() == 0:
+                print(f"version {report.version}: {report.nbytes} bytes in {report.update_s:.3f} s")
+    dist.destroy_process_group()
+
+
+def policy_gradient(
+    model: torch.nn.Module, samples: tuple[windlass.TrainingSample, ...]
+) -> torch.Tensor:
+    """REINFORCE with the mean reward as baseline."""
+    tokens = torch.tensor([s.prompt_ids + s.output_ids for s in samples])
+    num_prompt = len(samples[0].prompt_ids)
+    logits = model(tokens[:, :-1]).logits[:, num_prompt - 1 :]
+    chosen = logits.log_softmax(-1).gather(2, tokens[:, num_prompt:, None])[..., 0]
+    rewards = torch.tensor([s.reward for s in samples])
+    loss: torch.Tensor = -((rewards - rewards.mean())[:, None] * chosen).mean()
+    return loss
+
+
+if __name__ == "__main__":
+    main()
