@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from windlass.errors import ConfigError
 
-__all__ = ["control_token", "inherited_environment", "set_defaults"]
+__all__ = ["control_token", "environment_value", "inherited_environment", "set_defaults"]
 
 TOKEN_VARIABLE = "WINDLASS_TOKEN"  # noqa: S105 - the name of the variable
 
@@ -32,3 +32,8 @@ def inherited_environment() -> dict[str, str]:
 def set_defaults(values: Mapping[str, str]) -> dict[str, str]:
     """Set variables that are not set yet; returns the values now in force."""
     return {name: os.environ.setdefault(name, value) for name, value in values.items()}
+
+
+def environment_value(name: str) -> str:
+    """The value of a variable, '' when it is not set."""
+    return os.environ.get(name, "")

@@ -1,0 +1,177 @@
+"""Mooncake's TransferEngine: RDMA where there is a NIC, TCP where there is none.
+
+Over TCP it is one-sided for this side only: the target's process must be running. What the
+engine does not do is done here: sources are checked (TCP reads any), calls are kept to 1024 pieces
+and a few hundred megabytes, a process restarted on the same port is noticed, and deadlines hold.
+"""
+
+from __future__ import annotations
+
+import mmap
+import secrets
+import threading
+from typing import final
+
+import numpy as np
+
+from windlass.errors import RegionError, TransportUnavailable
+from windlass.telemetry.clock import Deadline
+from windlass.transports.base import (
+    MemoryRegion,
+    PeerEndpoint,
+    RemoteRegion,
+    WireReport,
+    WriteBatch,
+)
+from windlass.transports.configs import MooncakeConfig
+from windlass.transports.mooncake_native import MAX_PIECES, Started, start_engine
+from windlass.transports.mooncake_peer import TOKEN_NBYTES, MooncakePeer, format_incarnation
+from windlass.transports.regions import RegionTable, check_batch
+from windlass.transports.splitting import merge_adjacent, split_pieces
+
+__all__ = ["MooncakeTransport"]
+
+MAX_CALL_NBYTES = 256 << 20
+"""Per native call: between calls a passed deadline is a clean failure, inside one it is unknown."""
+_OVERLAP = -7
+
+
+@final
+class _Engine:
+    """A native engine and the addresses it has talked to."""
+
+    def __init__(self, started: Started) -> None:
+        self.started = started
+        self.contacted: set[str] = set()
+
+
+@final
+class MooncakeTransport:
+    """`OneSidedTransport` over `mooncake.engine.TransferEngine`.
+
+    An endpoint's address is the engine's `host:port`; its incarnation is a random token and the
+    address at which peers read it back before they write.
+
+    Raises:
+        TransportUnavailable: not installed, too old, or the wire is not the one asked for.
+    """
+
+    def __init__(self, config: MooncakeConfig) -> None:
+        self._config = config
+        started = start_engine(config)
+        self._engines = [_Engine(started)]
+        self._table = RegionTable()
+        self._lock = threading.Lock()
+        self._peers: dict[PeerEndpoint, MooncakePeer] = {}
+        self._closed = False
+        token = secrets.token_bytes(TOKEN_NBYTES)
+        self._token_page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
+        self._token_page[:TOKEN_NBYTES] = np.frombuffer(token, np.uint8)
+        address = int(self._token_page.ctypes.data)
+        code = started.engine.register_memory(address, self._token_page.nbytes)
+        if code != 0:
+            raise TransportUnavailable(f"mooncake: no memory can be registered (code {code})")
+        self._endpoint = PeerEndpoint(
+            "mooncake",
+            f"{config.host}:{started.engine.get_rpc_port()}",
+            format_incarnation(token, address),
+        )
+
+    def report(self) -> WireReport:
+        """See `OneSidedTransport.report`; the wire was looked up, not assumed."""
+        started = self._engines[0].started
+        return WireReport("mooncake", started.wire, started.detail, started.wire == "rdma")
+
+    def endpoint(self) -> PeerEndpoint:
+        """See `OneSidedTransport.endpoint`."""
+        return self._endpoint
+
+    def register(self, address: int, nbytes: int) -> MemoryRegion:
+        """See `OneSidedTransport.register`; over RDMA this pins the memory."""
+        region = MemoryRegion(address, nbytes, RemoteRegion(self._endpoint, address, nbytes))
+        with self._lock:
+            self._table.add(region)
+            done: list[_Engine] = []
+            for engine in self._engines:
+                code = engine.started.engine.register_memory(address, nbytes)
+                if code != 0:
+                    for other in done:
+                        other.started.engine.unregister_memory(address)
+                    self._table.remove(region)
+                    what = "overlaps a registered region" if code == _OVERLAP else "is refused"
+                    raise RegionError(
+                        f"register: [{address:#x}, {address + nbytes:#x}) {what} (code {code})"
+                    )
+                done.append(engine)
+        return region
+
+    def unregister(self, region: MemoryRegion) -> None:
+        """See `OneSidedTransport.unregister`; later writes of peers are refused over TCP."""
+        with self._lock:
+            self._table.remove(region)
+            for engine in self._engines:
+                engine.started.engine.unregister_memory(region.address)
+
+    def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
+        """See `OneSidedTransport.write`."""
+        check_batch(self._table, batch, "mooncake")
+        deadline = Deadline.after(deadline_s, f"mooncake write to {batch.endpoint.address}")
+        peer = self._peer(batch.endpoint)
+        peer.confirm(deadline)
+        local, remote, nbytes = split_pieces(
+            *merge_adjacent(batch.local_addresses, batch.remote_addresses, batch.nbytes),
+            MAX_CALL_NBYTES,
+        )
+        cumulative = np.cumsum(nbytes)
+        start, written = 0, 0
+        while start < len(nbytes):
+            fits = int(np.searchsorted(cumulative, written + MAX_CALL_NBYTES, "right"))
+            stop = min(start + MAX_PIECES, max(start + 1, fits))
+            peer.write(
+                local[start:stop].tolist(),
+                remote[start:stop].tolist(),
+                nbytes[start:stop].tolist(),
+                deadline,
+            )
+            start, written = stop, int(cumulative[stop - 1])
+
+    def close(self) -> None:
+        """See `OneSidedTransport.close`; a native call that is stuck is left to end by itself."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            peers, self._peers = list(self._peers.values()), {}
+            spans = self._table.spans()
+            self._table.clear()
+        for peer in peers:
+            peer.close()
+        for engine in self._engines:
+            for address, _ in spans:
+                engine.started.engine.unregister_memory(address)
+
+    def _peer(self, endpoint: PeerEndpoint) -> MooncakePeer:
+        with self._lock:
+            found = self._peers.get(endpoint)
+            if found is None:
+                engine = self._engine_for(endpoint.address)
+                found = self._peers[endpoint] = MooncakePeer(engine.started, endpoint)
+                engine.contacted.add(endpoint.address)
+            return found
+
+    def _engine_for(self, address: str) -> _Engine:
+        """An engine that has not talked to an earlier process at `address`.
+
+        An engine remembers the data port of each address for good, so a process that was
+        restarted on the same port can be reached only through another engine.
+        """
+        for engine in self._engines:
+            if address not in engine.contacted:
+                return engine
+        engine = _Engine(start_engine(self._config))
+        for start, nbytes in self._table.spans():
+            code = engine.started.engine.register_memory(start, nbytes)
+            if code != 0:
+                raise RegionError(f"mooncake: {start:#x} cannot be registered again (code {code})")
+        self._engines.append(engine)
+        return engine

@@ -1,0 +1,141 @@
+"""Starting Mooncake's TransferEngine, and finding out what it really is.
+
+The `protocol` argument of `initialize` is ignored by the published wheels: the engine picks
+RDMA where it sees a NIC and TCP where it sees none, returns 0 either way, and says nothing.
+So the choice is forced where it can be and looked up afterwards, always.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Protocol, cast
+
+from windlass.envs import environment_value, set_defaults
+from windlass.errors import ConfigError, TransportUnavailable
+from windlass.transports.configs import MooncakeConfig, MooncakeProtocol
+
+__all__ = ["MAX_PIECES", "NativeEngine", "Started", "start_engine"]
+
+MAX_PIECES = 1024
+"""Per call. Over 2048 pieces waiting at one peer, the engine fails every later call to it, for
+good; and until then error returns leave pieces behind that land a second later."""
+
+_MINIMUM = (0, 3, 12, 1)
+"""Before 0.3.12.post1 a TCP write returned when it was sent, not when it was visible."""
+_DISTRIBUTIONS = (
+    "mooncake-transfer-engine-non-cuda",
+    "mooncake-transfer-engine",
+    "mooncake-transfer-engine-cuda13",
+)
+_DEFAULTS = {
+    "MC_LOG_LEVEL": "ERROR",
+    # One connection per peer keeps writes in order, and that is what lets an error be told
+    # from an unknown outcome (see MooncakePeer). 1, 2 and 4 lanes are equally fast on loopback.
+    "MC_TCP_LANES_PER_PEER": "1",
+}
+
+
+class NativeEngine(Protocol):
+    """The part of `mooncake.engine.TransferEngine` in use; each int is a return code, 0 is good."""
+
+    def initialize(self, host: str, metadata: str, protocol: str, device: str, /) -> int: ...
+    def get_rpc_port(self) -> int: ...
+    def get_local_topology(self) -> str: ...
+    def register_memory(self, address: int, nbytes: int, /) -> int: ...
+    def unregister_memory(self, address: int, /) -> int: ...
+    def transfer_sync_read(self, peer: str, local: int, remote: int, nbytes: int, /) -> int: ...
+    def batch_transfer_sync_write(
+        self, peer: str, local: list[int], remote: list[int], nbytes: list[int], /
+    ) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A running engine.
+
+    Attributes:
+        engine: the native object.
+        wire: `tcp` or `rdma`, looked up.
+        ordered: one TCP connection per peer, so that writes are handled in order.
+        detail: distribution, version, NICs.
+    """
+
+    engine: NativeEngine
+    wire: str
+    ordered: bool
+    detail: str
+
+
+def start_engine(config: MooncakeConfig) -> Started:
+    """Start a TransferEngine on a port that it picks.
+
+    Raises:
+        TransportUnavailable: not installed, too old, a system library is missing, it does not
+            start, or it chose another wire than the one asked for.
+        ConfigError: `config.protocol` is rdma and the environment forces tcp.
+    """
+    forced = config.protocol is MooncakeProtocol.TCP
+    detail = _installed_version()
+    values = set_defaults(_DEFAULTS | ({"MC_FORCE_TCP": "1"} if forced else {}))
+    force_tcp = environment_value("MC_FORCE_TCP")
+    if config.protocol is MooncakeProtocol.RDMA and force_tcp:
+        raise ConfigError(f"mooncake: MC_FORCE_TCP must be unset for rdma, got {force_tcp!r}")
+    try:
+        from mooncake.engine import TransferEngine
+    except ImportError as error:
+        raise TransportUnavailable(
+            f"mooncake: cannot be loaded ({error}); libibverbs.so.1 comes with the system package "
+            "libibverbs1"
+        ) from error
+    engine = cast("NativeEngine", TransferEngine())
+    asked = "tcp" if config.protocol is MooncakeProtocol.AUTO else config.protocol.value
+    code = engine.initialize(config.host, "P2PHANDSHAKE", asked, config.device)
+    if code != 0:
+        raise TransportUnavailable(
+            f"mooncake: TransferEngine does not start on {config.host} (code {code}): is the host "
+            "an address of this machine, and is a port between 15000 and 17000 free?"
+        )
+    nics = _nics(engine.get_local_topology())
+    wire = "rdma" if nics and not force_tcp else "tcp"
+    if config.protocol is not MooncakeProtocol.AUTO and wire != config.protocol.value:
+        raise TransportUnavailable(
+            f"mooncake: protocol must be {config.protocol.value}, the engine chose {wire} "
+            f"(NICs it sees: {', '.join(nics) or 'none'})"
+        )
+    ordered = wire == "tcp" and values["MC_TCP_LANES_PER_PEER"] == "1"
+    return Started(engine, wire, ordered, f"{detail}, NICs: {', '.join(nics) or 'none'}")
+
+
+def _installed_version() -> str:
+    found: list[str] = []
+    for name in _DISTRIBUTIONS:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    if not found:
+        raise TransportUnavailable("mooncake: not installed; pip install 'windlass[mooncake]'")
+    if len(found) > 1:
+        raise TransportUnavailable(
+            f"mooncake: one distribution must own the package, found {' and '.join(found)}"
+        )
+    match = re.search(r" (\d+)\.(\d+)\.(\d+)(?:\.post(\d+))?", found[0])
+    if match is None or tuple(int(part or 0) for part in match.groups()) < _MINIMUM:
+        raise TransportUnavailable(f"mooncake: version must be >= 0.3.12.post1, got {found[0]}")
+    return found[0]
+
+
+def _nics(topology: str) -> list[str]:
+    """Names in a topology such as {"cpu:0": [["mlx5_0"], ["mlx5_1"]]}; none without a NIC."""
+    try:
+        table = json.loads(topology or "{}")
+    except json.JSONDecodeError as error:
+        raise TransportUnavailable(f"mooncake: topology cannot be read: {topology!r}") from error
+    names: set[str] = set()
+    for groups in table.values():
+        for group in groups:
+            names.update(group)
+    return sorted(names)

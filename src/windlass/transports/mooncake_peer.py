@@ -1,0 +1,261 @@
+"""One peer of the Mooncake transport: deadlines, identity, and what an error means.
+
+Native calls take no deadline (they give up after 30 to 62 s), so each runs in a thread of
+its peer, and we stop waiting when our own deadline passes. From then on the peer is poisoned
+until that call has returned with success.
+
+Every failure is the one code -1, and it is no fence: bytes may land after it. It is turned
+into one of three errors:
+
+- nothing listens at the peer's port any more: the process is gone, and its memory with it.
+- the wire is TCP with one connection per peer, and the call came back long before any of the
+  engine's own timeouts: the engine's queue to the peer is first-in first-out and each entry
+  is acknowledged by the peer before the next is sent, so when a read that is queued behind
+  the failed write comes back good, nothing of that write is still on its way.
+- anything else: unknown, for good. A timeout means that a connection was given up with bytes
+  in it; a read on the connection made after it proves nothing about those.
+"""
+
+from __future__ import annotations
+
+import mmap
+import queue
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import final
+
+import numpy as np
+
+from windlass.errors import PeerUnreachable, TransferFailed, TransferOutcomeUnknown
+from windlass.telemetry.clock import Deadline
+from windlass.transports.base import PeerEndpoint
+from windlass.transports.mooncake_native import Started
+
+__all__ = ["TOKEN_NBYTES", "MooncakePeer", "format_incarnation"]
+
+TOKEN_NBYTES = 16
+PROMPT_S = 2.0
+"""A call that returns within this has met none of the engine's timeouts, which are >= 5 s."""
+CONNECT_S = 1.0
+_OTHER_PROCESS = 1
+
+_INCARNATION = re.compile(r"([0-9a-f]{32})@([0-9a-f]{1,16})")
+
+
+def format_incarnation(token: bytes, address: int) -> str:
+    """A random token, and where the peer that made it keeps it: readable by its peers."""
+    return f"{token.hex()}@{address:x}"
+
+
+@final
+class _Call:
+    """A native call on its way through the peer's thread."""
+
+    def __init__(self, run: Callable[[], int]) -> None:
+        self._run = run
+        self._lock = threading.Lock()
+        self._state = "queued"
+        self.done = threading.Event()
+        self.code = -1
+        self.seconds = 0.0
+
+    def execute(self) -> bool:
+        """Run unless withdrawn; whether it ran."""
+        with self._lock:
+            if self._state != "queued":
+                return False
+            self._state = "running"
+        start = time.monotonic()
+        try:
+            self.code = self._run()
+        finally:  # whoever waits gets code -1 rather than a deadline
+            self.seconds = time.monotonic() - start
+            self.done.set()
+        return True
+
+    def withdraw(self) -> bool:
+        """Take it back; whether that was in time."""
+        with self._lock:
+            if self._state == "queued":
+                self._state = "withdrawn"
+            return self._state == "withdrawn"
+
+
+@final
+class MooncakePeer:
+    """Calls to one incarnation of one peer, through one engine. Thread-safe.
+
+    Args:
+        started: the engine; it must not have talked to an earlier process at this address,
+            because it remembers that one's data port for good.
+        endpoint: the peer.
+
+    Raises:
+        PeerUnreachable: the endpoint is not one of a Mooncake transport.
+    """
+
+    def __init__(self, started: Started, endpoint: PeerEndpoint) -> None:
+        match = _INCARNATION.fullmatch(endpoint.incarnation)
+        host, _, port = endpoint.address.rpartition(":")
+        if match is None or not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise PeerUnreachable(
+                f"mooncake: endpoint must be host:port and token@address, got "
+                f"{endpoint.address!r} and {endpoint.incarnation!r}"
+            )
+        self.started = started
+        self.endpoint = endpoint
+        self._session = (host, int(port))
+        self._token, self._token_address = bytes.fromhex(match[1]), int(match[2], 16)
+        # A page of its own: a read that comes back after its deadline still writes here.
+        self._page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
+        self._page_address = int(self._page.ctypes.data)
+        self._poison = ""
+        self._abandoned: _Call | None = None
+        self._lock = threading.Lock()
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        code = started.engine.register_memory(self._page_address, self._page.nbytes)
+        if code != 0:
+            raise PeerUnreachable(f"mooncake: no page for {endpoint.address} (code {code})")
+        # A daemon: a native call that is stuck must not keep the interpreter from ending.
+        self._thread = threading.Thread(
+            target=self._serve, name=f"mooncake-{endpoint.address}", daemon=True
+        )
+        self._thread.start()
+
+    def confirm(self, deadline: Deadline) -> None:
+        """See that the process at the address is the one that is meant, before bytes are sent.
+
+        Raises:
+            PeerUnreachable: it is gone, another one, or does not answer.
+            TransferOutcomeUnknown: an earlier write to it has an unknown outcome.
+        """
+        self._refuse_poisoned(deadline)
+        call = self._start(self._read_token)
+        if not call.done.wait(deadline.remaining_s):
+            call.withdraw()  # nothing was written, so whether it was in time does not matter
+            self._refuse_poisoned(deadline)
+            raise PeerUnreachable(
+                f"{deadline.purpose}: {self.endpoint.address} did not answer within "
+                f"{deadline.seconds} s; nothing was sent"
+            )
+        if call.code == _OTHER_PROCESS:
+            raise PeerUnreachable(
+                f"{deadline.purpose}: {self.endpoint.address} is another process than "
+                f"{self.endpoint.incarnation}; nothing was sent"
+            )
+        if call.code != 0:
+            raise PeerUnreachable(
+                f"{deadline.purpose}: {self.endpoint.address} is gone or was restarted (code "
+                f"{call.code}); nothing was sent"
+            )
+
+    def write(
+        self, local: list[int], remote: list[int], nbytes: list[int], deadline: Deadline
+    ) -> None:
+        """One native call.
+
+        Raises:
+            PeerUnreachable: the peer's process is gone.
+            TransferFailed: refused by the peer, or not begun by the deadline; it is over.
+            TransferOutcomeUnknown: bytes may still land.
+        """
+        self._refuse_poisoned(deadline)
+        deadline.check_before_more()
+        write = self.started.engine.batch_transfer_sync_write
+        call = self._start(lambda: write(self.endpoint.address, local, remote, nbytes))
+        if not call.done.wait(deadline.remaining_s):
+            if call.withdraw():
+                self._refuse_poisoned(deadline)
+                raise TransferFailed(
+                    f"{deadline.purpose}: other writes took the deadline of {deadline.seconds} s; "
+                    "nothing more was sent"
+                )
+            self._abandon(call, deadline)
+        if call.code != 0:
+            self._explain(call, deadline)
+
+    def close(self) -> None:
+        """Let the thread end; waits for it unless a native call is stuck."""
+        self._calls.put(None)
+        if not self._poison:
+            self._thread.join(CONNECT_S)
+
+    def _abandon(self, call: _Call, deadline: Deadline) -> None:
+        message = (
+            f"{deadline.purpose}: no answer from {self.endpoint.address} within "
+            f"{deadline.seconds} s; bytes may still land"
+        )
+        with self._lock:
+            if call.done.is_set() and call.code == 0:
+                return  # it came back in this very moment
+            self._poison = message
+            self._abandoned = None if call.done.is_set() else call
+        raise TransferOutcomeUnknown(message)
+
+    def _explain(self, call: _Call, deadline: Deadline) -> None:
+        """The one place where code -1 becomes an exception; see the module's docstring."""
+        if self._refuses_connections(deadline):
+            raise PeerUnreachable(f"{deadline.purpose}: {self.endpoint.address} is gone")
+        if self.started.ordered and call.seconds < PROMPT_S and self._drained(deadline):
+            raise TransferFailed(
+                f"{deadline.purpose}: {self.endpoint.address} refused a piece (code {call.code}); "
+                "is the memory still registered there?"
+            )
+        message = (
+            f"{deadline.purpose}: code {call.code} from {self.endpoint.address}, which is still "
+            "there; bytes may still land"
+        )
+        with self._lock:
+            self._poison = message
+        raise TransferOutcomeUnknown(message)
+
+    def _drained(self, deadline: Deadline) -> bool:
+        call = self._start(self._read_token)
+        return call.done.wait(deadline.remaining_s) and call.code == 0 and call.seconds < PROMPT_S
+
+    def _refuses_connections(self, deadline: Deadline) -> bool:
+        """Whether the peer's host says that nothing listens there; silence is no answer."""
+        try:
+            with socket.create_connection(
+                self._session, timeout=max(min(CONNECT_S, deadline.remaining_s), 0.01)
+            ):
+                return False
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+
+    def _read_token(self) -> int:
+        self._page[:TOKEN_NBYTES] = 0
+        code = self.started.engine.transfer_sync_read(
+            self.endpoint.address, self._page_address, self._token_address, TOKEN_NBYTES
+        )
+        if code == 0 and self._page[:TOKEN_NBYTES].tobytes() != self._token:
+            return _OTHER_PROCESS
+        return code
+
+    def _refuse_poisoned(self, deadline: Deadline) -> None:
+        with self._lock:
+            poison = self._poison
+        if not poison:
+            return
+        if self._refuses_connections(deadline):
+            raise PeerUnreachable(f"{deadline.purpose}: {self.endpoint.address} is gone")
+        raise TransferOutcomeUnknown(f"an earlier write is open: {poison}")
+
+    def _start(self, run: Callable[[], int]) -> _Call:
+        call = _Call(run)
+        self._calls.put(call)
+        return call
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call.execute()
+            with self._lock:
+                if call is self._abandoned:
+                    self._abandoned = None
+                    if call.code == 0:  # acknowledged after all; any other code stays unknown
+                        self._poison = ""
