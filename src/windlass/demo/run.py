@@ -142,7 +142,7 @@ class _Demo:
             *("--model", str(settings.model_config_path), "--dtype", spec.dtype),
             *("--tp", str(spec.tensor_parallel_size), "--transport", settings.transport),
             *("--controller", self._controller.url, "--seed", str(settings.seed)),
-            *("--max-batch", "128", "--max-positions", "16"),
+            *("--max-batch", "64", "--max-positions", "16"),
         )
         return ProcessSpec(name=spec.name, command=command)
 

@@ -52,8 +52,8 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness: int = 2
     num_trainers: int = 2
     engines: tuple[EngineSpec, ...] = (
-        EngineSpec(name="engine-a", tensor_parallel_size=1, dtype="float32"),
-        EngineSpec(name="engine-b", tensor_parallel_size=2, dtype="bfloat16"),
+        EngineSpec(name="engine-a", tensor_parallel_size=1, dtype="bfloat16"),
+        EngineSpec(name="engine-b", tensor_parallel_size=2, dtype="float32"),
     )
     engine: str = "embedded"
     transport: str = "cma"
