@@ -243,6 +243,26 @@ async def test_a_group_is_never_ready_before_its_last_sample() -> None:
     assert all(record.state is State.HELD for record in bench.groups[0].records)
 
 
+async def test_a_ready_group_loses_exactly_the_samples_that_grew_too_old() -> None:
+    bench = Bench()
+    bench.add_group(2)
+    for version in (0, 1):
+        bench.dispatch()
+        bench.life.set_version(version)
+        bench.finish(OutcomeStatus.ACCEPTED, 0, version)
+    old, young = bench.groups[0].records
+    assert list(bench.life.book.ready) == [0]
+    bench.life.set_version(2)
+    assert not bench.life.book.ready
+    assert (old.state, young.state) == (State.WAITING, State.HELD)
+    bench.audit()
+    bench.dispatch()
+    bench.finish(OutcomeStatus.ACCEPTED, 0, 2)
+    bench.hand_out()
+    assert bench.delivered == ["1", "2"]
+    assert bench.life.book.counts.rejected == 1
+
+
 def test_a_completion_survives_the_wire_and_nonsense_is_named() -> None:
     batch = CompletionBatch("w", "i", (outcome("t", 3, OutcomeStatus.ACCEPTED, 9),))
     assert decode(encode(batch), CompletionBatch) == batch
