@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from windlass.errors import (
     PeerUnreachable,
-    RegionError,
     TransferFailed,
     TransferOutcomeUnknown,
     TransportUnavailable,
@@ -192,7 +191,7 @@ def _classify(error: OSError, peer: PeerEndpoint) -> Exception:
                 "profile that allows process_vm_writev; or use transport 'shm'"
             )
         case errno.EFAULT:
-            return RegionError(
+            return TransferFailed(  # no RegionError: earlier pieces may have been written
                 f"cma: an address of the batch is not mapped here or in pid {peer.address}"
             )
         case _:

@@ -1,0 +1,201 @@
+"""A transport that goes wrong on purpose, at the write you name."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import final
+
+import numpy as np
+
+from windlass.errors import ConfigError, TransferFailed, TransferOutcomeUnknown
+from windlass.transports.base import (
+    AllocatingTransport,
+    MemoryRegion,
+    OneSidedTransport,
+    PeerEndpoint,
+    WireReport,
+    WriteBatch,
+)
+
+__all__ = ["Fault", "FaultKind", "FaultyTransport", "make_faulty"]
+
+
+class FaultKind(StrEnum):
+    """What goes wrong.
+
+    FAIL_BEFORE: nothing is sent; `TransferFailed`.
+    FAIL_HALFWAY: the first half of the pieces is sent; `TransferFailed`.
+    DROP_PIECE: the last piece is not sent, and the write reports success.
+    FLIP_BYTE: the first byte of the first piece arrives inverted; success.
+    UNKNOWN: nothing is sent; `TransferOutcomeUnknown`.
+    UNKNOWN_LANDED: everything is sent; `TransferOutcomeUnknown` all the same.
+    DELAY: sent `delay_s` late; success, or `TransferOutcomeUnknown` past the deadline.
+    """
+
+    FAIL_BEFORE = "fail_before"
+    FAIL_HALFWAY = "fail_halfway"
+    DROP_PIECE = "drop_piece"
+    FLIP_BYTE = "flip_byte"
+    UNKNOWN = "unknown"
+    UNKNOWN_LANDED = "unknown_landed"
+    DELAY = "delay"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One scripted fault.
+
+    Attributes:
+        kind: what goes wrong.
+        delay_s: seconds, for DELAY.
+        endpoint: only writes to this peer go wrong; None for any.
+    """
+
+    kind: FaultKind
+    delay_s: float = 0.0
+    endpoint: PeerEndpoint | None = None
+
+    def __post_init__(self) -> None:
+        if self.delay_s < 0 or (self.delay_s > 0) != (self.kind is FaultKind.DELAY):
+            raise ConfigError(
+                f"Fault: delay_s must be > 0 for delay and 0 otherwise, got {self.delay_s} for "
+                f"{self.kind.value}"
+            )
+
+
+class FaultyTransport:
+    """Wraps a transport; everything but the named writes passes through. Thread-safe.
+
+    Make it with `make_faulty`, which keeps an `AllocatingTransport` one.
+
+    Args:
+        inner: the real transport. Closed with this one.
+        faults: by number of the write, counted from 0 over all peers.
+    """
+
+    def __init__(self, inner: OneSidedTransport, faults: Mapping[int, Fault]) -> None:
+        self._inner = inner
+        self._faults = dict(faults)
+        self._lock = threading.Lock()
+        self._num_writes = 0
+        self._cancelled = threading.Event()
+
+    @property
+    def num_writes(self) -> int:
+        """Writes begun so far."""
+        with self._lock:
+            return self._num_writes
+
+    def report(self) -> WireReport:
+        """See `OneSidedTransport.report`."""
+        return self._inner.report()
+
+    def endpoint(self) -> PeerEndpoint:
+        """See `OneSidedTransport.endpoint`."""
+        return self._inner.endpoint()
+
+    def register(self, address: int, nbytes: int) -> MemoryRegion:
+        """See `OneSidedTransport.register`."""
+        return self._inner.register(address, nbytes)
+
+    def unregister(self, region: MemoryRegion) -> None:
+        """See `OneSidedTransport.unregister`."""
+        self._inner.unregister(region)
+
+    def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
+        """See `OneSidedTransport.write`; goes wrong when its number is in the script."""
+        with self._lock:
+            number = self._num_writes
+            self._num_writes += 1
+            fault = self._faults.get(number)
+        if fault is None or fault.endpoint not in (None, batch.endpoint):
+            self._inner.write(batch, deadline_s=deadline_s)
+            return
+        what = f"write {number}: scripted {fault.kind.value}"
+        match fault.kind:
+            case FaultKind.FAIL_BEFORE:
+                raise TransferFailed(what)
+            case FaultKind.FAIL_HALFWAY:
+                self._inner.write(_head(batch, len(batch.nbytes) // 2), deadline_s=deadline_s)
+                raise TransferFailed(what)
+            case FaultKind.DROP_PIECE:
+                self._inner.write(_head(batch, len(batch.nbytes) - 1), deadline_s=deadline_s)
+            case FaultKind.FLIP_BYTE:
+                self._inner.write(batch, deadline_s=deadline_s)
+                self._flip_first_byte(batch, deadline_s)
+            case FaultKind.UNKNOWN:
+                raise TransferOutcomeUnknown(what)
+            case FaultKind.UNKNOWN_LANDED:
+                self._inner.write(batch, deadline_s=deadline_s)
+                raise TransferOutcomeUnknown(what)
+            case FaultKind.DELAY:
+                self._delay(batch, deadline_s, fault.delay_s, what)
+
+    def close(self) -> None:
+        """See `OneSidedTransport.close`; ends delays at once."""
+        self._cancelled.set()
+        self._inner.close()
+
+    def _delay(self, batch: WriteBatch, deadline_s: float, delay_s: float, what: str) -> None:
+        start = time.monotonic()
+        self._cancelled.wait(min(delay_s, deadline_s))
+        left = deadline_s - (time.monotonic() - start)
+        if delay_s >= deadline_s or left <= 0:
+            raise TransferOutcomeUnknown(what)
+        self._inner.write(batch, deadline_s=left)
+
+    def _flip_first_byte(self, batch: WriteBatch, deadline_s: float) -> None:
+        if len(batch.nbytes) == 0:
+            return
+        wrong = np.array([ctypes.c_uint8.from_address(int(batch.local_addresses[0])).value], "u1")
+        np.invert(wrong, out=wrong)
+        region = self._inner.register(int(wrong.ctypes.data), 1)
+        try:
+            self._inner.write(
+                replace(
+                    batch,
+                    local_addresses=np.array([wrong.ctypes.data], np.uint64),
+                    remote_addresses=batch.remote_addresses[:1],
+                    nbytes=np.array([1], np.uint64),
+                ),
+                deadline_s=deadline_s,
+            )
+        finally:
+            self._inner.unregister(region)
+
+
+@final
+class _FaultyAllocatingTransport(FaultyTransport):
+    def __init__(
+        self, inner: OneSidedTransport, allocator: AllocatingTransport, faults: Mapping[int, Fault]
+    ) -> None:
+        super().__init__(inner, faults)
+        self._allocator = allocator
+
+    def allocate(self, nbytes: int) -> int:
+        return self._allocator.allocate(nbytes)
+
+    def release(self, address: int) -> None:
+        self._allocator.release(address)
+
+
+def make_faulty(inner: OneSidedTransport, faults: Mapping[int, Fault]) -> FaultyTransport:
+    """Wrap `inner`; the result allocates memory if `inner` does."""
+    if isinstance(inner, AllocatingTransport):
+        return _FaultyAllocatingTransport(inner, inner, faults)
+    return FaultyTransport(inner, faults)
+
+
+def _head(batch: WriteBatch, count: int) -> WriteBatch:
+    count = max(count, 0)
+    return replace(
+        batch,
+        local_addresses=batch.local_addresses[:count],
+        remote_addresses=batch.remote_addresses[:count],
+        nbytes=batch.nbytes[:count],
+    )

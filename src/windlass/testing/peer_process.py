@@ -1,0 +1,253 @@
+"""A peer in a process of its own: it exposes an arena, does as it is told, and can be killed.
+
+with PeerProcess(CmaConfig(), 1 << 20) as peer:
+    transport.write(...peer.region...)
+    peer.digest()
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self, final
+
+import msgspec
+import xxhash
+
+from windlass.envs import inherited_environment
+from windlass.errors import PeerTimeout, ProtocolError
+from windlass.memory.arena import Arena
+from windlass.transports.base import RemoteRegion
+from windlass.transports.configs import TransportConfig
+from windlass.transports.registry import create_transport
+
+__all__ = ["PeerProcess", "digest_of"]
+
+ANSWER_S = 30.0
+
+
+class _Read(msgspec.Struct, tag="read"):
+    offset: int
+    nbytes: int
+
+
+class _Digest(msgspec.Struct, tag="digest"):
+    pass
+
+
+class _Fill(msgspec.Struct, tag="fill"):
+    value: int
+
+
+class _Register(msgspec.Struct, tag="register"):
+    pass
+
+
+class _Unregister(msgspec.Struct, tag="unregister"):
+    pass
+
+
+class _SignalOnWrite(msgspec.Struct, tag="signal_on_write"):
+    offset: int
+    number: int
+
+
+_Command = _Read | _Digest | _Fill | _Register | _Unregister | _SignalOnWrite
+
+
+class _Answer(msgspec.Struct):
+    region: RemoteRegion
+    data: bytes = b""
+
+
+def digest_of(data: bytes | memoryview) -> str:
+    """The digest that `PeerProcess.digest` gives for the same bytes."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+@final
+class PeerProcess:
+    """A child process with one arena, all bytes 0xEE at first.
+
+    Memory: the child's; gone when it ends.
+
+    Args:
+        config: transport of the child.
+        nbytes: size of its arena.
+        environment: variables for the child beside this process's own.
+
+    Raises:
+        ProtocolError: the child did not start; its own error went to stderr.
+        PeerTimeout: it did not answer within 30 s.
+    """
+
+    def __init__(
+        self, config: TransportConfig, nbytes: int, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "windlass.testing.peer_process",
+                msgspec.json.encode(config).decode(),
+                str(nbytes),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=inherited_environment() | dict(environment or {}),
+        )
+        try:
+            self._region = self._answer().region
+        except BaseException:  # whatever it was: no child may be left behind
+            self.kill()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Process id of the child."""
+        return self._process.pid
+
+    @property
+    def region(self) -> RemoteRegion:
+        """The whole arena, as last registered."""
+        return self._region
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Bytes of the arena as the child sees them."""
+        return self._ask(_Read(offset, nbytes)).data
+
+    def digest(self) -> str:
+        """xxh3-128 of the whole arena."""
+        return self._ask(_Digest()).data.decode()
+
+    def fill(self, value: int) -> None:
+        """Set every byte of the arena."""
+        self._ask(_Fill(value))
+
+    def unregister(self) -> None:
+        """Withdraw the arena; `region` is stale from now on."""
+        self._ask(_Unregister())
+
+    def register(self) -> None:
+        """Register the arena again; `region` is fresh."""
+        self._region = self._ask(_Register()).region
+
+    def signal_on_write(self, offset: int, number: signal.Signals) -> None:
+        """Have the child send itself a signal once the byte at `offset` changes."""
+        self._ask(_SignalOnWrite(offset, int(number)))
+
+    def stop(self) -> None:
+        """SIGSTOP: memory stays, nothing runs."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone. Idempotent."""
+        self._process.kill()
+        self._process.wait(ANSWER_S)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None and not pipe.closed:
+                pipe.close()
+
+    def close(self) -> None:
+        """Let the child end by itself, which it does when its input ends; kill it if it does not."""
+        if self._process.returncode is None and self._process.stdin is not None:
+            self._process.send_signal(signal.SIGCONT)
+            self._process.stdin.close()
+            try:
+                self._process.wait(ANSWER_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        self.kill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _ask(self, command: _Command) -> _Answer:
+        pipe = self._process.stdin
+        if pipe is None:
+            raise ProtocolError("peer process: it has no input")
+        pipe.write(msgspec.json.encode(command) + b"\n")
+        pipe.flush()
+        return self._answer()
+
+    def _answer(self) -> _Answer:
+        pipe = self._process.stdout
+        if pipe is None:
+            raise ProtocolError("peer process: it has no output")
+        # A pipe has no deadline; ending the child ends the read.
+        timer = threading.Timer(ANSWER_S, self._process.kill)
+        timer.start()
+        try:
+            line = pipe.readline()
+        finally:
+            timed_out = timer.finished.is_set()
+            timer.cancel()
+            timer.join()
+        if timed_out:
+            raise PeerTimeout(f"peer process {self.pid}: no answer within {ANSWER_S} s")
+        if not line:
+            raise ProtocolError(f"peer process {self.pid}: ended without an answer")
+        return msgspec.json.decode(line, type=_Answer)
+
+
+def _watch(arena: Arena, offset: int, number: int) -> None:
+    """Wait for a byte to change. A one-sided write raises no event: looking is the only way."""
+    before = arena.bytes[offset]
+    pause = threading.Event()
+    while arena.bytes[offset] == before:
+        pause.wait(0.0002)
+    os.kill(os.getpid(), number)
+
+
+def _serve(config: TransportConfig, nbytes: int) -> None:
+    transport = create_transport(config)
+    arena = Arena(transport, nbytes)
+    arena.bytes[:] = 0xEE
+    region = arena.region
+    decoder = msgspec.json.Decoder(_Command)
+    output = sys.stdout.buffer
+
+    def answer(data: bytes = b"") -> None:
+        output.write(msgspec.json.encode(_Answer(region.remote, data)) + b"\n")
+        output.flush()
+
+    answer()
+    for line in sys.stdin.buffer:
+        data = b""
+        command: _Command = decoder.decode(line)
+        match command:
+            case _Read(offset, count):
+                data = arena.bytes[offset : offset + count].tobytes()
+            case _Digest():
+                data = digest_of(arena.bytes.data).encode()
+            case _Fill(value):
+                arena.bytes[:] = value
+            case _Unregister():
+                transport.unregister(region)
+            case _Register():
+                region = transport.register(arena.address, arena.nbytes)
+            case _SignalOnWrite(offset, number):
+                threading.Thread(target=_watch, args=(arena, offset, number), daemon=True).start()
+        answer(data)
+    transport.close()
+
+
+if __name__ == "__main__":
+    _serve(msgspec.json.decode(sys.argv[1], type=TransportConfig), int(sys.argv[2]))

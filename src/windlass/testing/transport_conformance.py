@@ -1,0 +1,458 @@
+"""What every `OneSidedTransport` must do: subclass it in a test module.
+
+    class TestCma(TransportConformance):
+        config = CmaConfig()
+
+Peers are real processes; a transport that lives inside one process overrides `start_peer`.
+Plain `check` calls instead of `assert`, so that it works the same when it is installed.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from typing import ClassVar, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from windlass.errors import (
+    PeerUnreachable,
+    RegionError,
+    TransferError,
+    TransferFailed,
+    TransferOutcomeUnknown,
+)
+from windlass.memory.arena import Arena
+from windlass.testing.peer_process import PeerProcess, digest_of
+from windlass.transports.base import (
+    OneSidedTransport,
+    PeerEndpoint,
+    RemoteRegion,
+    WriteBatch,
+)
+from windlass.transports.configs import TransportConfig
+from windlass.transports.registry import create_transport
+
+__all__ = [
+    "NBYTES",
+    "Peer",
+    "ProcessConformance",
+    "Rig",
+    "TransportConformance",
+    "check",
+    "scattered",
+]
+
+NBYTES = 8 << 20
+"""Size of the arenas on both sides."""
+GUARD = 0xEE
+DEADLINE_S = 10.0
+PROMPT_S = 3.0
+"""How long an error may take where nothing has to be waited for."""
+
+UInt64Array = npt.NDArray[np.uint64]
+
+
+def check(fact: bool, what: str) -> None:
+    """Fail the test unless `fact` holds."""
+    if not fact:
+        raise AssertionError(what)
+
+
+class Peer(Protocol):
+    """The other side of a test; `PeerProcess` is one."""
+
+    @property
+    def region(self) -> RemoteRegion: ...
+    def read(self, offset: int, nbytes: int) -> bytes: ...
+    def digest(self) -> str: ...
+    def fill(self, value: int) -> None: ...
+    def unregister(self) -> None: ...
+    def register(self) -> None: ...
+    def kill(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Rig:
+    """A transport, its arena with distinct 64-bit words, and one peer."""
+
+    def __init__(self, transport: OneSidedTransport, arena: Arena, peer: Peer) -> None:
+        self.transport = transport
+        self.arena = arena
+        self.peer = peer
+
+    def batch(
+        self,
+        local: npt.ArrayLike,
+        remote: npt.ArrayLike,
+        nbytes: npt.ArrayLike,
+        *,
+        endpoint: PeerEndpoint | None = None,
+        regions: tuple[RemoteRegion, ...] | None = None,
+    ) -> WriteBatch:
+        """A batch from offsets in the two arenas."""
+        region = self.peer.region
+        return WriteBatch(
+            endpoint=region.endpoint if endpoint is None else endpoint,
+            local_addresses=np.uint64(self.arena.address) + np.asarray(local, np.uint64),
+            remote_addresses=np.uint64(region.address) + np.asarray(remote, np.uint64),
+            nbytes=np.asarray(nbytes, np.uint64),
+            regions=(region,) if regions is None else regions,
+        )
+
+    def write(self, batch: WriteBatch, deadline_s: float = DEADLINE_S) -> None:
+        """Write with a deadline."""
+        self.transport.write(batch, deadline_s=deadline_s)
+
+    def write_until(self, batch: WriteBatch, at_s: float) -> None:
+        """Write again and again, so that what happens at the peer falls into a write."""
+        while time.monotonic() < at_s:
+            self.write(batch)
+
+    def expected(
+        self, local: UInt64Array, remote: UInt64Array, nbytes: UInt64Array
+    ) -> npt.NDArray[np.uint8]:
+        """The peer's arena after exactly these pieces have landed in guard bytes."""
+        image = np.full(NBYTES, GUARD, np.uint8)
+        for source, target, size in zip(
+            local.tolist(), remote.tolist(), nbytes.tolist(), strict=True
+        ):
+            image[target : target + size] = self.arena.bytes[source : source + size]
+        return image
+
+    def check_peer(self, image: npt.NDArray[np.uint8], what: str) -> None:
+        """Compare every byte of the peer's arena."""
+        if self.peer.digest() == digest_of(image.data):
+            return
+        there = np.frombuffer(self.peer.read(0, NBYTES), np.uint8)
+        wrong = np.flatnonzero(there != image)
+        raise AssertionError(f"{what}: {len(wrong)} bytes differ, the first at {int(wrong[0])}")
+
+    def check_untouched(self, what: str) -> None:
+        """No byte has landed at the peer."""
+        self.check_peer(np.full(NBYTES, GUARD, np.uint8), what)
+
+    def refused(
+        self,
+        batch: WriteBatch,
+        error: type[TransferError] | tuple[type[TransferError], ...],
+        within_s: float = PROMPT_S,
+        deadline_s: float = DEADLINE_S,
+    ) -> str:
+        """The write raises `error` within the time; returns the message."""
+        start = time.monotonic()
+        with pytest.raises(error) as caught:
+            self.write(batch, deadline_s)
+        seconds = time.monotonic() - start
+        check(seconds < within_s, f"the error took {seconds:.1f} s, at most {within_s} s")
+        check("\n" not in str(caught.value), "messages are one line")
+        return str(caught.value)
+
+
+def scattered(
+    num_pieces: int, max_nbytes: int, seed: int
+) -> tuple[UInt64Array, UInt64Array, UInt64Array]:
+    """Disjoint pieces of 1 to `max_nbytes` bytes at unrelated odd places on both sides."""
+    rng = np.random.default_rng(seed)
+    slot = NBYTES // num_pieces
+    nbytes = rng.integers(1, min(max_nbytes, slot - 2) + 1, num_pieces).astype(np.uint64)
+    jitter = rng.integers(0, np.maximum(slot - nbytes.astype(np.int64), 1), (2, num_pieces))
+    local = rng.permutation(num_pieces) * slot + jitter[0]
+    remote = rng.permutation(num_pieces) * slot + jitter[1]
+    return local.astype(np.uint64), remote.astype(np.uint64), nbytes
+
+
+class TransportConformance:
+    """Subclass and set `config`."""
+
+    config: ClassVar[TransportConfig]
+
+    def start_transport(self) -> OneSidedTransport:
+        """The transport under test."""
+        return create_transport(self.config)
+
+    def start_peer(self, transport: OneSidedTransport) -> Peer:  # noqa: ARG002 - for overrides
+        """A peer that `transport` can reach."""
+        return PeerProcess(self.config, NBYTES)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def shared_rig(cls) -> Iterator[Rig]:
+        """One rig for all tests that leave it as they found it."""
+        rig = _make_rig(cls())
+        yield rig
+        _close_rig(rig)
+
+    @pytest.fixture
+    def rig(self, shared_rig: Rig) -> Rig:
+        """The shared rig, with guard bytes everywhere at the peer."""
+        shared_rig.peer.fill(GUARD)
+        return shared_rig
+
+    @pytest.fixture
+    def mortal(self) -> Iterator[Rig]:
+        """A rig of its own, whose peer may be killed."""
+        rig = _make_rig(self)
+        yield rig
+        _close_rig(rig)
+
+    def test_every_byte_of_a_random_scatter_arrives_and_nothing_else_changes(
+        self, rig: Rig
+    ) -> None:
+        for seed in range(3):
+            pieces = scattered(700, 9000, seed)
+            rig.peer.fill(GUARD)
+            rig.write(rig.batch(*pieces))
+            rig.check_peer(rig.expected(*pieces), f"seed {seed}")
+
+    def test_pieces_of_one_byte_arrive(self, rig: Rig) -> None:
+        local, remote, nbytes = scattered(300, 1, 7)
+        rig.write(rig.batch(local, remote, nbytes))
+        rig.check_peer(rig.expected(local, remote, nbytes), "pieces of one byte")
+
+    @pytest.mark.parametrize("num_pieces", [1024, 1025, 2049, 5000])
+    def test_more_pieces_than_one_native_call_takes(self, rig: Rig, num_pieces: int) -> None:
+        pieces = scattered(num_pieces, 300, num_pieces)
+        rig.write(rig.batch(*pieces))
+        rig.check_peer(rig.expected(*pieces), f"{num_pieces} pieces")
+        rig.peer.fill(GUARD)
+        rig.write(rig.batch(*pieces))  # the peer must not have been poisoned by the first
+        rig.check_peer(rig.expected(*pieces), f"{num_pieces} pieces, again")
+
+    def test_pieces_that_follow_each_other_on_both_sides_arrive(self, rig: Rig) -> None:
+        nbytes = np.full(2048, NBYTES // 2048, np.uint64)
+        offset = np.cumsum(nbytes) - nbytes
+        rig.write(rig.batch(offset, offset, nbytes))
+        rig.check_peer(rig.arena.bytes, "the whole arena")
+
+    def test_pieces_that_follow_each_other_on_one_side_only_arrive(self, rig: Rig) -> None:
+        nbytes = np.full(512, 1000, np.uint64)
+        local = np.cumsum(nbytes) - nbytes
+        remote = local * np.uint64(2)
+        rig.write(rig.batch(local, remote, nbytes))
+        rig.check_peer(rig.expected(local, remote, nbytes), "packed to strided")
+
+    def test_a_second_write_replaces_the_first(self, rig: Rig) -> None:
+        rig.write(rig.batch([0], [64], [4096]))
+        rig.write(rig.batch([8192], [64], [4096]))
+        image = np.full(NBYTES, GUARD, np.uint8)
+        image[64 : 64 + 4096] = rig.arena.bytes[8192 : 8192 + 4096]
+        rig.check_peer(image, "the second write")
+
+    def test_an_empty_batch_is_no_write(self, rig: Rig) -> None:
+        rig.write(rig.batch([], [], []))
+        rig.check_untouched("an empty batch")
+
+    def test_two_threads_may_write_at_once(self, rig: Rig) -> None:
+        local, remote, nbytes = scattered(2000, 3000, 11)
+        errors: list[BaseException] = []
+
+        def half(which: slice) -> None:
+            try:
+                for _ in range(3):
+                    rig.write(rig.batch(local[which], remote[which], nbytes[which]))
+            except TransferError as error:
+                errors.append(error)
+
+        threads = [
+            threading.Thread(target=half, args=(which,))
+            for which in (slice(0, 1000), slice(1000, None))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        check(not errors, f"threads failed: {errors}")
+        rig.check_peer(rig.expected(local, remote, nbytes), "two threads")
+
+    def test_a_piece_of_zero_length_is_refused(self, rig: Rig) -> None:
+        rig.refused(rig.batch([0, 64], [0, 64], [16, 0]), RegionError)
+        rig.check_untouched("zero length")
+
+    @pytest.mark.parametrize("offset", [-1, NBYTES - 15, NBYTES, 1 << 40])
+    def test_a_source_outside_registered_memory_is_refused(self, rig: Rig, offset: int) -> None:
+        batch = rig.batch([0, 0], [0, 64], [16, 16])
+        batch.local_addresses[1] = rig.arena.address + offset
+        rig.refused(batch, RegionError)
+        rig.check_untouched("the good piece of a batch with a bad one")
+
+    @pytest.mark.parametrize("offset", [-1, NBYTES - 15, NBYTES, 1 << 40])
+    def test_a_target_outside_published_memory_is_refused(self, rig: Rig, offset: int) -> None:
+        batch = rig.batch([0, 64], [0, 64], [16, 16])
+        batch.remote_addresses[1] = rig.peer.region.address + offset
+        rig.refused(batch, RegionError)
+        rig.check_untouched("the good piece of a batch with a bad one")
+
+    def test_a_piece_that_wraps_around_the_address_space_is_refused(self, rig: Rig) -> None:
+        batch = rig.batch([0], [64], [16])
+        batch.nbytes[0] = np.uint64(2**64 - 8)
+        rig.refused(batch, RegionError)
+        rig.check_untouched("a wrapping piece")
+
+    def test_a_piece_across_two_adjacent_regions_is_refused(self, rig: Rig) -> None:
+        region = rig.peer.region
+        half = NBYTES // 2
+        halves = (
+            msgspec.structs.replace(region, nbytes=half),
+            msgspec.structs.replace(region, address=region.address + half, nbytes=half),
+        )
+        rig.refused(rig.batch([0], [half - 8], [16], regions=halves), RegionError)
+        rig.check_untouched("a piece across two regions")
+
+    def test_without_published_regions_every_write_is_refused(self, rig: Rig) -> None:
+        rig.refused(rig.batch([0], [0], [16], regions=()), RegionError)
+        rig.check_untouched("no published regions")
+
+    def test_columns_of_different_lengths_are_refused(self, rig: Rig) -> None:
+        rig.refused(rig.batch([0, 8], [0], [8, 8]), RegionError)
+
+    def test_a_region_of_another_endpoint_is_refused(self, rig: Rig) -> None:
+        other = msgspec.structs.replace(rig.peer.region.endpoint, incarnation="another")
+        foreign = msgspec.structs.replace(rig.peer.region, endpoint=other)
+        rig.refused(rig.batch([0], [0], [16], regions=(foreign,)), RegionError)
+
+    def test_an_endpoint_of_another_transport_is_refused(self, rig: Rig) -> None:
+        other = msgspec.structs.replace(rig.peer.region.endpoint, transport="another")
+        region = msgspec.structs.replace(rig.peer.region, endpoint=other)
+        rig.refused(rig.batch([0], [0], [16], endpoint=other, regions=(region,)), RegionError)
+
+    @pytest.mark.parametrize("address", ["", "nonsense", "127.0.0.1:1", "999999999", "-1", "0"])
+    def test_a_wrong_address_is_unreachable(self, rig: Rig, address: str) -> None:
+        endpoint = msgspec.structs.replace(rig.peer.region.endpoint, address=address)
+        region = msgspec.structs.replace(rig.peer.region, endpoint=endpoint)
+        batch = rig.batch([0], [0], [16], endpoint=endpoint, regions=(region,))
+        rig.refused(batch, PeerUnreachable)
+        rig.write(rig.batch([0], [0], [16]))  # the right address still works
+
+    def test_an_earlier_process_at_the_same_address_is_unreachable(self, rig: Rig) -> None:
+        endpoint = self.predecessor(rig.peer.region.endpoint)
+        region = msgspec.structs.replace(rig.peer.region, endpoint=endpoint)
+        batch = rig.batch([0], [0], [16], endpoint=endpoint, regions=(region,))
+        rig.refused(batch, PeerUnreachable)
+        rig.check_untouched("a write meant for an earlier process")
+
+    def predecessor(self, endpoint: PeerEndpoint) -> PeerEndpoint:
+        """The endpoint of a process that was at the same address before."""
+        return msgspec.structs.replace(endpoint, incarnation=f"1{endpoint.incarnation}"[:-1])
+
+    @pytest.mark.parametrize(("start", "nbytes"), [(0, NBYTES), (64, 64), (-64, 128)])
+    def test_an_overlapping_registration_is_refused(
+        self, rig: Rig, start: int, nbytes: int
+    ) -> None:
+        with pytest.raises(RegionError, match="overlap"):
+            rig.transport.register(rig.arena.address + start, nbytes)
+        rig.write(rig.batch([0], [0], [16]))  # the first registration still holds
+
+    @pytest.mark.parametrize(("address", "nbytes"), [(4096, 0), (4096, -1), (0, 16)])
+    def test_a_registration_of_nothing_is_refused(
+        self, rig: Rig, address: int, nbytes: int
+    ) -> None:
+        with pytest.raises(RegionError):
+            rig.transport.register(address, nbytes)
+
+    def test_a_region_can_be_unregistered_once_and_registered_again(self, rig: Rig) -> None:
+        memory = np.full(4096, 3, np.uint8)
+        region = rig.transport.register(int(memory.ctypes.data), memory.nbytes)
+        rig.transport.unregister(region)
+        with pytest.raises(RegionError):
+            rig.transport.unregister(region)
+        batch = rig.batch([0], [0], [16])
+        batch.local_addresses[0] = memory.ctypes.data
+        rig.refused(batch, RegionError)
+        region = rig.transport.register(int(memory.ctypes.data), memory.nbytes)
+        rig.write(batch)
+        rig.transport.unregister(region)
+        check(rig.peer.read(0, 16) == bytes([3] * 16), "a region registered again is a source")
+
+    def test_a_peer_can_withdraw_and_register_again(self, rig: Rig) -> None:
+        rig.peer.unregister()
+        rig.peer.register()
+        rig.write(rig.batch([0], [0], [16]))
+        check(rig.peer.read(0, 16) == rig.arena.bytes[:16].tobytes(), "written after it came back")
+
+    def test_a_deadline_that_has_passed_is_an_error(self, rig: Rig) -> None:
+        rig.refused(rig.batch([0], [0], [16]), TransferError, deadline_s=0.0)
+
+    def test_the_report_names_the_transport(self, rig: Rig) -> None:
+        report = rig.transport.report()
+        check(report.transport == rig.transport.endpoint().transport, f"got {report}")
+        check(bool(report.protocol) and bool(report.detail), f"got {report}")
+
+    def test_a_dead_peer_is_unreachable_before_and_after_contact(self, mortal: Rig) -> None:
+        batch = mortal.batch([0], [0], [4096])
+        mortal.write(batch)
+        mortal.peer.kill()
+        for _ in range(2):
+            mortal.refused(batch, PeerUnreachable)
+        successor = self.start_peer(mortal.transport)
+        with closing(successor):
+            rig = Rig(mortal.transport, mortal.arena, successor)
+            rig.write(rig.batch([0], [0], [4096]))
+            check(successor.read(0, 4096) == mortal.arena.bytes[:4096].tobytes(), "the successor")
+
+    def test_close_is_idempotent_and_ends_the_right_to_write(self, mortal: Rig) -> None:
+        batch = mortal.batch([0], [0], [16])
+        mortal.arena.close()
+        mortal.transport.close()
+        mortal.transport.close()
+        mortal.refused(batch, TransferError)
+
+
+class ProcessConformance(TransportConformance):
+    """More of it, for transports whose peers are processes."""
+
+    def process(self, rig: Rig) -> PeerProcess:
+        """The peer of `rig`, as the process that it is."""
+        if not isinstance(rig.peer, PeerProcess):
+            raise TypeError(f"peer must be a PeerProcess, got {type(rig.peer).__name__}")
+        return rig.peer
+
+    def test_a_peer_killed_in_mid_write_is_unreachable(self, mortal: Rig) -> None:
+        pieces = scattered(3000, 2500, 5)
+        batch = mortal.batch(*pieces)
+        self.process(mortal).signal_on_write(int(pieces[1][0]), signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises((PeerUnreachable, TransferOutcomeUnknown)) as caught:
+            mortal.write_until(batch, start + DEADLINE_S)
+        check(time.monotonic() < start + DEADLINE_S, f"too late: {caught.value}")
+        mortal.refused(batch, PeerUnreachable)
+
+    def test_a_stopped_peer_is_an_error_in_time_unless_the_wire_is_one_sided(
+        self, mortal: Rig
+    ) -> None:
+        batch = mortal.batch([0], [0], [NBYTES])
+        mortal.write(mortal.batch([64], [0], [8]))
+        self.process(mortal).stop()
+        if mortal.transport.report().one_sided:
+            mortal.write(batch)
+        else:
+            mortal.refused(
+                batch,
+                (PeerUnreachable, TransferFailed, TransferOutcomeUnknown),
+                within_s=2.0,
+                deadline_s=1.0,
+            )
+        self.process(mortal).resume()
+        mortal.peer.read(0, 1)  # runs again
+        mortal.write(batch)
+        mortal.check_peer(mortal.arena.bytes, "after it went on")
+
+
+def _make_rig(suite: TransportConformance) -> Rig:
+    transport = suite.start_transport()
+    arena = Arena(transport, NBYTES)
+    arena.bytes.view(np.uint64)[:] = np.arange(NBYTES // 8, dtype=np.uint64) * 2654435761
+    return Rig(transport, arena, suite.start_peer(transport))
+
+
+def _close_rig(rig: Rig) -> None:
+    rig.peer.close()
+    if rig.arena.nbytes:
+        rig.arena.close()
+    rig.transport.close()
