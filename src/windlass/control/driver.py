@@ -99,7 +99,7 @@ class RoundDriver:
         for instruction in instructions:
             match instruction:
                 case EnterPhase():
-                    self._enter(instruction.phase)
+                    self._enter(instruction.phase, instruction.entry)
                 case Send():
                     await self._send(instruction)
                 case Finish():
@@ -122,12 +122,12 @@ class RoundDriver:
             if send.expects_reply:
                 self.post(AgentLost(send.worker, str(error)))
 
-    def _enter(self, phase: Phase) -> None:
+    def _enter(self, phase: Phase, entry: int) -> None:
         self._leave_phase()
         self._on_phase(phase)
         self._phase, self._phase_began = phase, self._clock()
         self._timer = asyncio.get_running_loop().call_later(
-            _deadline_of(phase, self._deadlines), self.post, DeadlinePassed(phase)
+            _deadline_of(phase, self._deadlines), self.post, DeadlinePassed(entry)
         )
 
     def _leave_phase(self) -> None:

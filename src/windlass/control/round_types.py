@@ -97,9 +97,9 @@ class AgentLost:
 
 @dataclass(frozen=True, slots=True)
 class DeadlinePassed:
-    """The phase's deadline passed; ignored when the phase is over."""
+    """The deadline of the phase that `EnterPhase.entry` began; ignored when that is over."""
 
-    phase: Phase
+    entry: int
 
 
 Event = Replied | AgentLost | DeadlinePassed
@@ -120,9 +120,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class EnterPhase:
-    """A phase begins: start its deadline."""
+    """A phase begins: start its deadline. `entry` tells a phase from its repetition."""
 
     phase: Phase
+    entry: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +134,9 @@ class Finish:
         outcome: published, aborted (old weights serve) or failed (nobody could be published).
         reason: one line, empty when published.
         fates: per engine. reasons: per engine that does not serve the version.
+        mixed: engines whose live weights may be of two versions, poisoned or not.
+        unsettled: trainers that were told to write and did not answer, and the engines that their
+            bytes may still reach.
         nbytes: bytes written. wire_s, pack_s: the slowest trainer's sums.
         digest_ok: no engine reported a wrong digest in the end.
     """
@@ -141,6 +145,8 @@ class Finish:
     reason: str
     fates: Mapping[str, EngineFate]
     reasons: Mapping[str, str]
+    mixed: frozenset[str]
+    unsettled: Mapping[str, tuple[str, ...]]
     nbytes: int
     wire_s: float
     pack_s: float

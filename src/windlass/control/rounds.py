@@ -14,20 +14,26 @@ What goes wrong, and what then:
   `max_rewrites` times. After that `in_place` taints the engine and goes on without it;
   `staged` gives up the round, and the old weights go on serving everywhere.
 - A link of unknown outcome is never written again: its engine is left out and poisoned.
-- A trainer that fails before the bytes are verified ends the round: `in_place` engines that
-  may hold mixed weights are tainted and stay paused, all others go on with the old version.
+- A trainer that fails before it has written ends the round: `in_place` engines that may hold
+  mixed weights are tainted and stay paused, all others go on with the old version. Trainers that
+  were writing when the round ended are named in `Finish.unsettled`.
+- An answer that does not fit its command is a failure, and so is a link that nobody mentions:
+  an engine goes on to APPLY only with every link written and every digest confirmed.
 - A failure after some engine has published does not unpublish: the version is out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import assert_never
 
+from windlass.control.links import LinkLedger
 from windlass.control.messages import (
     Abort,
     Apply,
     Command,
+    Done,
     Failure,
     FailureKind,
     Pause,
@@ -64,6 +70,7 @@ class _Engine:
     workers: tuple[str, ...]
     fate: EngineFate = EngineFate.ACTIVE
     reason: str = ""
+    mixed: bool = False
 
 
 @dataclass(slots=True)
@@ -82,11 +89,11 @@ class RoundMachine:
         self._engines = {name: _Engine(workers) for name, workers in spec.engines.items()}
         self._engine_of = {w: name for name, workers in spec.engines.items() for w in workers}
         self._phase = Phase.PREPARE
+        self._entry = 0
         self._seq = 0
-        self._pending: dict[int, str] = {}
-        self._expected: dict[str, dict[str, str]] = {w: {} for w in self._engine_of}
-        self._rewrite: set[tuple[str, str]] = set()
-        self._to_verify: set[str] = set()
+        self._pending: dict[int, tuple[str, Command]] = {}
+        self._links = LinkLedger(spec.links)
+        self._lost_trainers: set[str] = set()
         self._rewrites_left = spec.max_rewrites
         self._wrote = False
         self._tally = _Tally()
@@ -100,7 +107,7 @@ class RoundMachine:
     @property
     def waiting_for(self) -> tuple[str, ...]:
         """Workers whose replies are outstanding."""
-        return tuple(self._pending.values())
+        return tuple(worker for worker, _ in self._pending.values())
 
     def start(self) -> list[Instruction]:
         """Begin."""
@@ -118,14 +125,15 @@ class RoundMachine:
             return []
         match event:
             case Replied():
-                if self._pending.get(event.seq) != event.worker:
+                worker, command = self._pending.get(event.seq, ("", None))
+                if command is None or worker != event.worker:
                     return []  # a duplicate, or an answer to a phase that is over
                 del self._pending[event.seq]
-                self._on_result(event.worker, event.result)
+                self._on_result(worker, command, event.result)
             case AgentLost():
                 self._on_lost(event.worker, event.reason)
             case DeadlinePassed():
-                if event.phase is self._phase:
+                if event.entry == self._entry:
                     self._on_deadline()
             case _:
                 assert_never(event)
@@ -134,42 +142,49 @@ class RoundMachine:
 
     # --- replies -----------------------------------------------------------------------------
 
-    def _on_result(self, worker: str, result: Result) -> None:
-        if isinstance(result, Failure):
-            self._on_failure(worker, result)
-        elif isinstance(result, Written):
-            self._on_written(worker, result)
-        elif isinstance(result, Verified):
-            for source in result.mismatched:
-                self._rewrite.add((source, worker))
-        # Done: the phase counts replies, nothing else to note
+    def _on_result(self, worker: str, command: Command, result: Result) -> None:
+        match command, result:
+            case _, Failure():
+                self._on_failure(worker, result)
+            case Write(), Written():
+                self._on_written(worker, result)
+            case Verify(), Verified():
+                if not self._links.verify(worker, result.mismatched):
+                    reason = f"{worker}: found wrong bytes of workers that send it nothing"
+                    self._drop(self._engine_of[worker], reason)
+            case ((Prepare() | Pause() | Apply() | Publish()), Done()):
+                pass  # the phase counts replies, nothing else to note
+            case _:
+                text = f"answered {type(command).__name__} with {type(result).__name__}"
+                self._on_failure(worker, Failure(FailureKind.FAILED, text))
 
     def _on_failure(self, worker: str, failure: Failure) -> None:
         unknown = failure.kind is FailureKind.UNKNOWN
         if worker in self._engine_of:
             self._drop(self._engine_of[worker], failure.message, unknown=unknown)
-        else:
-            self._give_up(f"{worker}: {failure.message}", unknown=unknown)
+            return
+        asked = self._links.answered(worker)
+        poisoned = {self._engine_of[d] for d in asked} if unknown else set()
+        self._give_up(f"{worker}: {failure.message}", poisoned)
 
     def _on_written(self, trainer: str, written: Written) -> None:
         tally = self._tally
         tally.wire_s[trainer] = tally.wire_s.get(trainer, 0.0) + written.wire_s
         tally.pack_s[trainer] = tally.pack_s.get(trainer, 0.0) + written.pack_s
+        asked = self._links.answered(trainer)
         for link in written.links:
-            self._on_link(trainer, link)
+            if link.destination in asked:
+                self._on_link(trainer, link)
 
     def _on_link(self, trainer: str, link: LinkOutcome) -> None:
         worker = link.destination
-        if worker not in self._engine_of:
-            return
-        self._tally.nbytes += link.nbytes
         engine = self._engine_of[worker]
+        self._tally.nbytes += link.nbytes
         match link.status:
             case LinkStatus.OK:
-                self._expected[worker][trainer] = link.digest
-                self._to_verify.add(worker)
+                self._links.written((trainer, worker), link.digest)
             case LinkStatus.FAILED:
-                self._rewrite.add((trainer, worker))
+                pass  # not written: asked for again
             case LinkStatus.UNREACHABLE:
                 self._drop(engine, f"{trainer} cannot reach {worker}: {link.error}")
             case LinkStatus.UNKNOWN:
@@ -179,24 +194,19 @@ class RoundMachine:
 
     def _on_lost(self, worker: str, reason: str) -> None:
         if worker in self._engine_of:
-            engine = self._engine_of[worker]
-            if self._engines[engine].fate is EngineFate.PUBLISHED:
-                return
-            self._drop(engine, f"{worker}: {reason}", lost=worker)
+            self._drop(self._engine_of[worker], f"{worker}: {reason}", lost=worker)
         elif worker in self._spec.trainers:
-            answered = worker not in self._pending.values()
-            if self._phase in {Phase.PREPARE, Phase.WRITE} and not (
-                self._phase is Phase.WRITE and answered and not self._rewrite
-            ):
-                self._give_up(f"{worker}: {reason}", unknown=not answered)
-            # later phases need no trainer, unless a link must be rewritten (see _rewrite_links)
+            self._lost_trainers.add(worker)
+            # Once it has written, it is needed again only if a link must be written again.
+            if self._phase is Phase.PREPARE or worker in self._links.in_flight:
+                self._give_up(f"{worker}: {reason}")
 
     def _on_deadline(self) -> None:
-        late = list(dict.fromkeys(self._pending.values()))
+        late = list(dict.fromkeys(self.waiting_for))
         reason = f"no answer in phase {self._phase} by its deadline"
         trainers = [worker for worker in late if worker not in self._engine_of]
         if trainers:
-            self._give_up(f"{', '.join(trainers)}: {reason}", unknown=self._phase is Phase.WRITE)
+            self._give_up(f"{', '.join(trainers)}: {reason}")
             return
         for worker in late:
             self._drop(self._engine_of[worker], f"{worker}: {reason}")
@@ -212,23 +222,14 @@ class RoundMachine:
             self._next_phase()
 
     def _next_phase(self) -> None:
-        staged = self._spec.mode is UpdateMode.STAGED
         match self._phase:
             case Phase.PREPARE:
-                self._write(self._spec.links)
-            case Phase.WRITE:
-                if not self._rewrite_links():
-                    self._verify()
-            case Phase.VERIFY:
-                if self._rewrite_links():
-                    return
-                if staged:
-                    self._enter(Phase.PAUSE)
-                    self._send_pauses()
-                else:
-                    self._apply()
+                self._write(self._links.unwritten(self._active_workers()))
+            case Phase.WRITE | Phase.VERIFY:
+                self._after_delivery()
             case Phase.PAUSE:
-                self._apply()
+                self._enter(Phase.APPLY)
+                self._send_engines(Apply(self._spec.version))
             case Phase.APPLY:
                 self._enter(Phase.PUBLISH)
                 self._send_engines(Publish(self._spec.version))
@@ -239,47 +240,44 @@ class RoundMachine:
             case _:
                 assert_never(self._phase)
 
-    def _write(self, links: frozenset[tuple[str, str]] | set[tuple[str, str]]) -> None:
+    def _after_delivery(self) -> None:
+        """Write again what is missing, have checked what is unchecked, or go on."""
+        active = self._active_workers()
+        if missing := self._links.unwritten(active):
+            self._write_again(missing)
+        elif unverified := self._links.unverified(active):
+            self._enter(Phase.VERIFY)
+            for worker in unverified:
+                self._send(worker, Verify(self._spec.version, self._links.expected(worker)))
+        elif self._spec.mode is UpdateMode.STAGED:
+            self._enter(Phase.PAUSE)
+            self._send_pauses()
+        else:
+            self._enter(Phase.APPLY)
+            self._send_engines(Apply(self._spec.version))
+
+    def _write(self, links: Mapping[str, tuple[str, ...]]) -> None:
         self._enter(Phase.WRITE)
         self._wrote = True
-        active = set(self._active_workers())
-        for trainer in self._spec.trainers:
-            targets = tuple(sorted(d for s, d in links if s == trainer and d in active))
-            if targets:
-                self._send(trainer, Write(self._spec.version, targets, self._spec.write_s))
+        for trainer, destinations in links.items():
+            self._links.ask(trainer, destinations)
+            self._send(trainer, Write(self._spec.version, destinations, self._spec.write_s))
 
-    def _rewrite_links(self) -> bool:
-        """Write failed or mismatched links again; true when something was sent."""
-        active = set(self._active_workers())
-        links = {(s, d) for s, d in self._rewrite if d in active}
-        self._rewrite.clear()
-        if not links:
-            return False
-        if self._rewrites_left == 0:
-            self._tally.digest_ok = self._spec.mode is UpdateMode.STAGED
-            reason = "links failed or had wrong digests after every rewrite: " + ", ".join(
-                f"{s} -> {d}" for s, d in sorted(links)
-            )
-            if self._spec.mode is UpdateMode.STAGED:
-                self._give_up(reason)
-                return True
-            for engine in sorted({self._engine_of[d] for _, d in links}):
-                self._drop(engine, reason)
-            return False
-        self._rewrites_left -= 1
-        self._write(links)
-        return True
-
-    def _verify(self) -> None:
-        self._enter(Phase.VERIFY)
-        active = set(self._active_workers())
-        for worker in sorted(self._to_verify & active):
-            self._send(worker, Verify(self._spec.version, dict(self._expected[worker])))
-        self._to_verify.clear()
-
-    def _apply(self) -> None:
-        self._enter(Phase.APPLY)
-        self._send_engines(Apply(self._spec.version))
+    def _write_again(self, missing: Mapping[str, tuple[str, ...]]) -> None:
+        gone = self._lost_trainers & set(missing)
+        if self._rewrites_left and not gone:
+            self._rewrites_left -= 1
+            self._write(missing)
+            return
+        self._tally.digest_ok = False
+        links = ", ".join(f"{s} -> {d}" for s, names in sorted(missing.items()) for d in names)
+        why = f"{', '.join(sorted(gone))} is gone" if gone else "after every rewrite"
+        reason = f"links failed or had wrong digests, {why}: {links}"
+        if self._spec.mode is UpdateMode.STAGED:
+            self._give_up(reason)
+            return
+        for engine in sorted({self._engine_of[d] for names in missing.values() for d in names}):
+            self._drop(engine, reason)
 
     def _send_pauses(self) -> None:
         self._send_engines(Pause(self._spec.pause_mode, self._spec.pause_s))
@@ -290,19 +288,24 @@ class RoundMachine:
         """Go on without one engine."""
         engine = self._engines[name]
         if engine.fate is not EngineFate.ACTIVE:
+            if unknown:
+                engine.fate, engine.reason = EngineFate.POISONED, reason
             return
-        engine.reason = reason
+        self._leave(engine, reason, unknown=unknown, lost=lost)
+        gone = set(engine.workers)
+        self._pending = {s: sent for s, sent in self._pending.items() if sent[0] not in gone}
+
+    def _leave(
+        self, engine: _Engine, reason: str, *, unknown: bool = False, lost: str = ""
+    ) -> None:
+        engine.reason, engine.mixed = reason, self._may_be_mixed()
         if unknown:
             engine.fate = EngineFate.POISONED
-        elif self._may_be_mixed():
-            engine.fate = EngineFate.TAINTED
         else:
-            engine.fate = EngineFate.LEFT_OUT
-        gone = set(engine.workers)
-        self._pending = {s: w for s, w in self._pending.items() if w not in gone}
+            engine.fate = EngineFate.TAINTED if engine.mixed else EngineFate.LEFT_OUT
         for worker in engine.workers:
             if worker != lost:
-                self._send(worker, Abort(reason, self._may_be_mixed()), expects_reply=False)
+                self._send(worker, Abort(reason, engine.mixed), expects_reply=False)
 
     def _may_be_mixed(self) -> bool:
         """Whether an engine that leaves now may hold bytes of two versions in live memory."""
@@ -310,23 +313,16 @@ class RoundMachine:
             return self._wrote
         return self._phase in {Phase.APPLY, Phase.PUBLISH}
 
-    def _give_up(self, reason: str, *, unknown: bool = False) -> None:
+    def _give_up(self, reason: str, poisoned: Collection[str] = ()) -> None:
         """End the round for everybody; nothing has been published."""
         self._pending.clear()
-        mixed = self._may_be_mixed()
-        poisoned = unknown and self._wrote
-        for engine in self._engines.values():
-            if engine.fate is not EngineFate.ACTIVE:
-                continue
-            engine.reason = reason
-            if poisoned:
-                engine.fate = EngineFate.POISONED
-            else:
-                engine.fate = EngineFate.TAINTED if mixed else EngineFate.LEFT_OUT
-            for worker in engine.workers:
-                self._send(worker, Abort(reason, mixed), expects_reply=False)
+        for name in poisoned:
+            self._drop(name, reason, unknown=True)
+        for engine in self._active():
+            self._leave(engine, reason)
         for trainer in self._spec.trainers:
             self._send(trainer, Abort(reason), expects_reply=False)
+        mixed = any(engine.mixed for engine in self._engines.values())
         self._finish(RoundOutcome.FAILED if mixed else RoundOutcome.ABORTED, reason)
 
     def _finish_without_engines(self) -> None:
@@ -354,6 +350,11 @@ class RoundMachine:
                 reason=reason,
                 fates={name: e.fate for name, e in self._engines.items()},
                 reasons={name: e.reason for name, e in self._engines.items() if e.reason},
+                mixed=frozenset(name for name, e in self._engines.items() if e.mixed),
+                unsettled={
+                    trainer: tuple(sorted({self._engine_of[d] for d in destinations}))
+                    for trainer, destinations in self._links.in_flight.items()
+                },
                 nbytes=tally.nbytes,
                 wire_s=max(tally.wire_s.values(), default=0.0),
                 pack_s=max(tally.pack_s.values(), default=0.0),
@@ -376,12 +377,13 @@ class RoundMachine:
     def _send(self, worker: str, command: Command, *, expects_reply: bool = True) -> None:
         self._seq += 1
         if expects_reply:
-            self._pending[self._seq] = worker
+            self._pending[self._seq] = (worker, command)
         self._out.append(Send(worker, self._seq, command, expects_reply))
 
     def _enter(self, phase: Phase) -> None:
         self._phase = phase
-        self._out.append(EnterPhase(phase))
+        self._entry += 1
+        self._out.append(EnterPhase(phase, self._entry))
 
     def _take(self) -> list[Instruction]:
         out, self._out = self._out, []
