@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -21,17 +22,20 @@ from windlass.testing.peer_process import PeerProcess
 from windlass.testing.transport_conformance import NBYTES, ProcessConformance, Rig
 from windlass.transports.base import PeerEndpoint
 from windlass.transports.configs import MooncakeConfig, MooncakeProtocol
+from windlass.transports.registry import create_transport
+
+TCP = MooncakeConfig(protocol=MooncakeProtocol.TCP)
 
 try:
-    import mooncake.engine  # noqa: F401
-except ImportError as error:
-    pytest.skip(f"mooncake.engine cannot be loaded: {error}", allow_module_level=True)
+    create_transport(TCP).close()
+except TransportUnavailable as error:
+    pytest.skip(str(error), allow_module_level=True)
 
 pytestmark = pytest.mark.mooncake
 
 
 class TestMooncakeTcp(ProcessConformance):
-    config: ClassVar[MooncakeConfig] = MooncakeConfig(protocol=MooncakeProtocol.TCP)
+    config: ClassVar[MooncakeConfig] = TCP
 
     def predecessor(self, endpoint: PeerEndpoint) -> PeerEndpoint:
         token, _, address = endpoint.incarnation.partition("@")
@@ -129,13 +133,19 @@ class TestMooncakeTcp(ProcessConformance):
             "except TransportUnavailable as error:\n"
             "    print(error)\n"
         )
+        environment = {k: v for k, v in os.environ.items() if k != "MC_FORCE_TCP"}
         done = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+            env=environment,
         )
         assert "must be rdma, the engine chose tcp" in done.stdout
 
     def test_a_host_that_is_not_this_one_is_refused(self) -> None:
         from windlass.transports.mooncake import MooncakeTransport
 
-        with pytest.raises(TransportUnavailable):
+        with pytest.raises(TransportUnavailable, match="must be an address of this machine"):
             MooncakeTransport(MooncakeConfig(host="no.such.host.invalid"))

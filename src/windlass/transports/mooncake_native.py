@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol, cast
@@ -44,6 +45,7 @@ class NativeEngine(Protocol):
     def initialize(self, host: str, metadata: str, protocol: str, device: str, /) -> int: ...
     def get_rpc_port(self) -> int: ...
     def get_local_topology(self) -> str: ...
+    def send_probe(self, peer: str, /) -> int: ...
     def register_memory(self, address: int, nbytes: int, /) -> int: ...
     def unregister_memory(self, address: int, /) -> int: ...
     def transfer_sync_read(self, peer: str, local: int, remote: int, nbytes: int, /) -> int: ...
@@ -77,6 +79,7 @@ def start_engine(config: MooncakeConfig) -> Started:
             start, or it chose another wire than the one asked for.
         ConfigError: `config.protocol` is rdma and the environment forces tcp.
     """
+    _check_host(config.host)
     forced = config.protocol is MooncakeProtocol.TCP
     detail = _installed_version()
     values = set_defaults(_DEFAULTS | ({"MC_FORCE_TCP": "1"} if forced else {}))
@@ -107,6 +110,20 @@ def start_engine(config: MooncakeConfig) -> Started:
         )
     ordered = wire == "tcp" and values["MC_TCP_LANES_PER_PEER"] == "1"
     return Started(engine, wire, ordered, f"{detail}, NICs: {', '.join(nics) or 'none'}")
+
+
+def _check_host(host: str) -> None:
+    """The engine starts, and returns 0, on a host name that does not exist."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except OSError as error:
+        raise TransportUnavailable(
+            f"mooncake: host must be an address of this machine, got {host!r}: {error}"
+        ) from error
 
 
 def _installed_version() -> str:

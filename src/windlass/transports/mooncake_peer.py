@@ -112,6 +112,7 @@ class MooncakePeer:
         # A page of its own: a read that comes back after its deadline still writes here.
         self._page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
         self._page_address = int(self._page.ctypes.data)
+        self._answered = False
         self._poison = ""
         self._abandoned: _Call | None = None
         self._lock = threading.Lock()
@@ -229,6 +230,13 @@ class MooncakePeer:
             return False
 
     def _read_token(self) -> int:
+        if not self._answered:
+            # The first contact of a peer that never answers holds a lock inside the engine for a
+            # minute, and other peers' first contacts with it. A probe holds none.
+            code = self.started.engine.send_probe(self.endpoint.address)
+            if code != 0:
+                return code
+            self._answered = True
         self._page[:TOKEN_NBYTES] = 0
         code = self.started.engine.transfer_sync_read(
             self.endpoint.address, self._page_address, self._token_address, TOKEN_NBYTES
