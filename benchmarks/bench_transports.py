@@ -7,8 +7,8 @@ from contextlib import ExitStack
 
 import numpy as np
 import numpy.typing as npt
-from harness import Row, median_p95, parser, report
 
+from harness import Row, median_p95, parser, report
 from windlass.errors import TransportUnavailable
 from windlass.memory.arena import Arena
 from windlass.testing.peer_process import PeerProcess, digest_of
