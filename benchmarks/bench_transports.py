@@ -57,7 +57,7 @@ def run_case(
     rng = np.random.default_rng(nbytes)
     region: RemoteRegion = peer.region
     total = nbytes * count
-    target = np.zeros(ARENA_NBYTES, np.uint8)
+    target = np.full(ARENA_NBYTES, 1, np.uint8)  # touched: a fault per page is no ceiling
     expected = np.frombuffer(peer.read(0, ARENA_NBYTES), np.uint8).copy()
     rates: list[tuple[float, float, float]] = []
     for run in range(runs + 1):

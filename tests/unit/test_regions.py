@@ -62,12 +62,12 @@ def test_a_piece_is_inside_exactly_when_one_region_holds_all_its_bytes(
             continue
     spans = table.spans()
     inside = any(a <= piece[0] and piece[0] + piece[1] <= a + n for a, n in spans)
-    address, nbytes = np.array([piece[0]], np.uint64), np.array([piece[1]], np.uint64)
+    addresses, sizes = np.array([piece[0]], np.uint64), np.array([piece[1]], np.uint64)
     if inside:
-        check_inside(address, nbytes, spans, "here")
+        check_inside(addresses, sizes, spans, "here")
     else:
         with pytest.raises(RegionError, match="inside here"):
-            check_inside(address, nbytes, spans, "here")
+            check_inside(addresses, sizes, spans, "here")
 
 
 def test_a_removed_region_must_be_the_one_that_was_added() -> None:
