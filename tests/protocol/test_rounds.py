@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import HealthCheck, assume, settings
@@ -34,6 +35,7 @@ from windlass.control.round_types import (
     EnterPhase,
     Event,
     Finish,
+    Instruction,
     Phase,
     Replied,
     RoundSpec,
@@ -42,6 +44,7 @@ from windlass.control.round_types import (
 from windlass.control.rounds import RoundMachine
 from windlass.execution.bindings import DestinationBinding, LinkOutcome, LinkStatus
 from windlass.testing.fake_agents import (
+    CORRUPT,
     FakeEngineRank,
     FakeFabric,
     FakeTrainerRank,
@@ -127,7 +130,7 @@ class World:
         self.handled_events.append(event)
         self.carry_out(self.machine.handle(event))
 
-    def carry_out(self, instructions: list[Send | EnterPhase | Finish]) -> None:
+    def carry_out(self, instructions: Sequence[Instruction]) -> None:
         for instruction in instructions:
             assert self.finish is None, "nothing may follow Finish"
             if isinstance(instruction, EnterPhase):
@@ -138,9 +141,6 @@ class World:
                 self.conclude(instruction)
             elif instruction.worker in self.alive:
                 self.inbox[instruction.worker].append(instruction)
-            elif instruction.expects_reply:
-                self.outbox[instruction.worker].clear()
-                self.lost_later = instruction.worker
         for worker in {i.worker for i in instructions if isinstance(i, Send) and i.expects_reply}:
             if worker not in self.alive and self.finish is None:
                 self.post(AgentLost(worker, "not connected"))
@@ -165,16 +165,6 @@ class World:
     def answer(self, worker: str) -> None:
         self.post(self.outbox[worker].popleft())
 
-    def drain(self) -> None:
-        """Everything that is under way arrives."""
-        while self.finish is None and any(self.inbox.values()) | any(self.outbox.values()):
-            for worker in self.inbox:
-                while self.inbox[worker]:
-                    self.execute(worker)
-                while self.outbox[worker] and self.finish is None:
-                    self.answer(worker)
-        self.deliver_farewells()
-
     def deliver_farewells(self) -> None:
         for worker, inbox in self.inbox.items():
             while inbox:
@@ -195,13 +185,23 @@ class World:
                     assert self.machine.phase is Phase.PUBLISH
 
 
+FAULTS = st.tuples(st.lists(st.sampled_from(LETHAL), max_size=2), st.integers(0, 2))
+
+
 class Rounds(RuleBasedStateMachine):
     """Several rounds in a row, with everything that can go wrong going wrong at any time."""
 
-    @initialize(mode=st.sampled_from(UpdateMode), rewrites=st.integers(0, 2))
-    def begin(self, mode: UpdateMode, rewrites: int) -> None:
+    @initialize(mode=st.sampled_from(UpdateMode), rewrites=st.integers(0, 2), faults=FAULTS)
+    def begin(self, mode: UpdateMode, rewrites: int, faults: tuple[list[LinkStatus], int]) -> None:
         self.world = World(mode)
         self.rewrites = rewrites
+        (
+            self.world.trainers["trainer/1"].fail_next,
+            self.world.trainers["trainer/1"].corrupt_next,
+        ) = (
+            list(faults[0]),
+            faults[1],
+        )
         self.world.begin(rewrites)
 
     def running(self) -> bool:
@@ -212,6 +212,20 @@ class Rounds(RuleBasedStateMachine):
 
     def answers(self) -> list[str]:
         return sorted(w for w, outbox in self.world.outbox.items() if outbox)
+
+    @precondition(lambda self: self.running())
+    @rule()
+    def everything_under_way_arrives(self) -> None:
+        phase = self.world.entry
+        while self.running() and self.world.entry == phase:
+            moved = self.busy() + self.answers()
+            for worker in self.busy():
+                self.world.execute(worker)
+            for worker in self.answers():
+                if self.running() and self.world.outbox[worker]:
+                    self.world.answer(worker)
+            if not moved:
+                return  # something was lost: only the deadline helps
 
     @precondition(lambda self: self.busy())
     @rule(data=st.data())
@@ -271,18 +285,21 @@ class Rounds(RuleBasedStateMachine):
         self.world.post(DeadlinePassed(self.world.entry))
 
     @precondition(lambda self: not self.running())
-    @rule()
-    def the_next_round_begins(self) -> None:
+    @rule(faults=FAULTS)
+    def the_next_round_begins(self, faults: tuple[list[LinkStatus], int]) -> None:
         world = self.world
         # The coordinator waits for writers that never answered; here they answer or are replaced.
         world.deliver_farewells()
         for trainer in world.trainers.values():
             trainer.fail_next.clear()
+            trainer.corrupt_next = 0
         for worker in (*ENGINE_OF, *TRAINERS):
             if worker not in world.alive and worker in ENGINE_OF:
                 world.start_engine(worker)
                 world.poisoned.discard(ENGINE_OF[worker])
             world.alive.add(worker)
+        world.trainers["trainer/0"].fail_next = list(faults[0])
+        world.trainers["trainer/0"].corrupt_next = faults[1]
         world.begin(self.rewrites)
 
     @invariant()
@@ -326,8 +343,8 @@ class Rounds(RuleBasedStateMachine):
 
 TestRounds = Rounds.TestCase
 TestRounds.settings = settings(
-    max_examples=250,
-    stateful_step_count=50,
+    max_examples=120,
+    stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
@@ -336,7 +353,7 @@ TestRounds.settings = settings(
 # --- facts, one at a time ------------------------------------------------------------------------
 
 
-def commands_to(instructions: list[Send | EnterPhase | Finish], kind: type[Command]) -> list[Send]:
+def commands_to(instructions: Sequence[Instruction], kind: type[Command]) -> list[Send]:
     return [i for i in instructions if isinstance(i, Send) and isinstance(i.command, kind)]
 
 
@@ -361,7 +378,7 @@ class Script:
             case _:
                 return Done()
 
-    def take(self, instructions: list[Send | EnterPhase | Finish]) -> list[Send]:
+    def take(self, instructions: Sequence[Instruction]) -> list[Send]:
         waiting = []
         for instruction in instructions:
             if isinstance(instruction, Send):
@@ -599,6 +616,7 @@ def test_unknown_after_unreachable_still_poisons() -> None:
     script = Script(make_spec(UpdateMode.IN_PLACE))
     script.run_to(Phase.WRITE)
     seqs = {s.worker: s for s in script.sent if isinstance(s.command, Write)}
+    more: list[Send] = []
     for worker, status in [
         ("trainer/0", LinkStatus.UNREACHABLE),
         ("trainer/1", LinkStatus.UNKNOWN),
@@ -678,4 +696,6 @@ def test_the_fakes_show_a_mixture_when_there_is_one() -> None:
     assert rank.live_versions == {3}
     rank.live[1, 2] = payload(4, 1)[2]
     assert rank.live_versions == {3, 4}
+    rank.live[1, 2] += 1
+    assert rank.live_versions == {3, CORRUPT}
     assert payload_digest(payload(3, 0)) != payload_digest(payload(3, 1))

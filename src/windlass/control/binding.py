@@ -10,16 +10,32 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from windlass.config import UpdateMode
-from windlass.control.fleet import Group
-from windlass.control.messages import Bound, Command, ConnectEngine, ConnectTrainer, Done, Result
+from windlass.control.fleet import Group, Identity
+from windlass.control.messages import (
+    Bound,
+    Command,
+    ConnectEngine,
+    ConnectTrainer,
+    Done,
+    Failure,
+    Result,
+)
 from windlass.control.session import AgentSession
 from windlass.errors import PeerTimeout, PeerUnreachable, PlanError, RoundAborted, WindlassError
 from windlass.layout.manifest import ShardManifest
 from windlass.planning.plan import TransferPlan
 
-__all__ = ["Binding", "Planner", "bind_fleet", "find_unplannable"]
+__all__ = ["Binding", "EnginesUnbound", "Planner", "bind_fleet", "find_unplannable", "signature_of"]
 
 Planner = Callable[[Sequence[ShardManifest], Sequence[ShardManifest]], TransferPlan]
+
+
+class EnginesUnbound(RoundAborted):
+    """Some engines did not bind the plan. `reasons`: engine -> why."""
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        super().__init__("; ".join(reasons.values()))
+        self.reasons = dict(reasons)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,20 +47,21 @@ class Binding:
         engines: engine -> workers. trainers: workers. links: (source, destination) pairs.
     """
 
-    signature: frozenset[tuple[str, str]]
+    signature: frozenset[Identity]
     engines: Mapping[str, tuple[str, ...]]
     trainers: tuple[str, ...]
     links: frozenset[tuple[str, str]]
     plan_digest: str
 
+    def identities_of(self, engine: str) -> frozenset[Identity]:
+        """The processes behind the ranks of an engine."""
+        workers = self.engines[engine]
+        return frozenset(identity for identity in self.signature if identity[0] in workers)
 
-def signature_of(groups: Sequence[Group]) -> frozenset[tuple[str, str]]:
+
+def signature_of(groups: Sequence[Group]) -> frozenset[Identity]:
     """What a binding depends on: every rank's name and incarnation."""
-    return frozenset(
-        (agent.hello.worker, agent.hello.incarnation)
-        for group in groups
-        for agent in group.agents.values()
-    )
+    return frozenset[Identity]().union(*(group.identities for group in groups))
 
 
 async def find_unplannable(
@@ -75,64 +92,103 @@ async def bind_fleet(
 
     Raises:
         PlanError: the manifests cannot be served.
-        RoundAborted: a rank answered with a failure, or another plan digest.
-        PeerTimeout: a rank did not answer within `deadline_s`.
-        PeerUnreachable: a rank went away.
+        EnginesUnbound: some engines did not bind; the others would.
+        RoundAborted: a trainer did not bind the plan, or did not answer within `deadline_s`.
     """
     destinations = [manifest for engine in engines for manifest in engine.manifests]
-    signature = signature_of([trainers, *engines])
-    plan = await asyncio.to_thread(planner, trainers.manifests, destinations)
-    digest = plan.digest()
-    seq = 0
-
-    async def call(commands: Mapping[str, Command]) -> dict[str, Result]:
-        nonlocal seq
-        futures = {}
-        for worker, command in commands.items():
-            seq += 1
-            futures[worker] = await sessions[worker].call((epoch, round_number, seq), command)
-        return await _gather(futures, deadline_s)
-
-    bound = await call(
-        {
-            m.worker: ConnectEngine(plan.for_destination(m.worker).encode(), digest, mode)
-            for m in destinations
-        }
+    engine_of = {worker: engine.name for engine in engines for worker in engine.workers}
+    # Taken before the first await: whoever joins meanwhile is no part of this binding.
+    signature, workers = signature_of([trainers, *engines]), trainers.workers
+    engine_workers = {engine.name: engine.workers for engine in engines}
+    manifests = trainers.manifests
+    pinned = {name: sessions[name] for name in (*workers, *engine_of) if name in sessions}
+    compiled = await asyncio.to_thread(_compile, planner, manifests, destinations)
+    digest = compiled.digest
+    caller = _Caller(pinned, (epoch, round_number), deadline_s)
+    bound = await caller.call(
+        {w: ConnectEngine(part, digest, mode) for w, part in compiled.destination_parts.items()}
     )
-    bindings = []
+    bindings, failed = [], {}
     for worker, result in bound.items():
-        if not isinstance(result, Bound) or result.plan_digest != digest:
-            raise RoundAborted(f"{worker} did not bind the plan: {result}")
-        bindings.append(result.binding)
-    confirmed = await call(
+        if isinstance(result, Bound) and result.plan_digest == digest:
+            bindings.append(result.binding)
+        else:
+            failed[engine_of[worker]] = f"{worker} did not bind the plan: {_describe(result)}"
+    if failed:
+        raise EnginesUnbound(failed)
+    confirmed = await caller.call(
         {
-            worker: ConnectTrainer(plan.for_source(worker).encode(), digest, tuple(bindings))
-            for worker in trainers.workers
+            w: ConnectTrainer(part, digest, tuple(bindings))
+            for w, part in compiled.source_parts.items()
         }
     )
     for worker, result in confirmed.items():
         if not isinstance(result, Done):
-            raise RoundAborted(f"{worker} did not bind the plan: {result}")
+            raise RoundAborted(f"{worker} did not bind the plan: {_describe(result)}")
     return Binding(
         signature=signature,
-        engines={engine.name: engine.workers for engine in engines},
-        trainers=trainers.workers,
-        links=frozenset(
-            (plan.sources[link.src], plan.destinations[link.dst]) for link in plan.links()
-        ),
+        engines=engine_workers,
+        trainers=workers,
+        links=compiled.links,
         plan_digest=digest,
     )
 
 
-async def _gather(
-    futures: Mapping[str, asyncio.Future[Result]], deadline_s: float
-) -> dict[str, Result]:
-    done, late = await asyncio.wait(futures.values(), timeout=deadline_s)
-    if late:
-        names = [worker for worker, future in futures.items() if future in late]
-        raise PeerTimeout(f"connect: no answer from {', '.join(names)} within {deadline_s} s")
-    for future in done:
-        error = future.exception()
-        if isinstance(error, WindlassError):
-            raise PeerUnreachable(str(error)) from error
-    return {worker: future.result() for worker, future in futures.items()}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Compiled:
+    digest: str
+    source_parts: dict[str, bytes]
+    destination_parts: dict[str, bytes]
+    links: frozenset[tuple[str, str]]
+
+
+def _compile(
+    planner: Planner, sources: Sequence[ShardManifest], destinations: Sequence[ShardManifest]
+) -> _Compiled:
+    """Everything that takes long with a large model; runs outside the loop."""
+    plan = planner(sources, destinations)
+    return _Compiled(
+        digest=plan.digest(),
+        source_parts={m.worker: plan.for_source(m.worker).encode() for m in sources},
+        destination_parts={m.worker: plan.for_destination(m.worker).encode() for m in destinations},
+        links=frozenset((plan.sources[x.src], plan.destinations[x.dst]) for x in plan.links()),
+    )
+
+
+class _Caller:
+    """Calls many ranks at once; a rank that fails is a value, not an exception."""
+
+    def __init__(
+        self, sessions: Mapping[str, AgentSession], place: tuple[int, int], deadline_s: float
+    ) -> None:
+        self._sessions = sessions
+        self._place = place
+        self._deadline_s = deadline_s
+        self._seq = 0
+
+    async def call(self, commands: Mapping[str, Command]) -> dict[str, Result | WindlassError]:
+        answers = await asyncio.gather(
+            *(self._one(worker, command) for worker, command in commands.items())
+        )
+        return dict(zip(commands, answers, strict=True))
+
+    async def _one(self, worker: str, command: Command) -> Result | WindlassError:
+        self._seq += 1
+        key = (*self._place, self._seq)
+        session = self._sessions.get(worker)
+        if session is None:
+            return PeerUnreachable(f"{worker}: not connected")
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await (await session.call(key, command))
+        except TimeoutError:
+            session.forget(key)
+            return PeerTimeout(f"{worker}: no answer within {self._deadline_s} s")
+        except PeerUnreachable as error:
+            return error
+
+
+def _describe(result: Result | WindlassError) -> str:
+    if isinstance(result, Failure):
+        return result.message
+    return str(result) if isinstance(result, WindlassError) else f"answered {type(result).__name__}"

@@ -14,10 +14,12 @@ import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, final
 
 import aiohttp
+import msgspec
 
 from windlass.control.messages import (
     Announce,
@@ -29,9 +31,9 @@ from windlass.control.messages import (
     Refused,
     Reply,
     Result,
-    RoundOutcome,
     UpdateReport,
     Welcome,
+    Withdraw,
     decode_controller_frame,
     encode,
 )
@@ -52,6 +54,7 @@ _log = logging.getLogger(__name__)
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
 HEARTBEAT_S = 20.0
+WITHDRAW_S = 1.0
 MAX_MESSAGE_NBYTES = 256 << 20
 
 
@@ -74,6 +77,11 @@ class _ReplyStore:
         self._newest = (0, 0)
         self._replies: dict[tuple[int, int, int], Reply] = {}
 
+    @property
+    def newest(self) -> tuple[int, int]:
+        """(epoch, round) of the newest command."""
+        return self._newest
+
     def lookup(self, envelope: Envelope) -> Reply | None:
         """The stored reply, a refusal for a round that has passed, or None for a new command."""
         place = (envelope.epoch, envelope.round)
@@ -93,6 +101,14 @@ class _ReplyStore:
         self._replies[reply.epoch, reply.round, reply.seq] = reply
 
 
+@dataclass(frozen=True, slots=True)
+class _Announced:
+    """What this rank stands still for, and who waits for the end of it."""
+
+    frame: Announce
+    report: concurrent.futures.Future[UpdateReport]
+
+
 @final
 class AgentChannel:
     """See the module.
@@ -101,8 +117,8 @@ class AgentChannel:
         url: the controller's address. token: its secret.
         hello: builds the first frame of every connection; called in the channel's thread.
         handler: carries out commands.
-        on_disconnect: called in the channel's thread when a connection is lost, before the first
-            attempt to connect again.
+        on_disconnect: called in the channel's thread when a connection that was welcomed is lost,
+            before the first attempt to connect again.
         reconnect: whether to connect again after a loss.
     """
 
@@ -126,8 +142,12 @@ class AgentChannel:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="windlass-agent", daemon=True)
         self._welcomed: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._report: concurrent.futures.Future[UpdateReport] | None = None
-        self._announced: int | None = None
+        self._lock = threading.Lock()
+        self._announced: _Announced | None = None
+        self._attempts = 0
+        self._ended: Exception | None = None
+        self._last_error = "no connection was tried"
+        self._undelivered: list[Reply] = []
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._task: asyncio.Task[None] | None = None
         self._closed = False
@@ -146,7 +166,7 @@ class AgentChannel:
         except concurrent.futures.TimeoutError:
             self.close()
             raise PeerTimeout(
-                f"connect: no welcome from {self._url} within {deadline_s} s"
+                f"connect: no welcome from {self._url} within {deadline_s} s: {self._last_error}"
             ) from None
         except BaseException:
             self.close()
@@ -156,21 +176,39 @@ class AgentChannel:
         """Say that this trainer rank stands still with `version`; wait for the round's end.
 
         Raises:
-            PeerTimeout: no report within `deadline_s`. The weights must still not be changed: the
-                controller may be using them.
+            PeerTimeout: no report within `deadline_s`. An announcement that still waited for other
+                ranks is withdrawn; if a round had begun it goes on, and the weights must not change
+                before the next report.
             ProtocolError: the controller refused this agent.
             PeerUnreachable: the channel was closed.
         """
         report: concurrent.futures.Future[UpdateReport] = concurrent.futures.Future()
-        self._loop.call_soon_threadsafe(self._begin_announce, version, report)
+        with self._lock:
+            if self._ended is not None:
+                raise self._ended
+            self._attempts += 1
+            announced = _Announced(Announce(version, self._attempts), report)
+            self._announced = announced
+            self._loop.call_soon_threadsafe(self._announce_soon)
         try:
             return report.result(deadline_s)
         except concurrent.futures.TimeoutError:
+            self._withdraw(announced.frame.attempt)
             raise PeerTimeout(
                 f"publish: no report of version {version} within {deadline_s} s"
             ) from None
         finally:
-            self._loop.call_soon_threadsafe(self._end_announce, report)
+            with self._lock:
+                if self._announced is announced:
+                    self._announced = None
+
+    def _withdraw(self, attempt: int) -> None:
+        """Take an announcement back, so that it begins no round that nobody waits for."""
+        with self._lock:
+            if self._ended is not None:
+                return
+            sent = asyncio.run_coroutine_threadsafe(self._send_withdraw(attempt), self._loop)
+        concurrent.futures.wait([sent], WITHDRAW_S)
 
     def close(self) -> None:
         """Close the connection and end both threads. Idempotent."""
@@ -203,7 +241,7 @@ class AgentChannel:
         except asyncio.CancelledError:
             pass
         finally:
-            self._fail(PeerUnreachable("the control channel is closed"))
+            self._end(PeerUnreachable("the control channel is closed"))
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
 
@@ -211,24 +249,26 @@ class AgentChannel:
         if self._task is not None:
             self._task.cancel()
 
-    def _begin_announce(
-        self, version: int, report: concurrent.futures.Future[UpdateReport]
-    ) -> None:
-        self._announced, self._report = version, report
-        if self._socket is not None and not self._socket.closed:
-            self._loop.create_task(self._send_announce())
+    def _announce_soon(self) -> None:
+        if self._socket is not None:
+            self._loop.create_task(self._send_announce(self._socket))
 
-    def _end_announce(self, report: concurrent.futures.Future[UpdateReport]) -> None:
-        if self._report is report:
-            self._announced, self._report = None, None
-
-    async def _send_announce(self) -> None:
-        if self._socket is None or self._announced is None:
+    async def _send_announce(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        announced = self._announced
+        if announced is None or announced.report.done():
             return
         try:
-            await self._socket.send_bytes(encode(Announce(self._announced)))
+            await socket.send_bytes(encode(announced.frame))
         except (ConnectionError, aiohttp.ClientError):
             _log.info("announce will be repeated after reconnecting")
+
+    async def _send_withdraw(self, attempt: int) -> None:
+        if self._socket is None:
+            return  # a lost connection withdraws by itself
+        try:
+            await self._socket.send_bytes(encode(Withdraw(attempt)))
+        except (ConnectionError, aiohttp.ClientError):
+            _log.info("announcement withdrawn by the loss of the connection")
 
     async def _stay_connected(self) -> None:
         backoff_s = FIRST_BACKOFF_S
@@ -237,16 +277,18 @@ class AgentChannel:
             while True:
                 try:
                     await self._converse(http)
-                    backoff_s = FIRST_BACKOFF_S
                 except (AuthenticationError, ProtocolError) as error:
-                    self._fail(error)
+                    self._end(error)
                     return
                 except (aiohttp.ClientError, OSError, PeerUnreachable) as error:
+                    self._last_error = f"{type(error).__name__}: {error}"
                     _log.info("controller %s: %s", self._url, error)
                 finally:
-                    self._socket = None
-                if self._on_disconnect is not None:
-                    self._on_disconnect()
+                    was_connected, self._socket = self._socket is not None, None
+                    if was_connected and self._on_disconnect is not None:
+                        self._on_disconnect()
+                if was_connected:
+                    backoff_s = FIRST_BACKOFF_S
                 if not self._reconnect:
                     return
                 # Waiting for a controller that is away: nothing can signal its return.
@@ -263,7 +305,9 @@ class AgentChannel:
                 raise AuthenticationError(f"{self._url} refused the token") from error
             raise
         async with socket:
-            await socket.send_bytes(encode(self._hello()))
+            epoch, round_number = self._store.newest
+            hello = msgspec.structs.replace(self._hello(), epoch=epoch, round=round_number)
+            await socket.send_bytes(encode(hello))
             async for message in socket:
                 if message.type is not aiohttp.WSMsgType.BINARY:
                     raise ProtocolError(f"{self._url}: sent a frame that is not binary")
@@ -277,35 +321,50 @@ class AgentChannel:
                 self._socket = socket
                 if not self._welcomed.done():
                     self._welcomed.set_result(None)
-                await self._send_announce()
+                late, self._undelivered = self._undelivered, []
+                for reply in late:
+                    await self._deliver(reply)
+                await self._send_announce(socket)
             case Refused():
                 raise ProtocolError(f"the controller refused this agent: {frame.message}")
             case UpdateReport():
                 self._on_report(frame)
             case Envelope():
                 # Handed to the command thread at once, so that pings are answered meanwhile.
-                self._loop.create_task(self._answer(socket, frame))
+                self._loop.create_task(self._answer(frame))
 
     def _on_report(self, report: UpdateReport) -> None:
-        if self._report is None or self._report.done():
-            return
-        # Reports of other versions answer older announcements, except that ranks which
-        # disagree about the version are all told with the highest one.
-        if report.version == self._announced or report.outcome is RoundOutcome.FAILED:
-            self._report.set_result(report)
+        with self._lock:
+            announced = self._announced
+            if announced is None or announced.report.done():
+                return
+            if report.attempt == announced.frame.attempt:
+                announced.report.set_result(report)
 
-    async def _answer(self, socket: aiohttp.ClientWebSocketResponse, envelope: Envelope) -> None:
+    async def _answer(self, envelope: Envelope) -> None:
         reply = await self._loop.run_in_executor(self._worker, self._execute, envelope)
-        try:
-            await socket.send_bytes(encode(reply))
-        except (ConnectionError, aiohttp.ClientError, RuntimeError) as error:
-            _log.info("reply not delivered, kept for a repetition: %s", error)
+        await self._deliver(reply)
 
-    def _fail(self, error: Exception) -> None:
-        if not self._welcomed.done():
-            self._welcomed.set_exception(error)
-        if self._report is not None and not self._report.done():
-            self._report.set_exception(error)
+    async def _deliver(self, reply: Reply) -> None:
+        """Send a reply, now or over the next connection: how a write ended must not be lost."""
+        if self._socket is None:
+            self._undelivered.append(reply)
+            return
+        try:
+            await self._socket.send_bytes(encode(reply))
+        except (ConnectionError, aiohttp.ClientError, RuntimeError) as error:
+            _log.info("reply not delivered, kept for the next connection: %s", error)
+            self._undelivered.append(reply)
+
+    def _end(self, error: Exception) -> None:
+        """No connection will be tried any more: whoever waits is told."""
+        with self._lock:
+            if self._ended is None:
+                self._ended = error
+            if not self._welcomed.done():
+                self._welcomed.set_exception(error)
+            if self._announced is not None and not self._announced.report.done():
+                self._announced.report.set_exception(error)
 
     # --- in the command thread -----------------------------------------------------------------
 

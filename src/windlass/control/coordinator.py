@@ -14,12 +14,21 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import final
 
-from aiohttp import WSMsgType, web
+from aiohttp import web
 
 from windlass.config import ControlConfig
-from windlass.control.binding import Binding, Planner, bind_fleet, find_unplannable, signature_of
+from windlass.control.announcements import Announcements, Standing, given_up
+from windlass.control.binding import (
+    Binding,
+    EnginesUnbound,
+    Planner,
+    bind_fleet,
+    find_unplannable,
+    signature_of,
+)
 from windlass.control.driver import RoundDriver, RoundResult
-from windlass.control.fleet import EngineInfo, Fleet, Group
+from windlass.control.fleet import EngineInfo, Fleet, Identity
+from windlass.control.gateway import serve_agent
 from windlass.control.journal import Journal, JournalEntry, JournalKind
 from windlass.control.messages import (
     Announce,
@@ -28,9 +37,7 @@ from windlass.control.messages import (
     Reply,
     RoundOutcome,
     UpdateReport,
-    Welcome,
-    decode_agent_frame,
-    encode,
+    Withdraw,
 )
 from windlass.control.round_types import AgentLost, EngineFate, Phase, RoundSpec
 from windlass.control.server import ControlServer
@@ -66,15 +73,18 @@ class Coordinator:
         self._config = config
         self._planner = planner
         self._journal = Journal(journal_path)
+        # Without a past of its own it believes what engines say they serve.
+        self._remembers = bool(self._journal.entries)
         self._epoch = self._journal.last_epoch + 1
         self._round = self._journal.last_round
         self._published = self._journal.published_version
+        self._spent = self._journal.spent_version
         self._journal.append(
             JournalEntry(JournalKind.STARTED, self._epoch, self._round, self._published)
         )
         self._fleet = Fleet()
         self._sessions: dict[str, AgentSession] = {}
-        self._announced: dict[str, int] = {}
+        self._announcements = Announcements()
         self._binding: Binding | None = None
         self._driver: RoundDriver | None = None
         self._lock = asyncio.Lock()
@@ -121,20 +131,7 @@ class Coordinator:
             "round": self._round,
             "published_version": self._published,
             "mode": self._config.mode.value,
-            "engines": [
-                {
-                    "name": g.name,
-                    "url": g.url,
-                    "version": g.version,
-                    "ranks": len(g.agents),
-                    "world_size": g.world_size,
-                    "tainted": g.tainted,
-                    "poisoned": g.poisoned,
-                    "refused": g.refused,
-                    "routable": any(e.name == g.name for e in self.routable()),
-                }
-                for g in self._fleet.engines()
-            ],
+            "engines": self._fleet.describe(self._published),
             "trainers": list(t.workers) if (t := self._fleet.trainers()) is not None else [],
             "in_round": self._driver is not None,
             "updates": len(self.reports),
@@ -194,62 +191,57 @@ class Coordinator:
         return web.json_response(self.status())
 
     async def _serve_agent(self, request: web.Request) -> web.StreamResponse:
-        socket = web.WebSocketResponse(
-            heartbeat=self._config.heartbeat_s, max_msg_size=self._config.max_message_nbytes
-        )
-        await socket.prepare(request)
-        session: AgentSession | None = None
-        reason = "connection closed"
-        try:
-            session = await self._admit(socket)
-            async for message in socket:
-                if message.type is not WSMsgType.BINARY:
-                    raise ProtocolError(f"{session.worker}: frames must be binary")  # noqa: TRY301
-                self._on_frame(session, message.data)
-        except ProtocolError as error:
-            reason = str(error)
-            await socket.send_bytes(encode(Refused(reason)))
-        except PlanError as error:
-            reason = f"{type(error).__name__}: {error}"
-            await socket.send_bytes(encode(Refused(reason)))
-        finally:
-            if session is not None:
-                await self._lose(session, reason)
-            await socket.close()
-        return socket
+        return await serve_agent(request, self, self._config, self._epoch)
 
-    async def _admit(self, socket: web.WebSocketResponse) -> AgentSession:
-        try:
-            data = await socket.receive_bytes(timeout=self._config.heartbeat_s)
-        except (TypeError, TimeoutError) as error:
-            raise ProtocolError(f"the first frame must be a binary Hello: {error}") from error
-        hello = decode_agent_frame(data)
-        if not isinstance(hello, Hello):
-            raise ProtocolError(f"the first frame must be Hello, got {type(hello).__name__}")
+    async def admit(self, hello: Hello, socket: web.WebSocketResponse) -> AgentSession:
+        """See `AgentOwner.admit`."""
+        old = self._sessions.get(hello.worker)
+        if old is not None and old.agent.hello.incarnation == hello.incarnation:
+            # The process noticed before we did that its connection had broken.
+            await self.lost(old, "replaced by a newer connection of the same process")
+            self._spawn(old.close())
         session = AgentSession(socket, self._fleet.admit(hello))
         self._sessions[hello.worker] = session
-        await socket.send_bytes(encode(Welcome(self._epoch)))
-        _log.info("agent %s of %s connected", hello.worker, hello.group)
-        await self._notify()
-        self._bind_soon()
+        # Agents refuse what is older than what they have seen, whoever sent it.
+        self._epoch = max(self._epoch, hello.epoch)
+        self._learn(hello)
         return session
 
-    def _on_frame(self, session: AgentSession, data: bytes) -> None:
-        frame = decode_agent_frame(data)
+    def _learn(self, hello: Hello) -> None:
+        """An engine that serves a version which may have been published proves that it was."""
+        known = hello.served_version <= self._spent or not self._remembers
+        if hello.served_version > self._published and known and not hello.tainted:
+            _log.info("%s serves version %s: it is published", hello.worker, hello.served_version)
+            self._published = hello.served_version
+            self._spent = max(self._spent, self._published)
+
+    async def admitted(self, session: AgentSession) -> None:  # noqa: ARG002
+        """See `AgentOwner.admitted`."""
+        await self._notify()
+        self._bind_soon()
+
+    async def received(self, session: AgentSession, frame: Announce | Withdraw | Reply) -> None:
+        """See `AgentOwner.received`."""
         match frame:
             case Reply():
                 session.on_reply((frame.epoch, frame.round, frame.seq), frame.result)
                 if self._driver is not None:
                     self._driver.on_reply(session.worker, frame)
+                place = (frame.epoch, frame.round)
+                if self._fleet.settle(session.agent.identity, place, frame.result):
+                    await self._notify()
             case Announce():
-                self._on_announce(session, frame.version)
-            case Hello():
-                raise ProtocolError(f"{session.worker}: Hello may be sent only once")
+                self._on_announce(session, frame)
+            case Withdraw():
+                self._announcements.give_up(session.worker, frame.attempt)
 
-    async def _lose(self, session: AgentSession, reason: str) -> None:
+    async def lost(self, session: AgentSession, reason: str) -> None:
+        """See `AgentOwner.lost`."""
         worker = session.worker
-        self._sessions.pop(worker, None)
-        self._announced.pop(worker, None)
+        if self._sessions.get(worker) is not session:
+            return
+        del self._sessions[worker]
+        self._announcements.withdraw(worker)
         self._fleet.remove(session.agent)
         session.fail_waiting(reason)
         if self._driver is not None:
@@ -308,8 +300,9 @@ class Coordinator:
                 raise
             await self._refuse(refused)
             return await self._ensure_bound()
-        except KeyError as error:
-            raise PeerUnreachable(f"connect: {error} went away") from error
+        except EnginesUnbound as error:
+            await self._refuse(error.reasons)
+            return await self._ensure_bound()
         return self._binding
 
     async def _refuse(self, reasons: dict[str, str]) -> None:
@@ -321,47 +314,63 @@ class Coordinator:
             _log.error("engine %s refused: %s", name, reason)
             for worker in group.workers:
                 session = self._sessions.get(worker)
-                if session is not None:
+                if session is None:
+                    continue
+                try:
                     await session.send(Refused(reason))
+                except PeerUnreachable:
+                    _log.info("%s is gone before it was refused", worker)
+                await self.lost(session, reason)
+                self._spawn(session.close())
 
     # --- the second clock ----------------------------------------------------------------------
 
-    def _on_announce(self, session: AgentSession, version: int) -> None:
+    def _on_announce(self, session: AgentSession, frame: Announce) -> None:
         trainers = self._fleet.trainers()
         if trainers is None or session.worker not in trainers.workers:
             raise ProtocolError(f"{session.worker}: only a trainer may announce a version")
-        if self.reports and self.reports[-1].version == version == self._published:
-            self._spawn(self._report(self.reports[-1], [session.worker]))
-            return
-        self._announced[session.worker] = version
-        if trainers.complete and set(trainers.workers) <= set(self._announced):
-            versions = {worker: self._announced[worker] for worker in trainers.workers}
-            self._announced.clear()
-            self._spawn(self._update(versions))
+        standing = Standing(
+            trainer=session.agent.identity, version=frame.version, attempt=frame.attempt
+        )
+        report = self._announcements.receive(standing)
+        if report is not None:
+            self._spawn(self._report(session.agent.identity, report))
+        elif trainers.complete and (all_of_them := self._announcements.take(trainers.workers)):
+            self._spawn(self._update(all_of_them))
 
-    async def _update(self, versions: dict[str, int]) -> None:
-        workers = list(versions)
-        version = max(versions.values())
+    async def _update(self, standing: tuple[Standing, ...]) -> None:
+        version = max(rank.version for rank in standing)
         async with self._lock:
             try:
-                report = await self._attempt(versions, version)
+                report = await self._attempt(standing, version)
             except WindlassError as error:
-                report = _given_up(version, f"{type(error).__name__}: {error}")
+                report = given_up(version, f"{type(error).__name__}: {error}")
+            # The boundary of a round: whatever it is, trainers must not wait for their deadline.
+            except Exception as error:  # noqa: BLE001
+                _log.exception("version %s", version)
+                report = given_up(version, f"{type(error).__name__}: {error}")
         self.reports.append(report)
+        answers = [(rank.trainer, self._announcements.answer(rank, report)) for rank in standing]
         await self._notify()
         for listener in self._update_listeners:
             listener(report)
-        await self._report(report, workers)
+        for trainer, answer in answers:
+            await self._report(trainer, answer)
 
-    async def _attempt(self, versions: dict[str, int], version: int) -> UpdateReport:
+    async def _attempt(self, standing: tuple[Standing, ...], version: int) -> UpdateReport:
+        versions = {rank.trainer[0]: rank.version for rank in standing}
         if len(set(versions.values())) > 1:
-            return _given_up(version, f"trainer ranks announced different versions: {versions}")
-        if version <= self._published:
-            return _given_up(
-                version, f"version must be greater than the published {self._published}"
+            return given_up(version, f"trainer ranks announced different versions: {versions}")
+        if version <= max(self._published, self._spent):
+            return given_up(
+                version,
+                f"stale version: it must be greater than {max(self._published, self._spent)}, "
+                "which is published or may have been served",
             )
-        await self._wait_for_engines()
-        binding = await self._ensure_bound()
+        binding = await self._bind_enough()
+        moved = {rank.trainer for rank in standing} - binding.signature
+        if moved or len(standing) != len(binding.trainers):
+            return given_up(version, f"trainer ranks came or went since they announced: {moved}")
         self._round += 1
         spec = RoundSpec(
             version=version,
@@ -388,14 +397,22 @@ class Coordinator:
             result = await self._driver.run()
         finally:
             self._driver = None
-        return self._conclude(version, result)
+        return self._conclude(version, binding, result)
 
     def _on_phase(self, version: int, phase: Phase) -> None:
         if phase is Phase.PUBLISH:
             # On disk before any engine can serve it.
             self._journal_round(JournalKind.PUBLISHING, version, ())
+            self._spent = version
         for listener in self._phase_listeners:
             listener(version, phase)
+
+    async def _bind_enough(self) -> Binding:
+        while True:
+            await self._wait_for_engines()
+            binding = await self._ensure_bound()
+            if len(binding.engines) >= self._config.min_engines:
+                return binding  # else some were refused on the way: wait for others
 
     async def _wait_for_engines(self) -> None:
         needed, deadline_s = self._config.min_engines, self._config.deadlines.fleet_s
@@ -412,12 +429,27 @@ class Coordinator:
                 f"after {deadline_s} s"
             ) from None
 
-    def _conclude(self, version: int, result: RoundResult) -> UpdateReport:
+    def _conclude(self, version: int, binding: Binding, result: RoundResult) -> UpdateReport:
         finish = result.finish
         for name, fate in finish.fates.items():
+            bound = binding.identities_of(name)
+            if fate is EngineFate.POISONED:
+                self._fleet.poison(bound)
             group = self._fleet.group_of(name)
-            if group is not None:
-                _mark(group, fate, version)
+            # A process that came meanwhile under a name of the round took no part in it.
+            if group is None or group.identities != bound:
+                continue
+            group.tainted |= name in finish.mixed
+            if fate is EngineFate.PUBLISHED:
+                group.version, group.tainted = version, False
+        incarnations = dict(binding.signature)
+        place = (self._epoch, self._round)
+        for trainer, engines in finish.unsettled.items():
+            reached = frozenset[Identity]().union(*(binding.identities_of(e) for e in engines))
+            self._fleet.hold((trainer, incarnations[trainer]), place, reached)
+        for late in result.late:
+            if late.worker in finish.unsettled:
+                self._fleet.settle((late.worker, incarnations[late.worker]), place, late.result)
         published = finish.outcome is RoundOutcome.PUBLISHED
         serving = tuple(n for n, f in finish.fates.items() if f is EngineFate.PUBLISHED)
         if published:
@@ -425,8 +457,6 @@ class Coordinator:
             self._journal_round(JournalKind.PUBLISHED, version, serving)
         else:
             self._journal_round(JournalKind.ROUND_ENDED, version, (), finish.reason)
-        if any(fate is EngineFate.POISONED for fate in finish.fates.values()):
-            self._binding = None
         return UpdateReport(
             version=version,
             outcome=finish.outcome,
@@ -446,15 +476,14 @@ class Coordinator:
     ) -> None:
         self._journal.append(JournalEntry(kind, self._epoch, self._round, version, engines, detail))
 
-    async def _report(self, report: UpdateReport, workers: Sequence[str]) -> None:
-        for worker in workers:
-            session = self._sessions.get(worker)
-            if session is None:
-                continue
-            try:
-                await session.send(report)
-            except PeerUnreachable as error:
-                _log.warning("report of version %s: %s", report.version, error)
+    async def _report(self, trainer: Identity, report: UpdateReport) -> None:
+        session = self._sessions.get(trainer[0])
+        if session is None or session.agent.identity != trainer:
+            return  # if that process comes back it announces again, and is answered then
+        try:
+            await session.send(report)
+        except PeerUnreachable as error:
+            _log.warning("report of version %s: %s", report.version, error)
 
     def _spawn(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(work)
@@ -469,31 +498,3 @@ class Coordinator:
         for session in list(self._sessions.values()):
             await session.close()
         self._journal.close()
-
-
-def _mark(group: Group, fate: EngineFate, version: int) -> None:
-    match fate:
-        case EngineFate.PUBLISHED:
-            group.version, group.tainted = version, False
-        case EngineFate.TAINTED:
-            group.tainted = True
-        case EngineFate.POISONED:
-            group.poisoned = group.tainted = True
-        case _:
-            return
-
-
-def _given_up(version: int, reason: str) -> UpdateReport:
-    return UpdateReport(
-        version=version,
-        outcome=RoundOutcome.FAILED,
-        reason=reason,
-        engines=(),
-        left_out={},
-        nbytes=0,
-        wire_s=0.0,
-        update_s=0.0,
-        pause_s=0.0,
-        phase_s={},
-        digest_ok=True,
-    )

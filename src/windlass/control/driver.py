@@ -30,9 +30,13 @@ __all__ = ["RoundDriver", "RoundResult"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundResult:
-    """How the round ended, and the times that only the driver can see, in seconds."""
+    """How the round ended, and the times that only the driver can see, in seconds.
+
+    `late`: replies that arrived while the round was ending, which the machine has not seen.
+    """
 
     finish: Finish
+    late: tuple[Replied, ...]
     update_s: float
     pause_s: float
     phase_s: dict[str, float]
@@ -56,7 +60,8 @@ class RoundDriver:
         self._machine = RoundMachine(spec)
         self._epoch, self._round = epoch, round_number
         self._deadlines = deadlines
-        self._sessions = sessions
+        # Pinned: a process that takes over a name during the round is no part of it.
+        self._sessions = dict(sessions)
         self._clock = clock
         self._on_phase = on_phase
         self._events: asyncio.Queue[Event] = asyncio.Queue()
@@ -87,8 +92,10 @@ class RoundDriver:
         while finish is None:
             finish = await self._carry_out(self._machine.handle(await self._events.get()))
         self._leave_phase()
+        late = [self._events.get_nowait() for _ in range(self._events.qsize())]
         return RoundResult(
             finish=finish,
+            late=tuple(event for event in late if isinstance(event, Replied)),
             update_s=self._clock() - began,
             pause_s=self._pause_s,
             phase_s=dict(self._phase_s),

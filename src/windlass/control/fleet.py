@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from windlass.control.messages import PROTOCOL_VERSION, Hello
+from windlass.control.messages import PROTOCOL_VERSION, Failure, FailureKind, Hello, Result, Written
 from windlass.errors import ManifestError, ProtocolError
+from windlass.execution.bindings import LinkStatus
 from windlass.layout.manifest import Role, ShardManifest
 
-__all__ = ["Agent", "EngineInfo", "Fleet", "Group"]
+__all__ = ["Agent", "EngineInfo", "Fleet", "Group", "Identity"]
+
+Identity = tuple[str, str]
+"""(worker, incarnation): one process."""
 
 
 class EngineInfo(NamedTuple):
@@ -22,10 +27,24 @@ class EngineInfo(NamedTuple):
 
 @dataclass(slots=True)
 class Agent:
-    """One connected rank."""
+    """One connected rank. `poisoned`: bytes of an unknown write may still land in its memory."""
 
     hello: Hello
     manifest: ShardManifest
+    poisoned: bool = False
+
+    @property
+    def identity(self) -> Identity:
+        """Tells this process from its predecessors."""
+        return self.hello.worker, self.hello.incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class _Hold:
+    """A write that its trainer has not answered: these processes may still be written to."""
+
+    place: tuple[int, int]
+    engines: frozenset[Identity]
 
 
 @dataclass(slots=True)
@@ -34,7 +53,7 @@ class Group:
 
     Attributes:
         version: served by every rank; -1 for none.
-        tainted: live weights may be mixed. poisoned: bytes may still land in its memory.
+        tainted: live weights may be mixed.
         refused: why the planner cannot serve it; empty when it can.
     """
 
@@ -44,13 +63,22 @@ class Group:
     agents: dict[int, Agent]
     version: int = -1
     tainted: bool = False
-    poisoned: bool = False
     refused: str = ""
 
     @property
     def complete(self) -> bool:
         """Whether all ranks are connected."""
         return len(self.agents) == self.world_size
+
+    @property
+    def poisoned(self) -> bool:
+        """Whether bytes of an unknown write may still land in the memory of a rank."""
+        return any(agent.poisoned for agent in self.agents.values())
+
+    @property
+    def identities(self) -> frozenset[Identity]:
+        """The processes behind the ranks."""
+        return frozenset(agent.identity for agent in self.agents.values())
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -73,6 +101,16 @@ class Fleet:
 
     def __init__(self) -> None:
         self._groups: dict[str, Group] = {}
+        self._poisoned: set[Identity] = set()
+        self._holds: dict[Identity, _Hold] = {}
+
+    def find(self, worker: str) -> Agent | None:
+        """The connected rank of that name."""
+        for group in self._groups.values():
+            for agent in group.agents.values():
+                if agent.hello.worker == worker:
+                    return agent
+        return None
 
     def admit(self, hello: Hello) -> Agent:
         """Register a rank.
@@ -107,9 +145,8 @@ class Fleet:
                 f"{hello.worker}: trainer group {others[0].name!r} is connected already; "
                 f"got {hello.group!r}"
             )
-        for group in self._groups.values():
-            if any(a.hello.worker == hello.worker for a in group.agents.values()):
-                raise ProtocolError(f"worker name {hello.worker!r} is taken by a live agent")
+        if self.find(hello.worker) is not None:
+            raise ProtocolError(f"worker name {hello.worker!r} is taken by a live agent")
         if known is not None and hello.rank in known.agents:
             raise ProtocolError(f"{hello.worker}: rank {hello.rank} of {hello.group!r} is taken")
         return self._insert(hello, manifest)
@@ -120,8 +157,13 @@ class Fleet:
         )
         if not group.agents:
             group.version = hello.served_version
-            group.tainted, group.refused, group.poisoned = False, "", False
+            group.tainted, group.refused = False, ""
         agent = Agent(hello, manifest)
+        agent.poisoned = agent.identity in self._poisoned
+        # Another process has this name: its predecessors are gone, and so are their writes.
+        for past in [k for k in self._holds if k[0] == hello.worker and k != agent.identity]:
+            del self._holds[past]
+        self._poisoned -= {k for k in self._poisoned if k[0] == hello.worker} - {agent.identity}
         group.agents[hello.rank] = agent
         group.tainted |= hello.tainted
         group.version = min(group.version, hello.served_version)
@@ -149,7 +191,63 @@ class Fleet:
 
     def writable_engines(self) -> tuple[Group, ...]:
         """Engines that a round may include: complete, plannable, nothing in flight to them."""
-        return tuple(g for g in self.engines() if g.complete and not g.refused and not g.poisoned)
+        held = frozenset[Identity]().union(*(hold.engines for hold in self._holds.values()))
+        return tuple(
+            g
+            for g in self.engines()
+            if g.complete and not g.refused and not g.poisoned and not (g.identities & held)
+        )
+
+    def poison(self, engines: Iterable[Identity]) -> None:
+        """These processes are not written again."""
+        self._poisoned.update(engines)
+        for group in self._groups.values():
+            for agent in group.agents.values():
+                agent.poisoned |= agent.identity in self._poisoned
+
+    def hold(self, trainer: Identity, place: tuple[int, int], engines: frozenset[Identity]) -> None:
+        """`trainer` was told to write in the round at `place` and has not answered.
+
+        Until it answers, or another process has its name, nothing else is written to `engines`.
+        """
+        self._holds[trainer] = _Hold(place, engines)
+
+    def settle(self, trainer: Identity, place: tuple[int, int], result: Result) -> bool:
+        """A late answer of a trainer; true when it ended a hold.
+
+        Links of unknown outcome poison their engines, as they would have in time.
+        """
+        hold = self._holds.get(trainer)
+        if hold is None or hold.place != place:
+            return False
+        if isinstance(result, Written):
+            unknown = {x.destination for x in result.links if x.status is LinkStatus.UNKNOWN}
+            self.poison(key for key in hold.engines if key[0] in unknown)
+        elif isinstance(result, Failure):
+            if result.kind is FailureKind.UNKNOWN:
+                self.poison(hold.engines)
+        else:
+            return False
+        del self._holds[trainer]
+        return True
+
+    def describe(self, published_version: int) -> list[dict[str, object]]:
+        """Engines as `/v1/status` shows them."""
+        routable = {engine.name for engine in self.routable(published_version)}
+        return [
+            {
+                "name": g.name,
+                "url": g.url,
+                "version": g.version,
+                "ranks": len(g.agents),
+                "world_size": g.world_size,
+                "tainted": g.tainted,
+                "poisoned": g.poisoned,
+                "refused": g.refused,
+                "routable": g.name in routable,
+            }
+            for g in self.engines()
+        ]
 
     def routable(self, published_version: int) -> tuple[EngineInfo, ...]:
         """Engines that may be given traffic: complete, untainted, at the published version."""

@@ -7,6 +7,7 @@ version is published. A last line that was cut off by a crash is ignored.
 from __future__ import annotations
 
 import os
+from enum import StrEnum
 from pathlib import Path
 from typing import IO, final
 
@@ -15,8 +16,6 @@ import msgspec
 from windlass.errors import ConfigError
 
 __all__ = ["Journal", "JournalEntry", "JournalKind"]
-
-from enum import StrEnum
 
 
 class JournalKind(StrEnum):
@@ -52,7 +51,7 @@ class Journal:
     """Append-only. With no path it lives in memory only.
 
     Raises:
-        ConfigError: the file cannot be opened, or a line before the last is not an entry.
+        ConfigError: the file cannot be opened, or a complete line is not an entry.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -61,12 +60,13 @@ class Journal:
         if path is None:
             return
         try:
-            if path.exists():
-                self.entries = _read(path)
             path.parent.mkdir(parents=True, exist_ok=True)
+            whole_nbytes = 0
+            if path.exists():
+                self.entries, whole_nbytes = _read(path)
             self._file = path.open("ab")
-            if self._file.tell() and not path.read_bytes().endswith(b"\n"):
-                self._file.write(b"\n")
+            self._file.truncate(whole_nbytes)  # the next line must not grow on a torn one
+            _sync_directory(path.parent)
         except OSError as error:
             raise ConfigError(f"journal_path {path}: cannot be used: {error}") from error
 
@@ -82,12 +82,19 @@ class Journal:
 
     @property
     def published_version(self) -> int:
+        """The highest version that is known to be served; -1 for none."""
+        return self._highest({JournalKind.PUBLISHED})
+
+    @property
+    def spent_version(self) -> int:
         """The highest version that some engine was told to serve; -1 for none.
 
         PUBLISHING counts: a controller that died after writing it may have published, and a
         version number must never be given to other weights.
         """
-        kinds = {JournalKind.PUBLISHING, JournalKind.PUBLISHED}
+        return self._highest({JournalKind.PUBLISHING, JournalKind.PUBLISHED})
+
+    def _highest(self, kinds: set[JournalKind]) -> int:
         return max((e.version for e in self.entries if e.kind in kinds), default=-1)
 
     def append(self, entry: JournalEntry) -> None:
@@ -106,16 +113,23 @@ class Journal:
             self._file = None
 
 
-def _read(path: Path) -> list[JournalEntry]:
+def _read(path: Path) -> tuple[list[JournalEntry], int]:
+    """The entries, and the bytes that they take; a line without its end was torn by a crash."""
     entries: list[JournalEntry] = []
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines):
-        if not line:
-            continue
+    data = path.read_bytes()
+    whole, _, _ = data.rpartition(b"\n")
+    for number, line in enumerate(whole.split(b"\n") if whole else ()):
         try:
             entries.append(msgspec.json.decode(line, type=JournalEntry))
         except msgspec.MsgspecError as error:
-            if number == len(lines) - 1:
-                break  # cut off by a crash while it was written
             raise ConfigError(f"journal {path}: line {number + 1}: {error}") from error
-    return entries
+    return entries, len(whole) + 1 if whole else 0
+
+
+def _sync_directory(path: Path) -> None:
+    """A new file survives a power cut only once its directory is on disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

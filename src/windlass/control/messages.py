@@ -51,6 +51,7 @@ __all__ = [
     "Verified",
     "Verify",
     "Welcome",
+    "Withdraw",
     "Write",
     "Written",
     "decode_agent_frame",
@@ -108,9 +109,22 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Announce(msgspec.Struct, frozen=True, tag="announce"):
-    """A trainer rank stands still with the weights of `version` and wants them published."""
+    """A trainer rank stands still with the weights of `version` and wants them published.
+
+    Attributes:
+        version: to publish.
+        attempt: counts the calls of `announce` in this process, from 1; the same number after a
+            reconnection repeats an announcement, a higher one replaces it.
+    """
 
     version: int
+    attempt: int
+
+
+class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
+    """The rank's caller gave up waiting: announcement `attempt` must not begin a round any more."""
+
+    attempt: int
 
 
 class Bound(msgspec.Struct, frozen=True, tag="bound"):
@@ -160,7 +174,7 @@ class Reply(msgspec.Struct, frozen=True, tag="reply"):
     result: Result
 
 
-AgentFrame = Hello | Announce | Reply
+AgentFrame = Hello | Announce | Withdraw | Reply
 
 
 # --- controller -> agent -----------------------------------------------------------------
@@ -284,6 +298,7 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report"):
         pause_s: the longest time that an engine was paused.
         phase_s: seconds per phase, by name.
         digest_ok: every written range had the sender's digest on the receiving side.
+        attempt: the `Announce.attempt` that this answers.
     """
 
     version: int
@@ -297,6 +312,7 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report"):
     pause_s: float
     phase_s: dict[str, float]
     digest_ok: bool
+    attempt: int = 0
 
 
 ControllerFrame = Welcome | Refused | Envelope | UpdateReport

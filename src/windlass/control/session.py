@@ -53,6 +53,10 @@ class AgentSession:
             raise
         return future
 
+    def forget(self, key: CommandKey) -> None:
+        """Nobody waits for this answer any more."""
+        self._waiting.pop(key, None)
+
     def on_reply(self, key: CommandKey, result: Result) -> None:
         """Resolve whoever waits; an answer that nobody waits for is dropped."""
         future = self._waiting.pop(key, None)

@@ -45,6 +45,7 @@ from windlass.planning.plan import TransferPlan
 from windlass.transports.base import PeerEndpoint, WireReport
 
 __all__ = [
+    "CORRUPT",
     "WIDTH",
     "FakeEngineRank",
     "FakeFabric",
@@ -58,6 +59,7 @@ __all__ = [
 
 WIDTH = 4
 """Elements that one trainer sends to one engine rank."""
+CORRUPT = -2
 _PER_VERSION = 1_000_000
 _PER_SOURCE = 1_000
 
@@ -160,12 +162,14 @@ class FakeEngineRank:
     @property
     def live(self) -> Rows:
         """(num_trainers, WIDTH) what the rank computes with."""
-        return self._memory[0]
+        rows: Rows = self._memory[0]
+        return rows
 
     @property
     def target(self) -> Rows:
         """(num_trainers, WIDTH) where writes land: live rows or shadow."""
-        return self._memory[1 if self.mode is UpdateMode.STAGED else 0]
+        rows: Rows = self._memory[1 if self.mode is UpdateMode.STAGED else 0]
+        return rows
 
     @property
     def serving(self) -> bool:
@@ -174,9 +178,13 @@ class FakeEngineRank:
 
     @property
     def live_versions(self) -> set[int]:
-        """Versions that the live elements belong to; more than one is a mixture."""
+        """Versions that the live elements belong to; more than one is a mixture.
+
+        An element that no trainer sends in any version counts as version `CORRUPT`.
+        """
         expected = np.stack([payload(0, s) for s in range(len(self.live))])
-        return {int(v) for v in np.unique((self.live - expected) / _PER_VERSION)}
+        versions, remainder = np.divmod(self.live - expected, _PER_VERSION)
+        return {int(v) for v in np.where(remainder == 0, versions, CORRUPT).ravel()}
 
     def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:  # noqa: ARG002
         """See `CommandHandler.handle`."""

@@ -1,0 +1,115 @@
+"""The WebSocket end of the control channel: bytes in, typed frames out, errors as refusals."""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+from aiohttp import WSMsgType, web
+
+from windlass.config import ControlConfig
+from windlass.control.messages import (
+    Announce,
+    Hello,
+    Refused,
+    Reply,
+    Welcome,
+    Withdraw,
+    decode_agent_frame,
+    encode,
+)
+from windlass.control.session import AgentSession
+from windlass.errors import PlanError, ProtocolError
+
+__all__ = ["AgentOwner", "serve_agent"]
+
+_log = logging.getLogger(__name__)
+
+
+class AgentOwner(Protocol):
+    """Who the connections belong to."""
+
+    async def admit(self, hello: Hello, socket: web.WebSocketResponse) -> AgentSession:
+        """Take in a rank.
+
+        Raises:
+            ProtocolError: it does not belong here.
+            PlanError: its manifest contradicts itself.
+        """
+        ...
+
+    async def admitted(self, session: AgentSession) -> None:
+        """The rank has been told that it is welcome."""
+        ...
+
+    async def received(self, session: AgentSession, frame: Announce | Withdraw | Reply) -> None:
+        """A frame has arrived.
+
+        Raises:
+            ProtocolError: it does not belong here.
+        """
+        ...
+
+    async def lost(self, session: AgentSession, reason: str) -> None:
+        """The connection is over. May come more than once."""
+        ...
+
+
+async def serve_agent(
+    request: web.Request, owner: AgentOwner, config: ControlConfig, epoch: int
+) -> web.WebSocketResponse:
+    """Serve one connection until it ends; what one agent does wrong touches no other."""
+    socket = web.WebSocketResponse(
+        heartbeat=config.heartbeat_s, max_msg_size=config.max_message_nbytes
+    )
+    await socket.prepare(request)
+    session: AgentSession | None = None
+    reason = "connection closed"
+    try:
+        session = await owner.admit(await _read_hello(socket, config.heartbeat_s), socket)
+        await socket.send_bytes(encode(Welcome(epoch)))
+        _log.info("agent %s connected", session.worker)
+        await owner.admitted(session)
+        async for message in socket:
+            if message.type is WSMsgType.ERROR:
+                break
+            if message.type is not WSMsgType.BINARY:
+                raise ProtocolError(f"{session.worker}: frames must be binary")  # noqa: TRY301
+            frame = decode_agent_frame(message.data)
+            if isinstance(frame, Hello):
+                raise ProtocolError(f"{session.worker}: Hello may be sent only once")  # noqa: TRY301
+            await owner.received(session, frame)
+        if socket.exception() is not None:
+            reason = f"connection broke: {socket.exception()}"
+    except ProtocolError as error:
+        reason = str(error)
+        await _refuse(socket, reason)
+    except PlanError as error:
+        reason = f"{type(error).__name__}: {error}"
+        await _refuse(socket, reason)
+    except ConnectionError as error:
+        reason = f"connection broke: {error}"
+    finally:
+        if session is not None:
+            await owner.lost(session, reason)
+        await socket.close()
+    return socket
+
+
+async def _read_hello(socket: web.WebSocketResponse, deadline_s: float) -> Hello:
+    try:
+        data = await socket.receive_bytes(timeout=deadline_s)
+    except (TypeError, TimeoutError) as error:
+        raise ProtocolError(f"the first frame must be a binary Hello: {error}") from error
+    hello = decode_agent_frame(data)
+    if not isinstance(hello, Hello):
+        raise ProtocolError(f"the first frame must be Hello, got {type(hello).__name__}")
+    return hello
+
+
+async def _refuse(socket: web.WebSocketResponse, reason: str) -> None:
+    _log.warning("refused: %s", reason)
+    try:
+        await socket.send_bytes(encode(Refused(reason)))
+    except ConnectionError:
+        return  # it is gone already
