@@ -206,38 +206,33 @@ async def measure(
     num_engines: int, rounds: int, journal: Path | None
 ) -> tuple[list[float], list[float]]:
     """Seconds per round: over WebSockets, over HTTP."""
-    over_socket: list[float] = []
-    over_http: list[float] = []
     async with controller(journal) as (coordinator, server, reports):
         process = start_agents(server.url, num_engines)
         assert process.stdin is not None
         assert process.stdout is not None
-        try:
-            ports = (await asyncio.to_thread(process.stdout.readline)).split()
-            engines = [f"engine-{index}" for index in range(num_engines)]
-            await coordinator.wait_for_fleet(num_trainers=1, engines=engines, deadline_s=60)
-            names = ["trainer/0", *(f"{name}/0" for name in engines)]
-            urls = {
-                n: f"http://127.0.0.1:{port}/command" for n, port in zip(names, ports, strict=True)
-            }
-            headers = {"Authorization": f"Bearer {TOKEN}"}
-            connector = aiohttp.TCPConnector(limit=0)
-            async with aiohttp.ClientSession(headers=headers, connector=connector) as http:
-                by_http = HttpRounds(http, urls)
-                for version in range(WARM_UP + rounds):
-                    process.stdin.write("go\n")
-                    process.stdin.flush()
-                    done = await asyncio.wait_for(reports.get(), 60)
-                    assert done.outcome is RoundOutcome.PUBLISHED, done.reason
-                    assert len(done.engines) == num_engines
-                    http_s = await by_http.run(version)
-                    if version >= WARM_UP:
-                        over_socket.append(done.update_s)
-                        over_http.append(http_s)
-        finally:
-            process.stdin.close()
-            process.stdout.close()
-            process.wait(20)
+        ports = (await asyncio.to_thread(process.stdout.readline)).split()
+        engines = [f"engine-{index}" for index in range(num_engines)]
+        await coordinator.wait_for_fleet(num_trainers=1, engines=engines, deadline_s=60)
+        names = ["trainer/0", *(f"{name}/0" for name in engines)]
+        urls = {n: f"http://127.0.0.1:{port}/command" for n, port in zip(names, ports, strict=True)}
+        connector = aiohttp.TCPConnector(limit=0)
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        async with aiohttp.ClientSession(headers=headers, connector=connector) as http:
+            by_http = HttpRounds(http, urls)
+            over_socket: list[float] = []
+            over_http: list[float] = []
+            for version in range(WARM_UP + rounds):
+                process.stdin.write("go\n")
+                process.stdin.flush()
+                done = await asyncio.wait_for(reports.get(), 60)
+                assert done.outcome is RoundOutcome.PUBLISHED, done.reason
+                assert len(done.engines) == num_engines
+                http_s = await by_http.run(version)
+                if version >= WARM_UP:
+                    over_socket.append(done.update_s)
+                    over_http.append(http_s)
+    # The connections are closed now: the agents end by themselves.
+    process.communicate(timeout=20)
     return over_socket, over_http
 
 
