@@ -153,7 +153,7 @@ def serve(role: Role, rank: int, transport_name: str, store: str, pipe: Connecti
     if role is Role.TRAINER:
         # The sender registers the parameters that it reads in place by itself.
         transport.unregister(me.arena.region)
-    sender = Sender(transport, lambda: places)
+    sender = Sender(transport, me.manifest, lambda: places)
     actions: dict[str, Callable[..., Any]] = {
         "connect_engine": receiver.connect,
         "connect_trainer": sender.connect,

@@ -117,7 +117,12 @@ class Fleet:
             )
         for trainer in trainers:
             memory = [ParameterMemory(t.data_ptr(), t.nbytes) for t in trainer.memory]
-            sender = Sender(self._transport(), lambda m=memory: m, arena_nbytes=arena_nbytes)  # type: ignore[misc]
+            sender = Sender(
+                self._transport(),
+                trainer.manifest,
+                lambda m=memory: m,  # type: ignore[misc]
+                arena_nbytes=arena_nbytes,
+            )
             sender.connect(self.plan.for_source(trainer.manifest.worker), bindings)
             self.senders[trainer.manifest.worker] = sender
 

@@ -1,31 +1,40 @@
 """From a symbolic plan to programs: what one rank reads, packs, writes or hashes, link by link.
 
-A `BoundOp` is one row of the plan as plain Python integers. Nothing here knows an
-address yet: bases are added when an update runs, because trainers may rebind storage.
+A `BoundOp` is one row of the plan as plain Python integers; the contiguous runs of a link's
+DIRECT ops are one table, expanded by numpy. Source addresses are added when an update runs,
+because trainers may rebind storage.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from windlass.errors import PlanError, UnsupportedLayout
+from windlass.execution.bindings import DestinationBinding
 from windlass.layout.dtypes import DType
-from windlass.memory.packing import is_contiguous
-from windlass.planning.plan import DTYPES, CopyMode, Link, TransferPlan
+from windlass.layout.manifest import ShardManifest
+from windlass.planning.plan import DTYPES, CopyMode, Link, OpTable, TransferPlan
+from windlass.transports.regions import check_inside
 
-__all__ = ["BoundOp", "LinkProgram", "bind_links"]
+__all__ = [
+    "BoundOp",
+    "DirectRuns",
+    "LinkProgram",
+    "bind_links",
+    "check_binding",
+    "check_part",
+]
+
+ITEMSIZES = np.array([dtype.itemsize for dtype in DTYPES], np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundOp:
-    """One copy op. Sizes in elements, offsets and strides in bytes, as in `OpTable`.
-
-    Attributes:
-        run_offsets: for DIRECT: (n, 2) source and destination offsets of every contiguous run.
-        run_nbytes: bytes of one run.
-    """
+    """One copy op. Sizes in elements, offsets and strides in bytes, as in `OpTable`."""
 
     mode: CopyMode
     src_parameter: int
@@ -39,8 +48,6 @@ class BoundOp:
     dst_dtype: DType
     nbytes: int
     landing_offset: int
-    run_nbytes: int
-    run_offsets: npt.NDArray[np.int64]
 
     @property
     def lands(self) -> bool:
@@ -64,19 +71,57 @@ class BoundOp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DirectRuns:
+    """Contiguous runs that go out as they lie; offsets from the parameters' starts, in bytes.
+
+    Attributes:
+        src_parameter, src_offset, dst_parameter, dst_offset, nbytes: (n,) each.
+    """
+
+    src_parameter: npt.NDArray[np.int64]
+    src_offset: npt.NDArray[np.int64]
+    dst_parameter: npt.NDArray[np.int64]
+    dst_offset: npt.NDArray[np.int64]
+    nbytes: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.nbytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LinkProgram:
-    """All ops of one link, in plan order.
+    """All ops of one link.
 
     Attributes:
         peer: the worker at the other end.
         ops: in plan order, which is the order of the link's digest.
-        nbytes: payload. packed_nbytes: the part of it that goes through the arena.
+        direct: the runs of the DIRECT ops among them.
+        nbytes: payload.
     """
 
     peer: str
     ops: tuple[BoundOp, ...]
+    direct: DirectRuns
     nbytes: int
-    packed_nbytes: int
+
+
+def check_part(
+    manifest: ShardManifest, workers: Sequence[str], digests: Sequence[str], argument: str
+) -> int:
+    """The index of a rank among the plan's `workers`.
+
+    Raises:
+        PlanError: it is not one of them, or the plan was made for another layout of it.
+    """
+    if manifest.worker not in workers:
+        raise PlanError(f"connect: {manifest.worker} is not one of the plan's {argument}")
+    index = workers.index(manifest.worker)
+    if digests[index] != manifest.digest():
+        raise PlanError(
+            f"connect: {manifest.worker}: the plan was made for another layout: manifest digest "
+            f"must be {digests[index]}, got {manifest.digest()}"
+        )
+    return index
 
 
 def bind_links(plan: TransferPlan, *, sending: bool) -> tuple[LinkProgram, ...]:
@@ -85,60 +130,125 @@ def bind_links(plan: TransferPlan, *, sending: bool) -> tuple[LinkProgram, ...]:
     Args:
         plan: `TransferPlan.for_source` or `for_destination` of this rank.
         sending: whether this rank is the source of the links.
+
+    Raises:
+        UnsupportedLayout: a stride that is no multiple of the item size.
     """
-    programs = []
-    for link in plan.links():
-        ops = tuple(_bind_op(plan, row) for row in range(link.start, link.stop))
-        programs.append(
-            LinkProgram(
-                peer=_peer(plan, link, sending=sending),
-                ops=ops,
-                nbytes=sum(op.nbytes for op in ops),
-                packed_nbytes=sum(op.nbytes for op in ops if not op.is_direct),
-            )
+    _check_strides(plan)
+    return tuple(
+        LinkProgram(
+            peer=plan.destinations[link.dst] if sending else plan.sources[link.src],
+            ops=tuple(_bind_op(plan.ops, row) for row in range(link.start, link.stop)),
+            direct=_direct_runs(plan.ops, link),
+            nbytes=int(plan.ops.nbytes[link.start : link.stop].sum()),
         )
-    return tuple(programs)
-
-
-def _peer(plan: TransferPlan, link: Link, *, sending: bool) -> str:
-    return plan.destinations[link.dst] if sending else plan.sources[link.src]
-
-
-def _bind_op(plan: TransferPlan, row: int) -> BoundOp:
-    ops = plan.ops
-    sizes = ops.sizes[row]
-    keep = np.flatnonzero(sizes != 1)
-    keep = keep if len(keep) else np.array([len(sizes) - 1])
-    sizes = sizes[keep]
-    src_strides, dst_strides = ops.src_strides[row][keep], ops.dst_strides[row][keep]
-    mode = CopyMode(int(ops.mode[row]))
-    run_nbytes = int(ops.run_nbytes[row])
-    nbytes = int(ops.nbytes[row])
-    src_offset, dst_offset = int(ops.src_offset[row]), int(ops.dst_offset[row])
-    runs = np.zeros((0, 2), np.int64)
-    if mode is CopyMode.DIRECT:
-        itemsize = DTYPES[int(ops.dst_dtype[row])].itemsize
-        runs = _runs(sizes, src_strides, dst_strides, run_nbytes // itemsize)
-        runs = runs + np.array([[src_offset, dst_offset]])
-    return BoundOp(
-        mode=mode,
-        src_parameter=int(ops.src_parameter[row]),
-        dst_parameter=int(ops.dst_parameter[row]),
-        sizes=tuple(int(v) for v in sizes),
-        src_offset=src_offset,
-        src_strides=tuple(int(v) for v in src_strides),
-        src_dtype=DTYPES[int(ops.src_dtype[row])],
-        dst_offset=dst_offset,
-        dst_strides=tuple(int(v) for v in dst_strides),
-        dst_dtype=DTYPES[int(ops.dst_dtype[row])],
-        nbytes=nbytes,
-        landing_offset=int(ops.landing_offset[row]),
-        run_nbytes=run_nbytes,
-        run_offsets=runs,
+        for link in plan.links()
     )
 
 
-def _runs(
+def check_binding(program: LinkProgram, binding: DestinationBinding) -> None:
+    """Check every address that the link will write, before anything is paused.
+
+    Raises:
+        PlanError: a parameter or a landing region that the destination did not offer.
+        RegionError: bytes outside the regions that the destination published.
+    """
+    starts, extents = [], []
+    for op in program.ops:
+        if op.lands and not binding.landing_address:
+            raise PlanError(f"connect: {binding.worker} offers no landing region")
+        if op.dst_parameter >= len(binding.parameter_addresses):
+            raise PlanError(
+                f"connect: {binding.worker}: dst_parameter must be < "
+                f"{len(binding.parameter_addresses)}, got {op.dst_parameter}"
+            )
+        if op.lands:
+            starts.append(binding.landing_address + op.landing_offset)
+            extents.append(op.nbytes)
+        else:
+            reach = sum((n - 1) * s for n, s in zip(op.sizes, op.dst_strides, strict=True))
+            starts.append(binding.parameter_addresses[op.dst_parameter] + op.dst_offset)
+            extents.append(reach + op.dst_dtype.itemsize)
+    check_inside(
+        np.array(starts, np.uint64),
+        np.array(extents, np.uint64),
+        sorted((region.address, region.nbytes) for region in binding.regions),
+        f"the regions published by {binding.worker}",
+    )
+
+
+def _check_strides(plan: TransferPlan) -> None:
+    ops = plan.ops
+    for strides, dtype in ((ops.src_strides, ops.src_dtype), (ops.dst_strides, ops.dst_dtype)):
+        wrong = ((strides % ITEMSIZES[dtype][:, None] != 0) | (strides < 0)).any(axis=1)
+        if wrong.any():
+            row = int(wrong.argmax())
+            raise UnsupportedLayout(
+                f"connect: tensor {plan.tensors[int(ops.tensor[row])]!r}: strides must be multiples "
+                f"of the item size and >= 0, got {strides[row].tolist()} bytes"
+            )
+
+
+def _bind_op(ops: OpTable, row: int) -> BoundOp:
+    sizes = ops.sizes[row].tolist()
+    keep = [dim for dim, size in enumerate(sizes) if size != 1] or [len(sizes) - 1]
+    src_strides, dst_strides = ops.src_strides[row].tolist(), ops.dst_strides[row].tolist()
+    return BoundOp(
+        mode=CopyMode(int(ops.mode[row])),
+        src_parameter=int(ops.src_parameter[row]),
+        dst_parameter=int(ops.dst_parameter[row]),
+        sizes=tuple(sizes[dim] for dim in keep),
+        src_offset=int(ops.src_offset[row]),
+        src_strides=tuple(src_strides[dim] for dim in keep),
+        src_dtype=DTYPES[int(ops.src_dtype[row])],
+        dst_offset=int(ops.dst_offset[row]),
+        dst_strides=tuple(dst_strides[dim] for dim in keep),
+        dst_dtype=DTYPES[int(ops.dst_dtype[row])],
+        nbytes=int(ops.nbytes[row]),
+        landing_offset=int(ops.landing_offset[row]),
+    )
+
+
+def _direct_runs(ops: OpTable, link: Link) -> DirectRuns:
+    rows = np.arange(link.start, link.stop)
+    rows = rows[ops.mode[rows] == CopyMode.DIRECT]
+    single = rows[ops.run_nbytes[rows] == ops.nbytes[rows]]
+    tables = [_run_table(ops, single, np.zeros((1, 2), np.int64))]
+    for row in rows[ops.run_nbytes[rows] != ops.nbytes[rows]]:
+        itemsize = int(ITEMSIZES[ops.dst_dtype[row]])
+        offsets = _run_offsets(
+            ops.sizes[row],
+            ops.src_strides[row],
+            ops.dst_strides[row],
+            int(ops.run_nbytes[row]) // itemsize,
+        )
+        tables.append(_run_table(ops, np.full(len(offsets), row), offsets))
+    table = np.concatenate(tables)
+    return DirectRuns(
+        src_parameter=table[:, 0],
+        src_offset=table[:, 1],
+        dst_parameter=table[:, 2],
+        dst_offset=table[:, 3],
+        nbytes=table[:, 4],
+    )
+
+
+def _run_table(
+    ops: OpTable, rows: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    return np.stack(
+        [
+            ops.src_parameter[rows].astype(np.int64),
+            ops.src_offset[rows] + offsets[:, 0],
+            ops.dst_parameter[rows].astype(np.int64),
+            ops.dst_offset[rows] + offsets[:, 1],
+            ops.run_nbytes[rows],
+        ],
+        axis=1,
+    )
+
+
+def _run_offsets(
     sizes: npt.NDArray[np.int64],
     src_strides: npt.NDArray[np.int64],
     dst_strides: npt.NDArray[np.int64],
@@ -154,8 +264,3 @@ def _runs(
         steps = np.arange(sizes[dim])[:, None] * np.array([src_strides[dim], dst_strides[dim]])
         offsets = (offsets[:, None, :] + steps[None, :, :]).reshape(-1, 2)
     return offsets
-
-
-def payload_is_contiguous(op: BoundOp) -> bool:
-    """Whether the destination bytes of an op are one run in payload order."""
-    return is_contiguous(op.sizes, op.dst_strides, op.dst_dtype.itemsize)

@@ -8,16 +8,17 @@ whose destination is strided land packed in a landing region and are unpacked by
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import final
 
 from windlass.config import UpdateMode
 from windlass.errors import PlanError
-from windlass.execution.bind import BoundOp, LinkProgram, bind_links
+from windlass.execution.bind import BoundOp, LinkProgram, bind_links, check_part
 from windlass.execution.bindings import DestinationBinding
 from windlass.layout.manifest import ShardManifest
 from windlass.memory.arena import Arena
-from windlass.memory.packing import copy_strided, hash_strided, new_digest
+from windlass.memory.digest import hash_strided, new_digest
+from windlass.memory.packing import copy_strided
 from windlass.planning.plan import CopyMode, TransferPlan
 from windlass.transports.base import MemoryRegion, OneSidedTransport
 
@@ -57,6 +58,7 @@ class Receiver:
         self._shadow: Arena | None = None
         self._landing: Arena | None = None
         self._programs: dict[str, LinkProgram] = {}
+        self._written: tuple[tuple[int, int, int], ...] = ()
 
     def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:
         """Bind a plan part (`TransferPlan.for_destination`).
@@ -67,16 +69,14 @@ class Receiver:
             PlanError: the plan is for another layout, or asks for the engine's own loader.
             RegionError: memory cannot be registered.
         """
-        index = plan.destinations.index(self._manifest.worker)
-        if plan.destination_digests[index] != self._manifest.digest():
-            raise PlanError(
-                f"{self._manifest.worker}: the plan was made for another layout: digest "
-                f"{plan.destination_digests[index]} instead of {self._manifest.digest()}"
-            )
+        index = check_part(
+            self._manifest, plan.destinations, plan.destination_digests, "destinations"
+        )
         if (plan.ops.mode == CopyMode.LOADER).any():
             raise PlanError(f"{self._manifest.worker}: this receiver has no loader for loader ops")
         self._programs = {p.peer: p for p in bind_links(plan, sending=False)}
         self._prepare_shadow(mode)
+        self._written = _written_ranges(self._programs.values())
         self._prepare_landing(plan.landing_nbytes[index])
         arenas = [a for a in (self._shadow, self._landing) if a is not None]
         return DestinationBinding(
@@ -105,16 +105,9 @@ class Receiver:
 
         The engine must be at rest.
         """
-        if self._shadow is not None:
-            touched = {
-                op.dst_parameter for p in self._programs.values() for op in p.ops if not op.lands
-            }
-            for index in sorted(touched):
-                ctypes.memmove(
-                    self._live[index],
-                    self._targets[index],
-                    self._manifest.parameters[index].nbytes,
-                )
+        if self._targets is not self._live:
+            for index, offset, nbytes in self._written:
+                ctypes.memmove(self._live[index] + offset, self._targets[index] + offset, nbytes)
         for program in self._programs.values():
             for op in program.ops:
                 if op.lands:
@@ -137,11 +130,6 @@ class Receiver:
             total += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
         if self._shadow is None:
             self._shadow = Arena(self._transport, max(total, ALIGNMENT))
-            for live, offset, parameter in zip(
-                self._live, offsets, self._manifest.parameters, strict=True
-            ):
-                # Bytes that belong to no tensor (padding) are never written: carry them over.
-                ctypes.memmove(self._shadow.address + offset, live, parameter.nbytes)
         self._targets = tuple(self._shadow.address + offset for offset in offsets)
 
     def _prepare_landing(self, nbytes: int) -> None:
@@ -183,3 +171,28 @@ class Receiver:
         if self._landing is None:
             raise PlanError(f"{self._manifest.worker}: the plan asked for no landing region")
         return self._landing.address + op.landing_offset
+
+
+def _written_ranges(programs: Iterable[LinkProgram]) -> tuple[tuple[int, int, int], ...]:
+    """(parameter, offset, bytes) of what is written into parameters, joined where adjacent.
+
+    What belongs to no tensor (padding) and what is unpacked from the landing region is left out:
+    a shadow holds nothing for it.
+    """
+    rows: list[tuple[int, int, int]] = []
+    for program in programs:
+        rows.extend(
+            (op.dst_parameter, op.dst_offset, op.nbytes)
+            for op in program.ops
+            if not op.lands and not op.is_direct
+        )
+        runs = program.direct
+        columns = (runs.dst_parameter.tolist(), runs.dst_offset.tolist(), runs.nbytes.tolist())
+        rows.extend(zip(*columns, strict=True))
+    joined: list[tuple[int, int, int]] = []
+    for parameter, offset, nbytes in sorted(rows):
+        if joined and joined[-1][0] == parameter and sum(joined[-1][1:]) == offset:
+            joined[-1] = (parameter, joined[-1][1], joined[-1][2] + nbytes)
+        else:
+            joined.append((parameter, offset, nbytes))
+    return tuple(joined)

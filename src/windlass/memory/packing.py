@@ -1,40 +1,96 @@
 """Gather, cast and scatter between raw addresses: the kernels behind PACKED and SCATTER.
 
 `torch.Tensor.copy_` between two strided views is the kernel: it gathers, casts and stores in one
-pass on every device torch has. Torch is imported when the first view is made.
+pass. Addresses are of host memory. Torch is imported when the first view is made.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
-
-import xxhash
 
 from windlass.layout.dtypes import DType
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["bytes_at", "copy_strided", "hash_strided", "is_contiguous", "new_digest"]
+__all__ = [
+    "bytes_at",
+    "copy_strided",
+    "is_contiguous",
+    "row_major_blocks",
+    "split_inner",
+    "strided_view",
+]
 
-new_digest = xxhash.xxh3_128
+_PYBUF_WRITE = 0x200
+# One C call: a ctypes array would make a new Python class per length, at 50 us each.
+_memoryview_from_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_memoryview_from_memory.restype = ctypes.py_object
+_memoryview_from_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 
 
 def bytes_at(address: int, nbytes: int) -> memoryview:
     """Raw memory as a writable buffer. The caller keeps it alive and in place."""
-    return memoryview((ctypes.c_uint8 * nbytes).from_address(address)).cast("B")
+    view: memoryview = _memoryview_from_memory(address, nbytes, _PYBUF_WRITE)
+    return view
+
+
+def split_inner(
+    sizes: Sequence[int], strides_bytes: Sequence[int], itemsize: int
+) -> tuple[int, int]:
+    """How far elements in row-major order are consecutive in memory.
+
+    Returns:
+        (number of outer dims that step over gaps, bytes of one consecutive run).
+    """
+    step, outer = itemsize, len(sizes)
+    while outer and (sizes[outer - 1] == 1 or strides_bytes[outer - 1] == step):
+        outer -= 1
+        step *= sizes[outer]
+    return outer, step
 
 
 def is_contiguous(sizes: Sequence[int], strides_bytes: Sequence[int], itemsize: int) -> bool:
     """Whether elements in row-major order are consecutive in memory."""
-    step = itemsize
-    for size, stride in zip(reversed(sizes), reversed(strides_bytes), strict=True):
-        if size != 1 and stride != step:
-            return False
-        step *= size
-    return True
+    return split_inner(sizes, strides_bytes, itemsize)[0] == 0
+
+
+def row_major_blocks(
+    sizes: Sequence[int], max_numel: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut an array into blocks that follow each other in row-major order.
+
+    Args:
+        sizes: elements per dim, each >= 1.
+        max_numel: of one block, >= 1.
+
+    Yields:
+        (index of the block's first element, sizes of the block), both with all dims.
+    """
+    dim, inner = 0, math.prod(sizes)
+    while inner > max_numel:
+        inner //= sizes[dim]
+        dim += 1
+    if dim == 0:
+        yield (0,) * len(sizes), tuple(sizes)
+        return
+    # Dims before `dim - 1` are walked one index at a time, `dim - 1` in chunks, the rest whole.
+    chunk = max(max_numel // inner, 1)
+    start = [0] * len(sizes)
+    while True:
+        count = min(chunk, sizes[dim - 1] - start[dim - 1])
+        yield tuple(start), (*(1,) * (dim - 1), count, *sizes[dim:])
+        start[dim - 1] += count
+        for carry in range(dim - 1, -1, -1):
+            if start[carry] < sizes[carry]:
+                break
+            if carry == 0:
+                return
+            start[carry] = 0
+            start[carry - 1] += 1
 
 
 def copy_strided(
@@ -47,45 +103,25 @@ def copy_strided(
     dst_strides: Sequence[int],
     dst_dtype: DType,
 ) -> None:
-    """Copy elements between two strided layouts of raw memory, casting where dtypes differ.
+    """Copy elements between two strided layouts of host memory, casting where dtypes differ.
 
     Args:
         sizes: elements per dim.
         src_address: of the first element.
-        src_strides: bytes per dim.
+        src_strides: bytes per dim, multiples of the item size.
         src_dtype: element type.
         dst_address: of the first element.
-        dst_strides: bytes per dim.
+        dst_strides: bytes per dim, multiples of the item size.
         dst_dtype: element type; floating types round to nearest even.
     """
-    source = _view(src_address, sizes, src_strides, src_dtype)
-    _view(dst_address, sizes, dst_strides, dst_dtype).copy_(source)
+    source = strided_view(src_address, sizes, src_strides, src_dtype)
+    strided_view(dst_address, sizes, dst_strides, dst_dtype).copy_(source)
 
 
-def hash_strided(
-    digest: xxhash.xxh3_128,
-    *,
-    address: int,
-    sizes: Sequence[int],
-    strides_bytes: Sequence[int],
-    dtype: DType,
-) -> None:
-    """Add elements to a digest in row-major order of `sizes`."""
-    if is_contiguous(sizes, strides_bytes, dtype.itemsize):
-        nbytes = dtype.itemsize
-        for size in sizes:
-            nbytes *= size
-        digest.update(bytes_at(address, nbytes))
-        return
-    import torch
-
-    gathered = _view(address, sizes, strides_bytes, dtype).contiguous()
-    digest.update(gathered.view(torch.uint8).numpy().data)
-
-
-def _view(
+def strided_view(
     address: int, sizes: Sequence[int], strides_bytes: Sequence[int], dtype: DType
 ) -> torch.Tensor:
+    """Host memory as a tensor of `sizes`. The caller keeps it alive and in place."""
     import torch
 
     from windlass.frameworks.dtypes import torch_dtype

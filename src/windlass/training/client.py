@@ -57,7 +57,7 @@ class TrainerClient:
         connect_deadline_s: float = 60.0,
     ) -> None:
         self._transport = transport
-        self._sender = Sender(transport, parameters, arena_nbytes=arena_nbytes)
+        self._sender = Sender(transport, manifest, parameters, arena_nbytes=arena_nbytes)
         encoded = manifest.encode()
         incarnation = os.urandom(8).hex()
         wire = transport.report()
