@@ -25,7 +25,13 @@ class MemoryConfig(msgspec.Struct, frozen=True, tag="memory"):
 
 
 class CmaConfig(msgspec.Struct, frozen=True, tag="cma"):
-    """`process_vm_writev` into another process of this host."""
+    """`process_vm_writev` into another process of this host.
+
+    Attributes:
+        num_threads: threads that share the copying of one batch, >= 1.
+    """
+
+    num_threads: int = 2
 
 
 class ShmConfig(msgspec.Struct, frozen=True, tag="shm"):

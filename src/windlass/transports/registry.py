@@ -33,7 +33,7 @@ def create_transport(config: TransportConfig) -> OneSidedTransport:
         case CmaConfig():
             from windlass.transports.cma import CmaTransport
 
-            return CmaTransport()
+            return CmaTransport(config.num_threads)
         case ShmConfig():
             from windlass.transports.shm import ShmTransport
 
