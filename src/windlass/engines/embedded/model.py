@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.nn import functional
 
 from windlass.errors import ConfigError
 from windlass.frameworks.dtensor import describe_module, local_tensor, parameter_addresses
@@ -81,7 +82,9 @@ def load_model(
         _parallelize(module, init_device_mesh("cpu", (size,)))
     arena = _move_into_arena(module, transport)
     manifest = describe_module(module, worker, Role.ENGINE)
-    return ModelShard(module, config, manifest, arena, parameter_addresses(module))
+    addresses = parameter_addresses(module)
+    _run_locally(module)
+    return ModelShard(module, config, manifest, arena, addresses)
 
 
 def _build(source: Path, seed: int) -> tuple[torch.nn.Module, Any]:
@@ -112,6 +115,41 @@ def _parallelize(module: torch.nn.Module, mesh: DeviceMesh) -> None:
         if style is not None:
             plan[name] = style()
     parallelize_module(module, mesh, plan)
+
+
+class _CutLinear(torch.nn.Module):
+    """A rank's part of a linear layer: cut by outputs, or by inputs with the sum over all ranks."""
+
+    def __init__(self, linear: torch.nn.Linear, *, by_inputs: bool) -> None:
+        super().__init__()
+        bias: torch.Tensor | None = linear.bias
+        self.weight = _local_parameter(linear.weight)
+        self.bias = None if bias is None else _local_parameter(bias)
+        self._by_inputs = by_inputs
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if not self._by_inputs:
+            return functional.linear(inputs, self.weight, self.bias)
+        outputs = functional.linear(inputs, self.weight)
+        dist.all_reduce(outputs)
+        return outputs if self.bias is None else outputs + self.bias
+
+
+def _local_parameter(parameter: torch.Tensor) -> torch.nn.Parameter:
+    """The same memory as a plain tensor."""
+    return torch.nn.Parameter(local_tensor(parameter), requires_grad=False)
+
+
+def _run_locally(module: torch.nn.Module) -> None:
+    """Take DTensor out of the forward pass, where its dispatch costs more than a small layer does.
+
+    The names and the memory of the parameters stay what they are.
+    """
+    for name, linear in list(module.named_modules()):
+        if isinstance(linear, torch.nn.Linear) and isinstance(linear.weight, DTensor):
+            parent, _, child = name.rpartition(".")
+            by_inputs = TENSOR_PARALLEL_STYLES[child] is RowwiseParallel
+            setattr(module.get_submodule(parent), child, _CutLinear(linear, by_inputs=by_inputs))
 
 
 def _move_into_arena(module: torch.nn.Module, transport: OneSidedTransport) -> Arena:
