@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup demo test lint types imports unit bench clean
+.PHONY: help setup demo test test-megatron lint types imports unit bench clean
 
 help:
 	@echo "make demo [ARGS='--steps 40 --transport cma --mode staged']   asynchronous GRPO on this machine"
@@ -22,6 +22,8 @@ $(STAMP): pyproject.toml constraints-cpu.txt tools/install_system_packages.sh
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints-cpu.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints-cpu.txt -e '.[dev]'
+	# Without its dependencies, which are for training on GPUs.
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps megatron-core==0.16.1
 	bash tools/install_system_packages.sh
 	touch $(STAMP)
 
@@ -43,6 +45,11 @@ unit: setup
 	$(BIN)/pytest
 
 test: lint types imports unit
+
+# More Megatron-core layouts on four processes, and mbridge as an independent converter.
+test-megatron: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target build/converter mbridge==0.15.1 einops==0.8.2
+	PYTHONPATH=build/converter $(BIN)/pytest -m megatron tests/megatron
 
 bench: setup
 	mkdir -p benchmarks/results/local

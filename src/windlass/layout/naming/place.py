@@ -1,0 +1,218 @@
+"""From a parameter's name and local shape to the boxes of checkpoint tensors that lie in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from windlass.errors import ManifestError
+from windlass.layout.box import Box
+from windlass.layout.manifest import contiguous_strides
+from windlass.layout.naming.rules import Cut, Family, Match
+
+__all__ = ["Coords", "Geometry", "Placed", "PlacedShard", "place"]
+
+_Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """Sizes that shapes alone do not tell.
+
+    Attributes:
+        num_query_groups: key-value heads of the whole model. queries_per_group: query heads each.
+        head_dim: rows per head.
+        vocab_size: rows of the vocabulary in the checkpoint, without padding.
+        hidden_size: of the model.
+        num_experts: routed experts per layer, 0 without any.
+        latent_rows: per checkpoint suffix of a latent down-projection, its rows.
+    """
+
+    num_query_groups: int
+    queries_per_group: int
+    head_dim: int
+    vocab_size: int
+    hidden_size: int
+    num_experts: int = 0
+    latent_rows: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coords:
+    """Where a rank stands on the axes that cut parameters; (index, size) each."""
+
+    tp: tuple[int, int] = (0, 1)
+    ep: tuple[int, int] = (0, 1)
+    etp: tuple[int, int] = (0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedShard:
+    """One box of one tensor in a parameter; offset and strides in elements."""
+
+    tensor: str
+    global_shape: _Shape
+    box: Box
+    offset: int
+    strides: _Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """All of a parameter. `padding` counts elements that belong to no tensor."""
+
+    shards: tuple[PlacedShard, ...]
+    padding: int
+
+
+def place(family: Family, name: str, shape: _Shape, geometry: Geometry, coords: Coords) -> Placed:
+    """What lies in a contiguous local parameter.
+
+    Args:
+        family: naming table.
+        name: the framework's name with the global layer number and the local expert number.
+        shape: local shape.
+        geometry: sizes of the model.
+        coords: of this rank.
+
+    Raises:
+        UnsupportedLayout: the family has no rule for the name.
+        ManifestError: the shape contradicts the rule and the geometry.
+    """
+    match = family.match(name)
+    rank, size = coords.etp if match.rule.of_expert else coords.tp
+    first_expert = 0
+    num_local = 0
+    if match.rule.of_expert:
+        num_local = geometry.num_experts // coords.ep[1]
+        first_expert = coords.ep[0] * num_local
+        if match.expert >= num_local:
+            raise ManifestError(
+                f"parameter {name!r}: local expert must be < {num_local}, the experts per rank"
+            )
+    part = _Part(name, match, shape, rank, size, first_expert)
+    shards = tuple(shard for shard in _shards(part, geometry, num_local) if shard.box.numel)
+    padding = math.prod(shape) - sum(shard.box.numel for shard in shards)
+    if padding < 0 or (padding and match.rule.cut is not Cut.VOCAB):
+        raise ManifestError(
+            f"parameter {name!r} of shape {shape} has {padding} elements that rule "
+            f"{match.rule.cut} does not explain"
+        )
+    return Placed(shards, padding)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One parameter on one rank."""
+
+    name: str
+    match: Match
+    shape: _Shape
+    rank: int
+    size: int
+    first_expert: int
+
+    def tensor(self, index: int, expert: int | None = None) -> str:
+        number = self.match.expert if expert is None else expert
+        return self.match.rule.tensors[index].format(
+            layer=self.match.layer, expert=self.first_expert + number
+        )
+
+    def rows(self, index: int, num_rows: int, first: int, count: int, at: int) -> PlacedShard:
+        """Rows [first, first + count) of tensor `index`, which lie at local row `at`."""
+        tail = self.shape[1:]
+        strides = contiguous_strides(self.shape, 1)
+        box = Box((first, *(0 for _ in tail)), (count, *tail))
+        return PlacedShard(self.tensor(index), (num_rows, *tail), box, at * strides[0], strides)
+
+    def even(self, num_rows: int, parts: int) -> int:
+        if num_rows % parts:
+            raise ManifestError(
+                f"parameter {self.name!r}: {num_rows} rows must be divisible by {parts}"
+            )
+        return num_rows // parts
+
+
+def _shards(part: _Part, geometry: Geometry, num_local: int) -> Iterator[PlacedShard]:
+    rows, rank, size = part.shape[0], part.rank, part.size
+    match part.match.rule.cut:
+        case Cut.WHOLE:
+            yield part.rows(0, rows, 0, rows, 0)
+        case Cut.COLUMN:
+            yield part.rows(0, rows * size, rank * rows, rows, 0)
+        case Cut.ROW:
+            columns = part.shape[1]
+            box = Box((0, rank * columns), part.shape)
+            yield PlacedShard(part.tensor(0), (rows, columns * size), box, 0, (columns, 1))
+        case Cut.GLU:
+            half = part.even(rows, 2)
+            for index in range(2):
+                yield part.rows(index, half * size, rank * half, half, index * half)
+        case Cut.QKV:
+            yield from _interleaved(part, geometry)
+        case Cut.VOCAB:
+            first = min(rank * rows, geometry.vocab_size)
+            count = min(rows, geometry.vocab_size - first)
+            if rows * size < geometry.vocab_size:
+                raise ManifestError(
+                    f"parameter {part.name!r}: {rows} rows on each of {size} ranks must hold "
+                    f"vocab_size {geometry.vocab_size}"
+                )
+            yield part.rows(0, geometry.vocab_size, first, count, 0)
+        case Cut.LATENT:
+            yield _latent(part, geometry)
+        case Cut.GROUPED_GLU | Cut.GROUPED_ROW:
+            yield from _grouped(part, geometry, num_local)
+
+
+def _interleaved(part: _Part, geometry: Geometry) -> Iterator[PlacedShard]:
+    """Per group: queries, key, value. With fewer groups than ranks a group is cut as well."""
+    head, groups = geometry.head_dim, geometry.num_query_groups
+    counts = (geometry.queries_per_group * head, head, head)
+    local, total = part.shape[0], groups * sum(counts)
+    if local * part.size != total:
+        raise ManifestError(
+            f"parameter {part.name!r}: {local} rows on each of {part.size} ranks must be {total} "
+            f"rows of {groups} groups of {geometry.queries_per_group} queries, a key and a value"
+        )
+    begin, end, at = part.rank * local, (part.rank + 1) * local, 0
+    for group in range(groups):
+        for index, count in enumerate(counts):
+            low, high = max(at, begin), min(at + count, end)
+            if low < high:
+                first = group * count + low - at
+                yield part.rows(index, groups * count, first, high - low, low - begin)
+            at += count
+
+
+def _latent(part: _Part, geometry: Geometry) -> PlacedShard:
+    tensor, rows = part.tensor(0), part.shape[0]
+    for suffix, total in geometry.latent_rows:
+        if tensor.endswith(suffix) and rows in (total, total / part.size):
+            first = 0 if rows == total else part.rank * rows
+            return part.rows(0, total, first, rows, 0)
+    raise ManifestError(
+        f"parameter {part.name!r}: {rows} rows must be all or one of {part.size} parts of the rows "
+        f"in {dict(geometry.latent_rows)}"
+    )
+
+
+def _grouped(part: _Part, geometry: Geometry, num_local: int) -> Iterator[PlacedShard]:
+    """`(hidden, experts * 2 * inner)` read as `(experts, hidden, 2 * inner)`, and its inverse."""
+    hidden, numel = geometry.hidden_size, math.prod(part.shape)
+    per_expert = part.even(numel, num_local)
+    columns = part.even(per_expert, hidden)
+    for expert in range(num_local):
+        start = expert * per_expert
+        if part.match.rule.cut is Cut.GROUPED_GLU:
+            inner = part.even(columns, 2)
+            for index in range(2):
+                box = Box((part.rank * inner, 0), (inner, hidden))
+                shape = (inner * part.size, hidden)
+                name, offset = part.tensor(index, expert), start + index * inner
+                yield PlacedShard(name, shape, box, offset, (1, columns))
+        else:
+            box = Box((0, part.rank * columns), (hidden, columns))
+            shape = (hidden, columns * part.size)
+            yield PlacedShard(part.tensor(0, expert), shape, box, start, (1, hidden))

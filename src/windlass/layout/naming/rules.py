@@ -1,0 +1,117 @@
+"""What a naming table is made of: one rule per parameter name of the training framework.
+
+A rule says three things: how the framework calls a parameter, which checkpoint tensors its
+rows are, and how they are cut over the ranks. Nothing in a table depends on a model's sizes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+
+from windlass.errors import UnsupportedLayout
+
+__all__ = ["Cut", "Family", "Match", "Rule"]
+
+
+class Cut(StrEnum):
+    """How the rows and columns of a parameter are dealt to tensor-parallel ranks.
+
+    WHOLE: every rank holds all of it. COLUMN: dim 0 is cut. ROW: dim 1 is cut.
+    GLU: each rank holds its part of the first tensor, then its part of the second.
+    QKV: per group of query heads its queries, its key and its value; then dim 0 is cut.
+    VOCAB: dim 0 is padded, then cut. LATENT: dim 0 is cut or whole, as the spec chose.
+    GROUPED_GLU, GROUPED_ROW: all local experts in one matrix, each transposed.
+    """
+
+    WHOLE = "whole"
+    COLUMN = "column"
+    ROW = "row"
+    GLU = "glu"
+    QKV = "qkv"
+    VOCAB = "vocab"
+    LATENT = "latent"
+    GROUPED_GLU = "grouped_glu"
+    GROUPED_ROW = "grouped_row"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One parameter name.
+
+    Attributes:
+        pattern: the framework's name; `{layer}` and `{expert}` stand for numbers.
+        tensors: checkpoint names with the same fields, in the order in which their rows lie.
+        cut: how it is cut. Parameters of experts are cut over the expert-tensor-parallel ranks.
+    """
+
+    pattern: str
+    tensors: tuple[str, ...]
+    cut: Cut
+
+    @property
+    def of_expert(self) -> bool:
+        """Whether the parameter belongs to routed experts."""
+        return any("{expert}" in tensor for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A rule and the numbers found in the name; `expert` is the number on this rank."""
+
+    rule: Rule
+    layer: int
+    expert: int
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A naming table.
+
+    Attributes:
+        name: of the family.
+        rules: the table; at most one of them matches a name.
+    """
+
+    name: str
+    rules: tuple[Rule, ...]
+
+    def match(self, name: str) -> Match:
+        """The rule for a parameter.
+
+        Args:
+            name: the framework's name with the global layer number.
+
+        Raises:
+            UnsupportedLayout: no rule; says how to add one.
+        """
+        for rule in self.rules:
+            found = _compiled(rule.pattern).fullmatch(name)
+            if found is not None:
+                numbers = found.groupdict()
+                return Match(rule, int(numbers.get("layer", -1)), int(numbers.get("expert", -1)))
+        raise UnsupportedLayout(
+            f"parameter {name!r} must have a rule in naming family {self.name!r}, it has none: pass "
+            f"family={self.name}.extended(Rule({_generalised(name)!r}, (<checkpoint name>, ...), "
+            "Cut.<how it is cut>)), or name its prefix in `ignore` if no engine needs it"
+        )
+
+    def extended(self, *rules: Rule) -> Family:
+        """The same family with more rules, which are tried first."""
+        return Family(self.name, (*rules, *self.rules))
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    escaped = re.escape(pattern)
+    for field in ("layer", "expert"):
+        escaped = escaped.replace(rf"\{{{field}\}}", rf"(?P<{field}>\d+)")
+    return re.compile(escaped)
+
+
+def _generalised(name: str) -> str:
+    name = re.sub(r"(^|\.)layers\.\d+\.", r"\1layers.{layer}.", name)
+    name = re.sub(r"local_experts\.\d+\.", "local_experts.{expert}.", name)
+    return re.sub(r"(experts\..*\.(?:weight|bias))\d+$", r"\1{expert}", name)

@@ -1,0 +1,273 @@
+"""The Megatron-core trainer adapter (0.16): local shards described where they lie, no gather.
+
+Tensor, pipeline (with virtual stages), expert and expert-tensor parallel ranks hold parts;
+context- and data-parallel ranks hold replicas, between which the planner chooses. Layer numbers
+come from the layers themselves, so any pipeline layout is understood.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from windlass.errors import ManifestError, UnsupportedLayout
+from windlass.execution.sender import ParameterMemory
+from windlass.frameworks.dtypes import dtype_of
+from windlass.layout.manifest import ManifestBuilder, Role
+from windlass.layout.naming.place import Coords, Geometry, place
+from windlass.layout.naming.rules import Family
+from windlass.layout.naming.tables import family_named
+from windlass.training.client import TrainerClient
+from windlass.training.fsdp import DescribedTrainer
+from windlass.transports.configs import TransportConfig, parse_transport
+from windlass.transports.registry import create_transport
+
+__all__ = ["connect_megatron_trainer", "describe_megatron_trainer", "megatron_coords"]
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_BUFFERS = ("mlp.router.expert_bias",)
+"""Buffers that checkpoints hold."""
+
+
+def connect_megatron_trainer(
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    *,
+    family: str | Family,
+    vocab_size: int,
+    controller: str,
+    token: str,
+    transport: str | TransportConfig = "cma",
+    arena_nbytes: int = 0,
+    use_main_params: bool = False,
+    ignore: Sequence[str] = (),
+    group: str = "trainer",
+    connect_deadline_s: float = 60.0,
+) -> TrainerClient:
+    """Connect this rank of a Megatron-core trainer.
+
+    Called by every rank, after `parallel_state.initialize_model_parallel`; not collective,
+    gathers nothing. Rank and world size come from `torch.distributed`.
+
+    Args:
+        model: a `GPTModel`, wrapped or not, or the list of model chunks of virtual stages.
+        family: `model_type` of the checkpoint, or a naming table of your own.
+        vocab_size: of the checkpoint, without Megatron's padding.
+        controller: address of the controller.
+        token: its secret.
+        transport: name or configuration.
+        arena_nbytes: memory for packed bytes; 0 for as much as one update packs.
+        use_main_params: publish the optimizer's fp32 copies, not the bf16 parameters.
+        ignore: prefixes of parameters that no engine needs (`mtp.`).
+        group: name of the trainer job.
+        connect_deadline_s: how long to wait for the controller.
+
+    Raises:
+        UnsupportedLayout, ManifestError: see `describe_megatron_trainer`.
+        TransportUnavailable, AuthenticationError, ProtocolError, PeerTimeout: see there.
+    """
+    config = parse_transport(transport) if isinstance(transport, str) else transport
+    described = describe_megatron_trainer(
+        model,
+        family=family,
+        vocab_size=vocab_size,
+        group=group,
+        use_main_params=use_main_params,
+        ignore=ignore,
+    )
+    return TrainerClient(
+        manifest=described.manifest,
+        parameters=described.parameters,
+        transport=create_transport(config),
+        controller=controller,
+        token=token,
+        group=group,
+        rank=described.rank,
+        world_size=described.world_size,
+        arena_nbytes=arena_nbytes,
+        connect_deadline_s=connect_deadline_s,
+    )
+
+
+def describe_megatron_trainer(
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    *,
+    family: str | Family,
+    vocab_size: int,
+    group: str = "trainer",
+    use_main_params: bool = False,
+    ignore: Sequence[str] = (),
+) -> DescribedTrainer:
+    """Describe this rank's part of the model. Not collective.
+
+    Raises:
+        UnsupportedLayout: a name without a rule, an attention or MLP that no table describes, or
+            fp32 copies that the distributed optimizer holds as flat ranges.
+        ManifestError: shapes that contradict the configuration.
+    """
+    chunks = (model,) if isinstance(model, torch.nn.Module) else tuple(model)
+    if not chunks:
+        raise ManifestError("model: must have at least one chunk")
+    table = family_named(family) if isinstance(family, str) else family
+    config = _unwrap(chunks[0]).config
+    geometry = _geometry(config, vocab_size)
+    coords = megatron_coords()
+    tied = bool(_unwrap(chunks[0]).share_embeddings_and_output_weights)
+    rank = dist.get_rank()
+    builder = ManifestBuilder(f"{group}/{rank}", Role.TRAINER)
+    readers: list[Callable[[], torch.Tensor]] = []
+    holds_embedding = False
+    for name, memory in _memories(chunks, use_main_params, tuple(ignore)):
+        tensor = memory()
+        if not tensor.is_contiguous():
+            raise UnsupportedLayout(f"parameter {name!r} must be contiguous")
+        placed = place(table, name, tuple(tensor.shape), geometry, coords)
+        itemsize = tensor.element_size()
+        builder.add_parameter(
+            name,
+            nbytes=tensor.nbytes,
+            dtype=dtype_of(tensor),
+            padding_nbytes=placed.padding * itemsize,
+        )
+        for shard in placed.shards:
+            target = _EMBEDDING if tied and shard.tensor == _HEAD else shard.tensor
+            holds_embedding |= target == _EMBEDDING
+            builder.add_shard(
+                target,
+                shard.global_shape,
+                shard.box,
+                name,
+                offset_bytes=shard.offset * itemsize,
+                strides_bytes=tuple(step * itemsize for step in shard.strides),
+            )
+        readers.append(memory)
+    if tied and holds_embedding:
+        builder.add_alias(_HEAD, _EMBEDDING)
+
+    def parameters() -> tuple[ParameterMemory, ...]:
+        return tuple(ParameterMemory(t.data_ptr(), t.nbytes) for t in (read() for read in readers))
+
+    return DescribedTrainer(builder.build(), parameters, rank, dist.get_world_size())
+
+
+def megatron_coords() -> Coords:
+    """This rank on the axes that cut parameters, from Megatron's own state."""
+    return Coords(
+        tp=(
+            int(parallel_state.get_tensor_model_parallel_rank()),
+            int(parallel_state.get_tensor_model_parallel_world_size()),
+        ),
+        ep=(
+            int(parallel_state.get_expert_model_parallel_rank()),
+            int(parallel_state.get_expert_model_parallel_world_size()),
+        ),
+        etp=(
+            int(parallel_state.get_expert_tensor_parallel_rank()),
+            int(parallel_state.get_expert_tensor_parallel_world_size()),
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _MainParam:
+    """Reads the optimizer's fp32 copy of a parameter."""
+
+    name: str
+    parameter: torch.Tensor
+
+    def __call__(self) -> torch.Tensor:
+        extra = self.parameter.__dict__
+        if extra.get("main_param_sharded"):
+            raise UnsupportedLayout(
+                f"use_main_params: parameter {self.name!r}: the distributed optimizer holds flat "
+                "ranges of it, which are no box of a tensor; publish the model parameters"
+            )
+        main: torch.Tensor | None = extra.get("main_param")
+        if main is None and self.parameter.dtype is not torch.float32:
+            raise UnsupportedLayout(
+                f"use_main_params: parameter {self.name!r} has no fp32 copy; call after the "
+                "optimizer is made, with bf16 or fp16 set in its configuration"
+            )
+        return self.parameter.detach() if main is None else main.detach()
+
+
+@dataclass(frozen=True, slots=True)
+class _ModelParam:
+    """Reads a parameter or a buffer."""
+
+    tensor: torch.Tensor
+
+    def __call__(self) -> torch.Tensor:
+        return self.tensor.detach()
+
+
+def _memories(
+    chunks: Sequence[torch.nn.Module], use_main_params: bool, ignore: tuple[str, ...]
+) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+    """Global name and memory of everything that a checkpoint holds, chunk by chunk."""
+    for chunk in map(_unwrap, chunks):
+        numbers = _layer_numbers(chunk)
+        for local_name, parameter in chunk.named_parameters():
+            name = _global_name(local_name, numbers)
+            if not name.startswith(ignore):
+                main = use_main_params and parameter.requires_grad
+                yield name, _MainParam(name, parameter) if main else _ModelParam(parameter)
+        for local_name, buffer in chunk.named_buffers():
+            name = _global_name(local_name, numbers)
+            if name.endswith(_BUFFERS) and not name.startswith(ignore):
+                yield name, _ModelParam(buffer)
+
+
+def _unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
+    """The model inside data-parallel, precision and compile wrappers."""
+    while True:
+        inner = chunk._modules.get("module", chunk._modules.get("_orig_mod"))
+        if inner is None:
+            return chunk
+        chunk = inner
+
+
+def _layer_numbers(chunk: torch.nn.Module) -> dict[str, int]:
+    """Local prefix of each decoder layer -> its number in the whole model, from 0."""
+    return {
+        name: int(module.layer_number) - 1
+        for name, module in chunk.named_modules()
+        if isinstance(module, TransformerLayer) and re.fullmatch(r"decoder\.layers\.\d+", name)
+    }
+
+
+def _global_name(name: str, numbers: dict[str, int]) -> str:
+    found = re.match(r"decoder\.layers\.\d+(?=\.)", name)
+    if found is None:
+        return name
+    return f"decoder.layers.{numbers[found.group()]}{name[found.end() :]}"
+
+
+def _geometry(config: object, vocab_size: int) -> Geometry:
+    values = vars(config)
+    if not values["gated_linear_unit"]:
+        raise UnsupportedLayout("gated_linear_unit: must be True, no naming table has another MLP")
+    if values.get("attention_output_gate"):
+        raise UnsupportedLayout("attention_output_gate: no naming table has gated attention")
+    heads = int(values["num_attention_heads"])
+    groups = int(values["num_query_groups"] or heads)
+    latent: tuple[tuple[str, int], ...] = ()
+    if values["multi_latent_attention"]:
+        latent = (
+            ("kv_a_proj_with_mqa.weight", values["kv_lora_rank"] + values["qk_pos_emb_head_dim"]),
+            ("q_a_proj.weight", values["q_lora_rank"] or 0),
+        )
+    return Geometry(
+        num_query_groups=groups,
+        queries_per_group=heads // groups,
+        head_dim=int(values["kv_channels"]),
+        vocab_size=vocab_size,
+        hidden_size=int(values["hidden_size"]),
+        num_experts=int(values["num_moe_experts"] or 0),
+        latent_rows=latent,
+    )
