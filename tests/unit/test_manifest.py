@@ -102,7 +102,7 @@ def test_a_manifest_of_another_schema_or_with_cut_columns_is_refused() -> None:
     builder = one()
     builder.add_shard("w", (4,), Box((0,), (4,)), "p")
     payload = msgspec.msgpack.decode(builder.build().encode())
-    with pytest.raises(ProtocolError, match="schema_version must be 1, got 99"):
+    with pytest.raises(ProtocolError, match="schema_version must be 2, got 99"):
         ShardManifest.decode(msgspec.msgpack.encode(payload | {"schema_version": 99}))
     with pytest.raises((ProtocolError, ManifestError)):
         ShardManifest.decode(msgspec.msgpack.encode(payload | {"sizes": payload["sizes"][:-8]}))

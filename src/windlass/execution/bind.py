@@ -17,7 +17,8 @@ from windlass.errors import PlanError, UnsupportedLayout
 from windlass.execution.bindings import DestinationBinding
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ShardManifest
-from windlass.planning.plan import DTYPES, CopyMode, Link, OpTable, TransferPlan
+from windlass.layout.quantization import scale_shape
+from windlass.planning.plan import DTYPES, CopyMode, Link, OpTable, TransferPlan, Transform
 from windlass.transports.regions import check_inside
 
 __all__ = [
@@ -34,7 +35,10 @@ ITEMSIZES = np.array([dtype.itemsize for dtype in DTYPES], np.int64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundOp:
-    """One copy op. Sizes in elements, offsets and strides in bytes, as in `OpTable`."""
+    """One copy op. Sizes in elements, offsets and strides in bytes, as in `OpTable`.
+
+    `sizes` are of what travels; `src_sizes` differ from them where `transform` computes scales.
+    """
 
     mode: CopyMode
     src_parameter: int
@@ -48,6 +52,8 @@ class BoundOp:
     dst_dtype: DType
     nbytes: int
     landing_offset: int
+    src_sizes: tuple[int, ...]
+    transform: Transform = Transform.NONE
 
     @property
     def lands(self) -> bool:
@@ -192,6 +198,12 @@ def _check_strides(plan: TransferPlan) -> None:
 def _bind_op(ops: OpTable, row: int) -> BoundOp:
     sizes = ops.sizes[row].tolist()
     keep = [dim for dim, size in enumerate(sizes) if size != 1] or [len(sizes) - 1]
+    transform = Transform(int(ops.transform[row]))
+    if transform is not Transform.NONE:
+        keep = [len(sizes) - 2, len(sizes) - 1]
+    src_sizes = tuple(sizes[dim] for dim in keep)
+    if transform is Transform.FP8_BLOCK_SCALES:
+        sizes[-2:] = scale_shape(src_sizes)
     src_strides, dst_strides = ops.src_strides[row].tolist(), ops.dst_strides[row].tolist()
     return BoundOp(
         mode=CopyMode(int(ops.mode[row])),
@@ -206,6 +218,8 @@ def _bind_op(ops: OpTable, row: int) -> BoundOp:
         dst_dtype=DTYPES[int(ops.dst_dtype[row])],
         nbytes=int(ops.nbytes[row]),
         landing_offset=int(ops.landing_offset[row]),
+        src_sizes=src_sizes,
+        transform=transform,
     )
 
 

@@ -8,8 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from windlass.errors import PlanError
 from windlass.execution.bind import BoundOp, DirectRuns, LinkProgram
-from windlass.memory.packing import row_major_blocks
+from windlass.layout.quantization import BLOCK, scale_shape
+from windlass.memory.packing import copy_strided, row_major_blocks
+from windlass.memory.quantize import pack_quantized
+from windlass.planning.plan import Transform
 
 __all__ = [
     "ALIGNMENT",
@@ -17,6 +21,7 @@ __all__ = [
     "aligned",
     "batches",
     "direct_pieces",
+    "pack_op",
     "packed_capacity",
     "split_op",
 ]
@@ -64,6 +69,35 @@ def direct_pieces(runs: DirectRuns, sources: UInt64Array, targets: UInt64Array) 
     )
 
 
+def pack_op(op: BoundOp, src_parameter: int, address: int) -> None:
+    """Gather, cast or quantise an op's payload.
+
+    Args:
+        op: a whole op or a part from `split_op`.
+        src_parameter: where the source parameter lies.
+        address: of the payload, `op.nbytes` of host memory.
+    """
+    if op.transform is not Transform.NONE:
+        pack_quantized(
+            transform=op.transform,
+            sizes=op.src_sizes,
+            src_address=src_parameter + op.src_offset,
+            src_strides=op.src_strides,
+            src_dtype=op.src_dtype,
+            dst_address=address,
+        )
+        return
+    copy_strided(
+        sizes=op.sizes,
+        src_address=src_parameter + op.src_offset,
+        src_strides=op.src_strides,
+        src_dtype=op.src_dtype,
+        dst_address=address,
+        dst_strides=op.packed_strides,
+        dst_dtype=op.dst_dtype,
+    )
+
+
 def split_op(op: BoundOp, limit: int) -> Iterator[BoundOp]:
     """Cut an op whose payload is one run at the destination into parts of at most `limit` bytes.
 
@@ -72,6 +106,9 @@ def split_op(op: BoundOp, limit: int) -> Iterator[BoundOp]:
     """
     if op.nbytes <= limit:
         yield op
+        return
+    if op.transform is not Transform.NONE:
+        yield from _split_blocks(op, limit)
         return
     itemsize = op.dst_dtype.itemsize
     packed = op.packed_strides
@@ -83,9 +120,36 @@ def split_op(op: BoundOp, limit: int) -> Iterator[BoundOp]:
         yield replace(
             op,
             sizes=sizes,
+            src_sizes=sizes,
             src_offset=op.src_offset + _dot(start, op.src_strides),
             dst_offset=op.dst_offset + _dot(start, op.dst_strides),
             nbytes=numel * itemsize,
+            landing_offset=op.landing_offset + offset if op.lands else op.landing_offset,
+        )
+
+
+def _split_blocks(op: BoundOp, limit: int) -> Iterator[BoundOp]:
+    """Rows of blocks; a payload of values or of scales is cut between them."""
+    scales = op.transform is Transform.FP8_BLOCK_SCALES
+    step = op.packed_strides[0] * (1 if scales else BLOCK)
+    if step > limit:
+        raise PlanError(
+            f"arena_nbytes: half of it must hold one row of blocks, {step} bytes, got {limit}"
+        )
+    num_steps = limit // step
+    rows, columns = op.src_sizes
+    for first in range(0, rows, num_steps * BLOCK):
+        src_sizes = min(num_steps * BLOCK, rows - first), columns
+        sizes = scale_shape(src_sizes) if scales else src_sizes
+        start = first // BLOCK if scales else first
+        offset = start * op.packed_strides[0]
+        yield replace(
+            op,
+            sizes=sizes,
+            src_sizes=src_sizes,
+            src_offset=op.src_offset + first * op.src_strides[0],
+            dst_offset=op.dst_offset + start * op.dst_strides[0],
+            nbytes=sizes[0] * op.packed_strides[0],
             landing_offset=op.landing_offset + offset if op.lands else op.landing_offset,
         )
 

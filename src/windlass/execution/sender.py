@@ -37,13 +37,13 @@ from windlass.execution.pieces import (
     aligned,
     batches,
     direct_pieces,
+    pack_op,
     packed_capacity,
     split_op,
 )
 from windlass.layout.manifest import ShardManifest
 from windlass.memory.arena import Arena
 from windlass.memory.digest import hash_strided, new_digest
-from windlass.memory.packing import copy_strided
 from windlass.planning.plan import TransferPlan
 from windlass.telemetry.clock import Deadline
 from windlass.transports.base import MemoryRegion, OneSidedTransport, WriteBatch
@@ -371,15 +371,7 @@ class Sender:
         if self._arena is None:
             raise PlanError("pack: the sender has no arena; connect first")
         address = self._arena.address + offset
-        copy_strided(
-            sizes=op.sizes,
-            src_address=int(self._sources[op.src_parameter]) + op.src_offset,
-            src_strides=op.src_strides,
-            src_dtype=op.src_dtype,
-            dst_address=address,
-            dst_strides=op.packed_strides,
-            dst_dtype=op.dst_dtype,
-        )
+        pack_op(op, int(self._sources[op.src_parameter]), address)
         digest.update(self._arena.bytes[offset : offset + op.nbytes].data)
         binding = self._peers[name].binding
         remote = (

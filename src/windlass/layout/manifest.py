@@ -27,6 +27,7 @@ import xxhash
 from windlass.errors import ManifestError, ProtocolError, UnsupportedLayout
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
+from windlass.layout.quantization import QuantizedTensor, scale_shape
 
 __all__ = [
     "MANIFEST_SCHEMA_VERSION",
@@ -41,7 +42,7 @@ __all__ = [
     "contiguous_strides",
 ]
 
-MANIFEST_SCHEMA_VERSION = 1
+MANIFEST_SCHEMA_VERSION = 2
 MAX_DIMS = 4
 
 Int64Array = npt.NDArray[np.int64]
@@ -135,6 +136,7 @@ class _Payload(msgspec.Struct, frozen=True):
     tensors: tuple[TensorSpec, ...]
     parameters: tuple[ParameterSpec, ...]
     aliases: dict[str, str]
+    quantized: tuple[QuantizedTensor, ...]
     tensor: bytes
     parameter: bytes
     offsets: bytes
@@ -154,6 +156,7 @@ class ShardManifest:
         parameters: the local parameters that rows refer to.
         aliases: checkpoint name -> the tensor in `tensors` whose bytes it shares (tied weights).
         table: the shards.
+        quantized: weights that are held quantised, with their scales.
     """
 
     worker: str
@@ -162,6 +165,7 @@ class ShardManifest:
     parameters: tuple[ParameterSpec, ...]
     table: ShardTable
     aliases: Mapping[str, str]
+    quantized: tuple[QuantizedTensor, ...] = ()
 
     @property
     def num_shards(self) -> int:
@@ -203,6 +207,7 @@ class ShardManifest:
                 tensors=self.tensors,
                 parameters=self.parameters,
                 aliases=dict(self.aliases),
+                quantized=self.quantized,
                 tensor=table.tensor.astype("<i4").tobytes(),
                 parameter=table.parameter.astype("<i4").tobytes(),
                 offsets=table.offsets.astype("<i8").tobytes(),
@@ -253,6 +258,7 @@ class ShardManifest:
             parameters=payload.parameters,
             table=table,
             aliases=payload.aliases,
+            quantized=payload.quantized,
         )
         _validate(manifest)
         return manifest
@@ -279,6 +285,7 @@ class ManifestBuilder:
         self._tensors: dict[str, tuple[int, TensorSpec]] = {}
         self._parameters: dict[str, tuple[int, ParameterSpec]] = {}
         self._aliases: dict[str, str] = {}
+        self._quantized: list[QuantizedTensor] = []
         self._rows: list[tuple[int, int, Box, int, tuple[int, ...]]] = []
 
     def add_parameter(
@@ -293,6 +300,10 @@ class ManifestBuilder:
     def add_alias(self, name: str, tensor: str) -> None:
         """Say that checkpoint name `name` shares the bytes of `tensor` (tied weights)."""
         self._aliases[name] = tensor
+
+    def add_quantized(self, quantized: QuantizedTensor) -> None:
+        """Say that a weight is held quantised; its shards and those of its scales are added too."""
+        self._quantized.append(quantized)
 
     def add_shard(
         self,
@@ -379,6 +390,7 @@ class ManifestBuilder:
                 strides_bytes=strides,
             ),
             aliases=dict(self._aliases),
+            quantized=tuple(self._quantized),
         )
         _validate(manifest)
         return manifest
@@ -404,6 +416,7 @@ def _validate(manifest: ShardManifest) -> None:
     for alias, tensor in manifest.aliases.items():
         if all(spec.name != tensor for spec in manifest.tensors):
             raise ManifestError(f"{worker}: alias {alias!r} names unknown tensor {tensor!r}")
+    _validate_quantized(manifest)
     if num_rows == 0:
         return
     if table.tensor.min() < 0 or table.tensor.max() >= len(manifest.tensors):
@@ -430,6 +443,17 @@ def _validate(manifest: ShardManifest) -> None:
             f"{table.sizes[row].tolist()} must lie inside shape {spec.shape}"
         )
     _validate_bytes(manifest)
+
+
+def _validate_quantized(manifest: ShardManifest) -> None:
+    shapes = {spec.name: spec.shape for spec in manifest.tensors}
+    for declared in manifest.quantized:
+        weight, scale = shapes.get(declared.weight), shapes.get(declared.scale)
+        if weight is None or len(weight) != 2 or scale != scale_shape(weight):
+            raise ManifestError(
+                f"{manifest.worker}: quantised tensor {declared.weight!r} must be a matrix with scales "
+                f"{declared.scale!r} per block, got shapes {weight} and {scale}"
+            )
 
 
 def _validate_bytes(manifest: ShardManifest) -> None:

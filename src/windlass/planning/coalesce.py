@@ -25,6 +25,7 @@ _NARROW = {
     "reason": np.uint8,
     "src_dtype": np.uint8,
     "dst_dtype": np.uint8,
+    "transform": np.uint8,
 }
 _WIDE = {"sizes", "src_strides", "dst_strides"}
 

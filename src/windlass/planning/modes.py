@@ -77,10 +77,20 @@ def choose_modes(
     src_itemsize: Int64Array,
     dst_itemsize: Int64Array,
     casts: BoolArray,
+    quantizes: BoolArray,
     loader: BoolArray,
     direct_min_run_bytes: int,
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], Int64Array]:
     """Pick a mode per op.
+
+    Args:
+        geometry: of what travels.
+        src_itemsize: (n,) bytes.
+        dst_itemsize: (n,) bytes.
+        casts: dtypes differ.
+        quantizes: the source computes values or scales; counts as a cast.
+        loader: declared for the engine's loader.
+        direct_min_run_bytes: see `PlanPolicy`.
 
     Returns:
         (mode, reason, run_nbytes), each (n,).
@@ -92,12 +102,14 @@ def choose_modes(
     dst_inner = (inner == 1) | (geometry.dst_strides[:, -1] == dst_itemsize)
     run = np.where(src_inner & dst_inner, inner, 1) * dst_itemsize
     dst_whole = _is_row_major(sizes, geometry.dst_strides, dst_itemsize)
+    casts = casts | quantizes
     # First match wins, in this order.
     rules: tuple[tuple[BoolArray, CopyMode, Reason], ...] = (
         (loader, CopyMode.LOADER, Reason.LOADER_DECLARED),
         (~casts & (run == nbytes), CopyMode.DIRECT, Reason.CONTIGUOUS),
         (~casts & (run >= direct_min_run_bytes), CopyMode.DIRECT, Reason.LONG_RUNS),
         (~dst_whole, CopyMode.SCATTER, Reason.DESTINATION_STRIDED),
+        (quantizes, CopyMode.PACKED, Reason.QUANTIZED),
         (casts, CopyMode.PACKED, Reason.CAST),
     )
     masks = [rule[0] for rule in rules]

@@ -19,9 +19,17 @@ from windlass.errors import ProtocolError
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import MAX_DIMS
 
-__all__ = ["PLAN_SCHEMA_VERSION", "CopyMode", "Link", "OpTable", "Reason", "TransferPlan"]
+__all__ = [
+    "PLAN_SCHEMA_VERSION",
+    "CopyMode",
+    "Link",
+    "OpTable",
+    "Reason",
+    "TransferPlan",
+    "Transform",
+]
 
-PLAN_SCHEMA_VERSION = 1
+PLAN_SCHEMA_VERSION = 2
 
 DTYPES = tuple(DType)
 """`OpTable.src_dtype` and `dst_dtype` are indices into this tuple."""
@@ -55,6 +63,18 @@ class Reason(IntEnum):
     CAST = 3
     DESTINATION_STRIDED = 4
     LOADER_DECLARED = 5
+    QUANTIZED = 6
+
+
+class Transform(IntEnum):
+    """What the source computes while it packs; see `layout.quantization`.
+
+    Ops that transform have two dims of source elements, made of whole blocks, never collapsed.
+    """
+
+    NONE = 0
+    FP8_BLOCK_VALUES = 1
+    FP8_BLOCK_SCALES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +98,12 @@ class OpTable:
         reason: (n,) `Reason`.
         src_dtype: (n,) index into `DTYPES`.
         dst_dtype: (n,) index into `DTYPES`; differs from `src_dtype` when the op casts.
-        sizes: (n, MAX_DIMS) elements.
+        transform: (n,) `Transform`.
+        sizes: (n, MAX_DIMS) elements; of the source, where scales are computed from them.
         src_offset: (n,) bytes. src_strides: (n, MAX_DIMS) bytes.
         dst_offset: (n,) bytes. dst_strides: (n, MAX_DIMS) bytes.
         run_nbytes: (n,) destination bytes of one contiguous run on both sides (DIRECT), else `nbytes`.
-        nbytes: (n,) bytes that travel: numel * destination itemsize.
+        nbytes: (n,) bytes that travel: numel * destination itemsize, or the bytes of the scales.
         landing_offset: (n,) byte offset in the destination's landing region, -1 without one.
     """
 
@@ -95,6 +116,7 @@ class OpTable:
     reason: npt.NDArray[np.uint8]
     src_dtype: npt.NDArray[np.uint8]
     dst_dtype: npt.NDArray[np.uint8]
+    transform: npt.NDArray[np.uint8]
     sizes: npt.NDArray[np.int64]
     src_offset: npt.NDArray[np.int64]
     src_strides: npt.NDArray[np.int64]
@@ -144,6 +166,7 @@ _DTYPE_OF_COLUMN = {
     "reason": "u1",
     "src_dtype": "u1",
     "dst_dtype": "u1",
+    "transform": "u1",
 }
 _WIDE_COLUMNS = {"sizes", "src_strides", "dst_strides"}
 
@@ -174,6 +197,11 @@ class TransferPlan:
     def nbytes(self) -> int:
         """Bytes that travel in one update, over all links."""
         return int(self.ops.nbytes.sum())
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether sources compute what they send; a backend that only copies must refuse."""
+        return bool((self.ops.transform != Transform.NONE).any())
 
     def num_writes(self) -> int:
         """Contiguous one-sided writes in one update, before chunking by the transport."""

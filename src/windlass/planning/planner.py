@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from windlass.errors import ConfigError, ManifestError, UnsupportedLayout
 from windlass.layout.manifest import MAX_DIMS, Int64Array, ShardManifest
+from windlass.layout.quantization import BLOCK
 from windlass.planning.coalesce import coalesce, empty_ops, fill_ops
 from windlass.planning.coverage import CoverageReport, refuse_hole
 from windlass.planning.intersect import (
@@ -34,9 +35,17 @@ from windlass.planning.intersect import (
     ranges,
     unique_boxes,
 )
-from windlass.planning.modes import choose_modes, collapse
+from windlass.planning.modes import Strided, choose_modes, collapse
 from windlass.planning.overlap import refuse_overlaps
-from windlass.planning.plan import DTYPES, CopyMode, OpTable, Reason, TransferPlan
+from windlass.planning.plan import DTYPES, CopyMode, OpTable, Reason, TransferPlan, Transform
+from windlass.planning.quantize import (
+    keep_blocks,
+    payload_sizes,
+    refuse_cut_blocks,
+    refuse_unquantized,
+    split_units,
+    widen_scales,
+)
 from windlass.planning.routing import (
     Assignment,
     RoutingReport,
@@ -126,6 +135,7 @@ def plan_with_reports(
     src = gather_rows(sources, names)
     dst = gather_rows(destinations, names)
     refuse_overlaps(dst, names, destinations)
+    dst = widen_scales(dst, names)
     unused = _unused_tensors(src, dst, names)
     if unused and policy.forbid_unused:
         raise ManifestError(
@@ -141,11 +151,12 @@ def plan_with_reports(
     routed = assign(
         group, candidates.nbytes, candidates.units, groups, shares, policy.min_split_bytes
     )
-    ops = _build_ops(src, dst, names, pieces, holders, candidates, routed, policy)
+    ops = _build_ops(src, dst, names, pieces, holders, candidates, routed, policy, sources)
     egress = np.zeros(len(sources), np.int64)
     np.add.at(egress, ops.src, ops.nbytes)
     routing = certify(egress, group_nbytes.astype(np.int64), groups)
-    needed = int((dst.sizes.prod(axis=1) * _ITEMSIZES[dst.dtype]).sum())
+    payload = payload_sizes(dst.sizes, dst.transform)
+    needed = int((payload.prod(axis=1) * _ITEMSIZES[dst.dtype]).sum())
     coverage = CoverageReport(
         needed=needed,
         covered=int(ops.nbytes.sum()),
@@ -243,7 +254,7 @@ class _Candidates:
         row: (n,) row of the destination table.
         nbytes: (n,) bytes at the destination.
         axis: (n,) outermost dim with more than one element, where an op may be cut.
-        units: (n,) extent of that dim.
+        units: (n,) extent of that dim, in blocks where the op quantises.
     """
 
     piece: Int64Array
@@ -262,13 +273,17 @@ class _Candidates:
         axis = (pieces.sizes > 1).argmax(axis=1)
         units = np.take_along_axis(pieces.sizes, axis[:, None], axis=1)[:, 0]
         template = pieces.template[piece]
-        numel = pieces.sizes.prod(axis=1)
+        numel = pieces.sizes.prod(axis=1)[template]
+        scales = np.flatnonzero(dst.transform[row] == Transform.FP8_BLOCK_SCALES)
+        numel[scales] = payload_sizes(
+            pieces.sizes[template[scales]], dst.transform[row[scales]]
+        ).prod(axis=1)
         return cls(
             piece=piece,
             row=row,
-            nbytes=numel[template] * _ITEMSIZES[dst.dtype[row]],
+            nbytes=numel * _ITEMSIZES[dst.dtype[row]],
             axis=axis[template],
-            units=units[template],
+            units=split_units(units[template], dst.transform[row]),
         )
 
 
@@ -281,11 +296,13 @@ def _build_ops(
     candidates: _Candidates,
     routed: Assignment,
     policy: PlanPolicy,
+    sources: Sequence[ShardManifest],
 ) -> OpTable:
     """Turn routed candidates into ops, in plan order, chunk by chunk to bound memory."""
     dst_row = candidates.row[routed.op]
     src_row = _source_rows(src, holders, pieces.atom[candidates.piece[routed.op]], routed.rank)
     _refuse_casts(src, dst, src_row, dst_row, names)
+    refuse_unquantized(src, dst, src_row, dst_row, names)
     order = _plan_order(src, dst, src_row, dst_row, routed)
     is_loader = np.zeros(len(names.names), np.bool_)
     is_loader[[names.index[n] for n in policy.loader_tensors if n in names.index]] = True
@@ -296,21 +313,32 @@ def _build_ops(
         template = pieces.template[candidates.piece[op]]
         offsets, sizes = pieces.offsets[template], pieces.sizes[template]
         rows, axis = np.arange(len(part)), candidates.axis[op]
-        offsets[rows, axis] += routed.begin[part]
-        sizes[rows, axis] = routed.end[part] - routed.begin[part]
+        transform = dst.transform[d]
+        unit = np.where(transform != Transform.NONE, BLOCK, 1)
+        begin = routed.begin[part] * unit
+        sizes[rows, axis] = np.minimum(routed.end[part] * unit, sizes[rows, axis]) - begin
+        offsets[rows, axis] += begin
+        refuse_cut_blocks(offsets, sizes, dst, d, src.rank[s], names, sources)
         src_offset = src.offset_bytes[s] + ((offsets - src.offsets[s]) * src.strides_bytes[s]).sum(
             axis=1
         )
-        dst_offset = dst.offset_bytes[d] + ((offsets - dst.offsets[d]) * dst.strides_bytes[d]).sum(
-            axis=1
-        )
-        geometry = collapse(sizes, src.strides_bytes[s], dst.strides_bytes[d])
+        per_scale = np.where(transform == Transform.FP8_BLOCK_SCALES, BLOCK, 1)[:, None]
+        steps = (offsets - dst.offsets[d]) // per_scale
+        dst_offset = dst.offset_bytes[d] + (steps * dst.strides_bytes[d]).sum(axis=1)
+        strides = src.strides_bytes[s], dst.strides_bytes[d]
+        geometry = keep_blocks(collapse(sizes, *strides), sizes, *strides, transform)
+        payload = payload_sizes(geometry.sizes, transform)
         dst_itemsize = _ITEMSIZES[dst.dtype[d]]
         mode, reason, run_nbytes = choose_modes(
-            geometry,
+            Strided(
+                sizes=payload,
+                src_strides=geometry.src_strides,
+                dst_strides=geometry.dst_strides,
+            ),
             _ITEMSIZES[src.dtype[s]],
             dst_itemsize,
             src.dtype[s] != dst.dtype[d],
+            transform != Transform.NONE,
             is_loader[dst.name[d]],
             policy.direct_min_run_bytes,
         )
@@ -327,13 +355,14 @@ def _build_ops(
                 reason=reason,
                 src_dtype=src.dtype[s],
                 dst_dtype=dst.dtype[d],
+                transform=transform,
                 sizes=geometry.sizes,
                 src_offset=src_offset,
                 src_strides=geometry.src_strides,
                 dst_offset=dst_offset,
                 dst_strides=geometry.dst_strides,
                 run_nbytes=run_nbytes,
-                nbytes=geometry.sizes.prod(axis=1) * dst_itemsize,
+                nbytes=payload.prod(axis=1) * dst_itemsize,
                 landing_offset=np.full(len(part), -1, np.int64),
             ),
         )

@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from windlass.errors import IncompleteCoverage, ManifestError
 from windlass.layout.manifest import MAX_DIMS, Int32Array, Int64Array, ShardManifest
-from windlass.planning.plan import DTYPES
+from windlass.layout.quantization import require_supported
+from windlass.planning.plan import DTYPES, Transform
 
 __all__ = ["RowTable", "TensorNames", "gather_rows", "resolve_names"]
 
@@ -31,6 +32,7 @@ class RowTable:
         rank: index of the manifest the row came from.
         parameter: index into that manifest's parameters.
         dtype: index into `DTYPES`.
+        transform: `Transform` that fills the row, at the destination.
         offsets, sizes: (n, MAX_DIMS) box in elements.
         offset_bytes, strides_bytes: where it lies in the parameter.
     """
@@ -40,6 +42,7 @@ class RowTable:
     rank: Int32Array
     parameter: Int32Array
     dtype: npt.NDArray[np.uint8]
+    transform: npt.NDArray[np.uint8]
     offsets: Int64Array
     sizes: Int64Array
     offset_bytes: Int64Array
@@ -58,12 +61,14 @@ class TensorNames:
         index: the inverse of `names`.
         shapes: global shape per name.
         class_of: (num_names,) class per name, -1 for a destination name without a source.
+        derived: names of scales that no source holds; their class is that of their weight.
     """
 
     names: tuple[str, ...]
     index: dict[str, int]
     shapes: tuple[tuple[int, ...], ...]
     class_of: Int32Array
+    derived: frozenset[str]
 
     def ids(self, manifest: ShardManifest) -> Int32Array:
         """Name index per tensor of `manifest`."""
@@ -112,9 +117,30 @@ def resolve_names(
                 )
     class_of = _source_classes(sources, index)
     _apply_destination_aliases(destinations, index, class_of)
+    derived = _derive_scales(destinations, index, class_of)
     return TensorNames(
-        names=tuple(index), index=index, shapes=tuple(shapes), class_of=np.array(class_of, np.int32)
+        names=tuple(index),
+        index=index,
+        shapes=tuple(shapes),
+        class_of=np.array(class_of, np.int32),
+        derived=derived,
     )
+
+
+def _derive_scales(
+    destinations: Sequence[ShardManifest], index: dict[str, int], class_of: list[int]
+) -> frozenset[str]:
+    derived = set()
+    for manifest in destinations:
+        for quantized in manifest.quantized:
+            if class_of[index[quantized.scale]] == -1:
+                require_supported(quantized)
+                derived.add(quantized.scale)
+    for manifest in destinations:
+        for quantized in manifest.quantized:
+            if quantized.scale in derived:
+                class_of[index[quantized.scale]] = class_of[index[quantized.weight]]
+    return frozenset(derived)
 
 
 def _source_classes(sources: Sequence[ShardManifest], index: dict[str, int]) -> list[int]:
@@ -160,6 +186,7 @@ def gather_rows(manifests: Sequence[ShardManifest], names: TensorNames) -> RowTa
         raise ManifestError(f"worker {twice!r} must have one manifest per side, got several")
     name_columns = [np.zeros(0, np.int32)]
     dtype_columns = [np.zeros(0, np.uint8)]
+    transform_columns = [np.zeros(0, np.uint8)]
     for manifest in manifests:
         name = names.ids(manifest)[manifest.table.tensor]
         missing = names.class_of[name] < 0
@@ -169,6 +196,7 @@ def gather_rows(manifests: Sequence[ShardManifest], names: TensorNames) -> RowTa
         name_columns.append(name)
         dtypes = np.array([_DTYPE_INDEX[p.dtype] for p in manifest.parameters], np.uint8)
         dtype_columns.append(dtypes[manifest.table.parameter])
+        transform_columns.append(_transforms(manifest, names)[manifest.table.tensor])
     tables = [manifest.table for manifest in manifests]
     wide = np.zeros((0, MAX_DIMS), np.int64)
     flat = np.zeros(0, np.int64)
@@ -180,8 +208,21 @@ def gather_rows(manifests: Sequence[ShardManifest], names: TensorNames) -> RowTa
         rank=np.repeat(np.arange(len(tables), dtype=np.int32), counts),
         parameter=np.concatenate([np.zeros(0, np.int32), *(t.parameter for t in tables)]),
         dtype=np.concatenate(dtype_columns),
+        transform=np.concatenate(transform_columns),
         offsets=np.concatenate([wide, *(t.offsets for t in tables)]),
         sizes=np.concatenate([wide, *(t.sizes for t in tables)]),
         offset_bytes=np.concatenate([flat, *(t.offset_bytes for t in tables)]),
         strides_bytes=np.concatenate([wide, *(t.strides_bytes for t in tables)]),
     )
+
+
+def _transforms(manifest: ShardManifest, names: TensorNames) -> npt.NDArray[np.uint8]:
+    """Per tensor of `manifest`."""
+    transform = np.zeros(len(manifest.tensors), np.uint8)
+    if manifest.quantized:
+        at = {spec.name: index for index, spec in enumerate(manifest.tensors)}
+        for quantized in manifest.quantized:
+            if quantized.scale in names.derived:
+                transform[at[quantized.weight]] = Transform.FP8_BLOCK_VALUES
+                transform[at[quantized.scale]] = Transform.FP8_BLOCK_SCALES
+    return transform

@@ -1,0 +1,119 @@
+"""Which quantised parameters an engine may ask for, and what a declaration of one looks like.
+
+A destination that holds a weight quantised says so in its manifest: the weight's shards lie in
+float8 parameters, its scales in float32 parameters of their own, and a `QuantizedTensor` ties the
+two names. A source that holds the weight in bfloat16 then quantises while it packs.
+
+The one scheme, after DeepSeek-V3: blocks of 128 x 128 elements of the checkpoint tensor (smaller at
+its ends); `scale = max(amax, 1e-4) / 448` in float32 and `value = e4m3(w * (1 / scale))`, as
+`per_block_cast_to_fp8` of DeepGEMM, SGLang and vLLM compute it. Float32 weights are rounded to
+bfloat16 first, so that the result is that of the bfloat16 checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import msgspec
+
+from windlass.errors import UnsupportedLayout
+from windlass.layout.dtypes import DType
+
+__all__ = [
+    "BLOCK",
+    "CAPABILITIES",
+    "Capability",
+    "QuantizedTensor",
+    "Scheme",
+    "require_supported",
+    "scale_shape",
+]
+
+BLOCK = 128
+"""Rows and columns of one block."""
+
+
+class Scheme(StrEnum):
+    """How a weight is quantised, and how its kernel wants the scales."""
+
+    FP8_BLOCK = "fp8_block_128x128"
+    FP8_BLOCK_UE8M0 = "fp8_block_128x128_ue8m0"
+    FP8_TENSOR = "fp8_per_tensor"
+    FP8_CHANNEL = "fp8_per_channel"
+    MXFP4 = "mxfp4"
+    NVFP4 = "nvfp4"
+    INT8 = "int8"
+    INT4_GROUPED = "int4_grouped"
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """One row of the capability table; `reason` is empty where it is supported."""
+
+    scheme: Scheme
+    source_dtypes: tuple[DType, ...]
+    reason: str
+
+    @property
+    def supported(self) -> bool:
+        """Whether trainers quantise to it."""
+        return not self.reason
+
+
+CAPABILITIES = (
+    Capability(Scheme.FP8_BLOCK, (DType.BFLOAT16, DType.FLOAT32), ""),
+    Capability(
+        Scheme.FP8_BLOCK_UE8M0,
+        (),
+        "its scales are rounded to powers of two and packed and transposed after loading",
+    ),
+    Capability(
+        Scheme.FP8_TENSOR,
+        (),
+        "its scale is of the whole tensor, which no rank of a sharded one has",
+    ),
+    Capability(
+        Scheme.FP8_CHANNEL, (), "its scale is of a whole row, which column-cut shards do not have"
+    ),
+    Capability(Scheme.MXFP4, (), "two values share a byte, and kernels shuffle them after loading"),
+    Capability(Scheme.NVFP4, (), "it needs a scale of the whole tensor beside those of its blocks"),
+    Capability(Scheme.INT8, (), "no engine's quantiser has been reproduced bit for bit"),
+    Capability(
+        Scheme.INT4_GROUPED, (), "values share a byte and are calibrated, not computed from weights"
+    ),
+)
+"""Every scheme, with the reason where it is refused."""
+
+
+class QuantizedTensor(msgspec.Struct, frozen=True):
+    """A declaration: the shards of `weight` hold quantised values, those of `scale` their scales.
+
+    Attributes:
+        weight: checkpoint name of a matrix.
+        scale: checkpoint name of its scales (`..._scale_inv`), of shape `scale_shape`.
+        scheme: how.
+    """
+
+    weight: str
+    scale: str
+    scheme: Scheme = Scheme.FP8_BLOCK
+
+
+def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the scales of a matrix of `shape`."""
+    return tuple(-(-size // BLOCK) for size in shape)
+
+
+def require_supported(quantized: QuantizedTensor) -> None:
+    """Refuse what trainers cannot quantise to.
+
+    Raises:
+        UnsupportedLayout: with the reason from `CAPABILITIES`.
+    """
+    for capability in CAPABILITIES:
+        if capability.scheme is quantized.scheme and capability.reason:
+            raise UnsupportedLayout(
+                f"tensor {quantized.weight!r}: scheme {quantized.scheme} is not supported: "
+                f"{capability.reason}"
+            )

@@ -1,0 +1,143 @@
+"""Quantised destinations in the planner: scales are planned in the coordinates of their weight.
+
+A destination's scales have no tensor at the source; they are computed from the weight. Their boxes
+are widened to the elements that they scale, so that intersection, coverage and routing see a weight
+like any other, and every op is checked to consist of whole blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from windlass.errors import UnsupportedLayout
+from windlass.layout.dtypes import DType
+from windlass.layout.manifest import Int64Array, ShardManifest
+from windlass.layout.quantization import BLOCK, CAPABILITIES, Scheme
+from windlass.planning.modes import Strided
+from windlass.planning.plan import DTYPES, Transform
+from windlass.planning.rows import RowTable, TensorNames
+
+__all__ = [
+    "keep_blocks",
+    "payload_sizes",
+    "refuse_cut_blocks",
+    "refuse_unquantized",
+    "split_units",
+    "widen_scales",
+]
+
+UInt8Array = npt.NDArray[np.uint8]
+
+_FLOAT8 = np.array([d in (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2) for d in DTYPES], np.bool_)
+_SOURCES = next(c.source_dtypes for c in CAPABILITIES if c.scheme is Scheme.FP8_BLOCK)
+_QUANTIZABLE = np.array([dtype in _SOURCES for dtype in DTYPES], np.bool_)
+
+
+def widen_scales(dst: RowTable, names: TensorNames) -> RowTable:
+    """Boxes of scales as boxes of the elements that they scale."""
+    rows = np.flatnonzero(dst.transform == Transform.FP8_BLOCK_SCALES)
+    if not len(rows):
+        return dst
+    offsets, sizes = dst.offsets.copy(), dst.sizes.copy()
+    shapes = np.array([names.shapes[index] for index in dst.tensor[rows].tolist()], np.int64)
+    begin = offsets[rows, -2:] * BLOCK
+    end = np.minimum((offsets[rows, -2:] + sizes[rows, -2:]) * BLOCK, shapes)
+    offsets[rows, -2:] = begin
+    sizes[rows, -2:] = end - begin
+    return replace(dst, offsets=offsets, sizes=sizes)
+
+
+def payload_sizes(sizes: Int64Array, transform: UInt8Array) -> Int64Array:
+    """What travels: the scales' sizes where an op computes scales, `sizes` elsewhere."""
+    scales = transform == Transform.FP8_BLOCK_SCALES
+    if not scales.any():
+        return sizes
+    found = sizes.copy()
+    found[scales, -2:] = -(-found[scales, -2:] // BLOCK)
+    return found
+
+
+def split_units(units: Int64Array, transform: UInt8Array) -> Int64Array:
+    """In how many slices an op may be cut: elements of its outermost dim, or blocks."""
+    return np.where(transform != Transform.NONE, -(-units // BLOCK), units)
+
+
+def keep_blocks(
+    geometry: Strided,
+    sizes: Int64Array,
+    src_strides: Int64Array,
+    dst_strides: Int64Array,
+    transform: UInt8Array,
+) -> Strided:
+    """Undo the collapse where an op quantises: its two dims carry the blocks."""
+    rows = np.flatnonzero(transform != Transform.NONE)
+    if not len(rows):
+        return geometry
+    kept = Strided(
+        sizes=geometry.sizes.copy(),
+        src_strides=geometry.src_strides.copy(),
+        dst_strides=geometry.dst_strides.copy(),
+    )
+    kept.sizes[rows] = sizes[rows]
+    kept.src_strides[rows] = src_strides[rows]
+    kept.dst_strides[rows] = dst_strides[rows]
+    return kept
+
+
+def refuse_unquantized(
+    src: RowTable, dst: RowTable, src_row: Int64Array, dst_row: Int64Array, names: TensorNames
+) -> None:
+    """Refuse a cast to float8 without scales, and a quantisation from a type without a rule.
+
+    Raises:
+        UnsupportedLayout: names tensor and dtypes.
+    """
+    have, want, transform = src.dtype[src_row], dst.dtype[dst_row], dst.transform[dst_row]
+    plain = (have != want) & _FLOAT8[want] & (transform == Transform.NONE)
+    foreign = (transform != Transform.NONE) & ~_QUANTIZABLE[have]
+    for bad, rule in (
+        (plain, "must be declared quantised with its scales at the destination"),
+        (foreign, f"must be {' or '.join(_SOURCES)} at the source to be quantised"),
+    ):
+        if bad.any():
+            op = int(bad.argmax())
+            raise UnsupportedLayout(
+                f"tensor {names.names[int(dst.name[dst_row[op]])]!r}: {rule}, got "
+                f"{DTYPES[int(have[op])]} at the source and {DTYPES[int(want[op])]} at the destination"
+            )
+
+
+def refuse_cut_blocks(
+    offsets: Int64Array,
+    sizes: Int64Array,
+    dst: RowTable,
+    dst_row: Int64Array,
+    src_rank: npt.NDArray[np.int32],
+    names: TensorNames,
+    sources: Sequence[ShardManifest],
+) -> None:
+    """Every op that quantises consists of whole blocks, for a block has one scale.
+
+    Raises:
+        UnsupportedLayout: names tensor, source and box.
+    """
+    ops = np.flatnonzero(dst.transform[dst_row] != Transform.NONE)
+    if not len(ops):
+        return
+    shapes = np.array(
+        [names.shapes[index] for index in dst.tensor[dst_row[ops]].tolist()], np.int64
+    )
+    begin, end = offsets[ops, -2:], offsets[ops, -2:] + sizes[ops, -2:]
+    cut = ((begin % BLOCK != 0) | ((end % BLOCK != 0) & (end != shapes))).any(axis=1)
+    if cut.any():
+        at = int(cut.argmax())
+        rows, columns = zip(begin[at].tolist(), end[at].tolist(), strict=True)
+        raise UnsupportedLayout(
+            f"tensor {names.names[int(dst.tensor[dst_row[ops[at]]])]!r}: blocks of {BLOCK} x {BLOCK} "
+            f"must lie whole on one source and one destination, {sources[int(src_rank[ops[at]])].worker} "
+            f"would send [{rows[0]}:{rows[1]}, {columns[0]}:{columns[1]}] of shape {tuple(shapes[at].tolist())}"
+        )
