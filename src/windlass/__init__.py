@@ -13,7 +13,7 @@ Controller side:
 
 from __future__ import annotations
 
-from windlass.config import ControlConfig
+from windlass.config import ControlConfig, DiskBackend, P2pBackend, XcclBackend
 from windlass.control.messages import PauseMode, RoundOutcome, UpdateMode, UpdateReport
 from windlass.controller import Controller
 from windlass.errors import WindlassError
@@ -28,6 +28,8 @@ __all__ = [
     "BatchClient",
     "ControlConfig",
     "Controller",
+    "DiskBackend",
+    "P2pBackend",
     "PauseMode",
     "RoundOutcome",
     "SamplingParams",
@@ -38,5 +40,6 @@ __all__ = [
     "UpdateMode",
     "UpdateReport",
     "WindlassError",
+    "XcclBackend",
     "connect_trainer",
 ]

@@ -8,7 +8,17 @@ import msgspec
 
 from windlass.errors import ConfigError
 
-__all__ = ["ControlConfig", "PauseMode", "PhaseDeadlines", "UpdateMode"]
+__all__ = [
+    "CollectiveFabric",
+    "ControlConfig",
+    "DiskBackend",
+    "P2pBackend",
+    "PauseMode",
+    "PhaseDeadlines",
+    "UpdateBackend",
+    "UpdateMode",
+    "XcclBackend",
+]
 
 
 class UpdateMode(StrEnum):
@@ -63,11 +73,66 @@ class PhaseDeadlines(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"PhaseDeadlines: {name} must be > 0, got {value}")
 
 
+class CollectiveFabric(StrEnum):
+    """What carries collectives: gloo between CPUs, NCCL between GPUs."""
+
+    GLOO = "gloo"
+    NCCL = "nccl"
+
+
+class P2pBackend(msgspec.Struct, frozen=True, tag="p2p"):
+    """One-sided writes, straight from the trainer rank that owns the bytes."""
+
+
+class XcclBackend(msgspec.Struct, frozen=True, tag="xccl"):
+    """Collective broadcast: every trainer rank to the engine ranks that need its bytes.
+
+    Attributes:
+        fabric: gloo or NCCL.
+        bucket_nbytes: bytes per broadcast; two buckets are held at once on each rank.
+        num_buffers: 2 overlaps packing, broadcast and loading; 1 does them one after another.
+    """
+
+    fabric: CollectiveFabric = CollectiveFabric.GLOO
+    bucket_nbytes: int = 32 << 20
+    num_buffers: int = 2
+
+    def __post_init__(self) -> None:
+        if self.bucket_nbytes < 64 or self.bucket_nbytes % 64:
+            raise ConfigError(
+                f"XcclBackend: bucket_nbytes must be a positive multiple of 64, got {self.bucket_nbytes}"
+            )
+        if self.num_buffers not in {1, 2}:
+            raise ConfigError(f"XcclBackend: num_buffers must be 1 or 2, got {self.num_buffers}")
+
+
+class DiskBackend(msgspec.Struct, frozen=True, tag="disk"):
+    """Safetensors files in a folder that trainers and engines share.
+
+    Attributes:
+        folder: absolute path; the same for every rank.
+        keep_versions: versions that stay on disk, >= 1.
+    """
+
+    folder: str
+    keep_versions: int = 2
+
+    def __post_init__(self) -> None:
+        if not self.folder.startswith("/"):
+            raise ConfigError(f"DiskBackend: folder must be an absolute path, got {self.folder!r}")
+        if self.keep_versions < 1:
+            raise ConfigError(f"DiskBackend: keep_versions must be >= 1, got {self.keep_versions}")
+
+
+UpdateBackend = P2pBackend | XcclBackend | DiskBackend
+
+
 class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How the fleet is updated.
 
     Attributes:
         mode: where writes land. pause_mode: what happens to running requests.
+        backend: how bytes travel; trainers and engines are told.
         deadlines: per phase.
         max_rewrites: how often a failed or mismatched link is written again in one round.
         min_engines: engines that must be there before a round begins.
@@ -77,6 +142,7 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     mode: UpdateMode = UpdateMode.IN_PLACE
     pause_mode: PauseMode = PauseMode.ABORT
+    backend: UpdateBackend = P2pBackend()
     deadlines: PhaseDeadlines = PhaseDeadlines()
     max_rewrites: int = 2
     min_engines: int = 1

@@ -307,7 +307,7 @@ async def test_an_oversized_message_closes_its_own_connection_and_no_other() -> 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"protocol_version": 99}, "protocol_version must be 1, got 99"),
+        ({"protocol_version": 99}, "protocol_version must be 2, got 99"),
         ({"rank": 5}, "rank must be in"),
         ({"worker": "somebody/0"}, "sent the manifest of engine x/0"),
         ({"group": "a"}, "rank 0 of 'a' is taken"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import assert_never, final
 
-from windlass.config import UpdateMode
+from windlass.config import P2pBackend, UpdateBackend, UpdateMode
 from windlass.control.hooks import EngineHooks
 from windlass.control.messages import (
     Abort,
@@ -15,9 +15,12 @@ from windlass.control.messages import (
     ConnectEngine,
     ConnectTrainer,
     Done,
+    JoinGroups,
+    Offered,
     Pause,
     Prepare,
     Publish,
+    Receive,
     Result,
     Verified,
     Verify,
@@ -25,6 +28,8 @@ from windlass.control.messages import (
     Written,
 )
 from windlass.errors import ProtocolError
+from windlass.execution.backends import receiver_for, sender_for
+from windlass.execution.base import ReceiverBackend, SenderBackend
 from windlass.execution.receiver import Receiver
 from windlass.execution.sender import Sender
 from windlass.planning.plan import TransferPlan
@@ -34,36 +39,67 @@ __all__ = ["EngineAgent", "TrainerAgent"]
 
 @final
 class TrainerAgent:
-    """`CommandHandler` of a trainer rank."""
+    """`CommandHandler` of a trainer rank.
 
-    def __init__(self, sender: Sender) -> None:
-        self._sender = sender
+    Args:
+        sender: one-sided writes; other backends read the same parameters.
+        host: own address, that engines can reach, for backends that listen.
+    """
+
+    def __init__(self, sender: Sender, *, host: str = "127.0.0.1") -> None:
+        self._one_sided, self._host = sender, host
+        self._backend: UpdateBackend = P2pBackend()
+        self._sender: SenderBackend = sender_for(self._backend, sender, host)
 
     def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:  # noqa: ARG002
         """See `CommandHandler.handle`."""
         match command:
             case ConnectTrainer():
-                self._sender.connect(TransferPlan.decode(command.plan), command.bindings)
+                self._choose(command.backend)
+                plan = TransferPlan.decode(command.plan)
+                offer = self._sender.connect(plan, command.bindings)
+                if offer is not None:
+                    return Offered(offer)
+            case JoinGroups():
+                self._sender.join(command.offers, command.deadline_s)
             case Prepare():
-                self._sender.prepare()
+                self._sender.prepare(command.version)
             case Write():
-                sent = self._sender.write(command.destinations, command.deadline_s)
+                sent = self._sender.write(command.version, command.destinations, command.deadline_s)
                 return Written(sent.links, sent.pack_s, sent.wire_s)
             case Abort():
                 pass  # nothing to undo: the sender keeps no state of a round but packed bytes
-            case ConnectEngine() | Pause() | Verify() | Apply() | Publish():
+            case ConnectEngine() | Pause() | Receive() | Verify() | Apply() | Publish():
                 raise ProtocolError(f"a trainer cannot carry out {type(command).__name__}")
             case _:
                 assert_never(command)
         return Done()
 
+    def close(self) -> None:
+        """Leave groups; the one-sided sender belongs to the caller. Idempotent."""
+        self._sender.close()
+
+    def _choose(self, backend: UpdateBackend) -> None:
+        if backend != self._backend:
+            self._sender.close()
+            self._sender = sender_for(backend, self._one_sided, self._host)
+            self._backend = backend
+
 
 @final
 class EngineAgent:
-    """`CommandHandler` of an engine rank; knows whether its live weights can be trusted."""
+    """`CommandHandler` of an engine rank; knows whether its live weights can be trusted.
 
-    def __init__(self, receiver: Receiver, hooks: EngineHooks) -> None:
-        self._receiver = receiver
+    Args:
+        receiver: of one-sided writes; other backends fill the same parameters.
+        hooks: the engine.
+        host: own address, that other ranks can reach, for backends with groups.
+    """
+
+    def __init__(self, receiver: Receiver, hooks: EngineHooks, *, host: str = "127.0.0.1") -> None:
+        self._one_sided, self._host = receiver, host
+        self._backend: UpdateBackend = P2pBackend()
+        self._receiver: ReceiverBackend = receiver_for(self._backend, receiver, host)
         self._hooks = hooks
         self._lock = threading.Lock()
         self._mode = UpdateMode.IN_PLACE
@@ -98,14 +134,19 @@ class EngineAgent:
             match command:
                 case ConnectEngine():
                     self._mode = command.mode
+                    self._choose(command.backend)
                     plan = TransferPlan.decode(command.plan)
                     return Bound(command.plan_digest, self._receiver.connect(plan, command.mode))
                 case Pause():
                     pause_id = f"{epoch}.{round_number}"
                     self._hooks.pause(pause_id, command.mode, command.deadline_s)
                     self._open_to_writes |= self._mode is UpdateMode.IN_PLACE
+                case JoinGroups():
+                    self._receiver.join(command.offers, command.deadline_s)
+                case Receive():
+                    self._receiver.receive(command.groups, command.deadline_s)
                 case Verify():
-                    mismatched = self._receiver.verify(command.expected)
+                    mismatched = self._receiver.verify(command.version, command.expected)
                     return Verified(mismatched, self._receiver.nbytes_from(command.expected))
                 case Apply():
                     self._open_to_writes = True
@@ -126,6 +167,12 @@ class EngineAgent:
         with self._lock:
             if not self.tainted and self._served_version >= 0:
                 self._hooks.resume()
+
+    def _choose(self, backend: UpdateBackend) -> None:
+        if backend != self._backend:
+            self._receiver.close()
+            self._receiver = receiver_for(backend, self._one_sided, self._host)
+            self._backend = backend
 
     def _publish(self, version: int) -> None:
         self._hooks.set_version(version)

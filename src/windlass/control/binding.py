@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from windlass.config import UpdateMode
+from windlass.config import UpdateBackend, UpdateMode
 from windlass.control.fleet import Group, Identity
 from windlass.control.messages import (
     Bound,
@@ -18,14 +18,20 @@ from windlass.control.messages import (
     ConnectTrainer,
     Done,
     Failure,
+    JoinGroups,
+    Offered,
     Result,
 )
 from windlass.control.session import AgentSession
 from windlass.errors import PeerTimeout, PeerUnreachable, PlanError, RoundAborted, WindlassError
+from windlass.execution.bindings import GroupOffer
 from windlass.layout.manifest import ShardManifest
 from windlass.planning.plan import TransferPlan
 
 __all__ = ["Binding", "EnginesUnbound", "Planner", "bind_fleet", "find_unplannable", "signature_of"]
+
+JOIN_SHARE = 0.8
+"""Of the time for binding: members give up before the coordinator does, and can say why."""
 
 Planner = Callable[[Sequence[ShardManifest], Sequence[ShardManifest]], TransferPlan]
 
@@ -84,6 +90,7 @@ async def bind_fleet(
     sessions: Mapping[str, AgentSession],
     planner: Planner,
     mode: UpdateMode,
+    backend: UpdateBackend,
     epoch: int,
     round_number: int,
     deadline_s: float,
@@ -106,7 +113,10 @@ async def bind_fleet(
     digest = compiled.digest
     caller = _Caller(pinned, (epoch, round_number), deadline_s)
     bound = await caller.call(
-        {w: ConnectEngine(part, digest, mode) for w, part in compiled.destination_parts.items()}
+        {
+            w: ConnectEngine(part, digest, mode, backend)
+            for w, part in compiled.destination_parts.items()
+        }
     )
     bindings, failed = [], {}
     for worker, result in bound.items():
@@ -118,13 +128,17 @@ async def bind_fleet(
         raise EnginesUnbound(failed)
     confirmed = await caller.call(
         {
-            w: ConnectTrainer(part, digest, tuple(bindings))
+            w: ConnectTrainer(part, digest, tuple(bindings), backend)
             for w, part in compiled.source_parts.items()
         }
     )
+    offers = []
     for worker, result in confirmed.items():
-        if not isinstance(result, Done):
+        if isinstance(result, Offered):
+            offers.append(result.offer)
+        elif not isinstance(result, Done):
             raise RoundAborted(f"{worker} did not bind the plan: {_describe(result)}")
+    await _form_groups(caller, offers, deadline_s)
     return Binding(
         signature=signature,
         engines=engine_workers,
@@ -132,6 +146,32 @@ async def bind_fleet(
         links=compiled.links,
         plan_digest=digest,
     )
+
+
+async def _form_groups(caller: _Caller, offers: Sequence[GroupOffer], deadline_s: float) -> None:
+    """All members at once, each in the order of the sources' names, so that none waits in a ring.
+
+    Raises:
+        RoundAborted: some member is not in. Who is to blame shows when the fleet is bound anew.
+    """
+    ordered = sorted(offers, key=lambda offer: offer.source)
+    members = dict.fromkeys(worker for offer in ordered for worker in offer.members)
+    joined = await caller.call(
+        {
+            worker: JoinGroups(
+                tuple(offer for offer in ordered if worker in offer.members),
+                deadline_s * JOIN_SHARE,
+            )
+            for worker in members
+        }
+    )
+    failed = [
+        f"{worker} did not join: {_describe(result)}"
+        for worker, result in joined.items()
+        if not isinstance(result, Done)
+    ]
+    if failed:
+        raise RoundAborted("; ".join(failed))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

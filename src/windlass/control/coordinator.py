@@ -16,7 +16,7 @@ from typing import final
 
 from aiohttp import web
 
-from windlass.config import ControlConfig
+from windlass.config import ControlConfig, XcclBackend
 from windlass.control.announcements import Announcements, Standing, given_up
 from windlass.control.binding import (
     Binding,
@@ -26,7 +26,7 @@ from windlass.control.binding import (
     find_unplannable,
     signature_of,
 )
-from windlass.control.driver import RoundDriver, RoundResult
+from windlass.control.driver import RoundDriver, RoundResult, report_of, spec_of
 from windlass.control.fleet import EngineInfo, Fleet, Identity
 from windlass.control.gateway import serve_agent
 from windlass.control.journal import Journal, JournalEntry, JournalKind
@@ -39,7 +39,7 @@ from windlass.control.messages import (
     UpdateReport,
     Withdraw,
 )
-from windlass.control.round_types import AgentLost, EngineFate, Phase, RoundSpec
+from windlass.control.round_types import AgentLost, EngineFate, Phase
 from windlass.control.server import ControlServer
 from windlass.control.session import AgentSession
 from windlass.errors import PeerTimeout, PeerUnreachable, PlanError, ProtocolError, WindlassError
@@ -290,6 +290,7 @@ class Coordinator:
                 sessions=self._sessions,
                 planner=self._planner,
                 mode=self._config.mode,
+                backend=self._config.backend,
                 epoch=self._epoch,
                 round_number=self._round,
                 deadline_s=self._config.deadlines.connect_s,
@@ -342,7 +343,7 @@ class Coordinator:
         version = max(rank.version for rank in standing)
         async with self._lock:
             try:
-                report = await self._attempt(standing, version)
+                report = await self._attempt_until_whole(standing, version)
             except WindlassError as error:
                 report = given_up(version, f"{type(error).__name__}: {error}")
             # The boundary of a round: whatever it is, trainers must not wait for their deadline.
@@ -356,6 +357,27 @@ class Coordinator:
             listener(report)
         for trainer, answer in answers:
             await self._report(trainer, answer)
+
+    async def _attempt_until_whole(
+        self, standing: tuple[Standing, ...], version: int
+    ) -> UpdateReport:
+        """A broken group serves nobody: form it anew from whoever is left, and send again.
+
+        Trainers stand still all the while. One-sided writes and files need no second attempt:
+        there an engine that fails takes no other one with it.
+        """
+        report = await self._attempt(standing, version)
+        if not isinstance(self._config.backend, XcclBackend):
+            return report
+        for _ in range(self._config.max_rewrites):
+            if report.outcome is RoundOutcome.PUBLISHED or version <= self._spent:
+                break
+            _log.warning("version %s: group formed anew: %s", version, report.reason)
+            self._binding = None
+            report = await self._attempt(standing, version)
+        if report.outcome is not RoundOutcome.PUBLISHED or report.left_out:
+            self._binding = None
+        return report
 
     async def _attempt(self, standing: tuple[Standing, ...], version: int) -> UpdateReport:
         versions = {rank.trainer[0]: rank.version for rank in standing}
@@ -372,20 +394,9 @@ class Coordinator:
         if moved or len(standing) != len(binding.trainers):
             return given_up(version, f"trainer ranks came or went since they announced: {moved}")
         self._round += 1
-        spec = RoundSpec(
-            version=version,
-            mode=self._config.mode,
-            pause_mode=self._config.pause_mode,
-            trainers=binding.trainers,
-            engines=binding.engines,
-            links=binding.links,
-            max_rewrites=self._config.max_rewrites,
-            pause_s=self._config.deadlines.pause_s,
-            write_s=self._config.deadlines.write_s,
-        )
         self._journal_round(JournalKind.ROUND_BEGAN, version, tuple(binding.engines))
         self._driver = RoundDriver(
-            spec,
+            spec_of(version, binding, self._config),
             epoch=self._epoch,
             round_number=self._round,
             deadlines=self._config.deadlines,
@@ -457,19 +468,7 @@ class Coordinator:
             self._journal_round(JournalKind.PUBLISHED, version, serving)
         else:
             self._journal_round(JournalKind.ROUND_ENDED, version, (), finish.reason)
-        return UpdateReport(
-            version=version,
-            outcome=finish.outcome,
-            reason=finish.reason,
-            engines=serving,
-            left_out=dict(finish.reasons),
-            nbytes=finish.nbytes,
-            wire_s=finish.wire_s,
-            update_s=result.update_s,
-            pause_s=result.pause_s,
-            phase_s=result.phase_s,
-            digest_ok=finish.digest_ok,
-        )
+        return report_of(version, serving, result)
 
     def _journal_round(
         self, kind: JournalKind, version: int, engines: tuple[str, ...], detail: str = ""

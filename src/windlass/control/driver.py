@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import assert_never, final
 
-from windlass.config import PhaseDeadlines
-from windlass.control.messages import Envelope, Pause, Publish, Reply
+from windlass.config import ControlConfig, DiskBackend, PhaseDeadlines, XcclBackend
+from windlass.control.binding import Binding
+from windlass.control.messages import Envelope, Pause, Publish, Reply, UpdateReport
 from windlass.control.round_types import (
     AgentLost,
     DeadlinePassed,
@@ -25,7 +26,7 @@ from windlass.control.rounds import RoundMachine
 from windlass.control.session import AgentSession
 from windlass.errors import PeerUnreachable
 
-__all__ = ["RoundDriver", "RoundResult"]
+__all__ = ["RoundDriver", "RoundResult", "report_of", "spec_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,41 @@ class RoundResult:
     update_s: float
     pause_s: float
     phase_s: dict[str, float]
+
+
+def spec_of(version: int, binding: Binding, config: ControlConfig) -> RoundSpec:
+    """The round that publishes `version` to a bound fleet."""
+    return RoundSpec(
+        version=version,
+        mode=config.mode,
+        pause_mode=config.pause_mode,
+        trainers=binding.trainers,
+        engines=binding.engines,
+        links=binding.links,
+        max_rewrites=config.max_rewrites,
+        pause_s=config.deadlines.pause_s,
+        write_s=config.deadlines.write_s,
+        collective=isinstance(config.backend, XcclBackend),
+        lands_live=not isinstance(config.backend, DiskBackend),
+    )
+
+
+def report_of(version: int, serving: tuple[str, ...], result: RoundResult) -> UpdateReport:
+    """What the trainers are told of a round."""
+    finish = result.finish
+    return UpdateReport(
+        version=version,
+        outcome=finish.outcome,
+        reason=finish.reason,
+        engines=serving,
+        left_out=dict(finish.reasons),
+        nbytes=finish.nbytes,
+        wire_s=finish.wire_s,
+        update_s=result.update_s,
+        pause_s=result.pause_s,
+        phase_s=result.phase_s,
+        digest_ok=finish.digest_ok,
+    )
 
 
 @final

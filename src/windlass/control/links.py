@@ -42,6 +42,16 @@ class LinkLedger:
                 found.setdefault(source, []).append(destination)
         return {source: tuple(names) for source, names in found.items()}
 
+    def among(
+        self, sources: Collection[str], destinations: Collection[str]
+    ) -> dict[str, tuple[str, ...]]:
+        """All links from `sources` to `destinations`, written or not."""
+        found: dict[str, list[str]] = {}
+        for source, destination in self._links:
+            if source in sources and destination in destinations:
+                found.setdefault(source, []).append(destination)
+        return {source: tuple(names) for source, names in found.items()}
+
     def ask(self, source: str, destinations: tuple[str, ...]) -> None:
         """`source` is told to write these links: what was known about them no longer holds."""
         self._in_flight[source] = destinations

@@ -17,9 +17,9 @@ from enum import StrEnum
 
 import msgspec
 
-from windlass.config import PauseMode, UpdateMode
+from windlass.config import P2pBackend, PauseMode, UpdateBackend, UpdateMode
 from windlass.errors import ProtocolError
-from windlass.execution.bindings import DestinationBinding, LinkOutcome
+from windlass.execution.bindings import DestinationBinding, GroupOffer, LinkOutcome
 from windlass.layout.manifest import Role
 from windlass.transports.base import WireReport
 
@@ -38,10 +38,13 @@ __all__ = [
     "Failure",
     "FailureKind",
     "Hello",
+    "JoinGroups",
+    "Offered",
     "Pause",
     "PauseMode",
     "Prepare",
     "Publish",
+    "Receive",
     "Refused",
     "Reply",
     "Result",
@@ -59,7 +62,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class FailureKind(StrEnum):
@@ -134,6 +137,12 @@ class Bound(msgspec.Struct, frozen=True, tag="bound"):
     binding: DestinationBinding
 
 
+class Offered(msgspec.Struct, frozen=True, tag="offered"):
+    """Trainer rank: the plan is bound, and its engines must join this group."""
+
+    offer: GroupOffer
+
+
 class Written(msgspec.Struct, frozen=True, tag="written"):
     """Trainer rank: the outcome of every link it was asked to write."""
 
@@ -162,7 +171,7 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
     message: str
 
 
-Result = Bound | Written | Verified | Done | Failure
+Result = Bound | Offered | Written | Verified | Done | Failure
 
 
 class Reply(msgspec.Struct, frozen=True, tag="reply"):
@@ -198,14 +207,29 @@ class ConnectEngine(msgspec.Struct, frozen=True, tag="connect_engine"):
     plan: bytes
     plan_digest: str
     mode: UpdateMode
+    backend: UpdateBackend = P2pBackend()
 
 
 class ConnectTrainer(msgspec.Struct, frozen=True, tag="connect_trainer"):
-    """Bind the plan to these addresses; answer `Done`. `plan` is the rank's own part."""
+    """Bind the plan to these addresses; answer `Done`, or `Offered` where a group must form.
+
+    `plan` is the rank's own part.
+    """
 
     plan: bytes
     plan_digest: str
     bindings: tuple[DestinationBinding, ...]
+    backend: UpdateBackend = P2pBackend()
+
+
+class JoinGroups(msgspec.Struct, frozen=True, tag="join_groups"):
+    """Enter these groups, agree on what they carry, and answer `Done`.
+
+    Sent to all members at once, and to each one in the same order of groups.
+    """
+
+    offers: tuple[GroupOffer, ...]
+    deadline_s: float
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
@@ -226,6 +250,20 @@ class Write(msgspec.Struct, frozen=True, tag="write"):
 
     version: int
     destinations: tuple[str, ...]
+    deadline_s: float
+
+
+class Receive(msgspec.Struct, frozen=True, tag="receive"):
+    """Engine: the receiving half of `Write` where that is a collective.
+
+    Its answer is not awaited: what arrived is seen by `Verify`.
+
+    Attributes:
+        groups: source -> all destinations that enter; a group that lacks a member is not entered.
+    """
+
+    version: int
+    groups: dict[str, tuple[str, ...]]
     deadline_s: float
 
 
@@ -262,7 +300,17 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 
 Command = (
-    ConnectEngine | ConnectTrainer | Prepare | Pause | Write | Verify | Apply | Publish | Abort
+    ConnectEngine
+    | ConnectTrainer
+    | JoinGroups
+    | Prepare
+    | Pause
+    | Write
+    | Receive
+    | Verify
+    | Apply
+    | Publish
+    | Abort
 )
 
 

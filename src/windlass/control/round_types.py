@@ -62,6 +62,8 @@ class RoundSpec:
         links: (source, destination) workers that exchange bytes.
         max_rewrites: how often a failed or mismatched link is written again.
         pause_s, write_s: deadlines passed on to the agents.
+        collective: both halves of a write are told to enter it, and all links of a source at once.
+        lands_live: whether `in_place` writes touch live memory before they are verified.
     """
 
     version: int
@@ -73,6 +75,8 @@ class RoundSpec:
     max_rewrites: int = 2
     pause_s: float = 30.0
     write_s: float = 120.0
+    collective: bool = False
+    lands_live: bool = True
 
 
 # --- events --------------------------------------------------------------------------------

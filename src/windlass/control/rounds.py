@@ -39,6 +39,7 @@ from windlass.control.messages import (
     Pause,
     Prepare,
     Publish,
+    Receive,
     Result,
     RoundOutcome,
     UpdateMode,
@@ -259,9 +260,22 @@ class RoundMachine:
     def _write(self, links: Mapping[str, tuple[str, ...]]) -> None:
         self._enter(Phase.WRITE)
         self._wrote = True
+        if self._spec.collective:
+            links = self._links.among(links, self._active_workers())
+            self._send_receives(links)
         for trainer, destinations in links.items():
             self._links.ask(trainer, destinations)
             self._send(trainer, Write(self._spec.version, destinations, self._spec.write_s))
+
+    def _send_receives(self, links: Mapping[str, tuple[str, ...]]) -> None:
+        """The other half of a collective; told first, since it has nothing to pack."""
+        groups: dict[str, dict[str, tuple[str, ...]]] = {}
+        for source, destinations in links.items():
+            for worker in destinations:
+                groups.setdefault(worker, {})[source] = destinations
+        for worker, of_worker in groups.items():
+            command = Receive(self._spec.version, of_worker, self._spec.write_s)
+            self._send(worker, command, expects_reply=False)
 
     def _write_again(self, missing: Mapping[str, tuple[str, ...]]) -> None:
         gone = self._lost_trainers & set(missing)
@@ -309,7 +323,7 @@ class RoundMachine:
 
     def _may_be_mixed(self) -> bool:
         """Whether an engine that leaves now may hold bytes of two versions in live memory."""
-        if self._spec.mode is UpdateMode.IN_PLACE:
+        if self._spec.mode is UpdateMode.IN_PLACE and self._spec.lands_live:
             return self._wrote
         return self._phase in {Phase.APPLY, Phase.PUBLISH}
 

@@ -8,7 +8,7 @@ import msgspec
 
 from windlass.transports.base import PeerEndpoint, RemoteRegion
 
-__all__ = ["DestinationBinding", "LinkOutcome", "LinkStatus"]
+__all__ = ["BucketPart", "DestinationBinding", "GroupOffer", "LinkOutcome", "LinkStatus"]
 
 
 class DestinationBinding(msgspec.Struct, frozen=True):
@@ -28,6 +28,50 @@ class DestinationBinding(msgspec.Struct, frozen=True):
     regions: tuple[RemoteRegion, ...]
     parameter_addresses: tuple[int, ...]
     landing_address: int = 0
+
+
+class BucketPart(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive bytes of a source parameter, and where they travel.
+
+    Attributes:
+        name, dtype, nbytes: of the whole parameter, as its manifest says.
+        parameter: index in the source's manifest.
+        start, stop: bytes [start, stop) of the parameter.
+        bucket: which broadcast carries them. offset: byte offset in that bucket.
+    """
+
+    name: str
+    dtype: str
+    nbytes: int
+    parameter: int
+    start: int
+    stop: int
+    bucket: int
+    offset: int
+
+
+class GroupOffer(msgspec.Struct, frozen=True):
+    """One trainer rank offers a broadcast group; the port is bound before it is published.
+
+    Attributes:
+        name: unique; several groups live side by side.
+        members: workers by rank; the source is rank 0.
+        host, port: of the source's rendezvous store.
+        parts: every byte that is broadcast, in order.
+        bucket_nbytes: per broadcast.
+    """
+
+    name: str
+    members: tuple[str, ...]
+    host: str
+    port: int
+    parts: tuple[BucketPart, ...]
+    bucket_nbytes: tuple[int, ...]
+
+    @property
+    def source(self) -> str:
+        """The worker whose bytes the group carries."""
+        return self.members[0]
 
 
 class LinkStatus(StrEnum):

@@ -60,6 +60,16 @@ class Receiver:
         self._programs: dict[str, LinkProgram] = {}
         self._written: tuple[tuple[int, int, int], ...] = ()
 
+    @property
+    def manifest(self) -> ShardManifest:
+        """What this rank holds."""
+        return self._manifest
+
+    @property
+    def live_addresses(self) -> tuple[int, ...]:
+        """Of the live parameters, in manifest order."""
+        return self._live
+
     def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:
         """Bind a plan part (`TransferPlan.for_destination`).
 

@@ -28,6 +28,7 @@ from windlass.errors import (
     TransferError,
     TransferOutcomeUnknown,
 )
+from windlass.execution.base import ParameterMemory, SendResult
 from windlass.execution.bind import BoundOp, LinkProgram, bind_links, check_binding, check_part
 from windlass.execution.bindings import DestinationBinding, LinkOutcome, LinkStatus
 from windlass.execution.pieces import (
@@ -55,23 +56,6 @@ LINKS_AT_ONCE = 4
 
 _ABANDONED: list[Arena] = []
 """Arenas that a write of unknown outcome may still read: mapped until the process ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterMemory:
-    """Where a parameter lies now."""
-
-    address: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class SendResult:
-    """Outcome per link, and seconds spent packing and hashing, and inside transport writes."""
-
-    links: tuple[LinkOutcome, ...]
-    pack_s: float
-    wire_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +117,16 @@ class Sender:
         self._sources: UInt64Array = np.zeros(0, np.uint64)
         self._ready: dict[str, _Ready] = {}
         self._pack_s = 0.0
+
+    @property
+    def manifest(self) -> ShardManifest:
+        """What this rank holds."""
+        return self._manifest
+
+    @property
+    def parameters(self) -> Callable[[], Sequence[ParameterMemory]]:
+        """Where it lies now, in manifest order."""
+        return self._parameters
 
     @property
     def nbytes(self) -> int:

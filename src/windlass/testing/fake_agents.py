@@ -27,9 +27,11 @@ from windlass.control.messages import (
     ConnectTrainer,
     Done,
     Hello,
+    JoinGroups,
     Pause,
     Prepare,
     Publish,
+    Receive,
     Result,
     Verified,
     Verify,
@@ -207,6 +209,8 @@ class FakeEngineRank:
             case Abort():
                 self.tainted |= command.tainted
                 self.paused = self.tainted
+            case JoinGroups() | Receive():
+                pass
             case ConnectTrainer() | Prepare() | Write():
                 raise ProtocolError(f"an engine cannot carry out {type(command).__name__}")
             case _:
@@ -292,12 +296,12 @@ class FakeTrainerRank:
             case ConnectTrainer():
                 plan = TransferPlan.decode(command.plan)
                 self.bind(plan.sources.index(self.worker), command.bindings)
-            case Prepare() | Abort():
+            case JoinGroups() | Prepare() | Abort():
                 pass
             case Write():
                 links = tuple(self._send(d, command.version) for d in command.destinations)
                 return Written(links, 0.0, 0.0)
-            case ConnectEngine() | Pause() | Verify() | Apply() | Publish():
+            case ConnectEngine() | Pause() | Receive() | Verify() | Apply() | Publish():
                 raise ProtocolError(f"a trainer cannot carry out {type(command).__name__}")
             case _:
                 assert_never(command)

@@ -15,6 +15,7 @@ from windlass.control.agents import TrainerAgent
 from windlass.control.client import AgentChannel
 from windlass.control.messages import PROTOCOL_VERSION, Hello, RoundOutcome, UpdateReport
 from windlass.errors import RoundAborted
+from windlass.execution.backends import address_towards
 from windlass.execution.sender import ParameterMemory, Sender
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.transports.base import OneSidedTransport
@@ -75,7 +76,8 @@ class TrainerClient:
                 wire=wire,
             )
 
-        self._channel = AgentChannel(controller, token, hello, TrainerAgent(self._sender))
+        self._agent = TrainerAgent(self._sender, host=address_towards(controller))
+        self._channel = AgentChannel(controller, token, hello, self._agent)
         try:
             self._channel.connect(connect_deadline_s)
         except BaseException:
@@ -105,6 +107,7 @@ class TrainerClient:
     def close(self) -> None:
         """Leave the fleet and free registered memory. Idempotent."""
         self._channel.close()
+        self._agent.close()
         self._sender.close()
         self._transport.close()
 

@@ -22,6 +22,7 @@ from windlass.engines.embedded.server import EngineServer
 from windlass.engines.embedded.settings import EngineSettings
 from windlass.engines.embedded.steps import NoPeers, StepChannel, StepKind, StoreChannel
 from windlass.errors import ConfigError, PeerTimeout
+from windlass.execution.backends import address_towards
 from windlass.execution.receiver import Receiver
 from windlass.layout.manifest import Role
 from windlass.transports.base import OneSidedTransport
@@ -181,7 +182,7 @@ def _connect_agent(
     if not settings.controller:
         return
     receiver = Receiver(transport, shard.manifest, shard.addresses, (shard.arena.region,))
-    agent = EngineAgent(receiver, hooks)
+    agent = EngineAgent(receiver, hooks, host=address_towards(settings.controller))
     encoded, wire = shard.manifest.encode(), transport.report()
     incarnation = os.urandom(8).hex()
 

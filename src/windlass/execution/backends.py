@@ -1,0 +1,57 @@
+"""From a backend's configuration to its two halves. The one place that knows all of them."""
+
+from __future__ import annotations
+
+import socket
+from typing import assert_never
+from urllib.parse import urlsplit
+
+from windlass.config import DiskBackend, P2pBackend, UpdateBackend, XcclBackend
+from windlass.execution.base import ReceiverBackend, SenderBackend
+from windlass.execution.collective import CollectiveReceiver, CollectiveSender
+from windlass.execution.disk import DiskReceiver, DiskSender
+from windlass.execution.one_sided import OneSidedReceiver, OneSidedSender
+from windlass.execution.receiver import Receiver
+from windlass.execution.sender import Sender
+
+__all__ = ["address_towards", "receiver_for", "sender_for"]
+
+
+def sender_for(config: UpdateBackend, sender: Sender, host: str) -> SenderBackend:
+    """The trainer's half, over the parameters of `sender`. `host`: own address for groups."""
+    match config:
+        case P2pBackend():
+            return OneSidedSender(sender)
+        case XcclBackend():
+            return CollectiveSender(config, sender.manifest, sender.parameters, host)
+        case DiskBackend():
+            return DiskSender(config, sender.manifest, sender.parameters)
+        case _:
+            assert_never(config)
+
+
+def receiver_for(config: UpdateBackend, receiver: Receiver, host: str) -> ReceiverBackend:
+    """The engine's half, over the live parameters of `receiver`. `host`: own address for groups."""
+    match config:
+        case P2pBackend():
+            return OneSidedReceiver(receiver)
+        case XcclBackend():
+            return CollectiveReceiver(config, receiver.manifest, receiver.live_addresses, host)
+        case DiskBackend():
+            return DiskReceiver(config, receiver.manifest, receiver.live_addresses)
+        case _:
+            assert_never(config)
+
+
+def address_towards(url: str) -> str:
+    """The address of this host on the way to `url`; nothing is sent. Loopback if it is unknown."""
+    parts = urlsplit(url)
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"

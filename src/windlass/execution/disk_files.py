@@ -1,0 +1,238 @@
+"""Weights of one trainer rank on disk: a safetensors file and an index that names it.
+
+    FOLDER/v00000007/trainer%2F0.5f3a9c1e.safetensors    boxes, row-major, in the rank's own dtype
+    FOLDER/v00000007/trainer%2F0.json                    which boxes, and xxh3_128 of the file
+
+Both are written under a temporary name, flushed to the device, and renamed. The index comes
+last and names one file, so that whoever reads it finds that file whole or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import quote
+
+import msgspec
+import xxhash
+
+from windlass.errors import TransferFailed
+from windlass.layout.box import Box
+from windlass.layout.dtypes import DType
+from windlass.layout.manifest import Shard, ShardManifest, contiguous_strides
+from windlass.memory.packing import bytes_at, copy_strided, is_contiguous, row_major_blocks
+
+__all__ = ["DiskEntry", "DiskIndex", "file_digest", "prune", "read_index", "write_shards"]
+
+SAFETENSORS_NAMES = {
+    DType.FLOAT64: "F64",
+    DType.FLOAT32: "F32",
+    DType.FLOAT16: "F16",
+    DType.BFLOAT16: "BF16",
+    DType.FLOAT8_E4M3: "F8_E4M3",
+    DType.FLOAT8_E5M2: "F8_E5M2",
+    DType.INT64: "I64",
+    DType.INT32: "I32",
+    DType.INT16: "I16",
+    DType.INT8: "I8",
+    DType.UINT8: "U8",
+    DType.BOOL: "BOOL",
+}
+BLOCK_NBYTES = 8 << 20
+"""Strided boxes are gathered and written in blocks of at most this size."""
+_VERSION_FOLDER = re.compile(r"v(\d{8,})")
+
+
+class DiskEntry(msgspec.Struct, frozen=True):
+    """One tensor of the file: `key` in the file, and which box of which checkpoint tensor it is."""
+
+    key: str
+    tensor: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def box(self) -> Box:
+        """Its elements in the checkpoint tensor."""
+        return Box(self.offsets, self.sizes)
+
+
+class DiskIndex(msgspec.Struct, frozen=True):
+    """What a rank has written. `digest` is xxh3_128 of the whole file."""
+
+    version: int
+    worker: str
+    file: str
+    nbytes: int
+    digest: str
+    entries: tuple[DiskEntry, ...]
+    aliases: dict[str, str]
+
+
+def write_shards(
+    folder: Path, version: int, manifest: ShardManifest, addresses: tuple[int, ...]
+) -> DiskIndex:
+    """Write one rank's shards of one version; visible only when complete and on the device.
+
+    Args:
+        folder: the root.
+        version: names the subfolder.
+        manifest: of the rank.
+        addresses: of its parameters.
+
+    Raises:
+        TransferFailed: the file system refused something; nothing became visible.
+    """
+    home = folder / f"v{version:08d}"
+    stem = quote(manifest.worker, safe="")
+    name = f"{stem}.{os.urandom(4).hex()}.safetensors"
+    shards = list(manifest.shards())
+    entries = tuple(
+        DiskEntry(f"{shard.tensor}{shard.box}", shard.tensor, shard.box.offsets, shard.box.sizes)
+        for shard in shards
+    )
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        nbytes, digest = _write_durably(home / name, _content(manifest, shards, entries, addresses))
+        index = DiskIndex(
+            version, manifest.worker, name, nbytes, digest, entries, dict(manifest.aliases)
+        )
+        _write_durably(home / f"{stem}.json", (msgspec.json.encode(index),))
+        for older in home.glob(f"{stem}.*.safetensors"):
+            if older.name != name:
+                older.unlink(missing_ok=True)
+    except OSError as error:
+        raise TransferFailed(f"disk: {home}: {error}") from error
+    return index
+
+
+def read_index(folder: Path, version: int, worker: str) -> DiskIndex:
+    """The index that a rank wrote for a version.
+
+    Raises:
+        TransferFailed: there is none, it is torn, or its file has another size.
+    """
+    home = folder / f"v{version:08d}"
+    path = home / f"{quote(worker, safe='')}.json"
+    try:
+        index = msgspec.json.decode(path.read_bytes(), type=DiskIndex)
+        nbytes = (home / Path(index.file).name).stat().st_size
+    except (OSError, msgspec.MsgspecError) as error:
+        raise TransferFailed(f"disk: {path}: {error}") from error
+    if (index.version, index.worker) != (version, worker) or nbytes != index.nbytes:
+        raise TransferFailed(
+            f"disk: {path}: must be version {version} of {worker} with {index.nbytes} bytes, got "
+            f"version {index.version} of {index.worker} with {nbytes} bytes"
+        )
+    return index
+
+
+def file_digest(path: Path) -> str:
+    """xxh3_128 of a file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_NBYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def prune(folder: Path, version: int, worker: str, keep_versions: int) -> None:
+    """Remove what this rank wrote for versions older than the newest `keep_versions` before `version`.
+
+    Leftovers of a writer that was killed go too. What others wrote stays.
+    """
+    homes = {
+        int(match[1]): home
+        for home in (folder.iterdir() if folder.is_dir() else ())
+        if (match := _VERSION_FOLDER.fullmatch(home.name))
+    }
+    kept = sorted(v for v in homes if v < version)[-keep_versions:]
+    stem = quote(worker, safe="")
+    for number, home in homes.items():
+        for path in home.glob(f"{stem}.*"):
+            if path.name.endswith(".tmp") or (number < version and number not in kept):
+                path.unlink(missing_ok=True)
+        with suppress(OSError):  # not empty: other ranks have files there
+            home.rmdir()
+
+
+def _content(
+    manifest: ShardManifest,
+    shards: list[Shard],
+    entries: tuple[DiskEntry, ...],
+    addresses: tuple[int, ...],
+) -> Iterator[bytes | memoryview]:
+    parameters = {p.name: (i, p.dtype) for i, p in enumerate(manifest.parameters)}
+    header: dict[str, object] = {}
+    at = 0
+    for shard, entry in zip(shards, entries, strict=True):
+        dtype = parameters[shard.parameter][1]
+        nbytes = shard.box.numel * dtype.itemsize
+        header[entry.key] = {
+            "dtype": SAFETENSORS_NAMES[dtype],
+            "shape": shard.box.sizes,
+            "data_offsets": (at, at + nbytes),
+        }
+        at += nbytes
+    encoded = msgspec.json.encode(header)
+    encoded += b" " * (-len(encoded) % 8)
+    yield len(encoded).to_bytes(8, "little")
+    yield encoded
+    for shard in shards:
+        index, dtype = parameters[shard.parameter]
+        yield from _elements(shard, addresses[index] + shard.offset_bytes, dtype)
+
+
+def _elements(shard: Shard, address: int, dtype: DType) -> Iterator[memoryview]:
+    sizes = shard.box.sizes or (1,)
+    strides = shard.strides_bytes or (dtype.itemsize,)
+    if is_contiguous(sizes, strides, dtype.itemsize):
+        yield bytes_at(address, shard.box.numel * dtype.itemsize)
+        return
+    import numpy as np
+
+    scratch = np.empty(BLOCK_NBYTES, np.uint8)
+    for start, block in row_major_blocks(sizes, BLOCK_NBYTES // dtype.itemsize):
+        nbytes = dtype.itemsize
+        for size in block:
+            nbytes *= size
+        copy_strided(
+            sizes=block,
+            src_address=address + sum(i * s for i, s in zip(start, strides, strict=True)),
+            src_strides=strides,
+            src_dtype=dtype,
+            dst_address=int(scratch.ctypes.data),
+            dst_strides=contiguous_strides(block, dtype.itemsize),
+            dst_dtype=dtype,
+        )
+        yield scratch[:nbytes].data
+
+
+def _write_durably(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
+    """Write under a temporary name, flush, rename, flush the folder; returns bytes and digest."""
+    temporary = path.with_name(path.name + ".tmp")
+    digest, nbytes = xxhash.xxh3_128(), 0
+    try:
+        with temporary.open("wb") as file:
+            for chunk in chunks:
+                digest.update(chunk)
+                nbytes += file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:  # whatever it is: half a file must not stay behind
+        temporary.unlink(missing_ok=True)
+        raise
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return nbytes, digest.hexdigest()
