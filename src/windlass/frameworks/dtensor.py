@@ -11,25 +11,35 @@ to right does not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.nn.parallel import DistributedDataParallel
 
 from windlass.errors import ManifestError, UnsupportedLayout
 from windlass.frameworks.dtypes import dtype_of
 from windlass.layout.box import Box
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
+from windlass.layout.naming.stacked import StackedRule, unstack
 
 __all__ = [
+    "HeldTensor",
     "LocalShard",
+    "NameMap",
     "describe_module",
+    "held_tensors",
     "local_shard",
     "local_tensor",
     "parameter_addresses",
+    "parameter_extents",
 ]
+
+_WRAPPER_MARKS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""Of torch.compile and activation checkpointing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +81,7 @@ def local_shard(parameter: torch.Tensor) -> LocalShard:
         )
     itemsize = local.element_size()
     strides = tuple(step * itemsize for step in local.stride())
-    reach = sum((size - 1) * step for size, step in zip(local.shape, strides, strict=True))
-    return LocalShard(shape, box, strides, reach + itemsize if local.numel() else 0)
+    return LocalShard(shape, box, strides, _reach(local))
 
 
 def _box_of(tensor: DTensor) -> Box:
@@ -123,47 +132,145 @@ def _cut_order(placements: Iterable[Placement], mesh_shape: tuple[int, ...]) -> 
     return plain + strided[::-1]
 
 
+@dataclass(frozen=True, slots=True)
+class HeldTensor:
+    """A parameter or persistent buffer of a module.
+
+    Attributes:
+        name: where it is in the module.
+        tensor_name: of the checkpoint tensor.
+        tensor: it, sharded.
+    """
+
+    name: str
+    tensor_name: str
+    tensor: torch.Tensor
+
+
+NameMap = Callable[[str], str | None]
+"""From a name in the bare module to the checkpoint's; None leaves it out."""
+
+
+def held_tensors(module: torch.nn.Module, name_map: NameMap | None = None) -> list[HeldTensor]:
+    """What a checkpoint of `module` would hold, several names of one tensor included.
+
+    Names are those of the bare module: the marks of `torch.compile`, activation checkpointing
+    and `DistributedDataParallel` are taken out. FSDP2 modules that still hold gathered
+    parameters after a forward pass are resharded first (local, no communication), because the
+    gathered copy is not what an optimizer steps.
+    """
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.reshard()
+    found: list[HeldTensor] = []
+    parallel = [
+        f"{path}.module." if path else "module."
+        for path, child in module.named_modules()
+        if isinstance(child, DistributedDataParallel)
+    ]
+    tensors: list[tuple[str, torch.Tensor]] = [
+        *module.named_parameters(remove_duplicate=False),
+        *_persistent_buffers(module),
+    ]
+    for name, tensor in tensors:
+        bare = name
+        for prefix in sorted(parallel, key=len, reverse=True):
+            if bare.startswith(prefix):
+                bare = prefix.removesuffix("module.") + bare.removeprefix(prefix)
+        for mark in _WRAPPER_MARKS:
+            bare = bare.replace(mark, "")
+        mapped = bare if name_map is None else name_map(bare)
+        if mapped is not None:
+            found.append(HeldTensor(name, mapped, tensor))
+    return found
+
+
+def _persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers that a checkpoint holds."""
+    for path, child in module.named_modules():
+        for name, buffer in child.named_buffers(recurse=False):
+            if name not in child._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
+
+
 def describe_module(
     module: torch.nn.Module,
     worker: str,
     role: Role,
     *,
-    name_map: Callable[[str], str] | None = None,
+    name_map: NameMap | None = None,
+    stacked: Sequence[StackedRule] = (),
 ) -> ShardManifest:
-    """The manifest of a module's parameters on this rank. Not collective.
+    """The manifest of a module's parameters and persistent buffers on this rank. Not collective.
 
-    Parameters that are one object under several names (tied weights) are described under
+    Tensors that are one object under several names (tied weights) are described under
     the first name; the others become aliases.
 
     Args:
-        module: any module; its parameters may be DTensors.
+        module: any module, wrapped or not; its parameters may be DTensors.
         worker: identity of this rank.
         role: trainer or engine.
-        name_map: from parameter name to checkpoint name; identity when omitted.
+        name_map: from name to checkpoint name, None for what is left out; identity when omitted.
+        stacked: parameters that are several checkpoint tensors, by mapped name.
     """
     builder = ManifestBuilder(worker, role)
     first_name: dict[int, str] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        tensor_name = name_map(name) if name_map is not None else name
-        if id(parameter) in first_name:
-            builder.add_alias(tensor_name, first_name[id(parameter)])
+    for held in held_tensors(module, name_map):
+        if id(held.tensor) in first_name:
+            builder.add_alias(held.tensor_name, first_name[id(held.tensor)])
             continue
-        first_name[id(parameter)] = tensor_name
-        shard = local_shard(parameter)
-        builder.add_parameter(name, nbytes=shard.nbytes, dtype=dtype_of(parameter))
-        builder.add_shard(
-            tensor_name,
-            shard.global_shape,
-            shard.box,
-            name,
-            strides_bytes=shard.strides_bytes,
+        first_name[id(held.tensor)] = held.tensor_name
+        shard = local_shard(held.tensor)
+        builder.add_parameter(held.name, nbytes=shard.nbytes, dtype=dtype_of(held.tensor))
+        parts = unstack(
+            stacked, held.tensor_name, shard.global_shape, shard.box, shard.strides_bytes
         )
+        if parts is None:
+            builder.add_shard(
+                held.tensor_name,
+                shard.global_shape,
+                shard.box,
+                held.name,
+                strides_bytes=shard.strides_bytes,
+            )
+            continue
+        for part in parts:
+            builder.add_shard(
+                part.tensor,
+                part.global_shape,
+                part.box,
+                held.name,
+                offset_bytes=part.offset,
+                strides_bytes=part.strides,
+            )
     return builder.build()
 
 
-def parameter_addresses(module: torch.nn.Module) -> tuple[int, ...]:
-    """Where the parameters lie now, in the order of `describe_module`'s parameters.
+def parameter_addresses(
+    module: torch.nn.Module, name_map: NameMap | None = None
+) -> tuple[int, ...]:
+    """Where they lie now, in the order of `describe_module`'s parameters.
 
     Read them anew for every update: offloading and some optimisers rebind storage.
     """
-    return tuple(local_tensor(parameter).data_ptr() for parameter in module.parameters())
+    return tuple(local.data_ptr() for local in _locals(module, name_map))
+
+
+def parameter_extents(
+    module: torch.nn.Module, name_map: NameMap | None = None
+) -> tuple[tuple[int, int], ...]:
+    """As `parameter_addresses`, each with the bytes that it reaches over now."""
+    return tuple((local.data_ptr(), _reach(local)) for local in _locals(module, name_map))
+
+
+def _locals(module: torch.nn.Module, name_map: NameMap | None) -> list[torch.Tensor]:
+    unique = {id(held.tensor): held.tensor for held in held_tensors(module, name_map)}
+    return [local_tensor(tensor) for tensor in unique.values()]
+
+
+def _reach(local: torch.Tensor) -> int:
+    """Bytes from the first to the last element."""
+    if not local.numel():
+        return 0
+    steps = zip(local.shape, local.stride(), strict=True)
+    return (sum((size - 1) * step for size, step in steps) + 1) * local.element_size()

@@ -18,6 +18,7 @@ from windlass.errors import RoundAborted
 from windlass.execution.backends import address_towards
 from windlass.execution.sender import ParameterMemory, Sender
 from windlass.layout.manifest import Role, ShardManifest
+from windlass.layout.naming.stacked import StackedRule
 from windlass.transports.base import OneSidedTransport
 from windlass.transports.configs import TransportConfig, parse_transport
 from windlass.transports.registry import create_transport
@@ -130,7 +131,8 @@ def connect_trainer(
     token: str,
     transport: str | TransportConfig = "cma",
     arena_nbytes: int = 0,
-    name_map: Callable[[str], str] | None = None,
+    name_map: Callable[[str], str | None] | None = None,
+    stacked: Sequence[StackedRule] = (),
     group: str = "trainer",
     connect_deadline_s: float = 60.0,
 ) -> TrainerClient:
@@ -145,7 +147,9 @@ def connect_trainer(
         token: its secret.
         transport: name or configuration.
         arena_nbytes: memory for packed bytes; 0 for as much as one update packs.
-        name_map: from parameter name to checkpoint name; identity when omitted.
+        name_map: from parameter name to checkpoint name, None for what is left out; identity when
+            omitted. `adapter_names()` keeps a LoRA adapter and nothing else.
+        stacked: experts that the framework stacks, e.g. `TRANSFORMERS_EXPERTS`.
         group: name of the trainer job.
         connect_deadline_s: how long to wait for the controller.
 
@@ -156,7 +160,7 @@ def connect_trainer(
     from windlass.training.fsdp import describe_trainer
 
     config = parse_transport(transport) if isinstance(transport, str) else transport
-    described = describe_trainer(module, group=group, name_map=name_map)
+    described = describe_trainer(module, group=group, name_map=name_map, stacked=stacked)
     return TrainerClient(
         manifest=described.manifest,
         parameters=described.parameters,

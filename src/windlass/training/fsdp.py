@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from windlass.execution.sender import ParameterMemory
-from windlass.frameworks.dtensor import describe_module, parameter_addresses
+from windlass.frameworks.dtensor import NameMap, describe_module, parameter_extents
 from windlass.layout.manifest import Role, ShardManifest
+from windlass.layout.naming.stacked import StackedRule
 
 __all__ = ["DescribedTrainer", "describe_trainer"]
 
@@ -29,9 +30,13 @@ class DescribedTrainer:
 
 
 def describe_trainer(
-    module: torch.nn.Module, *, group: str, name_map: Callable[[str], str] | None
+    module: torch.nn.Module,
+    *,
+    group: str,
+    name_map: NameMap | None,
+    stacked: Sequence[StackedRule] = (),
 ) -> DescribedTrainer:
-    """Describe this rank's part of `module`. Not collective.
+    """Describe this rank's part of `module`. Not collective. See `describe_module`.
 
     Raises:
         UnsupportedLayout: a placement that cannot be described.
@@ -39,11 +44,12 @@ def describe_trainer(
     distributed = dist.is_available() and dist.is_initialized()
     rank = dist.get_rank() if distributed else 0
     world_size = dist.get_world_size() if distributed else 1
-    manifest = describe_module(module, f"{group}/{rank}", Role.TRAINER, name_map=name_map)
-    sizes = [parameter.nbytes for parameter in manifest.parameters]
+    manifest = describe_module(
+        module, f"{group}/{rank}", Role.TRAINER, name_map=name_map, stacked=stacked
+    )
 
     def parameters() -> tuple[ParameterMemory, ...]:
-        addresses = parameter_addresses(module)
-        return tuple(map(ParameterMemory, addresses, sizes))
+        extents = parameter_extents(module, name_map)
+        return tuple(ParameterMemory(address, nbytes) for address, nbytes in extents)
 
     return DescribedTrainer(manifest, parameters, rank, world_size)

@@ -1,0 +1,29 @@
+"""Names of LoRA adapters, as PEFT has them in a live module and in a saved adapter."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+__all__ = ["adapter_names"]
+
+_WEIGHTS = "lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector"
+
+
+def adapter_names(adapter: str = "default") -> Callable[[str], str | None]:
+    """A name map that keeps one adapter's tensors and leaves everything else out.
+
+    `....q_proj.lora_A.default.weight` is `....q_proj.lora_A.weight` in a saved adapter, as
+    `peft.get_peft_model_state_dict` names it.
+
+    Args:
+        adapter: its name in the live module.
+    """
+    inside = re.compile(rf"(.*\.(?:{_WEIGHTS}))\.{re.escape(adapter)}(\.weight)?")
+    saved = re.compile(rf"(.*)\.modules_to_save\.{re.escape(adapter)}(\..*)")
+
+    def name_of(name: str) -> str | None:
+        found = inside.fullmatch(name) or saved.fullmatch(name)
+        return None if found is None else found.group(1) + (found.group(2) or "")
+
+    return name_of
