@@ -35,6 +35,8 @@ CONFIG = {
     "eos_token_id": None,
 }
 PROMPT = [5, 9, 33]
+ENGINES = {"whole": (1, "bfloat16"), "halves": (2, "float32")}
+"""Tensor parallel size and dtype."""
 TRAINER = Path(__file__).with_name("reshard_trainer.py")
 
 
@@ -92,30 +94,73 @@ async def test_engines_serve_the_full_tensors_of_the_trainers(
             windlass.Controller(token=TOKEN, config=config) as controller,
             aiohttp.ClientSession(headers=headers) as http,
         ):
-            engines = {}
-            for name, tp, dtype in (("whole", 1, "bfloat16"), ("halves", 2, "float32")):
-                engines[name] = stack.enter_context(
-                    running(
-                        *("-m", "windlass.engines.embedded", "--name", name, "--tp", str(tp)),
-                        *("--model", str(tmp_path / "config.json"), "--dtype", dtype),
-                        *("--controller", controller.url, "--transport", transport, "--seed", "5"),
-                    )
-                )
-            for rank in range(num_trainers):
-                stack.enter_context(
-                    running(
-                        *(str(TRAINER), str(rank), str(num_trainers), str(tmp_path / "store")),
-                        *(layout, controller.url, str(tmp_path), transport),
-                    )
-                )
+            start_engines(stack, ENGINES, tmp_path, controller.url, transport)
+            start_trainers(stack, num_trainers, tmp_path, layout, controller.url, transport)
             await controller.wait_for_version(1, deadline_s=150)
-            lines = [
-                await asyncio.to_thread(p.stdout.readline) for p in engines.values() if p.stdout
-            ]
-            urls = dict(zip(engines, (json.loads(line)["url"] for line in lines), strict=True))
-            truth: dict[str, torch.Tensor] = torch.load(tmp_path / "1.pt")
-            await check_every_parameter(http, urls["whole"], truth)
-            await check_tokens(http, urls["halves"], truth)
+            await check(http, controller, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_engines_that_join_late_are_brought_up_by_a_peer_without_a_trainer(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    with ExitStack() as stack:
+        async with (
+            windlass.Controller(token=TOKEN) as controller,
+            aiohttp.ClientSession(headers=headers) as http,
+        ):
+            start_engines(stack, {"first": (1, "float32")}, tmp_path, controller.url, "cma")
+            # They publish twice, and never again.
+            start_trainers(stack, 2, tmp_path, "fsdp", controller.url, "cma")
+            await controller.wait_for_version(1, deadline_s=150)
+            everyone = asyncio.Event()
+
+            def look() -> None:
+                if len(controller.coordinator.routable()) == 1 + len(ENGINES):
+                    everyone.set()
+
+            controller.coordinator.subscribe(look)
+            start_engines(stack, ENGINES, tmp_path, controller.url, "cma")
+            async with asyncio.timeout(100):
+                await everyone.wait()
+            await check(http, controller, tmp_path)
+            assert len(controller.coordinator.reports) == 2, "a trainer was asked"
+
+
+def start_engines(
+    stack: ExitStack, engines: dict[str, tuple[int, str]], folder: Path, url: str, transport: str
+) -> None:
+    for name, (tensor_parallel_size, dtype) in engines.items():
+        stack.enter_context(
+            running(
+                *("-m", "windlass.engines.embedded", "--name", name),
+                *("--tp", str(tensor_parallel_size), "--dtype", dtype),
+                *("--model", str(folder / "config.json"), "--seed", "5"),
+                *("--controller", url, "--transport", transport),
+            )
+        )
+
+
+def start_trainers(
+    stack: ExitStack, count: int, folder: Path, layout: str, url: str, transport: str
+) -> None:
+    for rank in range(count):
+        stack.enter_context(
+            running(
+                *(str(TRAINER), str(rank), str(count), str(folder / "store"), layout),
+                *(url, str(folder), transport),
+            )
+        )
+
+
+async def check(http: aiohttp.ClientSession, controller: windlass.Controller, folder: Path) -> None:
+    urls = {engine.name: engine.url for engine in controller.coordinator.routable()}
+    truth: dict[str, torch.Tensor] = torch.load(folder / "1.pt")
+    await check_every_parameter(http, urls["whole"], truth)
+    await check_tokens(http, urls["halves"], truth)
 
 
 async def check_every_parameter(

@@ -27,7 +27,7 @@ from windlass.control.messages import (
     Write,
     Written,
 )
-from windlass.errors import ProtocolError
+from windlass.errors import ProtocolError, RoundAborted
 from windlass.execution.backends import receiver_for, sender_for
 from windlass.execution.base import ReceiverBackend, SenderBackend
 from windlass.execution.receiver import Receiver
@@ -93,11 +93,20 @@ class EngineAgent:
     Args:
         receiver: of one-sided writes; other backends fill the same parameters.
         hooks: the engine.
+        sender: reads the live weights, for engines that join later; None keeps them here.
         host: own address, that other ranks can reach, for backends with groups.
     """
 
-    def __init__(self, receiver: Receiver, hooks: EngineHooks, *, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        receiver: Receiver,
+        hooks: EngineHooks,
+        sender: Sender | None = None,
+        *,
+        host: str = "127.0.0.1",
+    ) -> None:
         self._one_sided, self._host = receiver, host
+        self._sender = sender
         self._backend: UpdateBackend = P2pBackend()
         self._receiver: ReceiverBackend = receiver_for(self._backend, receiver, host)
         self._hooks = hooks
@@ -157,10 +166,35 @@ class EngineAgent:
                 case Abort():
                     self._abort(tainted=command.tainted)
                 case ConnectTrainer() | Prepare() | Write():
-                    raise ProtocolError(f"an engine cannot carry out {type(command).__name__}")
+                    return self._hand_on(command)
                 case _:
                     assert_never(command)
             return Done()
+
+    def _hand_on(self, command: ConnectTrainer | Prepare | Write) -> Result:
+        """This rank is the source: its weights stand still for as long as the lock is held."""
+        if self._sender is None:
+            raise ProtocolError(f"this engine cannot carry out {type(command).__name__}")
+        match command:
+            case ConnectTrainer():
+                self._sender.connect(TransferPlan.decode(command.plan), command.bindings)
+            case Prepare():
+                self._check_serves(command.version)
+                self._sender.prepare()
+            case Write():
+                self._check_serves(command.version)
+                sent = self._sender.write(command.destinations, command.deadline_s)
+                return Written(sent.links, sent.pack_s, sent.wire_s)
+            case _:
+                assert_never(command)
+        return Done()
+
+    def _check_serves(self, version: int) -> None:
+        if self.tainted or self._served_version != version:
+            raise RoundAborted(
+                f"version must be {self._served_version}, which this engine serves "
+                f"(tainted: {self.tainted}), got {version}"
+            )
 
     def on_disconnect(self) -> None:
         """The controller is gone: go on with the old weights if they are whole."""

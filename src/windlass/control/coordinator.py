@@ -16,7 +16,7 @@ from typing import final
 
 from aiohttp import web
 
-from windlass.config import ControlConfig, XcclBackend
+from windlass.config import ControlConfig, P2pBackend, XcclBackend
 from windlass.control.announcements import Announcements, Standing, given_up
 from windlass.control.binding import (
     Binding,
@@ -26,8 +26,11 @@ from windlass.control.binding import (
     find_unplannable,
     signature_of,
 )
+from windlass.control.catch_up import find_donor
+from windlass.control.changes import Changes
+from windlass.control.conclusion import note_fates
 from windlass.control.driver import RoundDriver, RoundResult, report_of, spec_of
-from windlass.control.fleet import EngineInfo, Fleet, Identity
+from windlass.control.fleet import EngineInfo, Fleet, Group, Identity
 from windlass.control.gateway import serve_agent
 from windlass.control.journal import Journal, JournalEntry, JournalKind
 from windlass.control.messages import (
@@ -42,7 +45,7 @@ from windlass.control.messages import (
 from windlass.control.round_types import AgentLost, EngineFate, Phase
 from windlass.control.server import ControlServer
 from windlass.control.session import AgentSession
-from windlass.errors import PeerTimeout, PeerUnreachable, PlanError, ProtocolError, WindlassError
+from windlass.errors import PeerUnreachable, PlanError, ProtocolError, WindlassError
 from windlass.planning.planner import plan_transfer
 
 __all__ = ["Coordinator", "EngineInfo"]
@@ -86,12 +89,12 @@ class Coordinator:
         self._sessions: dict[str, AgentSession] = {}
         self._announcements = Announcements()
         self._binding: Binding | None = None
+        self._catch_ups: dict[str, tuple[frozenset[Identity], int]] = {}
         self._driver: RoundDriver | None = None
         self._lock = asyncio.Lock()
-        self._changed = asyncio.Condition()
+        self._changes = Changes()
         self._tasks: set[asyncio.Task[None]] = set()
         self._update_listeners: list[Callable[[UpdateReport], None]] = []
-        self._fleet_listeners: list[Callable[[], None]] = []
         self._phase_listeners: list[Callable[[int, Phase], None]] = []
         self.reports: list[UpdateReport] = []
 
@@ -121,7 +124,7 @@ class Coordinator:
 
     def subscribe(self, callback: Callable[[], None]) -> object:
         """Call `callback` in the loop when engines come, go, or change version."""
-        self._fleet_listeners.append(callback)
+        self._changes.subscribe(callback)
         return None
 
     def status(self) -> dict[str, object]:
@@ -147,22 +150,13 @@ class Coordinator:
         """
 
         def missing() -> list[str]:
-            trainers = self._fleet.trainers()
-            there = len(trainers.agents) if trainers is not None else 0
-            names = [f"trainers ({there} of {num_trainers})"] if there < num_trainers else []
-            for name in engines:
-                group = self._fleet.group_of(name)
-                if group is None or not group.complete:
-                    names.append(name)
-            return names
+            return self._fleet.missing(num_trainers, engines)
 
-        try:
-            async with asyncio.timeout(deadline_s), self._changed:
-                await self._changed.wait_for(lambda: not missing())
-        except TimeoutError:
-            raise PeerTimeout(
-                f"wait_for_fleet: missing after {deadline_s} s: {', '.join(missing())}"
-            ) from None
+        await self._changes.until(
+            lambda: not missing(),
+            deadline_s,
+            lambda: f"wait_for_fleet: missing after {deadline_s} s: {', '.join(missing())}",
+        )
 
     async def wait_for_version(self, version: int, deadline_s: float) -> None:
         """Return once `version` or a later one is published.
@@ -170,14 +164,14 @@ class Coordinator:
         Raises:
             PeerTimeout: it was not within `deadline_s`.
         """
-        try:
-            async with asyncio.timeout(deadline_s), self._changed:
-                await self._changed.wait_for(lambda: self._published >= version)
-        except TimeoutError:
-            raise PeerTimeout(
+        await self._changes.until(
+            lambda: self._published >= version,
+            deadline_s,
+            lambda: (
                 f"wait_for_version: {version} was not published within {deadline_s} s, "
                 f"the fleet serves {self._published}"
-            ) from None
+            ),
+        )
 
     # --- connections -------------------------------------------------------------------------
 
@@ -217,8 +211,8 @@ class Coordinator:
 
     async def admitted(self, session: AgentSession) -> None:  # noqa: ARG002
         """See `AgentOwner.admitted`."""
-        await self._notify()
-        self._bind_soon()
+        await self._changes.notify()
+        self._spawn(self._settle())
 
     async def received(self, session: AgentSession, frame: Announce | Withdraw | Reply) -> None:
         """See `AgentOwner.received`."""
@@ -229,7 +223,7 @@ class Coordinator:
                     self._driver.on_reply(session.worker, frame)
                 place = (frame.epoch, frame.round)
                 if self._fleet.settle(session.agent.identity, place, frame.result):
-                    await self._notify()
+                    await self._changes.notify()
             case Announce():
                 self._on_announce(session, frame)
             case Withdraw():
@@ -247,29 +241,46 @@ class Coordinator:
         if self._driver is not None:
             self._driver.post(AgentLost(worker, reason))
         _log.info("agent %s lost: %s", worker, reason)
-        await self._notify()
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-        for listener in self._fleet_listeners:
-            listener()
+        await self._changes.notify()
 
     # --- the first clock -----------------------------------------------------------------------
 
-    def _bind_soon(self) -> None:
-        """Bind as soon as nothing else runs, so that the next round finds it done."""
-        trainers = self._fleet.trainers()
-        if trainers is None or not trainers.complete or not self._fleet.writable_engines():
-            return
-        self._spawn(self._bind_quietly())
-
-    async def _bind_quietly(self) -> None:
+    async def _settle(self) -> None:
+        """As soon as no round runs: bring newcomers up, and bind, so that the next round need not."""
         async with self._lock:
+            for engine in self._fleet.writable_engines():
+                await self._catch_up(engine)
+            trainers = self._fleet.trainers()
+            if trainers is None or not trainers.complete or not self._fleet.writable_engines():
+                return
             try:
                 await self._ensure_bound()
             except WindlassError as error:
                 _log.warning("binding failed, the next round tries again: %s", error)
+
+    async def _catch_up(self, newcomer: Group) -> None:
+        """Have an engine written the published version by one that serves it, if one can."""
+        version = self._published
+        donors, trainers = self._fleet.serving(version), self._fleet.trainers()
+        attempt = (newcomer.identities, version)
+        # Once: what failed is not tried again before the next version.
+        if newcomer in donors or not donors or self._catch_ups.get(newcomer.name) == attempt:
+            return
+        self._catch_ups[newcomer.name] = attempt
+        truth = trainers.manifests if trainers is not None else ()
+        try:
+            found = await asyncio.to_thread(find_donor, newcomer, donors, truth, self._planner)
+            if found is None or not isinstance(self._config.backend, P2pBackend):
+                return
+            donor, plan = found
+            self._binding = None  # the newcomer's memory is bound to another plan now
+            binding = await self._bind(donor, (newcomer,), lambda _sources, _destinations: plan)
+            report = await self._run_round(version, binding)
+        except WindlassError as error:
+            _log.warning("%s does not catch up before the next version: %s", newcomer.name, error)
+            return
+        _log.info("%s caught up from %s: %s", newcomer.name, donor.name, report.outcome)
+        await self._changes.notify()
 
     async def _ensure_bound(self) -> Binding:
         trainers, engines = self._fleet.trainers(), self._fleet.writable_engines()
@@ -281,20 +292,8 @@ class Coordinator:
         if self._binding is not None and self._binding.signature == wanted:
             return self._binding
         self._binding = None
-        self._epoch += 1
-        self._round += 1
         try:
-            self._binding = await bind_fleet(
-                trainers=trainers,
-                engines=engines,
-                sessions=self._sessions,
-                planner=self._planner,
-                mode=self._config.mode,
-                backend=self._config.backend,
-                epoch=self._epoch,
-                round_number=self._round,
-                deadline_s=self._config.deadlines.connect_s,
-            )
+            self._binding = await self._bind(trainers, engines, self._planner)
         except PlanError:
             refused = await find_unplannable(trainers, engines, self._planner)
             if not refused:
@@ -305,6 +304,21 @@ class Coordinator:
             await self._refuse(error.reasons)
             return await self._ensure_bound()
         return self._binding
+
+    async def _bind(self, sources: Group, engines: Sequence[Group], planner: Planner) -> Binding:
+        self._epoch += 1
+        self._round += 1
+        return await bind_fleet(
+            trainers=sources,
+            engines=engines,
+            sessions=self._sessions,
+            planner=planner,
+            mode=self._config.mode,
+            backend=self._config.backend,
+            epoch=self._epoch,
+            round_number=self._round,
+            deadline_s=self._config.deadlines.connect_s,
+        )
 
     async def _refuse(self, reasons: dict[str, str]) -> None:
         for name, reason in reasons.items():
@@ -352,11 +366,13 @@ class Coordinator:
                 report = given_up(version, f"{type(error).__name__}: {error}")
         self.reports.append(report)
         answers = [(rank.trainer, self._announcements.answer(rank, report)) for rank in standing]
-        await self._notify()
+        await self._changes.notify()
         for listener in self._update_listeners:
             listener(report)
         for trainer, answer in answers:
             await self._report(trainer, answer)
+        if report.left_out:
+            self._spawn(self._settle())
 
     async def _attempt_until_whole(
         self, standing: tuple[Standing, ...], version: int
@@ -393,6 +409,9 @@ class Coordinator:
         moved = {rank.trainer for rank in standing} - binding.signature
         if moved or len(standing) != len(binding.trainers):
             return given_up(version, f"trainer ranks came or went since they announced: {moved}")
+        return await self._run_round(version, binding)
+
+    async def _run_round(self, version: int, binding: Binding) -> UpdateReport:
         self._round += 1
         self._journal_round(JournalKind.ROUND_BEGAN, version, tuple(binding.engines))
         self._driver = RoundDriver(
@@ -428,39 +447,18 @@ class Coordinator:
     async def _wait_for_engines(self) -> None:
         needed, deadline_s = self._config.min_engines, self._config.deadlines.fleet_s
 
-        def enough() -> bool:
-            return len(self._fleet.writable_engines()) >= needed
+        def there() -> int:
+            return len(self._fleet.writable_engines())
 
-        try:
-            async with asyncio.timeout(deadline_s), self._changed:
-                await self._changed.wait_for(enough)
-        except TimeoutError:
-            raise PeerTimeout(
-                f"publish: needs {needed} engines, {len(self._fleet.writable_engines())} were there "
-                f"after {deadline_s} s"
-            ) from None
+        await self._changes.until(
+            lambda: there() >= needed,
+            deadline_s,
+            lambda: f"publish: needs {needed} engines, {there()} were there after {deadline_s} s",
+        )
 
     def _conclude(self, version: int, binding: Binding, result: RoundResult) -> UpdateReport:
         finish = result.finish
-        for name, fate in finish.fates.items():
-            bound = binding.identities_of(name)
-            if fate is EngineFate.POISONED:
-                self._fleet.poison(bound)
-            group = self._fleet.group_of(name)
-            # A process that came meanwhile under a name of the round took no part in it.
-            if group is None or group.identities != bound:
-                continue
-            group.tainted |= name in finish.mixed
-            if fate is EngineFate.PUBLISHED:
-                group.version, group.tainted = version, False
-        incarnations = dict(binding.signature)
-        place = (self._epoch, self._round)
-        for trainer, engines in finish.unsettled.items():
-            reached = frozenset[Identity]().union(*(binding.identities_of(e) for e in engines))
-            self._fleet.hold((trainer, incarnations[trainer]), place, reached)
-        for late in result.late:
-            if late.worker in finish.unsettled:
-                self._fleet.settle((late.worker, incarnations[late.worker]), place, late.result)
+        note_fates(self._fleet, binding, result, version=version, place=(self._epoch, self._round))
         published = finish.outcome is RoundOutcome.PUBLISHED
         serving = tuple(n for n, f in finish.fates.items() if f is EngineFate.PUBLISHED)
         if published:

@@ -251,8 +251,18 @@ class Fleet:
 
     def routable(self, published_version: int) -> tuple[EngineInfo, ...]:
         """Engines that may be given traffic: complete, untainted, at the published version."""
+        return tuple(EngineInfo(g.name, g.url, g.version) for g in self.serving(published_version))
+
+    def missing(self, num_trainers: int, engines: Iterable[str]) -> list[str]:
+        """Who is not connected with all ranks yet, for a person."""
+        trainers = self.trainers()
+        there = len(trainers.agents) if trainers is not None else 0
+        names = [f"trainers ({there} of {num_trainers})"] if there < num_trainers else []
+        groups = {group.name: group for group in self.engines()}
+        return names + [n for n in engines if n not in groups or not groups[n].complete]
+
+    def serving(self, version: int) -> tuple[Group, ...]:
+        """Engines that serve exactly `version`; none before the first."""
         return tuple(
-            EngineInfo(g.name, g.url, g.version)
-            for g in self.engines()
-            if g.complete and not g.tainted and g.version == published_version >= 0
+            g for g in self.engines() if g.complete and not g.tainted and g.version == version >= 0
         )

@@ -93,6 +93,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
         served_version: version the rank holds; -1 for none.
         epoch, round: the last that the agent took part in; a restarted controller learns them here.
         tainted: whether live weights are mixed.
+        can_send: whether an engine rank can hand its weights on to another engine.
     """
 
     protocol_version: int
@@ -109,6 +110,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     epoch: int = 0
     round: int = 0
     tainted: bool = False
+    can_send: bool = False
 
 
 class Announce(msgspec.Struct, frozen=True, tag="announce"):

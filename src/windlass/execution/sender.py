@@ -85,6 +85,7 @@ class Sender:
         manifest: of this rank.
         parameters: where the parameters lie now, in manifest order; asked at every `prepare`.
         arena_nbytes: capacity for packed bytes; 0 for as much as one update needs.
+        registered: regions that the owner has registered already; what lies in them is not again.
 
     Raises:
         ConfigError: `arena_nbytes` is neither 0 nor at least 128.
@@ -97,6 +98,7 @@ class Sender:
         parameters: Callable[[], Sequence[ParameterMemory]],
         *,
         arena_nbytes: int = 0,
+        registered: Sequence[MemoryRegion] = (),
     ) -> None:
         if arena_nbytes != 0 and arena_nbytes < 2 * ALIGNMENT:
             raise ConfigError(
@@ -114,6 +116,7 @@ class Sender:
         self._read_in_place: tuple[int, ...] = ()
         self._first_link = 0
         self._registered: dict[int, MemoryRegion] = {}
+        self._registered_by_owner = tuple(registered)
         self._sources: UInt64Array = np.zeros(0, np.uint64)
         self._ready: dict[str, _Ready] = {}
         self._pack_s = 0.0
@@ -250,7 +253,7 @@ class Sender:
                     f"where {spec.nbytes} were described"
                 )
         self._sources = np.array([memory.address for memory in now], np.uint64)
-        wanted = _union(now[i] for i in self._read_in_place)
+        wanted = _union(now[i] for i in self._read_in_place if not self._is_registered(now[i]))
         for address, region in list(self._registered.items()):
             if wanted.get(address) != region.nbytes:
                 self._transport.unregister(region)
@@ -258,6 +261,13 @@ class Sender:
         for address, nbytes in wanted.items():
             if address not in self._registered:
                 self._registered[address] = self._transport.register(address, nbytes)
+
+    def _is_registered(self, memory: ParameterMemory) -> bool:
+        return any(
+            region.address <= memory.address
+            and memory.address + memory.nbytes <= region.address + region.nbytes
+            for region in self._registered_by_owner
+        )
 
     def _abandon(self, arena: Arena | None) -> None:
         """Bytes may still leave the arena: never reuse or unmap it; what follows gets a new one."""

@@ -24,6 +24,7 @@ from windlass.engines.embedded.steps import NoPeers, StepChannel, StepKind, Stor
 from windlass.errors import ConfigError, PeerTimeout
 from windlass.execution.backends import address_towards
 from windlass.execution.receiver import Receiver
+from windlass.execution.sender import ParameterMemory, Sender
 from windlass.layout.manifest import Role
 from windlass.transports.base import OneSidedTransport
 from windlass.transports.configs import parse_transport
@@ -182,7 +183,12 @@ def _connect_agent(
     if not settings.controller:
         return
     receiver = Receiver(transport, shard.manifest, shard.addresses, (shard.arena.region,))
-    agent = EngineAgent(receiver, hooks, host=address_towards(settings.controller))
+    memory = [
+        ParameterMemory(address, parameter.nbytes)
+        for address, parameter in zip(shard.addresses, shard.manifest.parameters, strict=True)
+    ]
+    sender = Sender(transport, shard.manifest, lambda: memory, registered=(shard.arena.region,))
+    agent = EngineAgent(receiver, hooks, sender, host=address_towards(settings.controller))
     encoded, wire = shard.manifest.encode(), transport.report()
     incarnation = os.urandom(8).hex()
 
@@ -203,6 +209,7 @@ def _connect_agent(
             epoch=epoch,
             round=round_number,
             tainted=agent.tainted,
+            can_send=True,
         )
 
     channel = AgentChannel(
