@@ -10,6 +10,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,23 @@ class Case:
     etp: int = 1
     cp: int = 1
     wrapped: bool = False
+
+
+def spec_of(config: dict[str, Any]) -> ModelSpec:
+    """From the `config.json` of a Qwen3 model."""
+    sparse = config["model_type"] == "qwen3_moe"
+    return ModelSpec(
+        family=config["model_type"],
+        num_hidden_layers=config["num_hidden_layers"],
+        hidden_size=config["hidden_size"],
+        vocab_size=config["vocab_size"],
+        num_attention_heads=config["num_attention_heads"],
+        intermediate_size=0 if sparse else config["intermediate_size"],
+        num_key_value_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        n_routed_experts=config.get("num_experts", 0),
+        moe_intermediate_size=config.get("moe_intermediate_size", 0),
+    )
 
 
 def checkpoint(spec: ModelSpec) -> dict[str, torch.Tensor]:
@@ -140,6 +158,8 @@ def build(case: Case) -> list[torch.nn.Module]:
         "params_dtype": torch.float32,
         "add_bias_linear": False,
         "gated_linear_unit": True,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
         "activation_func": torch.nn.functional.silu,
         "normalization": "RMSNorm",
         "qk_layernorm": True,
@@ -161,6 +181,7 @@ def build(case: Case) -> list[torch.nn.Module]:
             "moe_ffn_hidden_size": spec.moe_intermediate_size,
             "moe_token_dispatcher_type": "allgather",
             "moe_grouped_gemm": False,
+            "moe_permute_fusion": False,
             "moe_router_load_balancing_type": "none",
             "moe_layer_freq": [0] * dense + [1] * (spec.num_hidden_layers - dense),
         }

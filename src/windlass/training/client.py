@@ -18,7 +18,7 @@ from windlass.errors import RoundAborted
 from windlass.execution.backends import address_towards
 from windlass.execution.sender import ParameterMemory, Sender
 from windlass.layout.manifest import Role, ShardManifest
-from windlass.layout.naming.stacked import StackedRule
+from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS, StackedRule
 from windlass.transports.base import OneSidedTransport
 from windlass.transports.configs import TransportConfig, parse_transport
 from windlass.transports.registry import create_transport
@@ -132,7 +132,7 @@ def connect_trainer(
     transport: str | TransportConfig = "cma",
     arena_nbytes: int = 0,
     name_map: Callable[[str], str | None] | None = None,
-    stacked: Sequence[StackedRule] = (),
+    stacked: Sequence[StackedRule] = TRANSFORMERS_EXPERTS,
     group: str = "trainer",
     connect_deadline_s: float = 60.0,
 ) -> TrainerClient:
@@ -149,7 +149,7 @@ def connect_trainer(
         arena_nbytes: memory for packed bytes; 0 for as much as one update packs.
         name_map: from parameter name to checkpoint name, None for what is left out; identity when
             omitted. `adapter_names()` keeps a LoRA adapter and nothing else.
-        stacked: experts that the framework stacks, e.g. `TRANSFORMERS_EXPERTS`.
+        stacked: experts that the framework stacks; other rules for models of other frameworks.
         group: name of the trainer job.
         connect_deadline_s: how long to wait for the controller.
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from windlass.execution.sender import ParameterMemory
 from windlass.frameworks.dtensor import NameMap, describe_module, parameter_extents
 from windlass.layout.manifest import Role, ShardManifest
-from windlass.layout.naming.stacked import StackedRule
+from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS, StackedRule
 
 __all__ = ["DescribedTrainer", "describe_trainer"]
 
@@ -34,7 +34,7 @@ def describe_trainer(
     *,
     group: str,
     name_map: NameMap | None,
-    stacked: Sequence[StackedRule] = (),
+    stacked: Sequence[StackedRule] = TRANSFORMERS_EXPERTS,
 ) -> DescribedTrainer:
     """Describe this rank's part of `module`. Not collective. See `describe_module`.
 

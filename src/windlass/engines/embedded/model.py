@@ -25,6 +25,7 @@ from windlass.frameworks.dtensor import describe_module, local_tensor, parameter
 from windlass.frameworks.dtypes import torch_dtype
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import Role, ShardManifest
+from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS
 from windlass.memory.arena import Arena
 from windlass.transports.base import OneSidedTransport
 
@@ -81,7 +82,7 @@ def load_model(
         _check_divisible(config, size)
         _parallelize(module, init_device_mesh("cpu", (size,)))
     arena = _move_into_arena(module, transport)
-    manifest = describe_module(module, worker, Role.ENGINE)
+    manifest = describe_module(module, worker, Role.ENGINE, stacked=TRANSFORMERS_EXPERTS)
     addresses = parameter_addresses(module)
     _run_locally(module)
     return ModelShard(module, config, manifest, arena, addresses)

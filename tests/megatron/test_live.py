@@ -1,0 +1,144 @@
+"""Megatron-core trains, publishes into a live engine, and both compute the same loss."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+import transformers
+from live_trainer import NUM_TOKENS
+from megatron_rank import checkpoint, spec_of
+
+import windlass
+from windlass.config import ControlConfig, UpdateMode
+
+pytest.importorskip("megatron.core")
+
+TOKEN = "secret of the test"
+TRAINER = Path(__file__).with_name("live_trainer.py")
+DENSE = {
+    "model_type": "qwen3",
+    "vocab_size": 64,  # no padding: Megatron counts padded logits into its loss
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+}
+SPARSE = {
+    **DENSE,
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+}
+
+
+@contextmanager
+def running(*command: str) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(
+        (sys.executable, *command),
+        env={**os.environ, "WINDLASS_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(30)
+        process.stdin.close()
+        process.stdout.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("config", "layout", "mode"),
+    [
+        (DENSE, {"tp": 2}, UpdateMode.STAGED),
+        pytest.param(SPARSE, {"ep": 2}, UpdateMode.IN_PLACE, marks=pytest.mark.megatron),
+    ],
+    ids=["tp2_dense", "ep2_sparse"],
+)
+async def test_the_engine_computes_the_loss_that_megatron_reached(
+    tmp_path: Path,
+    config: dict[str, Any],
+    layout: dict[str, int],
+    mode: UpdateMode,
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    with ExitStack() as stack:
+        async with (
+            windlass.Controller(token=TOKEN, config=ControlConfig(mode=mode)) as controller,
+            aiohttp.ClientSession(headers=headers) as http,
+        ):
+            engine = stack.enter_context(
+                running(
+                    *("-m", "windlass.engines.embedded", "--name", "one", "--tp", "1"),
+                    *("--model", str(tmp_path / "config.json"), "--dtype", "float32"),
+                    *("--controller", controller.url, "--seed", "5"),
+                )
+            )
+            for rank in range(2):
+                stack.enter_context(
+                    running(
+                        *(str(TRAINER), str(rank), "2", str(tmp_path / "store")),
+                        *(json.dumps(layout), controller.url, str(tmp_path)),
+                    )
+                )
+            await controller.wait_for_version(1, deadline_s=150)
+            assert engine.stdout is not None
+            url = json.loads(await asyncio.to_thread(engine.stdout.readline))["url"]
+            served = await served_weights(http, url, config)
+            states = [torch.load(tmp_path / f"1-{rank}.pt") for rank in range(2)]
+            assert states[0]["loss"] < states[0]["before"]
+            assert states[0]["loss"] == pytest.approx(states[1]["loss"], rel=1e-5)
+            assert loss_of(config, served) == pytest.approx(states[0]["loss"], rel=1e-5)
+
+
+async def served_weights(
+    http: aiohttp.ClientSession, url: str, config: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    names = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**config)
+    ).state_dict()
+    served = {}
+    for name in names:
+        async with http.get(f"{url}/get_weights_by_name?name={name}") as response:
+            served[name] = torch.tensor((await response.json())["parameter"])
+    assert sum(t.numel() for t in served.values()) == sum(
+        t.numel() for t in checkpoint(spec_of(config)).values()
+    )
+    return served
+
+
+def loss_of(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> float:
+    """Next-token loss of transformers, on the sequence that Megatron saw."""
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**config)
+    ).eval()
+    model.load_state_dict(weights)
+    ids = torch.arange(NUM_TOKENS).reshape(1, -1) * 3 % config["vocab_size"]
+    with torch.no_grad():
+        logits = model(ids).logits
+    return float(torch.nn.functional.cross_entropy(logits[0], ids.roll(-1)[0]))
