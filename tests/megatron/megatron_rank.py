@@ -33,6 +33,7 @@ class Case:
     etp: int = 1
     cp: int = 1
     wrapped: bool = False
+    main_params: bool = False
 
 
 def spec_of(config: dict[str, Any]) -> ModelSpec:
@@ -99,10 +100,17 @@ def run(rank: int, world_size: int, cases: list[Case], folder: str, port: int) -
         if case.wrapped:  # rebinds parameters into one buffer
             ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
             models = [DistributedDataParallel(c.config, ddp, c) for c in chunks]
+        tensors = all_tensors(chunks)
+        if case.main_params:  # where Megatron's mixed-precision optimizer keeps its fp32 copies
+            for tensor in tensors:
+                vars(tensor)["main_param"] = tensor.detach().clone()
+                tensor.data.zero_()
+            tensors = [vars(tensor)["main_param"] for tensor in tensors]
         described = describe_megatron_trainer(
             models[0] if len(models) == 1 else models,
             family=case.spec.family,
             vocab_size=case.spec.vocab_size,
+            use_main_params=case.main_params,
         )
         memory = {
             parameter.name: chunk_memory.address
@@ -110,7 +118,6 @@ def run(rank: int, world_size: int, cases: list[Case], folder: str, port: int) -
                 described.manifest.parameters, described.parameters(), strict=True
             )
         }
-        tensors = all_tensors(chunks)
         by_address = {tensor.data_ptr(): tensor for tensor in tensors}
         stored = [by_address[address].detach().clone() for address in memory.values()]
         assert len(stored) == len(tensors), "every parameter is described"

@@ -35,6 +35,7 @@ TWO_RANKS = [
     Case("dp2_tied_in_the_buffer_of_the_distributed_optimizer", TIED, wrapped=True),
     Case("pp2_virtual2", DENSE, pp=2, vpp=2),
     Case("cp2", DENSE, cp=2),
+    Case("tp2_fp32_copies_of_the_optimizer", DENSE, tp=2, main_params=True),
     Case("ep2", MOE, ep=2),
     Case("tp2_ep2", MOE, tp=2, ep=2),
     Case("tp2_etp2", MOE, tp=2, etp=2),

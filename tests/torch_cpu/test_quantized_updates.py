@@ -13,6 +13,7 @@ from windlass.errors import ManifestError, PlanError, UnsupportedLayout
 from windlass.execution.bindings import LinkStatus
 from windlass.execution.receiver import Receiver
 from windlass.execution.sender import ParameterMemory, Sender
+from windlass.execution.source import SourceMemory
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
@@ -290,3 +291,11 @@ def test_an_arena_smaller_than_a_row_of_blocks_is_refused() -> None:
     trainers = by_rows(1, weights(torch.bfloat16), DType.BFLOAT16)
     with pytest.raises(PlanError, match="must hold one row of blocks"):
         update(trainers, [engine(0, 1)], UpdateMode.IN_PLACE, 40_000)
+
+
+def test_a_backend_that_sends_parameters_as_they_lie_refuses_to_quantise() -> None:
+    rank = by_rows(1, weights(torch.bfloat16), DType.BFLOAT16)[0]
+    plan = plan_transfer([rank.manifest], [engine(0, 1).manifest])
+    memory = [ParameterMemory(m.data_ptr(), m.nbytes) for m in rank.memory]
+    with pytest.raises(PlanError, match="the plan quantises, and this backend sends"):
+        SourceMemory(rank.manifest, lambda: memory).bind(plan, ())

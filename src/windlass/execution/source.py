@@ -44,10 +44,15 @@ class SourceMemory:
         """Take a plan part (`TransferPlan.for_source`).
 
         Raises:
-            PlanError: it was made for another layout, or a destination has no binding.
+            PlanError: it was made for another layout, it quantises, or a destination has no binding.
         """
         self.programs = {}
         check_part(self.manifest, plan.sources, plan.source_digests, "sources")
+        if plan.quantizes:
+            raise PlanError(
+                f"connect: {self.manifest.worker}: the plan quantises, and this backend sends "
+                "parameters as they lie: quantised engines need one-sided writes"
+            )
         programs = {program.peer: program for program in bind_links(plan, sending=True)}
         missing = sorted(set(programs) - {binding.worker for binding in bindings})
         if missing:
