@@ -21,7 +21,12 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 from windlass.errors import ConfigError
-from windlass.frameworks.dtensor import describe_module, local_tensor, parameter_addresses
+from windlass.frameworks.dtensor import (
+    describe_module,
+    held_tensors,
+    local_tensor,
+    parameter_addresses,
+)
 from windlass.frameworks.dtypes import torch_dtype
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import Role, ShardManifest
@@ -154,8 +159,8 @@ def _run_locally(module: torch.nn.Module) -> None:
 
 
 def _move_into_arena(module: torch.nn.Module, transport: OneSidedTransport) -> Arena:
-    """Lay every parameter of this rank in one registered arena, where it stays."""
-    parameters = list(module.parameters())
+    """Lay every parameter and persistent buffer of this rank in one registered arena, for good."""
+    parameters = list({id(held.tensor): held.tensor for held in held_tensors(module)}.values())
     offsets, total = [], 0
     for parameter in parameters:
         offsets.append(total)
