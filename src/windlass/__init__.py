@@ -20,6 +20,7 @@ from windlass.errors import WindlassError
 from windlass.rollout.client import BatchClient
 from windlass.rollout.messages import SamplingParams, TrainingBatch, TrainingSample
 from windlass.rollout.staleness import StalenessPolicy
+from windlass.training.callback import RolloutCallback, WeightGroup
 from windlass.training.client import TrainerClient, connect_trainer
 
 __version__ = "0.1.0"
@@ -31,6 +32,7 @@ __all__ = [
     "DiskBackend",
     "P2pBackend",
     "PauseMode",
+    "RolloutCallback",
     "RoundOutcome",
     "SamplingParams",
     "StalenessPolicy",
@@ -39,6 +41,7 @@ __all__ = [
     "TrainingSample",
     "UpdateMode",
     "UpdateReport",
+    "WeightGroup",
     "WindlassError",
     "XcclBackend",
     "connect_trainer",

@@ -15,6 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options; the defaults end in under four minutes on two cores."""
     parser.add_argument("--steps", type=int, default=40, help="optimiser steps (default 40)")
     parser.add_argument("--engine", default="embedded", choices=["embedded"])
+    parser.add_argument("--backend", default="p2p", choices=["p2p", "xccl", "disk"])
     parser.add_argument("--transport", default="cma", choices=["cma", "shm", "mooncake"])
     parser.add_argument("--mode", default="in_place", choices=[m.value for m in UpdateMode])
     parser.add_argument(
@@ -35,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
     settings = DemoSettings(
         steps=args.steps,
         engine=args.engine,
+        backend=args.backend,
         transport=args.transport,
         mode=UpdateMode(args.mode),
         kill_engine_at=args.kill_engine_at,

@@ -10,11 +10,13 @@ from windlass.control.hooks import EngineHooks
 from windlass.control.messages import (
     Abort,
     Apply,
+    BeginByHand,
     Bound,
     Command,
     ConnectEngine,
     ConnectTrainer,
     Done,
+    JoinByHand,
     JoinGroups,
     Offered,
     Pause,
@@ -22,6 +24,8 @@ from windlass.control.messages import (
     Publish,
     Receive,
     Result,
+    TakeFiles,
+    TakeTensors,
     Verified,
     Verify,
     Write,
@@ -30,6 +34,7 @@ from windlass.control.messages import (
 from windlass.errors import ProtocolError, RoundAborted
 from windlass.execution.backends import receiver_for, sender_for
 from windlass.execution.base import ReceiverBackend, SenderBackend
+from windlass.execution.by_hand import HandDrivenReceiver
 from windlass.execution.receiver import Receiver
 from windlass.execution.sender import Sender
 from windlass.planning.plan import TransferPlan
@@ -69,7 +74,18 @@ class TrainerAgent:
                 return Written(sent.links, sent.pack_s, sent.wire_s)
             case Abort():
                 pass  # nothing to undo: the sender keeps no state of a round but packed bytes
-            case ConnectEngine() | Pause() | Receive() | Verify() | Apply() | Publish():
+            case (
+                ConnectEngine()
+                | Pause()
+                | Receive()
+                | Verify()
+                | Apply()
+                | Publish()
+                | BeginByHand()
+                | JoinByHand()
+                | TakeTensors()
+                | TakeFiles()
+            ):
                 raise ProtocolError(f"a trainer cannot carry out {type(command).__name__}")
             case _:
                 assert_never(command)
@@ -109,6 +125,7 @@ class EngineAgent:
         self._sender = sender
         self._backend: UpdateBackend = P2pBackend()
         self._receiver: ReceiverBackend = receiver_for(self._backend, receiver, host)
+        self._by_hand = HandDrivenReceiver(receiver.manifest, receiver.live_addresses, host)
         self._hooks = hooks
         self._lock = threading.Lock()
         self._mode = UpdateMode.IN_PLACE
@@ -165,6 +182,8 @@ class EngineAgent:
                     self._publish(command.version)
                 case Abort():
                     self._abort(tainted=command.tainted)
+                case BeginByHand() | JoinByHand() | TakeTensors() | TakeFiles():
+                    self._handle_by_hand(command)
                 case ConnectTrainer() | Prepare() | Write():
                     return self._hand_on(command)
                 case _:
@@ -203,10 +222,32 @@ class EngineAgent:
                 self._hooks.resume()
 
     def _choose(self, backend: UpdateBackend) -> None:
-        if backend != self._backend:
-            self._receiver.close()
+        if backend != self._backend or self._receiver is self._by_hand:
+            if self._receiver is not self._by_hand:
+                self._receiver.close()
             self._receiver = receiver_for(backend, self._one_sided, self._host)
             self._backend = backend
+
+    def _handle_by_hand(self, command: BeginByHand | JoinByHand | TakeTensors | TakeFiles) -> None:
+        match command:
+            case BeginByHand():
+                self._begin_by_hand()
+            case JoinByHand():
+                self._by_hand.join_named(command.offer, command.fabric, command.deadline_s)
+            case TakeTensors():
+                self._by_hand.take_tensors(command.group, command.tensors, command.deadline_s)
+            case TakeFiles():
+                self._by_hand.take_files(command.folder)
+            case _:
+                assert_never(command)
+
+    def _begin_by_hand(self) -> None:
+        """The next update that comes by a plan binds it anew."""
+        if self._receiver is not self._by_hand:
+            self._receiver.close()
+        self._receiver = self._by_hand
+        self._mode = UpdateMode.STAGED  # nothing touches live memory before `Apply`
+        self._by_hand.begin()
 
     def _publish(self, version: int) -> None:
         self._hooks.set_version(version)

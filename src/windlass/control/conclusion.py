@@ -1,13 +1,44 @@
-"""What a round leaves behind in the fleet. No I/O."""
+"""What a round leaves behind in the fleet, and whether another attempt is worth it. No I/O."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Awaitable, Callable
+
+from windlass.config import ControlConfig, XcclBackend
 from windlass.control.binding import Binding
 from windlass.control.driver import RoundResult
 from windlass.control.fleet import Fleet, Identity
-from windlass.control.round_types import EngineFate
+from windlass.control.messages import RoundOutcome, UpdateReport
+from windlass.control.round_types import EngineFate, Phase
 
-__all__ = ["note_fates"]
+__all__ = ["attempt_until_whole", "note_fates"]
+
+_log = logging.getLogger(__name__)
+
+
+async def attempt_until_whole(
+    attempt: Callable[[], Awaitable[UpdateReport]],
+    forget_binding: Callable[[], None],
+    config: ControlConfig,
+) -> UpdateReport:
+    """A broken group serves nobody: form it anew from whoever is left, and send again.
+
+    Trainers stand still all the while. One-sided writes and files need no second attempt: there
+    an engine that fails takes no other one with it.
+    """
+    report = await attempt()
+    if not isinstance(config.backend, XcclBackend):
+        return report
+    for _ in range(config.max_rewrites):
+        if report.outcome is RoundOutcome.PUBLISHED or Phase.PUBLISH in report.phase_s:
+            break
+        _log.warning("version %s: group formed anew: %s", report.version, report.reason)
+        forget_binding()
+        report = await attempt()
+    if report.outcome is not RoundOutcome.PUBLISHED or report.left_out:
+        forget_binding()
+    return report
 
 
 def note_fates(

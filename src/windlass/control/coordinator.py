@@ -16,7 +16,7 @@ from typing import final
 
 from aiohttp import web
 
-from windlass.config import ControlConfig, P2pBackend, XcclBackend
+from windlass.config import ControlConfig, P2pBackend
 from windlass.control.announcements import Announcements, Standing, given_up
 from windlass.control.binding import (
     Binding,
@@ -26,9 +26,11 @@ from windlass.control.binding import (
     find_unplannable,
     signature_of,
 )
+from windlass.control.by_hand import HandDrivenUpdates
+from windlass.control.by_hand_gate import HandDrivenGate
 from windlass.control.catch_up import find_donor
 from windlass.control.changes import Changes
-from windlass.control.conclusion import note_fates
+from windlass.control.conclusion import attempt_until_whole, note_fates
 from windlass.control.driver import RoundDriver, RoundResult, report_of, spec_of
 from windlass.control.fleet import EngineInfo, Fleet, Group, Identity
 from windlass.control.gateway import serve_agent
@@ -54,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 
 @final
-class Coordinator:
+class Coordinator(HandDrivenGate):
     """See the module.
 
     Args:
@@ -96,6 +98,7 @@ class Coordinator:
         self._tasks: set[asyncio.Task[None]] = set()
         self._update_listeners: list[Callable[[UpdateReport], None]] = []
         self._phase_listeners: list[Callable[[int, Phase], None]] = []
+        self._by_hand = HandDrivenUpdates(self, config)
         self.reports: list[UpdateReport] = []
 
     # --- what others ask ---------------------------------------------------------------------
@@ -177,9 +180,9 @@ class Coordinator:
 
     def mount(self, server: ControlServer) -> None:
         """Add `/v1/agents` and `/v1/status` to a server that has not started."""
-        server.add_routes(
-            [web.get("/v1/agents", self._serve_agent), web.get("/v1/status", self._serve_status)]
-        )
+        routes = [web.get("/v1/agents", self._serve_agent)]
+        routes.append(web.get("/v1/status", self._serve_status))
+        server.add_routes((*routes, *self._by_hand.routes()))
 
     async def _serve_status(self, _request: web.Request) -> web.Response:
         return web.json_response(self.status())
@@ -357,7 +360,9 @@ class Coordinator:
         version = max(rank.version for rank in standing)
         async with self._lock:
             try:
-                report = await self._attempt_until_whole(standing, version)
+                report = await attempt_until_whole(
+                    lambda: self._attempt(standing, version), self._forget_binding, self._config
+                )
             except WindlassError as error:
                 report = given_up(version, f"{type(error).__name__}: {error}")
             # The boundary of a round: whatever it is, trainers must not wait for their deadline.
@@ -374,26 +379,8 @@ class Coordinator:
         if report.left_out:
             self._spawn(self._settle())
 
-    async def _attempt_until_whole(
-        self, standing: tuple[Standing, ...], version: int
-    ) -> UpdateReport:
-        """A broken group serves nobody: form it anew from whoever is left, and send again.
-
-        Trainers stand still all the while. One-sided writes and files need no second attempt:
-        there an engine that fails takes no other one with it.
-        """
-        report = await self._attempt(standing, version)
-        if not isinstance(self._config.backend, XcclBackend):
-            return report
-        for _ in range(self._config.max_rewrites):
-            if report.outcome is RoundOutcome.PUBLISHED or version <= self._spent:
-                break
-            _log.warning("version %s: group formed anew: %s", version, report.reason)
-            self._binding = None
-            report = await self._attempt(standing, version)
-        if report.outcome is not RoundOutcome.PUBLISHED or report.left_out:
-            self._binding = None
-        return report
+    def _forget_binding(self) -> None:
+        self._binding = None
 
     async def _attempt(self, standing: tuple[Standing, ...], version: int) -> UpdateReport:
         versions = {rank.trainer[0]: rank.version for rank in standing}
@@ -468,11 +455,6 @@ class Coordinator:
             self._journal_round(JournalKind.ROUND_ENDED, version, (), finish.reason)
         return report_of(version, serving, result)
 
-    def _journal_round(
-        self, kind: JournalKind, version: int, engines: tuple[str, ...], detail: str = ""
-    ) -> None:
-        self._journal.append(JournalEntry(kind, self._epoch, self._round, version, engines, detail))
-
     async def _report(self, trainer: Identity, report: UpdateReport) -> None:
         session = self._sessions.get(trainer[0])
         if session is None or session.agent.identity != trainer:
@@ -489,6 +471,7 @@ class Coordinator:
 
     async def close(self) -> None:
         """Stop rounds and close every connection. Idempotent."""
+        await self._by_hand.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

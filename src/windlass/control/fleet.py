@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -248,6 +248,15 @@ class Fleet:
             }
             for g in self.engines()
         ]
+
+    def mark(self, version: int | None, served: Sequence[str], tainted: Sequence[str]) -> None:
+        """An update has ended: who serves `version` (None: the old one), who is mixed."""
+        for name in (*served, *tainted):
+            group = self.group_of(name)
+            if group is not None:
+                group.tainted = name in tainted
+                if version is not None and not group.tainted:
+                    group.version = version
 
     def routable(self, published_version: int) -> tuple[EngineInfo, ...]:
         """Engines that may be given traffic: complete, untainted, at the published version."""

@@ -17,9 +17,9 @@ from enum import StrEnum
 
 import msgspec
 
-from windlass.config import P2pBackend, PauseMode, UpdateBackend, UpdateMode
+from windlass.config import CollectiveFabric, P2pBackend, PauseMode, UpdateBackend, UpdateMode
 from windlass.errors import ProtocolError
-from windlass.execution.bindings import DestinationBinding, GroupOffer, LinkOutcome
+from windlass.execution.bindings import DestinationBinding, GroupOffer, LinkOutcome, WireTensor
 from windlass.layout.manifest import Role
 from windlass.transports.base import WireReport
 
@@ -29,6 +29,7 @@ __all__ = [
     "AgentFrame",
     "Announce",
     "Apply",
+    "BeginByHand",
     "Bound",
     "Command",
     "ConnectEngine",
@@ -38,6 +39,7 @@ __all__ = [
     "Failure",
     "FailureKind",
     "Hello",
+    "JoinByHand",
     "JoinGroups",
     "Offered",
     "Pause",
@@ -49,6 +51,8 @@ __all__ = [
     "Reply",
     "Result",
     "RoundOutcome",
+    "TakeFiles",
+    "TakeTensors",
     "UpdateMode",
     "UpdateReport",
     "Verified",
@@ -288,6 +292,32 @@ class Publish(msgspec.Struct, frozen=True, tag="publish"):
     version: int
 
 
+class BeginByHand(msgspec.Struct, frozen=True, tag="begin_by_hand"):
+    """Engine: trainer heads drive this update; gather what comes, and change nothing yet."""
+
+
+class JoinByHand(msgspec.Struct, frozen=True, tag="join_by_hand"):
+    """Engine: enter a head's group."""
+
+    offer: GroupOffer
+    fabric: CollectiveFabric
+    deadline_s: float
+
+
+class TakeTensors(msgspec.Struct, frozen=True, tag="take_tensors"):
+    """Engine: the receiving half of one broadcast of whole tensors, flat, in this order."""
+
+    group: str
+    tensors: tuple[WireTensor, ...]
+    deadline_s: float
+
+
+class TakeFiles(msgspec.Struct, frozen=True, tag="take_files"):
+    """Engine: read this rank's boxes from a checkpoint folder."""
+
+    folder: str
+
+
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
     """Forget the round. Not answered.
 
@@ -313,6 +343,10 @@ Command = (
     | Apply
     | Publish
     | Abort
+    | BeginByHand
+    | JoinByHand
+    | TakeTensors
+    | TakeFiles
 )
 
 

@@ -85,7 +85,9 @@ class _Demo:
         self._killed = asyncio.Event()
         self._controller = windlass.Controller(
             token=self._token,
-            config=ControlConfig(mode=settings.mode, min_engines=1),
+            config=ControlConfig(
+                mode=settings.mode, backend=settings.update_backend, min_engines=1
+            ),
             staleness=windlass.StalenessPolicy(
                 max_staleness=settings.max_staleness,
                 batch_size=settings.prompts_per_step * settings.samples_per_prompt,

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from windlass.config import DiskBackend, P2pBackend, UpdateBackend, XcclBackend
 from windlass.control.messages import UpdateMode
 from windlass.errors import ConfigError
 from windlass.transports.configs import parse_transport
 
 __all__ = ["DemoSettings", "EngineSpec", "load_settings", "save_settings"]
+
+
+BACKENDS: dict[str, Callable[[Path], UpdateBackend]] = {
+    "p2p": lambda _: P2pBackend(),
+    "xccl": lambda _: XcclBackend(),
+    "disk": lambda directory: DiskBackend(folder=str((directory / "weights").resolve())),
+}
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +48,8 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
         num_trainers: FSDP2 ranks.
         engines: the fleet.
         engine: engine kind.
-        transport: `cma`, `shm` or `mooncake`. mode: `in_place` or `staged`.
+        backend: `p2p`, `xccl` or `disk`.
+        transport: of `p2p`: `cma`, `shm` or `mooncake`. mode: `in_place` or `staged`.
         kill_engine_at: version in whose update one engine is killed with SIGKILL; 0 for never.
         learning_rate: of AdamW. seed: of prompts, weights and sampling.
         output_dir: logs, weight snapshots, the PNG.
@@ -56,6 +66,7 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
         EngineSpec(name="engine-b", tensor_parallel_size=2, dtype="float32"),
     )
     engine: str = "embedded"
+    backend: str = "p2p"
     transport: str = "cma"
     mode: UpdateMode = UpdateMode.IN_PLACE
     kill_engine_at: int = 0
@@ -79,11 +90,20 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
                 f"demo: kill_engine_at must be in [0, steps={self.steps}], got {self.kill_engine_at}"
             )
         parse_transport(self.transport)
+        if self.backend not in BACKENDS:
+            raise ConfigError(
+                f"demo: backend must be one of {list(BACKENDS)}, got {self.backend!r}"
+            )
 
     @property
     def directory(self) -> Path:
         """`output_dir` as a path."""
         return Path(self.output_dir)
+
+    @property
+    def update_backend(self) -> UpdateBackend:
+        """How weights travel."""
+        return BACKENDS[self.backend](self.directory)
 
     @property
     def versions_dir(self) -> Path:

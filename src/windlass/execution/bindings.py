@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 
 import msgspec
 
+from windlass.layout.dtypes import DType
 from windlass.transports.base import PeerEndpoint, RemoteRegion
 
-__all__ = ["BucketPart", "DestinationBinding", "GroupOffer", "LinkOutcome", "LinkStatus"]
+__all__ = [
+    "BucketPart",
+    "DestinationBinding",
+    "GroupOffer",
+    "LinkOutcome",
+    "LinkStatus",
+    "WireTensor",
+]
 
 
 class DestinationBinding(msgspec.Struct, frozen=True):
@@ -48,6 +57,19 @@ class BucketPart(msgspec.Struct, frozen=True, array_like=True):
     stop: int
     bucket: int
     offset: int
+
+
+class WireTensor(msgspec.Struct, frozen=True):
+    """A whole checkpoint tensor that travels by itself."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class GroupOffer(msgspec.Struct, frozen=True):

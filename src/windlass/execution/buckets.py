@@ -165,6 +165,7 @@ def _narrow(op: BoundOp, dim: int, index: int, count: int) -> BoundOp:
     return replace(
         op,
         sizes=sizes,
+        src_sizes=sizes,
         src_offset=op.src_offset + index * op.src_strides[dim],
         dst_offset=op.dst_offset + index * op.dst_strides[dim],
         nbytes=_numel(sizes) * op.dst_dtype.itemsize,

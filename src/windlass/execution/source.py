@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import final
 
 import xxhash
@@ -15,12 +15,22 @@ from windlass.execution.pieces import split_op
 from windlass.layout.manifest import ShardManifest
 from windlass.memory.digest import hash_strided, new_digest
 from windlass.memory.packing import copy_strided
-from windlass.planning.plan import TransferPlan
+from windlass.planning.plan import TransferPlan, Transform
 
-__all__ = ["SourceMemory"]
+__all__ = ["SourceMemory", "refuse_transforms"]
 
 SCRATCH_NBYTES = 1 << 20
 """For casting before hashing."""
+
+
+def refuse_transforms(worker: str, programs: Iterable[LinkProgram]) -> None:
+    """Refuse ops that compute (block scales): only the one-sided sender packs them.
+
+    Raises:
+        PlanError: there is one.
+    """
+    if any(op.transform is not Transform.NONE for program in programs for op in program.ops):
+        raise PlanError(f"{worker}: this backend copies and casts only: quantised engines need p2p")
 
 
 @final
@@ -54,6 +64,7 @@ class SourceMemory:
                 "parameters as they lie: quantised engines need one-sided writes"
             )
         programs = {program.peer: program for program in bind_links(plan, sending=True)}
+        refuse_transforms(self.manifest.worker, programs.values())
         missing = sorted(set(programs) - {binding.worker for binding in bindings})
         if missing:
             raise PlanError(f"connect: destination {missing[0]} of the plan has no binding")

@@ -14,14 +14,63 @@ import numpy.typing as npt
 
 from windlass.errors import PlanError
 from windlass.execution.bind import BoundOp, LinkProgram, bind_links, check_part
+from windlass.execution.source import refuse_transforms
 from windlass.layout.manifest import ShardManifest
 from windlass.memory.digest import hash_strided, new_digest
 from windlass.memory.packing import copy_strided
 from windlass.planning.plan import CopyMode, TransferPlan
 
-__all__ = ["TargetMemory"]
+__all__ = ["ShadowMemory", "TargetMemory"]
 
 ALIGNMENT = 64
+
+
+@final
+class ShadowMemory:
+    """A copy of all parameters, that becomes live as a whole. Owned by this object.
+
+    Args:
+        manifest: of the rank.
+        addresses: of the live parameters, in manifest order.
+    """
+
+    def __init__(self, manifest: ShardManifest, addresses: Sequence[int]) -> None:
+        self._manifest, self._live = manifest, tuple(addresses)
+        self._shadow: npt.NDArray[np.uint8] | None = None
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Of the copies; allocated when first asked for."""
+        offsets, total = [], ALIGNMENT
+        for parameter in self._manifest.parameters:
+            offsets.append(total)
+            total += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
+        if self._shadow is None:
+            self._shadow = np.zeros(total, np.uint8)
+        start = int(self._shadow.ctypes.data)
+        start += -start % ALIGNMENT - ALIGNMENT
+        return tuple(start + offset for offset in offsets)
+
+    def copy_over(self) -> None:
+        """Make every element of every shard live; padding stays as it is. Idempotent."""
+        positions = {p.name: i for i, p in enumerate(self._manifest.parameters)}
+        addresses = self.addresses
+        for shard in self._manifest.shards():
+            position = positions[shard.parameter]
+            dtype = self._manifest.parameters[position].dtype
+            copy_strided(
+                sizes=shard.box.sizes,
+                src_address=addresses[position] + shard.offset_bytes,
+                src_strides=shard.strides_bytes,
+                src_dtype=dtype,
+                dst_address=self._live[position] + shard.offset_bytes,
+                dst_strides=shard.strides_bytes,
+                dst_dtype=dtype,
+            )
+
+    def close(self) -> None:
+        """Free the copies. Idempotent."""
+        self._shadow = None
 
 
 @final
@@ -38,7 +87,7 @@ class TargetMemory:
         self.programs: dict[str, LinkProgram] = {}
         self._live = tuple(addresses)
         self._targets = self._live
-        self._shadow: npt.NDArray[np.uint8] | None = None
+        self._shadow = ShadowMemory(manifest, addresses)
 
     def bind(self, plan: TransferPlan, *, shadow: bool) -> None:
         """Take a plan part (`TransferPlan.for_destination`); allocates the shadow once.
@@ -51,7 +100,8 @@ class TargetMemory:
         if (plan.ops.mode == CopyMode.LOADER).any():
             raise PlanError(f"{worker}: this receiver has no loader for loader ops")
         self.programs = {p.peer: p for p in bind_links(plan, sending=False)}
-        self._targets = self._shadow_addresses() if shadow else self._live
+        refuse_transforms(worker, self.programs.values())
+        self._targets = self._shadow.addresses if shadow else self._live
 
     @property
     def addresses(self) -> tuple[int, ...]:
@@ -100,7 +150,8 @@ class TargetMemory:
 
     def close(self) -> None:
         """Free the shadow. Idempotent."""
-        self._shadow, self._targets = None, self._live
+        self._shadow.close()
+        self._targets = self._live
 
     def _digest(self, program: LinkProgram) -> str:
         digest = new_digest()
@@ -113,14 +164,3 @@ class TargetMemory:
                 dtype=op.dst_dtype,
             )
         return digest.hexdigest()
-
-    def _shadow_addresses(self) -> tuple[int, ...]:
-        offsets, total = [], ALIGNMENT
-        for parameter in self.manifest.parameters:
-            offsets.append(total)
-            total += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
-        if self._shadow is None:
-            self._shadow = np.zeros(total, np.uint8)
-        start = int(self._shadow.ctypes.data)
-        start += -start % ALIGNMENT - ALIGNMENT
-        return tuple(start + offset for offset in offsets)

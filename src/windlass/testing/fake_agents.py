@@ -21,18 +21,22 @@ from windlass.control.messages import (
     PROTOCOL_VERSION,
     Abort,
     Apply,
+    BeginByHand,
     Bound,
     Command,
     ConnectEngine,
     ConnectTrainer,
     Done,
     Hello,
+    JoinByHand,
     JoinGroups,
     Pause,
     Prepare,
     Publish,
     Receive,
     Result,
+    TakeFiles,
+    TakeTensors,
     Verified,
     Verify,
     Write,
@@ -209,7 +213,14 @@ class FakeEngineRank:
             case Abort():
                 self.tainted |= command.tainted
                 self.paused = self.tainted
-            case JoinGroups() | Receive():
+            case (
+                JoinGroups()
+                | Receive()
+                | BeginByHand()
+                | JoinByHand()
+                | TakeTensors()
+                | TakeFiles()
+            ):
                 pass
             case ConnectTrainer() | Prepare() | Write():
                 raise ProtocolError(f"an engine cannot carry out {type(command).__name__}")
@@ -301,7 +312,18 @@ class FakeTrainerRank:
             case Write():
                 links = tuple(self._send(d, command.version) for d in command.destinations)
                 return Written(links, 0.0, 0.0)
-            case ConnectEngine() | Pause() | Receive() | Verify() | Apply() | Publish():
+            case (
+                ConnectEngine()
+                | Pause()
+                | Receive()
+                | Verify()
+                | Apply()
+                | Publish()
+                | BeginByHand()
+                | JoinByHand()
+                | TakeTensors()
+                | TakeFiles()
+            ):
                 raise ProtocolError(f"a trainer cannot carry out {type(command).__name__}")
             case _:
                 assert_never(command)

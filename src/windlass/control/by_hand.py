@@ -1,0 +1,336 @@
+"""Updates that trainer heads drive themselves, call by call, as one transaction for the fleet.
+
+    pause_generation      of the first head: no round runs from now on; every engine comes to rest
+    init group, update    one at a time, to all engines at once
+    continue_generation   of the last head: apply and publish everywhere, or nowhere
+
+Engines gather what comes in a shadow, so that a call that fails leaves the old version whole: the
+last `continue_generation` then aborts, and says which call failed. The order of collectives is
+the order in which the controller takes them up, decided once for all engines: two heads that
+arrive in opposite order at two engines cannot happen, and no ring of waiting forms.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Protocol, assert_never, final
+
+import msgspec
+from aiohttp import web
+
+from windlass.config import ControlConfig
+from windlass.control.callback_messages import (
+    CallbackAnswer,
+    CallbackRequest,
+    ContinueCall,
+    DiskCall,
+    DistributedCall,
+    GroupCall,
+    MembersCall,
+    PauseCall,
+)
+from windlass.control.fleet import Group
+from windlass.control.messages import (
+    Abort,
+    Apply,
+    BeginByHand,
+    Command,
+    Done,
+    Failure,
+    JoinByHand,
+    Pause,
+    Publish,
+    Result,
+    TakeFiles,
+    TakeTensors,
+)
+from windlass.control.session import AgentSession
+from windlass.errors import PeerUnreachable, RoundAborted, WindlassError
+
+__all__ = ["HandDrivenOwner", "HandDrivenUpdates"]
+
+_log = logging.getLogger(__name__)
+
+REMEMBERED = 4096
+"""Answers that are kept for calls that are asked again."""
+
+
+class HandDrivenOwner(Protocol):
+    """What the coordinator lends."""
+
+    async def begin_by_hand(
+        self,
+    ) -> tuple[tuple[int, int], dict[str, Group], dict[str, AgentSession]]:
+        """Wait for the running round, let none begin; (epoch, round), engines, and sessions.
+
+        Raises:
+            PeerUnreachable: there is no complete engine.
+        """
+        ...
+
+    async def end_by_hand(
+        self, version: int | None, served: tuple[str, ...], tainted: tuple[str, ...]
+    ) -> None:
+        """Let rounds begin again; `version` is published if it is not None."""
+        ...
+
+    def check_version(self, version: int) -> None:
+        """Refuse a version that is not newer than all before.
+
+        Raises:
+            RoundAborted: it is not.
+        """
+        ...
+
+
+@final
+class _Update:
+    """One transaction: who takes part, which heads have paused, and what went wrong."""
+
+    def __init__(
+        self, place: tuple[int, int], groups: Mapping[str, Group], sessions: dict[str, AgentSession]
+    ) -> None:
+        self.place = place
+        self.engines = {name: group.workers for name, group in groups.items()}
+        self.sessions = sessions
+        self.heads: set[str] = set()
+        self.failure = ""
+        self.seq = 0
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.timer: asyncio.TimerHandle | None = None
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """All engine ranks, in an order that is the same for everybody."""
+        return tuple(worker for name in sorted(self.engines) for worker in self.engines[name])
+
+
+@final
+class HandDrivenUpdates:
+    """The lane of `RolloutCallback`. Everything happens in the coordinator's loop.
+
+    Args:
+        owner: the coordinator.
+        config: pause mode and deadlines.
+    """
+
+    def __init__(self, owner: HandDrivenOwner, config: ControlConfig) -> None:
+        self._owner, self._config = owner, config
+        self._lane = asyncio.Lock()
+        self._answers: dict[str, asyncio.Task[CallbackAnswer]] = {}
+        self._update: _Update | None = None
+
+    def routes(self) -> list[web.RouteDef]:
+        """`POST /v1/callback`."""
+        return [web.post("/v1/callback", self._serve)]
+
+    async def close(self) -> None:
+        """Cancel what is under way. Idempotent."""
+        if self._update is not None and self._update.timer is not None:
+            self._update.timer.cancel()
+        for task in self._answers.values():
+            task.cancel()
+        await asyncio.gather(*self._answers.values(), return_exceptions=True)
+
+    async def _serve(self, request: web.Request) -> web.Response:
+        try:
+            asked = msgspec.msgpack.decode(await request.read(), type=CallbackRequest)
+        except msgspec.MsgspecError as error:
+            raise web.HTTPBadRequest(text=f"callback: {error}") from error
+        task = self._answers.get(asked.request_id)
+        if task is None:
+            task = asyncio.create_task(self._answer(asked))
+            self._answers[asked.request_id] = task
+            while len(self._answers) > REMEMBERED:
+                oldest = next(iter(self._answers))
+                if not self._answers[oldest].done():
+                    break
+                del self._answers[oldest]
+        # A caller that hangs up and asks again finds the same call, not a second one.
+        answer = await asyncio.shield(task)
+        return web.Response(body=msgspec.msgpack.encode(answer))
+
+    async def _answer(self, asked: CallbackRequest) -> CallbackAnswer:
+        try:
+            async with asyncio.timeout(asked.deadline_s):
+                return CallbackAnswer(members=await self._carry_out(asked))
+        except TimeoutError:
+            error = (
+                f"PeerTimeout: {type(asked.call).__name__}: not done within {asked.deadline_s} s"
+            )
+        except WindlassError as caught:
+            error = f"{type(caught).__name__}: {caught}"
+        if self._update is not None and not isinstance(asked.call, MembersCall):
+            self._update.failure = self._update.failure or error
+        return CallbackAnswer(error=error)
+
+    async def _carry_out(self, asked: CallbackRequest) -> tuple[str, ...]:
+        call, deadline_s = asked.call, asked.deadline_s
+        match call:
+            case PauseCall():
+                async with self._lane:
+                    await self._pause(asked.head, call.session_s, deadline_s)
+            case ContinueCall():
+                await self._continue(asked.head, call.version, deadline_s)
+            case MembersCall():
+                return self._running().workers
+            case GroupCall():
+                await self._tell_all(JoinByHand(call.offer, call.fabric, deadline_s), deadline_s)
+            case DistributedCall():
+                command = TakeTensors(call.group, call.tensors, deadline_s)
+                await self._tell_all(command, deadline_s)
+            case DiskCall():
+                await self._tell_all(TakeFiles(call.folder), deadline_s)
+            case _:
+                assert_never(call)
+        return ()
+
+    def _running(self) -> _Update:
+        if self._update is None:
+            raise RoundAborted("callback: no update is under way: call pause_generation first")
+        return self._update
+
+    async def _pause(self, head: str, session_s: float, deadline_s: float) -> None:
+        update = self._update
+        if update is None:
+            place, groups, sessions = await self._owner.begin_by_hand()
+            self._update = update = _Update(place, groups, sessions)
+            update.timer = asyncio.get_running_loop().call_later(session_s, self._expire, update)
+            await self._tell(update, BeginByHand(), deadline_s)
+            await self._tell(update, Pause(self._config.pause_mode, deadline_s), deadline_s)
+        update.heads.add(head)
+
+    async def _tell_all(self, command: Command, deadline_s: float) -> None:
+        """One collective at a time: the order is the same at every engine."""
+        async with self._lane:
+            update = self._running()
+            if update.failure:
+                raise RoundAborted(f"callback: the update has failed already: {update.failure}")
+            await self._tell(update, command, deadline_s)
+
+    async def _tell(self, update: _Update, command: Command, deadline_s: float) -> None:
+        results = await self._call(update, update.workers, command, deadline_s)
+        failed = [f"{w}: {_why(r)}" for w, r in results.items() if not isinstance(r, Done)]
+        if failed:
+            raise RoundAborted("; ".join(failed))
+
+    async def _continue(self, head: str, version: int, deadline_s: float) -> None:
+        update = self._running()
+        update.heads.discard(head)
+        if not update.heads:
+            async with self._lane:
+                if self._update is update:
+                    await self._finish(update, version, deadline_s)
+        failure = await asyncio.shield(update.ended)
+        if failure:
+            raise RoundAborted(f"version {version} was not published: {failure}")
+
+    async def _finish(self, update: _Update, version: int, deadline_s: float) -> None:
+        if not update.failure:
+            try:
+                self._owner.check_version(version)
+            except RoundAborted as error:
+                update.failure = str(error)
+        if update.failure:
+            await self._abort(update, update.failure)
+            return
+        applied = await self._call(update, update.workers, Apply(version), deadline_s)
+        bad = {w: _why(r) for w, r in applied.items() if not isinstance(r, Done)}
+        if len(bad) == len(update.workers):
+            await self._abort(update, "; ".join(f"{w}: {r}" for w, r in bad.items()))
+            return
+        lost = {name for name, workers in update.engines.items() if set(workers) & set(bad)}
+        good = [w for name, ws in update.engines.items() if name not in lost for w in ws]
+        published = await self._call(update, good, Publish(version), deadline_s)
+        for name, workers in update.engines.items():
+            if any(not isinstance(published.get(w), Done) for w in workers):
+                lost.add(name)
+        for name in lost:
+            for worker in update.engines[name]:
+                await self._farewell(update, worker, "could not apply the update", tainted=True)
+        served = tuple(sorted(set(update.engines) - lost))
+        await self._end(update, version if served else None, served, tuple(sorted(lost)), "")
+
+    async def _abort(self, update: _Update, reason: str) -> None:
+        for worker in update.workers:
+            await self._farewell(update, worker, reason, tainted=False)
+        await self._end(update, None, (), (), reason)
+
+    async def _end(
+        self,
+        update: _Update,
+        version: int | None,
+        served: tuple[str, ...],
+        tainted: tuple[str, ...],
+        reason: str,
+    ) -> None:
+        if update.timer is not None:
+            update.timer.cancel()
+        self._update = None
+        if version is None and not reason:
+            reason = f"no engine could apply it: {', '.join(tainted)}"
+        update.ended.set_result(reason)
+        await self._owner.end_by_hand(version, served, tainted)
+
+    def _expire(self, update: _Update) -> None:
+        """The heads have vanished: nobody will end this."""
+        if self._update is update:
+            key = f"expired/{update.place}"
+            self._answers[key] = asyncio.create_task(self._give_up(update))
+
+    async def _give_up(self, update: _Update) -> CallbackAnswer:
+        async with self._lane:
+            if self._update is update:
+                await self._abort(
+                    update, "the heads did not continue within the session's deadline"
+                )
+        return CallbackAnswer()
+
+    async def _farewell(self, update: _Update, worker: str, reason: str, *, tainted: bool) -> None:
+        update.seq += 1
+        session = update.sessions.get(worker)
+        if session is None:
+            return
+        try:
+            await session.call((*update.place, update.seq), Abort(reason, tainted))
+        except PeerUnreachable as error:
+            _log.info("%s", error)
+        session.forget((*update.place, update.seq))
+
+    async def _call(
+        self,
+        update: _Update,
+        workers: tuple[str, ...] | list[str],
+        command: Command,
+        deadline_s: float,
+    ) -> dict[str, Result | str]:
+        answers = await asyncio.gather(
+            *(self._one(update, worker, command, deadline_s) for worker in workers)
+        )
+        return dict(zip(workers, answers, strict=True))
+
+    async def _one(
+        self, update: _Update, worker: str, command: Command, deadline_s: float
+    ) -> Result | str:
+        update.seq += 1
+        key = (*update.place, update.seq)
+        session = update.sessions.get(worker)
+        if session is None:
+            return "not connected"
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await (await session.call(key, command))
+        except TimeoutError:
+            return f"no answer within {deadline_s} s"
+        except PeerUnreachable as error:
+            return str(error)
+        finally:
+            session.forget(key)
+
+
+def _why(result: Result | str) -> str:
+    if isinstance(result, Failure):
+        return result.message
+    return result if isinstance(result, str) else f"answered {type(result).__name__}"

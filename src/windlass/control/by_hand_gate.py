@@ -1,0 +1,66 @@
+"""The coordinator's side of hand-driven updates: rounds stand back, versions are accounted for."""
+
+from __future__ import annotations
+
+import asyncio
+
+from windlass.control.binding import Binding
+from windlass.control.changes import Changes
+from windlass.control.fleet import Fleet, Group
+from windlass.control.journal import Journal, JournalEntry, JournalKind
+from windlass.control.session import AgentSession
+from windlass.errors import PeerUnreachable, RoundAborted
+
+__all__ = ["HandDrivenGate"]
+
+
+class HandDrivenGate:
+    """`HandDrivenOwner` for a coordinator, which brings the attributes."""
+
+    _lock: asyncio.Lock
+    _fleet: Fleet
+    _sessions: dict[str, AgentSession]
+    _binding: Binding | None
+    _changes: Changes
+    _journal: Journal
+    _epoch: int
+    _round: int
+    _published: int
+    _spent: int
+
+    async def begin_by_hand(
+        self,
+    ) -> tuple[tuple[int, int], dict[str, Group], dict[str, AgentSession]]:
+        """See `HandDrivenOwner.begin_by_hand`."""
+        await self._lock.acquire()
+        groups = {group.name: group for group in self._fleet.writable_engines()}
+        self._binding = None
+        self._round += 1
+        if not groups:
+            self._lock.release()
+            raise PeerUnreachable("pause_generation: no complete engine is connected")
+        return (self._epoch, self._round), groups, dict(self._sessions)
+
+    async def end_by_hand(
+        self, version: int | None, served: tuple[str, ...], tainted: tuple[str, ...]
+    ) -> None:
+        """See `HandDrivenOwner.end_by_hand`."""
+        self._fleet.mark(version, served, tainted)
+        if version is not None:
+            self._published = self._spent = version
+            self._journal_round(JournalKind.PUBLISHED, version, served)
+        self._lock.release()
+        await self._changes.notify()
+
+    def check_version(self, version: int) -> None:
+        """See `HandDrivenOwner.check_version`."""
+        newest = max(self._published, self._spent)
+        if version <= newest:
+            raise RoundAborted(f"version must be > {newest}, got {version}")
+        self._journal_round(JournalKind.PUBLISHING, version, ())
+        self._spent = version
+
+    def _journal_round(
+        self, kind: JournalKind, version: int, engines: tuple[str, ...], detail: str = ""
+    ) -> None:
+        self._journal.append(JournalEntry(kind, self._epoch, self._round, version, engines, detail))
