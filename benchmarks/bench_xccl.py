@@ -4,6 +4,8 @@ One trainer process and two engine processes on this host. The ceiling is the sa
 bytes in the same buckets, broadcast and nothing else. Bytes are checked after every run.
 
     python benchmarks/bench_xccl.py --json FILE
+
+With `--fabric nccl` one engine on a second GPU; NCCL allows one rank per GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import numpy as np
 import torch
 
 from harness import Row, median_p95, parser, report
-from windlass.config import UpdateMode, XcclBackend
+from windlass.config import CollectiveFabric, UpdateMode, XcclBackend
 from windlass.execution.base import ParameterMemory
 from windlass.execution.bindings import GroupOffer
 from windlass.execution.collective import CollectiveReceiver, CollectiveSender
@@ -30,7 +32,8 @@ from windlass.planning.planner import plan_transfer
 
 ROWS, COLS, NUM_TENSORS = 4096, 1024, 24
 """Of fp32 in the trainer: 16 MiB each; engines hold bf16, so that loading casts."""
-NUM_ENGINES, NUM_RUNS = 2, 7
+ENGINES = {CollectiveFabric.GLOO: 2, CollectiveFabric.NCCL: 1}
+NUM_RUNS = 7
 BUCKET_NBYTES = 16 << 20
 DEADLINE_S = 120.0
 CASES = {"serial": 1, "pipelined": 2}
@@ -45,17 +48,24 @@ def manifest(worker: str, role: Role, dtype: DType) -> ShardManifest:
     return builder.build()
 
 
-def config_of(case: str) -> XcclBackend:
-    return XcclBackend(bucket_nbytes=BUCKET_NBYTES, num_buffers=CASES[case])
+def config_of(case: str, fabric: CollectiveFabric) -> XcclBackend:
+    return XcclBackend(fabric=fabric, bucket_nbytes=BUCKET_NBYTES, num_buffers=CASES[case])
 
 
-def engine(pipe: Connection, index: int) -> None:
+def set_up(fabric: CollectiveFabric, device: int) -> None:
     torch.set_num_threads(1)
+    if fabric is CollectiveFabric.NCCL:
+        torch.cuda.set_device(device)
+
+
+def engine(pipe: Connection, index: int, fabric: CollectiveFabric) -> None:
+    set_up(fabric, 1 + index)
     memory = [torch.zeros((ROWS, COLS), dtype=torch.bfloat16) for _ in range(NUM_TENSORS)]
     mine = manifest(f"engine/{index}", Role.ENGINE, DType.BFLOAT16)
     addresses = [tensor.data_ptr() for tensor in memory]
     receivers = {
-        case: CollectiveReceiver(config_of(case), mine, addresses, "127.0.0.1") for case in CASES
+        case: CollectiveReceiver(config_of(case, fabric), mine, addresses, "127.0.0.1")
+        for case in CASES
     }
     while (asked := pipe.recv()) is not None:
         what, case, argument = asked
@@ -66,7 +76,7 @@ def engine(pipe: Connection, index: int) -> None:
             receiver.join([argument], DEADLINE_S)
             pipe.send(None)
         elif what == "receive":
-            members = tuple(f"engine/{i}" for i in range(NUM_ENGINES))
+            members = tuple(f"engine/{i}" for i in range(ENGINES[fabric]))
             receiver.receive({"trainer/0": members}, DEADLINE_S)
             pipe.send(time.perf_counter())
         elif what == "broadcast":
@@ -99,8 +109,7 @@ def timed(pipes: list[Connection], what: str, case: str, mine: Callable[[], None
     return max(own, *ended) - began
 
 
-def write(sender: CollectiveSender, run: int, digests: list[str]) -> None:
-    names = [f"engine/{i}" for i in range(NUM_ENGINES)]
+def write(sender: CollectiveSender, run: int, names: list[str], digests: list[str]) -> None:
     digests += [link.digest for link in sender.write(run, names, DEADLINE_S).links]
 
 
@@ -116,13 +125,17 @@ def bare(sender: CollectiveSender, case: str, offer: GroupOffer) -> None:
 
 
 def main() -> None:
-    args = parser(__doc__ or "").parse_args()
-    torch.set_num_threads(1)
+    options = parser(__doc__ or "")
+    options.add_argument("--fabric", type=CollectiveFabric, default=CollectiveFabric.GLOO)
+    args = options.parse_args()
+    fabric: CollectiveFabric = args.fabric
+    num_engines = ENGINES[fabric]
+    set_up(fabric, 0)
     processes = multiprocessing.get_context("spawn")
     pipes, children = [], []
-    for index in range(NUM_ENGINES):
+    for index in range(num_engines):
         here, there = processes.Pipe()
-        child = processes.Process(target=engine, args=(there, index), daemon=True)
+        child = processes.Process(target=engine, args=(there, index, fabric), daemon=True)
         child.start()
         pipes.append(here)
         children.append(child)
@@ -132,11 +145,12 @@ def main() -> None:
         for i in range(NUM_TENSORS)
     ]
     places = [ParameterMemory(tensor.data_ptr(), tensor.nbytes) for tensor in memory]
-    engines = [manifest(f"engine/{i}", Role.ENGINE, DType.BFLOAT16) for i in range(NUM_ENGINES)]
+    engines = [manifest(f"engine/{i}", Role.ENGINE, DType.BFLOAT16) for i in range(num_engines)]
     plan = plan_transfer([mine], engines)
+    names = [e.worker for e in engines]
     senders, offers = {}, {}
     for case in CASES:
-        sender = CollectiveSender(config_of(case), mine, lambda: places, "127.0.0.1")
+        sender = CollectiveSender(config_of(case, fabric), mine, lambda: places, "127.0.0.1")
         parts = [plan.for_destination(e.worker).encode() for e in engines]
         bindings = ask(pipes, "connect", case, list(parts))
         offer = sender.connect(plan.for_source("trainer/0"), bindings)  # type: ignore[arg-type]
@@ -161,9 +175,9 @@ def main() -> None:
                 tensor.add_(1024.0)  # other bytes in every run
             sender.prepare(run)
             links: list[str] = []
-            took = timed(pipes, "receive", case, partial(write, sender, run, links))
+            took = timed(pipes, "receive", case, partial(write, sender, run, names, links))
             wrong = ask(pipes, "verify", case, [{"trainer/0": digest} for digest in links])
-            assert wrong == [()] * NUM_ENGINES, f"{case}: wrong bytes from {wrong}"
+            assert wrong == [()] * num_engines, f"{case}: wrong bytes from {wrong}"
             if run:
                 seconds[case].append(took)
     for pipe in pipes:
@@ -176,11 +190,11 @@ def main() -> None:
     rows = []
     for name, values in seconds.items():
         median, p95 = median_p95(values)
-        case = f"{nbytes >> 20} MiB fp32 to {NUM_ENGINES} bf16 engines, {name}"
+        case = f"{nbytes >> 20} MiB fp32 to {num_engines} bf16 engines, {name}"
         rows += [
-            Row(case=case, metric="median", value=median, unit="s", reference="bare gloo broadcast", reference_value=ceiling_s, ratio=median / ceiling_s),
+            Row(case=case, metric="median", value=median, unit="s", reference=f"bare {fabric} broadcast", reference_value=ceiling_s, ratio=median / ceiling_s),
             Row(case=case, metric="p95", value=p95, unit="s", reference="serial, median", reference_value=serial_s, ratio=p95 / serial_s),
-            Row(case=case, metric="rate", value=nbytes / median / 1e9, unit="GB/s", reference="bare gloo broadcast", reference_value=nbytes / ceiling_s / 1e9, ratio=ceiling_s / median),
+            Row(case=case, metric="rate", value=nbytes / median / 1e9, unit="GB/s", reference=f"bare {fabric} broadcast", reference_value=nbytes / ceiling_s / 1e9, ratio=ceiling_s / median),
         ]  # fmt: skip
     speedup = serial_s / median_p95(seconds["pipelined"])[0]
     rows.append(
