@@ -232,3 +232,24 @@ async def test_the_same_request_id_is_the_same_call() -> None:
             answers = [await ask(end) for _ in range(3)]
             assert "did not come" in answers[0].error
             assert answers == [answers[0]] * 3
+
+
+def by_hand(url: str, version: int) -> None:
+    with callback(url) as head:
+        head.pause_generation()
+        made = group(head, "weights")
+        made.broadcast(tensors(version, *backend_rank.SHAPES))
+        head.continue_generation(version)
+        made.close()
+
+
+async def test_updates_by_hand_and_by_publish_take_turns() -> None:
+    async with engines() as (fleet, url):
+        fleet.add_trainers()
+        for trainer in fleet.trainers:
+            assert await trainer.read() == "ready"
+        for version in (0, 2, 4):
+            assert await fleet.publish(version) == ("published", [])
+            await holds(fleet, (version, str(version), False))
+            await asyncio.to_thread(by_hand, url, version + 1)
+            await holds(fleet, (version + 1, str(version + 1), False))
