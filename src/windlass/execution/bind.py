@@ -152,8 +152,16 @@ def bind_links(plan: TransferPlan, *, sending: bool) -> tuple[LinkProgram, ...]:
     )
 
 
-def check_binding(program: LinkProgram, binding: DestinationBinding) -> None:
+def check_binding(
+    program: LinkProgram, binding: DestinationBinding, *, landing: bool = True
+) -> None:
     """Check every address that the link will write, before anything is paused.
+
+    Args:
+        program: of the link.
+        binding: what the destination offers.
+        landing: whether SCATTER and LOADER ops go to the landing region; kernels that store
+            strided need none.
 
     Raises:
         PlanError: a parameter or a landing region that the destination did not offer.
@@ -161,14 +169,15 @@ def check_binding(program: LinkProgram, binding: DestinationBinding) -> None:
     """
     starts, extents = [], []
     for op in program.ops:
-        if op.lands and not binding.landing_address:
+        lands = op.lands and landing
+        if lands and not binding.landing_address:
             raise PlanError(f"connect: {binding.worker} offers no landing region")
         if op.dst_parameter >= len(binding.parameter_addresses):
             raise PlanError(
                 f"connect: {binding.worker}: dst_parameter must be < "
                 f"{len(binding.parameter_addresses)}, got {op.dst_parameter}"
             )
-        if op.lands:
+        if lands:
             starts.append(binding.landing_address + op.landing_offset)
             extents.append(op.nbytes)
         else:

@@ -1,0 +1,641 @@
+"""NVLink on one host: the put kernel piece by piece, and a whole update of real shapes.
+
+    python benchmarks/gpu/bench_nvlink.py --json FILE [--topology FILE] [--engines 2]
+
+Half of the GPUs are trainer ranks, half are engine ranks, one process each. The ceiling (a plain
+copy from GPU to GPU by the copy engines) and the alternatives (cudaMemcpyBatchAsync, NCCL broadcast
+of full tensors that somebody has gathered already, NCCL send and receive of packed bytes) run in the
+same processes, in turns with the kernel. Every run moves new bytes, and every byte of every
+engine parameter is compared with what it must be after every run.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from harness import Row, median_p95, parser, report
+from windlass.execution.base import ParameterMemory
+from windlass.execution.bindings import DestinationBinding
+from windlass.execution.device import DeviceReceiver, DeviceSender
+from windlass.layout.manifest import ShardManifest
+from windlass.layout.synthesis import engine_manifests, trainer_manifests
+from windlass.layout.topology import Topology, parse_topology
+from windlass.planning.plan import TransferPlan
+from windlass.planning.planner import plan_transfer
+from windlass.transports.base import RemoteRegion
+from windlass.transports.cuda.ipc import CudaIpcTransport, MappedRegion
+from windlass.transports.cuda.kernels import PIECE, PieceTable
+
+PIECE_BYTES = (2 << 10, 16 << 10, 128 << 10, 1 << 20, 16 << 20, 1 << 30)
+SUITE_BYTES = 2 << 30
+ALIGNMENT = 256
+RUNS = 11
+BUCKET_NBYTES = 1 << 30
+QWEN3_30B_A3B = """
+name = "qwen3-30b-a3b"
+[model]
+family = "qwen3_moe"
+num_hidden_layers = {layers}
+hidden_size = 2048
+vocab_size = 151936
+num_attention_heads = 32
+num_key_value_heads = 4
+head_dim = 128
+n_routed_experts = 128
+moe_intermediate_size = 768
+[trainer]
+kind = "fsdp"
+world_size = {half}
+dtype = "{dtype}"
+[engine]
+tp = {half}
+ep = {ep}
+dtype = "bfloat16"
+[fabric]
+nic_gbytes_per_s = 390.0
+"""
+
+
+class Rank:
+    """One process, one GPU. Methods are called by name through a pipe."""
+
+    def __init__(self, ordinal: int, world_size: int, store: str) -> None:
+        self.ordinal = ordinal
+        torch.cuda.set_device(ordinal)
+        self.transport = CudaIpcTransport(ordinal)
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        dist.init_process_group(
+            "nccl",
+            init_method=f"file://{store}",
+            rank=ordinal,
+            world_size=world_size,
+            device_id=torch.device("cuda", ordinal),
+        )
+        self.memory = torch.empty(0, dtype=torch.int16, device="cuda")
+        self.bucket = torch.empty(0, dtype=torch.uint8, device="cuda")
+        self.round = 0
+
+    # --- memory: one buffer for all parameters, outside torch's pool --------------------------
+
+    def lay_out(self, encoded: bytes) -> RemoteRegion:
+        self.manifest = ShardManifest.decode(encoded)
+        self.offsets: list[int] = []
+        total = 0
+        for parameter in self.manifest.parameters:
+            self.offsets.append(total)
+            total += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
+        self.take(total)
+        self.float32 = any(p.dtype.value == "float32" for p in self.manifest.parameters)
+        return self.region.remote
+
+    def take(self, nbytes: int) -> None:
+        self.release()
+        self.nbytes = nbytes
+        self.address = self.transport.device.allocate(nbytes)
+        self.region = self.transport.register(self.address, nbytes)
+        self.memory = as_tensor(self.address, nbytes, self.ordinal)
+        self.memory.zero_()
+        torch.cuda.synchronize()
+
+    def release(self) -> None:
+        if len(self.memory):
+            self.transport.unregister(self.region)
+            self.memory = torch.empty(0, dtype=torch.int16, device="cuda")
+            torch.cuda.synchronize()
+            self.transport.device.free(self.address)
+
+    def take_suite(self, nbytes: int) -> RemoteRegion:
+        self.take(nbytes)
+        return self.region.remote
+
+    # --- the whole update ---------------------------------------------------------------------
+
+    def fill(self) -> None:
+        """Every element tells where in which global tensor it belongs; float32 exactly so."""
+        for view, values in self._expected():
+            view.copy_(values.float() if self.float32 else values)
+        torch.cuda.synchronize()
+
+    def advance(self) -> None:
+        """New bytes, as an optimiser step would leave them."""
+        self.round += 1
+        if self.float32:
+            self.fill()
+        else:
+            self.memory += 1
+        torch.cuda.synchronize()
+
+    def advance_round(self) -> None:
+        self.round += 1
+
+    def map_self(self) -> RemoteRegion:
+        return self.region.remote
+
+    def disconnect(self) -> None:
+        """Free the piece tables, whichever half this rank is."""
+        if self.ordinal < dist.get_world_size() // 2:
+            self.sender.close()
+        else:
+            self.receiver.close()
+
+    def spoil(self) -> None:
+        self.memory.fill_(-21846)
+        torch.cuda.synchronize()
+
+    def _expected(self) -> Any:
+        manifest, table = self.manifest, self.manifest.table
+        source_is_float = self.float32
+        for row in range(len(table)):
+            spec = manifest.tensors[int(table.tensor[row])]
+            lead = 4 - len(spec.shape)
+            sizes = table.sizes[row, lead:].tolist()
+            starts = table.offsets[row, lead:].tolist()
+            strides = table.strides_bytes[row, lead:].tolist()
+            index = torch.zeros(1, dtype=torch.int64, device="cuda")
+            for size, start, extent in zip(sizes, starts, spec.shape, strict=True):
+                index = index[..., None] * extent + torch.arange(start, start + size, device="cuda")
+            values = index.reshape(sizes) * 40503 + hash_name(spec.name)
+            parameter = manifest.parameters[int(table.parameter[row])]
+            offset = self.offsets[int(table.parameter[row])] + int(table.offset_bytes[row])
+            itemsize = parameter.dtype.itemsize
+            base = self.memory.view(torch.float32) if itemsize == 4 else self.memory
+            view = base.as_strided(sizes, [s // itemsize for s in strides], offset // itemsize)
+            if source_is_float or self.casting:
+                # Integers up to 256 are exact in bfloat16, so the cast can be checked exactly.
+                yield view, ((values >> 2) + self.round) % 256
+            else:
+                yield view, ((values >> 2) + self.round).to(torch.int16)
+
+    casting = False
+
+    def set_casting(self, casting: bool) -> None:
+        self.casting = casting
+
+    def check(self) -> int:
+        """Elements that are not what they must be."""
+        wrong = 0
+        for view, values in self._expected():
+            truth = values.to(torch.bfloat16).view(torch.int16) if self.casting else values
+            wrong += int((view != truth).sum())
+        return wrong
+
+    def connect_engine(self, encoded: bytes) -> DestinationBinding:
+        addresses = [self.address + offset for offset in self.offsets]
+        self.receiver = DeviceReceiver(self.transport, self.manifest, addresses, (self.region,))
+        return self.receiver.connect(TransferPlan.decode(encoded))
+
+    def connect_trainer(self, encoded: bytes, bindings: list[DestinationBinding]) -> int:
+        memory = [
+            ParameterMemory(self.address + offset, parameter.nbytes)
+            for offset, parameter in zip(self.offsets, self.manifest.parameters, strict=True)
+        ]
+        free, _ = torch.cuda.mem_get_info()
+        self.sender = DeviceSender(self.transport, self.manifest, memory)
+        self.sender.connect(TransferPlan.decode(encoded), bindings)
+        return free - torch.cuda.mem_get_info()[0]
+
+    def write(self, destinations: list[str]) -> tuple[float, dict[str, str]]:
+        dist.barrier()
+        torch.cuda.synchronize()
+        sent = self.sender.write(destinations, 60.0)
+        return sent.wire_s, {link.destination: link.digest for link in sent.links}
+
+    def wait(self) -> None:
+        dist.barrier()
+        torch.cuda.synchronize()
+
+    def verify(self, expected: dict[str, str]) -> tuple[float, tuple[str, ...]]:
+        began = time.perf_counter()
+        mismatched = self.receiver.verify(expected)
+        return time.perf_counter() - began, mismatched
+
+    # --- alternatives and the ceiling ---------------------------------------------------------
+
+    def map_peer(self, region: RemoteRegion) -> None:
+        self.mapped: MappedRegion = self.transport.map_region(region)
+
+    def copy_engine(self, nbytes: int, active: bool) -> float:
+        dist.barrier()
+        torch.cuda.synchronize()
+        if not active:
+            return 0.0
+        began = time.perf_counter()
+        target = self.mapped.start + self.mapped.shift
+        self.transport.device.copy(target, self.address, nbytes, self.transport.stream)
+        self.transport.stream.record().wait()
+        return time.perf_counter() - began
+
+    def broadcast(self, source: int, nbytes: int, buckets: int) -> float:
+        """`buckets` broadcasts to every rank, as if one rank had gathered everything."""
+        if self.bucket.numel() != nbytes:
+            self.bucket = torch.ones(nbytes, dtype=torch.uint8, device="cuda")
+            dist.broadcast(self.bucket, source)
+        dist.barrier()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(buckets):
+            dist.broadcast(self.bucket, source)
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    def send_receive(self, peers: list[int], sending: bool, nbytes: int, repeats: int) -> float:
+        """Packed bytes to or from every peer at once."""
+        buffers = [self.bucket[i * nbytes : (i + 1) * nbytes] for i in range(len(peers))]
+        call: Any = dist.isend if sending else dist.irecv
+
+        def exchange() -> None:
+            ops = [dist.P2POp(call, b, p) for b, p in zip(buffers, peers, strict=True)]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+
+        exchange()
+        dist.barrier()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(repeats):
+            exchange()
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    def drop_bucket(self) -> None:
+        self.bucket = torch.empty(0, dtype=torch.uint8, device="cuda")
+        torch.cuda.empty_cache()
+
+    # --- pieces -------------------------------------------------------------------------------
+
+    def put_pieces(self, kind: str, piece: int, seed: int) -> dict[str, float]:
+        """Seconds per method; the peer then holds pieces at other places than they came from."""
+        generator = torch.Generator(device="cuda").manual_seed(seed)
+        self.memory.random_(-20000, 20000, generator=generator)
+        if kind == "cast":
+            values = self.memory.view(torch.float32)
+            values.copy_(torch.randn(values.shape, device="cuda", generator=generator))
+        torch.cuda.synchronize()
+        pieces, nbytes = suite_pieces(
+            kind, piece, self.address, self.mapped.shift + self.mapped.start
+        )
+        kernel = "put_bfloat16" if kind == "cast" else "put_1"
+        table = PieceTable(self.transport.device, pieces, kernel, 2 if kind == "cast" else 1)
+        seconds = {}
+        digest = self.transport.device.allocate(16)
+        methods: dict[str, Callable[[], None]] = {
+            "kernel": lambda: self.transport.kernels.put(table, self.transport.stream),
+            "kernel with digest": lambda: self.transport.kernels.put(
+                table, self.transport.stream, digest
+            ),
+        }
+        if kind == "contiguous":
+            methods["cudaMemcpyBatchAsync"] = batch_copy(piece, pieces, self.transport.stream)
+        for name, method in methods.items():
+            method()
+            self.transport.stream.record().wait()
+            began = time.perf_counter()
+            for _ in range(3):
+                method()
+            self.transport.stream.record().wait()
+            seconds[name] = (time.perf_counter() - began) / 3
+        table.close()
+        self.transport.device.free(digest)
+        seconds["nbytes"] = float(nbytes)
+        return seconds
+
+    def check_pieces(self, kind: str, piece: int, seed: int) -> int:
+        """Bytes that differ from what the pieces must have brought."""
+        generator = torch.Generator(device="cuda").manual_seed(seed)
+        source = torch.empty_like(self.memory)
+        source.random_(-20000, 20000, generator=generator)
+        expected = torch.zeros_like(self.memory).view(torch.uint8)
+        if kind == "cast":
+            values = source.view(torch.float32)
+            values.copy_(torch.randn(values.shape, device="cuda", generator=generator))
+            rows = values.view(-1, piece // 2).bfloat16().view(torch.uint8).view(-1, piece)
+        elif kind == "strided":
+            rows = source.view(torch.uint8).view(-1, 4 * piece)[:, :piece]
+        else:
+            rows = source.view(torch.uint8).view(-1, piece)
+        order = permutation(len(rows)).to("cuda")
+        if kind == "strided":
+            expected.view(-1, 4 * piece)[order, :piece] = rows
+            got = self.memory.view(torch.uint8).view(-1, 4 * piece)[:, :piece]
+            return int((got != expected.view(-1, 4 * piece)[:, :piece]).sum())
+        expected[: rows.numel()].view(-1, piece)[order] = rows
+        got = self.memory.view(torch.uint8)
+        return int((got[: rows.numel()] != expected[: rows.numel()]).sum())
+
+    def finish(self) -> None:
+        dist.destroy_process_group()
+
+
+def permutation(count: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(7).permutation(count))
+
+
+def suite_pieces(kind: str, piece: int, source: int, target: int) -> tuple[Any, int]:
+    """Pieces of `piece` bytes from every place to another place; a piece is cut for the kernel."""
+    scale = 2 if kind == "cast" else 1
+    pitch = 4 * piece if kind == "strided" else piece
+    count = SUITE_BYTES // (pitch * scale)
+    order = permutation(count).numpy().astype(np.uint64)
+    steps = np.arange(0, piece, 64 << 10, dtype=np.uint64)
+    places = np.arange(count, dtype=np.uint64)
+    made = np.zeros((count, len(steps)), PIECE)
+    made["src"] = source + places[:, None] * np.uint64(pitch * scale) + steps * np.uint64(scale)
+    made["dst"] = target + order[:, None] * np.uint64(pitch) + steps
+    made["rows"] = 1
+    sizes = np.minimum(piece - steps.astype(np.int64), 64 << 10)
+    made["row_elems"] = sizes // 2 if kind == "cast" else sizes
+    return made.reshape(-1), count * piece
+
+
+def batch_copy(piece: int, pieces: Any, stream: Any) -> Callable[[], None]:
+    """All pieces, whole, in one cudaMemcpyBatchAsync."""
+    from cuda.bindings import runtime
+
+    whole = pieces[:: max(piece // (64 << 10), 1)]
+    sources, targets = whole["src"].tolist(), whole["dst"].tolist()
+    attributes = runtime.cudaMemcpyAttributes()
+    attributes.srcAccessOrder = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
+    sizes = [piece] * len(whole)
+
+    def call() -> None:
+        result = runtime.cudaMemcpyBatchAsync(
+            targets, sources, sizes, len(whole), [attributes], [0], 1, stream.handle.value
+        )
+        assert result[0] == 0, result
+
+    return call
+
+
+def hash_name(name: str) -> int:
+    return sum((i + 1) * 7919 * ord(c) for i, c in enumerate(name))
+
+
+class _Interface:
+    """Raw device memory for torch, which must not free it."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes // 2,),
+            "typestr": "<i2",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def as_tensor(address: int, nbytes: int, ordinal: int) -> torch.Tensor:
+    return torch.as_tensor(_Interface(address, nbytes), device=f"cuda:{ordinal}")
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+def serve(ordinal: int, world_size: int, store: str, pipe: Connection) -> None:
+    try:
+        rank = Rank(ordinal, world_size, store)
+        pipe.send(("ok", None))
+        while (request := pipe.recv()) is not None:
+            name, arguments = request
+            pipe.send(("ok", getattr(rank, name)(*arguments)))
+        rank.finish()
+    except BaseException:
+        pipe.send(("failed", traceback.format_exc()))
+        raise
+
+
+class Host:
+    """All ranks: the first half trains, the second half serves."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size, self.half = world_size, world_size // 2
+        context = mp.get_context("spawn")
+        store = f"/tmp/windlass-nvlink-{os.getpid()}"
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for ordinal in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(ordinal, world_size, store, theirs))
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        self.collect(range(world_size))
+
+    def collect(self, ranks: Any) -> list[Any]:
+        answers = []
+        for rank in ranks:
+            if not self.pipes[rank].poll(240):
+                raise SystemExit(f"rank {rank} does not answer")
+            status, value = self.pipes[rank].recv()
+            if status != "ok":
+                raise SystemExit(f"rank {rank}: {value}")
+            answers.append(value)
+        return answers
+
+    def call(self, ranks: Any, name: str, *arguments: Any) -> list[Any]:
+        """The same call in several ranks; an argument that is a dict is given out by rank."""
+        ranks = list(ranks)
+        for rank in ranks:
+            mine = [a[rank] if isinstance(a, dict) else a for a in arguments]
+            self.pipes[rank].send((name, mine))
+        return self.collect(ranks)
+
+    def everywhere(self, calls: dict[int, tuple[str, list[Any]]]) -> dict[int, Any]:
+        for rank, call in calls.items():
+            self.pipes[rank].send(call)
+        return dict(zip(calls, self.collect(calls), strict=True))
+
+    @property
+    def trainers(self) -> range:
+        return range(self.half)
+
+    @property
+    def engines(self) -> range:
+        return range(self.half, self.world_size)
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            pipe.send(None)
+        for process in self.processes:
+            process.join(60)
+
+
+def ceiling(host: Host, nbytes: int) -> float:
+    """GB/s per pair when every trainer copies to its engine at once: the slowest one counts."""
+    calls = {r: ("copy_engine", [nbytes, r in host.trainers]) for r in range(host.world_size)}
+    seconds: list[float] = [s for r, s in host.everywhere(calls).items() if r in host.trainers]
+    return nbytes / max(seconds) / 1e9
+
+
+def bench_pieces(host: Host) -> list[Row]:
+    everyone = range(host.world_size)
+    regions = host.call(everyone, "take_suite", SUITE_BYTES)
+    host.call(host.trainers, "map_peer", {t: regions[t + host.half] for t in host.trainers})
+    pair = (0, host.half)
+    rows = []
+    for kind in ("contiguous", "strided", "cast"):
+        for piece in PIECE_BYTES:
+            if kind != "contiguous" and piece > 1 << 20:
+                continue
+            found: dict[str, list[float]] = {}
+            tops = []
+            for run in range(RUNS):
+                calls = {r: ("copy_engine", [SUITE_BYTES, r == 0]) for r in everyone}
+                tops.append(SUITE_BYTES / host.everywhere(calls)[0] / 1e9)
+                host.call([pair[1]], "spoil")
+                seconds = host.call([pair[0]], "put_pieces", kind, piece, run)[0]
+                nbytes = seconds.pop("nbytes")
+                if wrong := host.call([pair[1]], "check_pieces", kind, piece, run)[0]:
+                    raise SystemExit(f"{kind} {piece}: {wrong} wrong bytes in run {run}")
+                for name, spent in seconds.items():
+                    found.setdefault(name, []).append(nbytes / spent / 1e9)
+            top, _ = median_p95(tops)
+            size = f"{piece >> 10} KiB" if piece < 1 << 20 else f"{piece >> 20} MiB"
+            for name, rates in found.items():
+                rows += rates_rows(f"{kind} pieces of {size}, {name}", rates, "copy engine", top)
+    return rows
+
+
+def rates_rows(case: str, rates: list[float], reference: str, value: float) -> list[Row]:
+    median, _ = median_p95(rates)
+    slow = -median_p95([-rate for rate in rates])[1]
+    return [
+        Row(case=case, metric=metric, value=rate, unit="GB/s", reference=reference,
+            reference_value=value, ratio=rate / value)
+        for metric, rate in (("median", median), ("slow p95", slow))
+    ]  # fmt: skip
+
+
+def bench_update(host: Host, topology: Topology, label: str) -> list[Row]:
+    began = time.perf_counter()
+    sources, targets = trainer_manifests(topology), engine_manifests(topology)
+    plan = plan_transfer(sources, targets)
+    planned_s = time.perf_counter() - began
+    casting = topology.trainer.dtype != topology.engine.dtype
+    by_rank = {r: m.encode() for r, m in enumerate((*sources, *targets))}
+    host.call(range(host.world_size), "lay_out", by_rank)
+    host.call(range(host.world_size), "set_casting", casting)
+    began = time.perf_counter()
+    parts = {r + host.half: plan.for_destination(m.worker).encode() for r, m in enumerate(targets)}
+    bindings = host.call(host.engines, "connect_engine", parts)
+    parts = {r: plan.for_source(m.worker).encode() for r, m in enumerate(sources)}
+    extra = host.call(host.trainers, "connect_trainer", parts, bindings)
+    connect_s = time.perf_counter() - began
+    host.call(host.trainers, "fill")
+    destinations = {
+        rank: [plan.destinations[link.dst] for link in plan.links() if link.src == rank]
+        for rank in host.trainers
+    }
+    regions = host.call(host.engines, "map_self")
+    host.call(host.trainers, "map_peer", dict(zip(host.trainers, regions, strict=True)))
+    least = min(m.nbytes for m in (*sources, *targets))
+    wires, verifies, tops = [], [], []
+    for run in range(RUNS + 1):
+        host.call(host.trainers, "advance")
+        host.call(host.engines, "advance_round")
+        host.call(host.engines, "spoil")
+        calls: dict[int, tuple[str, list[Any]]] = {
+            r: ("write", [destinations[r]]) for r in host.trainers
+        }
+        calls |= {r: ("wait", []) for r in host.engines}
+        sent = host.everywhere(calls)
+        expected: dict[int, dict[str, str]] = {r: {} for r in host.engines}
+        names = {m.worker: r + host.half for r, m in enumerate(targets)}
+        for rank in host.trainers:
+            for worker, digest in sent[rank][1].items():
+                expected[names[worker]][sources[rank].worker] = digest
+        verified = host.everywhere({r: ("verify", [expected[r]]) for r in host.engines})
+        if bad := [v[1] for v in verified.values() if v[1]]:
+            raise SystemExit(f"{label}: digests differ: {bad}")
+        if sum(wrong := host.call(host.engines, "check")):
+            raise SystemExit(f"{label}: wrong elements {wrong} in run {run}")
+        if run:
+            wires.append(max(sent[r][0] for r in host.trainers))
+            verifies.append(max(v[0] for v in verified.values()))
+        tops.append(ceiling(host, min(least, 4 << 30)))
+    top, _ = median_p95(tops)
+    per_link = plan.nbytes / host.half
+    rates = [per_link / s / 1e9 for s in wires]
+    case = f"{label}: {plan.nbytes / 1e9:.1f} GB, {host.half} -> {host.half} GPUs"
+    print(f"{case}: plan {planned_s:.2f} s, connect {connect_s:.1f} s, extra bytes {extra}")
+    rows = rates_rows(f"{case}, per GPU, digests on", rates, "copy engine, pairs at once", top)
+    wire, slow_wire = median_p95(wires)
+    verify, slow_verify = median_p95(verifies)
+    for metric, value, other in (
+        ("wire, median", wire, per_link / top / 1e9),
+        ("wire, p95", slow_wire, per_link / top / 1e9),
+        ("verify, median", verify, wire),
+        ("verify, p95", slow_verify, wire),
+        ("extra trainer memory (tables)", max(extra) / 1e9, per_link / 1e9),
+    ):
+        reference = "bytes at the ceiling" if metric.startswith("wire") else (
+            "wire, median" if metric.startswith("verify") else "bytes sent per rank")  # fmt: skip
+        unit = "GB" if "memory" in metric else "s"
+        rows.append(Row(case=case, metric=metric, value=value, unit=unit, reference=reference,
+                        reference_value=other, ratio=value / other))  # fmt: skip
+    host.call(range(host.world_size), "disconnect")
+    host.call(range(host.world_size), "release")
+    return rows + bench_collectives(host, plan.nbytes, case, wire)
+
+
+def bench_collectives(host: Host, nbytes: int, case: str, wire: float) -> list[Row]:
+    everyone = range(host.world_size)
+    buckets = -(-nbytes // BUCKET_NBYTES)
+    broadcast, exchange = [], []
+    piece = BUCKET_NBYTES // host.half
+    repeats = -(-nbytes // (host.half * BUCKET_NBYTES))
+    for run in range(6):
+        seconds = max(host.call(everyone, "broadcast", 0, BUCKET_NBYTES, buckets))
+        calls: dict[int, tuple[str, list[Any]]] = {}
+        for rank in everyone:
+            peers = list(host.engines if rank in host.trainers else host.trainers)
+            calls[rank] = ("send_receive", [peers, rank in host.trainers, piece, repeats])
+        other = max(host.everywhere(calls).values())
+        if run:
+            broadcast.append(seconds)
+            exchange.append(other)
+    host.call(everyone, "drop_bucket")
+    return [
+        Row(case=case, metric=f"wire, {what}, median", value=median_p95(spent)[0], unit="s",
+            reference="windlass wire, median", reference_value=wire,
+            ratio=median_p95(spent)[0] / wire)
+        for what, spent in (
+            ("NCCL broadcast of gathered tensors", broadcast),
+            ("NCCL send/recv of packed bytes", exchange),
+        )
+    ]  # fmt: skip
+
+
+def main() -> None:
+    arguments = parser(__doc__ or "")
+    arguments.add_argument("--layers", type=int, default=48, help="of Qwen3-30B-A3B")
+    arguments.add_argument("--skip-pieces", action="store_true")
+    args = arguments.parse_args()
+    host = Host(torch.cuda.device_count() // 2 * 2)
+    rows: list[Row] = []
+    if not args.skip_pieces:
+        rows += bench_pieces(host)
+    for dtype, layers, ep, label in (
+        ("bfloat16", args.layers, 1, "Qwen3-30B-A3B bf16, FSDP -> TP"),
+        ("bfloat16", args.layers, host.half, "Qwen3-30B-A3B bf16, FSDP -> EP"),
+        ("float32", args.layers // 2, 1, "half of Qwen3-30B-A3B, fp32 masters -> bf16, FSDP -> TP"),
+    ):
+        text = QWEN3_30B_A3B.format(half=host.half, dtype=dtype, layers=layers, ep=ep)
+        rows += bench_update(host, parse_topology(text), label)
+    host.close()
+    report(rows, args.json, f"NVLink: {torch.cuda.get_device_name(0)} x {host.world_size}")
+
+
+if __name__ == "__main__":
+    main()

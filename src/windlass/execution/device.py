@@ -1,0 +1,228 @@
+"""A plan on GPUs of one host: kernels store every op straight into its place, hashing as they go.
+
+No arena, no landing region, no copy at either end: the trainer reads its parameters where they
+lie, casts in registers, and stores through NVLink into the engine's live parameters.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+
+from windlass.errors import PlanError, RegionError, RoundAborted, TransferError
+from windlass.execution.base import ParameterMemory, SendResult
+from windlass.execution.bind import LinkProgram, bind_links, check_binding, check_part
+from windlass.execution.bindings import DestinationBinding, LinkOutcome, LinkStatus
+from windlass.execution.blocks import block_tables
+from windlass.layout.manifest import ShardManifest
+from windlass.planning.plan import CopyMode, TransferPlan
+from windlass.transports.base import MemoryRegion
+from windlass.transports.cuda.ipc import CudaIpcTransport
+from windlass.transports.cuda.kernels import PieceTable, put_kernel
+from windlass.transports.processes import check_alive
+
+__all__ = ["DeviceReceiver", "DeviceSender"]
+
+DIGEST_NBYTES = 16
+UInt64Array = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """A link on the device. `digest`: address of its two words."""
+
+    program: LinkProgram
+    tables: tuple[PieceTable, ...]
+    digest: int
+
+
+def _load_link(
+    transport: CudaIpcTransport, program: LinkProgram, sources: UInt64Array, targets: UInt64Array
+) -> _Link:
+    tables = []
+    for (src_dtype, dst_dtype), pieces in block_tables(program, sources, targets).items():
+        kernel = put_kernel(src_dtype, dst_dtype, dst_dtype.itemsize)
+        tables.append(PieceTable(transport.device, pieces, kernel, dst_dtype.itemsize))
+    return _Link(program, tuple(tables), transport.device.allocate(DIGEST_NBYTES))
+
+
+def _unload(transport: CudaIpcTransport, links: Mapping[str, _Link]) -> None:
+    for link in links.values():
+        for table in link.tables:
+            table.close()
+        transport.device.free(link.digest)
+
+
+def _read_digest(transport: CudaIpcTransport, link: _Link) -> str:
+    a, b = np.frombuffer(transport.device.download(link.digest, DIGEST_NBYTES), "<u8").tolist()
+    return f"{a:016x}{b:016x}"
+
+
+@final
+class DeviceSender:
+    """One trainer rank whose parameters are on a GPU. Not thread-safe.
+
+    Memory: the parameters must stay where `parameters` says until the next `connect`, and must
+    not change between `prepare` and the end of the round. Allocates piece tables only.
+
+    Args:
+        transport: of the GPU that holds the parameters; the caller closes it.
+        manifest: of this rank.
+        parameters: where they lie, in manifest order.
+    """
+
+    def __init__(
+        self,
+        transport: CudaIpcTransport,
+        manifest: ShardManifest,
+        parameters: Sequence[ParameterMemory],
+    ) -> None:
+        self._transport = transport
+        self._manifest = manifest
+        self._parameters = tuple(parameters)
+        self._links: dict[str, _Link] = {}
+        self._bindings: dict[str, DestinationBinding] = {}
+        self._shift = 0
+
+    def connect(self, plan: TransferPlan, bindings: Sequence[DestinationBinding]) -> None:
+        """Bind a plan part: map the peers' memory, cut the ops, upload the tables.
+
+        Raises:
+            PlanError: the plan was made for another layout, or a destination has no binding.
+            RegionError: a store would leave the published regions.
+        """
+        self.close()
+        self._shift = check_part(self._manifest, plan.sources, plan.source_digests, "sources")
+        known = {binding.worker: binding for binding in bindings}
+        sources = np.array([memory.address for memory in self._parameters], np.uint64)
+        for program in bind_links(plan, sending=True):
+            binding = known.get(program.peer)
+            if binding is None:
+                raise PlanError(f"connect: destination {program.peer} of the plan has no binding")
+            check_binding(program, binding, landing=False)
+            self._bindings[program.peer] = binding
+            targets = self._reach(binding)
+            self._links[program.peer] = _load_link(self._transport, program, sources, targets)
+
+    def _reach(self, binding: DestinationBinding) -> UInt64Array:
+        """The peer's parameter addresses as this process reaches them."""
+        mapped = [self._transport.map_region(region) for region in binding.regions]
+        addresses = []
+        for address in binding.parameter_addresses:
+            inside = [m for m in mapped if m.start <= address < m.stop]
+            if not inside:
+                raise RegionError(
+                    f"connect: {binding.worker} published no region around parameter at {address:#x}"
+                )
+            addresses.append(address + inside[0].shift)
+        return np.array(addresses, np.uint64)
+
+    def write(self, destinations: Sequence[str], deadline_s: float) -> SendResult:
+        """Store the links to `destinations`, the first one another in every rank. Idempotent.
+
+        Raises:
+            RoundAborted: a destination that this rank does not send to.
+        """
+        unknown = [name for name in destinations if name not in self._links]
+        if unknown:
+            raise RoundAborted(f"write: this rank sends nothing to {', '.join(unknown)}")
+        transport, stream = self._transport, self._transport.stream
+        began = time.perf_counter()
+        shift = self._shift % max(len(destinations), 1)
+        for name in (*destinations[shift:], *destinations[:shift]):
+            check_alive(self._bindings[name].endpoint)
+            link = self._links[name]
+            transport.device.clear(link.digest, DIGEST_NBYTES, stream)
+            for table in link.tables:
+                transport.kernels.put(table, stream, link.digest)
+        transport.wait(stream.record(), deadline_s)
+        wire_s = time.perf_counter() - began
+        outcomes = tuple(self._outcome(name) for name in destinations)
+        return SendResult(outcomes, 0.0, wire_s)
+
+    def _outcome(self, name: str) -> LinkOutcome:
+        link = self._links[name]
+        try:
+            check_alive(self._bindings[name].endpoint)
+        except TransferError as error:
+            return LinkOutcome(name, LinkStatus.UNREACHABLE, 0, "", str(error))
+        digest = _read_digest(self._transport, link)
+        return LinkOutcome(name, LinkStatus.OK, link.program.nbytes, digest)
+
+    def close(self) -> None:
+        """Free the tables. Idempotent."""
+        _unload(self._transport, self._links)
+        self._links, self._bindings = {}, {}
+
+
+@final
+class DeviceReceiver:
+    """One engine rank whose parameters are on a GPU; writes go to the live parameters.
+
+    Args:
+        transport: the live parameters are registered with it; the caller closes it.
+        manifest: of this rank.
+        parameter_addresses: of the live parameters, in manifest order; they never move.
+        regions: registered regions that contain every live parameter.
+    """
+
+    def __init__(
+        self,
+        transport: CudaIpcTransport,
+        manifest: ShardManifest,
+        parameter_addresses: Sequence[int],
+        regions: Sequence[MemoryRegion],
+    ) -> None:
+        self._transport = transport
+        self._manifest = manifest
+        self._addresses = tuple(parameter_addresses)
+        self._regions = tuple(regions)
+        self._links: dict[str, _Link] = {}
+
+    def connect(self, plan: TransferPlan) -> DestinationBinding:
+        """Bind a plan part.
+
+        Raises:
+            PlanError: the plan was made for another layout, or asks for the engine's own loader.
+        """
+        self.close()
+        check_part(self._manifest, plan.destinations, plan.destination_digests, "destinations")
+        if (plan.ops.mode == CopyMode.LOADER).any():
+            raise PlanError(f"{self._manifest.worker}: this receiver has no loader for loader ops")
+        targets = np.array(self._addresses, np.uint64)
+        nowhere = np.zeros(0, np.uint64)
+        self._links = {
+            program.peer: _load_link(self._transport, program, nowhere, targets)
+            for program in bind_links(plan, sending=False)
+        }
+        return DestinationBinding(
+            worker=self._manifest.worker,
+            endpoint=self._transport.endpoint(),
+            regions=tuple(region.remote for region in self._regions),
+            parameter_addresses=self._addresses,
+        )
+
+    def verify(self, expected: Mapping[str, str], deadline_s: float = 60.0) -> tuple[str, ...]:
+        """Sources whose bytes do not have the expected digest, or that send nothing here."""
+        transport, stream = self._transport, self._transport.stream
+        known = {source: self._links[source] for source in expected if source in self._links}
+        for link in known.values():
+            transport.device.clear(link.digest, DIGEST_NBYTES, stream)
+            for table in link.tables:
+                transport.kernels.hash(table, stream, link.digest)
+        transport.wait(stream.record(), deadline_s)
+        return tuple(
+            source
+            for source, digest in sorted(expected.items())
+            if source not in known or _read_digest(transport, known[source]) != digest
+        )
+
+    def close(self) -> None:
+        """Free the tables. Idempotent."""
+        _unload(self._transport, self._links)
+        self._links = {}

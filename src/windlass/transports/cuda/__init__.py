@@ -1,0 +1,1 @@
+"""NVLink on one host: peer memory opened through CUDA IPC, kernels that store straight into it."""

@@ -1,0 +1,318 @@
+"""The CUDA driver, by ctypes: memory, IPC handles, streams, kernels compiled at run time.
+
+Only what the transport needs, so that it needs no CUDA package: libcuda comes with the GPU's
+driver, and NVRTC with every CUDA toolkit and every CUDA build of torch. A native return code
+becomes an exception in `_check` alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import site
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, final
+
+from windlass.errors import TransferFailed, TransportUnavailable
+
+__all__ = ["Device", "Event", "IPC_HANDLE_NBYTES", "Stream", "driver", "pointer_device"]
+
+IPC_HANDLE_NBYTES = 64
+_LAZY_PEER_ACCESS = 1
+_POINTER_DEVICE_ORDINAL = 9
+_POINTER_IS_LEGACY_IPC_CAPABLE = 10
+_NON_BLOCKING = 1
+_DISABLE_TIMING = 2
+_PEER_ALREADY_ENABLED = 704
+_COMPUTE_MAJOR, _COMPUTE_MINOR, _MULTIPROCESSORS = 75, 76, 16
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_byte * IPC_HANDLE_NBYTES),)
+
+
+@functools.cache
+def driver() -> ctypes.CDLL:
+    """libcuda, initialised.
+
+    Raises:
+        TransportUnavailable: no NVIDIA driver here.
+    """
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise TransportUnavailable(f"cuda_ipc: no NVIDIA driver on this host: {error}") from error
+    code = library.cuInit(0)
+    if code:
+        raise TransportUnavailable(
+            f"cuda_ipc: the NVIDIA driver does not start: cuInit gave {code}"
+        )
+    library.cuIpcOpenMemHandle_v2.argtypes = (ctypes.c_void_p, _IpcHandle, ctypes.c_uint)
+    return library
+
+
+def _check(code: int, call: str) -> None:
+    if code:
+        text = ctypes.c_char_p()
+        driver().cuGetErrorString(code, ctypes.byref(text))
+        detail = text.value.decode() if text.value else "unknown error"
+        raise TransferFailed(f"cuda_ipc: {call} failed with {code}: {detail}")
+
+
+def pointer_device(address: int) -> int:
+    """Ordinal of the GPU that `address` belongs to.
+
+    Raises:
+        TransferFailed: it is no GPU memory that another process could open.
+    """
+    ordinal, capable = ctypes.c_int(-1), ctypes.c_uint(0)
+    for name, target in (
+        (_POINTER_DEVICE_ORDINAL, ordinal),
+        (_POINTER_IS_LEGACY_IPC_CAPABLE, capable),
+    ):
+        code = driver().cuPointerGetAttribute(ctypes.byref(target), name, ctypes.c_uint64(address))
+        _check(code, f"cuPointerGetAttribute({address:#x})")
+    if not capable.value:
+        raise TransferFailed(
+            f"cuda_ipc: memory at {address:#x} cannot be opened by another process: it must come from "
+            "cudaMalloc; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
+        )
+    return ordinal.value
+
+
+@final
+class Stream:
+    """A non-blocking stream of one device."""
+
+    def __init__(self, device: Device) -> None:
+        device.use()
+        self._device = device
+        self.handle = ctypes.c_void_p()
+        _check(driver().cuStreamCreate(ctypes.byref(self.handle), _NON_BLOCKING), "cuStreamCreate")
+
+    def record(self) -> Event:
+        """An event after everything queued so far."""
+        return Event(self._device, self)
+
+    def close(self) -> None:
+        """Destroy it; queued work goes on."""
+        self._device.use()
+        driver().cuStreamDestroy_v2(self.handle)
+
+
+@final
+class Event:
+    """A point in a stream."""
+
+    def __init__(self, device: Device, stream: Stream) -> None:
+        device.use()
+        self._device = device
+        self._handle = ctypes.c_void_p()
+        _check(driver().cuEventCreate(ctypes.byref(self._handle), _DISABLE_TIMING), "cuEventCreate")
+        _check(driver().cuEventRecord(self._handle, stream.handle), "cuEventRecord")
+
+    def wait(self) -> None:
+        """Block this thread until the point is reached.
+
+        Raises:
+            TransferFailed: work before it failed, now or earlier in this process.
+        """
+        self._device.use()
+        _check(driver().cuEventSynchronize(self._handle), "cuEventSynchronize")
+        driver().cuEventDestroy_v2(self._handle)
+
+
+@final
+class Device:
+    """The primary context of one GPU, shared with torch in this process.
+
+    Raises:
+        TransportUnavailable: no such device.
+    """
+
+    def __init__(self, ordinal: int) -> None:
+        self.ordinal = ordinal
+        library = driver()
+        device = ctypes.c_int()
+        if library.cuDeviceGet(ctypes.byref(device), ordinal):
+            raise TransportUnavailable(f"cuda_ipc: there is no GPU {ordinal}")
+        self._device = device
+        self._context = ctypes.c_void_p()
+        code = library.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), device)
+        _check(code, "cuDevicePrimaryCtxRetain")
+        self.num_multiprocessors = self._attribute(_MULTIPROCESSORS)
+        self.architecture = f"{self._attribute(_COMPUTE_MAJOR)}{self._attribute(_COMPUTE_MINOR)}"
+
+    def _attribute(self, name: int) -> int:
+        value = ctypes.c_int()
+        _check(
+            driver().cuDeviceGetAttribute(ctypes.byref(value), name, self._device),
+            "cuDeviceGetAttribute",
+        )
+        return value.value
+
+    def use(self) -> None:
+        """Make it current in this thread."""
+        _check(driver().cuCtxSetCurrent(self._context), "cuCtxSetCurrent")
+
+    def enable_peer(self, other: Device) -> None:
+        """Let kernels of this device reach memory of `other` in this process. Idempotent."""
+        self.use()
+        code = driver().cuCtxEnablePeerAccess(other._context, 0)
+        if code != _PEER_ALREADY_ENABLED:
+            _check(code, f"cuCtxEnablePeerAccess({self.ordinal} -> {other.ordinal})")
+
+    def allocate(self, nbytes: int) -> int:
+        """cuMemAlloc: outside every pool, never moved; the caller frees it."""
+        self.use()
+        address = ctypes.c_uint64()
+        _check(driver().cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(nbytes)), "cuMemAlloc")
+        return address.value
+
+    def free(self, address: int) -> None:
+        """Free memory from `allocate`."""
+        self.use()
+        _check(driver().cuMemFree_v2(ctypes.c_uint64(address)), "cuMemFree")
+
+    def upload(self, address: int, data: bytes | memoryview) -> None:
+        """Host to device, complete on return."""
+        self.use()
+        view = memoryview(data).cast("B")
+        source = (ctypes.c_char * len(view)).from_buffer_copy(view)
+        _check(
+            driver().cuMemcpyHtoD_v2(ctypes.c_uint64(address), source, ctypes.c_size_t(len(view))),
+            "cuMemcpyHtoD",
+        )
+
+    def download(self, address: int, nbytes: int) -> bytes:
+        """Device to host."""
+        self.use()
+        target = (ctypes.c_char * nbytes)()
+        _check(
+            driver().cuMemcpyDtoH_v2(target, ctypes.c_uint64(address), ctypes.c_size_t(nbytes)),
+            "cuMemcpyDtoH",
+        )
+        return bytes(target)
+
+    def clear(self, address: int, nbytes: int, stream: Stream) -> None:
+        """Zero memory, in stream order."""
+        self.use()
+        _check(
+            driver().cuMemsetD8Async(
+                ctypes.c_uint64(address), ctypes.c_ubyte(0), ctypes.c_size_t(nbytes), stream.handle
+            ),
+            "cuMemsetD8Async",
+        )
+
+    def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
+        """By a copy engine, in stream order; either side may be a peer's memory."""
+        self.use()
+        _check(
+            driver().cuMemcpyAsync(
+                ctypes.c_uint64(target),
+                ctypes.c_uint64(source),
+                ctypes.c_size_t(nbytes),
+                stream.handle,
+            ),
+            "cuMemcpyAsync",
+        )
+
+    def export(self, address: int) -> tuple[bytes, int]:
+        """The IPC handle of the allocation around `address`, and where in it `address` lies."""
+        self.use()
+        base, size = ctypes.c_uint64(), ctypes.c_size_t()
+        _check(
+            driver().cuMemGetAddressRange_v2(
+                ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address)
+            ),
+            "cuMemGetAddressRange",
+        )
+        handle = _IpcHandle()
+        _check(driver().cuIpcGetMemHandle(ctypes.byref(handle), base), "cuIpcGetMemHandle")
+        return bytes(handle.reserved), address - base.value
+
+    def open(self, handle: bytes) -> int:
+        """Map a peer's allocation into this process, reachable by this device's kernels."""
+        self.use()
+        raw = _IpcHandle((ctypes.c_byte * IPC_HANDLE_NBYTES).from_buffer_copy(handle))
+        address = ctypes.c_uint64()
+        code = driver().cuIpcOpenMemHandle_v2(ctypes.byref(address), raw, _LAZY_PEER_ACCESS)
+        _check(code, "cuIpcOpenMemHandle")
+        return address.value
+
+    def close_handle(self, address: int) -> None:
+        """Unmap what `open` mapped."""
+        self.use()
+        driver().cuIpcCloseMemHandle(ctypes.c_uint64(address))
+
+    def load(self, image: bytes) -> ctypes.c_void_p:
+        """A module from a compiled image."""
+        self.use()
+        module = ctypes.c_void_p()
+        _check(driver().cuModuleLoadData(ctypes.byref(module), image), "cuModuleLoadData")
+        return module
+
+    def function(self, module: ctypes.c_void_p, name: str) -> ctypes.c_void_p:
+        """A kernel of a module."""
+        found = ctypes.c_void_p()
+        code = driver().cuModuleGetFunction(ctypes.byref(found), module, name.encode())
+        _check(code, f"cuModuleGetFunction({name})")
+        return found
+
+    def launch(
+        self,
+        function: ctypes.c_void_p,
+        grid: int,
+        block: int,
+        arguments: Sequence[Any],
+        stream: Stream,
+    ) -> None:
+        """Queue a kernel. `arguments`: ctypes values."""
+        self.use()
+        pointers = (ctypes.c_void_p * len(arguments))(
+            *(ctypes.cast(ctypes.pointer(value), ctypes.c_void_p) for value in arguments)
+        )
+        code = driver().cuLaunchKernel(
+            function, grid, 1, 1, block, 1, 1, 0, stream.handle, pointers, None
+        )
+        _check(code, "cuLaunchKernel")
+
+
+def compile_source(source: str, architecture: str) -> bytes:
+    """CUDA C to a cubin for `sm_<architecture>`, by NVRTC.
+
+    Raises:
+        TransportUnavailable: no NVRTC here, or it refuses the source.
+    """
+    nvrtc = _nvrtc()
+    program = ctypes.c_void_p()
+    code = nvrtc.nvrtcCreateProgram(
+        ctypes.byref(program), source.encode(), b"put.cu", 0, None, None
+    )
+    options = (ctypes.c_char_p * 2)(f"--gpu-architecture=sm_{architecture}".encode(), b"-std=c++17")
+    code = code or nvrtc.nvrtcCompileProgram(program, len(options), options)
+    size = ctypes.c_size_t()
+    if code:
+        nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise TransportUnavailable(f"cuda_ipc: NVRTC error {code}: {log.value.decode()}")
+    nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    image = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetCUBIN(program, image)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return image.raw
+
+
+@functools.cache
+def _nvrtc() -> ctypes.CDLL:
+    names = ["libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12", "/usr/local/cuda/lib64/libnvrtc.so"]
+    for folder in site.getsitepackages():
+        names += [str(path) for path in sorted(Path(folder).glob("nvidia/*/lib/libnvrtc.so.1?"))]
+    for name in names:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise TransportUnavailable(f"cuda_ipc: no NVRTC library; looked for {', '.join(names)}")

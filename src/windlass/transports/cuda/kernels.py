@@ -1,0 +1,118 @@
+"""The put kernels: piece tables in, stores into peer memory out."""
+
+from __future__ import annotations
+
+import ctypes
+from importlib import resources
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+
+from windlass.errors import ConfigError
+from windlass.transports.cuda.driver import Device, Stream, compile_source
+
+__all__ = ["PIECE", "Kernels", "PieceTable"]
+
+PIECE = np.dtype(
+    [
+        ("src", np.uint64),
+        ("dst", np.uint64),
+        ("src_pitch", np.uint64),
+        ("dst_pitch", np.uint64),
+        ("pos", np.uint64),
+        ("pos_pitch", np.uint64),
+        ("rows", np.uint32),
+        ("row_elems", np.uint32),
+    ]
+)
+"""`Piece` of put.cu: addresses, pitches and payload positions in bytes, sizes in elements."""
+
+SMALL_PIECE_NBYTES = 8 << 10
+"""Up to this mean size a piece is left to 128 threads, so that more pieces are under way."""
+SMALL_BLOCK, LARGE_BLOCK = 128, 512
+THREADS_PER_MULTIPROCESSOR = 2048
+
+_CASTS = {("float32", "bfloat16"): "put_bfloat16", ("float32", "float16"): "put_float16"}
+
+
+@final
+class PieceTable:
+    """Pieces on the device, all of one source and one destination dtype."""
+
+    def __init__(
+        self, device: Device, pieces: npt.NDArray[np.void], kernel: str, dst_itemsize: int
+    ) -> None:
+        self.kernel = kernel
+        self.itemsize = dst_itemsize
+        self.num_pieces = len(pieces)
+        elements = pieces["rows"].astype(np.int64) * pieces["row_elems"]
+        mean = elements.mean() * dst_itemsize if len(pieces) else 0
+        self.block = SMALL_BLOCK if mean <= SMALL_PIECE_NBYTES else LARGE_BLOCK
+        self._device = device
+        self.address = device.allocate(max(pieces.nbytes, 1))
+        if len(pieces):
+            device.upload(self.address, np.ascontiguousarray(pieces).view(np.uint8).data)
+
+    def close(self) -> None:
+        """Free the table. Idempotent."""
+        if self.address:
+            self._device.free(self.address)
+            self.address = 0
+
+
+def put_kernel(src_dtype: str, dst_dtype: str, itemsize: int) -> str:
+    """Which kernel stores elements of `src_dtype` as `dst_dtype`.
+
+    Raises:
+        ConfigError: no kernel casts between them.
+    """
+    if src_dtype == dst_dtype:
+        return f"put_{itemsize}"
+    if (src_dtype, dst_dtype) not in _CASTS:
+        raise ConfigError(f"cuda_ipc: no kernel casts {src_dtype} to {dst_dtype}")
+    return _CASTS[src_dtype, dst_dtype]
+
+
+@final
+class Kernels:
+    """Compiled for one device.
+
+    Args:
+        device: runs them.
+        num_multiprocessors: to keep busy at most, which leaves the others to the engine; 0 for all.
+
+    Raises:
+        TransportUnavailable: NVRTC is missing.
+    """
+
+    def __init__(self, device: Device, num_multiprocessors: int = 0) -> None:
+        self._device = device
+        self._num_threads = THREADS_PER_MULTIPROCESSOR * (
+            num_multiprocessors or device.num_multiprocessors
+        )
+        source = resources.files("windlass.transports.cuda").joinpath("put.cu").read_text()
+        self._module = device.load(compile_source(source, device.architecture))
+        self._functions: dict[str, ctypes.c_void_p] = {}
+
+    def put(self, table: PieceTable, stream: Stream, digest_address: int = 0) -> None:
+        """Queue the stores; with `digest_address`, add their digest to the two words there."""
+        name = f"{table.kernel}_hashed" if digest_address else table.kernel
+        self._launch(name, table, stream, digest_address)
+
+    def hash(self, table: PieceTable, stream: Stream, digest_address: int) -> None:
+        """Add the digest of what lies at the pieces' destinations to the two words there."""
+        self._launch(f"hash_{table.itemsize}", table, stream, digest_address)
+
+    def _launch(self, name: str, table: PieceTable, stream: Stream, digest_address: int) -> None:
+        if not table.num_pieces:
+            return
+        if name not in self._functions:
+            self._functions[name] = self._device.function(self._module, name)
+        arguments = (
+            ctypes.c_uint64(table.address),
+            ctypes.c_uint32(table.num_pieces),
+            ctypes.c_uint64(digest_address),
+        )
+        grid = min(self._num_threads // table.block, table.num_pieces)
+        self._device.launch(self._functions[name], grid, table.block, arguments, stream)

@@ -1,0 +1,229 @@
+// Pieces of a plan, stored straight into a peer's memory; and digests of what they hold.
+//
+// A piece is a block of rows: `rows` runs of `row_elems` elements, `src_pitch` and `dst_pitch`
+// bytes apart. `pos` is where its payload begins in the link's payload, `pos_pitch` the payload
+// bytes from one of its rows to the next: the digest depends on the order of all bytes, not on
+// how they were cut into pieces. One block of threads works on one piece at a time.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+struct Piece {
+    u64 src, dst, src_pitch, dst_pitch, pos, pos_pitch;
+    u32 rows, row_elems;
+};
+
+struct Hash {
+    u64 a, b;
+};
+
+// Keep in step with windlass/memory/position_digest.py, which says why it is built this way.
+__device__ __forceinline__ void absorb(Hash& h, u64 value, u64 pos) {
+    u64 x = value ^ (pos * 0x9E3779B97F4A7C15ull);
+    x ^= x >> 32;
+    x *= 0xD6E8FEB86659FD93ull;
+    x ^= x >> 29;
+    h.a += x * 0xA0761D6478BD642Full;
+    x ^= x >> 31;
+    h.b += x * 0xE7037ED1A0B428DBull;
+}
+
+__device__ __forceinline__ void settle(Hash h, u64* out) {
+    for (int step = 16; step; step >>= 1) {
+        h.a += __shfl_down_sync(0xffffffffu, h.a, step);
+        h.b += __shfl_down_sync(0xffffffffu, h.b, step);
+    }
+    if ((threadIdx.x & 31) == 0) {
+        atomicAdd(out, h.a);
+        atomicAdd(out + 1, h.b);
+    }
+}
+
+__device__ __forceinline__ u64 join(u32 low, u32 high) { return (u64)low | ((u64)high << 32); }
+
+// A unit of the digest is 8 bytes where a row's payload is a multiple of 8, else 4, 2 or 1.
+__device__ __forceinline__ u32 unit_of(u32 row_nbytes) {
+    return row_nbytes & 1 ? 1 : row_nbytes & 2 ? 2 : row_nbytes & 4 ? 4 : 8;
+}
+
+__device__ __forceinline__ u64 read_unit(const u8* p, u32 unit) {
+    u64 value = 0;
+    for (u32 i = 0; i < unit; i++) value |= (u64)p[i] << (8 * i);
+    return value;
+}
+
+__device__ __forceinline__ void absorb16(Hash& h, uint4 v, u64 pos) {
+    absorb(h, join(v.x, v.y), pos);
+    absorb(h, join(v.z, v.w), pos + 8);
+}
+
+template <bool HASH>
+__device__ void put_rows(const Piece& p, u32 row_nbytes, Hash& h) {
+    u64 mix = p.src | p.dst | row_nbytes;
+    if (p.rows > 1) mix |= p.src_pitch | p.dst_pitch;
+    if ((mix & 15) == 0) {
+        const u32 per_row = row_nbytes >> 4, total = per_row * p.rows, T = blockDim.x;
+        for (u32 first = threadIdx.x; first < total; first += 8 * T) {
+            uint4 v[8];
+#pragma unroll
+            for (int k = 0; k < 8; k++) {
+                u32 i = first + k * T;
+                if (i < total) {
+                    u32 row = p.rows == 1 ? 0 : i / per_row, at = i - row * per_row;
+                    v[k] = __ldcs((const uint4*)(p.src + row * p.src_pitch) + at);
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < 8; k++) {
+                u32 i = first + k * T;
+                if (i < total) {
+                    u32 row = p.rows == 1 ? 0 : i / per_row, at = i - row * per_row;
+                    __stcs((uint4*)(p.dst + row * p.dst_pitch) + at, v[k]);
+                    if (HASH) absorb16(h, v[k], p.pos + row * p.pos_pitch + 16ull * at);
+                }
+            }
+        }
+        return;
+    }
+    const u32 unit = unit_of(row_nbytes), per_row = row_nbytes / unit, total = per_row * p.rows;
+    for (u32 i = threadIdx.x; i < total; i += blockDim.x) {
+        u32 row = i / per_row, at = (i - row * per_row) * unit;
+        const u8* s = (const u8*)(p.src + row * p.src_pitch) + at;
+        u8* d = (u8*)(p.dst + row * p.dst_pitch) + at;
+        for (u32 k = 0; k < unit; k++) d[k] = s[k];
+        if (HASH) absorb(h, read_unit(s, unit), p.pos + row * p.pos_pitch + at);
+    }
+}
+
+// Round to nearest even, as torch casts; a NaN becomes torch's.
+__device__ __forceinline__ u16 to_bfloat16(float f) {
+    u32 bits = __float_as_uint(f);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
+    return (u16)((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+}
+
+__device__ __forceinline__ u16 to_float16(float f) {
+    u16 half;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(f));
+    return half;
+}
+
+template <int KIND>
+__device__ __forceinline__ u16 narrow(float f) {
+    return KIND == 0 ? to_bfloat16(f) : to_float16(f);
+}
+
+// float32 to a 2-byte float: half of the bytes that are read cross the link.
+template <int KIND, bool HASH>
+__device__ void put_cast(const Piece& p, Hash& h) {
+    const u32 row_nbytes = p.row_elems * 2;
+    u64 mix = p.src | p.dst | row_nbytes;
+    if (p.rows > 1) mix |= p.src_pitch | p.dst_pitch;
+    if ((mix & 15) == 0) {
+        const u32 per_row = p.row_elems >> 3, total = per_row * p.rows, T = blockDim.x;
+        for (u32 first = threadIdx.x; first < total; first += 4 * T) {
+            float4 v[8];
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                u32 i = first + k * T;
+                if (i < total) {
+                    u32 row = p.rows == 1 ? 0 : i / per_row, at = i - row * per_row;
+                    const float4* s = (const float4*)(p.src + row * p.src_pitch) + 2 * at;
+                    v[2 * k] = __ldcs(s);
+                    v[2 * k + 1] = __ldcs(s + 1);
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                u32 i = first + k * T;
+                if (i < total) {
+                    u32 row = p.rows == 1 ? 0 : i / per_row, at = i - row * per_row;
+                    float4 x = v[2 * k], y = v[2 * k + 1];
+                    uint4 packed;
+                    packed.x = narrow<KIND>(x.x) | ((u32)narrow<KIND>(x.y) << 16);
+                    packed.y = narrow<KIND>(x.z) | ((u32)narrow<KIND>(x.w) << 16);
+                    packed.z = narrow<KIND>(y.x) | ((u32)narrow<KIND>(y.y) << 16);
+                    packed.w = narrow<KIND>(y.z) | ((u32)narrow<KIND>(y.w) << 16);
+                    __stcs((uint4*)(p.dst + row * p.dst_pitch) + at, packed);
+                    if (HASH) absorb16(h, packed, p.pos + row * p.pos_pitch + 16ull * at);
+                }
+            }
+        }
+        return;
+    }
+    const u32 unit = unit_of(row_nbytes), per_row = row_nbytes / unit, total = per_row * p.rows;
+    for (u32 i = threadIdx.x; i < total; i += blockDim.x) {
+        u32 row = i / per_row, at = (i - row * per_row) * unit;
+        const float* s = (const float*)(p.src + row * p.src_pitch) + at / 2;
+        u16* d = (u16*)(p.dst + row * p.dst_pitch + at);
+        u64 value = 0;
+        for (u32 k = 0; k < unit / 2; k++) {
+            d[k] = narrow<KIND>(s[k]);
+            value |= (u64)d[k] << (16 * k);
+        }
+        if (HASH) absorb(h, value, p.pos + row * p.pos_pitch + at);
+    }
+}
+
+#define PUT(NAME, BODY)                                                                        \
+    extern "C" __global__ void __launch_bounds__(512) NAME(const Piece* pieces, u32 n, u64* out) { \
+        Hash h = {0, 0};                                                                       \
+        for (u32 i = blockIdx.x; i < n; i += gridDim.x) {                                      \
+            Piece p = pieces[i];                                                               \
+            BODY;                                                                              \
+        }                                                                                      \
+        if (out) settle(h, out);                                                               \
+    }
+
+PUT(put_1, (put_rows<false>(p, p.row_elems, h)))
+PUT(put_2, (put_rows<false>(p, p.row_elems * 2, h)))
+PUT(put_4, (put_rows<false>(p, p.row_elems * 4, h)))
+PUT(put_8, (put_rows<false>(p, p.row_elems * 8, h)))
+PUT(put_1_hashed, (put_rows<true>(p, p.row_elems, h)))
+PUT(put_2_hashed, (put_rows<true>(p, p.row_elems * 2, h)))
+PUT(put_4_hashed, (put_rows<true>(p, p.row_elems * 4, h)))
+PUT(put_8_hashed, (put_rows<true>(p, p.row_elems * 8, h)))
+PUT(put_bfloat16, (put_cast<0, false>(p, h)))
+PUT(put_float16, (put_cast<1, false>(p, h)))
+PUT(put_bfloat16_hashed, (put_cast<0, true>(p, h)))
+PUT(put_float16_hashed, (put_cast<1, true>(p, h)))
+
+// What lies at the destinations of the pieces, hashed where it lies.
+template <int ITEMSIZE>
+__device__ void hash_rows(const Piece& p, Hash& h) {
+    const u32 row_nbytes = p.row_elems * ITEMSIZE;
+    u64 mix = p.dst | row_nbytes;
+    if (p.rows > 1) mix |= p.dst_pitch;
+    if ((mix & 15) == 0) {
+        const u32 per_row = row_nbytes >> 4, total = per_row * p.rows, T = blockDim.x;
+        for (u32 first = threadIdx.x; first < total; first += 8 * T) {
+            uint4 v[8];
+#pragma unroll
+            for (int k = 0; k < 8; k++) {
+                u32 i = first + k * T;
+                u32 row = p.rows == 1 ? 0 : i / per_row, at = i - row * per_row;
+                if (i < total) v[k] = __ldcs((const uint4*)(p.dst + row * p.dst_pitch) + at);
+            }
+#pragma unroll
+            for (int k = 0; k < 8; k++) {
+                u32 i = first + k * T;
+                u32 row = p.rows == 1 ? 0 : i / per_row, at = i - row * per_row;
+                if (i < total) absorb16(h, v[k], p.pos + row * p.pos_pitch + 16ull * at);
+            }
+        }
+        return;
+    }
+    const u32 unit = unit_of(row_nbytes), per_row = row_nbytes / unit, total = per_row * p.rows;
+    for (u32 i = threadIdx.x; i < total; i += blockDim.x) {
+        u32 row = i / per_row, at = (i - row * per_row) * unit;
+        u64 value = read_unit((const u8*)(p.dst + row * p.dst_pitch) + at, unit);
+        absorb(h, value, p.pos + row * p.pos_pitch + at);
+    }
+}
+
+PUT(hash_1, (hash_rows<1>(p, h)))
+PUT(hash_2, (hash_rows<2>(p, h)))
+PUT(hash_4, (hash_rows<4>(p, h)))
+PUT(hash_8, (hash_rows<8>(p, h)))

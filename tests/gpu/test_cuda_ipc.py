@@ -1,0 +1,170 @@
+"""Stores into GPU memory: strided, cast, hashed, through CUDA IPC; needs at least one GPU."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+
+import numpy as np
+import pytest
+import torch
+
+from windlass.errors import PeerUnreachable, RegionError, TransferFailed
+from windlass.memory.position_digest import PositionDigest
+from windlass.transports.base import WriteBatch
+from windlass.transports.cuda.ipc import CudaIpcTransport
+from windlass.transports.cuda.kernels import PIECE, PieceTable
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture
+def transport() -> Iterator[CudaIpcTransport]:
+    torch.zeros(1, device="cuda")
+    opened = CudaIpcTransport(0)
+    yield opened
+    opened.close()
+
+
+def piece(source: int, target: int, rows: int, elems: int, pitches: tuple[int, int], pos_pitch: int) -> np.ndarray:  # fmt: skip
+    made = np.zeros(1, PIECE)
+    made[0] = (source, target, *pitches, 0, pos_pitch, rows, elems)
+    return made
+
+
+def read(transport: CudaIpcTransport, address: int) -> tuple[int, int]:
+    a, b = np.frombuffer(transport.device.download(address, 16), "<u8").tolist()
+    return a, b
+
+
+@pytest.mark.parametrize("row_nbytes", [16, 48, 24, 20, 18, 7, 4096])
+@pytest.mark.parametrize("shift", [0, 1, 8])
+def test_rows_land_where_they_belong_and_both_digests_are_numpys(
+    transport: CudaIpcTransport, row_nbytes: int, shift: int
+) -> None:
+    rows, pitches = 37, (row_nbytes + 16, row_nbytes + 32)
+    source = torch.arange(rows * pitches[0] + 64, device="cuda").mul(7).to(torch.uint8)
+    target = torch.full((rows * pitches[1] + 64,), 0xAA, dtype=torch.uint8, device="cuda")
+    made = piece(
+        source.data_ptr() + shift, target.data_ptr() + shift, rows, row_nbytes, pitches, row_nbytes
+    )
+    table = PieceTable(transport.device, made, "put_1", 1)
+    words = torch.zeros(4, dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+    transport.kernels.put(table, transport.stream, words.data_ptr())
+    transport.kernels.hash(table, transport.stream, words.data_ptr() + 16)
+    transport.wait(transport.stream.record(), 10.0)
+    table.close()
+    expected = torch.full_like(target, 0xAA)
+    digest = PositionDigest()
+    for row in range(rows):
+        held = source[shift + row * pitches[0] :][:row_nbytes]
+        expected[shift + row * pitches[1] :][:row_nbytes] = held
+        digest.add_row(held.cpu().numpy(), row * row_nbytes)
+    assert torch.equal(target, expected)
+    assert read(transport, words.data_ptr()) == digest.words()
+    assert read(transport, words.data_ptr() + 16) == digest.words()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("elems", [8, 64, 6, 5])
+def test_a_cast_is_torchs_cast_and_is_hashed_as_it_lands(
+    transport: CudaIpcTransport, dtype: torch.dtype, elems: int
+) -> None:
+    rows = 200
+    source = torch.randn(rows, elems + 4, device="cuda") * 1e3
+    source[0, :4] = torch.tensor([float("inf"), -0.0, 1e-40, 3.4e38])
+    target = torch.zeros(rows, elems, dtype=dtype, device="cuda")
+    made = piece(
+        source.data_ptr(), target.data_ptr(), rows, elems, ((elems + 4) * 4, elems * 2), elems * 2
+    )
+    name = "put_bfloat16" if dtype is torch.bfloat16 else "put_float16"
+    table = PieceTable(transport.device, made, name, 2)
+    words = torch.zeros(4, dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+    transport.kernels.put(table, transport.stream, words.data_ptr())
+    transport.kernels.hash(table, transport.stream, words.data_ptr() + 16)
+    transport.wait(transport.stream.record(), 10.0)
+    table.close()
+    want = source[:, :elems].to(dtype)
+    assert torch.equal(target.view(torch.int16), want.contiguous().view(torch.int16))
+    assert read(transport, words.data_ptr()) == read(transport, words.data_ptr() + 16)
+
+
+# --- two processes --------------------------------------------------------------------------------
+
+
+def serve(pipe: Connection) -> None:
+    torch.zeros(1, device="cuda")
+    transport = CudaIpcTransport(0)
+    # Torch's caching allocator: the tensor lies somewhere inside a larger allocation.
+    keep = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
+    memory = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
+    pipe.send(transport.register(memory.data_ptr(), memory.nbytes).remote)
+    while pipe.recv():
+        torch.cuda.synchronize()
+        pipe.send((memory.cpu().numpy().tobytes(), int(keep.sum())))
+
+
+@pytest.fixture
+def peer() -> Iterator[tuple[mp.process.BaseProcess, Connection]]:
+    context = mp.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs,))
+    process.start()
+    yield process, ours
+    process.kill()
+    process.join()
+    ours.close()
+    theirs.close()
+
+
+def batch(region, local, remote, nbytes) -> WriteBatch:  # type: ignore[no-untyped-def]
+    return WriteBatch(
+        endpoint=region.endpoint,
+        local_addresses=np.array(local, np.uint64),
+        remote_addresses=np.array(remote, np.uint64),
+        nbytes=np.array(nbytes, np.uint64),
+        regions=(region,),
+    )
+
+
+def test_a_peer_of_torchs_allocator_gets_the_bytes_and_nothing_beside_them(
+    transport: CudaIpcTransport, peer: tuple[mp.process.BaseProcess, Connection]
+) -> None:
+    process, pipe = peer
+    region = pipe.recv()
+    source = torch.arange(1 << 20, device="cuda").mul(11).to(torch.uint8)
+    torch.cuda.synchronize()
+    transport.register(source.data_ptr(), source.nbytes)
+    base, there = source.data_ptr(), region.address
+    transport.write(
+        batch(region, [base + 5, base + 4096], [there + 300_000, there + 64], [200_001, 8192]),
+        deadline_s=10.0,
+    )
+    pipe.send(True)
+    got, beside = pipe.recv()
+    expected = np.zeros(1 << 20, np.uint8)
+    held = source.cpu().numpy()
+    expected[300_000:500_001] = held[5:200_006]
+    expected[64 : 64 + 8192] = held[4096 : 4096 + 8192]
+    assert got == expected.tobytes()
+    assert beside == 0
+    with pytest.raises(RegionError, match="must lie inside published regions"):
+        transport.write(batch(region, [base], [there + (1 << 20) - 8], [16]), deadline_s=1.0)
+    with pytest.raises(RegionError, match="must lie inside local registered memory"):
+        transport.write(batch(region, [base - 512], [there], [16]), deadline_s=1.0)
+    process.kill()
+    process.join()
+    with pytest.raises(PeerUnreachable):
+        transport.write(batch(region, [base], [there], [16]), deadline_s=1.0)
+
+
+def test_host_memory_is_refused(transport: CudaIpcTransport) -> None:
+    memory = np.zeros(64, np.uint8)
+    with pytest.raises(TransferFailed, match="cuPointerGetAttribute"):
+        transport.register(memory.ctypes.data, memory.nbytes)
