@@ -58,8 +58,8 @@ def test_pieces_move_exactly_the_plan_and_both_ends_hash_alike(
             for program in bind_links(plan.for_source(source), sending=True):
                 digest = PositionDigest()
                 tables = block_tables(program, addresses(buffers), addresses(live[program.peer]))
-                for (_, dtype), pieces in tables.items():
-                    run(pieces, dtype.itemsize, copy=True, digest=digest)
+                for kind, pieces in tables.items():
+                    run(pieces, kind.dst_dtype.itemsize, copy=True, digest=digest)
                 sent[source, program.peer] = digest.hexdigest()
         for manifest in fleet.destinations:
             expected = fill(manifest, values, background=0xAA)
@@ -69,8 +69,8 @@ def test_pieces_move_exactly_the_plan_and_both_ends_hash_alike(
             for program in bind_links(plan.for_destination(manifest.worker), sending=False):
                 digest = PositionDigest()
                 tables = block_tables(program, nowhere, addresses(live[manifest.worker]))
-                for (_, dtype), pieces in tables.items():
-                    run(pieces, dtype.itemsize, copy=False, digest=digest)
+                for kind, pieces in tables.items():
+                    run(pieces, kind.dst_dtype.itemsize, copy=False, digest=digest)
                 assert digest.hexdigest() == sent[program.peer, manifest.worker]
 
 

@@ -7,49 +7,103 @@ the way.
 
 from __future__ import annotations
 
+from typing import NamedTuple, assert_never
+
 import numpy as np
 import numpy.typing as npt
 
 from windlass.errors import UnsupportedLayout
 from windlass.execution.bind import BoundOp, LinkProgram
 from windlass.layout.dtypes import DType
+from windlass.layout.quantization import BLOCK
 from windlass.planning.plan import Transform
 from windlass.transports.cuda.kernels import PIECE
 
-__all__ = ["block_tables"]
+__all__ = ["PieceKind", "block_tables"]
 
 MAX_PIECE_NBYTES = 64 << 10
 UInt64Array = npt.NDArray[np.uint64]
 Pieces = npt.NDArray[np.void]
 
 
+class PieceKind(NamedTuple):
+    """What a kernel does with a piece."""
+
+    transform: Transform
+    src_dtype: DType
+    dst_dtype: DType
+
+
 def block_tables(
     program: LinkProgram, sources: UInt64Array, targets: UInt64Array
-) -> dict[tuple[DType, DType], Pieces]:
-    """The pieces of a link by (source dtype, destination dtype).
+) -> dict[PieceKind, Pieces]:
+    """The pieces of a link by what a kernel does with them.
 
     Args:
         program: of the link.
-        sources: (num_parameters,) where the source's parameters begin; zeros at the destination.
+        sources: (num_parameters,) where the source's parameters begin; empty at the destination,
+            which only hashes: there scales are rows of one element, as the source sends them.
         targets: (num_parameters,) where the destination's begin, as the kernel reaches them.
 
     Returns:
         `PIECE` arrays. Positions count the link's payload from 0.
-
-    Raises:
-        UnsupportedLayout: an op that quantises.
     """
-    found: dict[tuple[DType, DType], list[Pieces]] = {}
+    found: dict[PieceKind, list[Pieces]] = {}
     position = 0
     for op in program.ops:
-        if op.transform is not Transform.NONE:
-            raise UnsupportedLayout(f"cuda: no kernel for transform {op.transform.name} yet")
-        pieces = _cut(op, position)
+        pieces = _cut_op(op, position, at_source=len(sources) > 0)
         pieces["src"] += sources[op.src_parameter] if len(sources) else np.uint64(0)
         pieces["dst"] += targets[op.dst_parameter]
-        found.setdefault((op.src_dtype, op.dst_dtype), []).append(pieces)
+        kind = PieceKind(op.transform, op.src_dtype, op.dst_dtype)
+        found.setdefault(kind, []).append(pieces)
         position += op.nbytes
     return {key: np.concatenate(parts) for key, parts in found.items()}
+
+
+def _cut_op(op: BoundOp, position: int, *, at_source: bool) -> Pieces:
+    match op.transform:
+        case Transform.NONE:
+            return _cut(op, position)
+        case Transform.FP8_BLOCK_VALUES:
+            return _cut_values(op, position)
+        case Transform.FP8_BLOCK_SCALES:
+            return _cut_scales(op, position, at_source=at_source)
+        case _:
+            assert_never(op.transform)
+
+
+def _cut_values(op: BoundOp, position: int) -> Pieces:
+    """One piece per block of the matrix, cut alike at both ends."""
+    (rows, columns), (src_row, src_col) = op.src_sizes, op.src_strides
+    dst_row, dst_col = op.dst_strides
+    if src_col != op.src_dtype.itemsize or dst_col != op.dst_dtype.itemsize:
+        raise UnsupportedLayout(
+            f"cuda: quantised rows must be contiguous, got column strides {src_col} and {dst_col}"
+        )
+    row, col = np.arange(0, rows, BLOCK)[:, None], np.arange(0, columns, BLOCK)[None, :]
+    pieces = np.zeros((len(row), col.shape[1]), PIECE)
+    pieces["src"] = op.src_offset + row * src_row + col * src_col
+    pieces["dst"] = op.dst_offset + row * dst_row + col * dst_col
+    pieces["pos"] = position + row * columns + col
+    pieces["src_pitch"], pieces["dst_pitch"], pieces["pos_pitch"] = src_row, dst_row, columns
+    pieces["rows"] = np.minimum(rows - row, BLOCK)
+    pieces["row_elems"] = np.minimum(columns - col, BLOCK)
+    return pieces.reshape(-1)
+
+
+def _cut_scales(op: BoundOp, position: int, *, at_source: bool) -> Pieces:
+    """One piece per scale: a block at the source, one element at the destination."""
+    (rows, columns), (dst_row, dst_col) = op.src_sizes, op.dst_strides
+    num_rows, num_columns = op.sizes
+    row, col = np.arange(num_rows)[:, None], np.arange(num_columns)[None, :]
+    pieces = np.zeros((num_rows, num_columns), PIECE)
+    pieces["src"] = op.src_offset + BLOCK * (row * op.src_strides[0] + col * op.src_strides[1])
+    pieces["dst"] = op.dst_offset + row * dst_row + col * dst_col
+    pieces["pos"] = position + (row * num_columns + col) * op.dst_dtype.itemsize
+    pieces["src_pitch"] = op.src_strides[0]
+    pieces["rows"] = np.minimum(rows - row * BLOCK, BLOCK) if at_source else 1
+    pieces["row_elems"] = np.minimum(columns - col * BLOCK, BLOCK) if at_source else 1
+    return pieces.reshape(-1)
 
 
 def _cut(op: BoundOp, position: int) -> Pieces:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import assert_never, final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,9 @@ from windlass.errors import PlanError, RegionError, RoundAborted, TransferError
 from windlass.execution.base import ParameterMemory, SendResult
 from windlass.execution.bind import LinkProgram, bind_links, check_binding, check_part
 from windlass.execution.bindings import DestinationBinding, LinkOutcome, LinkStatus
-from windlass.execution.blocks import block_tables
+from windlass.execution.blocks import PieceKind, block_tables
 from windlass.layout.manifest import ShardManifest
-from windlass.planning.plan import CopyMode, TransferPlan
+from windlass.planning.plan import CopyMode, TransferPlan, Transform
 from windlass.transports.base import MemoryRegion
 from windlass.transports.cuda.ipc import CudaIpcTransport
 from windlass.transports.cuda.kernels import PieceTable, put_kernel
@@ -45,10 +45,23 @@ def _load_link(
     transport: CudaIpcTransport, program: LinkProgram, sources: UInt64Array, targets: UInt64Array
 ) -> _Link:
     tables = []
-    for (src_dtype, dst_dtype), pieces in block_tables(program, sources, targets).items():
-        kernel = put_kernel(src_dtype, dst_dtype, dst_dtype.itemsize)
-        tables.append(PieceTable(transport.device, pieces, kernel, dst_dtype.itemsize))
+    for kind, pieces in block_tables(program, sources, targets).items():
+        tables.append(
+            PieceTable(transport.device, pieces, _kernel_of(kind), kind.dst_dtype.itemsize)
+        )
     return _Link(program, tuple(tables), transport.device.allocate(DIGEST_NBYTES))
+
+
+def _kernel_of(kind: PieceKind) -> str:
+    match kind.transform:
+        case Transform.NONE:
+            return put_kernel(kind.src_dtype, kind.dst_dtype, kind.dst_dtype.itemsize)
+        case Transform.FP8_BLOCK_VALUES:
+            return f"fp8_values_{kind.src_dtype}"
+        case Transform.FP8_BLOCK_SCALES:
+            return f"fp8_scales_{kind.src_dtype}"
+        case _:
+            assert_never(kind.transform)
 
 
 def _unload(transport: CudaIpcTransport, links: Mapping[str, _Link]) -> None:

@@ -48,7 +48,9 @@ class PieceTable:
         self.num_pieces = len(pieces)
         elements = pieces["rows"].astype(np.int64) * pieces["row_elems"]
         mean = elements.mean() * dst_itemsize if len(pieces) else 0
-        self.block = SMALL_BLOCK if mean <= SMALL_PIECE_NBYTES else LARGE_BLOCK
+        # Quantising kernels hold a block of 128 x 128 in the registers of 512 threads.
+        small = mean <= SMALL_PIECE_NBYTES and not kernel.startswith("fp8")
+        self.block = SMALL_BLOCK if small else LARGE_BLOCK
         self._device = device
         self.address = device.allocate(max(pieces.nbytes, 1))
         if len(pieces):

@@ -190,6 +190,108 @@ PUT(put_float16, (put_cast<1, false>(p, h)))
 PUT(put_bfloat16_hashed, (put_cast<0, true>(p, h)))
 PUT(put_float16_hashed, (put_cast<1, true>(p, h)))
 
+// Block float8 (128 x 128, e4m3, one float32 scale per block), as layout/quantization.py defines it.
+// A piece is one block: `src_pitch` apart at the source, values or one scale at the destination.
+
+__device__ __forceinline__ float to_float(u16 bits) { return __uint_as_float((u32)bits << 16); }
+
+template <bool FLOAT32>
+__device__ __forceinline__ float read_weight(const Piece& p, u32 row, u32 col) {
+    const u64 at = p.src + row * p.src_pitch;
+    return FLOAT32 ? to_float(to_bfloat16(((const float*)at)[col])) : to_float(((const u16*)at)[col]);
+}
+
+__device__ __forceinline__ float block_max(float mine) {
+    __shared__ float partial[32];
+    for (int step = 16; step; step >>= 1) mine = fmaxf(mine, __shfl_xor_sync(0xffffffffu, mine, step));
+    __syncthreads();
+    if ((threadIdx.x & 31) == 0) partial[threadIdx.x >> 5] = mine;
+    __syncthreads();
+    mine = threadIdx.x < (blockDim.x >> 5) ? partial[threadIdx.x & 31] : 0.0f;
+    if (threadIdx.x < 32) {
+        for (int step = 16; step; step >>= 1)
+            mine = fmaxf(mine, __shfl_xor_sync(0xffffffffu, mine, step));
+        if (threadIdx.x == 0) partial[0] = mine;
+    }
+    __syncthreads();
+    return partial[0];
+}
+
+__device__ __forceinline__ float scale_of(float amax) { return fmaxf(amax, 1e-4f) / 448.0f; }
+
+__device__ __forceinline__ u32 to_e4m3(float f) {
+    u16 pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(f));
+    return pair & 0xffu;
+}
+
+template <bool FLOAT32, bool SCALES, bool HASH>
+__device__ void put_fp8(const Piece& p, Hash& h) {
+    // Each thread holds its part of the block: it is read once.
+    const u32 unit = unit_of(p.row_elems), per_row = p.row_elems / unit, total = per_row * p.rows;
+    float held[4][8];
+    float amax = 0.0f;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        u32 i = threadIdx.x + k * blockDim.x, row = i / per_row, at = (i - row * per_row) * unit;
+        if (unit == 8 && i < total) {
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                held[k][j] = read_weight<FLOAT32>(p, row, at + j);
+                amax = fmaxf(amax, fabsf(held[k][j]));
+            }
+        }
+    }
+    if (unit != 8)
+        for (u32 i = threadIdx.x; i < p.rows * p.row_elems; i += blockDim.x)
+            amax = fmaxf(amax, fabsf(read_weight<FLOAT32>(p, i / p.row_elems, i % p.row_elems)));
+    const float scale = scale_of(block_max(amax));
+    if (SCALES) {
+        if (threadIdx.x == 0) {
+            *(float*)p.dst = scale;
+            if (HASH) absorb(h, __float_as_uint(scale), p.pos);
+        }
+        return;
+    }
+    const float factor = 1.0f / scale;
+    if (unit == 8) {
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            u32 i = threadIdx.x + k * blockDim.x, row = i / per_row, at = (i - row * per_row) * 8;
+            if (i >= total) continue;
+            u64 value = 0;
+#pragma unroll
+            for (int j = 0; j < 8; j++) value |= (u64)to_e4m3(held[k][j] * factor) << (8 * j);
+            u64 target = p.dst + row * p.dst_pitch + at;
+            if (((p.dst | p.dst_pitch) & 7) == 0)
+                *(u64*)target = value;
+            else
+                for (int j = 0; j < 8; j++) ((u8*)target)[j] = (u8)(value >> (8 * j));
+            if (HASH) absorb(h, value, p.pos + row * p.pos_pitch + at);
+        }
+        return;
+    }
+    for (u32 i = threadIdx.x; i < total; i += blockDim.x) {
+        u32 row = i / per_row, at = (i - row * per_row) * unit;
+        u64 value = 0;
+        for (u32 j = 0; j < unit; j++) {
+            u32 bits = to_e4m3(read_weight<FLOAT32>(p, row, at + j) * factor);
+            ((u8*)(p.dst + row * p.dst_pitch))[at + j] = (u8)bits;
+            value |= (u64)bits << (8 * j);
+        }
+        if (HASH) absorb(h, value, p.pos + row * p.pos_pitch + at);
+    }
+}
+
+PUT(fp8_values_bfloat16, (put_fp8<false, false, false>(p, h)))
+PUT(fp8_values_float32, (put_fp8<true, false, false>(p, h)))
+PUT(fp8_scales_bfloat16, (put_fp8<false, true, false>(p, h)))
+PUT(fp8_scales_float32, (put_fp8<true, true, false>(p, h)))
+PUT(fp8_values_bfloat16_hashed, (put_fp8<false, false, true>(p, h)))
+PUT(fp8_values_float32_hashed, (put_fp8<true, false, true>(p, h)))
+PUT(fp8_scales_bfloat16_hashed, (put_fp8<false, true, true>(p, h)))
+PUT(fp8_scales_float32_hashed, (put_fp8<true, true, true>(p, h)))
+
 // What lies at the destinations of the pieces, hashed where it lies.
 template <int ITEMSIZE>
 __device__ void hash_rows(const Piece& p, Hash& h) {
