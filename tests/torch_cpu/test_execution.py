@@ -105,6 +105,7 @@ class Fleet:
         self.transports: list[OneSidedTransport] = []
         self.receivers: dict[str, Receiver] = {}
         self.senders: dict[str, Sender] = {}
+        self.stands_still = False
         bindings = []
         for engine in engines:
             transport = self._transport()
@@ -120,11 +121,15 @@ class Fleet:
             sender = Sender(
                 self._transport(),
                 trainer.manifest,
-                lambda m=memory: m,  # type: ignore[misc]
+                lambda m=memory: self._look(m),  # type: ignore[misc]
                 arena_nbytes=arena_nbytes,
             )
             sender.connect(self.plan.for_source(trainer.manifest.worker), bindings)
             self.senders[trainer.manifest.worker] = sender
+
+    def _look(self, memory: list[ParameterMemory]) -> list[ParameterMemory]:
+        assert self.stands_still, "parameters were looked at while the trainer may use them"
+        return memory
 
     def _transport(self) -> OneSidedTransport:
         self.transports.append(create_transport(CmaConfig()))
@@ -137,6 +142,7 @@ class Fleet:
     def send(self) -> dict[str, dict[str, str]]:
         """Prepare and write everything; digests by engine and trainer."""
         digests: dict[str, dict[str, str]] = {worker: {} for worker in self.receivers}
+        self.stands_still = True
         for worker, sender in self.senders.items():
             sender.prepare()
             peers = sorted(

@@ -83,7 +83,8 @@ class Sender:
     Args:
         transport: writes. Stays open; the caller closes it.
         manifest: of this rank.
-        parameters: where the parameters lie now, in manifest order; asked at every `prepare`.
+        parameters: where the parameters lie now, in manifest order; asked at every `prepare` and
+            at no other time, because a trainer that is bound in mid-step may have gathered them.
         arena_nbytes: capacity for packed bytes; 0 for as much as one update needs.
         registered: regions that the owner has registered already; what lies in them is not again.
 
@@ -167,7 +168,6 @@ class Sender:
                 {i for p in programs.values() for i in np.unique(p.direct.src_parameter).tolist()}
             )
             self._first_link = index
-            self._locate()
 
     def prepare(self) -> None:
         """Pack and hash every link that the arena holds at once; nothing is sent.
