@@ -11,6 +11,7 @@ engine parameter is compared with what it must be after every run.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing as mp
 import os
 import sys
@@ -41,6 +42,7 @@ from windlass.transports.cuda.kernels import PIECE, PieceTable
 
 PIECE_BYTES = (2 << 10, 16 << 10, 128 << 10, 1 << 20, 16 << 20, 1 << 30)
 SUITE_BYTES = 2 << 30
+FP8_ROWS = 8192
 ALIGNMENT = 256
 RUNS = 11
 BUCKET_NBYTES = 1 << 30
@@ -86,6 +88,7 @@ class Rank:
         )
         self.memory = torch.empty(0, dtype=torch.int16, device="cuda")
         self.bucket = torch.empty(0, dtype=torch.uint8, device="cuda")
+        self.mapped_start = 0
         self.round = 0
 
     # --- memory: one buffer for all parameters, outside torch's pool --------------------------
@@ -226,17 +229,22 @@ class Rank:
 
     def map_peer(self, region: RemoteRegion) -> None:
         self.mapped: MappedRegion = self.transport.map_region(region)
+        self.mapped_start = self.mapped.start + self.mapped.shift
 
     def copy_engine(self, nbytes: int, active: bool) -> float:
+        """Seconds of one copy, of eight behind each other after a first one."""
+        stream, target = self.transport.stream, self.mapped_start
         dist.barrier()
         torch.cuda.synchronize()
         if not active:
             return 0.0
+        self.transport.device.copy(target, self.address, nbytes, stream)
+        stream.record().wait()
         began = time.perf_counter()
-        target = self.mapped.start + self.mapped.shift
-        self.transport.device.copy(target, self.address, nbytes, self.transport.stream)
-        self.transport.stream.record().wait()
-        return time.perf_counter() - began
+        for _ in range(8):
+            self.transport.device.copy(target, self.address, nbytes, stream)
+        stream.record().wait()
+        return (time.perf_counter() - began) / 8
 
     def broadcast(self, source: int, nbytes: int, buckets: int) -> float:
         """`buckets` broadcasts to every rank, as if one rank had gathered everything."""
@@ -276,64 +284,72 @@ class Rank:
 
     # --- pieces -------------------------------------------------------------------------------
 
-    def put_pieces(self, kind: str, piece: int, seed: int) -> dict[str, float]:
-        """Seconds per method; the peer then holds pieces at other places than they came from."""
-        generator = torch.Generator(device="cuda").manual_seed(seed)
-        self.memory.random_(-20000, 20000, generator=generator)
-        if kind == "cast":
-            values = self.memory.view(torch.float32)
-            values.copy_(torch.randn(values.shape, device="cuda", generator=generator))
-        torch.cuda.synchronize()
-        pieces, nbytes = suite_pieces(
-            kind, piece, self.address, self.mapped.shift + self.mapped.start
+    def load_pieces(self, kind: str, piece: int) -> tuple[list[str], int]:
+        """Prepare one case; the methods that can do it, and the bytes that cross the link."""
+        target = self.mapped.shift + self.mapped.start
+        pieces, nbytes = suite_pieces(kind, piece, self.address, target)
+        kernel, itemsize = {"cast": ("put_bfloat16", 2), "fp8": ("fp8_values_bfloat16", 1)}.get(
+            kind, ("put_1", 1)
         )
-        kernel = "put_bfloat16" if kind == "cast" else "put_1"
-        table = PieceTable(self.transport.device, pieces, kernel, 2 if kind == "cast" else 1)
-        seconds = {}
+        table = PieceTable(self.transport.device, pieces, kernel, itemsize)
         digest = self.transport.device.allocate(16)
-        methods: dict[str, Callable[[], None]] = {
-            "kernel": lambda: self.transport.kernels.put(table, self.transport.stream),
-            "kernel with digest": lambda: self.transport.kernels.put(
-                table, self.transport.stream, digest
-            ),
+        stream, kernels = self.transport.stream, self.transport.kernels
+        self.methods: dict[str, Callable[[], None]] = {
+            "kernel": lambda: kernels.put(table, stream),
+            "kernel with digest": lambda: kernels.put(table, stream, digest),
         }
         if kind == "contiguous":
-            methods["cudaMemcpyBatchAsync"] = batch_copy(piece, pieces, self.transport.stream)
-        for name, method in methods.items():
-            method()
-            self.transport.stream.record().wait()
-            began = time.perf_counter()
-            for _ in range(3):
-                method()
-            self.transport.stream.record().wait()
-            seconds[name] = (time.perf_counter() - began) / 3
-        table.close()
-        self.transport.device.free(digest)
-        seconds["nbytes"] = float(nbytes)
-        return seconds
+            self.methods["cudaMemcpyBatchAsync"] = batch_copy(piece, pieces, stream)
 
-    def check_pieces(self, kind: str, piece: int, seed: int) -> int:
-        """Bytes that differ from what the pieces must have brought."""
-        generator = torch.Generator(device="cuda").manual_seed(seed)
+        def unload() -> None:
+            table.close()
+            self.transport.device.free(digest)
+
+        self.unload = unload
+        return list(self.methods), nbytes
+
+    def refill(self, kind: str, seed: int) -> None:
+        suite_source(self.memory, kind, seed)
+        torch.cuda.synchronize()
+
+    def put_pieces(self, name: str) -> float:
+        """Seconds of one pass, of three."""
+        method = self.methods[name]
+        method()
+        self.transport.stream.record().wait()
+        began = time.perf_counter()
+        for _ in range(3):
+            method()
+        self.transport.stream.record().wait()
+        return (time.perf_counter() - began) / 3
+
+    def unload_pieces(self) -> None:
+        self.unload()
+
+    def expect_pieces(self, kind: str, piece: int, seed: int) -> None:
+        """Work out what the peer's pieces must bring into memory that `spoil` has filled."""
         source = torch.empty_like(self.memory)
-        source.random_(-20000, 20000, generator=generator)
-        expected = torch.zeros_like(self.memory).view(torch.uint8)
-        if kind == "cast":
-            values = source.view(torch.float32)
-            values.copy_(torch.randn(values.shape, device="cuda", generator=generator))
-            rows = values.view(-1, piece // 2).bfloat16().view(torch.uint8).view(-1, piece)
-        elif kind == "strided":
-            rows = source.view(torch.uint8).view(-1, 4 * piece)[:, :piece]
+        suite_source(source, kind, seed)
+        expected = torch.full_like(self.memory, -21846).view(torch.uint8)
+        if kind == "fp8":
+            blocks = source.view(torch.bfloat16).view(FP8_ROWS // 128, 128, -1, 128).float()
+            scales = blocks.abs().amax(dim=(1, 3), keepdim=True).clamp(1e-4) / 448.0
+            values = (blocks * (1.0 / scales)).to(torch.float8_e4m3fn).view(torch.uint8)
+            expected[: values.numel()] = values.reshape(-1)  # (R/128, 128, C/128, 128) is row-major
+        elif kind == "cast":
+            rows = source.view(torch.float32).view(-1, piece // 2).bfloat16()
+            order = permutation(len(rows)).cuda()
+            placed = expected[: rows.numel() * 2].view(-1, piece)
+            placed[order] = rows.view(torch.uint8).view(-1, piece)
         else:
-            rows = source.view(torch.uint8).view(-1, piece)
-        order = permutation(len(rows)).to("cuda")
-        if kind == "strided":
-            expected.view(-1, 4 * piece)[order, :piece] = rows
-            got = self.memory.view(torch.uint8).view(-1, 4 * piece)[:, :piece]
-            return int((got != expected.view(-1, 4 * piece)[:, :piece]).sum())
-        expected[: rows.numel()].view(-1, piece)[order] = rows
-        got = self.memory.view(torch.uint8)
-        return int((got[: rows.numel()] != expected[: rows.numel()]).sum())
+            pitch = 4 * piece if kind == "strided" else piece
+            rows = source.view(torch.uint8).view(-1, pitch)[:, :piece]
+            expected.view(-1, pitch)[permutation(len(rows)).cuda(), :piece] = rows
+        self.expected = expected
+
+    def check_pieces(self) -> int:
+        """Bytes that are not what they must be, gaps between pieces included."""
+        return int((self.memory.view(torch.uint8) != self.expected).sum())
 
     def finish(self) -> None:
         dist.destroy_process_group()
@@ -343,8 +359,33 @@ def permutation(count: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(7).permutation(count))
 
 
+def suite_source(memory: torch.Tensor, kind: str, seed: int) -> None:
+    """The same values on every GPU."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    if kind in ("cast", "fp8"):
+        values = memory.view(torch.float32 if kind == "cast" else torch.bfloat16)
+        values.normal_(generator=generator)
+    else:
+        memory.random_(-20000, 20000, generator=generator)
+
+
 def suite_pieces(kind: str, piece: int, source: int, target: int) -> tuple[Any, int]:
     """Pieces of `piece` bytes from every place to another place; a piece is cut for the kernel."""
+    if kind == "fp8":
+        columns = SUITE_BYTES // 2 // FP8_ROWS
+        row = np.arange(0, FP8_ROWS, 128, dtype=np.uint64)[:, None]
+        col = np.arange(0, columns, 128, dtype=np.uint64)[None, :]
+        blocks = np.zeros((len(row), col.shape[1]), PIECE)
+        blocks["src"] = source + (row * np.uint64(columns) + col) * np.uint64(2)
+        blocks["dst"] = target + row * np.uint64(columns) + col
+        blocks["src_pitch"], blocks["dst_pitch"], blocks["pos_pitch"] = (
+            2 * columns,
+            columns,
+            columns,
+        )
+        blocks["pos"] = row * np.uint64(columns) + col
+        blocks["rows"] = blocks["row_elems"] = 128
+        return blocks.reshape(-1), FP8_ROWS * columns
     scale = 2 if kind == "cast" else 1
     pitch = 4 * piece if kind == "strided" else piece
     count = SUITE_BYTES // (pitch * scale)
@@ -360,21 +401,39 @@ def suite_pieces(kind: str, piece: int, source: int, target: int) -> tuple[Any, 
     return made.reshape(-1), count * piece
 
 
-def batch_copy(piece: int, pieces: Any, stream: Any) -> Callable[[], None]:
-    """All pieces, whole, in one cudaMemcpyBatchAsync."""
-    from cuda.bindings import runtime
+class _CopyAttributes(ctypes.Structure):
+    """cudaMemcpyAttributes."""
 
+    _fields_ = (
+        ("srcAccessOrder", ctypes.c_int),
+        ("srcLocHint", ctypes.c_int * 2),
+        ("dstLocHint", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    )
+
+
+def batch_copy(piece: int, pieces: Any, stream: Any) -> Callable[[], None]:
+    """All pieces, whole, in one cudaMemcpyBatchAsync (CUDA 13's signature), arrays made before."""
+    runtime = ctypes.CDLL("libcudart.so.13")
     whole = pieces[:: max(piece // (64 << 10), 1)]
-    sources, targets = whole["src"].tolist(), whole["dst"].tolist()
-    attributes = runtime.cudaMemcpyAttributes()
-    attributes.srcAccessOrder = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
-    sizes = [piece] * len(whole)
+    count = len(whole)
+    targets, sources = np.ascontiguousarray(whole["dst"]), np.ascontiguousarray(whole["src"])
+    sizes = np.full(count, piece, np.uint64)
+    attributes = _CopyAttributes(srcAccessOrder=1)  # in stream order
+    first = ctypes.c_size_t(0)
 
     def call() -> None:
-        result = runtime.cudaMemcpyBatchAsync(
-            targets, sources, sizes, len(whole), [attributes], [0], 1, stream.handle.value
+        code = runtime.cudaMemcpyBatchAsync(
+            ctypes.c_void_p(targets.ctypes.data),
+            ctypes.c_void_p(sources.ctypes.data),
+            ctypes.c_void_p(sizes.ctypes.data),
+            ctypes.c_size_t(count),
+            ctypes.byref(attributes),
+            ctypes.byref(first),
+            ctypes.c_size_t(1),
+            stream.handle,
         )
-        assert result[0] == 0, result
+        assert code == 0, code
 
     return call
 
@@ -471,10 +530,11 @@ class Host:
             process.join(60)
 
 
-def ceiling(host: Host, nbytes: int) -> float:
-    """GB/s per pair when every trainer copies to its engine at once: the slowest one counts."""
-    calls = {r: ("copy_engine", [nbytes, r in host.trainers]) for r in range(host.world_size)}
-    seconds: list[float] = [s for r, s in host.everywhere(calls).items() if r in host.trainers]
+def ceiling(host: Host, nbytes: int, pairs: int = 0) -> float:
+    """GB/s per pair when `pairs` trainers (all by default) copy to their engines at once."""
+    active = range(pairs or host.half)
+    calls = {r: ("copy_engine", [nbytes, r in active]) for r in range(host.world_size)}
+    seconds: list[float] = [s for r, s in host.everywhere(calls).items() if r in active]
     return nbytes / max(seconds) / 1e9
 
 
@@ -482,28 +542,28 @@ def bench_pieces(host: Host) -> list[Row]:
     everyone = range(host.world_size)
     regions = host.call(everyone, "take_suite", SUITE_BYTES)
     host.call(host.trainers, "map_peer", {t: regions[t + host.half] for t in host.trainers})
-    pair = (0, host.half)
+    sender, receiver = [0], [host.half]
     rows = []
-    for kind in ("contiguous", "strided", "cast"):
-        for piece in PIECE_BYTES:
-            if kind != "contiguous" and piece > 1 << 20:
-                continue
-            found: dict[str, list[float]] = {}
-            tops = []
-            for run in range(RUNS):
-                calls = {r: ("copy_engine", [SUITE_BYTES, r == 0]) for r in everyone}
-                tops.append(SUITE_BYTES / host.everywhere(calls)[0] / 1e9)
-                host.call([pair[1]], "spoil")
-                seconds = host.call([pair[0]], "put_pieces", kind, piece, run)[0]
-                nbytes = seconds.pop("nbytes")
-                if wrong := host.call([pair[1]], "check_pieces", kind, piece, run)[0]:
-                    raise SystemExit(f"{kind} {piece}: {wrong} wrong bytes in run {run}")
-                for name, spent in seconds.items():
-                    found.setdefault(name, []).append(nbytes / spent / 1e9)
-            top, _ = median_p95(tops)
-            size = f"{piece >> 10} KiB" if piece < 1 << 20 else f"{piece >> 20} MiB"
-            for name, rates in found.items():
-                rows += rates_rows(f"{kind} pieces of {size}, {name}", rates, "copy engine", top)
+    cases = [("contiguous", piece) for piece in PIECE_BYTES]
+    cases += [(kind, piece) for kind in ("strided", "cast") for piece in PIECE_BYTES[:4]]
+    for kind, piece in (*cases, ("fp8", 128 * 128)):
+        names, nbytes = host.call(sender, "load_pieces", kind, piece)[0]
+        found: dict[str, list[float]] = {name: [] for name in names}
+        tops = []
+        for run in range(RUNS):
+            tops.append(ceiling(host, SUITE_BYTES, pairs=1))
+            host.call(sender, "refill", kind, run)
+            host.call(receiver, "expect_pieces", kind, piece, run)
+            for name in names:
+                host.call(receiver, "spoil")
+                found[name].append(nbytes / host.call(sender, "put_pieces", name)[0] / 1e9)
+                if wrong := host.call(receiver, "check_pieces")[0]:
+                    raise SystemExit(f"{kind} {piece} {name}: {wrong} wrong bytes in run {run}")
+        host.call(sender, "unload_pieces")
+        top, _ = median_p95(tops)
+        size = f"{piece >> 10} KiB" if piece < 1 << 20 else f"{piece >> 20} MiB"
+        for name, rates in found.items():
+            rows += rates_rows(f"{kind} pieces of {size}, {name}", rates, "copy engine", top)
     return rows
 
 
@@ -592,11 +652,12 @@ def bench_update(host: Host, topology: Topology, label: str) -> list[Row]:
 def bench_collectives(host: Host, nbytes: int, case: str, wire: float) -> list[Row]:
     everyone = range(host.world_size)
     buckets = -(-nbytes // BUCKET_NBYTES)
-    broadcast, exchange = [], []
-    piece = BUCKET_NBYTES // host.half
+    bucket_nbytes = -(-nbytes // buckets)
     repeats = -(-nbytes // (host.half * BUCKET_NBYTES))
-    for run in range(6):
-        seconds = max(host.call(everyone, "broadcast", 0, BUCKET_NBYTES, buckets))
+    piece = nbytes // (host.half * host.half * repeats)
+    broadcast, exchange = [], []
+    for run in range(RUNS):
+        seconds = max(host.call(everyone, "broadcast", 0, bucket_nbytes, buckets))
         calls: dict[int, tuple[str, list[Any]]] = {}
         for rank in everyone:
             peers = list(host.engines if rank in host.trainers else host.trainers)
@@ -607,13 +668,13 @@ def bench_collectives(host: Host, nbytes: int, case: str, wire: float) -> list[R
             exchange.append(other)
     host.call(everyone, "drop_bucket")
     return [
-        Row(case=case, metric=f"wire, {what}, median", value=median_p95(spent)[0], unit="s",
-            reference="windlass wire, median", reference_value=wire,
-            ratio=median_p95(spent)[0] / wire)
+        Row(case=case, metric=f"wire, {what}, {name}", value=value, unit="s",
+            reference="windlass wire, median", reference_value=wire, ratio=value / wire)
         for what, spent in (
             ("NCCL broadcast of gathered tensors", broadcast),
             ("NCCL send/recv of packed bytes", exchange),
         )
+        for name, value in zip(("median", "p95"), median_p95(spent), strict=True)
     ]  # fmt: skip
 
 

@@ -10,8 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from windlass.errors import PeerUnreachable, RegionError, TransferFailed
+from windlass.errors import PeerUnreachable, RegionError
+from windlass.execution.bind import BoundOp, DirectRuns, LinkProgram
+from windlass.execution.blocks import block_tables
+from windlass.layout.dtypes import DType
 from windlass.memory.position_digest import PositionDigest
+from windlass.memory.quantize import pack_quantized
+from windlass.planning.plan import CopyMode, Transform
 from windlass.transports.base import WriteBatch
 from windlass.transports.cuda.ipc import CudaIpcTransport
 from windlass.transports.cuda.kernels import PIECE, PieceTable
@@ -20,6 +25,16 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+NOTHING = np.zeros(0, np.int64)
+NO_RUNS = DirectRuns(
+    src_parameter=NOTHING,
+    src_offset=NOTHING,
+    dst_parameter=NOTHING,
+    dst_offset=NOTHING,
+    nbytes=NOTHING,
+)
 
 
 @pytest.fixture
@@ -95,6 +110,68 @@ def test_a_cast_is_torchs_cast_and_is_hashed_as_it_lands(
     assert read(transport, words.data_ptr()) == read(transport, words.data_ptr() + 16)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(256, 384), (200, 136), (128, 130), (1, 7)])
+def test_block_float8_is_that_of_the_cpu_bit_for_bit(
+    transport: CudaIpcTransport, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    rows, columns = shape
+    weight = (torch.randn(rows, columns, dtype=torch.float32) * 3).to(dtype)
+    weight[0, 0] = 0.0
+    source = weight.cuda()
+    itemsize = weight.element_size()
+    grid = (-(-rows // 128), -(-columns // 128))
+    values = torch.full((rows, columns + 8), 0xAA, dtype=torch.uint8, device="cuda")
+    scales = torch.zeros(grid, device="cuda")
+    words = torch.zeros(4, dtype=torch.int64, device="cuda")
+    name = "bfloat16" if dtype is torch.bfloat16 else "float32"
+    for kind, target in ((Transform.FP8_BLOCK_VALUES, values), (Transform.FP8_BLOCK_SCALES, scales)):  # fmt: skip
+        is_values = kind is Transform.FP8_BLOCK_VALUES
+        op = BoundOp(
+            mode=CopyMode.PACKED,
+            src_parameter=0,
+            dst_parameter=0,
+            sizes=shape if is_values else grid,
+            src_offset=0,
+            src_strides=(columns * itemsize, itemsize),
+            src_dtype=DType(name),
+            dst_offset=0,
+            dst_strides=(columns + 8, 1) if is_values else (grid[1] * 4, 4),
+            dst_dtype=DType.FLOAT8_E4M3 if is_values else DType.FLOAT32,
+            nbytes=rows * columns if is_values else 4 * grid[0] * grid[1],
+            landing_offset=-1,
+            src_sizes=shape,
+            transform=kind,
+        )
+        program = LinkProgram(peer="engine", ops=(op,), direct=NO_RUNS, nbytes=op.nbytes)
+        at = np.array([target.data_ptr()], np.uint64)
+        kernel = f"fp8_{'values' if is_values else 'scales'}_{name}"
+        words.zero_()
+        torch.cuda.synchronize()
+        for sources, run in ((np.array([source.data_ptr()], np.uint64), "put"), (np.zeros(0, np.uint64), "hash")):  # fmt: skip
+            ((_, pieces),) = block_tables(program, sources, at).items()
+            table = PieceTable(transport.device, pieces, kernel, op.dst_dtype.itemsize)
+            if run == "put":
+                transport.kernels.put(table, transport.stream, words.data_ptr())
+            else:
+                transport.kernels.hash(table, transport.stream, words.data_ptr() + 16)
+            transport.wait(transport.stream.record(), 10.0)
+            table.close()
+        want = torch.zeros(op.nbytes, dtype=torch.uint8)
+        pack_quantized(
+            transform=kind,
+            sizes=shape,
+            src_address=weight.data_ptr(),
+            src_strides=op.src_strides,
+            src_dtype=op.src_dtype,
+            dst_address=want.data_ptr(),
+        )
+        got = target[:, :columns] if is_values else target
+        assert torch.equal(got.cpu().contiguous().view(torch.uint8).reshape(-1), want)
+        assert read(transport, words.data_ptr()) == read(transport, words.data_ptr() + 16)
+    assert bool((values[:, columns:] == 0xAA).all())
+
+
 # --- two processes --------------------------------------------------------------------------------
 
 
@@ -166,5 +243,5 @@ def test_a_peer_of_torchs_allocator_gets_the_bytes_and_nothing_beside_them(
 
 def test_host_memory_is_refused(transport: CudaIpcTransport) -> None:
     memory = np.zeros(64, np.uint8)
-    with pytest.raises(TransferFailed, match="cuPointerGetAttribute"):
+    with pytest.raises(RegionError, match="is no GPU memory"):
         transport.register(memory.ctypes.data, memory.nbytes)

@@ -14,7 +14,13 @@ from typing import assert_never, final
 import numpy as np
 import numpy.typing as npt
 
-from windlass.errors import PlanError, RegionError, RoundAborted, TransferError
+from windlass.errors import (
+    PeerUnreachable,
+    PlanError,
+    RegionError,
+    RoundAborted,
+    TransferOutcomeUnknown,
+)
 from windlass.execution.base import ParameterMemory, SendResult
 from windlass.execution.bind import LinkProgram, bind_links, check_binding, check_part
 from windlass.execution.bindings import DestinationBinding, LinkOutcome, LinkStatus
@@ -119,51 +125,84 @@ class DeviceSender:
                 raise PlanError(f"connect: destination {program.peer} of the plan has no binding")
             check_binding(program, binding, landing=False)
             self._bindings[program.peer] = binding
-            targets = self._reach(binding)
+            targets = self._reach(program, binding)
             self._links[program.peer] = _load_link(self._transport, program, sources, targets)
 
-    def _reach(self, binding: DestinationBinding) -> UInt64Array:
-        """The peer's parameter addresses as this process reaches them."""
+    def _reach(self, program: LinkProgram, binding: DestinationBinding) -> UInt64Array:
+        """The peer's parameter addresses as this process reaches them.
+
+        Every op must stay in the region that its parameter begins in: another region of the peer
+        is mapped elsewhere here.
+        """
         mapped = [self._transport.map_region(region) for region in binding.regions]
-        addresses = []
+        around = []
         for address in binding.parameter_addresses:
             inside = [m for m in mapped if m.start <= address < m.stop]
             if not inside:
                 raise RegionError(
                     f"connect: {binding.worker} published no region around parameter at {address:#x}"
                 )
-            addresses.append(address + inside[0].shift)
+            around.append(inside[0])
+        for op in program.ops:
+            start = binding.parameter_addresses[op.dst_parameter] + op.dst_offset
+            reach = sum((n - 1) * s for n, s in zip(op.sizes, op.dst_strides, strict=True))
+            if start + reach + op.dst_dtype.itemsize > around[op.dst_parameter].stop:
+                raise RegionError(
+                    f"connect: {binding.worker}: parameter {op.dst_parameter} must lie in one region"
+                )
+        addresses = [
+            address + region.shift
+            for address, region in zip(binding.parameter_addresses, around, strict=True)
+        ]
         return np.array(addresses, np.uint64)
 
     def write(self, destinations: Sequence[str], deadline_s: float) -> SendResult:
         """Store the links to `destinations`, the first one another in every rank. Idempotent.
 
+        Work that this process has queued on the GPU before, such as an optimiser step, is waited
+        for first.
+
         Raises:
             RoundAborted: a destination that this rank does not send to.
+            TransferFailed: the GPU reports an error; nothing more can be done with it.
         """
         unknown = [name for name in destinations if name not in self._links]
         if unknown:
             raise RoundAborted(f"write: this rank sends nothing to {', '.join(unknown)}")
         transport, stream = self._transport, self._transport.stream
+        transport.device.synchronize()
         began = time.perf_counter()
         shift = self._shift % max(len(destinations), 1)
+        gone = {name: why for name in destinations if (why := self._is_gone(name))}
         for name in (*destinations[shift:], *destinations[:shift]):
-            check_alive(self._bindings[name].endpoint)
+            if name in gone:
+                continue
             link = self._links[name]
             transport.device.clear(link.digest, DIGEST_NBYTES, stream)
             for table in link.tables:
                 transport.kernels.put(table, stream, link.digest)
-        transport.wait(stream.record(), deadline_s)
+        late = ""
+        try:
+            transport.wait(stream.record(), deadline_s)
+        except TransferOutcomeUnknown as error:
+            late = str(error)
         wire_s = time.perf_counter() - began
-        outcomes = tuple(self._outcome(name) for name in destinations)
+        outcomes = tuple(self._outcome(name, gone.get(name, ""), late) for name in destinations)
         return SendResult(outcomes, 0.0, wire_s)
 
-    def _outcome(self, name: str) -> LinkOutcome:
-        link = self._links[name]
+    def _is_gone(self, name: str) -> str:
         try:
             check_alive(self._bindings[name].endpoint)
-        except TransferError as error:
-            return LinkOutcome(name, LinkStatus.UNREACHABLE, 0, "", str(error))
+        except PeerUnreachable as error:
+            return str(error)
+        return ""
+
+    def _outcome(self, name: str, gone: str, late: str) -> LinkOutcome:
+        link = self._links[name]
+        if gone or (gone := self._is_gone(name)):
+            return LinkOutcome(name, LinkStatus.UNREACHABLE, 0, "", gone)
+        if late:
+            return LinkOutcome(name, LinkStatus.UNKNOWN, 0, "", late)
         digest = _read_digest(self._transport, link)
         return LinkOutcome(name, LinkStatus.OK, link.program.nbytes, digest)
 

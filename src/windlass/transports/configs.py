@@ -10,6 +10,7 @@ from windlass.errors import ConfigError
 
 __all__ = [
     "CmaConfig",
+    "CudaIpcConfig",
     "MemoryConfig",
     "MooncakeConfig",
     "MooncakeProtocol",
@@ -60,13 +61,26 @@ class MooncakeConfig(msgspec.Struct, frozen=True, tag="mooncake"):
     device: str = ""
 
 
-TransportConfig = MemoryConfig | CmaConfig | ShmConfig | MooncakeConfig
+class CudaIpcConfig(msgspec.Struct, frozen=True, tag="cuda_ipc"):
+    """NVLink between GPUs of one host.
+
+    Attributes:
+        device: ordinal of the GPU whose memory is registered, and which does the storing.
+        num_multiprocessors: that a write may occupy; 0 for all.
+    """
+
+    device: int = 0
+    num_multiprocessors: int = 0
+
+
+TransportConfig = MemoryConfig | CmaConfig | ShmConfig | MooncakeConfig | CudaIpcConfig
 
 _BY_NAME: dict[str, TransportConfig] = {
     "memory": MemoryConfig(),
     "cma": CmaConfig(),
     "shm": ShmConfig(),
     "mooncake": MooncakeConfig(),
+    "cuda_ipc": CudaIpcConfig(),
 }
 
 

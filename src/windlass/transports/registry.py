@@ -7,6 +7,7 @@ from typing import assert_never
 from windlass.transports.base import OneSidedTransport
 from windlass.transports.configs import (
     CmaConfig,
+    CudaIpcConfig,
     MemoryConfig,
     MooncakeConfig,
     ShmConfig,
@@ -42,5 +43,9 @@ def create_transport(config: TransportConfig) -> OneSidedTransport:
             from windlass.transports.mooncake import MooncakeTransport
 
             return MooncakeTransport(config)
+        case CudaIpcConfig():
+            from windlass.transports.cuda.ipc import CudaIpcTransport
+
+            return CudaIpcTransport(config.device, config.num_multiprocessors)
         case _:
             assert_never(config)

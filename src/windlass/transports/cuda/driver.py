@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, final
 
-from windlass.errors import TransferFailed, TransportUnavailable
+from windlass.errors import RegionError, TransferFailed, TransportUnavailable
 
 __all__ = ["Device", "Event", "IPC_HANDLE_NBYTES", "Stream", "driver", "pointer_device"]
 
@@ -64,17 +64,17 @@ def pointer_device(address: int) -> int:
     """Ordinal of the GPU that `address` belongs to.
 
     Raises:
-        TransferFailed: it is no GPU memory that another process could open.
+        RegionError: it is no GPU memory that another process could open.
     """
     ordinal, capable = ctypes.c_int(-1), ctypes.c_uint(0)
     for name, target in (
         (_POINTER_DEVICE_ORDINAL, ordinal),
         (_POINTER_IS_LEGACY_IPC_CAPABLE, capable),
     ):
-        code = driver().cuPointerGetAttribute(ctypes.byref(target), name, ctypes.c_uint64(address))
-        _check(code, f"cuPointerGetAttribute({address:#x})")
+        if driver().cuPointerGetAttribute(ctypes.byref(target), name, ctypes.c_uint64(address)):
+            raise RegionError(f"cuda_ipc: {address:#x} is no GPU memory")
     if not capable.value:
-        raise TransferFailed(
+        raise RegionError(
             f"cuda_ipc: memory at {address:#x} cannot be opened by another process: it must come from "
             "cudaMalloc; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
         )
@@ -152,6 +152,11 @@ class Device:
         )
         return value.value
 
+    def synchronize(self) -> None:
+        """Wait for everything that this process has queued on the device, by whichever library."""
+        self.use()
+        _check(driver().cuCtxSynchronize(), "cuCtxSynchronize")
+
     def use(self) -> None:
         """Make it current in this thread."""
         _check(driver().cuCtxSetCurrent(self._context), "cuCtxSetCurrent")
@@ -218,8 +223,8 @@ class Device:
             "cuMemcpyAsync",
         )
 
-    def export(self, address: int) -> tuple[bytes, int]:
-        """The IPC handle of the allocation around `address`, and where in it `address` lies."""
+    def allocation(self, address: int) -> tuple[int, int]:
+        """Start and bytes of the allocation around `address`."""
         self.use()
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
         _check(
@@ -228,9 +233,15 @@ class Device:
             ),
             "cuMemGetAddressRange",
         )
+        return base.value, size.value
+
+    def export(self, address: int) -> bytes:
+        """The IPC handle of the allocation that begins at `address`."""
+        self.use()
         handle = _IpcHandle()
-        _check(driver().cuIpcGetMemHandle(ctypes.byref(handle), base), "cuIpcGetMemHandle")
-        return bytes(handle.reserved), address - base.value
+        code = driver().cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(address))
+        _check(code, "cuIpcGetMemHandle")
+        return bytes(handle.reserved)
 
     def open(self, handle: bytes) -> int:
         """Map a peer's allocation into this process, reachable by this device's kernels."""

@@ -7,7 +7,7 @@ stores into it, by kernel or by copy engine. The owner's process takes no part i
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import final
@@ -15,7 +15,12 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
-from windlass.errors import ConfigError, TransferOutcomeUnknown
+from windlass.errors import (
+    PeerUnreachable,
+    RegionError,
+    TransferFailed,
+    TransferOutcomeUnknown,
+)
 from windlass.transports.base import (
     MemoryRegion,
     PeerEndpoint,
@@ -23,7 +28,13 @@ from windlass.transports.base import (
     WireReport,
     WriteBatch,
 )
-from windlass.transports.cuda.driver import Device, Event, Stream, pointer_device
+from windlass.transports.cuda.driver import (
+    IPC_HANDLE_NBYTES,
+    Device,
+    Event,
+    Stream,
+    pointer_device,
+)
 from windlass.transports.cuda.kernels import PIECE, Kernels, PieceTable
 from windlass.transports.processes import check_alive, own_endpoint
 from windlass.transports.regions import RegionTable, check_batch
@@ -68,8 +79,8 @@ class CudaIpcTransport:
         self._endpoint = own_endpoint("cuda_ipc")
         self._table = RegionTable()
         self._lock = threading.Lock()
-        self._opened: dict[str, int] = {}
-        self._waiter = ThreadPoolExecutor(1, "windlass-cuda")
+        self._opened: dict[tuple[PeerEndpoint, bytes], int] = {}
+        self._late: str | None = None
 
     def report(self) -> WireReport:
         """See `OneSidedTransport.report`."""
@@ -83,16 +94,21 @@ class CudaIpcTransport:
         """See `OneSidedTransport.register`.
 
         Raises:
-            TransferFailed: memory that cannot be exported, such as expandable segments.
-            ConfigError: memory of another GPU.
+            RegionError: memory that cannot be exported (host memory, expandable segments), that is
+                of another GPU, or that reaches past its allocation.
         """
         ordinal = pointer_device(address)
         if ordinal != self.device.ordinal:
-            raise ConfigError(
+            raise RegionError(
                 f"register: memory must be of GPU {self.device.ordinal}, got GPU {ordinal}"
             )
-        handle, offset = self.device.export(address)
-        key = f"{ordinal}:{offset}:{handle.hex()}"
+        start, size = self.device.allocation(address)
+        if address + nbytes > start + size:
+            raise RegionError(
+                f"register: [{address:#x}, {address + nbytes:#x}) must lie in one allocation, it ends "
+                f"at {start + size:#x}"
+            )
+        key = f"{ordinal}:{address - start}:{self.device.export(start).hex()}"
         region = MemoryRegion(address, nbytes, RemoteRegion(self._endpoint, address, nbytes, key))
         self._table.add(region)
         return region
@@ -102,23 +118,41 @@ class CudaIpcTransport:
         self._table.remove(region)
 
     def map_region(self, region: RemoteRegion) -> MappedRegion:
-        """Map a peer's region; every allocation is opened once and stays mapped until `close`.
+        """Map a peer's region; its allocation is opened once and stays mapped while the peer lives.
 
         Raises:
-            TransferFailed: the handle is not one, or its owner is gone.
+            PeerUnreachable: the owner is gone.
+            RegionError: the key is none, or the region reaches past the allocation.
+            TransferFailed: the driver cannot open it.
         """
         stop = region.address + region.nbytes
-        ordinal, offset, handle = region.key.split(":")
+        ordinal, offset, handle = _parse_key(region.key)
         if region.endpoint == self._endpoint:
-            if int(ordinal) != self.device.ordinal:
-                self.device.enable_peer(Device(int(ordinal)))
+            if ordinal != self.device.ordinal:
+                self.device.enable_peer(Device(ordinal))
             return MappedRegion(region.address, stop, 0)
+        check_alive(region.endpoint)
         with self._lock:
-            if handle not in self._opened:
-                check_alive(region.endpoint)
-                self._opened[handle] = self.device.open(bytes.fromhex(handle))
-            base = self._opened[handle]
-        return MappedRegion(region.address, stop, base + int(offset) - region.address)
+            self._forget_dead()
+            place = (region.endpoint, handle)
+            if place not in self._opened:
+                self._opened[place] = self.device.open(handle)
+            base = self._opened[place]
+        _, size = self.device.allocation(base)
+        if offset < 0 or offset + region.nbytes > size:
+            raise RegionError(
+                f"map: {region.endpoint.address} published {region.nbytes} bytes at {offset} of an "
+                f"allocation of {size}"
+            )
+        return MappedRegion(region.address, stop, base + offset - region.address)
+
+    def _forget_dead(self) -> None:
+        """Unmap what processes that are gone had exported, or their memory would stay taken."""
+        for endpoint, handle in list(self._opened):
+            try:
+                check_alive(endpoint)
+            except PeerUnreachable:
+                self.device.close_handle(self._opened.pop((endpoint, handle)))
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
         """See `OneSidedTransport.write`."""
@@ -160,21 +194,46 @@ class CudaIpcTransport:
 
         Raises:
             TransferFailed: queued work failed.
-            TransferOutcomeUnknown: not within `deadline_s`; it goes on.
+            TransferOutcomeUnknown: not within `deadline_s`, now or in an earlier call; it goes on.
         """
-        reached: Future[None] = self._waiter.submit(event.wait)
+        if self._late is not None:
+            raise TransferOutcomeUnknown(f"cuda_ipc: {self._late}")
+        reached: Future[None] = Future()
+        # The driver's wait has no deadline; a daemon thread of its own holds up nobody else.
+        threading.Thread(target=_wait_for, args=(event, reached), daemon=True).start()
         try:
             reached.result(deadline_s)
         except FutureTimeout:
-            raise TransferOutcomeUnknown(
-                f"cuda_ipc: stores were not over within {deadline_s} s"
-            ) from None
+            self._late = f"stores were not over within {deadline_s} s and may still go on"
+            raise TransferOutcomeUnknown(f"cuda_ipc: {self._late}") from None
 
     def close(self) -> None:
-        """See `OneSidedTransport.close`."""
+        """See `OneSidedTransport.close`. Keeps mapped what late stores may still reach."""
         self._table.clear()
+        if self._late is not None:
+            return
         with self._lock:
             opened, self._opened = self._opened, {}
         for address in opened.values():
             self.device.close_handle(address)
-        self._waiter.shutdown(wait=False)
+        self.stream.close()
+
+
+def _wait_for(event: Event, reached: Future[None]) -> None:
+    try:
+        event.wait()
+    except TransferFailed as error:
+        reached.set_exception(error)
+    else:
+        reached.set_result(None)
+
+
+def _parse_key(key: str) -> tuple[int, int, bytes]:
+    try:
+        ordinal, offset, handle = key.split(":")
+        raw = bytes.fromhex(handle)
+        if len(raw) == IPC_HANDLE_NBYTES:
+            return int(ordinal), int(offset), raw
+    except ValueError:
+        pass
+    raise RegionError(f"map: key must be GPU:OFFSET:HANDLE, got {key[:80]!r}")
