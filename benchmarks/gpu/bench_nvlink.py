@@ -333,7 +333,9 @@ class Rank:
         expected = torch.full_like(self.memory, -21846).view(torch.uint8)
         if kind == "fp8":
             blocks = source.view(torch.bfloat16).view(FP8_ROWS // 128, 128, -1, 128).float()
-            scales = blocks.abs().amax(dim=(1, 3), keepdim=True).clamp(1e-4) / 448.0
+            # By a tensor: torch multiplies by the reciprocal of a number, which rounds differently.
+            most = torch.tensor(448.0, device="cuda")
+            scales = blocks.abs().amax(dim=(1, 3), keepdim=True).clamp(1e-4) / most
             values = (blocks * (1.0 / scales)).to(torch.float8_e4m3fn).view(torch.uint8)
             expected[: values.numel()] = values.reshape(-1)  # (R/128, 128, C/128, 128) is row-major
         elif kind == "cast":
@@ -652,9 +654,10 @@ def bench_update(host: Host, topology: Topology, label: str) -> list[Row]:
 def bench_collectives(host: Host, nbytes: int, case: str, wire: float) -> list[Row]:
     everyone = range(host.world_size)
     buckets = -(-nbytes // BUCKET_NBYTES)
-    bucket_nbytes = -(-nbytes // buckets)
     repeats = -(-nbytes // (host.half * BUCKET_NBYTES))
-    piece = nbytes // (host.half * host.half * repeats)
+    # A multiple of 512: NCCL is slower by half with buffers that are not aligned.
+    piece = -(-nbytes // (host.half * host.half * repeats * 512)) * 512
+    bucket_nbytes = max(-(-nbytes // (buckets * 512)) * 512, host.half * piece)
     broadcast, exchange = [], []
     for run in range(RUNS):
         seconds = max(host.call(everyone, "broadcast", 0, bucket_nbytes, buckets))
