@@ -83,6 +83,7 @@ class _Demo:
         self._token = secrets.token_hex(16)
         self._served: list[TrainingSample] = []
         self._killed = asyncio.Event()
+        self._kill_task: asyncio.Future[None] | None = None
         self._controller = windlass.Controller(
             token=self._token,
             config=ControlConfig(
@@ -158,7 +159,7 @@ class _Demo:
                 continue
             if spec.name == "trainers" and status.returncode == 0:
                 await asyncio.Event().wait()  # done; the work task ends the demo
-            tail = self._scheduler.log_tail(spec.name)
+            tail = await self._scheduler.log_tail(spec.name)
             raise WindlassError(f"{spec.name} ended with {status.returncode}; its log:\n{tail}")
 
     # --- the loop ----------------------------------------------------------------------------
@@ -230,7 +231,8 @@ class _Demo:
             victim = self._settings.engines[-1].name
             self._killed.set()
             self._note(f"kill -9 {victim} in the middle of the update to version {version}")
-            self._scheduler.signal(victim, signal.SIGKILL)
+            kill = self._scheduler.signal(victim, signal.SIGKILL)
+            self._kill_task = asyncio.ensure_future(kill)
 
     def _note(self, event: str) -> None:
         self._record.events.append(event)

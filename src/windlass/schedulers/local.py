@@ -6,13 +6,13 @@ import asyncio
 import os
 import signal
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import final
 
 from windlass.envs import inherited_environment
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, PeerUnreachable
 from windlass.schedulers.base import ProcessSpec, ProcessStatus, Scheduler
 
 __all__ = ["LocalScheduler"]
@@ -36,6 +36,10 @@ class LocalScheduler(Scheduler):
         known = self._processes.get(spec.name)
         if known is not None and known.returncode is None:
             raise ConfigError(f"scheduler: process name {spec.name!r} is taken by pid {known.pid}")
+        if spec.colocate_with and self.status(spec.colocate_with).returncode is not None:
+            raise ConfigError(
+                f"scheduler: {spec.name}: colocate_with {spec.colocate_with!r} has ended"
+            )
         environment = {**inherited_environment(), **self._environment, **spec.environment}
         with self.log_path(spec.name).open("ab") as log:
             try:
@@ -54,6 +58,15 @@ class LocalScheduler(Scheduler):
         self._processes[spec.name] = process
         return self.status(spec.name)
 
+    async def wait_healthy(self, name: str, *, deadline_s: float) -> ProcessStatus:  # noqa: ARG002
+        status = self.status(name)
+        if status.returncode is not None:
+            tail = await self.log_tail(name)
+            raise PeerUnreachable(
+                f"scheduler: {name} ended with {status.returncode}; its log ends:\n{tail}"
+            )
+        return status
+
     async def wait(self, name: str) -> ProcessStatus:
         await self._process(name).wait()
         return self.status(name)
@@ -62,29 +75,27 @@ class LocalScheduler(Scheduler):
         process = self._process(name)
         return ProcessStatus(name=name, pid=process.pid, returncode=process.returncode)
 
-    def signal(self, name: str, signal_number: int) -> None:
+    def list(self) -> tuple[ProcessStatus, ...]:
+        return tuple(map(self.status, self._processes))
+
+    async def signal(self, name: str, signal_number: int) -> None:
         process = self._process(name)
         if process.returncode is None:
             _signal_group(process.pid, signal_number)
 
-    def log_tail(self, name: str, num_lines: int = 40) -> str:
+    async def log_tail(self, name: str, num_lines: int = 40) -> str:
         path = self.log_path(name)
         if not path.exists():
             return ""
         with path.open(errors="replace") as log:
             return "".join(deque(log, maxlen=num_lines))
 
+    async def delete(self, name: str, *, grace_s: float = 5.0) -> None:
+        await _end([self._process(name)], grace_s)
+        self._processes.pop(name, None)
+
     async def close(self, *, grace_s: float = 5.0) -> None:
-        live = [p for p in self._processes.values() if p.returncode is None]
-        for process in live:
-            _signal_group(process.pid, signal.SIGTERM)
-        waits = [asyncio.ensure_future(p.wait()) for p in live]
-        if waits:
-            await asyncio.wait(waits, timeout=grace_s)
-        for process in self._processes.values():
-            _signal_group(process.pid, signal.SIGKILL)  # also what a dead leader left behind
-        if waits:
-            await asyncio.wait(waits)
+        await _end([*self._processes.values()], grace_s)
 
     def log_path(self, name: str) -> Path:
         """Where the process called `name` logs."""
@@ -105,6 +116,20 @@ class LocalScheduler(Scheduler):
         traceback: TracebackType | None,
     ) -> None:
         await self.close()
+
+
+async def _end(processes: Sequence[asyncio.subprocess.Process], grace_s: float) -> None:
+    live = [p for p in processes if p.returncode is None]
+    for process in live:
+        _signal_group(process.pid, signal.SIGTERM)
+        _signal_group(process.pid, signal.SIGCONT)  # a stopped process cannot end itself
+    waits = [asyncio.ensure_future(p.wait()) for p in live]
+    if waits:
+        await asyncio.wait(waits, timeout=grace_s)
+    for process in processes:
+        _signal_group(process.pid, signal.SIGKILL)  # also what a dead leader left behind
+    if waits:
+        await asyncio.wait(waits)
 
 
 def _signal_group(pid: int, signal_number: int) -> None:

@@ -1,0 +1,161 @@
+"""One suite for every scheduler: real subprocesses, a real Slurm cluster, a real Ray cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import select
+import shlex
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from slurm_cluster import missing_reason, slurm_cluster  # type: ignore[import-not-found]
+
+from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable
+from windlass.schedulers.base import ProcessSpec, Scheduler
+from windlass.schedulers.local import LocalScheduler
+from windlass.schedulers.ray import ray_scheduler
+from windlass.schedulers.slurm import slurm_scheduler
+
+NO_SLURM = missing_reason()
+NO_RAY = "" if importlib.util.find_spec("ray") else "ray is not installed"
+KINDS = (
+    "local",
+    pytest.param("slurm", marks=[pytest.mark.slurm, pytest.mark.skipif(bool(NO_SLURM), reason=NO_SLURM)]),
+    pytest.param(
+        "ray",
+        marks=[
+            pytest.mark.ray,
+            pytest.mark.skipif(bool(NO_RAY), reason=NO_RAY),
+            # Ray leaves its own sockets and files to the collector.
+            pytest.mark.filterwarnings("ignore::ResourceWarning"),
+            pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+            pytest.mark.filterwarnings("ignore::FutureWarning"),
+            pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+        ],
+    ),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    if request.param != "slurm":
+        yield request.param
+        return
+    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as conf, pytest.MonkeyPatch.context() as m:
+        m.setenv("SLURM_CONF", str(conf))
+        yield request.param
+
+
+@asynccontextmanager
+async def opened(kind: str, log_dir: Path) -> AsyncIterator[Scheduler]:
+    environment = {"FROM_THE_SCHEDULER": "yes"}
+    if kind == "local":
+        async with LocalScheduler(log_dir, environment) as local:
+            yield local
+    elif kind == "slurm":
+        async with slurm_scheduler(log_dir, environment) as slurm:
+            yield slurm
+    else:
+        async with ray_scheduler(environment, num_cpus=4) as ray:
+            yield ray
+
+
+def python(name: str, code: str, **environment: str) -> ProcessSpec:
+    return ProcessSpec(
+        name=name, command=(sys.executable, "-u", "-c", code), environment=environment
+    )
+
+
+STAY = "import sys, signal; print('up', flush=True); signal.pause()"
+
+
+async def test_a_process_is_created_watched_signalled_listed_and_deleted(
+    kind: str, tmp_path: Path
+) -> None:
+    async with opened(kind, tmp_path) as scheduler:
+        say = (
+            "import os; print(os.environ['FROM_THE_SCHEDULER'], os.environ['OWN'], 'x y'); exit(3)"
+        )
+        await scheduler.start(python("says", say, OWN="a b"))
+        assert (await scheduler.wait("says")).returncode == 3
+        assert (await scheduler.log_tail("says")).startswith("yes a b x y\n")
+        with pytest.raises(PeerUnreachable, match="ended with 3; its log ends:\nyes a b x y"):
+            await scheduler.wait_healthy("says", deadline_s=10)
+
+        fifo = tmp_path / "pids"
+        os.mkfifo(fifo)
+        fork = (
+            "import os, pathlib, signal, subprocess, sys; "
+            "child = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()']); "
+            f"pathlib.Path({str(fifo)!r}).write_text(f'{{os.getpid()}} {{child.pid}}'); "
+            "signal.pause()"
+        )
+        await scheduler.start(python("stays", fork))
+        status = await scheduler.wait_healthy("stays", deadline_s=15)
+        assert status.returncode is None
+        assert status.pid > 0
+        with pytest.raises(ConfigError, match="'stays' is taken"):
+            await scheduler.start(python("stays", STAY))
+        await scheduler.start(
+            ProcessSpec(name="beside", command=(sys.executable, "-c", STAY), colocate_with="stays")
+        )
+        await scheduler.wait_healthy("beside", deadline_s=15)
+        assert [s.name for s in scheduler.list()] == ["says", "stays", "beside"]
+        handles = await pidfds(fifo)
+        await scheduler.signal("stays", signal.SIGKILL)
+        assert (await asyncio.wait_for(scheduler.wait("stays"), 10)).returncode == -signal.SIGKILL
+        assert scheduler.status("beside").returncode is None
+        await scheduler.delete("beside")
+        await scheduler.delete("says")
+        assert [s.name for s in scheduler.list()] == ["stays"]
+        with pytest.raises(ConfigError, match="no process named 'says'"):
+            scheduler.status("says")
+    assert_dead(handles)
+
+
+async def pidfds(fifo: Path) -> list[int]:
+    """Handles of the processes that a process names; a reused pid cannot be mistaken for them."""
+    async with asyncio.timeout(15):
+        words = (await asyncio.to_thread(fifo.read_text)).split()
+    return [os.pidfd_open(int(word)) for word in words]
+
+
+def assert_dead(handles: list[int]) -> None:
+    for handle in handles:
+        ended, _, _ = select.select([handle], [], [], 10.0)
+        os.close(handle)
+        assert ended, "a process outlived its scheduler"
+
+
+async def test_what_does_not_fit_waits_in_the_queue_until_its_deadline(
+    kind: str, tmp_path: Path
+) -> None:
+    if kind == "local":
+        pytest.skip("nothing is queued on this machine")
+    num_cpus = 8 if kind == "slurm" else 4
+    async with opened(kind, tmp_path) as scheduler:
+        large = ProcessSpec(name="large", command=(sys.executable, "-c", STAY), num_cpus=num_cpus)
+        await scheduler.start(large)
+        await scheduler.wait_healthy("large", deadline_s=15)
+        await scheduler.start(python("queued", STAY))
+        with pytest.raises(PeerTimeout, match="queued is still queued"):
+            await scheduler.wait_healthy("queued", deadline_s=0.5)
+        await scheduler.delete("large")
+        assert (await scheduler.wait_healthy("queued", deadline_s=15)).returncode is None
+
+
+async def test_close_ends_what_ignores_sigterm_and_its_children(kind: str, tmp_path: Path) -> None:
+    fifo = tmp_path / "pids"
+    os.mkfifo(fifo)
+    script = f"trap '' TERM; sleep 1000 & echo $$ $! > {shlex.quote(str(fifo))}; wait; wait"
+    async with opened(kind, tmp_path / "logs") as scheduler:
+        await scheduler.start(ProcessSpec(name="deaf", command=("/bin/sh", "-c", script)))
+        handles = await pidfds(fifo)
+        await scheduler.close(grace_s=0.3)
+    assert_dead(handles)
