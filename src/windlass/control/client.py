@@ -74,6 +74,7 @@ class _ReplyStore:
     """Replies of the newest rounds, and the rule that older ones are stale."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._newest = (0, 0)
         self._replies: dict[tuple[int, int, int], Reply] = {}
 
@@ -92,13 +93,20 @@ class _ReplyStore:
             message = f"epoch {place[0]} round {place[1]} has passed; the newest is {self._newest}"
             return Reply(*key, Failure(FailureKind.STALE, message))
         if place > self._newest:
-            self._replies = {k: v for k, v in self._replies.items() if k[:2] == self._newest}
+            with self._lock:
+                self._replies = {k: v for k, v in self._replies.items() if k[:2] == self._newest}
             self._newest = place
         return None
 
     def store(self, reply: Reply) -> None:
         """Remember a reply."""
-        self._replies[reply.epoch, reply.round, reply.seq] = reply
+        with self._lock:
+            self._replies[reply.epoch, reply.round, reply.seq] = reply
+
+    def replies(self) -> list[Reply]:
+        """Every reply that is remembered, oldest first."""
+        with self._lock:
+            return list(self._replies.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +155,6 @@ class AgentChannel:
         self._attempts = 0
         self._ended: Exception | None = None
         self._last_error = "no connection was tried"
-        self._undelivered: list[Reply] = []
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._task: asyncio.Task[None] | None = None
         self._closed = False
@@ -321,8 +328,9 @@ class AgentChannel:
                 self._socket = socket
                 if not self._welcomed.done():
                     self._welcomed.set_result(None)
-                late, self._undelivered = self._undelivered, []
-                for reply in late:
+                # What was sent last over the lost connection may not have arrived: how a write
+                # ended must not be lost, and a reply that comes twice does no harm.
+                for reply in self._store.replies():
                     await self._deliver(reply)
                 await self._send_announce(socket)
             case Refused():
@@ -346,15 +354,13 @@ class AgentChannel:
         await self._deliver(reply)
 
     async def _deliver(self, reply: Reply) -> None:
-        """Send a reply, now or over the next connection: how a write ended must not be lost."""
+        """Send a reply, if there is a connection; the next one begins with all that are stored."""
         if self._socket is None:
-            self._undelivered.append(reply)
             return
         try:
             await self._socket.send_bytes(encode(reply))
         except (ConnectionError, aiohttp.ClientError, RuntimeError) as error:
-            _log.info("reply not delivered, kept for the next connection: %s", error)
-            self._undelivered.append(reply)
+            _log.info("reply not delivered, it is sent again over the next connection: %s", error)
 
     def _end(self, error: Exception) -> None:
         """No connection will be tried any more: whoever waits is told."""
