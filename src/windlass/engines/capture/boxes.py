@@ -1,0 +1,156 @@
+"""From "this place holds that element" to boxes with strides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from windlass.layout.box import Box
+
+__all__ = ["PlacedBox", "TooManyBoxes", "boxes_of"]
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class TooManyBoxes(Exception):
+    """The elements lie too scattered; nothing is wrong with them."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedBox:
+    """A box of a tensor; offset and strides in elements of the memory it lies in."""
+
+    box: Box
+    offset: int
+    strides: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Items:
+    """Boxes in the making: (n, dims) starts, sizes, strides and (n,) places."""
+
+    start: Int64Array
+    size: Int64Array
+    stride: Int64Array
+    place: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.place)
+
+    def take(self, index: Int64Array) -> _Items:
+        return _Items(self.start[index], self.size[index], self.stride[index], self.place[index])
+
+
+def boxes_of(
+    shape: tuple[int, ...], flat: Int64Array, place: Int64Array, *, limit: int
+) -> tuple[PlacedBox, ...]:
+    """The fewest boxes that growing dim by dim, from the last, finds.
+
+    Args:
+        shape: of the tensor.
+        flat: (n,) row-major indices of elements, each possibly several times.
+        place: (n,) where they lie, each place once.
+        limit: of the number of boxes, and of the number of changes of stride on the way.
+
+    Raises:
+        TooManyBoxes: there would be more than `limit`.
+    """
+    found: list[PlacedBox] = []
+    for copy_flat, copy_place in _copies(flat, place):
+        found.extend(_boxes_of_one_copy(shape, copy_flat, copy_place, limit))
+        if len(found) > limit:
+            raise TooManyBoxes
+    return tuple(found)
+
+
+def _copies(flat: Int64Array, place: Int64Array) -> Iterator[tuple[Int64Array, Int64Array]]:
+    """The n-th place of every element, for each n."""
+    order = np.lexsort((place, flat))
+    flat, place = flat[order], place[order]
+    first = np.concatenate([[True], flat[1:] != flat[:-1]])
+    starts = np.flatnonzero(first)
+    rank = np.arange(len(flat)) - np.repeat(starts, np.diff(np.append(starts, len(flat))))
+    for copy in range(int(rank.max(initial=-1)) + 1):
+        chosen = rank == copy
+        yield flat[chosen], place[chosen]
+
+
+def _boxes_of_one_copy(
+    shape: tuple[int, ...], flat: Int64Array, place: Int64Array, limit: int
+) -> Iterator[PlacedBox]:
+    dims = len(shape)
+    if dims == 0:
+        yield PlacedBox(Box((), ()), int(place[0]), ())
+        return
+    start = np.stack(np.unravel_index(flat, shape), axis=1).astype(np.int64)
+    items = _Items(start, np.ones_like(start), np.zeros_like(start), place)
+    for dim in reversed(range(dims)):
+        items = _grow(items, dim, limit)
+    if len(items) > limit:
+        raise TooManyBoxes
+    for row in range(len(items)):
+        yield PlacedBox(
+            Box(tuple(items.start[row].tolist()), tuple(items.size[row].tolist())),
+            int(items.place[row]),
+            tuple(items.stride[row].tolist()),
+        )
+
+
+def _grow(items: _Items, dim: int, limit: int) -> _Items:
+    """Join boxes that are equal but for `dim`, along which they follow each other evenly."""
+    others = [d for d in range(items.start.shape[1]) if d != dim]
+    keys = [items.start[:, d] for d in others]
+    keys += [items.size[:, d] for d in others if d > dim]
+    keys += [items.stride[:, d] for d in others if d > dim]
+    order = np.lexsort((items.start[:, dim], *keys))
+    items = items.take(order)
+    if len(items) < 2:
+        return items
+    same = np.ones(len(items) - 1, bool)
+    for key in keys:
+        ordered = key[order]
+        same &= ordered[1:] == ordered[:-1]
+    same &= np.diff(items.start[:, dim]) == 1
+    step = np.where(same, np.diff(items.place), 0)
+    step[step < 0] = 0  # plans have no negative strides
+    first, length, stride = _chains(step, limit)
+    joined = items.take(first)
+    joined.size[:, dim] = length
+    joined.stride[:, dim] = stride
+    return joined
+
+
+def _chains(step: Int64Array, limit: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Cut items into chains of one step each; step 0 never joins two.
+
+    Returns first item, length and step of every chain.
+    """
+    starts = np.concatenate([[0], np.flatnonzero(step[1:] != step[:-1]) + 1])
+    ends = np.append(starts[1:], len(step))
+    if len(starts) > 64 * limit + len(step) // 8:
+        raise TooManyBoxes
+    first: list[Int64Array] = []
+    length: list[int] = []
+    stride: list[int] = []
+    at = 0  # the first item that is in no chain yet; the step before it belongs to none
+    for end, value in zip(ends.tolist(), step[starts].tolist(), strict=True):
+        if at >= end:
+            continue
+        if value == 0:
+            first.append(np.arange(at, end))
+            length += [1] * (end - at)
+            stride += [0] * (end - at)
+            at = end
+        else:
+            first.append(np.array([at]))
+            length.append(end - at + 1)
+            stride.append(value)
+            at = end + 1
+    if at <= len(step):
+        first.append(np.array([at]))
+        length.append(1)
+        stride.append(0)
+    return np.concatenate(first), np.array(length, np.int64), np.array(stride, np.int64)

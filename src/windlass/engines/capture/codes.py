@@ -1,0 +1,146 @@
+"""Checkpoint tensors whose elements say which element they are.
+
+Every element of every checkpoint tensor gets a number, from 1 on. A load carries one base-128
+digit of it, as a small integer that each supported type holds exactly; 0 never occurs in a load,
+so that zero padding reads as "no element". After as many loads as a number has digits, every
+place in the engine's memory tells which checkpoint element lies there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+
+from windlass.errors import ConfigError, UnsupportedLayout
+from windlass.frameworks.dtypes import torch_dtype
+from windlass.layout.dtypes import DType
+
+__all__ = ["CheckpointSpec", "Codes", "checkpoint_specs"]
+
+BASE = 128
+"""Digits travel as 1 .. 128: exact in bfloat16, and no digit is 0."""
+
+_EXACT = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
+_SAFETENSORS = {"F32": DType.FLOAT32, "BF16": DType.BFLOAT16, "F16": DType.FLOAT16}
+MAX_HEADER_NBYTES = 100 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSpec:
+    """One tensor of a checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+def checkpoint_specs(folder: Path) -> tuple[CheckpointSpec, ...]:
+    """What the safetensors files of a checkpoint hold, from their headers alone.
+
+    Raises:
+        ConfigError: no safetensors files there, or one that is none.
+        UnsupportedLayout: a tensor of a type that codes cannot travel in (quantised checkpoints).
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"checkpoint: {folder} must hold safetensors files, found none")
+    found: dict[str, CheckpointSpec] = {}
+    for file in files:
+        for name, entry in _header(file).items():
+            if entry.dtype not in _SAFETENSORS:
+                raise UnsupportedLayout(
+                    f"checkpoint: tensor {name!r}: dtype must be one of {list(_SAFETENSORS)} to be "
+                    f"followed through the loader, got {entry['dtype']}"
+                )
+            spec = CheckpointSpec(name, tuple(entry.shape), _SAFETENSORS[entry.dtype])
+            found[name] = spec
+    return tuple(found.values())
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    """One tensor in a safetensors header."""
+
+    dtype: str
+    shape: list[int]
+
+
+def _header(file: Path) -> dict[str, _Entry]:
+    with file.open("rb") as stream:
+        nbytes = int.from_bytes(stream.read(8), "little")
+        if not 0 < nbytes <= MAX_HEADER_NBYTES:
+            raise ConfigError(
+                f"checkpoint: {file} is no safetensors file: header of {nbytes} bytes"
+            )
+        raw = msgspec.json.decode(stream.read(nbytes), type=dict[str, msgspec.Raw])
+    return {
+        name: msgspec.json.decode(entry, type=_Entry)
+        for name, entry in raw.items()
+        if name != "__metadata__"
+    }
+
+
+class Codes:
+    """Numbers of all elements of a checkpoint, and the loads that spell them.
+
+    Args:
+        specs: of the checkpoint, each name once.
+
+    Raises:
+        UnsupportedLayout: a type that does not hold the digits exactly.
+    """
+
+    def __init__(self, specs: Sequence[CheckpointSpec]) -> None:
+        for spec in specs:
+            if spec.dtype not in _EXACT:
+                raise UnsupportedLayout(
+                    f"checkpoint: tensor {spec.name!r}: dtype must be one of "
+                    f"{[str(d) for d in _EXACT]} to be followed through the loader, got {spec.dtype}"
+                )
+        self.specs = tuple(specs)
+        sizes = np.array([spec.numel for spec in specs], np.int64)
+        self.starts = np.concatenate([[0], np.cumsum(sizes)])
+        total = int(self.starts[-1])
+        self.num_digits = 1
+        while BASE**self.num_digits < total:
+            self.num_digits += 1
+
+    def digits(self, position: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """One load: the digit at `position` of every element, tensor by tensor."""
+        for spec, start in zip(self.specs, self.starts[:-1], strict=True):
+            numbers = np.arange(int(start), int(start) + spec.numel, dtype=np.int64)
+            digit = (numbers // BASE**position) % BASE + 1
+            yield spec.name, _tensor(digit.astype(np.float32), spec)
+
+    def random(self, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """One load of ordinary values, the same for the same seed: normal, of scale 0.05."""
+        for index in range(len(self.specs)):
+            yield self.specs[index].name, self.random_tensor(index, seed)
+
+    def random_tensor(self, index: int, seed: int) -> torch.Tensor:
+        """The tensor at `index` of the load `random(seed)`."""
+        spec = self.specs[index]
+        values = np.random.default_rng((seed, index)).standard_normal(spec.numel, np.float32)
+        return _tensor(values * np.float32(0.05), spec)
+
+    def tensor_of(
+        self, numbers: np.ndarray[tuple[int], np.dtype[np.int64]]
+    ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Index of the tensor that each element number belongs to."""
+        return np.searchsorted(self.starts, numbers, side="right") - 1
+
+
+def _tensor(
+    values: np.ndarray[tuple[int], np.dtype[np.float32]], spec: CheckpointSpec
+) -> torch.Tensor:
+    return torch.from_numpy(values).reshape(spec.shape).to(torch_dtype(spec.dtype))

@@ -1,0 +1,84 @@
+"""Every tensor that an engine's model holds: parameters, buffers, and what modules keep besides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+__all__ = ["Holding", "Kind", "held_by"]
+
+
+class Kind(StrEnum):
+    """How a module holds a tensor."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    ATTRIBUTE = "attribute"
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A tensor of the model that shares no element with an earlier one."""
+
+    name: str
+    tensor: torch.Tensor
+    kind: Kind
+
+    @property
+    def address(self) -> int:
+        """Of its first element."""
+        return self.tensor.data_ptr()
+
+    @property
+    def nbytes(self) -> int:
+        """From the first to the last element; gaps between strides included."""
+        return self.reach * self.tensor.element_size()
+
+    @property
+    def reach(self) -> int:
+        """As `nbytes`, in elements."""
+        steps = zip(self.tensor.shape, self.tensor.stride(), strict=True)
+        return sum((size - 1) * step for size, step in steps) + 1
+
+    def memory(self) -> torch.Tensor:
+        """Its elements as they lie, gaps included: (reach,)."""
+        return self.tensor.detach().as_strided((self.reach,), (1,))
+
+
+def held_by(model: torch.nn.Module, ignored: frozenset[int] = frozenset()) -> Mapping[str, Holding]:
+    """By name, parameters first; tensors that lie inside another (tied, views) appear once.
+
+    Args:
+        model: of this rank.
+        ignored: addresses of storages that hold no weights (key-value caches).
+    """
+    found: dict[str, Holding] = {}
+    taken: set[tuple[int, int]] = set()
+    ranges: dict[int, list[tuple[int, int]]] = {}
+    for name, tensor, kind in _tensors(model):
+        if tensor.numel() == 0 or tensor.is_meta or tensor.is_sparse:
+            continue
+        holding = Holding(name, tensor, kind)
+        begin, end = holding.address, holding.address + holding.nbytes
+        storage = tensor.untyped_storage().data_ptr()
+        inside = any(b <= begin and end <= e for b, e in ranges.get(storage, ()))
+        if inside or (begin, end) in taken or storage in ignored:
+            continue
+        taken.add((begin, end))
+        ranges.setdefault(storage, []).append((begin, end))
+        found[name] = holding
+    return found
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, Kind]]:
+    for name, parameter in model.named_parameters():
+        yield name, parameter, Kind.PARAMETER
+    for name, buffer in model.named_buffers():
+        yield name, buffer, Kind.BUFFER
+    for path, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{path}.{attribute}" if path else attribute, value, Kind.ATTRIBUTE

@@ -1,0 +1,138 @@
+"""Start somebody else's engine server, wait until it serves, and bring its ranks into the fleet."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+
+import msgspec
+
+from windlass.engines.attach import AgentSettings
+from windlass.envs import control_token, inherited_environment
+from windlass.errors import ConfigError, WindlassError
+
+__all__ = ["Connect", "arguments", "check_placed", "serve"]
+
+Connect = Callable[[AgentSettings], None]
+"""Makes every rank of the running server join; raises a `WindlassError` when one cannot."""
+
+
+def arguments(program: str, description: str | None) -> argparse.ArgumentParser:
+    """Options of every engine; what the parser does not know goes to the engine's own server."""
+    parser = argparse.ArgumentParser(prog=program, description=description)
+    parser.add_argument("--name", required=True, help="identity in the fleet")
+    parser.add_argument("--model", required=True, help="checkpoint folder (safetensors)")
+    parser.add_argument("--controller", default="", help="address; none serves what it loaded")
+    parser.add_argument("--transport", default="cma")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    return parser
+
+
+def serve(
+    args: argparse.Namespace,
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    ready_line: str,
+    connect: Connect,
+) -> int:
+    """Run `command` until it ends; print one JSON line once its ranks have joined.
+
+    Args:
+        args: of `arguments`.
+        command: the engine's own server.
+        environment: set on top of this process's own; the token is inherited by the ranks.
+        ready_line: what the server logs when it serves.
+        connect: see `Connect`; called once, if there is a controller.
+
+    Returns:
+        The exit status of the server, or 2 when its ranks could not join.
+    """
+    if args.controller:
+        control_token()  # fails here and not in a rank
+    server = subprocess.Popen(
+        list(command),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**inherited_environment(), **environment},
+        start_new_session=True,
+    )
+    url = f"http://{args.host}:{args.port}"
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        _signal(server.pid, signal.SIGKILL)
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    ready = threading.Event()
+    log = threading.Thread(target=_forward, args=(server, ready_line, ready), name="log")
+    log.start()
+    status = 0
+    try:
+        ready.wait()
+        if server.poll() is None:
+            if args.controller:
+                connect(
+                    AgentSettings(
+                        name=args.name,
+                        controller=args.controller,
+                        transport=args.transport,
+                        url=url,
+                        checkpoint=args.model,
+                        world_size=args.tp,
+                    )
+                )
+            os.write(1, msgspec.json.encode({"name": args.name, "url": url}) + b"\n")
+    except WindlassError as error:
+        sys.stderr.write(f"engine {args.name}: {type(error).__name__}: {error}\n")
+        status = 2
+        _signal(server.pid, signal.SIGKILL)
+    finally:
+        code = server.wait()
+        _signal(server.pid, signal.SIGKILL)  # what a dead leader left behind
+        log.join()
+    return status or code
+
+
+def _forward(server: subprocess.Popen[bytes], ready_line: str, ready: threading.Event) -> None:
+    """Copy the server's log to stderr; `ready` is set when it serves, and when it ends."""
+    if server.stdout is not None:
+        for line in server.stdout:
+            sys.stderr.buffer.write(line)
+            sys.stderr.buffer.flush()
+            if ready_line.encode() in line:
+                ready.set()
+    ready.set()
+
+
+def _signal(group: int, number: int) -> None:
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return
+
+
+def check_placed(engine: str, unplaced_by_rank: Sequence[Sequence[str]]) -> None:
+    """Every checkpoint tensor must have left a trace on some rank.
+
+    One that did not is either not wanted by the engine, or lies where capture cannot see it (a
+    kernel's private copy), and then updates would silently miss it.
+
+    Raises:
+        ConfigError: names what is nowhere.
+    """
+    nowhere = set(unplaced_by_rank[0]).intersection(*unplaced_by_rank[1:])
+    if nowhere:
+        raise ConfigError(
+            f"engine {engine}: checkpoint tensors must be found in the memory of a rank, "
+            f"got none of {sorted(nowhere)}"
+        )

@@ -1,0 +1,1 @@
+"""vLLM, unmodified: a worker extension, and its own HTTP routes."""

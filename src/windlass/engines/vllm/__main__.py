@@ -1,0 +1,57 @@
+"""A vLLM server in the fleet: `python -m windlass.engines.vllm --name a --model DIR --port 8000`.
+
+Everything else on the command line goes to `vllm serve`. Run it with the interpreter of vLLM's
+environment; the token is read from WINDLASS_TOKEN.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import msgspec
+
+from windlass.engines.attach import AgentSettings, post
+from windlass.engines.launch import arguments, check_placed, serve
+
+CONNECT_DEADLINE_S = 600.0
+EXTENSION = "windlass.engines.vllm.extension.WindlassExtension"
+
+
+class _Joined(msgspec.Struct, frozen=True):
+    unplaced: list[str]
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    results: list[_Joined]
+
+
+def main() -> int:
+    """Run the server until it ends."""
+    args, rest = arguments("windlass.engines.vllm", __doc__).parse_known_args()
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", args.model),
+        *("--host", args.host, "--port", str(args.port)),
+        *("--tensor-parallel-size", str(args.tp), "--worker-extension-cls", EXTENSION),
+        *rest,
+    ]
+    # The routes that pause an engine exist in this mode only.
+    environment = {"VLLM_SERVER_DEV_MODE": "1"}
+    return serve(
+        args,
+        command,
+        environment=environment,
+        ready_line="Application startup complete",
+        connect=_connect,
+    )
+
+
+def _connect(settings: AgentSettings) -> None:
+    encoded = msgspec.json.encode(settings).decode()
+    body = {"method": "windlass_connect", "args": [encoded], "timeout": CONNECT_DEADLINE_S}
+    answer = post(settings.url, "/collective_rpc", body, CONNECT_DEADLINE_S)
+    joined = msgspec.json.decode(answer, type=_Answer).results
+    check_placed(settings.name, [rank.unplaced for rank in joined])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""What `--worker-extension-cls windlass.engines.vllm.extension.WindlassExtension` adds to a worker.
+
+vLLM makes this a base class of its worker, so `self` is the worker. The two methods are called by
+`collective_rpc` in the worker's main loop, after every earlier step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Protocol, cast
+
+import msgspec
+import torch
+
+from windlass.config import PauseMode
+from windlass.control.client import AgentChannel
+from windlass.engines.attach import AgentSettings, RankHooks, RestGate, attach, post
+from windlass.engines.capture.capture import capture
+from windlass.engines.capture.codes import checkpoint_specs
+from windlass.engines.capture.memory import Kind, held_by
+from windlass.envs import control_token
+from windlass.errors import ConfigError
+from windlass.memory.digest import new_digest
+
+__all__ = ["VllmApi", "WindlassExtension"]
+
+_MODES: Mapping[PauseMode, str] = {PauseMode.ABORT: "abort", PauseMode.IN_PLACE: "keep"}
+
+
+class _Runner(Protocol):
+    kv_caches: list[torch.Tensor]
+
+    def get_model(self) -> torch.nn.Module: ...
+
+
+class _Worker(Protocol):
+    """The part of vLLM's worker that is used."""
+
+    rank: int
+    model_runner: _Runner
+
+    def reload_weights(
+        self, *, weights_iterator: Iterable[tuple[str, torch.Tensor]], is_checkpoint_format: bool
+    ) -> None: ...
+
+
+class VllmApi:
+    """`EngineApi` over the routes of `VLLM_SERVER_DEV_MODE=1`."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def pause(self, mode: PauseMode, deadline_s: float) -> None:
+        """`abort` also empties the prefix cache; `in_place` keeps requests and their caches."""
+        if mode not in _MODES:
+            raise ConfigError(f"vLLM: pause_mode must be one of {list(_MODES)}, got {mode}")
+        post(self._url, f"/pause?mode={_MODES[mode]}", {}, deadline_s)
+
+    def rest(self, pause_id: str, deadline_s: float) -> None:
+        """See `EngineApi.rest`."""
+        body = {"method": "windlass_at_rest", "args": [pause_id], "timeout": deadline_s}
+        post(self._url, "/collective_rpc", body, deadline_s)
+
+    def resume(self) -> None:
+        """See `EngineApi.resume`."""
+        post(self._url, "/resume", {})
+
+    def set_version(self, version: int) -> None:
+        """See `EngineApi.set_version`."""
+        post(self._url, "/update_weight_version", {"new_version": str(version)})
+
+
+class WindlassExtension:
+    """Methods of every worker. All names begin with `windlass_`; vLLM refuses clashes."""
+
+    windlass_gate: RestGate
+    windlass_channel: AgentChannel
+
+    def windlass_connect(self, encoded: str) -> dict[str, list[str]]:
+        """Capture the layout and join the fleet.
+
+        Args:
+            encoded: `AgentSettings` as JSON.
+
+        Returns:
+            Checkpoint tensors that left no trace on this rank, constants, repacked parameters.
+        """
+        worker = cast("_Worker", self)
+        settings = msgspec.json.decode(encoded, type=AgentSettings)
+
+        def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+            worker.reload_weights(weights_iterator=weights, is_checkpoint_format=True)
+
+        captured = capture(
+            worker.model_runner.get_model(),
+            checkpoint_specs(Path(settings.checkpoint)),
+            load,
+            worker=f"{settings.name}/{worker.rank}",
+            ignored=_cache_storages(worker),
+        )
+        gate = RestGate()
+        api = VllmApi(settings.url) if worker.rank == 0 else None
+        hooks = RankHooks(captured, gate, api)
+        self.windlass_gate = gate
+        self.windlass_channel = attach(settings, worker.rank, control_token(), captured, hooks)
+        return {
+            "unplaced": list(captured.unplaced),
+            "constants": list(captured.constants),
+            "repacked": list(captured.repacked),
+        }
+
+    def windlass_at_rest(self, pause_id: str) -> None:
+        """Called in the main loop once it is paused."""
+        self.windlass_gate.at_rest(pause_id)
+
+    def windlass_digests(self) -> dict[str, str]:
+        """xxh3_128 of every tensor that the model of this rank holds, by name."""
+        worker = cast("_Worker", self)
+        held = held_by(worker.model_runner.get_model(), _cache_storages(worker))
+        digests: dict[str, str] = {}
+        for name, holding in held.items():
+            digest = new_digest()
+            digest.update(holding.memory().view(torch.uint8).cpu().numpy().data)
+            digests[f"{'' if holding.kind is Kind.PARAMETER else holding.kind}:{name}"] = (
+                digest.hexdigest()
+            )
+        return digests
+
+
+def _cache_storages(worker: _Worker) -> frozenset[int]:
+    return frozenset(cache.untyped_storage().data_ptr() for cache in worker.model_runner.kv_caches)

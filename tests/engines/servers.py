@@ -1,0 +1,187 @@
+"""Live unmodified engine servers, tiny models for them, and what they hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKEN = "secret of the test"
+_COMMON = {
+    "vocab_size": 250,  # padded by both engines
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "torch_dtype": "bfloat16",
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "dense": {"model_type": "qwen3", **_COMMON},
+    "tied": {"model_type": "qwen3", **_COMMON, "tie_word_embeddings": True},
+    "moe": {
+        "model_type": "qwen3_moe",
+        **_COMMON,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "norm_topk_prob": True,
+    },
+    "mla": {
+        "model_type": "deepseek_v3",
+        **_COMMON,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "kv_lora_rank": 64,
+        "q_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "head_dim": 16,
+        "num_nextn_predict_layers": 0,
+    },
+}
+
+
+def build(kind: str, seed: int) -> Any:
+    """A transformers model with distinct random weights."""
+    config = transformers.AutoConfig.for_model(**CONFIGS[kind])
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if tensor.is_floating_point() and tensor.dtype is torch.bfloat16:
+                tensor.add_(torch.randn(tensor.shape).to(tensor.dtype) * 0.03)
+    return model
+
+
+def save(kind: str, seed: int, folder: Path) -> Path:
+    """A checkpoint, as an engine loads it."""
+    build(kind, seed).save_pretrained(folder)
+    (folder / "config.json").write_text(
+        json.dumps(
+            {**json.loads((folder / "config.json").read_text()), "torch_dtype": "bfloat16"}
+        )
+    )
+    return folder
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running engine."""
+
+    process: subprocess.Popen[str]
+    url: str
+    engine: str
+
+    def post(self, path: str, body: object) -> Any:
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as response:
+            return json.loads(response.read())
+
+    def digests(self) -> list[dict[str, str]]:
+        """Per rank: a digest of every tensor that its model holds."""
+        if self.engine == "vllm":
+            answer = self.post("/collective_rpc", {"method": "windlass_digests"})
+            return list(answer["results"])
+        raise NotImplementedError(self.engine)
+
+    def tokens(self, prompt: list[int], count: int) -> list[int]:
+        if self.engine == "vllm":
+            sampling = {"temperature": 0.0, "max_tokens": count, "ignore_eos": True}
+            body = {"token_ids": prompt, "sampling_params": sampling}
+            return list(self.post("/inference/v1/generate", body)["choices"][0]["token_ids"])
+        sampling = {"temperature": 0.0, "max_new_tokens": count, "ignore_eos": True}
+        body = {"input_ids": prompt, "sampling_params": sampling}
+        return list(self.post("/generate", body)["output_ids"])
+
+
+VENVS = {
+    "vllm": Path(os.environ.get("WINDLASS_VLLM_VENV", ROOT / ".venv-vllm")),
+    "sglang": Path(os.environ.get("WINDLASS_SGLANG_VENV", ROOT / ".venv-sglang")),
+}
+_FLAGS = {
+    "vllm": [
+        *("--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "128"),
+        *("--max-num-seqs", "4", "--max-num-batched-tokens", "256", "--skip-tokenizer-init"),
+        "--no-enable-prefix-caching",
+    ],
+    "sglang": [],
+}
+_ENVIRONMENT = {
+    "vllm": {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+    },
+    "sglang": {},
+}
+
+
+@contextmanager
+def serving(
+    engine: str, model: Path, log: Path, *, tp: int, controller: str = "", transport: str = "cma"
+) -> Iterator[Server]:
+    """A server that has joined the controller's fleet, or a plain one without a controller."""
+    port = free_port()
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            [
+                *(str(VENVS[engine] / "bin/python"), "-m", f"windlass.engines.{engine}"),
+                *("--name", "engine", "--model", str(model), "--port", str(port)),
+                *("--tp", str(tp), "--controller", controller, "--transport", transport),
+                *_FLAGS[engine],
+            ],
+            env={
+                **os.environ,
+                **_ENVIRONMENT[engine],
+                "PYTHONPATH": str(ROOT / "src"),
+                "WINDLASS_TOKEN": TOKEN,
+                "HF_HUB_OFFLINE": "1",
+                "TOKENIZERS_PARALLELISM": "false",
+            },
+            stdout=subprocess.PIPE,
+            stderr=stream,
+            text=True,
+        )
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line, log.read_text()[-6000:]
+            yield Server(process, json.loads(line)["url"], engine)
+        finally:
+            process.terminate()
+            process.wait(60)
+            assert process.stdout is not None
+            process.stdout.close()

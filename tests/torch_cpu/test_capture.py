@@ -1,0 +1,217 @@
+"""What a loader does with a checkpoint is found out by running it, and proven bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from windlass.engines.capture.boxes import boxes_of
+from windlass.engines.capture.capture import Captured, capture
+from windlass.engines.capture.codes import CheckpointSpec, checkpoint_specs
+from windlass.errors import UnsupportedLayout
+from windlass.frameworks.dtypes import torch_dtype
+from windlass.layout.dtypes import DType
+
+HIDDEN, HEAD, Q_HEADS, KV_HEADS, EXPERTS, INTER, VOCAB = 16, 4, 4, 2, 4, 8, 10
+Weights = Iterator[tuple[str, torch.Tensor]]
+
+
+class Engine(torch.nn.Module):
+    """One rank of a tensor parallel engine with the habits of real ones."""
+
+    def __init__(self, rank: int, size: int, *, repack: bool = False) -> None:
+        super().__init__()
+        self.rank, self.size, self.repack = rank, size, repack
+        q, kv = Q_HEADS // size * HEAD, max(1, KV_HEADS // size) * HEAD
+        self.embed = torch.nn.Parameter(torch.full((16 // size, HIDDEN), 7.0).bfloat16())
+        self.lm_head = self.embed
+        self.qkv = torch.nn.Parameter(torch.zeros(q + 2 * kv, HIDDEN).bfloat16())
+        self.o = torch.nn.Parameter(torch.zeros(HIDDEN, q).bfloat16())
+        self.down_t = torch.nn.Parameter(torch.zeros(INTER, HIDDEN).bfloat16())
+        self.w13 = torch.nn.Parameter(torch.zeros(EXPERTS, 2 * INTER // size, HIDDEN).bfloat16())
+        self.bias = torch.nn.Parameter(torch.zeros(EXPERTS))
+        self.temperature = torch.nn.Parameter(torch.zeros(()))
+        self.register_buffer("rotary", torch.arange(12.0))
+        self.upper = self.qkv[:q].T
+        self.copied = torch.zeros(HIDDEN, kv).bfloat16()
+
+    def load(self, weights: Weights) -> None:
+        for name, tensor in weights:
+            self._load_one(name.split("."), tensor)
+        self.copied = self.qkv[-self.copied.shape[1] :].T.contiguous()
+        if self.repack:
+            experts, rows, columns = self.w13.shape
+            blocks = self.w13.data.view(experts, rows // 4, 4, columns // 2, 2)
+            self.w13.data.copy_(blocks.permute(0, 1, 3, 2, 4).reshape(experts, rows, columns))
+
+    def _load_one(self, path: list[str], tensor: torch.Tensor) -> None:
+        rank, size = self.rank, self.size
+        q = self.o.shape[1]
+        kv = (self.qkv.shape[0] - q) // 2
+        kv_rank = rank * KV_HEADS // size if size <= KV_HEADS else rank // (size // KV_HEADS)
+        match path:
+            case ["embed"]:
+                part = tensor[rank * len(self.embed) : (rank + 1) * len(self.embed)]
+                self.embed.data[: len(part)].copy_(part)
+                self.embed.data[len(part) :].zero_()
+            case ["q"]:
+                self.qkv.data[:q].copy_(tensor[rank * q : (rank + 1) * q])
+            case ["k" | "v" as which]:
+                at = q if which == "k" else q + kv
+                self.qkv.data[at : at + kv].copy_(tensor[kv_rank * kv : (kv_rank + 1) * kv])
+            case ["o"]:
+                self.o.data.copy_(tensor[:, rank * q : (rank + 1) * q])
+            case ["down"]:
+                self.down_t.data.copy_(tensor.t())
+            case ["experts", index, "gate" | "up" as which]:
+                part_rows = INTER // size
+                at = 0 if which == "gate" else part_rows
+                part = tensor[rank * part_rows : (rank + 1) * part_rows]
+                self.w13.data[int(index), at : at + part_rows].copy_(part)
+            case ["bias"]:
+                self.bias.data.copy_(tensor)
+            case ["temperature"]:
+                self.temperature.data.copy_(tensor)
+            case _:
+                assert path == ["unknown_to_the_engine"]
+
+
+SHAPES = {
+    "embed": (VOCAB, HIDDEN),
+    "q": (Q_HEADS * HEAD, HIDDEN),
+    "k": (KV_HEADS * HEAD, HIDDEN),
+    "v": (KV_HEADS * HEAD, HIDDEN),
+    "o": (HIDDEN, Q_HEADS * HEAD),
+    "down": (HIDDEN, INTER),
+    "bias": (EXPERTS,),
+    "temperature": (),
+    "unknown_to_the_engine": (3,),
+    **{f"experts.{e}.{w}": (INTER, HIDDEN) for e in range(EXPERTS) for w in ("gate", "up")},
+}
+SPECS = [CheckpointSpec(name, shape, DType.BFLOAT16) for name, shape in SHAPES.items()]
+
+
+def deliver(captured: Captured, checkpoint: dict[str, torch.Tensor]) -> None:
+    """Write a checkpoint through the manifest alone, as an update does."""
+    import ctypes
+
+    manifest = captured.manifest
+    where = {p.name: (a, p) for a, p in zip(captured.addresses, manifest.parameters, strict=True)}
+    for shard in manifest.shards():
+        address, parameter = where[shard.parameter]
+        raw = (ctypes.c_uint8 * parameter.nbytes).from_address(address)
+        memory = torch.from_numpy(np.ctypeslib.as_array(raw)).view(torch_dtype(parameter.dtype))
+        itemsize = parameter.dtype.itemsize
+        strides = tuple(s // itemsize for s in shard.strides_bytes)
+        target = memory.as_strided(shard.box.sizes, strides, shard.offset_bytes // itemsize)
+        source = checkpoint[shard.tensor]
+        for dim, (offset, size) in enumerate(zip(shard.box.offsets, shard.box.sizes, strict=True)):
+            source = source.narrow(dim, offset, size)
+        target.copy_(source)
+    captured.finalise()
+
+
+def state(engine: Engine) -> dict[str, torch.Tensor]:
+    held = {**dict(engine.named_parameters()), **dict(engine.named_buffers())}
+    return {n: t.detach().clone() for n, t in {**held, "copied": engine.copied}.items()}
+
+
+@pytest.mark.parametrize("repack", [False, True], ids=["plain", "repacked"])
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2), (3, 4)])
+def test_delivery_by_the_captured_layout_equals_the_engines_own_loader(
+    rank: int, size: int, repack: bool
+) -> None:
+    generator = torch.Generator().manual_seed(11)
+    checkpoint = {s.name: torch.randn(s.shape, generator=generator).bfloat16() for s in SPECS}
+    fresh = Engine(rank, size, repack=repack)
+    fresh.load(iter((n, t.clone()) for n, t in checkpoint.items()))
+    engine = Engine(rank, size, repack=repack)
+    engine.load(iter((n, torch.zeros_like(t)) for n, t in checkpoint.items()))
+    captured = capture(engine, SPECS, engine.load, worker="engine/0")
+    deliver(captured, checkpoint)
+    for name, tensor in state(fresh).items():
+        assert torch.equal(state(engine)[name], tensor), name
+    padding = ("embed",) if (rank, size) == (3, 4) else ()  # rows 12 to 15 of 10
+    assert captured.constants == (*padding, "rotary")
+    assert "unknown_to_the_engine" in captured.unplaced
+    sources = [shard.tensor for shard in captured.manifest.shards()]
+    assert sources.count("q") == 1, "a view of a parameter is not received twice"
+    assert sources.count("o") == 1, "a column shard is one box"
+
+
+def test_capture_leaves_the_weights_as_they_were() -> None:
+    engine = Engine(0, 1, repack=True)
+    engine.load(iter((s.name, torch.randn(s.shape).bfloat16()) for s in SPECS))
+    before = state(engine)
+    capture(engine, SPECS, engine.load, worker="engine/0")
+    for name, tensor in state(engine).items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_an_element_order_that_is_no_set_of_boxes_goes_through_a_buffer() -> None:
+    engine = torch.nn.Linear(64, 64, bias=False)
+    shuffle = torch.randperm(64 * 64, generator=torch.Generator().manual_seed(2))
+
+    def load(weights: Weights) -> None:
+        for _, tensor in weights:
+            engine.weight.data.copy_(tensor.reshape(-1)[shuffle].reshape(64, 64))
+
+    captured = capture(engine, [CheckpointSpec("w", (64, 64), DType.FLOAT32)], load, worker="e/0")
+    assert len(captured.repacks) == 1
+    assert captured.manifest.num_shards == 1
+    checkpoint = {"w": torch.randn(64, 64)}
+    deliver(captured, checkpoint)
+    assert torch.equal(engine.weight.reshape(-1), checkpoint["w"].reshape(-1)[shuffle])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w, t: w.copy_(t + 1), "weight.*computes"),
+        (lambda w, t: w.copy_(t * 2), "weight.*computes"),
+        (lambda w, t: w.copy_(t.cumsum(0)), "weight.*computes"),
+        (lambda w, t: None, "weight.*does not write"),
+    ],
+    ids=["plus_one", "times_two", "sum", "nothing"],
+)
+def test_what_is_no_copy_is_refused_by_name(change: object, message: str) -> None:
+    engine = torch.nn.Linear(8, 8, bias=False)
+
+    def load(weights: Weights) -> None:
+        for _, tensor in weights:
+            change(engine.weight.data, tensor)  # type: ignore[operator]
+
+    with pytest.raises(UnsupportedLayout, match=message):
+        capture(engine, [CheckpointSpec("w", (8, 8), DType.FLOAT32)], load, worker="e/0")
+
+
+def test_boxes_tell_every_element_once_for_any_slicing() -> None:
+    shape = (6, 5, 8)
+    numbers = np.arange(240).reshape(shape)
+    for cut in (numbers[1:4, :, 2:7], numbers[::2].transpose(2, 0, 1), numbers[:, 1], numbers[2:3]):
+        memory = np.ascontiguousarray(cut).reshape(-1)
+        found = boxes_of(shape, memory.astype(np.int64), np.arange(memory.size), limit=64)
+        rebuilt = np.full(memory.size, -1)
+        for part in found:
+            index = np.indices(part.box.sizes).reshape(3, -1)
+            at = part.offset + (index * np.array(part.strides)[:, None]).sum(0)
+            rebuilt[at] = numbers[tuple(index + np.array(part.box.offsets)[:, None])]
+        assert np.array_equal(rebuilt, memory)
+        assert len(found) <= 3
+
+
+def test_a_checkpoint_is_described_by_its_headers(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.zeros(2, 3).bfloat16(), "b": torch.zeros(4)}, tmp_path / "m.safetensors")
+    assert sorted(checkpoint_specs(tmp_path), key=lambda s: s.name) == [
+        CheckpointSpec("a", (2, 3), DType.BFLOAT16),
+        CheckpointSpec("b", (4,), DType.FLOAT32),
+    ]
+    save_file({"q": torch.zeros(2, dtype=torch.int8)}, tmp_path / "m.safetensors")
+    with pytest.raises(UnsupportedLayout, match=r"'q'.*got I8"):
+        checkpoint_specs(tmp_path)
