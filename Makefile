@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup demo test test-megatron lint types imports unit bench clean
+.PHONY: help setup demo test test-megatron test-engines lint types imports unit bench clean
 
 help:
 	@echo "make demo [ARGS='--steps 40 --transport cma --mode staged']   asynchronous GRPO on this machine"
@@ -51,6 +51,12 @@ test-megatron: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target build/converter mbridge==0.15.1 einops==0.8.2
 	PYTHONPATH=build/converter $(BIN)/pytest -m megatron tests/megatron
 
+# Live unmodified vLLM and SGLang servers on this machine's CPU; about 3 minutes to install each.
+test-engines: setup
+	bash tools/engines/install.sh vllm .venv-vllm $(VENV)
+	bash tools/engines/install.sh sglang .venv-sglang $(VENV)
+	$(BIN)/pytest -m engines tests/engines
+
 bench: setup
 	mkdir -p benchmarks/results/local
 	for script in benchmarks/bench_*.py; do \
@@ -58,4 +64,4 @@ bench: setup
 	done
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .venv-vllm .venv-sglang build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

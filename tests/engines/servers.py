@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import subprocess
+import tempfile
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -81,9 +82,7 @@ def save(kind: str, seed: int, folder: Path) -> Path:
     """A checkpoint, as an engine loads it."""
     build(kind, seed).save_pretrained(folder)
     (folder / "config.json").write_text(
-        json.dumps(
-            {**json.loads((folder / "config.json").read_text()), "torch_dtype": "bfloat16"}
-        )
+        json.dumps({**json.loads((folder / "config.json").read_text()), "torch_dtype": "bfloat16"})
     )
     return folder
 
@@ -94,6 +93,13 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+_ORDER_DIGESTS = """
+import sys
+from windlass.engines.sglang.hook import Digests, order_ranks
+order_ranks(sys.argv[1], Digests(sys.argv[2]), int(sys.argv[3]), 60.0)
+"""
+
+
 @dataclass(frozen=True)
 class Server:
     """A running engine."""
@@ -101,6 +107,7 @@ class Server:
     process: subprocess.Popen[str]
     url: str
     engine: str
+    tp: int
 
     def post(self, path: str, body: object) -> Any:
         request = urllib.request.Request(
@@ -114,7 +121,17 @@ class Server:
         if self.engine == "vllm":
             answer = self.post("/collective_rpc", {"method": "windlass_digests"})
             return list(answer["results"])
-        raise NotImplementedError(self.engine)
+        with tempfile.TemporaryDirectory() as folder:
+            subprocess.run(
+                [
+                    *(str(VENVS["sglang"] / "bin/python"), "-c", _ORDER_DIGESTS),
+                    *(self.url, folder, str(self.tp)),
+                ],
+                check=True,
+                timeout=120,
+                env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+            )
+            return [json.loads((Path(folder) / str(r)).read_text()) for r in range(self.tp)]
 
     def tokens(self, prompt: list[int], count: int) -> list[int]:
         if self.engine == "vllm":
@@ -134,9 +151,14 @@ _FLAGS = {
     "vllm": [
         *("--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "128"),
         *("--max-num-seqs", "4", "--max-num-batched-tokens", "256", "--skip-tokenizer-init"),
-        "--no-enable-prefix-caching",
+        *("--no-enable-prefix-caching", "--enable-scale-out"),
     ],
-    "sglang": [],
+    "sglang": [
+        *("--device", "cpu", "--attention-backend", "torch_native"),
+        *("--sampling-backend", "pytorch", "--disable-cuda-graph", "--skip-server-warmup"),
+        *("--max-total-tokens", "4096", "--disable-overlap-schedule", "--skip-tokenizer-init"),
+        *("--mem-fraction-static", "0.1", "--dtype", "bfloat16"),
+    ],
 }
 _ENVIRONMENT = {
     "vllm": {
@@ -145,7 +167,7 @@ _ENVIRONMENT = {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
     },
-    "sglang": {},
+    "sglang": {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_HOST_IP": "127.0.0.1"},
 }
 
 
@@ -166,6 +188,7 @@ def serving(
             env={
                 **os.environ,
                 **_ENVIRONMENT[engine],
+                **({"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if tp == 2 else {}),
                 "PYTHONPATH": str(ROOT / "src"),
                 "WINDLASS_TOKEN": TOKEN,
                 "HF_HUB_OFFLINE": "1",
@@ -179,7 +202,7 @@ def serving(
             assert process.stdout is not None
             line = process.stdout.readline()
             assert line, log.read_text()[-6000:]
-            yield Server(process, json.loads(line)["url"], engine)
+            yield Server(process, json.loads(line)["url"], engine, tp)
         finally:
             process.terminate()
             process.wait(60)

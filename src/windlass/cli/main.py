@@ -14,6 +14,7 @@ __all__ = ["main"]
 
 _COMMANDS = {
     "demo": "asynchronous GRPO on this machine: trainers, engines and rollouts, live",
+    "doctor": "what will and will not work in this environment, and how to mend it",
     "plan": "compile a transfer plan from a topology file and say what it costs",
     "status": "what a running controller knows of its fleet",
 }

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
@@ -15,9 +17,11 @@ import msgspec
 
 from windlass.engines.attach import AgentSettings
 from windlass.envs import control_token, inherited_environment
-from windlass.errors import ConfigError, WindlassError
+from windlass.errors import ConfigError, PeerUnreachable, WindlassError
 
 __all__ = ["Connect", "arguments", "check_placed", "serve"]
+
+REACH_DEADLINE_S = 30.0
 
 Connect = Callable[[AgentSettings], None]
 """Makes every rank of the running server join; raises a `WindlassError` when one cannot."""
@@ -80,6 +84,7 @@ def serve(
     try:
         ready.wait()
         if server.poll() is None:
+            _reach(args.host, args.port)
             if args.controller:
                 connect(
                     AgentSettings(
@@ -112,6 +117,25 @@ def _forward(server: subprocess.Popen[bytes], ready_line: str, ready: threading.
             if ready_line.encode() in line:
                 ready.set()
     ready.set()
+
+
+def _reach(host: str, port: int) -> None:
+    """Servers log that they serve a moment before they listen, and say nothing afterwards.
+
+    Raises:
+        PeerUnreachable: refused for `REACH_DEADLINE_S`.
+    """
+    end_s, backoff_s = time.monotonic() + REACH_DEADLINE_S, 0.05
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=REACH_DEADLINE_S).close()
+        except OSError as error:
+            if time.monotonic() > end_s:
+                raise PeerUnreachable(f"engine server {host}:{port}: {error}") from error
+            threading.Event().wait(backoff_s)
+            backoff_s *= 2
+        else:
+            return
 
 
 def _signal(group: int, number: int) -> None:

@@ -61,7 +61,7 @@ def checkpoint_specs(folder: Path) -> tuple[CheckpointSpec, ...]:
             if entry.dtype not in _SAFETENSORS:
                 raise UnsupportedLayout(
                     f"checkpoint: tensor {name!r}: dtype must be one of {list(_SAFETENSORS)} to be "
-                    f"followed through the loader, got {entry['dtype']}"
+                    f"followed through the loader, got {entry.dtype}"
                 )
             spec = CheckpointSpec(name, tuple(entry.shape), _SAFETENSORS[entry.dtype])
             found[name] = spec

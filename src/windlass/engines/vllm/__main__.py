@@ -1,6 +1,6 @@
 """A vLLM server in the fleet: `python -m windlass.engines.vllm --name a --model DIR --port 8000`.
 
-Everything else on the command line goes to `vllm serve`. Run it with the interpreter of vLLM's
+Everything else on the command line goes to vLLM's API server. Run it with the interpreter of vLLM's
 environment; the token is read from WINDLASS_TOKEN.
 """
 
@@ -29,7 +29,7 @@ def main() -> int:
     """Run the server until it ends."""
     args, rest = arguments("windlass.engines.vllm", __doc__).parse_known_args()
     command = [
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", args.model),
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model),
         *("--host", args.host, "--port", str(args.port)),
         *("--tensor-parallel-size", str(args.tp), "--worker-extension-cls", EXTENSION),
         *rest,

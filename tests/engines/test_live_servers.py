@@ -6,9 +6,9 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from servers import TOKEN, build, save, serving
 
 import windlass
-from servers import TOKEN, build, save, serving
 from windlass.config import ControlConfig, UpdateMode
 
 PROMPT = [5, 9, 33, 101]
@@ -56,3 +56,13 @@ async def test_vllm_holds_and_answers_what_a_fresh_engine_does(
     transport = "mooncake" if tp == 1 and kind == "moe" else "cma"
     mode = UpdateMode.STAGED if kind in {"tied", "moe"} else UpdateMode.IN_PLACE
     await updated("vllm", kind, tp, transport, mode, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["dense", "tied", "moe", "mla"])
+@pytest.mark.parametrize("tp", [1, 2])
+async def test_sglang_holds_and_answers_what_a_fresh_engine_does(
+    kind: str, tp: int, tmp_path: Path
+) -> None:
+    transport = "mooncake" if tp == 1 and kind == "moe" else "cma"
+    mode = UpdateMode.STAGED if kind in {"tied", "moe"} else UpdateMode.IN_PLACE
+    await updated("sglang", kind, tp, transport, mode, tmp_path)

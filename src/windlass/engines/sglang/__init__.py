@@ -1,0 +1,1 @@
+"""SGLang, unmodified: a custom weight loader, and its own HTTP routes."""

@@ -1,0 +1,87 @@
+"""An SGLang server in the fleet: `python -m windlass.engines.sglang --name a --model DIR --port 8000`.
+
+Everything else on the command line goes to `sglang.launch_server`. Run it with the interpreter of
+SGLang's environment; the token is read from WINDLASS_TOKEN.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from windlass.engines.attach import AgentSettings
+from windlass.engines.launch import arguments, check_placed, serve
+from windlass.envs import environment_value
+from windlass.errors import ConfigError, WindlassError
+
+CONNECT_DEADLINE_S = 600.0
+HOOK = "windlass.engines.sglang.hook.run"
+UNSAFE = {
+    "--enable-memory-saver": "weights move and lose their registration when memory is released",
+    "--speculative-algorithm": "the draft model's weights are not captured",
+    "--speculative-draft-model-path": "the draft model's weights are not captured",
+    "--pp-size": "ranks of later stages have no tensor-parallel number of their own",
+    "--pipeline-parallel-size": "ranks of later stages have no tensor-parallel number of their own",
+    "--dp-size": "SGLang refuses tensor updates of data-parallel replicas",
+    "--data-parallel-size": "SGLang refuses tensor updates of data-parallel replicas",
+    "--quantization": "quantised weights are computed from the checkpoint, not copied",
+    "--enable-lora": "wrapped layers are rebuilt per adapter",
+}
+"""Options of SGLang with which an update would be wrong, and why."""
+
+
+def refuse_unsafe(rest: Sequence[str]) -> None:
+    """Check the options meant for SGLang and the allocator's environment.
+
+    Raises:
+        ConfigError: an option in `UNSAFE`, or expandable segments.
+    """
+    for word in rest:
+        option = word.partition("=")[0]
+        if option in UNSAFE:
+            raise ConfigError(f"{option} must not be given: {UNSAFE[option]}")
+    for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if "expandable_segments:true" in environment_value(variable).lower():
+            raise ConfigError(
+                f"{variable} must not ask for expandable segments: their memory cannot be registered "
+                f"or shared, got {environment_value(variable)!r}"
+            )
+
+
+def main() -> int:
+    """Run the server until it ends."""
+    args, rest = arguments("windlass.engines.sglang", __doc__).parse_known_args()
+    try:
+        refuse_unsafe(rest)
+    except WindlassError as error:
+        sys.stderr.write(f"engine {args.name}: {type(error).__name__}: {error}\n")
+        return 2
+    command = [
+        *(sys.executable, "-m", "sglang.launch_server", "--model-path", args.model),
+        *("--host", args.host, "--port", str(args.port), "--tp-size", str(args.tp)),
+        *("--custom-weight-loader", HOOK),
+        *rest,
+    ]
+    return serve(
+        args, command, environment={}, ready_line="The server is fired up", connect=_connect
+    )
+
+
+def _connect(settings: AgentSettings) -> None:
+    from windlass.engines.sglang.hook import Join, Joined, order_ranks
+
+    with tempfile.TemporaryDirectory() as folder:
+        order_ranks(settings.url, Join(settings, folder), settings.world_size, CONNECT_DEADLINE_S)
+        joined = [
+            msgspec.json.decode((Path(folder) / str(rank)).read_bytes(), type=Joined)
+            for rank in range(settings.world_size)
+        ]
+    check_placed(settings.name, [rank.unplaced for rank in joined])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""What `--custom-weight-loader windlass.engines.sglang.hook.run` lets SGLang's ranks do.
+
+SGLang calls a custom weight loader in every tensor-parallel rank's scheduler loop, between
+batches, with the rank's model. The "weights" are one empty tensor whose name is an order in JSON:
+join the fleet, say that the loop is at rest, or write down what the model holds.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import assert_never, final
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import rebuild_tensor
+
+from windlass.config import PauseMode
+from windlass.control.client import AgentChannel
+from windlass.engines.attach import AgentSettings, RankHooks, RestGate, attach, post
+from windlass.engines.capture.capture import Captured, capture
+from windlass.engines.capture.codes import checkpoint_specs
+from windlass.engines.capture.memory import Kind, held_by
+from windlass.envs import control_token
+from windlass.errors import PeerUnreachable, UnsupportedLayout
+from windlass.memory.digest import new_digest
+
+__all__ = ["AtRest", "Digests", "Join", "Joined", "SglangApi", "order_ranks", "run"]
+
+HOOK = "windlass.engines.sglang.hook.run"
+
+
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    """Capture the layout and join the fleet; each rank writes a `Joined` to `folder`/rank."""
+
+    settings: AgentSettings
+    folder: str
+
+
+class AtRest(msgspec.Struct, frozen=True, tag="at_rest"):
+    """Every step before this order is over."""
+
+    pause_id: str
+
+
+class Digests(msgspec.Struct, frozen=True, tag="digests"):
+    """Write a digest of every tensor that the model holds to `folder`/rank, as JSON."""
+
+    folder: str
+
+
+class Joined(msgspec.Struct, frozen=True):
+    """Checkpoint tensors that left no trace on this rank, constants, repacked parameters."""
+
+    unplaced: tuple[str, ...]
+    constants: tuple[str, ...]
+    repacked: tuple[str, ...]
+
+
+Order = Join | AtRest | Digests
+
+
+@final
+class _Attached:
+    """What this process has once it joined; one model lives in it."""
+
+    def __init__(self, captured: Captured, gate: RestGate, channel: AgentChannel) -> None:
+        self.captured, self.gate, self.channel = captured, gate, channel
+
+
+_attached: _Attached | None = None
+
+
+def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Called by SGLang in the main loop of every rank."""
+    order: Order = msgspec.json.decode(named_tensors[0][0], type=Join | AtRest | Digests)
+    rank = dist.get_rank()
+    match order:
+        case Join():
+            _join(model, order, rank)
+        case AtRest():
+            _rest(model, order)
+        case Digests():
+            (Path(order.folder) / str(rank)).write_bytes(msgspec.json.encode(_digests(model)))
+        case _:
+            assert_never(order)
+
+
+def _join(model: torch.nn.Module, order: Join, rank: int) -> None:
+    global _attached
+    settings = order.settings
+
+    def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        _load(model, weights)
+
+    captured = capture(
+        model,
+        checkpoint_specs(Path(settings.checkpoint)),
+        load,
+        worker=f"{settings.name}/{rank}",
+    )
+    gate = RestGate()
+    api = SglangApi(settings.url, settings.world_size) if rank == 0 else None
+    hooks = RankHooks(captured, gate, api)
+    _attached = _Attached(captured, gate, attach(settings, rank, control_token(), captured, hooks))
+    joined = Joined(captured.unplaced, captured.constants, captured.repacked)
+    (Path(order.folder) / str(rank)).write_bytes(msgspec.json.encode(joined))
+
+
+def _load(model: torch.nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """As SGLang loads weights while it runs: unpack, load, post-process."""
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    device = next(model.parameters()).device
+    DefaultModelLoader.restore_weights_before_loading(model, device)
+    model.load_weights(weights)  # type: ignore[operator]
+    DefaultModelLoader.postprocess_weights(model, device)
+
+
+def _rest(model: torch.nn.Module, order: AtRest) -> None:
+    if _attached is None:
+        raise UnsupportedLayout("at_rest: this rank has not joined")
+    held = held_by(model)
+    known = {p.name for p in _attached.captured.manifest.parameters}
+    known -= set(_attached.captured.repacked)
+    addresses = {
+        p.name: a
+        for p, a in zip(
+            _attached.captured.manifest.parameters, _attached.captured.addresses, strict=True
+        )
+    }
+    moved = sorted(n for n in known if n not in held or held[n].address != addresses[n])
+    if moved:
+        raise UnsupportedLayout(f"{moved}: tensors that moved since the layout was captured")
+    _attached.gate.at_rest(order.pause_id)
+
+
+def _digests(model: torch.nn.Module) -> Mapping[str, str]:
+    digests: dict[str, str] = {}
+    for name, holding in held_by(model).items():
+        digest = new_digest()
+        digest.update(holding.memory().view(torch.uint8).cpu().numpy().data)
+        kind = "" if holding.kind is Kind.PARAMETER else f"{holding.kind}:"
+        digests[kind + name] = digest.hexdigest()
+    return digests
+
+
+class _Empty:
+    """Reaches the ranks as an empty tensor.
+
+    Ranks patch how torch hands tensors to other processes in a way that fails on CPU tensors.
+    """
+
+    def __reduce__(self) -> tuple[object, ...]:
+        empty = torch.zeros(0)
+        metadata = (empty.storage_offset(), empty.size(), empty.stride(), empty.requires_grad)
+        return rebuild_tensor, (torch.Tensor, empty._typed_storage(), metadata)  # type: ignore[no-untyped-call]
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    success: bool
+    message: str = ""
+
+
+def order_ranks(url: str, order: Order, world_size: int, deadline_s: float) -> None:
+    """Have every rank carry out an order in its main loop; return once all have.
+
+    Raises:
+        PeerUnreachable: the server refused, or a rank failed. PeerTimeout: no answer in time.
+    """
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    name = msgspec.json.encode(order).decode()
+    payload = MultiprocessingSerializer.serialize([(name, _Empty())])
+    body = {
+        "serialized_named_tensors": [base64.b64encode(payload).decode()] * world_size,
+        "load_format": HOOK,
+        "flush_cache": False,
+        "selector": "target",
+    }
+    _call(url, "/begin_weight_update", {"selector": "target"}, deadline_s)
+    try:
+        _call(url, "/update_weights_from_tensor", body, deadline_s)
+    finally:
+        _call(url, "/end_weight_update", {}, deadline_s)
+
+
+def _call(url: str, path: str, body: object, deadline_s: float) -> None:
+    answer = msgspec.json.decode(post(url, path, body, deadline_s), type=_Answer)
+    if not answer.success:
+        raise PeerUnreachable(f"POST {url}{path}: {answer.message}")
+
+
+class SglangApi:
+    """`EngineApi` over SGLang's routes."""
+
+    def __init__(self, url: str, world_size: int) -> None:
+        self._url, self._world_size = url, world_size
+        self._mode = PauseMode.ABORT
+
+    def pause(self, mode: PauseMode, deadline_s: float) -> None:
+        """SGLang's own modes; caches of old weights are dropped unless requests keep them."""
+        self._mode = mode
+        post(self._url, "/pause_generation", {"mode": str(mode)}, deadline_s)
+
+    def rest(self, pause_id: str, deadline_s: float) -> None:
+        """See `EngineApi.rest`."""
+        order_ranks(self._url, AtRest(pause_id), self._world_size, deadline_s)
+        if self._mode is not PauseMode.IN_PLACE:
+            post(self._url, "/flush_cache", {}, deadline_s)
+
+    def resume(self) -> None:
+        """See `EngineApi.resume`."""
+        post(self._url, "/continue_generation", {})
+
+    def set_version(self, version: int) -> None:
+        """See `EngineApi.set_version`; running requests are not aborted."""
+        body = {"new_version": str(version), "abort_all_requests": False}
+        post(self._url, "/update_weight_version", body)

