@@ -48,12 +48,18 @@ def policy_gradient(
     model: torch.nn.Module, samples: tuple[windlass.TrainingSample, ...]
 ) -> torch.Tensor:
     """REINFORCE with the mean reward as baseline."""
-    tokens = torch.tensor([s.prompt_ids + s.output_ids for s in samples])
-    num_prompt = len(samples[0].prompt_ids)
-    logits = model(tokens[:, :-1]).logits[:, num_prompt - 1 :]
-    chosen = logits.log_softmax(-1).gather(2, tokens[:, num_prompt:, None])[..., 0]
+    longest = max(len(s.prompt_ids) + len(s.output_ids) for s in samples)
+    tokens = torch.zeros(len(samples), longest, dtype=torch.long)
+    trained = torch.zeros(len(samples), longest)
+    for row, sample in enumerate(samples):
+        num_prompt, end = len(sample.prompt_ids), len(sample.prompt_ids + sample.output_ids)
+        tokens[row, :end] = torch.tensor(sample.prompt_ids + sample.output_ids)
+        trained[row, num_prompt:end] = 1.0
+    # Padding stands behind every trained token, and attention is causal: it changes none.
+    logits = model(tokens[:, :-1]).logits
+    chosen = logits.log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0] * trained[:, 1:]
     rewards = torch.tensor([s.reward for s in samples])
-    loss: torch.Tensor = -((rewards - rewards.mean())[:, None] * chosen).mean()
+    loss: torch.Tensor = -((rewards - rewards.mean())[:, None] * chosen).sum() / trained.sum()
     return loss
 
 

@@ -14,9 +14,16 @@ from windlass.rollout.handles import (
     RolloutHandle,
     RolloutStats,
 )
-from windlass.rollout.messages import OnAbort, SamplingParams, TrainingBatch, TrainingSample
+from windlass.rollout.messages import (
+    OnAbort,
+    SamplingParams,
+    TrainingBatch,
+    TrainingSample,
+    Turn,
+)
 from windlass.rollout.service import mount_rollout_routes
 from windlass.rollout.staleness import StalenessPolicy
+from windlass.rollout.workflows import Reject, Workflow, WorkflowContext
 
 __all__ = [
     "BatchClient",
@@ -25,6 +32,7 @@ __all__ = [
     "EngineDirectory",
     "GroupHandle",
     "OnAbort",
+    "Reject",
     "Rollout",
     "RolloutController",
     "RolloutGroup",
@@ -35,6 +43,9 @@ __all__ = [
     "StaticEngines",
     "TrainingBatch",
     "TrainingSample",
+    "Turn",
+    "Workflow",
+    "WorkflowContext",
     "mount_rollout_routes",
     "training_samples",
 ]

@@ -1,7 +1,7 @@
 """Where every rollout is: the controller's records, and an audit that counts them.
 
-A record is in exactly one place: waiting for admission, queued for dispatch, at a
-worker, in a backoff, or held in a group until the group is handed out. `lost` is what
+A record is in exactly one place: waiting for admission, queued for dispatch, parked until a
+worker that knows its workflow has room, at a worker, in a backoff, or held in a group until the group is handed out. `lost` is what
 was submitted, has not ended, and is in none of them.
 """
 
@@ -11,6 +11,8 @@ import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum
+
+import msgspec
 
 from windlass.rollout.handles import Rollout, RolloutGroup
 from windlass.rollout.messages import Partial, RolloutOutcome, SamplingParams
@@ -23,6 +25,7 @@ class State(Enum):
 
     WAITING = "waiting"
     QUEUED = "queued"
+    PARKED = "parked"
     RUNNING = "running"
     BACKOFF = "backoff"
     HELD = "held"
@@ -69,6 +72,9 @@ class Record:
     admitted: bool = False
     attempt: int = 0
     failures: int = 0
+    rejections: int = 0
+    workflow: str = ""
+    arguments: bytes = b""
     last_error: str = ""
     avoid_engine: str = ""
     engine: str = ""
@@ -103,7 +109,7 @@ class Record:
             prompt_ids=self.prompt_ids,
             output_ids=result.output_ids,
             logprobs=result.logprobs,
-            versions=result.versions,
+            versions=self.outcome.versions(),
             finish_reason=self.outcome.finish_reason,
             engine=self.outcome.engine,
             worker=self.outcome.worker,
@@ -111,6 +117,8 @@ class Record:
             metadata=self.metadata,
             finished_at=self.outcome.finished_at,
             seconds=self.finished_at - self.submitted_at,
+            turns=self.outcome.turns,
+            value=msgspec.msgpack.decode(self.outcome.value) if self.outcome.value else None,
         )
 
 
@@ -134,6 +142,7 @@ class Book:
         self.records: dict[str, Record] = {}
         self.waiting: OrderedDict[str, Record] = OrderedDict()
         self.queued: OrderedDict[str, Record] = OrderedDict()
+        self.parked: dict[str, OrderedDict[str, Record]] = {}
         self.backoff: dict[str, Record] = {}
         self.held: dict[str, Record] = {}
         self.ready: OrderedDict[int, Group] = OrderedDict()
@@ -170,6 +179,8 @@ class Book:
                 return self.waiting
             case State.QUEUED:
                 return self.queued
+            case State.PARKED:
+                return self.parked.setdefault(record.workflow, OrderedDict())
             case State.RUNNING:
                 return self.by_engine.setdefault(record.engine_held, {})
             case State.BACKOFF:
@@ -178,6 +189,10 @@ class Book:
                 return self.held
             case State.ENDED:
                 return {}
+
+    def num_parked(self) -> int:
+        """How many records wait for a worker that knows their workflow."""
+        return sum(len(records) for records in self.parked.values())
 
     def engine_load(self, name: str) -> int:
         """How many attempts an engine holds."""

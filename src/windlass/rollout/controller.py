@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from types import TracebackType
 from typing import Self, final
 
@@ -20,7 +21,8 @@ import aiohttp
 
 from windlass.errors import ConfigError, PeerTimeout, StaleMessage
 from windlass.rollout._http import authorization
-from windlass.rollout.book import Group, Record
+from windlass.rollout.book import Group, Record, State
+from windlass.rollout.choice import PREFIX_TOKENS, EngineChoice
 from windlass.rollout.directory import EngineDirectory
 from windlass.rollout.handles import (
     ControllerConfig,
@@ -31,7 +33,8 @@ from windlass.rollout.handles import (
     RolloutStats,
 )
 from windlass.rollout.lifecycle import Lifecycle
-from windlass.rollout.links import WorkerLink
+from windlass.rollout.links import Link, WorkerLink
+from windlass.rollout.local import LocalLink
 from windlass.rollout.messages import (
     AttemptKey,
     CompletionAck,
@@ -45,11 +48,13 @@ from windlass.rollout.messages import (
     WorkerWelcome,
 )
 from windlass.rollout.staleness import StalenessPolicy
+from windlass.rollout.workflows import Workflow, check_workflows, encode_value
 
 __all__ = ["RolloutController"]
 
 logger = logging.getLogger(__name__)
 MAX_DISPATCHES_PER_TURN = 256
+LOCAL_WORKER = "controller"
 
 
 @final
@@ -80,7 +85,9 @@ class RolloutController:
         self._config = config if config is not None else ControllerConfig()
         self._life = Lifecycle(policy, self._config, self._take_back, self._pump_soon)
         self._book = self._life.book
-        self._links: dict[str, WorkerLink] = {}
+        self._links: dict[str, Link] = {}
+        self._choice = EngineChoice(self._config.affinity_slack)
+        self._paused = False
         self._replaced: set[tuple[str, str]] = set()
         self._stopping: set[asyncio.Future[list[object]]] = set()
         self._engine_timers: dict[str, asyncio.TimerHandle] = {}
@@ -146,8 +153,59 @@ class RolloutController:
         Raises:
             ConfigError: an empty prompt, a deadline that is not positive, a closed controller.
         """
+        if not prompt_ids:
+            raise ConfigError("rollout: prompt_ids must not be empty")
+        return self._single(self._record(prompt_ids, sampling, metadata, deadline_s))
+
+    def submit_workflow(
+        self,
+        workflow: str,
+        arguments: object,
+        sampling: SamplingParams,
+        *,
+        metadata: object = None,
+        deadline_s: float | None = None,
+    ) -> RolloutHandle:
+        """Submit one run of a workflow that workers were started with.
+
+        Args:
+            workflow: its name; it waits until a worker that knows it has room.
+            arguments: msgpack-plain; `WorkflowContext.arguments`.
+            sampling: used by calls of the workflow that name no other.
+            metadata: as `submit`.
+            deadline_s: as `submit`.
+
+        Raises:
+            ConfigError: as `submit`; an empty name, arguments that are not plain.
+        """
+        encoded = _workflow_arguments(workflow, arguments)
+        record = self._record((), sampling, metadata, deadline_s)
+        record.workflow, record.arguments = workflow, encoded
+        return self._single(record)
+
+    def submit_workflow_group(
+        self,
+        workflow: str,
+        arguments: object,
+        n: int,
+        sampling: SamplingParams,
+        *,
+        metadata: object = None,
+        deadline_s: float | None = None,
+    ) -> GroupHandle:
+        """Submit `n` runs of a workflow with the same arguments, delivered by `next_batch`.
+
+        Raises:
+            ConfigError: as `submit_workflow`; n < 1.
+        """
+        encoded = _workflow_arguments(workflow, arguments)
+        group = self._group((), n, sampling, metadata, deadline_s)
+        for record in group.records:
+            record.workflow, record.arguments = workflow, encoded
+        return GroupHandle(group.group_id, group.future, lambda: self._life.cancel_group(group))
+
+    def _single(self, record: Record) -> RolloutHandle:
         future: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
-        record = self._record(prompt_ids, sampling, metadata, deadline_s)
         record.future = future
         future.add_done_callback(
             lambda done: self._life.cancel(record) if done.cancelled() else None
@@ -169,6 +227,19 @@ class RolloutController:
         Raises:
             ConfigError: as `submit`; n < 1.
         """
+        if not prompt_ids:
+            raise ConfigError("rollout: prompt_ids must not be empty")
+        group = self._group(prompt_ids, n, sampling, metadata, deadline_s)
+        return GroupHandle(group.group_id, group.future, lambda: self._life.cancel_group(group))
+
+    def _group(
+        self,
+        prompt_ids: Sequence[int],
+        n: int,
+        sampling: SamplingParams,
+        metadata: object,
+        deadline_s: float | None,
+    ) -> Group:
         if n < 1:
             raise ConfigError(f"rollout: n must be >= 1, got {n}")
         future: asyncio.Future[RolloutGroup] = asyncio.get_running_loop().create_future()
@@ -181,7 +252,67 @@ class RolloutController:
             record.group = group
             group.records.append(record)
         self._pump_soon()
-        return GroupHandle(group.group_id, future, lambda: self._life.cancel_group(group))
+        return group
+
+    async def wait(
+        self, handles: Sequence[RolloutHandle], *, deadline_s: float
+    ) -> tuple[Rollout, ...]:
+        """The results in order of `handles`. At the deadline none of them is cancelled.
+
+        Raises:
+            PeerTimeout: not all were done within `deadline_s`.
+            RolloutError: one of them failed.
+        """
+        done = asyncio.Event()
+        left = len(handles)
+
+        def one_done(_: asyncio.Future[Rollout]) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                done.set()
+
+        for handle in handles:
+            handle.add_done_callback(one_done)
+        try:
+            async with asyncio.timeout(deadline_s if handles else None):
+                if handles:
+                    await done.wait()
+        except TimeoutError as error:
+            raise PeerTimeout(
+                f"wait: {len(handles)} rollouts within {deadline_s} s, {left} are not done"
+            ) from error
+        return tuple([await handle for handle in handles])
+
+    def pause(self) -> None:
+        """Dispatch nothing until `resume`; what runs goes on, completions still arrive."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Dispatch again."""
+        self._paused = False
+        self._pump_soon()
+
+    def run_here(self, workflows: Mapping[str, Workflow], *, max_concurrent: int = 256) -> None:
+        """Run these workflows, and plain prompts, in this event loop too.
+
+        Raises:
+            ConfigError: it already does, a name is empty, the limit is below 1, not open.
+        """
+        known = check_workflows(workflows)
+        if self._closed or self._session is None or LOCAL_WORKER in self._links:
+            raise ConfigError("run_here: needs an open controller that has no local worker yet")
+        if max_concurrent < 1:
+            raise ConfigError(f"run_here: max_concurrent must be >= 1, got {max_concurrent}")
+        hello = WorkerHello(
+            name=LOCAL_WORKER,
+            url="",
+            incarnation=self.incarnation,
+            max_concurrent=max_concurrent,
+            workflows=tuple(sorted(known)),
+        )
+        self._links[LOCAL_WORKER] = LocalLink(hello, known, self)
+        self._pump_soon()
 
     async def next_batch(self, num_groups: int, *, deadline_s: float) -> tuple[RolloutGroup, ...]:
         """The next `num_groups` groups, in order of completion, none too stale to be consumed.
@@ -234,7 +365,12 @@ class RolloutController:
         book, counts = self._book, self._book.counts
         at_workers = sum(len(link.assigned) for link in self._links.values())
         found = (
-            len(book.waiting) + len(book.queued) + len(book.backoff) + len(book.held) + at_workers
+            len(book.waiting)
+            + len(book.queued)
+            + book.num_parked()
+            + len(book.backoff)
+            + len(book.held)
+            + at_workers
         )
         ended = counts.completed + counts.cancelled + counts.failed
         return RolloutStats(
@@ -248,10 +384,11 @@ class RolloutController:
             retried=counts.retried,
             ignored=counts.ignored,
             waiting=len(book.waiting),
+            parked=book.num_parked(),
             running=at_workers,
             held=len(book.held),
             workers=len(self._links),
-            engines=len(self._engines.routable()),
+            engines=len(self._usable_engines()),
             version=self._policy.version,
             capacity=self._policy.capacity(),
         )
@@ -269,6 +406,8 @@ class RolloutController:
             raise ConfigError(
                 "rollout controller: registration needs an open controller, got closed"
             )
+        if hello.name == LOCAL_WORKER:
+            raise ConfigError(f"worker: name must not be {LOCAL_WORKER}, it is the controller's")
         if hello.max_concurrent < 1:
             raise ConfigError(
                 f"worker {hello.name}: max_concurrent must be >= 1, got {hello.max_concurrent}"
@@ -299,19 +438,19 @@ class RolloutController:
 
     # --- called by links -------------------------------------------------------------------
 
-    def outcomes_arrived(self, link: WorkerLink, outcomes: Sequence[RolloutOutcome]) -> None:
+    def outcomes_arrived(self, link: Link, outcomes: Sequence[RolloutOutcome]) -> None:
         """Outcomes that a callback has not delivered yet."""
         link.seen(outcomes)
         self._take(outcomes)
 
-    def attempts_unknown(self, link: WorkerLink, keys: Sequence[AttemptKey]) -> None:
+    def attempts_unknown(self, link: Link, keys: Sequence[AttemptKey]) -> None:
         """The worker forgot these: try them again."""
         for key in keys:
             record = self._life.running(key.task_id, key.attempt)
             if record is not None:
                 self._life.retry(record, f"worker {link.hello.name}: attempt unknown", Partial())
 
-    def worker_lost(self, link: WorkerLink, reason: str) -> None:
+    def worker_lost(self, link: Link, reason: str) -> None:
         """The worker is gone: its attempts are tried elsewhere."""
         if self._links.get(link.hello.name) is link:
             del self._links[link.hello.name]
@@ -326,7 +465,7 @@ class RolloutController:
                 link.release(task_id, attempt)
                 self._life.retry(record, f"worker {link.hello.name}: {reason}", Partial())
 
-    def _stop(self, link: WorkerLink) -> None:
+    def _stop(self, link: Link) -> None:
         stopping = link.stop()
         self._stopping.add(stopping)
         stopping.add_done_callback(self._stopping.discard)
@@ -344,8 +483,6 @@ class RolloutController:
     ) -> Record:
         if self._closed:
             raise ConfigError("rollout controller: submit needs an open controller, got closed")
-        if not prompt_ids:
-            raise ConfigError("rollout: prompt_ids must not be empty")
         if deadline_s is not None and deadline_s <= 0:
             raise ConfigError(f"rollout: deadline_s must be > 0, got {deadline_s}")
         self._next_task += 1
@@ -413,13 +550,18 @@ class RolloutController:
         self._pump_scheduled = False
         if self._closed:
             return
-        engines = [EngineTarget(name, url) for name, url, _ in self._engines.routable()]
+        engines = [] if self._paused else self._usable_engines()
+        if engines:
+            self._unpark()
         slots = sum(link.free_slots for link in self._links.values()) if engines else 0
         for _ in range(min(slots, MAX_DISPATCHES_PER_TURN)):
             record = self._next_record()
             if record is None:
                 break
-            self._dispatch(record, engines)
+            if not self._dispatch(record, engines):
+                # What stands behind it may still find a worker in the next turn.
+                self._book.move(record, State.PARKED)
+                self._pump_soon()
         else:
             if slots > MAX_DISPATCHES_PER_TURN:
                 # Completions get their turn before the rest is dispatched.
@@ -438,11 +580,36 @@ class RolloutController:
         self._life.admit(record)
         return record
 
-    def _dispatch(self, record: Record, engines: Sequence[EngineTarget]) -> None:
-        others = [engine for engine in engines if engine.name != record.avoid_engine]
-        engine = min(others or engines, key=lambda e: self._book.engine_load(e.name))
-        free = (link for link in self._links.values() if link.free_slots > 0)
-        link = min(free, key=lambda each: len(each.assigned) / each.hello.max_concurrent)
+    def _usable_engines(self) -> list[EngineTarget]:
+        """Routable, and not so far behind the newest that its answers would be thrown away."""
+        routable = self._engines.routable()
+        newest = max((version for _, _, version in routable), default=-1)
+        return [
+            EngineTarget(name, url)
+            for name, url, version in routable
+            if version < 0 or newest - version <= self._policy.max_staleness
+        ]
+
+    def _unpark(self) -> None:
+        """Queue as many parked records as workers that know their workflow have room."""
+        for workflow, records in self._book.parked.items():
+            room = sum(each.free_slots for each in self._links.values() if each.takes(workflow))
+            for record in reversed(list(islice(records.values(), room))):
+                self._book.move(record, State.QUEUED, front=True)
+
+    def _dispatch(self, record: Record, engines: Sequence[EngineTarget]) -> bool:
+        links = [link for link in self._links.values() if link.takes(record.workflow)]
+        if not links:
+            return False
+        prefix = (
+            (record.workflow, record.arguments)
+            if record.workflow
+            else record.prompt_ids[:PREFIX_TOKENS]
+        )
+        engine = self._choice.choose(
+            engines, self._book.engine_load, hash(prefix), record.avoid_engine
+        )
+        link = min(links, key=lambda each: len(each.assigned) / each.hello.max_concurrent)
         deadline_s = self._life.start_attempt(record, engine.name, link.hello.name)
         link.enqueue(
             RolloutTask(
@@ -454,5 +621,14 @@ class RolloutController:
                 deadline_s=deadline_s,
                 on_abort=self._config.on_abort,
                 partial=record.partial,
+                workflow=record.workflow,
+                arguments=record.arguments,
             )
         )
+        return True
+
+
+def _workflow_arguments(workflow: str, arguments: object) -> bytes:
+    if not workflow:
+        raise ConfigError("rollout: workflow must not be empty, got ''")
+    return encode_value(f"workflow {workflow}: arguments", arguments)

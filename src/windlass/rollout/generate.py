@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -11,7 +13,7 @@ import msgspec
 from windlass.errors import RolloutError
 from windlass.rollout.messages import OnAbort, Partial, RolloutTask
 
-__all__ = ["AttemptError", "Generation", "generate"]
+__all__ = ["AttemptError", "Generation", "attempt_deadline", "generate"]
 
 MAX_STALLS = 8
 FIRST_STALL_BACKOFF_S = 0.05
@@ -25,6 +27,23 @@ class AttemptError(RolloutError):
     def __init__(self, message: str, partial: Partial) -> None:
         super().__init__(message)
         self.partial = partial
+
+
+@asynccontextmanager
+async def attempt_deadline(task: RolloutTask, what: str) -> AsyncIterator[None]:
+    """End the block after the task's deadline.
+
+    Raises:
+        AttemptError: it had not ended by itself.
+    """
+    scope = asyncio.timeout(task.deadline_s)
+    try:
+        async with scope:
+            yield
+    except TimeoutError as error:
+        if not scope.expired():
+            raise
+        raise AttemptError(f"{what}: no end within {task.deadline_s:.3f} s", Partial()) from error
 
 
 class Generation(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from windlass.rollout.messages import OnAbort
+from windlass.rollout.messages import OnAbort, Turn
 
 __all__ = [
     "ControllerConfig",
@@ -33,6 +33,9 @@ class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
         on_abort: what workers do when an update ends a generation early.
         carry_partial: a retry on another engine goes on from the surviving tokens, so that
             one answer may hold tokens of two engines.
+        max_rejections: a rollout whose workflow rejects it so often fails.
+        affinity_slack: attempts that the engine of a prompt's prefix may hold more than the
+            least loaded one and still be chosen.
     """
 
     max_attempts: int = 8
@@ -43,6 +46,8 @@ class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
     worker_grace_s: float = 30.0
     on_abort: OnAbort = OnAbort.CONTINUE
     carry_partial: bool = False
+    max_rejections: int = 8
+    affinity_slack: int = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,9 @@ class Rollout:
         metadata: what the submitter gave; never leaves the process.
         finished_at: Unix time at which the worker had the answer, on the worker's clock.
         seconds: from submission to completion.
+        turns: calls of a workflow; `versions` then covers the tokens of all turns, and
+            `prompt_ids`, `output_ids` and `logprobs` are empty.
+        value: what the workflow returned.
     """
 
     task_id: str
@@ -72,6 +80,8 @@ class Rollout:
     metadata: object
     finished_at: float
     seconds: float
+    turns: tuple[Turn, ...] = ()
+    value: object = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +103,7 @@ class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
         lost: submitted and found nowhere; anything but 0 is a defect.
         rejected: answers thrown away as too stale; each was submitted again.
         retried: attempts repeated after an engine, worker or deadline failure.
+        parked: no worker that knows their workflow has room.
         ignored: outcomes that came twice or too late.
     """
 
@@ -106,6 +117,7 @@ class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
     retried: int
     ignored: int
     waiting: int
+    parked: int
     running: int
     held: int
     workers: int

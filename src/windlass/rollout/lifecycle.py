@@ -92,15 +92,29 @@ class Lifecycle:
         """The running attempt has this outcome."""
         match outcome.status:
             case OutcomeStatus.ACCEPTED:
-                if self._policy.is_stale(outcome.result.versions):
+                if self._policy.is_stale(outcome.versions()):
                     self._resubmit(record)
                 else:
                     self._accept(record, outcome)
             case OutcomeStatus.REJECTED:
-                self._resubmit(record)
+                self._reject(record, outcome.error)
             case OutcomeStatus.ERROR | OutcomeStatus.CANCELLED:
                 reason = outcome.error or f"cancelled by worker {outcome.worker}"
                 self.retry(record, reason, outcome.result)
+
+    def _reject(self, record: Record, reason: str) -> None:
+        """The worker does not want the trajectory used."""
+        record.rejections += 1
+        if record.rejections < self._config.max_rejections:
+            self._resubmit(record)
+            return
+        self._fail(
+            record,
+            RolloutError(
+                f"rollout {record.task_id}: rejected {record.rejections} times "
+                f"(max_rejections={self._config.max_rejections}), last: {reason}"
+            ),
+        )
 
     def retry(self, record: Record, reason: str, partial: Partial) -> None:
         """The running attempt failed: try again after a backoff, preferably elsewhere."""
@@ -168,7 +182,7 @@ class Lifecycle:
             return
         self._policy.set_version(version)
         for record in list(self.book.held.values()):
-            if record.outcome is not None and self._policy.is_stale(record.outcome.result.versions):
+            if record.outcome is not None and self._policy.is_stale(record.outcome.versions()):
                 self._policy.discard()
                 self._resubmit(record)
         self._work_changed()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import islice
@@ -32,7 +33,7 @@ from windlass.rollout.messages import (
     decode,
 )
 
-__all__ = ["LinkOwner", "WorkerLink"]
+__all__ = ["Link", "LinkOwner", "WorkerLink"]
 
 MAX_TASKS_PER_POST = 512
 CALL_DEADLINE_S = 10.0
@@ -42,26 +43,67 @@ MAX_BACKOFF_S = 1.0
 class LinkOwner(Protocol):
     """What a link reports to; every call is made in the event loop and must not block."""
 
-    def outcomes_arrived(self, link: WorkerLink, outcomes: Sequence[RolloutOutcome]) -> None:
+    def outcomes_arrived(self, link: Link, outcomes: Sequence[RolloutOutcome]) -> None:
         """Outcomes found while reconciling."""
         ...
 
-    def attempts_unknown(self, link: WorkerLink, keys: Sequence[AttemptKey]) -> None:
+    def attempts_unknown(self, link: Link, keys: Sequence[AttemptKey]) -> None:
         """The worker took these attempts and knows nothing of them."""
         ...
 
-    def worker_lost(self, link: WorkerLink, reason: str) -> None:
+    def worker_lost(self, link: Link, reason: str) -> None:
         """The worker is gone; the link is closed."""
         ...
 
 
-class WorkerLink:
+class Link(ABC):
     """Work handed to one incarnation of a worker.
 
     Attributes:
         hello: how the worker introduced itself.
         assigned: task_id -> attempt that the worker is responsible for.
     """
+
+    def __init__(self, hello: WorkerHello) -> None:
+        self.hello = hello
+        self.assigned: dict[str, int] = {}
+        self._closed = False
+
+    @property
+    def free_slots(self) -> int:
+        """How many more attempts the worker takes."""
+        return 0 if self._closed else self.hello.max_concurrent - len(self.assigned)
+
+    def takes(self, workflow: str) -> bool:
+        """Whether it has a slot now and knows the workflow; "" is a plain prompt."""
+        return self.free_slots > 0 and (not workflow or workflow in self.hello.workflows)
+
+    def release(self, task_id: str, attempt: int) -> bool:
+        """The attempt ended; returns whether it was assigned here."""
+        if self.assigned.get(task_id) != attempt:
+            return False
+        del self.assigned[task_id]
+        return True
+
+    @abstractmethod
+    def enqueue(self, task: RolloutTask) -> None:
+        """Have the worker run a task."""
+
+    @abstractmethod
+    def cancel(self, task_id: str, attempt: int) -> None:
+        """Take an attempt back."""
+
+    @abstractmethod
+    def seen(self, outcomes: Sequence[RolloutOutcome]) -> None:
+        """These outcomes have arrived."""
+
+    @abstractmethod
+    def stop(self) -> asyncio.Future[list[object]]:
+        """End everything; the future is done when it has ended. Idempotent."""
+
+
+class WorkerLink(Link):
+    """The link to a worker process."""
 
     def __init__(
         self,
@@ -70,8 +112,7 @@ class WorkerLink:
         owner: LinkOwner,
         config: ControllerConfig,
     ) -> None:
-        self.hello = hello
-        self.assigned: dict[str, int] = {}
+        super().__init__(hello)
         self._session = session
         self._owner = owner
         self._config = config
@@ -80,29 +121,16 @@ class WorkerLink:
         self._cancels: list[AttemptKey] = []
         self._work = asyncio.Event()
         self._last_seq = 0
-        self._closed = False
         self._jobs = [
             asyncio.create_task(self._send_forever(), name=f"rollout-send-{hello.name}"),
             asyncio.create_task(self._watch_forever(), name=f"rollout-watch-{hello.name}"),
         ]
-
-    @property
-    def free_slots(self) -> int:
-        """How many more attempts the worker takes."""
-        return 0 if self._closed else self.hello.max_concurrent - len(self.assigned)
 
     def enqueue(self, task: RolloutTask) -> None:
         """Send a task with the next batch."""
         self.assigned[task.task_id] = task.attempt
         self._outbox[task.task_id] = task
         self._work.set()
-
-    def release(self, task_id: str, attempt: int) -> bool:
-        """The attempt ended; returns whether it was assigned here."""
-        if self.assigned.get(task_id) != attempt:
-            return False
-        del self.assigned[task_id]
-        return True
 
     def cancel(self, task_id: str, attempt: int) -> None:
         """Take an attempt back: unsent ones never leave, others are cancelled at the worker."""

@@ -31,6 +31,7 @@ __all__ = [
     "TasksAccepted",
     "TrainingBatch",
     "TrainingSample",
+    "Turn",
     "WorkerHello",
     "WorkerSnapshot",
     "WorkerWelcome",
@@ -116,12 +117,22 @@ class Partial(msgspec.Struct, frozen=True):
             )
 
 
+class Turn(msgspec.Struct, frozen=True):
+    """One call of an engine by a workflow: what it was given, and what it answered."""
+
+    prompt_ids: tuple[int, ...]
+    output: Partial
+    finish_reason: str
+
+
 class RolloutTask(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt, as handed to a worker.
 
     Attributes:
         deadline_s: seconds that the worker may take, from receipt.
         partial: tokens to go on from.
+        workflow: key of the worker's own mapping; empty for a plain prompt.
+        arguments: of the workflow, msgpack.
     """
 
     task_id: str
@@ -132,6 +143,8 @@ class RolloutTask(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float
     on_abort: OnAbort = OnAbort.CONTINUE
     partial: Partial = Partial()
+    workflow: str = ""
+    arguments: bytes = b""
 
 
 class RolloutOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,6 +157,7 @@ class RolloutOutcome(msgspec.Struct, frozen=True, kw_only=True):
         error: one line, empty unless an error.
         engine: name of the engine that made the last token.
         finished_at: Unix time in seconds on the worker's clock.
+        turns, value: of a workflow; the value is what it returned, msgpack.
     """
 
     task_id: str
@@ -156,6 +170,14 @@ class RolloutOutcome(msgspec.Struct, frozen=True, kw_only=True):
     finished_at: float
     finish_reason: str = ""
     error: str = ""
+    turns: tuple[Turn, ...] = ()
+    value: bytes = b""
+
+    def versions(self) -> tuple[int, ...]:
+        """The weight version of every generated token, those of all turns included."""
+        if not self.turns:
+            return self.result.versions
+        return tuple(version for turn in self.turns for version in turn.output.versions)
 
 
 class AttemptKey(msgspec.Struct, frozen=True, array_like=True):
@@ -205,12 +227,14 @@ class WorkerHello(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         incarnation: random per process, so that a restarted worker is told apart.
         max_concurrent: attempts that it runs at a time; it is never given more.
+        workflows: names of the user code that it was started with.
     """
 
     name: str
     url: str
     incarnation: str
     max_concurrent: int
+    workflows: tuple[str, ...] = ()
 
 
 class WorkerWelcome(msgspec.Struct, frozen=True):

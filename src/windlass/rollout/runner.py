@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 import aiohttp
@@ -14,14 +13,12 @@ from aiohttp import web
 
 from windlass.errors import AuthenticationError, ConfigError, ProtocolError
 from windlass.rollout._http import post, read_body, reply
-from windlass.rollout.generate import AttemptError, Generation, generate
+from windlass.rollout.attempts import outcome_of
 from windlass.rollout.messages import (
     AttemptKey,
     CancelBatch,
     CompletionAck,
     CompletionBatch,
-    OutcomeStatus,
-    Partial,
     RolloutOutcome,
     RolloutTask,
     TaskBatch,
@@ -31,6 +28,7 @@ from windlass.rollout.messages import (
     WorkerWelcome,
 )
 from windlass.rollout.outbox import Outbox
+from windlass.rollout.workflows import AttemptResult, Workflow, check_workflows, run_attempt
 
 __all__ = ["WorkerRunner"]
 
@@ -50,6 +48,7 @@ class WorkerRunner:
         engine_session: carries no token; no limit on connections.
         heartbeat_s: between heartbeats on the watch connection.
         controller_gone_s: `run` returns when the controller could not be reached this long.
+        workflows: user code by name; `hello.workflows` are its keys.
     """
 
     def __init__(
@@ -61,6 +60,7 @@ class WorkerRunner:
         *,
         heartbeat_s: float = 5.0,
         controller_gone_s: float = 60.0,
+        workflows: Mapping[str, Workflow] | None = None,
     ) -> None:
         self.hello = hello
         self._controller_url = controller_url
@@ -68,9 +68,11 @@ class WorkerRunner:
         self._engine_session = engine_session
         self._heartbeat_s = heartbeat_s
         self._controller_gone_s = controller_gone_s
+        self._workflows = check_workflows(workflows)
+        self._controller = ""
         self._register_due = asyncio.Event()
         self._outbox = Outbox(self._deliver, self._register_due.set)
-        self._running: dict[tuple[str, int], asyncio.Task[Generation]] = {}
+        self._running: dict[tuple[str, int], asyncio.Task[AttemptResult]] = {}
         self._ended: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._slots = asyncio.Semaphore(hello.max_concurrent)
         self._num_watchers = 0
@@ -106,45 +108,18 @@ class WorkerRunner:
             running=tuple(AttemptKey(*key) for key in self._running),
         )
 
-    async def _attempt(self, task: RolloutTask) -> Generation:
+    async def _attempt(self, task: RolloutTask) -> AttemptResult:
         async with self._slots:
-            return await generate(self._engine_session, task)
+            return await run_attempt(self._engine_session, task, self._workflows)
 
-    def _ended_with(self, task: RolloutTask, job: asyncio.Task[Generation]) -> None:
+    def _ended_with(self, task: RolloutTask, job: asyncio.Task[AttemptResult]) -> None:
         """However the attempt ended, the controller hears of it, or it would wait in vain."""
-        tokens, finish_reason, error = Partial(), "", ""
-        if job.cancelled():
-            status = OutcomeStatus.ERROR if self._stopping else OutcomeStatus.CANCELLED
-            error = f"worker {self.hello.name} shut down" if self._stopping else ""
-        elif (failure := job.exception()) is None:
-            status = OutcomeStatus.ACCEPTED
-            tokens, finish_reason = job.result().tokens, job.result().finish_reason
-        else:
-            status, error = OutcomeStatus.ERROR, str(failure)
-            if isinstance(failure, AttemptError):
-                tokens = failure.partial
-            else:
-                logger.error("attempt %s failed in the worker", task.task_id, exc_info=failure)
-                error = f"worker {self.hello.name}: {type(failure).__name__}: {failure}"
         key = (task.task_id, task.attempt)
         del self._running[key]
         self._ended[key] = None
         if len(self._ended) > REMEMBERED_ATTEMPTS:
             self._ended.popitem(last=False)
-        self._outbox.add(
-            RolloutOutcome(
-                task_id=task.task_id,
-                attempt=task.attempt,
-                seq=0,
-                status=status,
-                result=tokens,
-                engine=task.engine.name,
-                worker=self.hello.name,
-                finished_at=time.time(),
-                finish_reason=finish_reason,
-                error=error,
-            )
-        )
+        self._outbox.add(outcome_of(task, job, self.hello.name, stopping=self._stopping))
 
     # --- towards the controller ------------------------------------------------------------
 
@@ -188,13 +163,14 @@ class WorkerRunner:
         backoff, last_error = 0.02, "no try"
         while loop.time() < give_up_at:
             try:
-                await post(
+                welcome = await post(
                     self._controller_session,
                     f"{self._controller_url}/v1/workers",
                     self.hello,
                     WorkerWelcome,
                     deadline_s=CALL_DEADLINE_S,
                 )
+                self._serve_controller(welcome.controller)
                 # The controller opens the watch connection now; if it has not within the
                 # lease, it is asked again.
                 async with asyncio.timeout(CALL_DEADLINE_S):
@@ -208,6 +184,13 @@ class WorkerRunner:
                 return True
         logger.error("controller %s cannot be reached: %s", self._controller_url, last_error)
         return False
+
+    def _serve_controller(self, incarnation: str) -> None:
+        """Attempts of a controller process that is gone would only hold engines."""
+        if self._controller not in {"", incarnation}:
+            for job in self._running.values():
+                job.cancel()
+        self._controller = incarnation
 
     def _raise_refusal(self, error: Exception) -> None:
         """Answers that asking again will not change."""

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import aiohttp
 import msgspec
@@ -26,8 +26,9 @@ from windlass.errors import AuthenticationError, ConfigError
 from windlass.rollout._http import authorization, require_token
 from windlass.rollout.messages import WorkerHello
 from windlass.rollout.runner import WorkerRunner
+from windlass.rollout.workflows import Workflow, check_workflows
 
-__all__ = ["WorkerSettings", "main", "run_worker"]
+__all__ = ["WorkerSettings", "main", "run_rollout_worker", "run_worker"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     shutdown_s: float = 5.0
 
 
-async def run_worker(settings: WorkerSettings, token: str) -> bool:
+async def run_worker(
+    settings: WorkerSettings, token: str, workflows: Mapping[str, Workflow] | None = None
+) -> bool:
     """Serve until SIGTERM or SIGINT, or until the controller has been gone too long.
 
     Returns:
@@ -71,11 +74,13 @@ async def run_worker(settings: WorkerSettings, token: str) -> bool:
         raise ConfigError("worker: token must not be empty, got ''")
     listener = _bind(settings.host, settings.port)
     host = settings.advertise_host or settings.host
+    known = check_workflows(workflows)
     hello = WorkerHello(
         name=settings.name,
         url=f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}",
         incarnation=uuid.uuid4().hex[:12],
         max_concurrent=settings.max_concurrent,
+        workflows=tuple(sorted(known)),
     )
     async with (
         aiohttp.ClientSession(headers=authorization(token)) as controller_session,
@@ -92,6 +97,7 @@ async def run_worker(settings: WorkerSettings, token: str) -> bool:
             engine_session,
             heartbeat_s=settings.heartbeat_s,
             controller_gone_s=settings.controller_gone_s,
+            workflows=known,
         )
         app = web.Application(middlewares=[require_token(token)])
         app.add_routes(runner.routes())
@@ -153,14 +159,31 @@ def _settings(arguments: Sequence[str] | None) -> WorkerSettings:
     return msgspec.convert(vars(parser.parse_args(arguments)), type=WorkerSettings)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def run_rollout_worker(
+    workflows: Mapping[str, Workflow], arguments: Sequence[str] | None = None
+) -> int:
+    """Be a worker process that knows these workflows; call it from your own `__main__`.
+
+    Args:
+        workflows: user code by the name under which it is submitted.
+        arguments: as of `python -m windlass.rollout.worker`; the command line when omitted.
+
+    Returns:
+        0 after a signal, 1 when the controller was gone, 2 when it refused.
+    """
+    return main(arguments, workflows=workflows)
+
+
+def main(
+    arguments: Sequence[str] | None = None, *, workflows: Mapping[str, Workflow] | None = None
+) -> int:
     """Entry point; 0 after a signal, 1 when the controller was gone, 2 when it was refused."""
     settings = _settings(arguments)
     logging.basicConfig(
         level=logging.INFO, format=f"%(asctime)s {settings.name} %(levelname)s %(message)s"
     )
     try:
-        if asyncio.run(run_worker(settings, control_token())):
+        if asyncio.run(run_worker(settings, control_token(), workflows)):
             return 0
     except (AuthenticationError, ConfigError) as error:
         logger.error("%s", error)  # noqa: TRY400  (one line is what the user needs)

@@ -1,0 +1,162 @@
+"""An agentic workflow: a simulated user, tools with state, many turns, updates in flight.
+
+export WINDLASS_TOKEN=...
+python examples/agentic.py controller --steps 3
+python -m windlass.engines.embedded --name engine-a --model CONFIG.json --controller URL
+python examples/agentic.py worker --name worker-0 --controller URL
+torchrun --nproc-per-node 2 examples/trainer.py URL CONFIG.json
+
+The task is of the tau2-bench kind, in token ids instead of words, so that any model can play
+it: a customer wants one seat booked and another cancelled. Each answer of the agent is one
+tool call (which tool, which seat); the tool changes the desk's state and answers; the customer
+reads the answer and asks again, until the wishes are met or patience ends. The reward is the
+share of wishes that hold in the final state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from dataclasses import dataclass, field
+
+import windlass
+from windlass.rollout import RolloutGroup, WorkflowContext
+from windlass.rollout.worker import run_rollout_worker
+
+NUM_SEATS = 8
+MAX_TURNS = 6
+SAMPLES_PER_TASK = 4
+TASKS_PER_STEP = 8
+TOOLS = ("look", "book", "cancel", "done")
+# Tokens of the dialogue; all below 64, so that the smallest vocabulary holds them.
+SYSTEM, USER, TOOL, WANTS, DROPS, OK, NO = 1, 2, 3, 4, 5, 6, 7
+SEAT_0 = 16
+
+
+@dataclass(slots=True)
+class Desk:
+    """The tools' state: which seats the customer holds."""
+
+    held: set[int] = field(default_factory=set)
+
+    def call(self, tool: str, seat: int) -> tuple[int, ...]:
+        """Run a tool; its answer as tokens."""
+        allowed = True
+        if tool == "book":
+            allowed = seat not in self.held
+            self.held.add(seat)
+        elif tool == "cancel":
+            allowed = seat in self.held
+            self.held.discard(seat)
+        return (TOOL, SEAT_0 + seat, OK if allowed else NO)
+
+
+@dataclass(frozen=True, slots=True)
+class Customer:
+    """The simulated user: wants one seat, drops another."""
+
+    wants: int
+    drops: int
+
+    def met(self, desk: Desk) -> float:
+        """The share of wishes that hold."""
+        return ((self.wants in desk.held) + (self.drops not in desk.held)) / 2
+
+    def says(self, desk: Desk) -> tuple[int, ...]:
+        """The next utterance: the first wish that does not hold."""
+        if self.wants not in desk.held:
+            return (USER, WANTS, SEAT_0 + self.wants)
+        if self.drops in desk.held:
+            return (USER, DROPS, SEAT_0 + self.drops)
+        return (USER, OK, OK)
+
+
+async def book_a_seat(context: WorkflowContext) -> dict[str, float]:
+    """One conversation; the state lives and dies with the attempt."""
+    if not isinstance(context.arguments, int):
+        raise TypeError(f"book_a_seat: arguments must be a task number, got {context.arguments!r}")
+    wants, drops = context.arguments % NUM_SEATS, (context.arguments + 3) % NUM_SEATS
+    customer, desk = Customer(wants, drops), Desk({drops})
+    dialogue: tuple[int, ...] = (SYSTEM, *customer.says(desk))
+    for _ in range(MAX_TURNS):
+        turn = await context.generate(dialogue)
+        answer = turn.output.output_ids
+        tool, seat = TOOLS[answer[0] % len(TOOLS)], answer[-1] % NUM_SEATS
+        if tool == "done":
+            break
+        dialogue += answer + desk.call(tool, seat) + customer.says(desk)
+        if customer.met(desk) == 1.0:
+            break
+    return {"reward": customer.met(desk), "turns": len(context.turns)}
+
+
+WORKFLOWS = {"book_a_seat": book_a_seat}
+
+
+def samples(group: RolloutGroup) -> list[windlass.TrainingSample]:
+    """One training sample per turn, all with the reward of the conversation."""
+    return [
+        windlass.TrainingSample(
+            prompt_ids=turn.prompt_ids,
+            output_ids=turn.output.output_ids,
+            logprobs=turn.output.logprobs,
+            versions=turn.output.versions,
+            reward=float(rollout.value["reward"]) if isinstance(rollout.value, dict) else 0.0,
+            group_id=group.group_id,
+            engine=rollout.engine,
+        )
+        for rollout in group.rollouts
+        for turn in rollout.turns
+    ]
+
+
+async def control(steps: int) -> None:
+    """Draw conversations while the trainer publishes; print the reward of each step."""
+    sampling = windlass.SamplingParams(max_new_tokens=2, ignore_eos=True)
+    policy = windlass.StalenessPolicy(
+        max_staleness=1, batch_size=TASKS_PER_STEP * SAMPLES_PER_TASK, max_concurrent=256
+    )
+    async with windlass.Controller(
+        token=os.environ["WINDLASS_TOKEN"], staleness=policy
+    ) as controller:
+        print(controller.url, flush=True)
+        await controller.wait_for_fleet(num_trainers=2, engines=("engine-a",), deadline_s=600)
+
+        async def produce() -> None:
+            for number in range(1_000_000):
+                await controller.rollouts.wait_for_room()
+                controller.rollouts.submit_workflow_group(
+                    "book_a_seat", number, SAMPLES_PER_TASK, sampling
+                )
+
+        producer = asyncio.create_task(produce())
+        for step in range(steps):
+            await controller.batches.requested(step)
+            groups = await controller.rollouts.next_batch(TASKS_PER_STEP, deadline_s=600)
+            batch = [samples(group) for group in groups]
+            await controller.batches.put(step, batch)
+            turns = [turn for group in batch for turn in group]
+            reward = sum(turn.reward for turn in turns) / len(turns)
+            versions = sorted({version for turn in turns for version in turn.versions})
+            print(f"step {step}: {len(turns)} turns, reward {reward:.3f}, versions {versions}")
+        await controller.wait_for_version(steps, deadline_s=600)
+        print(f"lost {controller.rollouts.stats().lost}", flush=True)
+        producer.cancel()
+        await asyncio.gather(producer, return_exceptions=True)
+
+
+def main() -> int:
+    """`worker ...` takes the arguments of `python -m windlass.rollout.worker`."""
+    if sys.argv[1:2] == ["worker"]:
+        return run_rollout_worker(WORKFLOWS, sys.argv[2:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("role", choices=["controller"])
+    parser.add_argument("--steps", type=int, default=3)
+    asyncio.run(control(parser.parse_args().steps))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""Workflows: user code that calls an engine as often as it likes within one rollout.
+
+A workflow is an async function of one `WorkflowContext`. Whoever starts a worker process
+names the functions in a mapping; a task from the network only picks a key of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+import aiohttp
+import msgspec
+
+from windlass.errors import ConfigError, RolloutError
+from windlass.rollout.generate import AttemptError, attempt_deadline, generate
+from windlass.rollout.messages import Partial, RolloutTask, SamplingParams, Turn
+
+__all__ = [
+    "AttemptResult",
+    "Reject",
+    "Workflow",
+    "WorkflowContext",
+    "check_workflows",
+    "encode_value",
+    "run_attempt",
+]
+
+
+class Reject(RolloutError):
+    """Raised by a workflow whose trajectory must not be used; the rollout is tried again."""
+
+
+class WorkflowContext:
+    """What a workflow holds while one attempt of it runs.
+
+    All calls go to the one engine of the attempt, so that each turn finds the prefix of the
+    turns before it in that engine's cache.
+
+    Attributes:
+        task_id, attempt: identity; state that tools keep outside must be keyed by both.
+        arguments: what the submitter gave, as msgpack-plain values.
+        sampling: the submitter's; used when a call names no other.
+        turns: calls that have ended, in order of their end.
+    """
+
+    __slots__ = ("_num_calls", "_session", "_task", "arguments", "turns")
+
+    def __init__(self, session: aiohttp.ClientSession, task: RolloutTask) -> None:
+        self._session = session
+        self._task = task
+        self._num_calls = 0
+        self.arguments: object = msgspec.msgpack.decode(task.arguments)
+        self.turns: list[Turn] = []
+
+    @property
+    def task_id(self) -> str:
+        """Identity of the rollout."""
+        return self._task.task_id
+
+    @property
+    def attempt(self) -> int:
+        """Which try of it this is."""
+        return self._task.attempt
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The submitter's."""
+        return self._task.sampling
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams | None = None
+    ) -> Turn:
+        """One answer of the engine, across weight updates; it becomes a turn of the rollout.
+
+        Args:
+            prompt_ids: everything before the answer, earlier turns included.
+            sampling: of this call; the submitter's when omitted.
+
+        Raises:
+            ConfigError: an empty prompt.
+            RolloutError: the engine failed. Let it pass, and the rollout is tried elsewhere.
+        """
+        if not prompt_ids:
+            raise ConfigError(f"workflow {self._task.workflow}: prompt_ids must not be empty")
+        self._num_calls += 1
+        call = msgspec.structs.replace(
+            self._task,
+            task_id=f"{self._task.task_id}.{self._num_calls}",
+            prompt_ids=tuple(prompt_ids),
+            sampling=sampling if sampling is not None else self._task.sampling,
+        )
+        answer = await generate(self._session, call)
+        turn = Turn(call.prompt_ids, answer.tokens, answer.finish_reason)
+        self.turns.append(turn)
+        return turn
+
+
+Workflow = Callable[[WorkflowContext], Awaitable[object]]
+
+
+class AttemptResult(msgspec.Struct, frozen=True):
+    """How an attempt ended well: tokens of a plain prompt, or turns and value of a workflow."""
+
+    tokens: Partial = Partial()
+    finish_reason: str = ""
+    turns: tuple[Turn, ...] = ()
+    value: bytes = b""
+
+
+def check_workflows(workflows: Mapping[str, Workflow] | None) -> dict[str, Workflow]:
+    """A copy of the mapping.
+
+    Raises:
+        ConfigError: a name is empty.
+    """
+    checked = dict(workflows or {})
+    if "" in checked:
+        raise ConfigError("workflows: a name must not be empty, got ''")
+    return checked
+
+
+def encode_value(what: str, value: object) -> bytes:
+    """A msgpack-plain value as bytes.
+
+    Raises:
+        ConfigError: not such a value.
+    """
+    try:
+        return msgspec.msgpack.encode(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"{what}: must be msgpack-plain, got {type(value).__name__}") from error
+
+
+async def run_attempt(
+    session: aiohttp.ClientSession, task: RolloutTask, workflows: Mapping[str, Workflow]
+) -> AttemptResult:
+    """Run one attempt to its end.
+
+    Raises:
+        AttemptError: the engine failed, the deadline passed, or the workflow is unknown here.
+        Reject: the workflow does not want its trajectory used.
+        Exception: whatever the workflow raises.
+    """
+    if not task.workflow:
+        answer = await generate(session, task)
+        return AttemptResult(answer.tokens, answer.finish_reason)
+    workflow = workflows.get(task.workflow)
+    if workflow is None:
+        raise AttemptError(
+            f"workflow must be one of {sorted(workflows)}, got {task.workflow!r}", Partial()
+        )
+    context = WorkflowContext(session, task)
+    async with attempt_deadline(task, f"workflow {task.workflow}"):
+        value = await workflow(context)
+    return AttemptResult(
+        turns=tuple(context.turns), value=encode_value(f"workflow {task.workflow}: value", value)
+    )
