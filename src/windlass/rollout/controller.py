@@ -13,7 +13,6 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from types import TracebackType
 from typing import Self, final
 
@@ -21,15 +20,12 @@ import aiohttp
 
 from windlass.errors import ConfigError, PeerTimeout, StaleMessage
 from windlass.rollout._http import authorization
-from windlass.rollout.book import Group, Record, State
-from windlass.rollout.choice import PREFIX_TOKENS, EngineChoice
+from windlass.rollout.book import Record
 from windlass.rollout.directory import EngineDirectory
+from windlass.rollout.dispatch import Dispatcher
 from windlass.rollout.handles import (
     ControllerConfig,
-    GroupHandle,
-    Rollout,
     RolloutGroup,
-    RolloutHandle,
     RolloutStats,
 )
 from windlass.rollout.lifecycle import Lifecycle
@@ -39,26 +35,23 @@ from windlass.rollout.messages import (
     AttemptKey,
     CompletionAck,
     CompletionBatch,
-    EngineTarget,
     Partial,
     RolloutOutcome,
-    RolloutTask,
-    SamplingParams,
     WorkerHello,
     WorkerWelcome,
 )
 from windlass.rollout.staleness import StalenessPolicy
-from windlass.rollout.workflows import Workflow, check_workflows, encode_value
+from windlass.rollout.submission import Submissions
+from windlass.rollout.workflows import Workflow, check_workflows
 
 __all__ = ["RolloutController"]
 
 logger = logging.getLogger(__name__)
-MAX_DISPATCHES_PER_TURN = 256
 LOCAL_WORKER = "controller"
 
 
 @final
-class RolloutController:
+class RolloutController(Submissions):
     """Submits rollouts and delivers each exactly once; used as `async with`.
 
     All methods are called in the event loop in which it was entered.
@@ -78,26 +71,23 @@ class RolloutController:
         token: str = "",
         config: ControllerConfig | None = None,
     ) -> None:
-        self.incarnation = uuid.uuid4().hex[:12]
         self._engines = engines
         self._policy = policy
         self._token = token
         self._config = config if config is not None else ControllerConfig()
-        self._life = Lifecycle(policy, self._config, self._take_back, self._pump_soon)
-        self._book = self._life.book
+        life = Lifecycle(policy, self._config, self._take_back, self._pump_soon)
+        super().__init__(uuid.uuid4().hex[:12], life, self._pump_soon)
+        self._book = life.book
         self._links: dict[str, Link] = {}
-        self._choice = EngineChoice(self._config.affinity_slack)
+        self._dispatcher = Dispatcher(engines, self._links, life, policy, self._config)
         self._paused = False
         self._replaced: set[tuple[str, str]] = set()
         self._stopping: set[asyncio.Future[list[object]]] = set()
         self._engine_timers: dict[str, asyncio.TimerHandle] = {}
         self._session: aiohttp.ClientSession | None = None
-        self._next_task = 0
-        self._next_group = 0
         self._batch_turn = asyncio.Lock()
         self._room: set[asyncio.Future[None]] = set()
         self._pump_scheduled = False
-        self._closed = False
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
@@ -133,156 +123,6 @@ class RolloutController:
             await self._session.close()
 
     # --- for the owner -----------------------------------------------------------------
-
-    def submit(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        metadata: object = None,
-        deadline_s: float | None = None,
-    ) -> RolloutHandle:
-        """Submit one rollout; returns at once. It is consumed when it completes.
-
-        Args:
-            prompt_ids: token ids of the prompt.
-            sampling: how to sample.
-            metadata: given back with the result.
-            deadline_s: seconds from its first dispatch after which it fails; None for never.
-
-        Raises:
-            ConfigError: an empty prompt, a deadline that is not positive, a closed controller.
-        """
-        if not prompt_ids:
-            raise ConfigError("rollout: prompt_ids must not be empty")
-        return self._single(self._record(prompt_ids, sampling, metadata, deadline_s))
-
-    def submit_workflow(
-        self,
-        workflow: str,
-        arguments: object,
-        sampling: SamplingParams,
-        *,
-        metadata: object = None,
-        deadline_s: float | None = None,
-    ) -> RolloutHandle:
-        """Submit one run of a workflow that workers were started with.
-
-        Args:
-            workflow: its name; it waits until a worker that knows it has room.
-            arguments: msgpack-plain; `WorkflowContext.arguments`.
-            sampling: used by calls of the workflow that name no other.
-            metadata: as `submit`.
-            deadline_s: as `submit`.
-
-        Raises:
-            ConfigError: as `submit`; an empty name, arguments that are not plain.
-        """
-        encoded = _workflow_arguments(workflow, arguments)
-        record = self._record((), sampling, metadata, deadline_s)
-        record.workflow, record.arguments = workflow, encoded
-        return self._single(record)
-
-    def submit_workflow_group(
-        self,
-        workflow: str,
-        arguments: object,
-        n: int,
-        sampling: SamplingParams,
-        *,
-        metadata: object = None,
-        deadline_s: float | None = None,
-    ) -> GroupHandle:
-        """Submit `n` runs of a workflow with the same arguments, delivered by `next_batch`.
-
-        Raises:
-            ConfigError: as `submit_workflow`; n < 1.
-        """
-        encoded = _workflow_arguments(workflow, arguments)
-        group = self._group((), n, sampling, metadata, deadline_s)
-        for record in group.records:
-            record.workflow, record.arguments = workflow, encoded
-        return GroupHandle(group.group_id, group.future, lambda: self._life.cancel_group(group))
-
-    def _single(self, record: Record) -> RolloutHandle:
-        future: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
-        record.future = future
-        future.add_done_callback(
-            lambda done: self._life.cancel(record) if done.cancelled() else None
-        )
-        self._pump_soon()
-        return RolloutHandle(record.task_id, future, lambda: self._life.cancel(record))
-
-    def submit_group(
-        self,
-        prompt_ids: Sequence[int],
-        n: int,
-        sampling: SamplingParams,
-        *,
-        metadata: object = None,
-        deadline_s: float | None = None,
-    ) -> GroupHandle:
-        """Submit `n` samples of one prompt, delivered together by `next_batch`.
-
-        Raises:
-            ConfigError: as `submit`; n < 1.
-        """
-        if not prompt_ids:
-            raise ConfigError("rollout: prompt_ids must not be empty")
-        group = self._group(prompt_ids, n, sampling, metadata, deadline_s)
-        return GroupHandle(group.group_id, group.future, lambda: self._life.cancel_group(group))
-
-    def _group(
-        self,
-        prompt_ids: Sequence[int],
-        n: int,
-        sampling: SamplingParams,
-        metadata: object,
-        deadline_s: float | None,
-    ) -> Group:
-        if n < 1:
-            raise ConfigError(f"rollout: n must be >= 1, got {n}")
-        future: asyncio.Future[RolloutGroup] = asyncio.get_running_loop().create_future()
-        # The failure of a group whose handle nobody kept is in the counts and the log.
-        future.add_done_callback(lambda done: None if done.cancelled() else done.exception())
-        group = Group(self._next_group, tuple(prompt_ids), metadata, future)
-        self._next_group += 1
-        for _ in range(n):
-            record = self._record(group.prompt_ids, sampling, metadata, deadline_s)
-            record.group = group
-            group.records.append(record)
-        self._pump_soon()
-        return group
-
-    async def wait(
-        self, handles: Sequence[RolloutHandle], *, deadline_s: float
-    ) -> tuple[Rollout, ...]:
-        """The results in order of `handles`. At the deadline none of them is cancelled.
-
-        Raises:
-            PeerTimeout: not all were done within `deadline_s`.
-            RolloutError: one of them failed.
-        """
-        done = asyncio.Event()
-        left = len(handles)
-
-        def one_done(_: asyncio.Future[Rollout]) -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                done.set()
-
-        for handle in handles:
-            handle.add_done_callback(one_done)
-        try:
-            async with asyncio.timeout(deadline_s if handles else None):
-                if handles:
-                    await done.wait()
-        except TimeoutError as error:
-            raise PeerTimeout(
-                f"wait: {len(handles)} rollouts within {deadline_s} s, {left} are not done"
-            ) from error
-        return tuple([await handle for handle in handles])
 
     def pause(self) -> None:
         """Dispatch nothing until `resume`; what runs goes on, completions still arrive."""
@@ -388,7 +228,7 @@ class RolloutController:
             running=at_workers,
             held=len(book.held),
             workers=len(self._links),
-            engines=len(self._usable_engines()),
+            engines=len(self._dispatcher.usable_engines()),
             version=self._policy.version,
             capacity=self._policy.capacity(),
         )
@@ -474,29 +314,6 @@ class RolloutController:
 
     # --- workers -------------------------------------------------------------------------
 
-    def _record(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingParams,
-        metadata: object,
-        deadline_s: float | None,
-    ) -> Record:
-        if self._closed:
-            raise ConfigError("rollout controller: submit needs an open controller, got closed")
-        if deadline_s is not None and deadline_s <= 0:
-            raise ConfigError(f"rollout: deadline_s must be > 0, got {deadline_s}")
-        self._next_task += 1
-        record = Record(
-            task_id=f"{self.incarnation}-{self._next_task}",
-            prompt_ids=tuple(prompt_ids),
-            sampling=sampling,
-            metadata=metadata,
-            deadline_s=deadline_s,
-            submitted_at=asyncio.get_running_loop().time(),
-        )
-        self._life.add(record)
-        return record
-
     def _take(self, outcomes: Sequence[RolloutOutcome]) -> None:
         for outcome in outcomes:
             record = self._life.running(outcome.task_id, outcome.attempt)
@@ -550,85 +367,10 @@ class RolloutController:
         self._pump_scheduled = False
         if self._closed:
             return
-        engines = [] if self._paused else self._usable_engines()
-        if engines:
-            self._unpark()
-        slots = sum(link.free_slots for link in self._links.values()) if engines else 0
-        for _ in range(min(slots, MAX_DISPATCHES_PER_TURN)):
-            record = self._next_record()
-            if record is None:
-                break
-            if not self._dispatch(record, engines):
-                # What stands behind it may still find a worker in the next turn.
-                self._book.move(record, State.PARKED)
-                self._pump_soon()
-        else:
-            if slots > MAX_DISPATCHES_PER_TURN:
-                # Completions get their turn before the rest is dispatched.
-                self._pump_soon()
+        if not self._paused and self._dispatcher.turn():
+            # Completions get their turn before the rest is dispatched.
+            self._pump_soon()
         if self._room and self._policy.capacity() > len(self._book.waiting):
             for waiter in self._room:
                 if not waiter.done():
                     waiter.set_result(None)
-
-    def _next_record(self) -> Record | None:
-        if self._book.queued:
-            return next(iter(self._book.queued.values()))
-        if not self._book.waiting or self._policy.capacity() < 1:
-            return None
-        record = next(iter(self._book.waiting.values()))
-        self._life.admit(record)
-        return record
-
-    def _usable_engines(self) -> list[EngineTarget]:
-        """Routable, and not so far behind the newest that its answers would be thrown away."""
-        routable = self._engines.routable()
-        newest = max((version for _, _, version in routable), default=-1)
-        return [
-            EngineTarget(name, url)
-            for name, url, version in routable
-            if version < 0 or newest - version <= self._policy.max_staleness
-        ]
-
-    def _unpark(self) -> None:
-        """Queue as many parked records as workers that know their workflow have room."""
-        for workflow, records in self._book.parked.items():
-            room = sum(each.free_slots for each in self._links.values() if each.takes(workflow))
-            for record in reversed(list(islice(records.values(), room))):
-                self._book.move(record, State.QUEUED, front=True)
-
-    def _dispatch(self, record: Record, engines: Sequence[EngineTarget]) -> bool:
-        links = [link for link in self._links.values() if link.takes(record.workflow)]
-        if not links:
-            return False
-        prefix = (
-            (record.workflow, record.arguments)
-            if record.workflow
-            else record.prompt_ids[:PREFIX_TOKENS]
-        )
-        engine = self._choice.choose(
-            engines, self._book.engine_load, hash(prefix), record.avoid_engine
-        )
-        link = min(links, key=lambda each: len(each.assigned) / each.hello.max_concurrent)
-        deadline_s = self._life.start_attempt(record, engine.name, link.hello.name)
-        link.enqueue(
-            RolloutTask(
-                task_id=record.task_id,
-                attempt=record.attempt,
-                prompt_ids=record.prompt_ids,
-                sampling=record.sampling,
-                engine=engine,
-                deadline_s=deadline_s,
-                on_abort=self._config.on_abort,
-                partial=record.partial,
-                workflow=record.workflow,
-                arguments=record.arguments,
-            )
-        )
-        return True
-
-
-def _workflow_arguments(workflow: str, arguments: object) -> bytes:
-    if not workflow:
-        raise ConfigError("rollout: workflow must not be empty, got ''")
-    return encode_value(f"workflow {workflow}: arguments", arguments)

@@ -1,0 +1,212 @@
+"""How rollouts enter: single prompts, workflows, and groups of either."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from windlass.errors import ConfigError, PeerTimeout
+from windlass.rollout.book import Group, Record
+from windlass.rollout.handles import GroupHandle, Rollout, RolloutGroup, RolloutHandle
+from windlass.rollout.lifecycle import Lifecycle
+from windlass.rollout.messages import SamplingParams
+from windlass.rollout.workflows import encode_value
+
+__all__ = ["Submissions"]
+
+
+class Submissions:
+    """The part of a `RolloutController` that gives rollouts their identity.
+
+    Args:
+        incarnation: prefix of task ids.
+        life: gets the records.
+        work_changed: called after each submission.
+    """
+
+    def __init__(self, incarnation: str, life: Lifecycle, work_changed: Callable[[], None]) -> None:
+        self.incarnation = incarnation
+        self._life = life
+        self._work_changed = work_changed
+        self._next_task = 0
+        self._next_group = 0
+        self._closed = False
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        metadata: object = None,
+        deadline_s: float | None = None,
+    ) -> RolloutHandle:
+        """Submit one rollout; returns at once. It is consumed when it completes.
+
+        Args:
+            prompt_ids: token ids of the prompt.
+            sampling: how to sample.
+            metadata: given back with the result.
+            deadline_s: seconds from its first dispatch after which it fails; None for never.
+
+        Raises:
+            ConfigError: an empty prompt, a deadline that is not positive, a closed controller.
+        """
+        if not prompt_ids:
+            raise ConfigError("rollout: prompt_ids must not be empty")
+        return self._single(self._record(prompt_ids, sampling, metadata, deadline_s))
+
+    def submit_workflow(
+        self,
+        workflow: str,
+        arguments: object,
+        sampling: SamplingParams,
+        *,
+        metadata: object = None,
+        deadline_s: float | None = None,
+    ) -> RolloutHandle:
+        """Submit one run of a workflow that workers were started with.
+
+        Args:
+            workflow: its name; it waits until a worker that knows it has room.
+            arguments: msgpack-plain; `WorkflowContext.arguments`.
+            sampling: used by calls of the workflow that name no other.
+            metadata: as `submit`.
+            deadline_s: as `submit`.
+
+        Raises:
+            ConfigError: as `submit`; an empty name, arguments that are not plain.
+        """
+        encoded = _workflow_arguments(workflow, arguments)
+        record = self._record((), sampling, metadata, deadline_s)
+        record.workflow, record.arguments = workflow, encoded
+        return self._single(record)
+
+    def submit_workflow_group(
+        self,
+        workflow: str,
+        arguments: object,
+        n: int,
+        sampling: SamplingParams,
+        *,
+        metadata: object = None,
+        deadline_s: float | None = None,
+    ) -> GroupHandle:
+        """Submit `n` runs of a workflow with the same arguments, delivered by `next_batch`.
+
+        Raises:
+            ConfigError: as `submit_workflow`; n < 1.
+        """
+        encoded = _workflow_arguments(workflow, arguments)
+        group = self._group((), n, sampling, metadata, deadline_s)
+        for record in group.records:
+            record.workflow, record.arguments = workflow, encoded
+        return GroupHandle(group.group_id, group.future, lambda: self._life.cancel_group(group))
+
+    def _single(self, record: Record) -> RolloutHandle:
+        future: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
+        record.future = future
+        future.add_done_callback(
+            lambda done: self._life.cancel(record) if done.cancelled() else None
+        )
+        self._work_changed()
+        return RolloutHandle(record.task_id, future, lambda: self._life.cancel(record))
+
+    def submit_group(
+        self,
+        prompt_ids: Sequence[int],
+        n: int,
+        sampling: SamplingParams,
+        *,
+        metadata: object = None,
+        deadline_s: float | None = None,
+    ) -> GroupHandle:
+        """Submit `n` samples of one prompt, delivered together by `next_batch`.
+
+        Raises:
+            ConfigError: as `submit`; n < 1.
+        """
+        if not prompt_ids:
+            raise ConfigError("rollout: prompt_ids must not be empty")
+        group = self._group(prompt_ids, n, sampling, metadata, deadline_s)
+        return GroupHandle(group.group_id, group.future, lambda: self._life.cancel_group(group))
+
+    def _group(
+        self,
+        prompt_ids: Sequence[int],
+        n: int,
+        sampling: SamplingParams,
+        metadata: object,
+        deadline_s: float | None,
+    ) -> Group:
+        if n < 1:
+            raise ConfigError(f"rollout: n must be >= 1, got {n}")
+        future: asyncio.Future[RolloutGroup] = asyncio.get_running_loop().create_future()
+        # The failure of a group whose handle nobody kept is in the counts and the log.
+        future.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+        group = Group(self._next_group, tuple(prompt_ids), metadata, future)
+        self._next_group += 1
+        for _ in range(n):
+            record = self._record(group.prompt_ids, sampling, metadata, deadline_s)
+            record.group = group
+            group.records.append(record)
+        self._work_changed()
+        return group
+
+    async def wait(
+        self, handles: Sequence[RolloutHandle], *, deadline_s: float
+    ) -> tuple[Rollout, ...]:
+        """The results in order of `handles`. At the deadline none of them is cancelled.
+
+        Raises:
+            PeerTimeout: not all were done within `deadline_s`.
+            RolloutError: one of them failed.
+        """
+        done = asyncio.Event()
+        left = len(handles)
+
+        def one_done(_: asyncio.Future[Rollout]) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                done.set()
+
+        for handle in handles:
+            handle.add_done_callback(one_done)
+        try:
+            async with asyncio.timeout(deadline_s if handles else None):
+                if handles:
+                    await done.wait()
+        except TimeoutError as error:
+            raise PeerTimeout(
+                f"wait: {len(handles)} rollouts within {deadline_s} s, {left} are not done"
+            ) from error
+        return tuple([await handle for handle in handles])
+
+    def _record(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        metadata: object,
+        deadline_s: float | None,
+    ) -> Record:
+        if self._closed:
+            raise ConfigError("rollout controller: submit needs an open controller, got closed")
+        if deadline_s is not None and deadline_s <= 0:
+            raise ConfigError(f"rollout: deadline_s must be > 0, got {deadline_s}")
+        self._next_task += 1
+        record = Record(
+            task_id=f"{self.incarnation}-{self._next_task}",
+            prompt_ids=tuple(prompt_ids),
+            sampling=sampling,
+            metadata=metadata,
+            deadline_s=deadline_s,
+            submitted_at=asyncio.get_running_loop().time(),
+        )
+        self._life.add(record)
+        return record
+
+
+def _workflow_arguments(workflow: str, arguments: object) -> bytes:
+    if not workflow:
+        raise ConfigError("rollout: workflow must not be empty, got ''")
+    return encode_value(f"workflow {workflow}: arguments", arguments)
