@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from harness import Row, median_p95, parser, report
+from windlass.config import UpdateMode
 from windlass.execution.base import ParameterMemory
 from windlass.execution.bindings import DestinationBinding
 from windlass.execution.device import DeviceReceiver, DeviceSender
@@ -198,7 +199,7 @@ class Rank:
     def connect_engine(self, encoded: bytes) -> DestinationBinding:
         addresses = [self.address + offset for offset in self.offsets]
         self.receiver = DeviceReceiver(self.transport, self.manifest, addresses, (self.region,))
-        return self.receiver.connect(TransferPlan.decode(encoded))
+        return self.receiver.connect(TransferPlan.decode(encoded), UpdateMode.IN_PLACE)
 
     def connect_trainer(self, encoded: bytes, bindings: list[DestinationBinding]) -> int:
         memory = [
@@ -206,14 +207,15 @@ class Rank:
             for offset, parameter in zip(self.offsets, self.manifest.parameters, strict=True)
         ]
         free, _ = torch.cuda.mem_get_info()
-        self.sender = DeviceSender(self.transport, self.manifest, memory)
+        self.sender = DeviceSender(self.transport, self.manifest, lambda: memory)
         self.sender.connect(TransferPlan.decode(encoded), bindings)
+        self.sender.prepare(0)
         return free - torch.cuda.mem_get_info()[0]
 
     def write(self, destinations: list[str]) -> tuple[float, dict[str, str]]:
         dist.barrier()
         torch.cuda.synchronize()
-        sent = self.sender.write(destinations, 60.0)
+        sent = self.sender.write(0, destinations, 60.0)
         return sent.wire_s, {link.destination: link.digest for link in sent.links}
 
     def wait(self) -> None:
@@ -222,7 +224,7 @@ class Rank:
 
     def verify(self, expected: dict[str, str]) -> tuple[float, tuple[str, ...]]:
         began = time.perf_counter()
-        mismatched = self.receiver.verify(expected)
+        mismatched = self.receiver.verify(0, expected)
         return time.perf_counter() - began, mismatched
 
     # --- alternatives and the ceiling ---------------------------------------------------------

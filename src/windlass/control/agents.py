@@ -122,7 +122,7 @@ class EngineAgent:
         host: str = "127.0.0.1",
     ) -> None:
         self._one_sided, self._host = receiver, host
-        self._sender = sender
+        self._sender = None if sender is None else sender_for(P2pBackend(), sender, host)
         self._backend: UpdateBackend = P2pBackend()
         self._receiver: ReceiverBackend = receiver_for(self._backend, receiver, host)
         self._by_hand = HandDrivenReceiver(receiver.manifest, receiver.live_addresses, host)
@@ -199,10 +199,10 @@ class EngineAgent:
                 self._sender.connect(TransferPlan.decode(command.plan), command.bindings)
             case Prepare():
                 self._check_serves(command.version)
-                self._sender.prepare()
+                self._sender.prepare(command.version)
             case Write():
                 self._check_serves(command.version)
-                sent = self._sender.write(command.destinations, command.deadline_s)
+                sent = self._sender.write(command.version, command.destinations, command.deadline_s)
                 return Written(sent.links, sent.pack_s, sent.wire_s)
             case _:
                 assert_never(command)

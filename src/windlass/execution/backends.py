@@ -9,10 +9,12 @@ from urllib.parse import urlsplit
 from windlass.config import DiskBackend, P2pBackend, UpdateBackend, XcclBackend
 from windlass.execution.base import ReceiverBackend, SenderBackend
 from windlass.execution.collective import CollectiveReceiver, CollectiveSender
+from windlass.execution.device import DeviceReceiver, DeviceSender
 from windlass.execution.disk import DiskReceiver, DiskSender
 from windlass.execution.one_sided import OneSidedReceiver, OneSidedSender
 from windlass.execution.receiver import Receiver
 from windlass.execution.sender import Sender
+from windlass.transports.cuda.ipc import CudaIpcTransport
 
 __all__ = ["address_towards", "receiver_for", "sender_for"]
 
@@ -21,6 +23,8 @@ def sender_for(config: UpdateBackend, sender: Sender, host: str) -> SenderBacken
     """The trainer's half, over the parameters of `sender`. `host`: own address for groups."""
     match config:
         case P2pBackend():
+            if isinstance(sender.transport, CudaIpcTransport):
+                return DeviceSender(sender.transport, sender.manifest, sender.parameters)
             return OneSidedSender(sender)
         case XcclBackend():
             return CollectiveSender(config, sender.manifest, sender.parameters, host)
@@ -34,6 +38,10 @@ def receiver_for(config: UpdateBackend, receiver: Receiver, host: str) -> Receiv
     """The engine's half, over the live parameters of `receiver`. `host`: own address for groups."""
     match config:
         case P2pBackend():
+            if isinstance(receiver.transport, CudaIpcTransport):
+                return DeviceReceiver(
+                    receiver.transport, receiver.manifest, receiver.live_addresses, receiver.regions
+                )
             return OneSidedReceiver(receiver)
         case XcclBackend():
             return CollectiveReceiver(config, receiver.manifest, receiver.live_addresses, host)

@@ -7,27 +7,35 @@ lie, casts in registers, and stores through NVLink into the engine's live parame
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import assert_never, final
 
 import numpy as np
 import numpy.typing as npt
 
+from windlass.config import UpdateMode
 from windlass.errors import (
     PeerUnreachable,
     PlanError,
+    ProtocolError,
     RegionError,
     RoundAborted,
     TransferOutcomeUnknown,
 )
 from windlass.execution.base import ParameterMemory, SendResult
 from windlass.execution.bind import LinkProgram, bind_links, check_binding, check_part
-from windlass.execution.bindings import DestinationBinding, LinkOutcome, LinkStatus
+from windlass.execution.bindings import (
+    DestinationBinding,
+    GroupOffer,
+    LinkOutcome,
+    LinkStatus,
+)
 from windlass.execution.blocks import PieceKind, block_tables
 from windlass.layout.manifest import ShardManifest
 from windlass.planning.plan import CopyMode, TransferPlan, Transform
 from windlass.transports.base import MemoryRegion
+from windlass.transports.cuda.driver import pointer_device
 from windlass.transports.cuda.ipc import CudaIpcTransport
 from windlass.transports.cuda.kernels import PieceTable, put_kernel
 from windlass.transports.processes import check_alive
@@ -35,6 +43,9 @@ from windlass.transports.processes import check_alive
 __all__ = ["DeviceReceiver", "DeviceSender"]
 
 DIGEST_NBYTES = 16
+ALIGNMENT = 256
+FLIP_S = 60.0
+"""For work on this GPU's own memory, which takes milliseconds."""
 UInt64Array = npt.NDArray[np.uint64]
 
 
@@ -86,30 +97,35 @@ def _read_digest(transport: CudaIpcTransport, link: _Link) -> str:
 class DeviceSender:
     """One trainer rank whose parameters are on a GPU. Not thread-safe.
 
-    Memory: the parameters must stay where `parameters` says until the next `connect`, and must
-    not change between `prepare` and the end of the round. Allocates piece tables only.
+    Memory: the parameters must not change between `prepare` and the end of the round. Allocates
+    piece tables only.
 
     Args:
         transport: of the GPU that holds the parameters; the caller closes it.
         manifest: of this rank.
-        parameters: where they lie, in manifest order.
+        parameters: where they lie now, in manifest order; asked at every `prepare` and at no
+            other time. Tables are built again when one has moved.
     """
 
     def __init__(
         self,
         transport: CudaIpcTransport,
         manifest: ShardManifest,
-        parameters: Sequence[ParameterMemory],
+        parameters: Callable[[], Sequence[ParameterMemory]],
     ) -> None:
         self._transport = transport
         self._manifest = manifest
-        self._parameters = tuple(parameters)
+        self._parameters = parameters
+        self._located: tuple[ParameterMemory, ...] = ()
+        self._programs: dict[str, tuple[LinkProgram, UInt64Array]] = {}
         self._links: dict[str, _Link] = {}
         self._bindings: dict[str, DestinationBinding] = {}
         self._shift = 0
 
-    def connect(self, plan: TransferPlan, bindings: Sequence[DestinationBinding]) -> None:
-        """Bind a plan part: map the peers' memory, cut the ops, upload the tables.
+    def connect(
+        self, plan: TransferPlan, bindings: Sequence[DestinationBinding]
+    ) -> GroupOffer | None:
+        """Bind a plan part: check every address and map the peers' memory.
 
         Raises:
             PlanError: the plan was made for another layout, or a destination has no binding.
@@ -118,15 +134,46 @@ class DeviceSender:
         self.close()
         self._shift = check_part(self._manifest, plan.sources, plan.source_digests, "sources")
         known = {binding.worker: binding for binding in bindings}
-        sources = np.array([memory.address for memory in self._parameters], np.uint64)
         for program in bind_links(plan, sending=True):
             binding = known.get(program.peer)
             if binding is None:
                 raise PlanError(f"connect: destination {program.peer} of the plan has no binding")
             check_binding(program, binding, landing=False)
             self._bindings[program.peer] = binding
-            targets = self._reach(program, binding)
-            self._links[program.peer] = _load_link(self._transport, program, sources, targets)
+            self._programs[program.peer] = (program, self._reach(program, binding))
+        return None
+
+    def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:  # noqa: ARG002
+        """No groups here."""
+        raise ProtocolError("p2p: one-sided writes have no groups to join")
+
+    def prepare(self, version: int) -> None:  # noqa: ARG002
+        """Look where the parameters lie; cut the ops and upload the tables if that is news.
+
+        Raises:
+            PlanError: parameters have another number or other sizes than when described.
+            RegionError: memory of another GPU, or of none.
+        """
+        located, specs = tuple(self._parameters()), self._manifest.parameters
+        if [memory.nbytes for memory in located] != [spec.nbytes for spec in specs]:
+            raise PlanError(
+                f"{self._manifest.worker}: parameters are not those that were described"
+            )
+        if located == self._located and self._links:
+            return
+        for memory in located:
+            if (ordinal := pointer_device(memory.address)) != self._transport.device.ordinal:
+                raise RegionError(
+                    f"prepare: parameters must be on GPU {self._transport.device.ordinal}, "
+                    f"one is on GPU {ordinal}"
+                )
+        _unload(self._transport, self._links)
+        sources = np.array([memory.address for memory in located], np.uint64)
+        self._links = {
+            peer: _load_link(self._transport, program, sources, targets)
+            for peer, (program, targets) in self._programs.items()
+        }
+        self._located = located
 
     def _reach(self, program: LinkProgram, binding: DestinationBinding) -> UInt64Array:
         """The peer's parameter addresses as this process reaches them.
@@ -156,7 +203,12 @@ class DeviceSender:
         ]
         return np.array(addresses, np.uint64)
 
-    def write(self, destinations: Sequence[str], deadline_s: float) -> SendResult:
+    def write(
+        self,
+        version: int,  # noqa: ARG002
+        destinations: Sequence[str],
+        deadline_s: float,
+    ) -> SendResult:
         """Store the links to `destinations`, the first one another in every rank. Idempotent.
 
         Work that this process has queued on the GPU before, such as an optimiser step, is waited
@@ -209,12 +261,15 @@ class DeviceSender:
     def close(self) -> None:
         """Free the tables. Idempotent."""
         _unload(self._transport, self._links)
-        self._links, self._bindings = {}, {}
+        self._links, self._bindings, self._programs, self._located = {}, {}, {}, ()
 
 
 @final
 class DeviceReceiver:
-    """One engine rank whose parameters are on a GPU; writes go to the live parameters.
+    """One engine rank whose parameters are on a GPU.
+
+    `in_place` stores land in the live parameters, `staged` ones in a shadow of the same layout
+    that `apply` copies over on the device.
 
     Args:
         transport: the live parameters are registered with it; the caller closes it.
@@ -235,31 +290,74 @@ class DeviceReceiver:
         self._addresses = tuple(parameter_addresses)
         self._regions = tuple(regions)
         self._links: dict[str, _Link] = {}
+        self._flips: list[PieceTable] = []
+        self._shadow: MemoryRegion | None = None
 
-    def connect(self, plan: TransferPlan) -> DestinationBinding:
-        """Bind a plan part.
+    def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:
+        """Bind a plan part; allocates the shadow that `staged` needs, once.
 
         Raises:
             PlanError: the plan was made for another layout, or asks for the engine's own loader.
         """
-        self.close()
+        self._drop_tables()
         check_part(self._manifest, plan.destinations, plan.destination_digests, "destinations")
         if (plan.ops.mode == CopyMode.LOADER).any():
             raise PlanError(f"{self._manifest.worker}: this receiver has no loader for loader ops")
-        targets = np.array(self._addresses, np.uint64)
+        live = np.array(self._addresses, np.uint64)
+        staged = mode is UpdateMode.STAGED
+        targets = self._shadow_addresses() if staged else live
         nowhere = np.zeros(0, np.uint64)
-        self._links = {
-            program.peer: _load_link(self._transport, program, nowhere, targets)
-            for program in bind_links(plan, sending=False)
-        }
+        for program in bind_links(plan, sending=False):
+            self._links[program.peer] = _load_link(self._transport, program, nowhere, targets)
+            if staged:
+                self._flips += self._flip_tables(program, targets, live)
+        shadow = (self._shadow.remote,) if staged and self._shadow is not None else ()
         return DestinationBinding(
             worker=self._manifest.worker,
             endpoint=self._transport.endpoint(),
-            regions=tuple(region.remote for region in self._regions),
-            parameter_addresses=self._addresses,
+            regions=(*(region.remote for region in self._regions), *shadow),
+            parameter_addresses=tuple(targets.tolist()),
         )
 
-    def verify(self, expected: Mapping[str, str], deadline_s: float = 60.0) -> tuple[str, ...]:
+    def _shadow_addresses(self) -> UInt64Array:
+        offsets, total = [], 0
+        for parameter in self._manifest.parameters:
+            offsets.append(total)
+            total += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
+        if self._shadow is None:
+            address = self._transport.device.allocate(max(total, ALIGNMENT))
+            self._shadow = self._transport.register(address, max(total, ALIGNMENT))
+        return np.array(offsets, np.uint64) + np.uint64(self._shadow.address)
+
+    def _flip_tables(
+        self, program: LinkProgram, shadow: UInt64Array, live: UInt64Array
+    ) -> Iterator[PieceTable]:
+        nowhere = np.zeros(0, np.uint64)
+        landed = block_tables(program, nowhere, shadow)
+        for kind, pieces in block_tables(program, nowhere, live).items():
+            pieces["src"], pieces["src_pitch"] = landed[kind]["dst"], pieces["dst_pitch"]
+            itemsize = kind.dst_dtype.itemsize
+            yield PieceTable(self._transport.device, pieces, f"put_{itemsize}", itemsize)
+
+    def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:  # noqa: ARG002
+        """No groups here."""
+        raise ProtocolError("p2p: one-sided writes have no groups to join")
+
+    def receive(self, groups: Mapping[str, Sequence[str]], deadline_s: float) -> None:  # noqa: ARG002
+        """Nothing to receive: peers write."""
+        raise ProtocolError("p2p: one-sided writes have no receiving half")
+
+    def nbytes_from(self, sources: Mapping[str, str]) -> int:
+        """Bytes that these sources write in one update."""
+        return sum(self._links[s].program.nbytes for s in sources if s in self._links)
+
+    def apply(self) -> None:
+        """Copy the shadow over, if there is one. Idempotent. The engine must be at rest."""
+        for table in self._flips:
+            self._transport.kernels.put(table, self._transport.stream)
+        self._transport.wait(self._transport.stream.record(), FLIP_S)
+
+    def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:  # noqa: ARG002
         """Sources whose bytes do not have the expected digest, or that send nothing here."""
         transport, stream = self._transport, self._transport.stream
         known = {source: self._links[source] for source in expected if source in self._links}
@@ -267,7 +365,7 @@ class DeviceReceiver:
             transport.device.clear(link.digest, DIGEST_NBYTES, stream)
             for table in link.tables:
                 transport.kernels.hash(table, stream, link.digest)
-        transport.wait(stream.record(), deadline_s)
+        transport.wait(stream.record(), FLIP_S)
         return tuple(
             source
             for source, digest in sorted(expected.items())
@@ -275,6 +373,15 @@ class DeviceReceiver:
         )
 
     def close(self) -> None:
-        """Free the tables. Idempotent."""
+        """Free tables and shadow. No peer may write after this. Idempotent."""
+        self._drop_tables()
+        if self._shadow is not None:
+            self._transport.unregister(self._shadow)
+            self._transport.device.free(self._shadow.address)
+            self._shadow = None
+
+    def _drop_tables(self) -> None:
         _unload(self._transport, self._links)
-        self._links = {}
+        for table in self._flips:
+            table.close()
+        self._links, self._flips = {}, []

@@ -61,6 +61,16 @@ class Receiver:
         self._written: tuple[tuple[int, int, int], ...] = ()
 
     @property
+    def transport(self) -> OneSidedTransport:
+        """What the live parameters are registered with."""
+        return self._transport
+
+    @property
+    def regions(self) -> tuple[MemoryRegion, ...]:
+        """Registered regions that contain every live parameter."""
+        return self._regions
+
+    @property
     def manifest(self) -> ShardManifest:
         """What this rank holds."""
         return self._manifest

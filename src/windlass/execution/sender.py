@@ -123,6 +123,11 @@ class Sender:
         self._pack_s = 0.0
 
     @property
+    def transport(self) -> OneSidedTransport:
+        """What it writes with."""
+        return self._transport
+
+    @property
     def manifest(self) -> ShardManifest:
         """What this rank holds."""
         return self._manifest

@@ -1,0 +1,203 @@
+"""The main job on GPUs: FSDP2 ranks publish over NVLink into live engines, driven by a controller."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing as mp
+import os
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import windlass
+from windlass.config import ControlConfig, PauseMode, UpdateMode
+from windlass.control.agents import EngineAgent
+from windlass.control.client import AgentChannel
+from windlass.control.messages import PROTOCOL_VERSION, Hello
+from windlass.execution.receiver import Receiver
+from windlass.execution.sender import ParameterMemory, Sender
+from windlass.frameworks.dtensor import describe_module, parameter_addresses
+from windlass.layout.manifest import Role
+from windlass.transports.configs import CudaIpcConfig
+from windlass.transports.registry import create_transport
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs"),
+]
+TOKEN = "secret of the test"
+NUM_TRAINERS = 2
+
+
+def build() -> torch.nn.Sequential:
+    """A decoder-like stack with uneven sizes."""
+    torch.manual_seed(3)
+    return torch.nn.Sequential(
+        torch.nn.Embedding(1000, 72),
+        torch.nn.Linear(72, 200, bias=True),
+        torch.nn.GELU(),
+        torch.nn.Linear(200, 72, bias=False),
+        torch.nn.LayerNorm(72),
+        torch.nn.Linear(72, 1000, bias=False),
+    )
+
+
+def train(rank: int, url: str, store: str, pipe: Connection) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    os.environ["NCCL_NVLS_ENABLE"] = "0"
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{store}", rank=rank, world_size=NUM_TRAINERS
+    )
+    model = build().cuda()
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    tokens = torch.arange(64, device="cuda").reshape(4, 16) + 64 * rank
+    with windlass.connect_trainer(
+        model, controller=url, token=TOKEN, transport=CudaIpcConfig(device=rank)
+    ) as trainer:
+        for version in range(3):
+            logits = model(tokens).flatten(0, 1)
+            loss = torch.nn.functional.cross_entropy(logits, tokens.flatten())
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            report = trainer.publish(version)  # the step may still be running on the GPU
+            full = {
+                name: parameter.full_tensor().detach().cpu()
+                for name, parameter in model.named_parameters()
+                if isinstance(parameter, DTensor)
+            }
+            pipe.send((version, report.wire_s, full if rank == 0 else {}))
+        pipe.recv()
+    dist.destroy_process_group()
+
+
+class Hooks:
+    """An engine that only holds weights: it is always at rest."""
+
+    def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def finalise(self) -> None: ...
+
+    def set_version(self, version: int) -> None: ...
+
+
+def serve(name: str, device: int, dtype: torch.dtype, url: str, pipe: Connection) -> None:
+    torch.cuda.set_device(device)
+    model = build().to(dtype).cuda().requires_grad_(requires_grad=False)
+    transport = create_transport(CudaIpcConfig(device=device))
+    manifest = describe_module(model, f"{name}/0", Role.ENGINE)
+    addresses = parameter_addresses(model)
+    memory = [
+        ParameterMemory(address, spec.nbytes)
+        for address, spec in zip(addresses, manifest.parameters, strict=True)
+    ]
+    regions = [transport.register(m.address, m.nbytes) for m in memory]
+    receiver = Receiver(transport, manifest, addresses, regions)
+    sender = Sender(transport, manifest, lambda: memory, registered=regions)
+    agent = EngineAgent(receiver, Hooks(), sender)
+
+    def hello() -> Hello:
+        return Hello(
+            protocol_version=PROTOCOL_VERSION,
+            worker=manifest.worker,
+            incarnation=str(os.getpid()),
+            role=Role.ENGINE,
+            group=name,
+            rank=0,
+            world_size=1,
+            manifest=manifest.encode(),
+            wire=transport.report(),
+            url="http://nowhere",
+            served_version=agent.served_version,
+            can_send=True,
+        )
+
+    channel = AgentChannel(url, TOKEN, hello, agent)
+    channel.connect(60.0)
+    pipe.send("ready")
+    while pipe.recv():
+        torch.cuda.synchronize()
+        pipe.send(
+            (agent.served_version, {n: p.detach().cpu() for n, p in model.named_parameters()})
+        )
+    channel.close()
+
+
+@pytest.mark.parametrize("mode", UpdateMode)
+def test_engines_hold_the_full_tensors_after_every_publish(
+    tmp_path: object, mode: UpdateMode
+) -> None:
+    asyncio.run(run(str(tmp_path), mode))
+
+
+async def run(folder: str, mode: UpdateMode) -> None:
+    context = mp.get_context("spawn")
+    processes, pipes = [], {}
+
+    def start(name: str, target: object, *arguments: object) -> None:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=target, args=(*arguments, theirs))  # type: ignore[arg-type]
+        process.start()
+        processes.append(process)
+        pipes[name] = ours
+
+    async def receive(name: str) -> object:
+        ready = await asyncio.to_thread(pipes[name].poll, 120)
+        assert ready, f"{name} does not answer"
+        return pipes[name].recv()
+
+    dtypes = {"exact": torch.float32, "cast": torch.bfloat16}
+    config = ControlConfig(mode=mode, min_engines=2)
+    try:
+        async with windlass.Controller(token=TOKEN, config=config) as controller:
+            for index, (name, dtype) in enumerate(dtypes.items()):
+                start(name, serve, name, NUM_TRAINERS + index, dtype, controller.url)
+            for rank in range(NUM_TRAINERS):
+                start(f"trainer{rank}", train, rank, controller.url, f"{folder}/store")
+            for name in dtypes:
+                assert await receive(name) == "ready"
+            full: dict[str, torch.Tensor] = {}
+            for version in range(3):
+                found = [await receive(f"trainer{rank}") for rank in range(NUM_TRAINERS)]
+                assert isinstance(found[0], tuple)
+                assert found[0][0] == version
+                full = found[0][2]  # trainers go on at once: engines are looked at in the end
+            newcomer = {"late": torch.bfloat16}
+            start("late", serve, "late", 3, torch.bfloat16, controller.url)
+            assert await receive("late") == "ready"
+            caught_up = asyncio.Event()
+
+            def look() -> None:
+                if len(controller.coordinator.routable()) == 3:
+                    caught_up.set()
+
+            controller.coordinator.subscribe(look)
+            look()
+            async with asyncio.timeout(60):
+                await caught_up.wait()
+            for name, dtype in (dtypes | newcomer).items():
+                pipes[name].send(True)
+                held = await receive(name)
+                assert isinstance(held, tuple)
+                assert held[0] == 2
+                for parameter, truth in full.items():
+                    assert torch.equal(held[1][parameter], truth.to(dtype)), (name, parameter)
+                pipes[name].send(False)
+            for rank in range(NUM_TRAINERS):
+                pipes[f"trainer{rank}"].send("end")
+            for process in processes:
+                await asyncio.to_thread(process.join, 60)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
