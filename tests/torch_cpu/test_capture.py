@@ -189,6 +189,20 @@ def test_what_is_no_copy_is_refused_by_name(change: object, message: str) -> Non
         capture(engine, [CheckpointSpec("w", (8, 8), DType.FLOAT32)], load, worker="e/0")
 
 
+def test_an_engine_that_does_not_repeat_its_repacking_is_refused() -> None:
+    checkpoint = {s.name: torch.randn(s.shape).bfloat16() for s in SPECS}
+
+    def read() -> Weights:
+        return iter((n, t.clone()) for n, t in checkpoint.items())
+
+    engine = Engine(0, 1, repack=True)
+    engine.load(read())
+    capture(engine, SPECS, engine.load, worker="engine/0", reference=read)
+    engine.repack = False  # as an engine whose reload forgets what its start did
+    with pytest.raises(UnsupportedLayout, match=r"w13.*does not repeat"):
+        capture(engine, SPECS, engine.load, worker="engine/0", reference=read)
+
+
 def test_boxes_tell_every_element_once_for_any_slicing() -> None:
     shape = (6, 5, 8)
     numbers = np.arange(240).reshape(shape)

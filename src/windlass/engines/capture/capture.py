@@ -95,6 +95,7 @@ def capture(
     *,
     worker: str,
     ignored: frozenset[int] = frozenset(),
+    reference: Callable[[], Iterator[tuple[str, torch.Tensor]]] | None = None,
 ) -> Captured:
     """Learn the layout of a model that serves nobody yet. Its weights are restored at the end.
 
@@ -106,6 +107,9 @@ def capture(
         load: see `Load`.
         worker: identity of the rank.
         ignored: see `held_by`.
+        reference: reads the checkpoint that the model was first loaded from. An engine's way of
+            loading again may skip what it did at the start (repacking for a kernel); where the
+            bytes after it are not those of the first load, the layout is refused.
 
     Raises:
         UnsupportedLayout: a tensor that is computed and not copied, a parameter that the loader
@@ -114,6 +118,9 @@ def capture(
     before = {name: h.memory().clone() for name, h in held_by(model, ignored).items()}
     try:
         seen = _observe(model, Codes(specs), load, ignored)
+        if reference is not None:
+            load(reference())
+            _require_repeated(held_by(model, ignored), before)
     finally:
         _restore(held_by(model, ignored), before)
     return _describe(seen, Codes(specs), worker)
@@ -218,6 +225,15 @@ def _proven(
         if not _same(expected, got):
             return False
     return True
+
+
+def _require_repeated(held: Mapping[str, Holding], before: Mapping[str, torch.Tensor]) -> None:
+    changed = [n for n, h in held.items() if n in before and not _same(h.memory(), before[n])]
+    if changed:
+        raise UnsupportedLayout(
+            f"{changed}: loading the engine's own checkpoint again gives other bytes than its start "
+            f"gave: the engine does not repeat its post-processing, or was not started from it"
+        )
 
 
 def _restore(held: Mapping[str, Holding], before: Mapping[str, torch.Tensor]) -> None:

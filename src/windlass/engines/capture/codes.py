@@ -21,7 +21,7 @@ from windlass.errors import ConfigError, UnsupportedLayout
 from windlass.frameworks.dtypes import torch_dtype
 from windlass.layout.dtypes import DType
 
-__all__ = ["CheckpointSpec", "Codes", "checkpoint_specs"]
+__all__ = ["CheckpointSpec", "Codes", "checkpoint_specs", "checkpoint_tensors"]
 
 BASE = 128
 """Digits travel as 1 .. 128: exact in bfloat16, and no digit is 0."""
@@ -66,6 +66,16 @@ def checkpoint_specs(folder: Path) -> tuple[CheckpointSpec, ...]:
             spec = CheckpointSpec(name, tuple(entry.shape), _SAFETENSORS[entry.dtype])
             found[name] = spec
     return tuple(found.values())
+
+
+def checkpoint_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors themselves, file by file; each belongs to the caller."""
+    from safetensors import safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as stored:
+            for name in stored.keys():  # noqa: SIM118 - not a mapping
+                yield name, stored.get_tensor(name)
 
 
 class _Entry(msgspec.Struct, frozen=True):

@@ -21,7 +21,7 @@ from windlass.config import PauseMode
 from windlass.control.client import AgentChannel
 from windlass.engines.attach import AgentSettings, RankHooks, RestGate, attach, post
 from windlass.engines.capture.capture import Captured, capture
-from windlass.engines.capture.codes import checkpoint_specs
+from windlass.engines.capture.codes import checkpoint_specs, checkpoint_tensors
 from windlass.engines.capture.memory import Kind, held_by
 from windlass.envs import control_token
 from windlass.errors import PeerUnreachable, UnsupportedLayout
@@ -100,6 +100,7 @@ def _join(model: torch.nn.Module, order: Join, rank: int) -> None:
         checkpoint_specs(Path(settings.checkpoint)),
         load,
         worker=f"{settings.name}/{rank}",
+        reference=lambda: checkpoint_tensors(Path(settings.checkpoint)),
     )
     gate = RestGate()
     api = SglangApi(settings.url, settings.world_size) if rank == 0 else None

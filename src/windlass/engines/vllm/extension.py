@@ -17,7 +17,7 @@ from windlass.config import PauseMode
 from windlass.control.client import AgentChannel
 from windlass.engines.attach import AgentSettings, RankHooks, RestGate, attach, post
 from windlass.engines.capture.capture import capture
-from windlass.engines.capture.codes import checkpoint_specs
+from windlass.engines.capture.codes import checkpoint_specs, checkpoint_tensors
 from windlass.engines.capture.memory import Kind, held_by
 from windlass.envs import control_token
 from windlass.errors import ConfigError
@@ -97,6 +97,7 @@ class WindlassExtension:
             checkpoint_specs(Path(settings.checkpoint)),
             load,
             worker=f"{settings.name}/{worker.rank}",
+            reference=lambda: checkpoint_tensors(Path(settings.checkpoint)),
             ignored=_cache_storages(worker),
         )
         gate = RestGate()
