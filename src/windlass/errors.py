@@ -19,6 +19,7 @@
     |-- ProtocolError(ValueError)         a message that cannot be decoded or does not belong here
     |-- AuthenticationError(RuntimeError) a wrong or missing token
     |-- PeerTimeout(TimeoutError)         a deadline passed while waiting for a peer
+    |-- TrainerError(RuntimeError)        a trainer rank died, hung or raised; carries its log tail
     |-- RolloutError(RuntimeError)        a rollout ended in an error; carries task and attempt
     `-- TransportUnavailable(ImportError) an optional dependency or kernel feature is missing
 
@@ -49,6 +50,7 @@ __all__ = [
     "TransferError",
     "TransferFailed",
     "TransferOutcomeUnknown",
+    "TrainerError",
     "TransportUnavailable",
     "UnsupportedLayout",
     "WindlassError",
@@ -133,6 +135,10 @@ class PeerTimeout(WindlassError, TimeoutError):
 
 class RolloutError(WindlassError, RuntimeError):
     """A rollout ended in an error."""
+
+
+class TrainerError(WindlassError, RuntimeError):
+    """A trainer rank died, hung or raised; names the rank and carries the tail of its log."""
 
 
 class TransportUnavailable(WindlassError, ImportError):

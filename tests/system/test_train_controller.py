@@ -1,0 +1,95 @@
+"""Two real FSDP2 ranks over gloo, started by a scheduler, called collectively, and killed."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from windlass.control.server import ControlServer
+from windlass.errors import TrainerError
+from windlass.rollout.messages import TrainingSample
+from windlass.schedulers.local import LocalScheduler
+from windlass.training.controller import TrainController
+
+TOKEN = "a-token"
+RANK = str(Path(__file__).with_name("train_rank.py"))
+
+
+def sample(reward: float) -> TrainingSample:
+    return TrainingSample(
+        prompt_ids=(1,),
+        output_ids=(2,),
+        logprobs=(-0.5,),
+        versions=(0,),
+        reward=reward,
+        group_id=0,
+        engine="e",
+    )
+
+
+GROUPS = [[sample(0.25), sample(0.5)], [sample(1.0), sample(2.0)], [sample(4.0), sample(8.0)]]
+
+
+@asynccontextmanager
+async def trainers(tmp_path: Path, how: str) -> AsyncIterator[TrainController]:
+    server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
+    async with LocalScheduler(tmp_path / "logs") as scheduler:
+        controller = TrainController(
+            scheduler, command=(sys.executable, RANK, how), world_size=2, token=TOKEN
+        )
+        controller.mount(server)
+        await server.start()
+        try:
+            await controller.start(server.url, deadline_s=60)
+            yield controller
+        finally:
+            await controller.close(grace_s=5)
+            await server.close()
+
+
+async def test_groups_are_dealt_to_ranks_and_the_step_is_the_whole_batch_s(tmp_path: Path) -> None:
+    async with trainers(tmp_path, "none") as controller:
+        first = await controller.train_step(1, GROUPS, deadline_s=30)
+        assert [rank["first"] for rank in first.ranks] == [0.25, 1.0]
+        assert first.ranks[0]["weights"] == first.ranks[1]["weights"]
+        expected = (4 * first.ranks[0]["loss"] + 2 * first.ranks[1]["loss"]) / 6
+        assert first.metrics["loss"] == pytest.approx(expected)
+        losses = [(await controller.train_step(s, GROUPS, deadline_s=30)).metrics for s in (2, 3)]
+        assert losses[1]["loss"] < losses[0]["loss"] < first.metrics["loss"]
+        await controller.save(str(tmp_path / "saved"), deadline_s=30)
+        assert (tmp_path / "saved" / ".metadata").exists()
+        # The oracle: the same model trained here with the mean of the two ranks' gradients.
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 4)
+        shards = [GROUPS[0] + GROUPS[2], GROUPS[1]]
+        rows = [torch.tensor([[s.reward, 1.0] for s in shard]) for shard in shards]
+        mean = sum(float((model(each) ** 2).mean().detach()) for each in rows) / 2
+        assert sum(rank["loss"] for rank in first.ranks) / 2 == pytest.approx(mean)
+
+
+@pytest.mark.parametrize(
+    ("how", "deadline_s", "says"),
+    [
+        ("SIGKILL", 30.0, r"TrainStep: trainer-1 ended with -9; its log ends:\n(.*\n)*rank 1 step 2"),
+        ("SIGSTOP", 3.0, r"TrainStep: no answer from trainer-0, trainer-1 within 3.0 s"),
+        ("raise", 30.0, r"trainer-1: ValueError: bad sample"),
+    ],
+)  # fmt: skip
+async def test_a_rank_that_dies_hangs_or_raises_is_reported_within_its_deadline(
+    tmp_path: Path, how: str, deadline_s: float, says: str
+) -> None:
+    async with trainers(tmp_path, how) as controller:
+        await controller.train_step(1, GROUPS, deadline_s=30)
+        began = time.monotonic()
+        with pytest.raises(TrainerError, match=says) as raised:
+            await controller.train_step(2, GROUPS, deadline_s=deadline_s)
+        assert time.monotonic() - began < deadline_s + 2
+        with pytest.raises(TrainerError) as again:
+            await controller.train_step(3, GROUPS, deadline_s=30)
+        assert str(again.value) == str(raised.value)
