@@ -16,6 +16,7 @@ from typing import final
 from windlass.config import ControlConfig
 from windlass.control.coordinator import Coordinator
 from windlass.control.server import ControlServer
+from windlass.operations import Operations
 from windlass.rollout.batches import BatchQueue
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.service import mount_rollout_routes
@@ -60,6 +61,7 @@ class Controller:
         self.batches = BatchQueue()
         policy = staleness or StalenessPolicy.unbounded(DEFAULT_CONCURRENCY)
         self.rollouts = RolloutController(self.coordinator, policy, token=token)
+        self._operations = Operations(self.coordinator, self.rollouts, self.batches)
 
     @property
     def url(self) -> str:
@@ -89,6 +91,7 @@ class Controller:
     async def __aenter__(self) -> Controller:
         mount_rollout_routes(self._server, self.rollouts, self.batches)
         self.coordinator.mount(self._server)
+        self._operations.mount(self._server)
         await self._server.start()
         await self.rollouts.__aenter__()
         return self
@@ -99,6 +102,7 @@ class Controller:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._operations.close()
         await self.rollouts.close()
         await self.coordinator.close()
         await self._server.close()

@@ -18,7 +18,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @final
 class ControlServer:
-    """Binds first and then says what it bound; every route needs the token.
+    """Binds first and then says what it bound; every route but public pages needs the token.
 
     Args:
         host: address to bind. port: 0 lets the system choose.
@@ -40,6 +40,7 @@ class ControlServer:
             middlewares=[self._authenticate], client_max_size=max_body_nbytes
         )
         self._runner: web.AppRunner | None = None
+        self._public: set[str] = set()
 
     @property
     def url(self) -> str:
@@ -49,6 +50,11 @@ class ControlServer:
     def add_routes(self, routes: Iterable[web.AbstractRouteDef]) -> None:
         """Mount routes; before `start`."""
         self._app.add_routes(routes)
+
+    def add_public_route(self, path: str, handler: Handler) -> None:
+        """Mount a GET route that needs no token, for what holds no secret; before `start`."""
+        self._public.add(path)
+        self._app.add_routes([web.get(path, handler)])
 
     async def start(self) -> None:
         """Bind and serve.
@@ -79,6 +85,8 @@ class ControlServer:
 
     @web.middleware
     async def _authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.method == "GET" and request.path in self._public:
+            return await handler(request)
         given = request.headers.get("Authorization", "").encode()
         if not hmac.compare_digest(given, self._expected):
             return web.json_response({"error": "missing or wrong token"}, status=401)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from windlass.errors import ConfigError, PeerTimeout, StaleMessage
 from windlass.rollout.handles import RolloutGroup
@@ -58,6 +58,11 @@ class BatchQueue:
         self._last_step = -1
         self._highest_requested = -1
         self._changed = asyncio.Condition()
+        self._listeners: list[Callable[[Sequence[TrainingSample]], None]] = []
+
+    def on_put(self, listener: Callable[[Sequence[TrainingSample]], None]) -> None:
+        """Call `listener` in the loop with the samples of every batch that is put."""
+        self._listeners.append(listener)
 
     async def put(self, step: int, groups: Iterable[Sequence[TrainingSample]]) -> None:
         """Answer everybody who waits for `step`.
@@ -77,6 +82,9 @@ class BatchQueue:
                 forgotten, _ = self._batches.popitem(last=False)
                 self._world_size.pop(forgotten, None)
             self._changed.notify_all()
+        samples = [sample for group in batch for sample in group]
+        for listener in self._listeners:
+            listener(samples)
 
     async def requested(self, step: int) -> None:
         """Return once a rank has asked for `step`.

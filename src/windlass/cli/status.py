@@ -1,0 +1,91 @@
+"""`windlass status URL`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from typing import Any
+
+import aiohttp
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from windlass.envs import control_token
+from windlass.errors import AuthenticationError, PeerTimeout, PeerUnreachable, ProtocolError
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The token comes from WINDLASS_TOKEN, never from the command line."""
+    parser.add_argument("url", help="address of the controller")
+    parser.add_argument("--json", action="store_true", help="print what the controller answered")
+    parser.add_argument("--deadline-s", type=float, default=10.0)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the fleet, the last rounds, staleness and outstanding work."""
+    view = asyncio.run(_fetch(args.url.rstrip("/"), control_token(), args.deadline_s))
+    if args.json:
+        print(msgspec.json.encode(view).decode())
+        return 0
+    _show(view, Console())
+    return 0
+
+
+async def _fetch(url: str, token: str, deadline_s: float) -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {token}"}
+    try:
+        async with (
+            asyncio.timeout(deadline_s),
+            aiohttp.ClientSession(headers=headers) as session,
+            session.get(f"{url}/v1/overview") as answer,
+        ):
+            body = await answer.read()
+            if answer.status == 401:
+                raise AuthenticationError(f"{url}: wrong WINDLASS_TOKEN")
+            if answer.status != 200:
+                raise ProtocolError(f"{url}: answered {answer.status}, is it a controller?")
+            return msgspec.json.decode(body, type=dict[str, Any])
+    except TimeoutError:
+        raise PeerTimeout(f"{url}: no answer within {deadline_s} s") from None
+    except aiohttp.ClientError as error:
+        raise PeerUnreachable(f"{url}: {error}") from error
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"{url}: {error}") from error
+
+
+def _show(view: dict[str, Any], console: Console) -> None:
+    now = f", now in {view['phase']}" if view["phase"] else ""
+    console.print(
+        f"published version {view['published_version']}, epoch {view['epoch']}, "
+        f"mode {view['mode']}{now}",
+        highlight=False,
+    )
+    engines = Table("engine", "version", "ranks", "state", "address", box=None)
+    for each in view["engines"]:
+        state = "serving" if each["routable"] else "tainted" if each["tainted"] else "waiting"
+        ranks = f"{each['ranks']}/{each['world_size']}"
+        engines.add_row(
+            each["name"], str(each["version"]), ranks, each["refused"] or state, each["url"]
+        )
+    console.print(engines)
+    rounds = Table("version", "outcome", "update ms", "pause ms", "bytes", "left out", box=None)
+    for each in view["rounds"][-10:]:
+        rounds.add_row(
+            str(each["version"]),
+            each["outcome"],
+            f"{each['update_s'] * 1e3:.1f}",
+            f"{each['pause_s'] * 1e3:.1f}",
+            f"{each['nbytes']:,}",
+            ", ".join(each["left_out"]),
+        )
+    console.print(rounds)
+    rollouts = view["rollouts"]
+    words = ("outstanding", "running", "waiting", "completed", "failed", "lost", "workers")
+    console.print(
+        "rollouts: " + ", ".join(f"{word} {rollouts[word]}" for word in words), highlight=False
+    )
+    ages = ", ".join(f"{age}: {count}" for age, count in view["staleness"].items()) or "none yet"
+    console.print(f"staleness of trained samples (versions: count): {ages}", highlight=False)

@@ -1,0 +1,87 @@
+"""Prometheus metrics of one controller, in a registry of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+__all__ = ["CONTENT_TYPE", "ControllerMetrics"]
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+AGES = (0, 1, 2, 3, 4, 6, 8, 12, 16)
+
+
+@final
+class ControllerMetrics:
+    """Counted as things happen; gauges are set when they are asked for. One asyncio loop."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        registry = self._registry
+        self._rounds = Counter(
+            "windlass_rounds", "Weight-update rounds by outcome", ["outcome"], registry=registry
+        )
+        self._nbytes = Counter(
+            "windlass_update_bytes", "Bytes that travelled in updates", registry=registry
+        )
+        self._clocks = {
+            name: Histogram(
+                f"windlass_update_{name}_seconds", text, buckets=SECONDS, registry=registry
+            )
+            for name, text in (
+                ("wire", "The slowest rank's time inside transport writes"),
+                ("whole", "First command to last reply"),
+                ("pause", "Longest pause of an engine"),
+            )
+        }
+        self._staleness = Histogram(
+            "windlass_sample_staleness_versions",
+            "Published version minus the oldest token's, when the sample is handed out",
+            buckets=AGES,
+            registry=registry,
+        )
+        self._version = Gauge("windlass_published_version", "-1 for none", registry=registry)
+        self._engine_version = Gauge(
+            "windlass_engine_version", "Served by an engine", ["engine"], registry=registry
+        )
+        self._routable = Gauge(
+            "windlass_engines_routable", "Engines that get traffic", registry=registry
+        )
+        self._rollouts = Gauge(
+            "windlass_rollouts", "Rollouts by state since the start", ["state"], registry=registry
+        )
+
+    def observe_round(
+        self, outcome: str, nbytes: int, *, wire_s: float, update_s: float, pause_s: float
+    ) -> None:
+        """A round ended."""
+        self._rounds.labels(outcome).inc()
+        self._nbytes.inc(nbytes)
+        for name, seconds in (("wire", wire_s), ("whole", update_s), ("pause", pause_s)):
+            self._clocks[name].observe(seconds)
+
+    def observe_staleness(self, ages: Iterable[int]) -> None:
+        """Samples were handed to trainers; ages in versions."""
+        for age in ages:
+            self._staleness.observe(age)
+
+    def render(
+        self,
+        *,
+        version: int,
+        engines: Mapping[str, int],
+        routable: int,
+        rollouts: Mapping[str, int],
+    ) -> bytes:
+        """The text that `/metrics` answers, with the gauges set to these values."""
+        self._version.set(version)
+        self._routable.set(routable)
+        self._engine_version.clear()
+        for name, served in engines.items():
+            self._engine_version.labels(name).set(served)
+        for state, count in rollouts.items():
+            self._rollouts.labels(state).set(count)
+        return generate_latest(self._registry)

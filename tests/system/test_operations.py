@@ -1,0 +1,217 @@
+"""What a controller shows of itself, over real HTTP, in a real terminal command and a real browser."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+import windlass
+from windlass.control.messages import RoundOutcome, UpdateReport
+from windlass.rollout.messages import TrainingSample
+
+TOKEN = "a-token"
+HEADERS = {"Authorization": f"Bearer {TOKEN}"}
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or ""
+
+
+def sample(version: int) -> TrainingSample:
+    return TrainingSample(
+        prompt_ids=(1,),
+        output_ids=(2,),
+        logprobs=(-0.5,),
+        versions=(version,),
+        reward=0.5,
+        group_id=1,
+        engine="e",
+    )
+
+
+def report(version: int) -> UpdateReport:
+    return UpdateReport(
+        version=version,
+        outcome=RoundOutcome.PUBLISHED,
+        reason="",
+        engines=("engine-a",),
+        left_out={},
+        nbytes=1_234_567,
+        wire_s=0.5,
+        update_s=0.75,
+        pause_s=0.25,
+        phase_s={"prepare": 0.1, "write": 0.5, "verify": 0.15},
+        digest_ok=True,
+    )
+
+
+@pytest.fixture
+async def controller() -> AsyncIterator[windlass.Controller]:
+    async with windlass.Controller(token=TOKEN) as running:
+        running.coordinator.reports.append(report(41))
+        await running.batches.put(0, [[sample(-1), sample(-3), sample(-3)]])
+        yield running
+
+
+async def test_metrics_are_prometheus_text_and_need_the_token(
+    controller: windlass.Controller,
+) -> None:
+    async with aiohttp.ClientSession() as session:
+        async with session.get(f"{controller.url}/metrics") as refused:
+            assert refused.status == 401
+        async with session.get(f"{controller.url}/metrics", headers=HEADERS) as answer:
+            text = await answer.text()
+    assert "windlass_published_version -1.0" in text
+    assert 'windlass_sample_staleness_versions_bucket{le="0.0"} 1.0' in text
+    assert "windlass_sample_staleness_versions_count 3.0" in text
+    assert 'windlass_rollouts{state="lost"} 0.0' in text
+
+
+async def test_two_controllers_in_one_process_count_apart(controller: windlass.Controller) -> None:
+    async with (
+        windlass.Controller(token=TOKEN) as other,
+        aiohttp.ClientSession(headers=HEADERS) as session,
+        session.get(f"{other.url}/metrics") as answer,
+    ):
+        assert "windlass_sample_staleness_versions_count 0.0" in await answer.text()
+
+
+async def test_every_change_reaches_an_open_event_stream(controller: windlass.Controller) -> None:
+    async with (
+        asyncio.timeout(10),
+        aiohttp.ClientSession(headers=HEADERS) as session,
+        session.get(f"{controller.url}/v1/events") as stream,
+    ):
+        first = await stream.content.readuntil(b"\n\n")
+        assert msgspec.json.decode(first[6:])["staleness"] == {"0": 1, "2": 2}
+        await controller.batches.put(1, [[sample(-2)]])
+        second = await stream.content.readuntil(b"\n\n")
+        assert msgspec.json.decode(second[6:])["staleness"] == {"0": 1, "1": 1, "2": 2}
+
+
+async def test_an_open_event_stream_does_not_delay_the_end() -> None:
+    async with aiohttp.ClientSession(headers=HEADERS) as session:
+        async with windlass.Controller(token=TOKEN) as running:
+            stream = await session.get(f"{running.url}/v1/events")
+            await stream.content.readuntil(b"\n\n")
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+        assert loop.time() - began < 1.5
+        stream.close()
+
+
+async def command(*argv: str, token: str = TOKEN) -> tuple[int, str, str]:
+    process = await asyncio.create_subprocess_exec(
+        *argv,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "WINDLASS_TOKEN": token, "COLUMNS": "160"},
+    )
+    try:
+        async with asyncio.timeout(60):
+            output, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return process.returncode or 0, output.decode(), errors.decode()
+
+
+async def test_status_prints_rounds_staleness_and_outstanding_work(
+    controller: windlass.Controller,
+) -> None:
+    status = (sys.executable, "-m", "windlass.cli.main", "status", controller.url)
+    code, output, errors = await command(*status)
+    assert (code, errors) == (0, "")
+    assert "published version -1" in output
+    assert "1,234,567" in output
+    assert "outstanding 0" in output
+    assert "0: 1, 2: 2" in output
+    code, _, errors = await command(*status, token="wrong")
+    assert code == 2
+    assert "AuthenticationError" in errors
+
+
+SEEN = """new Promise(seen => {
+  const look = () => document.body.innerText.includes(TEXT) && seen(document.body.innerHTML);
+  new MutationObserver(look).observe(document.body, {childList: true, subtree: true});
+  look();
+})"""
+
+
+class Browser:
+    """One tab of a headless Chromium, driven over its own debugging protocol."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self._socket, self._last = socket, 0
+
+    async def call(self, method: str, **params: object) -> dict[str, Any]:
+        self._last += 1
+        await self._socket.send_json({"id": self._last, "method": method, "params": params})
+        while True:
+            answer: dict[str, Any] = await self._socket.receive_json()
+            if answer.get("id") == self._last:
+                assert "error" not in answer, answer
+                found: dict[str, Any] = answer["result"]
+                return found
+
+    async def html_with(self, text: str) -> str:
+        """The page, once `text` is on it."""
+        code = SEEN.replace("TEXT", repr(text))
+        answer = await self.call(
+            "Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True
+        )
+        return str(answer["result"]["value"])
+
+
+@asynccontextmanager
+async def browser(profile: Path) -> AsyncIterator[Browser]:
+    process = await asyncio.create_subprocess_exec(
+        *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
+        *(f"--user-data-dir={profile}", "--remote-debugging-port=0", "about:blank"),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stderr is not None
+    try:
+        address = ""
+        while not address:
+            line = (await process.stderr.readline()).decode()
+            assert line, "chromium ended before it listened"
+            address = line.partition("DevTools listening on ws://")[2].partition("/")[0]
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"http://{address}/json/list") as answer:
+                tab = next(t for t in await answer.json() if t["type"] == "page")
+            async with session.ws_connect(tab["webSocketDebuggerUrl"]) as socket:
+                yield Browser(socket)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        await process.communicate()
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(not BROWSER, reason="no chromium on PATH")
+async def test_a_real_browser_shows_rounds_and_staleness_and_follows_them(
+    controller: windlass.Controller, tmp_path: Path
+) -> None:
+    async with asyncio.timeout(40), browser(tmp_path / "profile") as tab:
+        await tab.call("Page.navigate", url=f"{controller.url}/#token={TOKEN}")
+        page = await tab.html_with("published version -1")
+        assert '<p id="state">live</p>' in page
+        assert "1,234,567" in page
+        assert 'title="write 500.0 ms"' in page
+        assert 'title="2 samples"' in page
+        await controller.batches.put(1, [[sample(-8)]])
+        assert 'title="1 samples"' in await tab.html_with("7: 1")
+        await tab.call("Page.navigate", url="about:blank")
+        await tab.call("Page.navigate", url=f"{controller.url}/#token=wrong")
+        assert "1,234,567" not in await tab.html_with("wrong token")
