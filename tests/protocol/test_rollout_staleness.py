@@ -95,8 +95,8 @@ def test_impossible_bounds_are_refused(bad: tuple[int, int, int]) -> None:
 class Bench:
     """A lifecycle whose workers are this object."""
 
-    def __init__(self) -> None:
-        self.policy = StalenessPolicy(1, 4, 6)
+    def __init__(self, start_version: int = 0) -> None:
+        self.policy = StalenessPolicy(1, 4, 6, start_version)
         self.life = Lifecycle(
             self.policy,
             ControllerConfig(max_attempts=3, retry_backoff_s=1e-9),
@@ -108,6 +108,15 @@ class Bench:
         self.delivered: list[str] = []
         self.versions: dict[str, int] = {}
         self.num = 0
+
+    def restarted(self) -> Bench:
+        """Another controller process; it learns the version from the engines, and no more."""
+        fresh = Bench(self.policy.version)
+        fresh.num = self.num
+        assert fresh.policy.capacity() <= 2 * 4
+        for task_id, attempt in self.at_worker.items():
+            assert fresh.life.running(task_id, attempt) is None, "answers to a dead process"
+        return fresh
 
     def taken_back(self, record: Record) -> None:
         assert self.at_worker.pop(record.task_id) == record.attempt
@@ -161,6 +170,7 @@ class Bench:
         assert sum(len(each) for each in book.by_engine.values()) == len(self.at_worker)
         admitted = len(book.queued) + len(book.backoff) + len(self.at_worker)
         assert self.policy.running == admitted
+        assert admitted + len(book.held) <= 2 * 4, "no more unconsumed than the bound allows"
         assert self.policy.accepted - self.policy.consumed == len(book.held)
         assert len(self.delivered) == len(set(self.delivered)) == counts.completed
         for group in book.ready.values():
@@ -183,7 +193,21 @@ def outcome(task_id: str, attempt: int, status: OutcomeStatus, version: int) -> 
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(
-            ["add", "go", "go", "ok", "ok", "ok", "old", "error", "reject", "out", "up", "cancel"]
+            [
+                "add",
+                "go",
+                "go",
+                "ok",
+                "ok",
+                "ok",
+                "old",
+                "error",
+                "reject",
+                "out",
+                "up",
+                "cancel",
+                "restart",
+            ]
         ),
         st.integers(0, 50),
     ),
@@ -217,6 +241,10 @@ def test_every_rollout_is_in_exactly_one_place_and_delivered_at_most_once(
                     bench.hand_out()
                 case "up":
                     bench.life.set_version(version + 1 + number % 2)
+                case "restart":
+                    dead, bench = bench, bench.restarted()
+                    for group in dead.groups:
+                        dead.life.cancel_group(group)
                 case "cancel" if bench.groups:
                     bench.life.cancel_group(bench.groups[number % len(bench.groups)])
                 case _:
