@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup demo test test-megatron test-engines lint types imports unit bench clean
+.PHONY: help setup demo test test-megatron test-engines lint types imports unit bench clean test-nixl
 
 help:
 	@echo "make demo [ARGS='--steps 40 --transport cma --mode staged']   asynchronous GRPO on this machine"
@@ -24,6 +24,7 @@ $(STAMP): pyproject.toml constraints-cpu.txt tools/install_system_packages.sh
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints-cpu.txt -e '.[dev]'
 	# Without its dependencies, which are for training on GPUs.
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps megatron-core==0.16.1
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps nixl==1.5.1 nixl-cu12==1.5.1
 	bash tools/install_system_packages.sh
 	touch $(STAMP)
 
@@ -56,6 +57,10 @@ test-engines: setup
 	bash tools/engines/install.sh vllm .venv-vllm $(VENV)
 	bash tools/engines/install.sh sglang .venv-sglang $(VENV)
 	$(BIN)/pytest -m engines tests/engines
+
+# The transport conformance suite over NIXL with every wire of a machine without a NIC.
+test-nixl: setup
+	$(BIN)/pytest -m "nixl or not nixl" tests/conformance/test_nixl.py
 
 bench: setup
 	mkdir -p benchmarks/results/local

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 
 from windlass.errors import ConfigError
 
-__all__ = ["control_token", "environment_value", "inherited_environment", "set_defaults"]
+__all__ = [
+    "control_token",
+    "environment_value",
+    "inherited_environment",
+    "set_defaults",
+    "temporary_values",
+]
 
 TOKEN_VARIABLE = "WINDLASS_TOKEN"  # noqa: S105 - the name of the variable
 
@@ -37,3 +45,22 @@ def set_defaults(values: Mapping[str, str]) -> dict[str, str]:
 def environment_value(name: str) -> str:
     """The value of a variable, '' when it is not set."""
     return os.environ.get(name, "")
+
+
+_TEMPORARY = threading.Lock()
+
+
+@contextlib.contextmanager
+def temporary_values(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for a library that reads them in one call; one caller at a time."""
+    with _TEMPORARY:
+        before = {name: os.environ.get(name) for name in values}
+        os.environ.update(values)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value

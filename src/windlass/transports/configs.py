@@ -14,6 +14,8 @@ __all__ = [
     "MemoryConfig",
     "MooncakeConfig",
     "MooncakeProtocol",
+    "NixlConfig",
+    "NixlWire",
     "ShmConfig",
     "TransportConfig",
     "parse_transport",
@@ -73,7 +75,34 @@ class CudaIpcConfig(msgspec.Struct, frozen=True, tag="cuda_ipc"):
     num_multiprocessors: int = 0
 
 
-TransportConfig = MemoryConfig | CmaConfig | ShmConfig | MooncakeConfig | CudaIpcConfig
+TransportConfig = MemoryConfig | CmaConfig | ShmConfig | MooncakeConfig | CudaIpcConfig | NixlConfig
+
+
+class NixlWire(StrEnum):
+    """The wire that UCX must write through; AUTO takes what it finds and reports it."""
+
+    AUTO = "auto"
+    CMA = "cma"
+    TCP = "tcp"
+    RC = "rc"
+    UD = "ud"
+
+
+class NixlConfig(msgspec.Struct, frozen=True, tag="nixl"):
+    """NIXL with its UCX backend.
+
+    Attributes:
+        host: address that peers reach this process at.
+        wire: refused when UCX chooses another one.
+        device: comma-separated UCX device names (`mlx5_0:1`, `eth0`); empty for all.
+    """
+
+    host: str = "127.0.0.1"
+    wire: NixlWire = NixlWire.AUTO
+    device: str = ""
+
+
+TransportConfig = MemoryConfig | CmaConfig | ShmConfig | MooncakeConfig | CudaIpcConfig | NixlConfig
 
 _BY_NAME: dict[str, TransportConfig] = {
     "memory": MemoryConfig(),
@@ -81,6 +110,7 @@ _BY_NAME: dict[str, TransportConfig] = {
     "shm": ShmConfig(),
     "mooncake": MooncakeConfig(),
     "cuda_ipc": CudaIpcConfig(),
+    "nixl": NixlConfig(),
 }
 
 

@@ -10,6 +10,7 @@ from windlass.transports.configs import (
     CudaIpcConfig,
     MemoryConfig,
     MooncakeConfig,
+    NixlConfig,
     ShmConfig,
     TransportConfig,
     parse_transport,
@@ -47,5 +48,9 @@ def create_transport(config: TransportConfig) -> OneSidedTransport:
             from windlass.transports.cuda.ipc import CudaIpcTransport
 
             return CudaIpcTransport(config.device, config.num_multiprocessors)
+        case NixlConfig():
+            from windlass.transports.nixl import NixlTransport
+
+            return NixlTransport(config)
         case _:
             assert_never(config)

@@ -1,0 +1,149 @@
+"""A door: proves which process is behind an address, and tells at once when it ends.
+
+NIXL has neither: a write to a dead peer over verbs stays in progress for tens of seconds, and an
+agent's name says nothing about its address. Each transport listens on a port; who connects is told
+its incarnation and keeps the connection, which the kernel ends with the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+from typing import final
+
+from windlass.errors import PeerUnreachable, TransportUnavailable
+from windlass.telemetry.clock import Deadline
+from windlass.transports.base import PeerEndpoint
+
+__all__ = ["INCARNATION_NBYTES", "Door", "Doorway"]
+
+INCARNATION_NBYTES = 16
+"""Characters of an incarnation, all ASCII."""
+_MAX_VISITORS = 4096
+
+
+@final
+class Door:
+    """Listens on `host` at a port that the kernel picks, until `close`.
+
+    Raises:
+        TransportUnavailable: `host` is no address of this machine.
+    """
+
+    def __init__(self, host: str, incarnation: str) -> None:
+        try:
+            family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+            self._listener = socket.create_server((host, 0), family=family, backlog=128)
+        except OSError as error:
+            raise TransportUnavailable(
+                f"nixl: host must be an address of this machine, got {host!r}: {error}"
+            ) from error
+        self.port = int(self._listener.getsockname()[1])
+        self._incarnation = incarnation.encode()
+        self._visitors: list[socket.socket] = []
+        self._thread = threading.Thread(target=self._serve, name="nixl-door", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening; peers see this transport as gone. Idempotent."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join(5.0)
+        for visitor in self._visitors:
+            visitor.close()
+        self._visitors.clear()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                visitor, _ = self._listener.accept()
+            except OSError:
+                return
+            self._visitors = [one for one in self._visitors if not _has_ended(one)]
+            if len(self._visitors) >= _MAX_VISITORS:
+                visitor.close()
+                continue
+            try:
+                visitor.setblocking(False)
+                visitor.send(self._incarnation)
+            except OSError:
+                visitor.close()
+                continue
+            self._visitors.append(visitor)
+
+
+@final
+class Doorway:
+    """The other side: a connection to the door of one incarnation of one peer.
+
+    Raises:
+        PeerUnreachable: nobody listens, somebody else does, or no answer by the deadline.
+    """
+
+    def __init__(self, endpoint: PeerEndpoint, deadline: Deadline) -> None:
+        host, _, port = endpoint.address.rpartition(":")
+        if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+            raise PeerUnreachable(f"nixl: address must be host:port, got {endpoint.address!r}")
+        try:
+            self._socket = socket.create_connection(
+                (host, int(port)), timeout=max(deadline.remaining_s, 0.001)
+            )
+        except OSError as error:
+            raise PeerUnreachable(f"{deadline.purpose}: nothing answers: {error}") from error
+        try:
+            self._check(endpoint, deadline)
+        except BaseException:  # whatever it was: no socket may be left behind
+            self._socket.close()
+            raise
+        self._socket.setblocking(False)
+
+    def has_ended(self) -> bool:
+        """Whether the peer's process, or its transport, is gone."""
+        return _has_ended(self._socket)
+
+    def wait_ended(self, timeout_s: float) -> bool:
+        """As `has_ended`, but waits for it."""
+        try:
+            waiting = select.poll()
+            waiting.register(self._socket, select.POLLIN)
+            return bool(waiting.poll(max(timeout_s, 0.0) * 1e3)) and self.has_ended()
+        except (OSError, ValueError):  # closed by this side
+            return True
+
+    def close(self) -> None:
+        """Let go of the peer."""
+        self._socket.close()
+
+    def _check(self, endpoint: PeerEndpoint, deadline: Deadline) -> None:
+        if self._read(deadline) != endpoint.incarnation.encode():
+            raise PeerUnreachable(
+                f"{deadline.purpose}: another process than {endpoint.incarnation!r} is there; "
+                "nothing was sent"
+            )
+
+    def _read(self, deadline: Deadline) -> bytes:
+        answer = b""
+        try:
+            while len(answer) < INCARNATION_NBYTES:
+                self._socket.settimeout(max(deadline.remaining_s, 0.001))
+                more = self._socket.recv(INCARNATION_NBYTES - len(answer))
+                if not more:
+                    break
+                answer += more
+        except OSError as error:
+            raise PeerUnreachable(
+                f"{deadline.purpose}: no answer within {deadline.seconds} s; nothing was sent"
+            ) from error
+        return answer
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True

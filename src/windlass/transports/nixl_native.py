@@ -1,0 +1,221 @@
+"""Starting a NIXL agent, and finding out which wire UCX really takes.
+
+NIXL says that it uses UCX and no more; UCX picks a wire per peer. So UCX is told which wires it
+may take, and asked to log its choice (`UCX_PROTO_INFO`), which is read back from that log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from windlass.envs import set_defaults, temporary_values
+from windlass.errors import TransportUnavailable
+from windlass.transports.configs import NixlConfig, NixlWire
+
+__all__ = ["NativeAgent", "PutWire", "WireLog", "allowed_wires", "native_errors", "start_agent"]
+
+_TLS = {
+    NixlWire.AUTO: "all",
+    NixlWire.CMA: "cma,tcp,self",  # cma cannot set a connection up by itself
+    NixlWire.TCP: "tcp,self",
+    NixlWire.RC: "rc,ud,self",  # ud sets the connection up
+    NixlWire.UD: "ud,self",
+}
+_ALLOWED = {
+    NixlWire.CMA: frozenset({"cma"}),
+    NixlWire.TCP: frozenset({"tcp"}),
+    NixlWire.RC: frozenset({"rc_verbs", "rc_mlx5"}),
+    NixlWire.UD: frozenset({"ud_verbs", "ud_mlx5"}),
+}
+_ONE_SIDED = frozenset({"cma", "rc_verbs", "rc_mlx5", "dc_mlx5"})
+_PROGRESS_REST_US = 100
+_LOG_NAME = "windlass-ucx"
+_HEADER = re.compile(r"\| (\S+) .*cfg#\d+ +\|")
+_WIRE = re.compile(r"([a-z]+[a-z0-9_]*)/([\w.:-]+)")
+
+UInt64Array = npt.NDArray[np.uint64]
+
+
+class NativeHandle(Protocol):
+    """`nixl_xfer_handle`: released when it is dropped, so it is kept while in flight."""
+
+    def release(self) -> None: ...
+
+
+class NativeAgent(Protocol):
+    """The part of `nixl._api.nixl_agent` in use. Not thread-safe: its owner has a lock."""
+
+    def create_backend(self, backend: str, parameters: dict[str, str], /) -> None: ...
+    def register_memory(
+        self, regions: list[tuple[int, int, int, str]], kind: str, backends: list[str], /
+    ) -> object: ...
+    def deregister_memory(self, regions: object, /) -> None: ...
+    def get_partial_agent_metadata(
+        self, regions: object, with_connection: bool, backends: list[str], /
+    ) -> bytes: ...
+    def add_remote_agent(self, metadata: bytes, /) -> bytes | str: ...
+    def get_xfer_descs(self, pieces: UInt64Array, kind: str, /) -> object: ...
+    def initialize_xfer(
+        self, operation: str, local: object, remote: object, peer: str, /
+    ) -> NativeHandle: ...
+    def transfer(self, handle: NativeHandle, /) -> str: ...
+    def check_xfer_state(self, handle: NativeHandle, /) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PutWire:
+    """A wire that UCX writes through.
+
+    Attributes:
+        name: UCX's name: `cma`, `tcp`, `rc_verbs`, ...
+        device: `rxe0:1`, `lo`, `memory`.
+        emulated: the target's own threads copy, because the wire has no remote write.
+    """
+
+    name: str
+    device: str
+    emulated: bool
+
+    @property
+    def one_sided(self) -> bool:
+        """Whether the target's process may be stopped meanwhile."""
+        return self.name in _ONE_SIDED and not self.emulated
+
+
+class WireLog:
+    """UCX's own account of its choices, for one agent; one log file per process.
+
+    Args:
+        name: the agent's name, which heads each table.
+        path: the log.
+    """
+
+    def __init__(self, name: str, path: Path) -> None:
+        self._name = name
+        self._path = path
+
+    def put_wires(self) -> frozenset[PutWire]:
+        """Every wire that remote writes of this agent have been given so far.
+
+        Raises:
+            TransportUnavailable: the log cannot be read.
+        """
+        try:
+            lines = self._path.read_text(errors="replace").splitlines()
+        except OSError as error:
+            raise TransportUnavailable(f"nixl: UCX's log cannot be read: {error}") from error
+        found: set[PutWire] = set()
+        mine = put = False
+        for line in lines:
+            header = _HEADER.search(line)
+            if header is not None:
+                mine, put = header[1] == self._name, False
+            elif mine and "remote memory write by ucp_put" in line:
+                put = True
+            elif "remote memory" in line or "active message" in line:
+                put = False
+            elif mine and put:
+                emulated = "software" in line
+                found.update(PutWire(n, d, emulated) for n, d in _WIRE.findall(line))
+        return frozenset(found)
+
+
+def allowed_wires(wire: NixlWire) -> frozenset[str]:
+    """UCX's names of what was asked for; empty where anything may be taken."""
+    return _ALLOWED.get(wire, frozenset())
+
+
+def native_errors() -> tuple[type[Exception], ...]:
+    """What NIXL's calls raise. To be called once the package is loaded."""
+    import nixl._bindings as bindings
+
+    classes = [value for name, value in vars(bindings).items() if name.endswith("Error")]
+    return (*classes, RuntimeError)
+
+
+def start_agent(config: NixlConfig, name: str) -> tuple[NativeAgent, WireLog, str]:
+    """An agent with a UCX backend, its log, and its version for people.
+
+    Raises:
+        TransportUnavailable: not installed, or UCX does not start with the wire asked for.
+    """
+    try:
+        detail = f"nixl {version('nixl')}"
+    except PackageNotFoundError as error:
+        raise TransportUnavailable(
+            "nixl: not installed; pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1"
+        ) from error
+    directory = Path(tempfile.gettempdir())
+    values = set_defaults(
+        {
+            "UCX_PROTO_INFO": "y",
+            "UCX_LOG_FILE": str(directory / f"{_LOG_NAME}.%p.log"),
+            "NIXL_LOG_LEVEL": "ERROR",
+        }
+    )
+    try:
+        from nixl._api import nixl_agent, nixl_agent_config
+    except ImportError as error:
+        raise TransportUnavailable(f"nixl: cannot be loaded ({error})") from error
+    _quiet()
+    # NIXL's own parameter for UCX settings stops at the first comma.
+    settings = {"UCX_TLS": _TLS[config.wire]}
+    if config.device:
+        settings["UCX_NET_DEVICES"] = config.device
+    if config.wire is NixlWire.AUTO:
+        settings = {name: value for name, value in settings.items() if value != "all"}
+    try:
+        with temporary_values(settings), _patient_progress():
+            agent = cast("NativeAgent", nixl_agent(name, nixl_agent_config(backends=[])))
+            agent.create_backend("UCX", {})
+    except native_errors() as error:
+        raise TransportUnavailable(
+            f"nixl: UCX does not start with wire {config.wire.value} and device "
+            f"{config.device or 'any'!r}: {error}"
+        ) from error
+    log = WireLog(name, Path(values["UCX_LOG_FILE"].replace("%p", str(os.getpid()))))
+    return agent, log, detail
+
+
+@contextlib.contextmanager
+def _patient_progress() -> Iterator[None]:
+    """Let UCX's progress thread rest between two looks.
+
+    NIXL's Python layer sets the rest to 0, which keeps a core busy for each idle agent. Only the
+    layer's own configuration type is within reach, so it is replaced for one call.
+    """
+    import nixl._bindings as bindings
+
+    original = bindings.nixlAgentConfig
+
+    class Patient(original):  # type: ignore[misc, valid-type]
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, _PROGRESS_REST_US if name == "pthrDelay" else value)
+
+    bindings.nixlAgentConfig = Patient
+    try:
+        yield
+    finally:
+        bindings.nixlAgentConfig = original
+
+
+def _quiet() -> None:
+    """NIXL's own logger tells of every agent it starts."""
+    import logging
+
+    logging.getLogger("nixl").setLevel(logging.WARNING)
+    with contextlib.suppress(ImportError):
+        import nixl._api as api
+
+        api.logger.setLevel(logging.WARNING)
