@@ -157,13 +157,16 @@ def start_agent(config: NixlConfig, name: str) -> tuple[NativeAgent, WireLog, st
             "nixl: not installed; pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1"
         ) from error
     directory = Path(tempfile.gettempdir())
-    values = set_defaults(
-        {
-            "UCX_PROTO_INFO": "y",
-            "UCX_LOG_FILE": str(directory / f"{_LOG_NAME}.%p.log"),
-            "NIXL_LOG_LEVEL": "ERROR",
-        }
-    )
+    settings = {
+        "UCX_PROTO_INFO": "y",
+        "UCX_LOG_FILE": str(directory / f"{_LOG_NAME}.%p.log"),
+        "NIXL_LOG_LEVEL": "ERROR",
+    }
+    nics = Path("/sys/class/infiniband")
+    if not nics.is_dir() or not any(nics.iterdir()):
+        # The wheel's own libnl-route, which this module brings in, crashes when the process ends.
+        settings["UCX_MODULES"] = "^ib"
+    values = set_defaults(settings)
     try:
         from nixl._api import nixl_agent, nixl_agent_config
     except ImportError as error:
