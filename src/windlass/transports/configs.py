@@ -75,9 +75,6 @@ class CudaIpcConfig(msgspec.Struct, frozen=True, tag="cuda_ipc"):
     num_multiprocessors: int = 0
 
 
-TransportConfig = MemoryConfig | CmaConfig | ShmConfig | MooncakeConfig | CudaIpcConfig | NixlConfig
-
-
 class NixlWire(StrEnum):
     """The wire that UCX must write through; AUTO takes what it finds and reports it."""
 
