@@ -141,8 +141,9 @@ async def test_status_prints_rounds_staleness_and_outstanding_work(
 
 
 SEEN = """new Promise(seen => {
-  const look = () => document.body.innerText.includes(TEXT) && seen(document.body.innerHTML);
-  new MutationObserver(look).observe(document.body, {childList: true, subtree: true});
+  // A page that is only just loading has no body yet.
+  const look = () => document.body?.innerText.includes(TEXT) && seen(document.body.innerHTML);
+  new MutationObserver(look).observe(document, {childList: true, subtree: true});
   look();
 })"""
 
