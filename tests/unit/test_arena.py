@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 import pytest
 
@@ -69,7 +71,10 @@ def test_memory_is_released_when_registration_fails(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_registry_and_the_parser_know_the_same_names() -> None:
-    assert set(transport_names()) == {"memory", "cma", "shm", "mooncake"}
+    tags = {config.__struct_config__.tag for config in get_args(TransportConfig)}
+    assert (
+        set(transport_names()) == tags >= {"memory", "cma", "shm", "mooncake", "cuda_ipc", "nixl"}
+    )
     for name in transport_names():
         assert type(parse_transport(name)).__struct_config__.tag == name
     with pytest.raises(ConfigError, match="'tcp'"):
