@@ -112,6 +112,7 @@ async def test_a_killed_worker_in_the_middle_of_a_thousand_conversations_loses_n
     (engine,) = await rig.start()
     first = await rig.agent_worker("worker-0")
     await rig.agent_worker("worker-1")
+    await rig.controller.wait_for_workers(2, deadline_s=60)
     engine.hold(1)
     groups = [
         rig.controller.submit_workflow_group("book_a_seat", number, 4, SAMPLING)
@@ -130,6 +131,13 @@ async def test_a_killed_worker_in_the_middle_of_a_thousand_conversations_loses_n
     stats = rig.controller.stats()
     assert (stats.completed, stats.lost, stats.outstanding, stats.failed) == (1000, 0, 0, 0)
     assert stats.retried > 0
+
+
+async def test_waiting_for_workers_that_never_come_ends_by_the_deadline(rig: Rig) -> None:
+    await rig.start()
+    rig.controller.run_here({})
+    with pytest.raises(PeerTimeout, match=r"2 workers within 0\.1 s, 1 are registered \(controller"):
+        await rig.controller.wait_for_workers(2, deadline_s=0.1)
 
 
 async def test_a_workflow_that_no_worker_knows_waits_and_holds_up_nothing(rig: Rig) -> None:

@@ -87,6 +87,7 @@ class RolloutController(Submissions):
         self._session: aiohttp.ClientSession | None = None
         self._batch_turn = asyncio.Lock()
         self._room: set[asyncio.Future[None]] = set()
+        self._worker_joined: set[asyncio.Future[None]] = set()
         self._pump_scheduled = False
 
     async def __aenter__(self) -> Self:
@@ -114,7 +115,7 @@ class RolloutController(Submissions):
         self._closed = True
         for timer in self._engine_timers.values():
             timer.cancel()
-        for waiter in self._room:
+        for waiter in (*self._room, *self._worker_joined):
             waiter.cancel()
         for link in list(self._links.values()):
             self._stop(link)
@@ -193,6 +194,27 @@ class RolloutController(Submissions):
             finally:
                 self._room.discard(waiter)
 
+    async def wait_for_workers(self, num_workers: int, *, deadline_s: float) -> None:
+        """Return once `num_workers` workers are registered.
+
+        Raises:
+            PeerTimeout: fewer were registered after `deadline_s` seconds.
+        """
+        try:
+            async with asyncio.timeout(deadline_s):
+                while len(self._links) < num_workers:
+                    waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                    self._worker_joined.add(waiter)
+                    try:
+                        await waiter
+                    finally:
+                        self._worker_joined.discard(waiter)
+        except TimeoutError as error:
+            raise PeerTimeout(
+                f"wait_for_workers: {num_workers} workers within {deadline_s} s, "
+                f"{len(self._links)} are registered ({', '.join(self._links) or 'none'})"
+            ) from error
+
     def set_version(self, version: int) -> None:
         """The consumer holds `version` now. Held answers that grew too old are submitted again.
 
@@ -263,6 +285,9 @@ class RolloutController(Submissions):
             known = None
         if known is None:
             self._links[hello.name] = WorkerLink(hello, self._session, self, self._config)
+            for waiter in self._worker_joined:
+                if not waiter.done():
+                    waiter.set_result(None)
             self._pump_soon()
         return WorkerWelcome(self.incarnation)
 
