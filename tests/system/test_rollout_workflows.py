@@ -136,7 +136,9 @@ async def test_a_killed_worker_in_the_middle_of_a_thousand_conversations_loses_n
 async def test_waiting_for_workers_that_never_come_ends_by_the_deadline(rig: Rig) -> None:
     await rig.start()
     rig.controller.run_here({})
-    with pytest.raises(PeerTimeout, match=r"2 workers within 0\.1 s, 1 are registered \(controller"):
+    with pytest.raises(
+        PeerTimeout, match=r"2 workers within 0\.1 s, 1 are registered \(controller"
+    ):
         await rig.controller.wait_for_workers(2, deadline_s=0.1)
 
 
