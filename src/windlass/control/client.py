@@ -1,120 +1,26 @@
 """The agent's end of the control channel, for processes whose main thread is busy.
 
-A daemon thread runs an asyncio loop with one WebSocket to the controller. Commands are carried
-out one after another on a second thread by a `CommandHandler`; replies are stored, so that a
-repeated command gets the same answer without being carried out again.
+A daemon thread runs an asyncio loop with an `AgentConversation`; commands are carried out one
+after another on a second thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import logging
-import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, final
+from typing import final
 
-import aiohttp
-import msgspec
-
-from windlass.control.messages import (
-    Announce,
-    Command,
-    Envelope,
-    Failure,
-    FailureKind,
-    Hello,
-    Refused,
-    Reply,
-    Result,
-    UpdateReport,
-    Welcome,
-    Withdraw,
-    decode_controller_frame,
-    encode,
-)
-from windlass.errors import (
-    AuthenticationError,
-    DigestMismatch,
-    PeerTimeout,
-    PeerUnreachable,
-    ProtocolError,
-    StaleMessage,
-    TransferOutcomeUnknown,
-)
+from windlass.control.conversation import AgentConversation, CommandHandler
+from windlass.control.messages import Hello, UpdateReport
+from windlass.errors import PeerTimeout
 
 __all__ = ["AgentChannel", "CommandHandler"]
 
-_log = logging.getLogger(__name__)
-
-FIRST_BACKOFF_S = 0.1
-MAX_BACKOFF_S = 5.0
-HEARTBEAT_S = 20.0
 WITHDRAW_S = 1.0
-MAX_MESSAGE_NBYTES = 256 << 20
-
-
-class CommandHandler(Protocol):
-    """What an agent does with commands. Called from one thread, in order; may block."""
-
-    def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:
-        """Carry out a command.
-
-        Raises:
-            WindlassError: becomes a `Failure` whose kind follows from the type.
-        """
-        ...
-
-
-class _ReplyStore:
-    """Replies of the newest rounds, and the rule that older ones are stale."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._newest = (0, 0)
-        self._replies: dict[tuple[int, int, int], Reply] = {}
-
-    @property
-    def newest(self) -> tuple[int, int]:
-        """(epoch, round) of the newest command."""
-        return self._newest
-
-    def lookup(self, envelope: Envelope) -> Reply | None:
-        """The stored reply, a refusal for a round that has passed, or None for a new command."""
-        place = (envelope.epoch, envelope.round)
-        key = (*place, envelope.seq)
-        if key in self._replies:
-            return self._replies[key]
-        if place < self._newest:
-            message = f"epoch {place[0]} round {place[1]} has passed; the newest is {self._newest}"
-            return Reply(*key, Failure(FailureKind.STALE, message))
-        if place > self._newest:
-            with self._lock:
-                self._replies = {k: v for k, v in self._replies.items() if k[:2] == self._newest}
-            self._newest = place
-        return None
-
-    def store(self, reply: Reply) -> None:
-        """Remember a reply."""
-        with self._lock:
-            self._replies[reply.epoch, reply.round, reply.seq] = reply
-
-    def replies(self) -> list[Reply]:
-        """Every reply that is remembered, oldest first."""
-        with self._lock:
-            return list(self._replies.values())
-
-
-@dataclass(frozen=True, slots=True)
-class _Announced:
-    """What this rank stands still for, and who waits for the end of it."""
-
-    frame: Announce
-    report: concurrent.futures.Future[UpdateReport]
 
 
 @final
@@ -140,22 +46,20 @@ class AgentChannel:
         on_disconnect: Callable[[], None] | None = None,
         reconnect: bool = True,
     ) -> None:
-        self._url, self._token = url.rstrip("/"), token
-        self._hello = hello
-        self._handler = handler
-        self._on_disconnect = on_disconnect
-        self._reconnect = reconnect
-        self._store = _ReplyStore()
+        self._url = url.rstrip("/")
         self._worker = ThreadPoolExecutor(1, "windlass-commands")
         self._loop = asyncio.new_event_loop()
+        self._conversation = AgentConversation(
+            self._loop,
+            self._worker,
+            url,
+            token,
+            hello,
+            handler,
+            on_disconnect=on_disconnect,
+            reconnect=reconnect,
+        )
         self._thread = threading.Thread(target=self._run_loop, name="windlass-agent", daemon=True)
-        self._welcomed: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._lock = threading.Lock()
-        self._announced: _Announced | None = None
-        self._attempts = 0
-        self._ended: Exception | None = None
-        self._last_error = "no connection was tried"
-        self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -169,11 +73,12 @@ class AgentChannel:
         """
         self._thread.start()
         try:
-            self._welcomed.result(deadline_s)
+            self._conversation.welcomed.result(deadline_s)
         except concurrent.futures.TimeoutError:
             self.close()
             raise PeerTimeout(
-                f"connect: no welcome from {self._url} within {deadline_s} s: {self._last_error}"
+                f"connect: no welcome from {self._url} within {deadline_s} s: "
+                f"{self._conversation.last_error}"
             ) from None
         except BaseException:
             self.close()
@@ -189,33 +94,18 @@ class AgentChannel:
             ProtocolError: the controller refused this agent.
             PeerUnreachable: the channel was closed.
         """
-        report: concurrent.futures.Future[UpdateReport] = concurrent.futures.Future()
-        with self._lock:
-            if self._ended is not None:
-                raise self._ended
-            self._attempts += 1
-            announced = _Announced(Announce(version, self._attempts), report)
-            self._announced = announced
-            self._loop.call_soon_threadsafe(self._announce_soon)
+        announced = self._conversation.announce(version)
         try:
-            return report.result(deadline_s)
+            return announced.report.result(deadline_s)
         except concurrent.futures.TimeoutError:
-            self._withdraw(announced.frame.attempt)
+            sent = self._conversation.withdraw(announced)
+            if sent is not None:
+                concurrent.futures.wait([sent], WITHDRAW_S)
             raise PeerTimeout(
                 f"publish: no report of version {version} within {deadline_s} s"
             ) from None
         finally:
-            with self._lock:
-                if self._announced is announced:
-                    self._announced = None
-
-    def _withdraw(self, attempt: int) -> None:
-        """Take an announcement back, so that it begins no round that nobody waits for."""
-        with self._lock:
-            if self._ended is not None:
-                return
-            sent = asyncio.run_coroutine_threadsafe(self._send_withdraw(attempt), self._loop)
-        concurrent.futures.wait([sent], WITHDRAW_S)
+            self._conversation.forget(announced)
 
     def close(self) -> None:
         """Close the connection and end both threads. Idempotent."""
@@ -242,166 +132,16 @@ class AgentChannel:
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._task = self._loop.create_task(self._stay_connected())
+        self._task = self._loop.create_task(self._conversation.run())
         try:
             self._loop.run_until_complete(self._task)
         except asyncio.CancelledError:
             pass
         finally:
-            self._end(PeerUnreachable("the control channel is closed"))
+            self._conversation.end()
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
 
     def _cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
-
-    def _announce_soon(self) -> None:
-        if self._socket is not None:
-            self._loop.create_task(self._send_announce(self._socket))
-
-    async def _send_announce(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        announced = self._announced
-        if announced is None or announced.report.done():
-            return
-        try:
-            await socket.send_bytes(encode(announced.frame))
-        except (ConnectionError, aiohttp.ClientError):
-            _log.info("announce will be repeated after reconnecting")
-
-    async def _send_withdraw(self, attempt: int) -> None:
-        if self._socket is None:
-            return  # a lost connection withdraws by itself
-        try:
-            await self._socket.send_bytes(encode(Withdraw(attempt)))
-        except (ConnectionError, aiohttp.ClientError):
-            _log.info("announcement withdrawn by the loss of the connection")
-
-    async def _stay_connected(self) -> None:
-        backoff_s = FIRST_BACKOFF_S
-        headers = {"Authorization": f"Bearer {self._token}"}
-        async with aiohttp.ClientSession(headers=headers) as http:
-            while True:
-                try:
-                    await self._converse(http)
-                except (AuthenticationError, ProtocolError) as error:
-                    self._end(error)
-                    return
-                except (aiohttp.ClientError, OSError, PeerUnreachable) as error:
-                    self._last_error = f"{type(error).__name__}: {error}"
-                    _log.info("controller %s: %s", self._url, error)
-                finally:
-                    was_connected, self._socket = self._socket is not None, None
-                    if was_connected and self._on_disconnect is not None:
-                        self._on_disconnect()
-                if was_connected:
-                    backoff_s = FIRST_BACKOFF_S
-                if not self._reconnect:
-                    return
-                # Waiting for a controller that is away: nothing can signal its return.
-                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # noqa: S311
-                backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
-
-    async def _converse(self, http: aiohttp.ClientSession) -> None:
-        try:
-            socket = await http.ws_connect(
-                f"{self._url}/v1/agents", heartbeat=HEARTBEAT_S, max_msg_size=MAX_MESSAGE_NBYTES
-            )
-        except aiohttp.WSServerHandshakeError as error:
-            if error.status == 401:
-                raise AuthenticationError(f"{self._url} refused the token") from error
-            raise
-        async with socket:
-            epoch, round_number = self._store.newest
-            hello = msgspec.structs.replace(self._hello(), epoch=epoch, round=round_number)
-            await socket.send_bytes(encode(hello))
-            async for message in socket:
-                if message.type is not aiohttp.WSMsgType.BINARY:
-                    raise ProtocolError(f"{self._url}: sent a frame that is not binary")
-                await self._on_frame(socket, message.data)
-        raise PeerUnreachable(f"connection closed with code {socket.close_code}")
-
-    async def _on_frame(self, socket: aiohttp.ClientWebSocketResponse, data: bytes) -> None:
-        frame = decode_controller_frame(data)
-        match frame:
-            case Welcome():
-                self._socket = socket
-                if not self._welcomed.done():
-                    self._welcomed.set_result(None)
-                # What was sent last over the lost connection may not have arrived: how a write
-                # ended must not be lost, and a reply that comes twice does no harm.
-                for reply in self._store.replies():
-                    await self._deliver(reply)
-                await self._send_announce(socket)
-            case Refused():
-                raise ProtocolError(f"the controller refused this agent: {frame.message}")
-            case UpdateReport():
-                self._on_report(frame)
-            case Envelope():
-                # Handed to the command thread at once, so that pings are answered meanwhile.
-                self._loop.create_task(self._answer(frame))
-
-    def _on_report(self, report: UpdateReport) -> None:
-        with self._lock:
-            announced = self._announced
-            if announced is None or announced.report.done():
-                return
-            if report.attempt == announced.frame.attempt:
-                announced.report.set_result(report)
-
-    async def _answer(self, envelope: Envelope) -> None:
-        reply = await self._loop.run_in_executor(self._worker, self._execute, envelope)
-        await self._deliver(reply)
-
-    async def _deliver(self, reply: Reply) -> None:
-        """Send a reply, if there is a connection; the next one begins with all that are stored."""
-        if self._socket is None:
-            return
-        try:
-            await self._socket.send_bytes(encode(reply))
-        except (ConnectionError, aiohttp.ClientError, RuntimeError) as error:
-            _log.info("reply not delivered, it is sent again over the next connection: %s", error)
-
-    def _end(self, error: Exception) -> None:
-        """No connection will be tried any more: whoever waits is told."""
-        with self._lock:
-            if self._ended is None:
-                self._ended = error
-            if not self._welcomed.done():
-                self._welcomed.set_exception(error)
-            if self._announced is not None and not self._announced.report.done():
-                self._announced.report.set_exception(error)
-
-    # --- in the command thread -----------------------------------------------------------------
-
-    def _execute(self, envelope: Envelope) -> Reply:
-        reply = self._store.lookup(envelope)
-        if reply is None:
-            result = self._carry_out(envelope)
-            reply = Reply(envelope.epoch, envelope.round, envelope.seq, result)
-            self._store.store(reply)
-        return reply
-
-    def _carry_out(self, envelope: Envelope) -> Result:
-        try:
-            return self._handler.handle(
-                envelope.command, epoch=envelope.epoch, round_number=envelope.round
-            )
-        # The boundary of the agent: whatever goes wrong must reach the controller as a failure,
-        # or the round would wait for its deadline.
-        except Exception as error:  # noqa: BLE001
-            name = type(envelope.command).__name__
-            _log.exception("%s failed", name)
-            return Failure(_kind_of(error), f"{name}: {type(error).__name__}: {error}")
-
-
-def _kind_of(error: Exception) -> FailureKind:
-    match error:
-        case TransferOutcomeUnknown():
-            return FailureKind.UNKNOWN
-        case DigestMismatch():
-            return FailureKind.DIGEST
-        case StaleMessage():
-            return FailureKind.STALE
-        case _:
-            return FailureKind.FAILED
