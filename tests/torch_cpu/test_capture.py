@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from windlass.engines.capture.boxes import boxes_of
-from windlass.engines.capture.capture import Captured, capture
+from windlass.engines.capture.capture import EXACT_NUMEL, Captured, capture
 from windlass.engines.capture.codes import CheckpointSpec, checkpoint_specs
 from windlass.errors import UnsupportedLayout
 from windlass.frameworks.dtypes import torch_dtype
@@ -120,10 +120,11 @@ def state(engine: Engine) -> dict[str, torch.Tensor]:
     return {n: t.detach().clone() for n, t in {**held, "copied": engine.copied}.items()}
 
 
+@pytest.mark.parametrize("exact_numel", [0, EXACT_NUMEL], ids=["by_row", "by_place"])
 @pytest.mark.parametrize("repack", [False, True], ids=["plain", "repacked"])
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2), (3, 4)])
 def test_delivery_by_the_captured_layout_equals_the_engines_own_loader(
-    rank: int, size: int, repack: bool
+    rank: int, size: int, repack: bool, exact_numel: int
 ) -> None:
     generator = torch.Generator().manual_seed(11)
     checkpoint = {s.name: torch.randn(s.shape, generator=generator).bfloat16() for s in SPECS}
@@ -131,7 +132,7 @@ def test_delivery_by_the_captured_layout_equals_the_engines_own_loader(
     fresh.load(iter((n, t.clone()) for n, t in checkpoint.items()))
     engine = Engine(rank, size, repack=repack)
     engine.load(iter((n, torch.zeros_like(t)) for n, t in checkpoint.items()))
-    captured = capture(engine, SPECS, engine.load, worker="engine/0")
+    captured = capture(engine, SPECS, engine.load, worker="engine/0", exact_numel=exact_numel)
     deliver(captured, checkpoint)
     for name, tensor in state(fresh).items():
         assert torch.equal(state(engine)[name], tensor), name
@@ -166,6 +167,65 @@ def test_an_element_order_that_is_no_set_of_boxes_goes_through_a_buffer() -> Non
     checkpoint = {"w": torch.randn(64, 64)}
     deliver(captured, checkpoint)
     assert torch.equal(engine.weight.reshape(-1), checkpoint["w"].reshape(-1)[shuffle])
+
+
+class Transposed(torch.nn.Module):
+    """Experts with input first, gate beside up, padded columns; a flat vector of a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w13 = torch.nn.Parameter(torch.zeros(3, 6, 12))
+        self.w2 = torch.nn.Parameter(torch.zeros(5, 3, 4).bfloat16().permute(1, 2, 0))
+        self.flat = torch.nn.Parameter(torch.zeros(2, 24))
+
+    def load(self, weights: Weights) -> None:
+        for name, tensor in weights:
+            kind, index = name.split(".")
+            if kind == "flat":
+                self.flat.data.copy_(tensor.reshape(2, 24))
+            elif kind == "down":
+                self.w2.data[int(index)].copy_(tensor.t())
+            else:
+                at = 0 if kind == "gate" else 7  # columns 5, 6 and 11 are padding
+                width = tensor.shape[0]
+                self.w13.data[int(index), :, at : at + width].copy_(tensor.t())
+
+
+@pytest.mark.parametrize("exact_numel", [0, EXACT_NUMEL], ids=["by_row", "by_place"])
+def test_transposed_fused_and_padded_rows_are_boxes(exact_numel: int) -> None:
+    specs = [CheckpointSpec("flat.0", (4, 12), DType.FLOAT32)]
+    for expert in (2, 0, 1):  # as names sort that hold numbers
+        specs += [
+            CheckpointSpec(f"up.{expert}", (4, 6), DType.FLOAT32),
+            CheckpointSpec(f"down.{expert}", (5, 4), DType.BFLOAT16),
+            CheckpointSpec(f"gate.{expert}", (5, 6), DType.FLOAT32),
+        ]
+    checkpoint = {s.name: torch.randn(s.shape).to(torch_dtype(s.dtype)) for s in specs}
+    fresh, engine = Transposed(), Transposed()
+    fresh.load(iter(checkpoint.items()))
+    captured = capture(engine, specs, engine.load, worker="e/0", exact_numel=exact_numel)
+    assert (captured.repacks, captured.unplaced) == ((), ())
+    deliver(captured, checkpoint)
+    for name, parameter in fresh.named_parameters():
+        assert torch.equal(engine.get_parameter(name), parameter), name
+    assert captured.manifest.num_shards <= 12
+
+
+def test_rows_that_mislead_are_found_out_and_read_place_by_place() -> None:
+    engine = torch.nn.Linear(64, 32, bias=False)
+
+    def load(weights: Weights) -> None:
+        for _, tensor in weights:
+            engine.weight.data.copy_(tensor)
+            engine.weight.data[5, 1:3] = tensor[5, 1:3].flip(0)  # in no row that is sampled
+
+    specs = [CheckpointSpec("w", (32, 64), DType.FLOAT32)]
+    captured = capture(engine, specs, load, worker="e/0", exact_numel=0)
+    checkpoint = {"w": torch.randn(32, 64)}
+    deliver(captured, checkpoint)
+    expected = checkpoint["w"].clone()
+    expected[5, 1:3] = expected[5, 1:3].flip(0)
+    assert torch.equal(engine.weight, expected)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from windlass.layout.box import Box
 
-__all__ = ["PlacedBox", "TooManyBoxes", "boxes_of"]
+__all__ = ["Line", "PlacedBox", "TooManyBoxes", "boxes_of", "boxes_of_lines"]
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -26,6 +26,14 @@ class PlacedBox:
     box: Box
     offset: int
     strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Elements that lie side by side: `step` apart in the tensor's row-major order."""
+
+    length: int
+    step: int
 
 
 @dataclass(slots=True)
@@ -66,6 +74,46 @@ def boxes_of(
     return tuple(found)
 
 
+def boxes_of_lines(
+    shape: tuple[int, ...], line: Line, flat: Int64Array, place: Int64Array, *, limit: int
+) -> tuple[PlacedBox, ...]:
+    """As `boxes_of`, of whole lines of one kind, each along one dim of the tensor.
+
+    Args:
+        shape: of the tensor.
+        line: what begins at each of `flat`.
+        flat: (n,) row-major indices of first elements, each possibly several times.
+        place: (n,) where they lie.
+        limit: see `boxes_of`.
+
+    Raises:
+        TooManyBoxes: there would be more than `limit`, or a line turns a corner of the tensor.
+    """
+    if line.length == 1:
+        return boxes_of(shape, flat, place, limit=limit)
+    dim = _dim_of(shape, line, flat)
+    found: list[PlacedBox] = []
+    for copy_flat, copy_place in _copies(flat, place):
+        items = _items(shape, copy_flat, copy_place)
+        items.size[:, dim] = line.length
+        items.stride[:, dim] = 1
+        found.extend(_boxes_of_items(items, [dim], limit))
+        if len(found) > limit:
+            raise TooManyBoxes
+    return tuple(found)
+
+
+def _dim_of(shape: tuple[int, ...], line: Line, flat: Int64Array) -> int:
+    step = 1
+    for dim in reversed(range(len(shape))):
+        if step == line.step and shape[dim] > 1:
+            if ((flat // step) % shape[dim] + line.length > shape[dim]).any():
+                raise TooManyBoxes
+            return dim
+        step *= shape[dim]
+    raise TooManyBoxes
+
+
 def _copies(flat: Int64Array, place: Int64Array) -> Iterator[tuple[Int64Array, Int64Array]]:
     """The n-th place of every element, for each n."""
     order = np.lexsort((place, flat))
@@ -81,14 +129,22 @@ def _copies(flat: Int64Array, place: Int64Array) -> Iterator[tuple[Int64Array, I
 def _boxes_of_one_copy(
     shape: tuple[int, ...], flat: Int64Array, place: Int64Array, limit: int
 ) -> Iterator[PlacedBox]:
-    dims = len(shape)
-    if dims == 0:
+    if not shape:
         yield PlacedBox(Box((), ()), int(place[0]), ())
         return
+    yield from _boxes_of_items(_items(shape, flat, place), [], limit)
+
+
+def _items(shape: tuple[int, ...], flat: Int64Array, place: Int64Array) -> _Items:
     start = np.stack(np.unravel_index(flat, shape), axis=1).astype(np.int64)
-    items = _Items(start, np.ones_like(start), np.zeros_like(start), place)
-    for dim in reversed(range(dims)):
-        items = _grow(items, dim, limit)
+    return _Items(start, np.ones_like(start), np.zeros_like(start), place)
+
+
+def _boxes_of_items(items: _Items, grown: list[int], limit: int) -> Iterator[PlacedBox]:
+    for dim in reversed(range(items.start.shape[1])):
+        if dim not in grown:
+            items = _grow(items, dim, grown, limit)
+            grown.append(dim)
     if len(items) > limit:
         raise TooManyBoxes
     for row in range(len(items)):
@@ -99,12 +155,11 @@ def _boxes_of_one_copy(
         )
 
 
-def _grow(items: _Items, dim: int, limit: int) -> _Items:
+def _grow(items: _Items, dim: int, grown: list[int], limit: int) -> _Items:
     """Join boxes that are equal but for `dim`, along which they follow each other evenly."""
-    others = [d for d in range(items.start.shape[1]) if d != dim]
-    keys = [items.start[:, d] for d in others]
-    keys += [items.size[:, d] for d in others if d > dim]
-    keys += [items.stride[:, d] for d in others if d > dim]
+    keys = [items.start[:, d] for d in range(items.start.shape[1]) if d != dim]
+    keys += [items.size[:, d] for d in grown]
+    keys += [items.stride[:, d] for d in grown]
     order = np.lexsort((items.start[:, dim], *keys))
     items = items.take(order)
     if len(items) < 2:

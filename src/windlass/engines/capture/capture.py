@@ -14,23 +14,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from windlass.engines.capture.boxes import PlacedBox, TooManyBoxes, boxes_of
-from windlass.engines.capture.codes import BASE, CheckpointSpec, Codes
-from windlass.engines.capture.memory import Holding, Kind, held_by
+from windlass.engines.capture.boxes import TooManyBoxes
+from windlass.engines.capture.codes import CheckpointSpec, Codes
+from windlass.engines.capture.memory import Holding, Kind, fingerprint, held_by
+from windlass.engines.capture.numbers import Exact, Numbers, Parts, Rows, parts_of, rows_of
 from windlass.errors import UnsupportedLayout
 from windlass.frameworks.dtypes import dtype_of, torch_dtype
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 
 __all__ = ["Captured", "Load", "Repack", "capture"]
 
-Int64Array = npt.NDArray[np.int64]
 Load = Callable[[Iterator[tuple[str, torch.Tensor]]], None]
 """Loads a checkpoint into the model; the tensors belong to it from then on."""
+
+EXACT_NUMEL = 1 << 20
+MAX_EXACT_NUMEL = 1 << 30
+"""Read place by place if need be: 8 GiB of numbers."""
 
 MAX_BOXES = 256
 """Boxes of one tensor in one parameter; what is more scattered is received apart and repacked."""
@@ -96,10 +100,12 @@ def capture(
     worker: str,
     ignored: frozenset[int] = frozenset(),
     reference: Callable[[], Iterator[tuple[str, torch.Tensor]]] | None = None,
+    exact_numel: int = EXACT_NUMEL,
 ) -> Captured:
     """Learn the layout of a model that serves nobody yet. Its weights are restored at the end.
 
-    Memory: a copy of every tensor of the model, and 8 bytes per element of it.
+    Memory: a copy of every tensor of the model (on its device where that has room, else on the
+    host), and what `exact_numel` says.
 
     Args:
         model: of this rank.
@@ -110,125 +116,155 @@ def capture(
         reference: reads the checkpoint that the model was first loaded from. An engine's way of
             loading again may skip what it did at the start (repacking for a kernel); where the
             bytes after it are not those of the first load, the layout is refused.
+        exact_numel: tensors of more elements are read row by row first, and place by place (8
+            bytes each) only if that does not prove right. The proof visits every place of all.
 
     Raises:
         UnsupportedLayout: a tensor that is computed and not copied, a parameter that the loader
             does not write, memory that moves with every load; names all of them.
     """
-    before = {name: h.memory().clone() for name, h in held_by(model, ignored).items()}
+    held = held_by(model, ignored)
+    before = _copies(held)
+    codes = Codes(specs, _device(held))
     try:
-        seen = _observe(model, Codes(specs), load, ignored)
+        scattered: frozenset[str] = frozenset()
+        while True:
+            seen = _observe(model, codes, load, ignored, exact_numel, scattered)
+            described = _describe(seen, codes, worker)
+            if isinstance(described, Captured):
+                break
+            scattered |= described
         if reference is not None:
             load(reference())
             _require_repeated(held_by(model, ignored), before)
     finally:
         _restore(held_by(model, ignored), before)
-    return _describe(seen, Codes(specs), worker)
+    return described
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """Holdings, and per name the element number at every place: -1 where no element lies."""
+    """Holdings, and per name of those that a load changes, what lies where.
+
+    `unproven` names those whose rows mislead: they are to be read place by place.
+    """
 
     holdings: Mapping[str, Holding]
-    numbers: Mapping[str, Int64Array]
+    numbers: Mapping[str, Numbers]
     constants: tuple[str, ...]
+    unproven: frozenset[str]
 
 
-def _observe(model: torch.nn.Module, codes: Codes, load: Load, ignored: frozenset[int]) -> _Seen:
-    numbers: dict[str, Int64Array] = {}
-    first: dict[str, torch.Tensor] = {}
+def _observe(
+    model: torch.nn.Module,
+    codes: Codes,
+    load: Load,
+    ignored: frozenset[int],
+    exact_numel: int,
+    scattered: frozenset[str],
+) -> _Seen:
     load(codes.random(0))
-    first.update({name: h.memory().clone() for name, h in held_by(model, ignored).items()})
-    load(codes.random(1))
     held = held_by(model, ignored)
-    second = {name: h.memory().clone() for name, h in held.items()}
-    changing = [n for n, t in second.items() if n not in first or not _same(t, first[n])]
-    constants = tuple(n for n in held if n not in changing)
-    idle = [n for n in constants if held[n].kind is Kind.PARAMETER]
-    if idle:
-        _require_written(model, codes, load, idle, ignored)
-    held = held_by(model, ignored)
+    prints = {name: fingerprint(h.memory()) for name, h in held.items()}
     places = {name: h.address for name, h in held.items()}
+    numbers = {
+        name: _numbers_for(h, MAX_EXACT_NUMEL if name in scattered else exact_numel)
+        for name, h in held.items()
+    }
     for position in range(codes.num_digits):
         load(codes.digits(position))
-        held = held_by(model, ignored)
-        for name in changing:
-            digit = _digit(held[name])
-            numbers[name] = numbers.get(name, 0) + np.where(digit < 0, 0, digit) * BASE**position
-            numbers[name][digit < 0] = np.iinfo(np.int64).min // 2
+        for name, holding in held_by(model, ignored).items():
+            if name in numbers and holding.reach == held[name].reach:
+                numbers[name].observe(holding, position)
+    load(codes.random(1))
+    held = held_by(model, ignored)
+    constants = tuple(n for n, h in held.items() if prints.get(n) == fingerprint(h.memory()))
+    changing = [name for name in held if name not in constants]
+    proofs = {n: _Proof(codes, numbers[n]) for n in changing if n in numbers}
+    right = {n for n, proof in proofs.items() if proof.holds(held[n], 1)}
+    idle = {n: held[n].memory().clone() for n in constants if held[n].kind is Kind.PARAMETER}
+    for name in idle:
+        held[name].memory().view(torch.uint8).fill_(0x55)
+    load(codes.random(0))
+    held = held_by(model, ignored)
+    right = {n for n in right if proofs[n].holds(held[n], 0)}
+    unwritten = [n for n, constant in idle.items() if not _same(held[n].memory(), constant)]
+    if unwritten:
+        raise UnsupportedLayout(f"{unwritten}: parameters that the engine's loader does not write")
     moved = [
         name
         for name in changing
-        if held[name].address != places[name]
+        if held[name].address != places.get(name)
         and (held[name].kind is not Kind.ATTRIBUTE or held[name].tensor.device.type != "cpu")
     ]
     if moved:
         raise UnsupportedLayout(f"{moved}: tensors that move with every load")
-    computed = [
-        name
-        for name in changing
-        if not _proven(held[name], numbers[name], codes, (first.get(name), second[name]))
-    ]
+    unproven = frozenset(
+        n for n in proofs if n not in right and isinstance(numbers[n], Rows) and n not in scattered
+    )
+    too_large = [n for n in unproven if held[n].reach > MAX_EXACT_NUMEL]
+    computed = [n for n in changing if n not in right and n not in unproven] + too_large
     if computed:
         raise UnsupportedLayout(f"{computed}: tensors that the engine computes from the checkpoint")
-    return _Seen(held, {n: np.maximum(numbers[n], -1) for n in changing}, constants)
+    return _Seen(held, {n: numbers[n] for n in changing}, constants, unproven)
 
 
-def _require_written(
-    model: torch.nn.Module, codes: Codes, load: Load, idle: Sequence[str], ignored: frozenset[int]
-) -> None:
-    """A parameter that is all padding on this rank is written too, always with the same."""
-    held = held_by(model, ignored)
-    constant = {name: held[name].memory().clone() for name in idle}
-    for name in idle:
-        held[name].memory().view(torch.uint8).fill_(0x55)
-    load(codes.random(1))
-    held = held_by(model, ignored)
-    unwritten = [name for name in idle if not _same(held[name].memory(), constant[name])]
-    if unwritten:
-        raise UnsupportedLayout(f"{unwritten}: parameters that the engine's loader does not write")
+def _numbers_for(holding: Holding, exact_numel: int) -> Numbers:
+    rows = rows_of(holding) if holding.reach > exact_numel else None
+    return rows if rows is not None else Exact(holding.reach, holding.tensor.device)
+
+
+@final
+class _Proof:
+    """Whether loads of ordinary values lie where the numbers say, and nothing else changes."""
+
+    def __init__(self, codes: Codes, numbers: Numbers) -> None:
+        self._codes, self._numbers = codes, numbers
+        self._padding: dict[int, torch.Tensor] = {}
+
+    def holds(self, holding: Holding, seed: int) -> bool:
+        """Compare every place of a tensor, just loaded from `random(seed)`."""
+        if not self._numbers.is_consistent():
+            return False
+        memory, end = holding.memory(), int(self._codes.starts[-1])
+        for begin, numbers in self._numbers.chunks():
+            found = memory[begin : begin + len(numbers)]
+            empty = numbers < 0
+            if len(found) != len(numbers) or bool((numbers >= end).any()):
+                return False
+            expected = self._codes.expected(numbers.clamp(min=0), seed, found.dtype)
+            if bool(empty.any()):
+                padding = found[empty]
+                if not _same(self._padding.setdefault(begin, padding), padding):
+                    return False
+                expected[empty] = padding
+            if not _same(expected, found):
+                return False
+        return True
+
+
+def _copies(held: Mapping[str, Holding]) -> dict[str, torch.Tensor]:
+    nbytes = sum(holding.nbytes for holding in held.values() if holding.tensor.is_cuda)
+    roomy = not nbytes or nbytes < torch.cuda.mem_get_info()[0] // 2
+    return {n: h.memory().clone() if roomy else h.memory().cpu() for n, h in held.items()}
+
+
+def _device(held: Mapping[str, Holding]) -> torch.device:
+    """Where the parameters are; loads made there need no way over the host."""
+    devices = {h.tensor.device for h in held.values() if h.kind is Kind.PARAMETER}
+    return devices.pop() if len(devices) == 1 else torch.device("cpu")
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-def _digit(holding: Holding) -> Int64Array:
-    """The digit at every place, -1 for none."""
-    values = holding.memory().double().cpu().numpy()
-    digit = np.rint(np.nan_to_num(values, nan=-1.0, posinf=-1.0, neginf=-1.0)).astype(np.int64) - 1
-    return np.where((digit >= BASE) | (values != digit + 1), -1, digit)
-
-
-def _proven(
-    holding: Holding,
-    numbers: Int64Array,
-    codes: Codes,
-    loads: tuple[torch.Tensor | None, torch.Tensor],
-) -> bool:
-    """Whether both loads of ordinary values lie where the numbers say, and nothing else changed."""
-    if numbers.max(initial=-1) >= codes.starts[-1]:
-        return False
-    if loads[0] is None or loads[0].shape != loads[1].shape:
-        return False
-    dtype = holding.tensor.dtype
-    written = np.flatnonzero(numbers >= 0)
-    tensors = codes.tensor_of(numbers[written])
-    for seed, got in enumerate((loads[0], loads[1])):
-        expected = loads[0].clone()
-        for index in np.unique(tensors).tolist():
-            chosen = written[tensors == index]
-            flat = codes.random_tensor(index, seed).reshape(-1).to(dtype)
-            element = torch.from_numpy(numbers[chosen] - codes.starts[index])
-            expected[torch.from_numpy(chosen)] = flat[element].to(expected.device)
-        if not _same(expected, got):
-            return False
-    return True
-
-
 def _require_repeated(held: Mapping[str, Holding], before: Mapping[str, torch.Tensor]) -> None:
-    changed = [n for n, h in held.items() if n in before and not _same(h.memory(), before[n])]
+    changed = [
+        n
+        for n, h in held.items()
+        if n in before and not _same(h.memory().to(before[n].device), before[n])
+    ]
     if changed:
         raise UnsupportedLayout(
             f"{changed}: loading the engine's own checkpoint again gives other bytes than its start "
@@ -243,24 +279,30 @@ def _restore(held: Mapping[str, Holding], before: Mapping[str, torch.Tensor]) ->
                 holding.memory().copy_(before[name])
 
 
-def _describe(seen: _Seen, codes: Codes, worker: str) -> Captured:
+def _describe(seen: _Seen, codes: Codes, worker: str) -> Captured | frozenset[str]:
+    """What was learnt, or the names of the tensors that have to be read place by place."""
     builder = ManifestBuilder(worker, Role.ENGINE)
     addresses: list[int] = []
     repacks: list[Repack] = []
-    placed: set[int] = set()
+    placed: set[str] = set()
+    scattered = set(seen.unproven)
     for name, numbers in seen.numbers.items():
+        if name in scattered:
+            continue
         holding = seen.holdings[name]
-        written = np.flatnonzero(numbers >= 0)
-        placed.update(np.unique(codes.tensor_of(numbers[written])).tolist())
         itemsize = holding.tensor.element_size()
         dtype = dtype_of(holding.tensor)
         try:
-            parts = _parts(codes, numbers[written], written)
+            parts = numbers.parts(codes, MAX_BOXES)
             address, extent = holding.address, holding.reach
         except TooManyBoxes:
-            repack, parts = _repack(name, holding, codes, numbers, written)
+            if not isinstance(numbers, Exact):
+                scattered.add(name)
+                continue
+            repack, parts = _repack(name, holding, codes, numbers)
             repacks.append(repack)
             address, extent = repack.buffer.data_ptr(), len(repack.buffer)
+        placed.update(spec.name for spec, _ in parts)
         described = sum(part.box.numel for _, boxes in parts for part in boxes)
         builder.add_parameter(
             name,
@@ -279,36 +321,23 @@ def _describe(seen: _Seen, codes: Codes, worker: str) -> Captured:
                     offset_bytes=part.offset * itemsize,
                     strides_bytes=tuple(step * itemsize for step in part.strides),
                 )
+    if scattered:
+        return frozenset(scattered)
     return Captured(
         manifest=builder.build(),
         addresses=tuple(addresses),
         repacks=tuple(repacks),
         constants=seen.constants,
-        unplaced=tuple(s.name for i, s in enumerate(codes.specs) if i not in placed and s.numel),
+        unplaced=tuple(s.name for s in codes.specs if s.name not in placed and s.numel),
     )
 
 
-_Parts = list[tuple[CheckpointSpec, tuple[PlacedBox, ...]]]
-
-
-def _parts(codes: Codes, numbers: Int64Array, places: Int64Array) -> _Parts:
-    tensors = codes.tensor_of(numbers)
-    parts: _Parts = []
-    for index in np.unique(tensors).tolist():
-        chosen = tensors == index
-        spec = codes.specs[index]
-        flat = numbers[chosen] - codes.starts[index]
-        parts.append((spec, boxes_of(spec.shape, flat, places[chosen], limit=MAX_BOXES)))
-    return parts
-
-
-def _repack(
-    name: str, holding: Holding, codes: Codes, numbers: Int64Array, written: Int64Array
-) -> tuple[Repack, _Parts]:
+def _repack(name: str, holding: Holding, codes: Codes, numbers: Exact) -> tuple[Repack, Parts]:
     """A buffer that holds the parameter's elements in checkpoint order, each once."""
-    unique, elements = np.unique(numbers[written], return_inverse=True)
+    values, written = numbers.placed()
+    unique, elements = np.unique(values, return_inverse=True)
     try:
-        parts = _parts(codes, unique, np.arange(len(unique)))
+        parts = parts_of(codes, unique, np.arange(len(unique)), MAX_BOXES)
     except TooManyBoxes as error:
         raise UnsupportedLayout(
             f"{name}: its checkpoint elements are scattered over more than {MAX_BOXES} boxes"

@@ -9,7 +9,7 @@ place in the engine's memory tells which checkpoint element lies there.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +23,17 @@ from windlass.layout.dtypes import DType
 
 __all__ = ["CheckpointSpec", "Codes", "checkpoint_specs", "checkpoint_tensors"]
 
-BASE = 128
+BITS = 7
+BASE = 1 << BITS
 """Digits travel as 1 .. 128: exact in bfloat16, and no digit is 0."""
+
+CHUNK = 1 << 26
+"""Elements that are computed at a time: numbers take 8 bytes each."""
+
+# splitmix64 (Steele, Lea and Flood, 2014), as signed numbers
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 _EXACT = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
 _SAFETENSORS = {"F32": DType.FLOAT32, "BF16": DType.BFLOAT16, "F16": DType.FLOAT16}
@@ -105,12 +114,13 @@ class Codes:
 
     Args:
         specs: of the checkpoint, each name once.
+        device: where the loads are made; tensors of real models are made fast only on a GPU.
 
     Raises:
         UnsupportedLayout: a type that does not hold the digits exactly.
     """
 
-    def __init__(self, specs: Sequence[CheckpointSpec]) -> None:
+    def __init__(self, specs: Sequence[CheckpointSpec], device: torch.device | str = "cpu") -> None:
         for spec in specs:
             if spec.dtype not in _EXACT:
                 raise UnsupportedLayout(
@@ -118,30 +128,47 @@ class Codes:
                     f"{[str(d) for d in _EXACT]} to be followed through the loader, got {spec.dtype}"
                 )
         self.specs = tuple(specs)
+        self.device = torch.device(device)
         sizes = np.array([spec.numel for spec in specs], np.int64)
         self.starts = np.concatenate([[0], np.cumsum(sizes)])
         total = int(self.starts[-1])
         self.num_digits = 1
         while BASE**self.num_digits < total:
             self.num_digits += 1
+        self._dtypes = tuple(sorted({spec.dtype for spec in specs}))
 
     def digits(self, position: int) -> Iterator[tuple[str, torch.Tensor]]:
         """One load: the digit at `position` of every element, tensor by tensor."""
-        for spec, start in zip(self.specs, self.starts[:-1], strict=True):
-            numbers = np.arange(int(start), int(start) + spec.numel, dtype=np.int64)
-            digit = (numbers // BASE**position) % BASE + 1
-            yield spec.name, _tensor(digit.astype(np.float32), spec)
+        return self._load(lambda numbers: ((numbers >> (BITS * position)) & (BASE - 1)) + 1)
 
     def random(self, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """One load of ordinary values, the same for the same seed: normal, of scale 0.05."""
-        for index in range(len(self.specs)):
-            yield self.specs[index].name, self.random_tensor(index, seed)
+        """One load of ordinary values, the same for the same seed: uniform, below 0.125."""
+        return self._load(lambda numbers: _ordinary(numbers, seed))
 
-    def random_tensor(self, index: int, seed: int) -> torch.Tensor:
-        """The tensor at `index` of the load `random(seed)`."""
-        spec = self.specs[index]
-        values = np.random.default_rng((seed, index)).standard_normal(spec.numel, np.float32)
-        return _tensor(values * np.float32(0.05), spec)
+    def expected(self, numbers: torch.Tensor, seed: int, dtype: torch.dtype) -> torch.Tensor:
+        """What a copy of `random(seed)` leaves where the elements `numbers` lie.
+
+        Args:
+            numbers: (n,) int64, on any device.
+            seed: of the load.
+            dtype: of the engine's tensor.
+
+        Returns:
+            (n,) of `dtype`: each value in its tensor's type, then cast.
+        """
+        values = _ordinary(numbers, seed)
+        if len(self._dtypes) == 1:
+            return values.to(torch_dtype(self._dtypes[0])).to(dtype)
+        bounds = torch.from_numpy(self.starts[1:-1]).to(numbers.device)
+        tensors = torch.searchsorted(bounds, numbers, right=True)
+        kinds = torch.tensor(
+            [self._dtypes.index(spec.dtype) for spec in self.specs], device=numbers.device
+        )[tensors]
+        result = torch.empty(numbers.shape, dtype=dtype, device=numbers.device)
+        for kind, stored in enumerate(self._dtypes):
+            chosen = kinds == kind
+            result[chosen] = values[chosen].to(torch_dtype(stored)).to(dtype)
+        return result
 
     def tensor_of(
         self, numbers: np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -149,8 +176,23 @@ class Codes:
         """Index of the tensor that each element number belongs to."""
         return np.searchsorted(self.starts, numbers, side="right") - 1
 
+    def _load(
+        self, values: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for spec, start in zip(self.specs, self.starts[:-1].tolist(), strict=True):
+            tensor = torch.empty(spec.numel, dtype=torch_dtype(spec.dtype), device=self.device)
+            for begin in range(0, spec.numel, CHUNK):
+                part = tensor[begin : begin + CHUNK]
+                first = start + begin
+                numbers = torch.arange(first, first + len(part), device=self.device)
+                part.copy_(values(numbers))
+            yield spec.name, tensor.reshape(spec.shape)
 
-def _tensor(
-    values: np.ndarray[tuple[int], np.dtype[np.float32]], spec: CheckpointSpec
-) -> torch.Tensor:
-    return torch.from_numpy(values).reshape(spec.shape).to(torch_dtype(spec.dtype))
+
+def _ordinary(numbers: torch.Tensor, seed: int) -> torch.Tensor:
+    """A float32 for each number, the same on every device: 24 bits of splitmix64."""
+    state = (numbers + 1) * _GOLDEN + seed * _MIX_1
+    state = (state ^ (state >> 30)) * _MIX_1
+    state = (state ^ (state >> 27)) * _MIX_2
+    bits = ((state ^ (state >> 31)) >> 20) & 0xFFFFFF
+    return (bits - (1 << 23)).to(torch.float32) * 2.0**-26
