@@ -48,6 +48,20 @@ def test_the_figures_are_those_of_the_plan(
     assert figures["bottleneck"] in printed
 
 
+def test_a_simulation_is_printed_and_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    assert plan_command.run(arguments(str(SHIPPED), "--simulate", "--json", str(out))) == 0
+    figures = json.loads(out.read_text())["simulated"]
+    assert figures["wire_s"] >= figures["lower_bound_s"] * 0.999
+    assert figures["link_finish_s"]["p50"] <= figures["link_finish_s"]["p99"] <= figures["wire_s"]
+    assert figures["loads"]["NIC egress"]["max"] <= 1.001
+    assert "simulated wire phase" in capsys.readouterr().out
+    assert plan_command.run(arguments(str(SHIPPED), "--json", str(out))) == 0
+    assert "simulated" not in json.loads(out.read_text())
+
+
 def test_a_policy_flag_changes_the_modes(tmp_path: Path) -> None:
     packed = []
     for run_bytes in ("1", "1000000000"):

@@ -21,6 +21,7 @@ from windlass.layout.topology import Topology, parse_topology
 from windlass.planning.cost import CostEstimate, LinkSummary, predict, summarize_links
 from windlass.planning.plan import CopyMode, Reason
 from windlass.planning.planner import PlannedTransfer, PlanPolicy, plan_with_reports
+from windlass.planning.simulate import LINKS_AT_ONCE, SimulatedWire, simulate_wire
 
 __all__ = ["add_arguments", "run"]
 
@@ -42,6 +43,8 @@ class _Measured:
     links: LinkSummary
     plan_seconds: float
     peak_rss_bytes: int
+    simulated: SimulatedWire | None
+    simulate_seconds: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +57,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=PlanPolicy().direct_min_run_bytes,
         metavar="N",
         help="strided runs of at least N bytes are written without packing (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--simulate",
+        action="store_true",
+        help="carry the plan out on the modelled fabric, link by link, see docs/simulation.md",
+    )
+    parser.add_argument(
+        "--links-at-once",
+        type=int,
+        default=LINKS_AT_ONCE,
+        metavar="N",
+        help="with --simulate: links that a trainer writes side by side (default: %(default)s)",
     )
 
 
@@ -68,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
         text = args.topology.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"topology: cannot read {args.topology}: {error}") from error
-    measured = _measure(parse_topology(text), args.direct_min_run_bytes)
+    links_at_once = args.links_at_once if args.simulate else 0
+    measured = _measure(parse_topology(text), args.direct_min_run_bytes, links_at_once)
     _show(measured, Console())
     if args.json is not None:
         try:
@@ -78,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(topology: Topology, direct_min_run_bytes: int) -> _Measured:
+def _measure(topology: Topology, direct_min_run_bytes: int, links_at_once: int) -> _Measured:
     policy = PlanPolicy(direct_min_run_bytes=direct_min_run_bytes)
     sources, destinations = trainer_manifests(topology), engine_manifests(topology)
     gc.collect()
@@ -86,6 +102,9 @@ def _measure(topology: Topology, direct_min_run_bytes: int) -> _Measured:
     planned = plan_with_reports(sources, destinations, policy)
     plan_seconds = time.perf_counter() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started, simulated = time.perf_counter(), None
+    if links_at_once:
+        simulated = simulate_wire(planned.plan, topology.fabric, links_at_once=links_at_once)
     return _Measured(
         topology=topology,
         planned=planned,
@@ -93,6 +112,8 @@ def _measure(topology: Topology, direct_min_run_bytes: int) -> _Measured:
         links=summarize_links(planned.plan),
         plan_seconds=plan_seconds,
         peak_rss_bytes=peak if sys.platform == "darwin" else peak * 1024,
+        simulated=simulated,
+        simulate_seconds=time.perf_counter() - started,
     )
 
 
@@ -123,6 +144,33 @@ def _figures(measured: _Measured) -> dict[str, Any]:
             "max_bytes": links.max_nbytes,
         },
         "plan_digest": plan.digest(),
+        **(
+            {"simulated": _simulated_figures(measured.simulated, cost)}
+            if measured.simulated
+            else {}
+        ),
+    }
+
+
+def _simulated_figures(simulated: SimulatedWire, cost: CostEstimate) -> dict[str, Any]:
+    return {
+        "wire_s": simulated.wire_s,
+        "lower_bound_s": cost.lower_bound_s,
+        "fraction_of_lower_bound": cost.lower_bound_s / simulated.wire_s,
+        "link_finish_s": {
+            "p50": simulated.percentile_s(50),
+            "p99": simulated.percentile_s(99),
+            "max": simulated.wire_s,
+        },
+        "destination_finish_s": {
+            "min": float(simulated.destination_finish_s.min()),
+            "max": float(simulated.destination_finish_s.max()),
+        },
+        "loads": {
+            load.kind: {"num_used": load.num_used, "max": load.max, "mean": load.mean}
+            for load in simulated.loads
+        },
+        "num_events": simulated.num_events,
     }
 
 
@@ -181,8 +229,35 @@ def _show(measured: _Measured, console: Console) -> None:
     for source, destination, nbytes in links.heaviest:
         heaviest.add_row(source, destination, _size(nbytes))
     console.print(heaviest)
+    if measured.simulated is not None:
+        _show_simulated(measured.simulated, measured, console)
     if coverage.unused_tensors:
         console.print(
             f"{len(coverage.unused_tensors)} trainer tensor(s) that no engine wants, "
             f"first: {coverage.unused_tensors[0]}"
         )
+
+
+def _show_simulated(simulated: SimulatedWire, measured: _Measured, console: Console) -> None:
+    bound = measured.cost.lower_bound_s
+    table = Table(title="simulated wire phase", show_header=False, title_justify="left")
+    rows = [
+        ("wire", f"{simulated.wire_s:.4g} s; the lower bound {bound:.4g} s is {bound / simulated.wire_s:.1%} of it"),
+        (
+            "links end",
+            f"p50 {simulated.percentile_s(50):.4g} s, p99 {simulated.percentile_s(99):.4g} s",
+        ),
+        (
+            "engine ranks full",
+            f"first {simulated.destination_finish_s.min():.4g} s, "
+            f"last {simulated.destination_finish_s.max():.4g} s",
+        ),
+    ]  # fmt: skip
+    rows += [
+        (f"load, {load.kind}", f"max {load.max:.1%}, mean {load.mean:.1%} of {load.num_used} used")
+        for load in simulated.loads
+    ]
+    rows.append(("simulated in", f"{measured.simulate_seconds:.2f} s"))
+    for name, value in rows:
+        table.add_row(name, value)
+    console.print(table)

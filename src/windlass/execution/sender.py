@@ -46,13 +46,11 @@ from windlass.layout.manifest import ShardManifest
 from windlass.memory.arena import Arena
 from windlass.memory.digest import hash_strided, new_digest
 from windlass.planning.plan import TransferPlan
+from windlass.planning.simulate import LINKS_AT_ONCE
 from windlass.telemetry.clock import Deadline
 from windlass.transports.base import MemoryRegion, OneSidedTransport, WriteBatch
 
 __all__ = ["ParameterMemory", "SendResult", "Sender"]
-
-LINKS_AT_ONCE = 4
-"""Links written side by side once everything is packed; a peer that hangs holds up one of them."""
 
 _ABANDONED: list[Arena] = []
 """Arenas that a write of unknown outcome may still read: mapped until the process ends."""

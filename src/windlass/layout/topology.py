@@ -65,6 +65,10 @@ class Fabric(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         ranks_per_node: ranks that share a host.
         colocated: rank i of both sides is on the same host, and local bytes take the local link.
         local_gbytes_per_s: NVLink or shared memory, per rank and direction.
+        nics_per_node: NICs of a host, each of `nic_gbytes_per_s`; 0 for one per rank. Fewer are
+            shared by neighbouring ranks.
+        spine_oversubscription: bandwidth of a host's NICs over that of its way to other rails (NIC
+            i of one host to NIC j of another); 1 for a fabric without rails or a full spine.
     """
 
     nic_gbytes_per_s: float
@@ -73,6 +77,8 @@ class Fabric(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     ranks_per_node: int = 8
     colocated: bool = False
     local_gbytes_per_s: float = 300.0
+    nics_per_node: int = 0
+    spine_oversubscription: float = 1.0
 
 
 class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -99,5 +105,7 @@ def parse_topology(text: str) -> Topology:
         values = msgspec.structs.asdict(msgspec.structs.asdict(topology)[section])
         for key, value in values.items():
             if isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0:
+                if key == "nics_per_node" and value == 0:
+                    continue
                 raise ConfigError(f"topology: {section}.{key} must be > 0, got {value}")
     return topology
