@@ -239,7 +239,7 @@ def _show(measured: _Measured, console: Console) -> None:
 
 
 def _show_simulated(simulated: SimulatedWire, measured: _Measured, console: Console) -> None:
-    bound = measured.cost.lower_bound_s
+    bound, ends = measured.cost.lower_bound_s, simulated.destination_finish_s
     table = Table(title="simulated wire phase", show_header=False, title_justify="left")
     rows = [
         ("wire", f"{simulated.wire_s:.4g} s; the lower bound {bound:.4g} s is {bound / simulated.wire_s:.1%} of it"),
@@ -249,8 +249,7 @@ def _show_simulated(simulated: SimulatedWire, measured: _Measured, console: Cons
         ),
         (
             "engine ranks full",
-            f"first {simulated.destination_finish_s.min():.4g} s, "
-            f"last {simulated.destination_finish_s.max():.4g} s",
+            f"first {ends.min():.4g} s, last {ends.max():.4g} s",
         ),
     ]  # fmt: skip
     rows += [
