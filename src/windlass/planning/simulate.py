@@ -146,7 +146,7 @@ def _flows_of(plan: TransferPlan, fabric: Fabric) -> _Flows:
     writes = ops.nbytes // np.maximum(ops.run_nbytes, 1)
     packed = (ops.mode != CopyMode.DIRECT) * ops.nbytes
     landed = np.isin(ops.mode, (CopyMode.SCATTER, CopyMode.LOADER)) * ops.nbytes
-    nbytes, writes, packed, landed = (
+    nbytes, num_writes, num_packed, num_landed = (
         np.add.reduceat(column, starts).astype(np.float64) if links else np.zeros(0)
         for column in (ops.nbytes, writes, packed, landed)
     )
@@ -169,9 +169,9 @@ def _flows_of(plan: TransferPlan, fabric: Fabric) -> _Flows:
         ("local ingress", dst, (1 - far) / (fabric.local_gbytes_per_s * _GB), num_dst),
         ("spine egress", src_node, crosses / spine_rate, num_src // per_node + 1),
         ("spine ingress", dst_node, crosses / spine_rate, num_dst // per_node + 1),
-        ("write issue", src, writes / total * fabric.per_write_s, num_src),
-        ("pack", src, packed / total / (fabric.pack_gbytes_per_s * _GB), num_src),
-        ("unpack", dst, landed / total / (fabric.pack_gbytes_per_s * _GB), num_dst),
+        ("write issue", src, num_writes / total * fabric.per_write_s, num_src),
+        ("pack", src, num_packed / total / (fabric.pack_gbytes_per_s * _GB), num_src),
+        ("unpack", dst, num_landed / total / (fabric.pack_gbytes_per_s * _GB), num_dst),
     ]
     if fabric.spine_oversubscription <= 1:
         columns = [c for c in columns if not c[0].startswith("spine")]  # full only after the NICs
