@@ -25,13 +25,25 @@ from windlass.execution.receiver import Receiver
 from windlass.execution.sender import ParameterMemory, Sender
 from windlass.layout.manifest import Role
 from windlass.transports.base import MemoryRegion, OneSidedTransport
-from windlass.transports.configs import parse_transport
+from windlass.transports.configs import CudaIpcConfig, TransportConfig, parse_transport
 from windlass.transports.registry import create_transport
 
-__all__ = ["AgentSettings", "EngineApi", "RankHooks", "RestGate", "attach", "post"]
+__all__ = [
+    "AgentSettings",
+    "EngineApi",
+    "NoSuchRoute",
+    "RankHooks",
+    "RestGate",
+    "attach",
+    "post",
+]
 
 CONNECT_DEADLINE_S = 60.0
 API_DEADLINE_S = 60.0
+
+
+class NoSuchRoute(PeerUnreachable):
+    """The engine's server has no such route: this release cannot do that."""
 
 
 class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,11 +157,13 @@ def attach(
 ) -> AgentChannel:
     """Register the captured memory and join the fleet. The channel lives as long as the rank.
 
+    Called where the rank's GPU, if it has one, is the current device.
+
     Raises:
         AuthenticationError, ProtocolError, PeerTimeout: see `AgentChannel.connect`.
         TransportUnavailable, RegionError: the transport cannot serve this memory.
     """
-    transport = create_transport(parse_transport(settings.transport))
+    transport = create_transport(_transport_config(settings.transport))
     manifest = captured.manifest
     regions = _register(transport, captured)
     receiver = Receiver(transport, manifest, captured.addresses, regions)
@@ -190,15 +204,27 @@ def attach(
     return channel
 
 
+def _transport_config(name: str) -> TransportConfig:
+    config = parse_transport(name)
+    if isinstance(config, CudaIpcConfig):
+        import torch
+
+        return msgspec.structs.replace(config, device=torch.cuda.current_device())
+    return config
+
+
 def _register(transport: OneSidedTransport, captured: Captured) -> tuple[MemoryRegion, ...]:
-    """One region per stretch of memory; parameters that overlap or touch share one."""
+    """One region per stretch of memory; parameters that overlap share one.
+
+    Those that only touch do not: on GPUs they may belong to different allocations.
+    """
     spans = sorted(
         (address, address + parameter.nbytes)
         for address, parameter in zip(captured.addresses, captured.manifest.parameters, strict=True)
     )
     joined: list[tuple[int, int]] = []
     for begin, end in spans:
-        if joined and begin <= joined[-1][1]:
+        if joined and begin < joined[-1][1]:
             joined[-1] = (joined[-1][0], max(joined[-1][1], end))
         else:
             joined.append((begin, end))
@@ -210,7 +236,7 @@ def post(url: str, path: str, body: object, deadline_s: float = API_DEADLINE_S) 
 
     Raises:
         PeerTimeout: no answer within `deadline_s`.
-        PeerUnreachable: no connection, or an answer that is not 200.
+        NoSuchRoute: 404. PeerUnreachable: no connection, or an answer that is not 200.
     """
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=deadline_s)
@@ -226,6 +252,8 @@ def post(url: str, path: str, body: object, deadline_s: float = API_DEADLINE_S) 
         raise PeerUnreachable(f"POST {url}{path}: {type(error).__name__}: {error}") from error
     finally:
         connection.close()
+    if response.status == http.client.NOT_FOUND:
+        raise NoSuchRoute(f"POST {url}{path}: {response.status} {answer[:500]!r}")
     if response.status != http.client.OK:
         raise PeerUnreachable(f"POST {url}{path}: {response.status} {answer[:500]!r}")
     return answer

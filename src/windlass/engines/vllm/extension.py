@@ -6,6 +6,7 @@ vLLM makes this a base class of its worker, so `self` is the worker. The two met
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol, cast
@@ -15,13 +16,19 @@ import torch
 
 from windlass.config import PauseMode
 from windlass.control.client import AgentChannel
-from windlass.engines.attach import AgentSettings, RankHooks, RestGate, attach, post
+from windlass.engines.attach import (
+    AgentSettings,
+    NoSuchRoute,
+    RankHooks,
+    RestGate,
+    attach,
+    post,
+)
 from windlass.engines.capture.capture import capture
 from windlass.engines.capture.codes import checkpoint_specs, checkpoint_tensors
-from windlass.engines.capture.memory import Kind, held_by
+from windlass.engines.capture.memory import Kind, fingerprint, held_by
 from windlass.envs import control_token
 from windlass.errors import ConfigError
-from windlass.memory.digest import new_digest
 
 __all__ = ["VllmApi", "WindlassExtension"]
 
@@ -34,11 +41,16 @@ class _Runner(Protocol):
     def get_model(self) -> torch.nn.Module: ...
 
 
+class _LoadConfig(Protocol):
+    load_format: str
+
+
 class _Worker(Protocol):
     """The part of vLLM's worker that is used."""
 
     rank: int
     model_runner: _Runner
+    load_config: _LoadConfig
 
     def reload_weights(
         self, *, weights_iterator: Iterable[tuple[str, torch.Tensor]], is_checkpoint_format: bool
@@ -67,8 +79,9 @@ class VllmApi:
         post(self._url, "/resume", {})
 
     def set_version(self, version: int) -> None:
-        """See `EngineApi.set_version`."""
-        post(self._url, "/update_weight_version", {"new_version": str(version)})
+        """See `EngineApi.set_version`; releases without the route (0.24) stamp nothing."""
+        with contextlib.suppress(NoSuchRoute):
+            post(self._url, "/update_weight_version", {"new_version": str(version)})
 
 
 class WindlassExtension:
@@ -92,12 +105,14 @@ class WindlassExtension:
         def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
             worker.reload_weights(weights_iterator=weights, is_checkpoint_format=True)
 
+        # An engine that starts with random weights has read no checkpoint to compare with.
+        unread = worker.load_config.load_format == "dummy"
         captured = capture(
             worker.model_runner.get_model(),
             checkpoint_specs(Path(settings.checkpoint)),
             load,
             worker=f"{settings.name}/{worker.rank}",
-            reference=lambda: checkpoint_tensors(Path(settings.checkpoint)),
+            reference=None if unread else lambda: checkpoint_tensors(Path(settings.checkpoint)),
             ignored=_cache_storages(worker),
         )
         gate = RestGate()
@@ -116,16 +131,13 @@ class WindlassExtension:
         self.windlass_gate.at_rest(pause_id)
 
     def windlass_digests(self) -> dict[str, str]:
-        """xxh3_128 of every tensor that the model of this rank holds, by name."""
+        """A fingerprint of every tensor that the model of this rank holds, by name."""
         worker = cast("_Worker", self)
         held = held_by(worker.model_runner.get_model(), _cache_storages(worker))
         digests: dict[str, str] = {}
         for name, holding in held.items():
-            digest = new_digest()
-            digest.update(holding.memory().view(torch.uint8).cpu().numpy().data)
-            digests[f"{'' if holding.kind is Kind.PARAMETER else holding.kind}:{name}"] = (
-                digest.hexdigest()
-            )
+            key = f"{'' if holding.kind is Kind.PARAMETER else holding.kind}:{name}"
+            digests[key] = f"{fingerprint(holding.memory()):016x}"
         return digests
 
 

@@ -1,0 +1,626 @@
+"""A live vLLM server under load, updated by Windlass and by vLLM's own NCCL weight transfer.
+
+    python benchmarks/gpu/bench_live_vllm.py --json FILE [--layers 48] [--updates 10]
+
+Half of the GPUs serve (tensor parallel), half train: FSDP2 ranks that hold Qwen3-MoE in transformers'
+own layout and rewrite every weight before each update. Clients stream tokens all the time; what an
+update costs is what they saw: the longest silence of each stream around it, beside the usual time
+between two tokens. At the end both ways deliver the same weights, and every tensor of the engine
+must have the same fingerprint after either, and the tokens must be the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import multiprocessing as mp
+import os
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import torch
+import torch.distributed as dist
+import transformers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import windlass
+from harness import Row, median_p95, parser, report
+from windlass.config import ControlConfig, PauseMode, UpdateMode
+from windlass.transports.configs import CudaIpcConfig
+
+TOKEN = "secret of the benchmark"
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT = [5, 6, 7, 8]
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_USE_DEEP_GEMM": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "CUDA_MODULE_LOADING": "LAZY",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_SERVER_DEV_MODE": "1",
+}
+
+
+def model_config(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "use_sliding_window": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "num_experts": options.experts,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [],
+        "router_aux_loss_coef": 0.001,
+    }
+
+
+def checkpoint_names(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, vocab, head = config["hidden_size"], config["vocab_size"], config["head_dim"]
+    q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    inner = config["moe_intermediate_size"]
+    yield "model.embed_tokens.weight", (vocab, hidden)
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}."
+        yield at + "input_layernorm.weight", (hidden,)
+        yield at + "post_attention_layernorm.weight", (hidden,)
+        yield at + "self_attn.q_proj.weight", (q, hidden)
+        yield at + "self_attn.k_proj.weight", (kv, hidden)
+        yield at + "self_attn.v_proj.weight", (kv, hidden)
+        yield at + "self_attn.o_proj.weight", (hidden, q)
+        yield at + "self_attn.q_norm.weight", (head,)
+        yield at + "self_attn.k_norm.weight", (head,)
+        yield at + "mlp.gate.weight", (config["num_experts"], hidden)
+        for expert in range(config["num_experts"]):
+            yield f"{at}mlp.experts.{expert}.gate_proj.weight", (inner, hidden)
+            yield f"{at}mlp.experts.{expert}.up_proj.weight", (inner, hidden)
+            yield f"{at}mlp.experts.{expert}.down_proj.weight", (hidden, inner)
+    yield "model.norm.weight", (hidden,)
+    yield "lm_head.weight", (vocab, hidden)
+
+
+def write_model_folder(config: dict[str, Any], folder: Path) -> None:
+    """config.json, and a safetensors file that has a header and no data: names, shapes, types."""
+    (folder / "config.json").write_text(json.dumps(config))
+    header: dict[str, Any] = {}
+    at = 0
+    for name, shape in checkpoint_names(config):
+        nbytes = 2
+        for size in shape:
+            nbytes *= size
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, at + nbytes]}
+        at += nbytes
+    encoded = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(encoded)) + encoded)
+
+
+# --- trainer ranks -------------------------------------------------------------------------------
+
+
+class TrainerRank:
+    """One FSDP2 rank. Methods are called by name through a pipe, in all ranks together."""
+
+    def __init__(self, rank: int, device: int, world: int, store: str, model: str) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        self.rank, self.device = rank, device
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=world)
+        config = transformers.AutoConfig.from_pretrained(model)
+        with torch.device("meta"):
+            self.module = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=torch.bfloat16
+            )
+        for layer in self.module.model.layers:
+            fully_shard(layer)
+        fully_shard(self.module)
+        self.module.to_empty(device="cuda")
+        self.full: list[tuple[str, torch.Tensor]] = []
+        self.own: Any = None
+
+    def fill(self, seed: int) -> None:
+        """Other weights in every place."""
+        for index, parameter in enumerate(self.module.parameters()):
+            generator = torch.Generator("cuda")
+            generator.manual_seed((seed * 1000 + index) * 64 + self.rank)
+            parameter.data.to_local().normal_(0, 0.02, generator=generator)
+        torch.cuda.synchronize()
+
+    def connect(self, controller: str) -> None:
+        self.client = windlass.connect_trainer(
+            self.module,
+            controller=controller,
+            token=TOKEN,
+            transport=CudaIpcConfig(device=self.device),
+        )
+
+    def publish(self, version: int) -> windlass.UpdateReport:
+        return self.client.publish(version)
+
+    def gather(self) -> list[tuple[str, list[int]]]:
+        """All full tensors on rank 0, as vLLM's own transfer wants them."""
+        for name, parameter in self.module.named_parameters():
+            gathered = parameter.full_tensor().detach()
+            if self.rank == 0:
+                self.full.extend(unstack(name, gathered))
+        torch.cuda.synchronize()
+        return [(name, list(tensor.shape)) for name, tensor in self.full]
+
+    def own_init(self, port: int, world_size: int) -> None:
+        if self.rank == 0:
+            from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+            self.own = NCCLWeightTransferEngine.trainer_init(
+                {"master_address": "127.0.0.1", "master_port": port, "world_size": world_size}
+            )
+
+    def own_send(self) -> None:
+        if self.rank == 0:
+            from vllm.distributed.weight_transfer.nccl_engine import (
+                NCCLTrainerSendWeightsArgs,
+                NCCLWeightTransferEngine,
+            )
+
+            arguments = NCCLTrainerSendWeightsArgs(group=self.own, packed=True)
+            NCCLWeightTransferEngine.trainer_send_weights(iter(self.full), arguments)
+            torch.cuda.synchronize()
+
+    def end(self) -> None:
+        self.client.close()
+        dist.destroy_process_group()
+
+
+def train(rank: int, device: int, world: int, store: str, model: str, pipe: Connection) -> None:
+    trainer = TrainerRank(rank, device, world, store, model)
+    pipe.send((0.0, "ready"))
+    command = ""
+    while command != "end":
+        command, *arguments = pipe.recv()
+        started = time.perf_counter()
+        answer = getattr(trainer, command)(*arguments)
+        pipe.send((time.perf_counter() - started, answer))
+
+
+def unstack(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
+    """transformers' stacked experts as the checkpoint's matrices."""
+    at, _, kind = name.rpartition(".")
+    if kind == "gate_up_proj":
+        inner = tensor.shape[1] // 2
+        for expert in range(tensor.shape[0]):
+            yield f"{at}.{expert}.gate_proj.weight", tensor[expert, :inner]
+            yield f"{at}.{expert}.up_proj.weight", tensor[expert, inner:]
+    elif kind == "down_proj":
+        for expert in range(tensor.shape[0]):
+            yield f"{at}.{expert}.down_proj.weight", tensor[expert]
+    else:
+        yield name, tensor
+
+
+class Trainers:
+    """All trainer ranks; a command goes to every one."""
+
+    def __init__(self, devices: list[int], store: str, model: str) -> None:
+        context = mp.get_context("spawn")
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank, device in enumerate(devices):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=train, args=(rank, device, len(devices), store, model, theirs)
+            )
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    async def receive(self, deadline_s: float = 300.0) -> list[Any]:
+        found = []
+        for pipe in self.pipes:
+            there = await asyncio.to_thread(pipe.poll, deadline_s)
+            if not there:
+                raise TimeoutError("a trainer rank does not answer")
+            found.append(await asyncio.to_thread(pipe.recv))
+        return found
+
+    async def all(self, *command: Any) -> list[Any]:
+        for pipe in self.pipes:
+            pipe.send(command)
+        return await self.receive()
+
+
+# --- load ----------------------------------------------------------------------------------------
+
+
+def load(url: str, streams: int, vocab: int, pipe: Connection) -> None:
+    """Clients that stream tokens until told to end; then sends every stream's arrival times."""
+    asyncio.run(_load(url, streams, vocab, pipe))
+
+
+async def _load(url: str, streams: int, vocab: int, pipe: Connection) -> None:
+    ended = asyncio.Event()
+    arrivals: list[list[float]] = [[] for _ in range(streams)]
+    errors: list[str] = []
+
+    async def client(index: int, session: aiohttp.ClientSession) -> None:
+        number = 0
+        while not ended.is_set():
+            number += 1
+            prompt = [(index * 7919 + number * 104729 + k * 31) % vocab for k in range(64)]
+            sampling = {"max_tokens": 512, "temperature": 1.0, "ignore_eos": True}
+            body = {"token_ids": prompt, "sampling_params": sampling, "stream": True}
+            try:
+                async with session.post(f"{url}/inference/v1/generate", json=body) as response:
+                    if response.status != 200:
+                        errors.append(f"{response.status}: {(await response.text())[:200]}")
+                        return
+                    async for line in response.content:
+                        if line.startswith(b"data: {"):
+                            arrivals[index].append(time.monotonic())
+                        if ended.is_set():
+                            return
+            except aiohttp.ClientError as error:
+                errors.append(f"{type(error).__name__}: {error}")
+
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(
+        timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
+    ) as session:
+        clients = [asyncio.create_task(client(index, session)) for index in range(streams)]
+        await asyncio.to_thread(pipe.recv)
+        ended.set()
+        await asyncio.wait(clients, timeout=10)
+        for task in clients:
+            task.cancel()
+    pipe.send((arrivals, errors))
+
+
+def silences(arrivals: list[list[float]], windows: list[tuple[float, float]]) -> list[list[float]]:
+    """Per window: the longest time between two tokens that overlaps it, of every stream."""
+    found = []
+    for begin, end in windows:
+        longest = []
+        for times in arrivals:
+            gaps = [b - a for a, b in itertools.pairwise(times) if b > begin and a < end]
+            if gaps:
+                longest.append(max(gaps))
+        found.append(longest)
+    return found
+
+
+# --- the run -------------------------------------------------------------------------------------
+
+
+async def post(session: aiohttp.ClientSession, url: str, body: Any) -> Any:
+    async with session.post(url, json=body) as response:
+        text = await response.text()
+        if response.status != 200:
+            raise RuntimeError(f"{url}: {response.status} {text[:500]}")
+        return json.loads(text or "null")
+
+
+class Server:
+    """The live engine."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+        self.url, self.session = url, session
+
+    async def post(self, path: str, body: Any) -> Any:
+        return await post(self.session, self.url + path, body)
+
+    async def tokens(self) -> list[int]:
+        sampling = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True}
+        body = {"token_ids": PROMPT, "sampling_params": sampling}
+        answer = await self.post("/inference/v1/generate", body)
+        return list(answer["choices"][0]["token_ids"])
+
+    async def fingerprints(self) -> Any:
+        return (await self.post("/collective_rpc", {"method": "windlass_digests"}))["results"]
+
+
+async def start_server(
+    folder: str, port: int, tp: int, controller: str, log: Path
+) -> asyncio.subprocess.Process:
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    command = [
+        *(sys.executable, "-m", "windlass.engines.vllm", "--name", "vllm", "--model", folder),
+        *("--port", str(port), "--tp", str(tp), "--controller", controller),
+        *("--transport", "cuda_ipc", "--load-format", "dummy", "--dtype", "bfloat16"),
+        *("--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "64"),
+        *("--gpu-memory-utilization", "0.4", "--disable-custom-all-reduce", "--tokens-only"),
+        *("--skip-tokenizer-init", "--no-enable-prefix-caching", "--seed", "0"),
+        *("--weight-transfer-config", '{"backend": "nccl"}', "--disable-uvicorn-access-log"),
+    ]
+    stream = log.open("wb")
+    return await asyncio.create_subprocess_exec(
+        *command,
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path, "WINDLASS_TOKEN": TOKEN},
+        stdout=subprocess.PIPE,
+        stderr=stream,
+    )
+
+
+async def own_update(
+    server: Server, trainers: Trainers, names: list[tuple[str, list[int]]]
+) -> float:
+    """vLLM's own way, as its documentation has it: pause, start, update, finish, resume."""
+    started = time.monotonic()
+    await server.post("/pause?mode=keep", {})
+    await server.post("/start_weight_update", {})
+    info = {
+        "names": [name for name, _ in names],
+        "dtype_names": ["bfloat16"] * len(names),
+        "shapes": [shape for _, shape in names],
+        "packed": True,
+    }
+    sending = asyncio.create_task(trainers.all("own_send"))
+    await server.post("/update_weights", {"update_info": info})
+    await sending
+    await server.post("/finish_weight_update", {})
+    await server.post("/resume", {})
+    return time.monotonic() - started
+
+
+async def run(options: argparse.Namespace) -> list[Row]:
+    config = model_config(options)
+    rows: list[Row] = []
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - began:6.1f} s] {text}", flush=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_model_folder(config, Path(folder))
+        nbytes = 2 * sum(_numel(shape) for _, shape in checkpoint_names(config))
+        devices = list(range(options.tp, options.tp + options.trainers))
+        trainers = Trainers(devices, f"{folder}/store", folder)
+        journal = Path(folder) / "journal"
+        session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600))
+        process = None
+        log = options.log
+        try:
+            first = ControlConfig(mode=UpdateMode.IN_PLACE, pause_mode=PauseMode.IN_PLACE)
+            async with windlass.Controller(
+                token=TOKEN, config=first, journal_path=journal
+            ) as controller:
+                port = int(controller.url.rsplit(":", 1)[1])
+                process = await start_server(folder, options.port, options.tp, controller.url, log)
+                await trainers.receive()
+                say("trainers are up")
+                await trainers.all("fill", 1)
+                await trainers.all("connect", controller.url)
+                assert process.stdout is not None
+                ready = await asyncio.wait_for(process.stdout.readline(), 400)
+                assert ready, "the engine did not start"
+                say("engine is up, captured and connected")
+                server = Server(f"http://127.0.0.1:{options.port}", session)
+                await controller.wait_for_fleet(
+                    num_trainers=options.trainers, engines=("vllm",), deadline_s=60
+                )
+                seconds, _ = (await trainers.all("publish", 1))[0]
+                say(f"first version published in {seconds:.2f} s (plans and tables included)")
+                rows += await measure(options, "in_place", server, trainers, 2, nbytes, say)
+            second = ControlConfig(mode=UpdateMode.STAGED, pause_mode=PauseMode.IN_PLACE)
+            async with windlass.Controller(
+                token=TOKEN, config=second, journal_path=journal, port=port
+            ) as controller:
+                await controller.wait_for_fleet(
+                    num_trainers=options.trainers, engines=("vllm",), deadline_s=120
+                )
+                seconds, _ = (await trainers.all("publish", 100))[0]
+                say(f"first staged version published in {seconds:.2f} s")
+                rows += await measure(options, "staged", server, trainers, 101, nbytes, say)
+                rows += await compare(options, server, trainers, rows, say)
+            await trainers.all("end")
+        except Exception:
+            say("failed; the end of the engine's log:")
+            print(tail(log), flush=True)
+            raise
+        finally:
+            await session.close()
+            if process is not None and process.returncode is None:
+                process.terminate()
+                await process.wait()
+            for rank in trainers.processes:
+                rank.kill()
+    return rows
+
+
+async def measure(
+    options: argparse.Namespace,
+    mode: str,
+    server: Server,
+    trainers: Trainers,
+    version: int,
+    nbytes: int,
+    say: Any,
+) -> list[Row]:
+    """Updates under load."""
+    ours, theirs = mp.get_context("spawn").Pipe()
+    clients = mp.get_context("spawn").Process(
+        target=load, args=(server.url, options.load, 151936, theirs)
+    )
+    clients.start()
+    await asyncio.sleep(8)
+    windows: list[tuple[float, float]] = []
+    reports = []
+    quiet = (time.monotonic() - 3.0, time.monotonic())
+    for number in range(options.updates):
+        await trainers.all("fill", version + number)
+        begin = time.monotonic()
+        answers = await trainers.all("publish", version + number)
+        windows.append((begin, time.monotonic()))
+        reports.append(answers[0][1])
+        await asyncio.sleep(0.7)
+    ours.send("end")
+    arrivals, errors = await asyncio.to_thread(ours.recv)
+    clients.join(20)
+    if errors:
+        say(f"{mode}: clients saw {len(errors)} errors, first: {errors[0]}")
+    usual = statistics.median(
+        b - a
+        for times in arrivals
+        for a, b in itertools.pairwise(times)
+        if quiet[0] <= a and b <= quiet[1]
+    )
+    seen = [statistics.median(stream) for stream in silences(arrivals, windows) if stream]
+    worst = [max(stream) for stream in silences(arrivals, windows) if stream]
+    rate = sum(1 for t in arrivals for a in t if quiet[0] <= a < quiet[1]) / 3.0
+    say(f"{mode}: {rate:.0f} tokens/s, {1e3 * usual:.1f} ms between tokens without updates")
+    assert all(report.digest_ok for report in reports), "a digest differs"
+    last = reports[-1]
+    say(f"{mode}: phases {json.dumps({k: round(v, 4) for k, v in last.phase_s.items()})}")
+    say(f"{mode}: left out {last.left_out}, {last.nbytes / 1e9:.1f} GB")
+    rows = []
+    ceiling = options.ceiling * 1e9 * options.trainers
+    for metric, values in (
+        ("wire", [r.wire_s for r in reports]),
+        ("update", [r.update_s for r in reports]),
+        ("pause, engine", [r.pause_s for r in reports]),
+        ("publish, trainer", [b - a for a, b in windows]),
+        ("longest silence, median stream", seen),
+        ("longest silence, worst stream", worst),
+    ):
+        median, p95 = median_p95(values)
+        for name, value in (("median", median), ("p95", p95)):
+            rows.append(
+                Row(
+                    case=f"vLLM TP{options.tp}, {nbytes / 1e9:.1f} GB, {mode}, {options.load} streams",
+                    metric=f"{metric}, {name}",
+                    value=value,
+                    unit="s",
+                    reference="time between tokens"
+                    if "silence" in metric
+                    else "bytes at link speed",
+                    reference_value=usual if "silence" in metric else nbytes / ceiling,
+                    ratio=value / (usual if "silence" in metric else nbytes / ceiling),
+                )
+            )
+    return rows
+
+
+async def compare(
+    options: argparse.Namespace,
+    server: Server,
+    trainers: Trainers,
+    rows: list[Row],
+    say: Any,
+) -> list[Row]:
+    """The same weights by either way; vLLM's own is timed without load, in its favour."""
+    await trainers.all("fill", 7)
+    await trainers.all("publish", 500)
+    ours = (await server.fingerprints(), await server.tokens())
+    await trainers.all("fill", 8)
+    await trainers.all("publish", 501)
+    assert await server.fingerprints() != ours[0], "other weights must be other fingerprints"
+    await trainers.all("fill", 7)
+    gather_s, names = (await trainers.all("gather"))[0]
+    say(f"gathered {len(names)} full tensors in {gather_s:.2f} s")
+    world = options.tp + 1
+    joining = asyncio.create_task(trainers.all("own_init", options.port + 77, world))
+    info = {
+        "master_address": "127.0.0.1",
+        "master_port": options.port + 77,
+        "rank_offset": 1,
+        "world_size": world,
+    }
+    await server.post("/init_weight_transfer_engine", {"init_info": info})
+    await joining
+    own = [await own_update(server, trainers, names) for _ in range(options.own)]
+    say(f"vLLM's own transfer: {[round(seconds, 3) for seconds in own]}")
+    theirs = (await server.fingerprints(), await server.tokens())
+    different = [
+        f"rank {rank}: {name}"
+        for rank, (a, b) in enumerate(zip(ours[0], theirs[0], strict=True))
+        for name in a
+        if a[name] != b.get(name)
+    ]
+    assert not different, f"{len(different)} tensors differ: {different[:5]}"
+    assert ours[1] == theirs[1], f"tokens differ: {ours[1]} and {theirs[1]}"
+    say(f"{sum(map(len, ours[0]))} tensors and the tokens {ours[1][:8]} are equal by both ways")
+    median = median_p95(own)[0]
+    return [
+        Row(
+            case=row.case,
+            metric="update against vLLM's own NCCL transfer (packed, gathered before)",
+            value=row.value,
+            unit="s",
+            reference="own transfer, median",
+            reference_value=median,
+            ratio=median / row.value,
+        )
+        for row in rows
+        if row.metric == "update, median"
+    ]
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def tail(log: Path) -> str:
+    return log.read_bytes()[-6000:].decode(errors="replace")
+
+
+def main() -> None:
+    options = parser(__doc__ or "")
+    options.add_argument("--layers", type=int, default=48)
+    options.add_argument("--experts", type=int, default=128)
+    options.add_argument("--tp", type=int, default=2)
+    options.add_argument("--trainers", type=int, default=2)
+    options.add_argument("--updates", type=int, default=10, help="of each mode")
+    options.add_argument("--own", type=int, default=5, help="updates by vLLM's own transfer")
+    options.add_argument("--load", type=int, default=64, help="streams")
+    options.add_argument("--port", type=int, default=18123)
+    options.add_argument(
+        "--ceiling", type=float, default=397.0, help="GB/s of one link (bench_nvlink)"
+    )
+    options.add_argument("--log", type=Path, default=Path("vllm.log"))
+    parsed = options.parse_args()
+    report(asyncio.run(run(parsed)), parsed.json, "updates of a live vLLM server")
+
+
+if __name__ == "__main__":
+    main()
