@@ -7,6 +7,7 @@ before this one is over) comes through `RestGate`.
 from __future__ import annotations
 
 import http.client
+import logging
 import os
 import threading
 from typing import Protocol, final
@@ -19,7 +20,7 @@ from windlass.control.agents import EngineAgent
 from windlass.control.client import AgentChannel
 from windlass.control.messages import PROTOCOL_VERSION, Hello
 from windlass.engines.capture.capture import Captured
-from windlass.errors import PeerTimeout, PeerUnreachable
+from windlass.errors import PeerTimeout, PeerUnreachable, WindlassError
 from windlass.execution.backends import address_towards
 from windlass.execution.receiver import Receiver
 from windlass.execution.sender import ParameterMemory, Sender
@@ -38,6 +39,7 @@ __all__ = [
     "post",
 ]
 
+logger = logging.getLogger(__name__)
 CONNECT_DEADLINE_S = 60.0
 API_DEADLINE_S = 60.0
 
@@ -68,6 +70,18 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
 class EngineApi(Protocol):
     """The engine's own way to be paused; called on rank 0 only, may block."""
 
+    def holds(self, mode: PauseMode) -> bool:
+        """Whether `mode` is done by `hold`, and not by `pause` and `rest`."""
+        ...
+
+    def hold(self, pause_id: str, deadline_s: float) -> None:
+        """Make the main loop of every rank call its `RestGate.hold`; return when all have left it.
+
+        Running requests stay as they are, and no route of the engine takes part: as quick as one
+        turn of its loop.
+        """
+        ...
+
     def pause(self, mode: PauseMode, deadline_s: float) -> None:
         """Stop admission and treat running requests as `mode` says."""
         ...
@@ -77,7 +91,7 @@ class EngineApi(Protocol):
         ...
 
     def resume(self) -> None:
-        """Go on generating."""
+        """Go on generating after `pause`."""
         ...
 
     def set_version(self, version: int) -> None:
@@ -87,16 +101,53 @@ class EngineApi(Protocol):
 
 @final
 class RestGate:
-    """Tells the agent's thread that the main loop has come past every earlier step."""
+    """Where the engine's main loop and the agent's thread meet, in every rank.
+
+    The loop comes past (`at_rest`) or stays (`hold`) while the agent has asked for that pause. The
+    two may come in either order.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._pause_id = ""
+        self._reached = self._asked = self._ended = ""
+        self._holding = False
 
     def at_rest(self, pause_id: str) -> None:
-        """Called by the engine's main loop."""
+        """Called by the engine's main loop, which is paused already, after its last step."""
         with self._changed:
-            self._pause_id = pause_id
+            self._reached = pause_id
+            self._changed.notify_all()
+
+    def hold(self, pause_id: str, deadline_s: float) -> None:
+        """Called by the main loop after its last step; it stays here until the pause ends.
+
+        A pause that is asked for meanwhile takes the loop over as it is. It leaves if this rank's
+        agent has asked for none after `deadline_s`: then the pause has failed. Once asked it has
+        no deadline: to run on would be to serve weights that may be torn, and the agent ends the
+        pause when it loses its controller.
+        """
+        with self._changed:
+            self._holding = True
+            self._reached = self._asked or pause_id
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._asked or pause_id == self._ended, deadline_s)
+            self._changed.wait_for(lambda: not self._asked)
+            self._holding = False
+
+    def ask(self, pause_id: str) -> bool:
+        """Called by the agent before it waits; whether the loop is held already."""
+        with self._changed:
+            self._asked = pause_id
+            if self._holding:
+                self._reached = pause_id
+            self._changed.notify_all()
+            return self._holding
+
+    def end(self) -> None:
+        """The pause that was asked for is over, or has failed. Idempotent."""
+        with self._changed:
+            if self._asked:
+                self._ended, self._asked = self._asked, ""
             self._changed.notify_all()
 
     def wait(self, pause_id: str, deadline_s: float) -> None:
@@ -106,7 +157,7 @@ class RestGate:
             PeerTimeout: it was not within `deadline_s`.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._pause_id == pause_id, deadline_s):
+            if not self._changed.wait_for(lambda: self._reached == pause_id, deadline_s):
                 raise PeerTimeout(
                     f"pause {pause_id}: the engine's loop is not at rest after {deadline_s} s"
                 )
@@ -117,7 +168,7 @@ class RankHooks:
     """`EngineHooks` of one rank.
 
     Args:
-        captured: of this rank. gate: set by its main loop. api: on rank 0, None elsewhere.
+        captured: of this rank. gate: of its main loop. api: on rank 0, None elsewhere.
     """
 
     def __init__(self, captured: Captured, gate: RestGate, api: EngineApi | None) -> None:
@@ -126,14 +177,34 @@ class RankHooks:
 
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
         """See `EngineHooks.pause`."""
-        if self._api is not None:
-            self._api.pause(mode, deadline_s)
-            self._paused = True
-            self._api.rest(pause_id, deadline_s)
-        self._gate.wait(pause_id, deadline_s)
+        held = self._gate.ask(pause_id)
+        try:
+            if held or self._api is None:
+                pass
+            elif self._api.holds(mode):
+                threading.Thread(
+                    target=self._hold, args=(self._api, pause_id, deadline_s), name="windlass-hold"
+                ).start()
+            else:
+                self._api.pause(mode, deadline_s)
+                self._paused = True
+                self._api.rest(pause_id, deadline_s)
+            self._gate.wait(pause_id, deadline_s)
+        except WindlassError:
+            self._gate.end()
+            raise
+
+    def _hold(self, api: EngineApi, pause_id: str, deadline_s: float) -> None:
+        """In a thread of its own: the call lasts as long as the pause."""
+        try:
+            api.hold(pause_id, deadline_s)
+        except WindlassError:
+            # The pause itself fails at its deadline if no rank came to rest.
+            logger.warning("pause %s: the engine did not hold", pause_id, exc_info=True)
 
     def resume(self) -> None:
         """See `EngineHooks.resume`; an engine that was not paused is left alone."""
+        self._gate.end()
         if self._api is not None and self._paused:
             self._api.resume()
             self._paused = False
@@ -231,8 +302,10 @@ def _register(transport: OneSidedTransport, captured: Captured) -> tuple[MemoryR
     return tuple(transport.register(begin, end - begin) for begin, end in joined)
 
 
-def post(url: str, path: str, body: object, deadline_s: float = API_DEADLINE_S) -> bytes:
+def post(url: str, path: str, body: object, deadline_s: float | None = API_DEADLINE_S) -> bytes:
     """POST JSON to the engine's own server and return the answer. Blocks.
+
+    `deadline_s` is None only for a call that lasts as long as a pause does.
 
     Raises:
         PeerTimeout: no answer within `deadline_s`.

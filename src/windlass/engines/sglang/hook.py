@@ -201,6 +201,14 @@ class SglangApi:
         self._url, self._world_size = url, world_size
         self._mode = PauseMode.ABORT
 
+    def holds(self, mode: PauseMode) -> bool:  # noqa: ARG002
+        """See `EngineApi.holds`: its routes pause at once."""
+        return False
+
+    def hold(self, pause_id: str, deadline_s: float) -> None:
+        """See `EngineApi.hold`; as `rest`, the loop is paused before."""
+        self.rest(pause_id, deadline_s)
+
     def pause(self, mode: PauseMode, deadline_s: float) -> None:
         """SGLang's own modes; caches of old weights are dropped unless requests keep them."""
         self._mode = mode
