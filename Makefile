@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup demo test test-megatron test-engines lint types imports unit bench clean test-nixl
+.PHONY: help setup demo test test-megatron test-engines lint types imports unit bench clean test-nixl test-clusters
 
 help:
 	@echo "make demo [ARGS='--steps 40 --transport cma --mode staged']   asynchronous GRPO on this machine"
@@ -61,6 +61,11 @@ test-engines: setup
 # The transport conformance suite over NIXL with every wire of a machine without a NIC.
 test-nixl: setup
 	$(BIN)/pytest -m "nixl or not nixl" tests/conformance/test_nixl.py
+
+# Whole jobs on a one-node Slurm cluster (Debian's packages, root) and on a Ray cluster.
+test-clusters: setup
+	bash tools/install_slurm.sh
+	$(BIN)/pytest -m clusters tests/system
 
 bench: setup
 	mkdir -p benchmarks/results/local

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "salloc", "srun", "scontrol")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 SEARCH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 NUM_CPUS = 8
 
@@ -96,6 +96,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe
                 )
         _wait_for_node(environment, host)
         yield conf
+        _wait_for_idle(environment)
     finally:
         for each in reversed(started):
             each.send_signal(signal.SIGTERM)
@@ -131,3 +132,17 @@ def _wait_for_node(environment: dict[str, str], host: str) -> None:
         last = done.stderr.decode()
         subprocess.run(["sleep", "0.25"], check=True)
     raise RuntimeError(f"slurm did not start: {last}")
+
+
+def _wait_for_idle(environment: dict[str, str]) -> None:
+    """A daemon that stops before its last job has ended leaves that job's processes."""
+    listed = ""
+    for _ in range(60):
+        command = ["squeue", "--noheader", "--format=%i %T"]
+        listed = subprocess.run(
+            command, env=environment, timeout=20, capture_output=True, check=True, text=True
+        ).stdout
+        if not listed.strip():
+            return
+        subprocess.run(["sleep", "0.25"], check=True)
+    raise RuntimeError(f"jobs are left: {listed}")

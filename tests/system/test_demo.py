@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from slurm_cluster import missing_reason, slurm_cluster  # type: ignore[import-not-found]
 
 from windlass.errors import TransportUnavailable
 from windlass.transports.configs import parse_transport
@@ -16,11 +18,11 @@ from windlass.transports.registry import create_transport
 STEPS = 8
 
 
-def run_demo(tmp_path: Path, *options: str) -> dict[str, object]:
+def run_demo(tmp_path: Path, *options: str, steps: int = STEPS) -> dict[str, object]:
     """Run the demo; returns what it measured."""
     json_path = tmp_path / "demo.json"
     command = (
-        *(sys.executable, "-m", "windlass.cli.main", "demo", "--plain", "--steps", str(STEPS)),
+        *(sys.executable, "-m", "windlass.cli.main", "demo", "--plain", "--steps", str(steps)),
         *("--output", str(tmp_path / "out"), "--json", str(json_path), *options),
     )
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
@@ -30,7 +32,7 @@ def run_demo(tmp_path: Path, *options: str) -> dict[str, object]:
     return measured
 
 
-def check(measured: dict[str, object]) -> None:
+def check(measured: dict[str, object], steps: int = STEPS) -> None:
     """What every demo must show."""
     updates = measured["updates"]
     rollouts = measured["rollouts"]
@@ -38,7 +40,7 @@ def check(measured: dict[str, object]) -> None:
     assert isinstance(updates, list)
     assert isinstance(rollouts, dict)
     assert isinstance(check, dict)
-    assert [u["version"] for u in updates] == list(range(STEPS + 1))
+    assert [u["version"] for u in updates] == list(range(steps + 1))
     assert all(u["digest_ok"] and u["nbytes"] > 0 for u in updates)
     assert measured["torn"] == 0
     assert check["checked"] > 0
@@ -75,3 +77,24 @@ def test_in_place_updates_over_mooncake(tmp_path: Path) -> None:
     except TransportUnavailable as error:
         pytest.skip(str(error))
     check(run_demo(tmp_path, "--transport", "mooncake"))
+
+
+@pytest.mark.clusters
+@pytest.mark.slurm
+@pytest.mark.skipif(bool(missing_reason()), reason=missing_reason())
+@pytest.mark.timeout(300)
+def test_every_process_as_a_step_of_a_slurm_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slurm").mkdir()
+    with slurm_cluster(tmp_path / "slurm") as conf:
+        monkeypatch.setenv("SLURM_CONF", str(conf))
+        check(run_demo(tmp_path, "--scheduler", "slurm", steps=2), steps=2)
+
+
+@pytest.mark.clusters
+@pytest.mark.ray
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
+@pytest.mark.timeout(300)
+def test_every_process_in_a_ray_placement_group(tmp_path: Path) -> None:
+    check(run_demo(tmp_path, "--scheduler", "ray", steps=2), steps=2)

@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kill-engine-at", type=int, default=0, metavar="N",
         help="kill -9 one engine in the middle of the update to version N",
     )  # fmt: skip
+    parser.add_argument("--scheduler", default="local", choices=["local", "slurm", "ray"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", default="demo-output", metavar="DIR")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
@@ -31,11 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the demo; 1 when it showed something that it must not show."""
     from windlass.demo.run import run_demo
-    from windlass.demo.settings import DemoSettings
+    from windlass.demo.settings import DemoSettings, SchedulerKind
 
     settings = DemoSettings(
         steps=args.steps,
         engine=args.engine,
+        scheduler=SchedulerKind(args.scheduler),
         backend=args.backend,
         transport=args.transport,
         mode=UpdateMode(args.mode),

@@ -24,14 +24,20 @@ from windlass.control.round_types import Phase
 from windlass.demo.checker import check_served
 from windlass.demo.plot import save_plot
 from windlass.demo.record import DemoRecord
-from windlass.demo.settings import DemoSettings, EngineSpec, save_settings
+from windlass.demo.settings import DemoSettings, EngineSpec, SchedulerKind, save_settings
 from windlass.demo.task import reward, sample_prompt
 from windlass.demo.view import render
 from windlass.errors import WindlassError
 from windlass.rollout.batches import training_samples
 from windlass.rollout.messages import SamplingParams, TrainingSample
 from windlass.schedulers.base import ProcessSpec
-from windlass.schedulers.local import LocalScheduler
+from windlass.schedulers.configs import (
+    LocalSchedulerConfig,
+    RaySchedulerConfig,
+    SchedulerConfig,
+    SlurmSchedulerConfig,
+    create_scheduler,
+)
 from windlass.telemetry.ceilings import measure_memcpy_gbps
 
 __all__ = ["run_demo"]
@@ -96,9 +102,9 @@ class _Demo:
             ),
             journal_path=settings.directory / "journal.jsonl",
         )
-        self._scheduler = LocalScheduler(
-            settings.directory / "logs",
-            {"WINDLASS_TOKEN": self._token, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        environment = {"WINDLASS_TOKEN": self._token, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        self._scheduler = create_scheduler(
+            _scheduler_config(settings), settings.directory / "logs", environment
         )
 
     async def run(self) -> list[TrainingSample]:
@@ -244,6 +250,17 @@ class _Demo:
         for engine in self._settings.engines:
             if engine.name not in serving:
                 self._record.missing_engines.append(engine.name)
+
+
+def _scheduler_config(settings: DemoSettings) -> SchedulerConfig:
+    match settings.scheduler:
+        case SchedulerKind.LOCAL:
+            return LocalSchedulerConfig()
+        case SchedulerKind.SLURM:
+            return SlurmSchedulerConfig(host="127.0.0.1")
+        case SchedulerKind.RAY:
+            # More processes than a laptop has cores; they take turns as they do without Ray.
+            return RaySchedulerConfig(num_cpus=len(settings.engines) + 2)
 
 
 def _shower(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from windlass.control.messages import UpdateMode
 from windlass.errors import ConfigError
 from windlass.transports.configs import parse_transport
 
-__all__ = ["DemoSettings", "EngineSpec", "load_settings", "save_settings"]
+__all__ = ["DemoSettings", "EngineSpec", "SchedulerKind", "load_settings", "save_settings"]
 
 
 BACKENDS: dict[str, Callable[[Path], UpdateBackend]] = {
@@ -21,6 +22,14 @@ BACKENDS: dict[str, Callable[[Path], UpdateBackend]] = {
     "xccl": lambda _: XcclBackend(),
     "disk": lambda directory: DiskBackend(folder=str((directory / "weights").resolve())),
 }
+
+
+class SchedulerKind(StrEnum):
+    """What starts the processes: this host, the Slurm cluster of this host, a Ray cluster on it."""
+
+    LOCAL = "local"
+    SLURM = "slurm"
+    RAY = "ray"
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +56,7 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
         max_staleness: how many versions old the oldest token of a trained answer may be.
         num_trainers: FSDP2 ranks.
         engines: the fleet.
-        engine: engine kind.
+        engine: engine kind. scheduler: what starts the processes.
         backend: `p2p`, `xccl` or `disk`.
         transport: of `p2p`: `cma`, `shm` or `mooncake`. mode: `in_place` or `staged`.
         kill_engine_at: version in whose update one engine is killed with SIGKILL; 0 for never.
@@ -66,6 +75,7 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
         EngineSpec(name="engine-b", tensor_parallel_size=2, dtype="float32"),
     )
     engine: str = "embedded"
+    scheduler: SchedulerKind = SchedulerKind.LOCAL
     backend: str = "p2p"
     transport: str = "cma"
     mode: UpdateMode = UpdateMode.IN_PLACE
@@ -97,8 +107,8 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def directory(self) -> Path:
-        """`output_dir` as a path."""
-        return Path(self.output_dir)
+        """`output_dir` as an absolute path: a scheduler may start processes elsewhere."""
+        return Path(self.output_dir).resolve()
 
     @property
     def update_backend(self) -> UpdateBackend:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
+import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import final
 
 from windlass.envs import inherited_environment
 from windlass.errors import ConfigError, PeerUnreachable
+from windlass.schedulers import tether
 from windlass.schedulers.base import ProcessSpec, ProcessStatus, Scheduler
 
 __all__ = ["LocalScheduler"]
@@ -24,12 +27,26 @@ class LocalScheduler(Scheduler):
 
     A process and everything it started are signalled together, so that nothing outlives
     `close`. Use from one asyncio loop.
+
+    Args:
+        log_dir: made if it is missing.
+        environment: variables for every process.
+        tethered: whether the processes also end when this process dies without `close`. Without
+            it they go on, and a controller that is started again finds them.
     """
 
-    def __init__(self, log_dir: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        log_dir: Path,
+        environment: Mapping[str, str] | None = None,
+        *,
+        tethered: bool = False,
+    ) -> None:
         self._log_dir = log_dir
         self._environment = dict(environment or {})
         self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._mark = secrets.token_hex(8) if tethered else ""
+        self._tether: int | None = None
         log_dir.mkdir(parents=True, exist_ok=True)
 
     async def start(self, spec: ProcessSpec) -> ProcessStatus:
@@ -40,7 +57,12 @@ class LocalScheduler(Scheduler):
             raise ConfigError(
                 f"scheduler: {spec.name}: colocate_with {spec.colocate_with!r} has ended"
             )
-        environment = {**inherited_environment(), **self._environment, **spec.environment}
+        environment = {
+            **inherited_environment(),
+            **self._environment,
+            **spec.environment,
+            **await self.mark(),
+        }
         with self.log_path(spec.name).open("ab") as log:
             try:
                 process = await asyncio.create_subprocess_exec(
@@ -96,6 +118,17 @@ class LocalScheduler(Scheduler):
 
     async def close(self, *, grace_s: float = 5.0) -> None:
         await _end([*self._processes.values()], grace_s)
+        if self._tether is not None:
+            os.close(self._tether)
+            self._tether = None
+
+    async def mark(self) -> Mapping[str, str]:
+        """Variables of a process that shall end when this one dies; none if not tethered."""
+        if not self._mark:
+            return {}
+        if self._tether is None:
+            self._tether = await _start_tether(self._mark)
+        return {tether.MARK_VARIABLE: self._mark}
 
     def log_path(self, name: str) -> Path:
         """Where the process called `name` logs."""
@@ -116,6 +149,23 @@ class LocalScheduler(Scheduler):
         traceback: TracebackType | None,
     ) -> None:
         await self.close()
+
+
+async def _start_tether(mark: str) -> int:
+    """Start what follows a pipe whose other end only this process holds; returns that end."""
+    read_end, write_end = os.pipe()  # not inherited by what is started later
+    try:
+        starter = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", tether.__file__, "marked", mark),
+            stdin=read_end,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+            env={},  # it must not carry the mark of a scheduler that started this process
+        )
+    finally:
+        os.close(read_end)
+    await starter.wait()
+    return write_end
 
 
 async def _end(processes: Sequence[asyncio.subprocess.Process], grace_s: float) -> None:

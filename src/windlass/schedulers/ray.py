@@ -2,7 +2,8 @@
 
 Ray places and Ray launches; it carries nothing else. A reservation is a placement group of one
 bundle with one launcher actor in it, and a process is a subprocess of that actor, so that
-colocated processes share cores and devices. Waiting for an end is one pending actor call.
+colocated processes share cores and devices. Waiting for an end is one pending actor call. Ray ends
+the actors of a driver that died, and with the actor ends what it started.
 Ray deserialises with pickle: whoever may submit to the cluster is trusted by it.
 """
 
@@ -49,7 +50,7 @@ class Launcher:
 
     def __init__(self) -> None:
         self._log_dir = tempfile.TemporaryDirectory(prefix="windlass-")
-        self._scheduler = LocalScheduler(Path(self._log_dir.name))
+        self._scheduler = LocalScheduler(Path(self._log_dir.name), tethered=True)
 
     async def ready(self) -> bool:
         """Answer, which proves that the actor was placed."""
