@@ -1,320 +1,388 @@
 """From "the worker has the answer" to "the future is resolved", and what it costs.
 
-A real worker process and an engine process that holds every request and lets one go at a
-time, so that the number of outstanding rollouts stays what the case says. The reference
-is the same controller with a polling collector on top, as rollout dispatchers are commonly
-written: `asyncio.wait` over all running tasks with a timeout of 50 ms.
+One controller process (this one), one real worker process, real callbacks between them; every
+answer is checked. Completions are Poisson arrivals at 300/s, for both dispatchers: a pass of
+`asyncio.wait` over 8192 tasks takes some 5 ms, so that is about the rate at which a polling
+dispatcher needs most of a core. The reference is the same controller with such a dispatcher on top.
+
+    python benchmarks/bench_rollout.py --json FILE [--only latency|throughput|idle|update]
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
-import random
-import resource
 import secrets
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import aiohttp
-import msgspec
-from aiohttp import web
-
 from harness import Row, median_p95, parser, report
+from rollout_load import NUM_TOKENS, CallbackCollector, Collector, MakeCollector, PollingCollector
+from windlass import Controller
+from windlass.config import ControlConfig, UpdateMode
 from windlass.control.server import ControlServer
 from windlass.rollout import (
     BatchQueue,
-    Rollout,
     RolloutController,
-    SamplingParams,
     StalenessPolicy,
     StaticEngines,
     mount_rollout_routes,
 )
 
-OUTSTANDING = (64, 2048, 8192)
+OUTSTANDING = (64, 2048, 8192, 32768)
 NUM_RUNS = 5
-NUM_COMPLETIONS = 300
 RATE_PER_S = 300.0
-NUM_TOKENS = 128
-SOURCE = str(Path(__file__).resolve().parents[1] / "src")
+NUM_COMPLETIONS = 600
+FULL_SPEED_OUTSTANDING = 4096
+FULL_SPEED_COMPLETIONS = 20_000
+IDLE_OUTSTANDING = 8192
+IDLE_S = 5.0
+POLLING = "asyncio.wait over all, 50 ms"
+HERE = Path(__file__).resolve().parent
 DEADLINE_S = 120.0
+MODEL = {
+    "model_type": "qwen3",
+    "vocab_size": 1024,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+}
 
 
-# --- the engine process ---------------------------------------------------------------------
-
-
-class DrippingEngine:
-    """Holds every request; `POST /drip` lets random ones go at a steady rate."""
-
-    def __init__(self) -> None:
-        self.held: dict[str, asyncio.Future[None]] = {}
-        self.arrived = asyncio.Condition()
-        self.random = random.Random(1)
-
-    async def generate(self, request: web.Request) -> web.Response:
-        body = msgspec.json.decode(await request.read())
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.held[body["rid"]] = future
-        async with self.arrived:
-            self.arrived.notify_all()
-        await future
-        first = body["input_ids"][0]
-        ids = [first * NUM_TOKENS + index for index in range(NUM_TOKENS)]
-        meta = {
-            "finish_reason": {"type": "length"},
-            "output_token_logprobs": [[-0.5, token, None] for token in ids],
-            "output_token_versions": [0] * NUM_TOKENS,
-        }
-        return web.json_response(body=msgspec.json.encode({"output_ids": ids, "meta_info": meta}))
-
-    async def wait(self, request: web.Request) -> web.Response:
-        wanted = int(request.query["held"])
-        async with self.arrived:
-            await self.arrived.wait_for(lambda: len(self.held) >= wanted)
-        return web.Response()
-
-    async def drip(self, request: web.Request) -> web.Response:
-        count, rate = int(request.query["count"]), float(request.query["rate"])
-        loop = asyncio.get_running_loop()
-        start = loop.time()
-        for index in range(count):
-            await asyncio.sleep(max(0.0, start + index / rate - loop.time()))
-            rid = self.random.choice(list(self.held))
-            self.held.pop(rid).set_result(None)
-        return web.Response()
-
-
-async def engine_process() -> None:
-    engine = DrippingEngine()
-    app = web.Application(client_max_size=1 << 26)
-    app.add_routes(
-        [
-            web.post("/generate", engine.generate),
-            web.get("/wait", engine.wait),
-            web.post("/drip", engine.drip),
-        ]
-    )
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0, backlog=8192).start()
-    print(f"http://127.0.0.1:{runner.addresses[0][1]}", flush=True)
-    await asyncio.Event().wait()
-
-
-# --- the two ways to collect ----------------------------------------------------------------
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Sample:
+    """One run: when each completion was seen, and what the controller's process spent."""
+
     latencies_s: list[float]
     cpu_s: float
     wall_s: float
 
+    def quantile_ms(self, share: float) -> float:
+        return sorted(self.latencies_s)[int(share * (len(self.latencies_s) - 1))] * 1e3
 
-class Collector:
-    """Keeps the number of outstanding rollouts and notes when each completion was seen."""
+    def cpu_percent(self) -> float:
+        return 100 * self.cpu_s / self.wall_s
 
-    def __init__(self, controller: RolloutController) -> None:
-        self.controller = controller
-        self.latencies: list[float] = []
-        self.prompts = 0
-        self.wanted = 0
-        self.reached = asyncio.Event()
+    def cpu_us_each(self) -> float:
+        return self.cpu_s / len(self.latencies_s) * 1e6
 
-    def seen(self, rollout: Rollout) -> None:
-        self.latencies.append(time.time() - rollout.finished_at)
-        first = rollout.prompt_ids[0] * NUM_TOKENS
-        if rollout.output_ids != tuple(range(first, first + NUM_TOKENS)):
-            raise RuntimeError(f"rollout {rollout.task_id}: wrong tokens")
-        self.add()
-        if len(self.latencies) >= self.wanted:
-            self.reached.set()
-
-    async def collect(self, count: int) -> None:
-        self.wanted = count
-        self.latencies = []
-        self.reached.clear()
-
-    def add(self) -> None:
-        raise NotImplementedError
-
-    async def stop(self) -> None:
-        return None
+    def per_second(self) -> float:
+        return len(self.latencies_s) / self.wall_s
 
 
-class CallbackCollector(Collector):
-    def add(self) -> None:
-        self.prompts += 1
-        handle = self.controller.submit(
-            (self.prompts, 1), SamplingParams(max_new_tokens=NUM_TOKENS)
-        )
+class Child:
+    """A process that is told things on stdin and answers with lines."""
 
-        def done(future: asyncio.Future[Rollout]) -> None:
-            if not future.cancelled():
-                self.seen(future.result())
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
 
-        handle.add_done_callback(done)
-
-
-class PollingCollector(Collector):
-    def __init__(self, controller: RolloutController) -> None:
-        super().__init__(controller)
-        self.running: set[asyncio.Task[Rollout]] = set()
-        self.loop_task = asyncio.create_task(self.loop())
-
-    def add(self) -> None:
-        self.prompts += 1
-        handle = self.controller.submit(
-            (self.prompts, 1), SamplingParams(max_new_tokens=NUM_TOKENS)
-        )
-
-        async def wait() -> Rollout:
-            return await handle
-
-        self.running.add(asyncio.create_task(wait()))
-
-    async def loop(self) -> None:
-        while True:
-            if not self.running:
-                await asyncio.sleep(0.05)
-                continue
-            done, _ = await asyncio.wait(
-                self.running, timeout=0.05, return_when=asyncio.FIRST_COMPLETED
+    @classmethod
+    async def start(cls, *command: str, token: str, niceness: int = 0) -> Child:
+        environment = {**os.environ, "WINDLASS_TOKEN": token, "OMP_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] = str(HERE.parent / "src")
+        return cls(
+            await asyncio.create_subprocess_exec(
+                *("nice", "-n", str(niceness), sys.executable, *command),
+                env=environment,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
             )
-            self.running -= done
-            for task in done:
-                self.seen(task.result())
-
-    async def stop(self) -> None:
-        self.loop_task.cancel()
-        for task in self.running:
-            task.cancel()
-        await asyncio.gather(self.loop_task, *self.running, return_exceptions=True)
-
-
-async def measure(
-    make: Callable[[RolloutController], Collector], outstanding: int, engine_url: str
-) -> list[Sample]:
-    token = secrets.token_hex(8)
-    os.environ["WINDLASS_TOKEN"] = token
-    engines = StaticEngines([("engine", engine_url, 0)])
-    async with AsyncExitStack() as stack:
-        controller = await stack.enter_async_context(
-            RolloutController(engines, StalenessPolicy.unbounded(outstanding), token=token)
         )
-        server = ControlServer(host="127.0.0.1", port=0, token=token)
-        mount_rollout_routes(server, controller, BatchQueue())
-        await server.start()
-        stack.push_async_callback(server.close)
-        worker = await start("-m", "windlass.rollout.worker", "--controller", server.url,
-                             "--name", "w", "--max-concurrent", str(outstanding))  # fmt: skip
-        stack.push_async_callback(end, worker)
-        session = await stack.enter_async_context(aiohttp.ClientSession())
-        collector = make(controller)
+
+    async def ask(self, line: str) -> None:
+        stdin, stdout = self.process.stdin, self.process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write(f"{line}\n".encode())
+        if not await asyncio.wait_for(stdout.readline(), DEADLINE_S):
+            raise SystemExit(f"{line!r}: the process ended")
+
+    async def end(self) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
+        await self.process.communicate()
+
+
+# --- one controller, one worker, one collector ---------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """A loaded controller: `outstanding` rollouts, replaced as they complete."""
+
+    collector: Collector
+    worker: Child
+    outstanding: int
+
+    async def run(self, count: int, *, rate: float | None) -> Sample:
+        """Count completions; at `rate` per second, or as they come."""
+        if rate is not None:
+            await self.worker.ask(f"until {self.outstanding - 64} 0")
+        self.collector.begin(count)
+        cpu, wall = time.process_time(), time.monotonic()
+        async with asyncio.timeout(DEADLINE_S):
+            if rate is not None:
+                await self.worker.ask(f"drip {count} {rate}")
+            await self.collector.reached.wait()
+        return Sample(
+            self.collector.latencies_s[:count], time.process_time() - cpu, time.monotonic() - wall
+        )
+
+    def check(self) -> None:
+        stats = self.collector.controller.stats()
+        if stats.lost or stats.failed or stats.outstanding != self.outstanding:
+            raise SystemExit(f"rollouts got lost: {stats}")
+
+
+@contextlib.asynccontextmanager
+async def loaded(
+    make: MakeCollector, workflow: str, outstanding: int, controller: RolloutController, url: str,
+    token: str,
+) -> AsyncIterator[Rig]:  # fmt: skip
+    async with AsyncExitStack() as stack:
+        arguments = ("--controller", url, "--name", "w", "--max-concurrent", str(outstanding))
+        worker = await Child.start(str(HERE / "rollout_load.py"), *arguments, token=token)
+        stack.push_async_callback(worker.end)
+        collector = make(controller, workflow)
         stack.push_async_callback(collector.stop)
         for _ in range(outstanding):
             collector.add()
-        samples = []
+        rig = Rig(collector, worker, outstanding)
+        yield rig
+        rig.check()
+
+
+@contextlib.asynccontextmanager
+async def static_rig(make: MakeCollector, workflow: str, outstanding: int) -> AsyncIterator[Rig]:
+    token = secrets.token_hex(8)
+    engines = StaticEngines([("engine", "http://unused", 0)])
+    policy = StalenessPolicy.unbounded(outstanding)
+    async with RolloutController(engines, policy, token=token) as controller:
+        server = ControlServer(host="127.0.0.1", port=0, token=token)
+        mount_rollout_routes(server, controller, BatchQueue())
+        await server.start()
+        try:
+            async with loaded(make, workflow, outstanding, controller, server.url, token) as rig:
+                yield rig
+                rig.collector.closed = True
+        finally:
+            await server.close()
+
+
+async def latency(make: MakeCollector, outstanding: int) -> list[Sample]:
+    async with static_rig(make, "held", outstanding) as rig:
+        await rig.worker.ask(f"until {outstanding} 0")
+        runs = [await rig.run(NUM_COMPLETIONS, rate=RATE_PER_S) for _ in range(NUM_RUNS + 1)]
+    return runs[1:]
+
+
+async def throughput(make: MakeCollector) -> list[Sample]:
+    async with static_rig(make, "instant", FULL_SPEED_OUTSTANDING) as rig:
+        runs = [await rig.run(FULL_SPEED_COMPLETIONS, rate=None) for _ in range(NUM_RUNS + 1)]
+    return runs[1:]
+
+
+async def idle() -> list[float]:
+    """Percent of a core, of a controller to which nothing happens."""
+    percents = []
+    async with static_rig(CallbackCollector, "held", IDLE_OUTSTANDING) as rig:
+        await rig.worker.ask(f"until {IDLE_OUTSTANDING} 0")
         for _ in range(NUM_RUNS):
-            async with asyncio.timeout(DEADLINE_S):
-                async with session.get(f"{engine_url}/wait?held={outstanding}") as response:
-                    response.raise_for_status()
-                await collector.collect(NUM_COMPLETIONS)
-                cpu, wall = time.process_time(), time.monotonic()
-                drip = f"{engine_url}/drip?count={NUM_COMPLETIONS}&rate={RATE_PER_S}"
-                async with session.post(drip) as response:
-                    response.raise_for_status()
-                await collector.reached.wait()
-            samples.append(
-                Sample(
-                    collector.latencies[:],
-                    time.process_time() - cpu,
-                    time.monotonic() - wall,
-                )
+            cpu, wall = time.process_time(), time.monotonic()
+            await asyncio.sleep(IDLE_S)
+            percents.append(100 * (time.process_time() - cpu) / (time.monotonic() - wall))
+    return percents
+
+
+# --- with updates in flight -----------------------------------------------------------------------
+
+
+class Publisher:
+    """A real trainer process and an embedded engine process, updated over `cma`.
+
+    They stand for other hosts, so they give way to the controller and the worker (nice 19):
+    what is measured is what an update costs the controller, not two processes copying 100 MB
+    on the controller's own cores.
+    """
+
+    def __init__(self, trainer: Child, controller: Controller) -> None:
+        self.trainer, self.controller = trainer, controller
+        self.version = -1
+        self.durations_s: list[float] = []
+
+    async def publish_until(self, stop: asyncio.Event) -> None:
+        while not stop.is_set():
+            await self.publish()
+
+    async def publish(self) -> None:
+        self.version += 1
+        began = time.monotonic()
+        await self.trainer.ask(str(self.version))
+        await self.controller.wait_for_version(self.version, deadline_s=DEADLINE_S)
+        self.durations_s.append(time.monotonic() - began)
+
+
+async def during_updates(outstanding: int) -> tuple[list[Sample], list[Sample], list[float]]:
+    """Alternating runs without and with updates, and seconds per update."""
+    quiet, updating = [], []
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        (folder / "config.json").write_text(json.dumps(MODEL))
+        token = secrets.token_hex(8)
+        controller = await stack.enter_async_context(
+            Controller(
+                token=token,
+                config=ControlConfig(mode=UpdateMode.STAGED),
+                staleness=StalenessPolicy.unbounded(outstanding),
             )
-        stats = controller.stats()
-        if stats.lost or stats.retried:
-            raise RuntimeError(f"lost {stats.lost}, retried {stats.retried}")
-    return samples
+        )
+        engine = await Child.start(
+            *("-m", "windlass.engines.embedded", "--name", "engine", "--dtype", "bfloat16"),
+            *("--model", str(folder / "config.json"), "--controller", controller.url),
+            token=token,
+            niceness=34,
+        )
+        stack.push_async_callback(engine.end)
+        trainer = await Child.start(
+            *(str(HERE / "rollout_trainer.py"), controller.url, str(folder / "config.json")),
+            token=token,
+            niceness=34,
+        )
+        stack.push_async_callback(trainer.end)
+        await controller.wait_for_fleet(num_trainers=1, engines=["engine"], deadline_s=DEADLINE_S)
+        publisher = Publisher(trainer, controller)
+        await publisher.publish()
+        rig = await stack.enter_async_context(
+            loaded(
+                CallbackCollector, "held", outstanding, controller.rollouts, controller.url, token
+            )
+        )
+        await rig.worker.ask(f"until {outstanding} 0")
+        await rig.run(NUM_COMPLETIONS, rate=RATE_PER_S)
+        publisher.durations_s.clear()
+        for _ in range(NUM_RUNS):
+            quiet.append(await rig.run(NUM_COMPLETIONS, rate=RATE_PER_S))
+            stop = asyncio.Event()
+            publishing = asyncio.create_task(publisher.publish_until(stop))
+            updating.append(await rig.run(NUM_COMPLETIONS, rate=RATE_PER_S))
+            stop.set()
+            await publishing
+        rig.check()
+        rig.collector.closed = True
+    return quiet, updating, publisher.durations_s
 
 
-async def start(*arguments: str, read: bool = False) -> asyncio.subprocess.Process:
-    environment = {**os.environ, "PYTHONPATH": SOURCE}
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        *arguments,
-        env=environment,
-        stdout=asyncio.subprocess.PIPE if read else asyncio.subprocess.DEVNULL,
-        stderr=None if read else asyncio.subprocess.DEVNULL,
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def row(
+    case: str, metric: str, unit: str, value: float, reference: str, reference_value: float
+) -> Row:
+    return Row(
+        case=case,
+        metric=metric,
+        value=value,
+        unit=unit,
+        reference=reference,
+        reference_value=reference_value,
+        ratio=value / reference_value,
     )
 
 
-async def end(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        process.kill()
-        await process.wait()
+LATENCY_METRICS: list[tuple[str, str, Callable[[Sample], float]]] = [
+    ("completion latency p50", "ms", lambda sample: sample.quantile_ms(0.50)),
+    ("completion latency p99", "ms", lambda sample: sample.quantile_ms(0.99)),
+    ("controller CPU per completion", "us", Sample.cpu_us_each),
+    ("controller CPU", "% of a core", Sample.cpu_percent),
+]
+GOALS = {"completion latency p99": 2.0, "controller CPU": 15.0}
 
 
-async def case(make: Callable[[RolloutController], Collector], outstanding: int) -> list[Sample]:
-    engine = await start(__file__, "--engine", read=True)
-    try:
-        if engine.stdout is None:
-            raise RuntimeError("engine: no stdout")
-        url = (await asyncio.wait_for(engine.stdout.readline(), 20)).decode().strip()
-        return await measure(make, outstanding, url)
-    finally:
-        await end(engine)
-
-
-def rows_of(outstanding: int, ours: list[Sample], theirs: list[Sample]) -> list[Row]:
+def latency_rows(outstanding: int, ours: Sequence[Sample], theirs: Sequence[Sample]) -> list[Row]:
     rows = []
-
-    def quantile(sample: Sample, share: float) -> float:
-        return sorted(sample.latencies_s)[int(share * (len(sample.latencies_s) - 1))] * 1e3
-
-    metrics: list[tuple[str, str, Callable[[Sample], float]]] = [
-        ("completion latency p50", "ms", lambda sample: quantile(sample, 0.50)),
-        ("completion latency p99", "ms", lambda sample: quantile(sample, 0.99)),
-        ("controller CPU per completion", "us", lambda s: s.cpu_s / len(s.latencies_s) * 1e6),
-        ("controller CPU", "% of a core", lambda s: 100 * s.cpu_s / s.wall_s),
-    ]
-    for metric, unit, value_of in metrics:
-        value, worst = median_p95([value_of(sample) for sample in ours])
-        reference, reference_worst = median_p95([value_of(sample) for sample in theirs])
-        name = "asyncio.wait over all, 50 ms"
-        for kind, a, b in (("median", value, reference), ("p95", worst, reference_worst)):
-            rows.append(
-                Row(
-                    case=f"{outstanding} outstanding",
-                    metric=f"{metric}, {kind} of {NUM_RUNS} runs",
-                    value=a,
-                    unit=unit,
-                    reference=name,
-                    reference_value=b,
-                    ratio=a / b,
-                )
-            )
+    for metric, unit, value_of in LATENCY_METRICS:
+        found = median_p95([value_of(sample) for sample in ours])
+        reference = median_p95([value_of(sample) for sample in theirs])
+        for kind, a, b in zip(("median", "p95"), found, reference, strict=True):
+            name = f"{metric}, {kind} of {NUM_RUNS} runs"
+            rows.append(row(f"{outstanding} outstanding", name, unit, a, POLLING, b))
+        if metric in GOALS and outstanding == 8192:
+            rows.append(row("8192 outstanding", metric, unit, found[0], "goal", GOALS[metric]))
     return rows
 
 
+def throughput_rows(ours: Sequence[Sample], theirs: Sequence[Sample]) -> list[Row]:
+    case, rows = f"full speed, {FULL_SPEED_OUTSTANDING} outstanding", []
+    rate, cpu = median_p95([s.per_second() for s in ours])[0], median_p95([s.cpu_us_each() for s in ours])[0]  # fmt: skip
+    slowest = min(s.per_second() for s in ours)
+    reference = median_p95([s.per_second() for s in theirs])[0]
+    reference_cpu = median_p95([s.cpu_us_each() for s in theirs])[0]
+    rows.append(row(case, "completions, median", "1/s", rate, POLLING, reference))
+    rows.append(row(case, "completions, median", "1/s", rate, "goal", 10_000.0))
+    rows.append(row(case, "completions, slowest run", "1/s", slowest, "goal", 10_000.0))
+    rows.append(row(case, "controller CPU per completion", "us", cpu, POLLING, reference_cpu))
+    return rows
+
+
+def update_rows(
+    outstanding: int, quiet: Sequence[Sample], updating: Sequence[Sample], seconds: Sequence[float]
+) -> list[Row]:
+    case, rows = f"{outstanding} outstanding, updates in flight", []
+    for share in (0.50, 0.99):
+        without = median_p95([s.quantile_ms(share) for s in quiet])[0]
+        during = median_p95([s.quantile_ms(share) for s in updating])[0]
+        name = f"completion latency p{share * 100:.0f}"
+        rows.append(row(case, f"{name}, median", "ms", during, "no update", without))
+        if share > 0.9:
+            rows.append(row(case, f"{name}, added", "ms", during - without, "goal", 1.0))
+    rows.append(row(case, f"update of 110 MB, median of {len(seconds)}", "s", median_p95(seconds)[0], "p95", median_p95(seconds)[1]))  # fmt: skip
+    return rows
+
+
+def machine_row(when: str) -> Row:
+    cores = len(os.sched_getaffinity(0))
+    return row("machine", f"load average, 1 min, {when}", "processes", os.getloadavg()[0], "cores", cores)  # fmt: skip
+
+
 def main() -> None:
-    if "--engine" in sys.argv:
-        asyncio.run(engine_process())
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
-    arguments = parser(__doc__ or "").parse_args()
-    rows: list[Row] = []
-    for outstanding in OUTSTANDING:
-        ours = asyncio.run(case(CallbackCollector, outstanding))
-        theirs = asyncio.run(case(PollingCollector, outstanding))
-        rows += rows_of(outstanding, ours, theirs)
-    report(rows, arguments.json, f"rollout completions at {RATE_PER_S:.0f}/s, {NUM_TOKENS} tokens")
+    options = parser(__doc__ or "")
+    options.add_argument("--only", choices=["latency", "throughput", "idle", "update"])
+    options.add_argument("--outstanding", type=int, nargs="*", default=list(OUTSTANDING))
+    arguments = options.parse_args()
+    wanted = {arguments.only} if arguments.only else {"latency", "throughput", "idle", "update"}
+    rows = [machine_row("before")]
+    if "latency" in wanted:
+        for outstanding in arguments.outstanding:
+            ours = asyncio.run(latency(CallbackCollector, outstanding))
+            theirs = asyncio.run(latency(PollingCollector, outstanding))
+            rows += latency_rows(outstanding, ours, theirs)
+    if "throughput" in wanted:
+        rows += throughput_rows(
+            asyncio.run(throughput(CallbackCollector)), asyncio.run(throughput(PollingCollector))
+        )
+    if "idle" in wanted:
+        median, worst = median_p95(asyncio.run(idle()))
+        for kind, percent in (("median", median), ("p95", worst)):
+            metric = f"idle controller CPU, {kind} of {NUM_RUNS} runs"
+            rows.append(row(f"{IDLE_OUTSTANDING} outstanding", metric, "% of a core", percent, "goal", 1.0))  # fmt: skip
+    if "update" in wanted:
+        rows += update_rows(8192, *asyncio.run(during_updates(8192)))
+    rows.append(machine_row("after"))
+    title = f"rollout completions, {RATE_PER_S:.0f}/s Poisson arrivals, {NUM_TOKENS} tokens each"
+    report(rows, arguments.json, title)
 
 
 if __name__ == "__main__":
