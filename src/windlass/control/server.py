@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 import socket
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, MutableSequence
 from typing import final
 
 from aiohttp import web
@@ -50,6 +50,11 @@ class ControlServer:
     def add_routes(self, routes: Iterable[web.AbstractRouteDef]) -> None:
         """Mount routes; before `start`."""
         self._app.add_routes(routes)
+
+    @property
+    def on_shutdown(self) -> MutableSequence[Callable[[web.Application], Awaitable[object]]]:
+        """Called when the server begins to close; for routes that hold connections open."""
+        return self._app.on_shutdown
 
     def add_public_route(self, path: str, handler: Handler) -> None:
         """Mount a GET route that needs no token, for what holds no secret; before `start`."""

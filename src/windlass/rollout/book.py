@@ -14,10 +14,13 @@ from enum import Enum
 
 import msgspec
 
+from windlass.rollout.deadlines import Ticket
 from windlass.rollout.handles import Rollout, RolloutGroup
 from windlass.rollout.messages import Partial, RolloutOutcome, SamplingParams
 
 __all__ = ["Book", "Counts", "Group", "Record", "State"]
+
+NOTHING = Partial()
 
 
 class State(Enum):
@@ -56,6 +59,7 @@ class Record:
         attempt: of the last dispatch; 0 before the first.
         failures: attempts that ended in an error.
         engine: of the last attempt. engine_held: key in `Book.by_engine`, kept by `Book.move`.
+        place: where `Book.move` put it.
         timer: of the running attempt or of the backoff.
         expiry: of the overall deadline, started at the first dispatch.
     """
@@ -80,10 +84,11 @@ class Record:
     engine: str = ""
     engine_held: str = ""
     worker: str = ""
-    partial: Partial = field(default_factory=Partial)
+    partial: Partial = NOTHING
     outcome: RolloutOutcome | None = None
     finished_at: float = 0.0
-    timer: asyncio.TimerHandle | None = None
+    place: dict[str, Record] | None = None
+    timer: asyncio.TimerHandle | Ticket[Record] | None = None
     expiry: asyncio.TimerHandle | None = None
 
     def stop_timer(self) -> None:
@@ -158,17 +163,18 @@ class Book:
             front: at the head of WAITING or QUEUED.
         """
         record.stop_timer()
-        place = self._place(record)
-        place.pop(record.task_id, None)
-        if record.state is State.RUNNING and not place:
-            self.by_engine.pop(record.engine_held, None)
+        if record.place is not None:
+            del record.place[record.task_id]
+            if record.state is State.RUNNING and not record.place:
+                del self.by_engine[record.engine_held]
         record.state = state
         record.engine_held = record.engine
         if state is State.ENDED:
+            record.place = None
             record.stop_expiry()
             self.records.pop(record.task_id, None)
             return
-        place = self._place(record)
+        place = record.place = self._place(record)
         place[record.task_id] = record
         if front and isinstance(place, OrderedDict):
             place.move_to_end(record.task_id, last=False)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from types import TracebackType
 from typing import Any
 
 import aiohttp
@@ -13,7 +12,7 @@ import msgspec
 from windlass.errors import RolloutError
 from windlass.rollout.messages import OnAbort, Partial, RolloutTask
 
-__all__ = ["AttemptError", "Generation", "attempt_deadline", "generate"]
+__all__ = ["AttemptDeadline", "AttemptError", "Generation", "generate"]
 
 MAX_STALLS = 8
 FIRST_STALL_BACKOFF_S = 0.05
@@ -29,21 +28,35 @@ class AttemptError(RolloutError):
         self.partial = partial
 
 
-@asynccontextmanager
-async def attempt_deadline(task: RolloutTask, what: str) -> AsyncIterator[None]:
-    """End the block after the task's deadline.
+class AttemptDeadline:
+    """`async with AttemptDeadline(task, what)` ends the block after the task's deadline.
 
     Raises:
         AttemptError: it had not ended by itself.
     """
-    scope = asyncio.timeout(task.deadline_s)
-    try:
-        async with scope:
-            yield
-    except TimeoutError as error:
-        if not scope.expired():
-            raise
-        raise AttemptError(f"{what}: no end within {task.deadline_s:.3f} s", Partial()) from error
+
+    __slots__ = ("_scope", "_task", "_what")
+
+    def __init__(self, task: RolloutTask, what: str) -> None:
+        self._task = task
+        self._what = what
+        self._scope = asyncio.timeout(task.deadline_s)
+
+    async def __aenter__(self) -> None:
+        await self._scope.__aenter__()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            await self._scope.__aexit__(kind, error, trace)
+        except TimeoutError as passed:
+            raise AttemptError(
+                f"{self._what}: no end within {self._task.deadline_s:.3f} s", Partial()
+            ) from passed
 
 
 class Generation(msgspec.Struct, frozen=True):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from windlass.errors import PeerTimeout, RolloutError
 from windlass.rollout.book import Book, Group, Record, State
+from windlass.rollout.deadlines import Deadlines
 from windlass.rollout.handles import ControllerConfig, RolloutGroup
 from windlass.rollout.messages import OutcomeStatus, Partial, RolloutOutcome
 from windlass.rollout.staleness import StalenessPolicy
@@ -46,6 +47,7 @@ class Lifecycle:
         self._config = config
         self._take_back = take_back
         self._work_changed = work_changed
+        self._deadlines = Deadlines(config.attempt_deadline_s, self._attempt_expired)
 
     # --- begin -----------------------------------------------------------------------------
 
@@ -75,8 +77,8 @@ class Lifecycle:
         record.engine = engine
         record.worker = worker
         self.book.move(record, State.RUNNING)
-        ends = now + self._config.attempt_deadline_s
-        record.timer = loop.call_at(ends, self._attempt_expired, record)
+        record.timer = ticket = self._deadlines.start(record)
+        ends = ticket.ends
         return (ends if record.expiry is None else min(ends, record.expiry.when())) - now
 
     def running(self, task_id: str, attempt: int) -> Record | None:

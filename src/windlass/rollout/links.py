@@ -21,6 +21,7 @@ import aiohttp
 from windlass.errors import ProtocolError
 from windlass.rollout._http import post
 from windlass.rollout.handles import ControllerConfig
+from windlass.rollout.lanes import Lane
 from windlass.rollout.messages import (
     AttemptKey,
     CancelBatch,
@@ -36,6 +37,7 @@ from windlass.rollout.messages import (
 __all__ = ["Link", "LinkOwner", "WorkerLink"]
 
 MAX_TASKS_PER_POST = 512
+GATHER_S = 0.005
 CALL_DEADLINE_S = 10.0
 MAX_BACKOFF_S = 1.0
 
@@ -116,6 +118,7 @@ class WorkerLink(Link):
         self._session = session
         self._owner = owner
         self._config = config
+        self._lane = Lane(session, f"{hello.url}/rollouts", TasksAccepted)
         self._outbox: OrderedDict[str, RolloutTask] = OrderedDict()
         self._unconfirmed: dict[str, int] = {}
         self._cancels: list[AttemptKey] = []
@@ -158,24 +161,39 @@ class WorkerLink(Link):
     # --- sending -----------------------------------------------------------------------
 
     async def _send_forever(self) -> None:
+        try:
+            while True:
+                await self._work.wait()
+                self._work.clear()
+                await self._send_all()
+        finally:
+            await self._lane.close()
+
+    async def _send_all(self) -> None:
         backoff = 0.02
-        while True:
-            await self._work.wait()
-            self._work.clear()
-            while self._outbox or self._cancels:
-                try:
-                    await self._send_once()
-                    backoff = 0.02
-                except (aiohttp.ClientError, TimeoutError, OSError, ProtocolError):
-                    # The watch lane decides whether the worker is gone; until then the
-                    # same idempotent batch is sent again.
-                    await asyncio.sleep(backoff)
-                    backoff = min(2 * backoff, MAX_BACKOFF_S)
+        while self._outbox or self._cancels:
+            try:
+                await self._send_once()
+                backoff = 0.02
+                if len(self._outbox) < MAX_TASKS_PER_POST:
+                    # What is dispatched meanwhile shares the next message. A rollout takes
+                    # seconds; the loop's time belongs to completions.
+                    await asyncio.sleep(GATHER_S)
+            except (aiohttp.ClientError, TimeoutError, OSError, ProtocolError):
+                # The watch lane decides whether the worker is gone; until then the
+                # same idempotent batch is sent again.
+                await asyncio.sleep(backoff)
+                backoff = min(2 * backoff, MAX_BACKOFF_S)
 
     async def _send_once(self) -> None:
         if self._cancels:
             keys = tuple(self._cancels)
-            await self._post("cancel", CancelBatch(keys))
+            url = f"{self.hello.url}/cancel"
+            self._check(
+                await post(
+                    self._session, url, CancelBatch(keys), TasksAccepted, deadline_s=CALL_DEADLINE_S
+                )
+            )
             del self._cancels[: len(keys)]
         batch = tuple(islice(self._outbox.values(), MAX_TASKS_PER_POST))
         if not batch:
@@ -184,7 +202,7 @@ class WorkerLink(Link):
             self._unconfirmed[task.task_id] = task.attempt
             del self._outbox[task.task_id]
         try:
-            await self._post("rollouts", TaskBatch(batch))
+            self._check(await self._lane.call(TaskBatch(batch), deadline_s=CALL_DEADLINE_S))
         except BaseException:
             for task in reversed(batch):
                 if self.assigned.get(task.task_id) == task.attempt:
@@ -195,9 +213,7 @@ class WorkerLink(Link):
             for task in batch:
                 self._unconfirmed.pop(task.task_id, None)
 
-    async def _post(self, route: str, body: TaskBatch | CancelBatch) -> None:
-        url = f"{self.hello.url}/{route}"
-        answer = await post(self._session, url, body, TasksAccepted, deadline_s=CALL_DEADLINE_S)
+    def _check(self, answer: TasksAccepted) -> None:
         if answer.incarnation != self.hello.incarnation:
             raise ProtocolError(f"worker {self.hello.name}: another incarnation answers")
 

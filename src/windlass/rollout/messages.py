@@ -3,11 +3,16 @@
 Bodies are msgpack over HTTP. A rollout keeps its `task_id` for life; every time that it is
 handed to a worker it gets a new `attempt`. (task_id, attempt) identifies one piece of
 work: a worker runs it at most once, and the controller uses at most one outcome of it.
+
+What exists once per rollout is hidden from the garbage collector (`gc=False`): it holds only
+plain values and cannot be part of a cycle, and walking tens of thousands of them takes longer
+than a completion may.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
+from itertools import chain
 from typing import TypeVar
 
 import msgspec
@@ -68,7 +73,7 @@ class OutcomeStatus(StrEnum):
     CANCELLED = "cancelled"
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """How an engine samples, with SGLang's names.
 
     Attributes:
@@ -95,14 +100,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"sampling: top_p must be in (0, 1], got {self.top_p}")
 
 
-class EngineTarget(msgspec.Struct, frozen=True):
+class EngineTarget(msgspec.Struct, frozen=True, gc=False):
     """The engine that an attempt must use."""
 
     name: str
     url: str
 
 
-class Partial(msgspec.Struct, frozen=True):
+class Partial(msgspec.Struct, frozen=True, gc=False):
     """Tokens that are already there: ids, logprobs and weight versions, of equal length."""
 
     output_ids: tuple[int, ...] = ()
@@ -117,7 +122,7 @@ class Partial(msgspec.Struct, frozen=True):
             )
 
 
-class Turn(msgspec.Struct, frozen=True):
+class Turn(msgspec.Struct, frozen=True, gc=False):
     """One call of an engine by a workflow: what it was given, and what it answered."""
 
     prompt_ids: tuple[int, ...]
@@ -125,7 +130,7 @@ class Turn(msgspec.Struct, frozen=True):
     finish_reason: str
 
 
-class RolloutTask(msgspec.Struct, frozen=True, kw_only=True):
+class RolloutTask(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """One attempt, as handed to a worker.
 
     Attributes:
@@ -147,7 +152,7 @@ class RolloutTask(msgspec.Struct, frozen=True, kw_only=True):
     arguments: bytes = b""
 
 
-class RolloutOutcome(msgspec.Struct, frozen=True, kw_only=True):
+class RolloutOutcome(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """How one attempt ended. The prompt stays with the controller and is not sent back.
 
     Attributes:
@@ -173,14 +178,24 @@ class RolloutOutcome(msgspec.Struct, frozen=True, kw_only=True):
     turns: tuple[Turn, ...] = ()
     value: bytes = b""
 
+    def num_tokens(self) -> int:
+        """How many tokens travel with it, prompts of turns included."""
+        return len(self.result.output_ids) + sum(
+            [len(turn.prompt_ids) + len(turn.output.output_ids) for turn in self.turns]
+        )
+
     def versions(self) -> tuple[int, ...]:
         """The weight version of every generated token, those of all turns included."""
-        if not self.turns:
-            return self.result.versions
-        return tuple(version for turn in self.turns for version in turn.output.versions)
+        match self.turns:
+            case ():
+                return self.result.versions
+            case (turn,):
+                return turn.output.versions
+            case turns:
+                return tuple(chain.from_iterable(turn.output.versions for turn in turns))
 
 
-class AttemptKey(msgspec.Struct, frozen=True, array_like=True):
+class AttemptKey(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Identity of one piece of work."""
 
     task_id: str

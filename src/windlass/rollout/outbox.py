@@ -83,10 +83,10 @@ class Outbox:
         batch: list[RolloutOutcome] = []
         num_tokens = 0
         for outcome in self._kept.values():
-            if batch and num_tokens + len(outcome.result.output_ids) > MAX_TOKENS_PER_POST:
+            num_tokens += outcome.num_tokens()
+            if batch and num_tokens > MAX_TOKENS_PER_POST:
                 break
             batch.append(outcome)
-            num_tokens += len(outcome.result.output_ids)
             if len(batch) == MAX_OUTCOMES_PER_POST:
                 break
         return tuple(batch)

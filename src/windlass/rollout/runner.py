@@ -14,6 +14,7 @@ from aiohttp import web
 from windlass.errors import AuthenticationError, ConfigError, ProtocolError
 from windlass.rollout._http import post, read_body, reply
 from windlass.rollout.attempts import outcome_of
+from windlass.rollout.lanes import Lane, LaneRoutes
 from windlass.rollout.messages import (
     AttemptKey,
     CancelBatch,
@@ -71,6 +72,7 @@ class WorkerRunner:
         self._workflows = check_workflows(workflows)
         self._controller = ""
         self._register_due = asyncio.Event()
+        self._lane = Lane(controller_session, f"{controller_url}/v1/completions", CompletionAck)
         self._outbox = Outbox(self._deliver, self._register_due.set)
         self._running: dict[tuple[str, int], asyncio.Task[AttemptResult]] = {}
         self._ended: OrderedDict[tuple[str, int], None] = OrderedDict()
@@ -139,6 +141,7 @@ class WorkerRunner:
         finally:
             delivery.cancel()
             await asyncio.gather(delivery, return_exceptions=True)
+            await self._lane.close()
 
     async def shut_down(self, deadline_s: float) -> None:
         """End running attempts with an error that makes the controller try them elsewhere.
@@ -207,32 +210,25 @@ class WorkerRunner:
             ) from error
 
     async def _deliver(self, outcomes: tuple[RolloutOutcome, ...]) -> CompletionAck:
-        return await post(
-            self._controller_session,
-            f"{self._controller_url}/v1/completions",
-            CompletionBatch(self.hello.name, self.hello.incarnation, outcomes),
-            CompletionAck,
-            deadline_s=CALL_DEADLINE_S,
-        )
+        batch = CompletionBatch(self.hello.name, self.hello.incarnation, outcomes)
+        return await self._lane.call(batch, deadline_s=CALL_DEADLINE_S)
 
     # --- routes ----------------------------------------------------------------------------
 
     def routes(self) -> list[web.RouteDef]:
         """The worker's HTTP routes."""
         return [
-            web.post("/rollouts", self._post_rollouts),
+            *LaneRoutes("/rollouts", TaskBatch, self._take_tasks, status=202).routes(),
             web.post("/cancel", self._post_cancel),
             web.get("/completions", self._get_completions),
             web.get("/health", self._get_health),
             web.get("/watch", self._get_watch),
         ]
 
-    async def _post_rollouts(self, request: web.Request) -> web.Response:
-        batch = await read_body(request, TaskBatch)
+    def _take_tasks(self, batch: TaskBatch) -> TasksAccepted:
         if self._stopping:
             raise web.HTTPServiceUnavailable(text="worker is shutting down")
-        num_new = self.accept(batch.tasks)
-        return reply(TasksAccepted(self.hello.incarnation, num_new), status=202)
+        return TasksAccepted(self.hello.incarnation, self.accept(batch.tasks))
 
     async def _post_cancel(self, request: web.Request) -> web.Response:
         batch = await read_body(request, CancelBatch)

@@ -7,7 +7,7 @@ another route of the same server cannot delay a completion.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable, MutableSequence
 from typing import Protocol
 
 import msgspec
@@ -17,6 +17,7 @@ from windlass.errors import ConfigError, PeerTimeout, StaleMessage
 from windlass.rollout._http import read_body, reply
 from windlass.rollout.batches import BatchQueue
 from windlass.rollout.controller import RolloutController
+from windlass.rollout.lanes import LaneRoutes
 from windlass.rollout.messages import CompletionBatch, WorkerHello
 
 __all__ = ["MAX_BATCH_WAIT_S", "RouteHost", "mount_rollout_routes"]
@@ -34,6 +35,11 @@ class RouteHost(Protocol):
         """Add routes before the server starts."""
         ...
 
+    @property
+    def on_shutdown(self) -> MutableSequence[Callable[[web.Application], Awaitable[object]]]:
+        """Called when the server begins to close."""
+        ...
+
 
 def mount_rollout_routes(
     server: RouteHost, controller: RolloutController, batches: BatchQueue
@@ -46,9 +52,11 @@ def mount_rollout_routes(
         batches: answers trainer ranks.
     """
     routes = _Routes(controller, batches)
+    completions = LaneRoutes("/v1/completions", CompletionBatch, controller.complete)
+    server.on_shutdown.append(completions.close)
     server.add_routes(
         [
-            web.post("/v1/completions", routes.completions),
+            *completions.routes(),
             web.post("/v1/workers", routes.workers),
             web.get("/v1/batches", routes.batches),
             web.get("/v1/rollouts/status", routes.status),
@@ -60,9 +68,6 @@ class _Routes:
     def __init__(self, controller: RolloutController, batches: BatchQueue) -> None:
         self._controller = controller
         self._batches = batches
-
-    async def completions(self, request: web.Request) -> web.Response:
-        return reply(self._controller.complete(await read_body(request, CompletionBatch)))
 
     async def workers(self, request: web.Request) -> web.Response:
         hello = await read_body(request, WorkerHello)

@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 
 from windlass.errors import ConfigError, RolloutError
-from windlass.rollout.generate import AttemptError, attempt_deadline, generate
+from windlass.rollout.generate import AttemptDeadline, AttemptError, generate
 from windlass.rollout.messages import Partial, RolloutTask, SamplingParams, Turn
 
 __all__ = [
@@ -150,7 +150,7 @@ async def run_attempt(
             f"workflow must be one of {sorted(workflows)}, got {task.workflow!r}", Partial()
         )
     context = WorkflowContext(session, task)
-    async with attempt_deadline(task, f"workflow {task.workflow}"):
+    async with AttemptDeadline(task, f"workflow {task.workflow}"):
         value = await workflow(context)
     return AttemptResult(
         turns=tuple(context.turns), value=encode_value(f"workflow {task.workflow}: value", value)
