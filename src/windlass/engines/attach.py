@@ -10,7 +10,10 @@ import http.client
 import logging
 import os
 import threading
-from typing import Protocol, final
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, final
 from urllib.parse import urlsplit
 
 import msgspec
@@ -20,6 +23,7 @@ from windlass.control.agents import EngineAgent
 from windlass.control.client import AgentChannel
 from windlass.control.messages import PROTOCOL_VERSION, Hello
 from windlass.engines.capture.capture import Captured
+from windlass.engines.capture.codes import checkpoint_tensors
 from windlass.errors import PeerTimeout, PeerUnreachable, WindlassError
 from windlass.execution.backends import address_towards
 from windlass.execution.receiver import Receiver
@@ -28,6 +32,9 @@ from windlass.layout.manifest import Role
 from windlass.transports.base import MemoryRegion, OneSidedTransport
 from windlass.transports.configs import CudaIpcConfig, TransportConfig, parse_transport
 from windlass.transports.registry import create_transport
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "AgentSettings",
@@ -56,6 +63,8 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         controller: address. transport: name of the transport that receives weights.
         url: of the engine's own HTTP server.
         checkpoint: folder with safetensors files of the model's names, shapes and types.
+        loaded: whether the engine started with the weights of `checkpoint`; if not, nothing can be
+            compared with them.
         world_size: ranks of this engine.
     """
 
@@ -65,6 +74,11 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     checkpoint: str
     world_size: int
+    loaded: bool = True
+
+    def reference(self) -> Callable[[], Iterator[tuple[str, torch.Tensor]]] | None:
+        """See `capture`."""
+        return partial(checkpoint_tensors, Path(self.checkpoint)) if self.loaded else None
 
 
 class EngineApi(Protocol):

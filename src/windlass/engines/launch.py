@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from types import FrameType
 
 import msgspec
@@ -19,7 +20,7 @@ from windlass.engines.attach import AgentSettings
 from windlass.envs import control_token, inherited_environment
 from windlass.errors import ConfigError, PeerUnreachable, WindlassError
 
-__all__ = ["Connect", "arguments", "check_placed", "serve"]
+__all__ = ["Connect", "arguments", "check_placed", "serve", "starts_with_random_weights"]
 
 REACH_DEADLINE_S = 30.0
 
@@ -94,6 +95,7 @@ def serve(
                         url=url,
                         checkpoint=args.model,
                         world_size=args.tp,
+                        loaded=not starts_with_random_weights(command),
                     )
                 )
             os.write(1, msgspec.json.encode({"name": args.name, "url": url}) + b"\n")
@@ -106,6 +108,11 @@ def serve(
         _signal(server.pid, signal.SIGKILL)  # what a dead leader left behind
         log.join()
     return status or code
+
+
+def starts_with_random_weights(command: Sequence[str]) -> bool:
+    """Whether an engine's command line says that it reads no checkpoint, in either spelling."""
+    return "--load-format=dummy" in command or ("--load-format", "dummy") in pairwise(command)
 
 
 def _forward(server: subprocess.Popen[bytes], ready_line: str, ready: threading.Event) -> None:

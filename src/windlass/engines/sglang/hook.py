@@ -19,13 +19,12 @@ from torch.multiprocessing.reductions import rebuild_tensor
 
 from windlass.config import PauseMode
 from windlass.control.client import AgentChannel
-from windlass.engines.attach import AgentSettings, RankHooks, RestGate, attach, post
+from windlass.engines.attach import AgentSettings, NoSuchRoute, RankHooks, RestGate, attach, post
 from windlass.engines.capture.capture import Captured, capture
-from windlass.engines.capture.codes import checkpoint_specs, checkpoint_tensors
-from windlass.engines.capture.memory import Kind, held_by
+from windlass.engines.capture.codes import checkpoint_specs
+from windlass.engines.capture.memory import Kind, fingerprint, held_by
 from windlass.envs import control_token
 from windlass.errors import PeerUnreachable, UnsupportedLayout
-from windlass.memory.digest import new_digest
 
 __all__ = ["AtRest", "Digests", "Join", "Joined", "SglangApi", "order_ranks", "run"]
 
@@ -100,7 +99,7 @@ def _join(model: torch.nn.Module, order: Join, rank: int) -> None:
         checkpoint_specs(Path(settings.checkpoint)),
         load,
         worker=f"{settings.name}/{rank}",
-        reference=lambda: checkpoint_tensors(Path(settings.checkpoint)),
+        reference=settings.reference(),
     )
     gate = RestGate()
     api = SglangApi(settings.url, settings.world_size) if rank == 0 else None
@@ -115,6 +114,9 @@ def _load(model: torch.nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     device = next(model.parameters()).device
+    if "restore_weights_before_loading" not in vars(DefaultModelLoader):  # 0.5.16
+        DefaultModelLoader.load_weights_and_postprocess(model, weights, device)
+        return
     DefaultModelLoader.restore_weights_before_loading(model, device)
     model.load_weights(weights)  # type: ignore[operator]
     DefaultModelLoader.postprocess_weights(model, device)
@@ -135,17 +137,18 @@ def _rest(model: torch.nn.Module, order: AtRest) -> None:
     moved = sorted(n for n in known if n not in held or held[n].address != addresses[n])
     if moved:
         raise UnsupportedLayout(f"{moved}: tensors that moved since the layout was captured")
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # the last step may still be running
     _attached.gate.at_rest(order.pause_id)
 
 
 def _digests(model: torch.nn.Module) -> Mapping[str, str]:
-    digests: dict[str, str] = {}
-    for name, holding in held_by(model).items():
-        digest = new_digest()
-        digest.update(holding.memory().view(torch.uint8).cpu().numpy().data)
-        kind = "" if holding.kind is Kind.PARAMETER else f"{holding.kind}:"
-        digests[kind + name] = digest.hexdigest()
-    return digests
+    return {
+        f"{'' if holding.kind is Kind.PARAMETER else f'{holding.kind}:'}{name}": (
+            f"{fingerprint(holding.memory()):016x}"
+        )
+        for name, holding in held_by(model).items()
+    }
 
 
 class _Empty:
@@ -179,11 +182,14 @@ def order_ranks(url: str, order: Order, world_size: int, deadline_s: float) -> N
         "serialized_named_tensors": [base64.b64encode(payload).decode()] * world_size,
         "load_format": HOOK,
         "flush_cache": False,
-        "selector": "target",
     }
-    _call(url, "/begin_weight_update", {"selector": "target"}, deadline_s)
     try:
+        _call(url, "/begin_weight_update", {"selector": "target"}, deadline_s)
+    except NoSuchRoute:  # 0.5.16: no sessions, and no draft model here
         _call(url, "/update_weights_from_tensor", body, deadline_s)
+        return
+    try:
+        _call(url, "/update_weights_from_tensor", {**body, "selector": "target"}, deadline_s)
     finally:
         _call(url, "/end_weight_update", {}, deadline_s)
 

@@ -25,7 +25,7 @@ from windlass.engines.attach import (
     post,
 )
 from windlass.engines.capture.capture import capture
-from windlass.engines.capture.codes import checkpoint_specs, checkpoint_tensors
+from windlass.engines.capture.codes import checkpoint_specs
 from windlass.engines.capture.memory import Kind, fingerprint, held_by
 from windlass.envs import control_token
 from windlass.errors import ConfigError
@@ -41,10 +41,6 @@ class _Runner(Protocol):
     def get_model(self) -> torch.nn.Module: ...
 
 
-class _LoadConfig(Protocol):
-    load_format: str
-
-
 class _ParallelConfig(Protocol):
     pipeline_parallel_size: int
 
@@ -54,7 +50,6 @@ class _Worker(Protocol):
 
     rank: int
     model_runner: _Runner
-    load_config: _LoadConfig
     parallel_config: _ParallelConfig
 
     def reload_weights(
@@ -125,14 +120,12 @@ class WindlassExtension:
         def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
             worker.reload_weights(weights_iterator=weights, is_checkpoint_format=True)
 
-        # An engine that starts with random weights has read no checkpoint to compare with.
-        unread = worker.load_config.load_format == "dummy"
         captured = capture(
             worker.model_runner.get_model(),
             checkpoint_specs(Path(settings.checkpoint)),
             load,
             worker=f"{settings.name}/{worker.rank}",
-            reference=None if unread else lambda: checkpoint_tensors(Path(settings.checkpoint)),
+            reference=settings.reference(),
             ignored=_cache_storages(worker),
         )
         gate = RestGate()

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# A live vLLM server on GPUs, updated under load. Needs vLLM 0.24, transformers and torch 2.11 with CUDA
+# A live engine on GPUs, updated under load. Needs vLLM 0.24 or SGLang 0.5.16, transformers and torch 2.11 with CUDA
 # on PYTHONPATH or installed, besides what Windlass needs. Half of the GPUs serve, half train.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-OUT=${1:?usage: run_live_vllm.sh RESULT_FOLDER [options of bench_live_vllm.py]}
+OUT=${1:?usage: run_live_engine.sh RESULT_FOLDER [options of bench_live_engine.py]}
 shift
 export PYTHONPATH="$PWD/src:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | tee "$OUT/gpus.txt"
-timeout 540 python3 benchmarks/gpu/bench_live_vllm.py --json "$OUT/bench_live_vllm.json" \
-  --log "$OUT/vllm.log" "$@" 2>&1 | tee "$OUT/bench_live_vllm.txt"
+timeout 540 python3 benchmarks/gpu/bench_live_engine.py --json "$OUT/bench_live_engine.json" \
+  --log "$OUT/engine.log" "$@" 2>&1 | tee "$OUT/bench_live_engine.txt"

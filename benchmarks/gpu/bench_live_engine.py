@@ -1,6 +1,6 @@
-"""A live vLLM server under load, updated by Windlass and by vLLM's own NCCL weight transfer.
+"""A live engine under load, updated by Windlass and by the engine's own NCCL weight transfer.
 
-    python benchmarks/gpu/bench_live_vllm.py --json FILE [--layers 48] [--updates 10]
+    python benchmarks/gpu/bench_live_engine.py --engine vllm --json FILE [--layers 48] [--updates 10]
 
 Half of the GPUs serve (tensor parallel), half train: FSDP2 ranks that hold Qwen3-MoE in transformers'
 own layout and rewrite every weight before each update. Clients stream tokens all the time; what an
@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 import torch
@@ -42,23 +42,16 @@ from windlass.transports.configs import CudaIpcConfig
 TOKEN = "secret of the benchmark"
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = [5, 6, 7, 8]
+BUCKET_NBYTES = 1 << 30
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_USE_DEEP_GEMM": "0",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
     "CUDA_MODULE_LOADING": "LAZY",
-    "VLLM_HOST_IP": "127.0.0.1",
     "TOKENIZERS_PARALLELISM": "false",
-    "VLLM_LOGGING_LEVEL": "INFO",
-    "VLLM_SERVER_DEV_MODE": "1",
 }
 
 
@@ -178,25 +171,40 @@ class TrainerRank:
     def publish(self, version: int) -> windlass.UpdateReport:
         return self.client.publish(version)
 
-    def gather(self) -> list[tuple[str, list[int]]]:
-        """All full tensors on rank 0, as vLLM's own transfer wants them."""
+    def gather(self) -> int:
+        """All full tensors on rank 0, as the engines' own transfers want them."""
         for name, parameter in self.module.named_parameters():
             gathered = parameter.full_tensor().detach()
             if self.rank == 0:
                 self.full.extend(unstack(name, gathered))
         torch.cuda.synchronize()
-        return [(name, list(tensor.shape)) for name, tensor in self.full]
+        return len(self.full)
 
-    def own_init(self, port: int, world_size: int) -> None:
-        if self.rank == 0:
+    def own_init(self, engine: str, port: int, world_size: int) -> None:
+        if self.rank != 0:
+            return
+        self.engine = engine
+        if engine == "vllm":
             from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
             self.own = NCCLWeightTransferEngine.trainer_init(
                 {"master_address": "127.0.0.1", "master_port": port, "world_size": world_size}
             )
+        else:
+            from sglang.srt.utils import init_custom_process_group
 
-    def own_send(self) -> None:
-        if self.rank == 0:
+            self.own = init_custom_process_group(
+                backend="nccl",
+                init_method=f"tcp://127.0.0.1:{port}",
+                world_size=world_size,
+                rank=0,
+                group_name="own",
+            )
+
+    def own_send(self, bucket: int = 0) -> None:
+        if self.rank != 0:
+            return
+        if self.engine == "vllm":
             from vllm.distributed.weight_transfer.nccl_engine import (
                 NCCLTrainerSendWeightsArgs,
                 NCCLWeightTransferEngine,
@@ -204,7 +212,24 @@ class TrainerRank:
 
             arguments = NCCLTrainerSendWeightsArgs(group=self.own, packed=True)
             NCCLWeightTransferEngine.trainer_send_weights(iter(self.full), arguments)
-            torch.cuda.synchronize()
+        else:
+            parts = [tensor.reshape(-1).view(torch.uint8) for _, tensor in self.buckets()[bucket]]
+            dist.broadcast(torch.cat(parts), src=0, group=self.own)
+        torch.cuda.synchronize()
+
+    def buckets(self) -> list[list[tuple[str, torch.Tensor]]]:
+        found: list[list[tuple[str, torch.Tensor]]] = [[]]
+        nbytes = 0
+        for name, tensor in self.full:
+            if nbytes and nbytes + tensor.nbytes > BUCKET_NBYTES:
+                found.append([])
+                nbytes = 0
+            found[-1].append((name, tensor))
+            nbytes += tensor.nbytes
+        return found
+
+    def bucket_names(self) -> list[list[tuple[str, list[int]]]]:
+        return [[(name, list(t.shape)) for name, t in bucket] for bucket in self.buckets()]
 
     def end(self) -> None:
         self.client.close()
@@ -271,12 +296,24 @@ class Trainers:
 # --- load ----------------------------------------------------------------------------------------
 
 
-def load(url: str, streams: int, vocab: int, pipe: Connection) -> None:
+def load(url: str, engine: str, streams: int, vocab: int, pipe: Connection) -> None:
     """Clients that stream tokens until told to end; then sends every stream's arrival times."""
-    asyncio.run(_load(url, streams, vocab, pipe))
+    asyncio.run(_load(url, engine, streams, vocab, pipe))
 
 
-async def _load(url: str, streams: int, vocab: int, pipe: Connection) -> None:
+def generate_request(
+    engine: str, prompt: list[int], count: int, temperature: float, *, stream: bool
+) -> tuple[str, dict[str, Any]]:
+    """Path and body."""
+    if engine == "vllm":
+        sampling = {"max_tokens": count, "temperature": temperature, "ignore_eos": True}
+        body = {"token_ids": prompt, "sampling_params": sampling, "stream": stream}
+        return "/inference/v1/generate", body
+    sampling = {"max_new_tokens": count, "temperature": temperature, "ignore_eos": True}
+    return "/generate", {"input_ids": prompt, "sampling_params": sampling, "stream": stream}
+
+
+async def _load(url: str, engine: str, streams: int, vocab: int, pipe: Connection) -> None:
     ended = asyncio.Event()
     arrivals: list[list[float]] = [[] for _ in range(streams)]
     errors: list[str] = []
@@ -286,10 +323,9 @@ async def _load(url: str, streams: int, vocab: int, pipe: Connection) -> None:
         while not ended.is_set():
             number += 1
             prompt = [(index * 7919 + number * 104729 + k * 31) % vocab for k in range(64)]
-            sampling = {"max_tokens": 512, "temperature": 1.0, "ignore_eos": True}
-            body = {"token_ids": prompt, "sampling_params": sampling, "stream": True}
+            path, body = generate_request(engine, prompt, 512, 1.0, stream=True)
             try:
-                async with session.post(f"{url}/inference/v1/generate", json=body) as response:
+                async with session.post(url + path, json=body) as response:
                     if response.status != 200:
                         errors.append(f"{response.status}: {(await response.text())[:200]}")
                         return
@@ -338,66 +374,175 @@ async def post(session: aiohttp.ClientSession, url: str, body: Any) -> Any:
         return json.loads(text or "null")
 
 
-class Server:
-    """The live engine."""
+def common_flags(options: argparse.Namespace, folder: str, controller: str) -> list[str]:
+    return [
+        *("--name", options.engine, "--model", folder, "--port", str(options.port)),
+        *("--tp", str(options.tp), "--controller", controller, "--transport", "cuda_ipc"),
+        *("--load-format", "dummy", "--dtype", "bfloat16", "--skip-tokenizer-init"),
+    ]
 
-    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
-        self.url, self.session = url, session
+
+class Vllm:
+    """vLLM 0.24."""
+
+    environment: ClassVar[dict[str, str]] = {
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_USE_DEEP_GEMM": "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+    def __init__(self, options: argparse.Namespace, session: aiohttp.ClientSession) -> None:
+        self.options, self.session = options, session
+        self.url = f"http://127.0.0.1:{options.port}"
+
+    def command(self, folder: str, controller: str) -> list[str]:
+        return [
+            *("windlass.engines.vllm", *common_flags(self.options, folder, controller)),
+            *("--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "64"),
+            *("--gpu-memory-utilization", "0.4", "--disable-custom-all-reduce"),
+            *("--no-enable-prefix-caching", "--seed", "0", "--disable-uvicorn-access-log"),
+            *("--weight-transfer-config", '{"backend": "nccl"}', "--tokens-only"),
+        ]
 
     async def post(self, path: str, body: Any) -> Any:
         return await post(self.session, self.url + path, body)
 
     async def tokens(self) -> list[int]:
-        sampling = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True}
-        body = {"token_ids": PROMPT, "sampling_params": sampling}
-        answer = await self.post("/inference/v1/generate", body)
+        answer = await self.post(*generate_request("vllm", PROMPT, 16, 0.0, stream=False))
         return list(answer["choices"][0]["token_ids"])
 
-    async def fingerprints(self) -> Any:
-        return (await self.post("/collective_rpc", {"method": "windlass_digests"}))["results"]
+    async def fingerprints(self) -> list[dict[str, str]]:
+        found = await self.post("/collective_rpc", {"method": "windlass_digests"})
+        return list(found["results"])
+
+    async def own_init(self, trainers: Trainers, port: int) -> None:
+        world = self.options.tp + 1
+        joining = asyncio.create_task(trainers.all("own_init", "vllm", port, world))
+        info = {
+            "master_address": "127.0.0.1",
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": world,
+        }
+        await self.post("/init_weight_transfer_engine", {"init_info": info})
+        await joining
+        self.names = [n for b in (await trainers.all("bucket_names"))[0][1] for n in b]
+
+    async def own_update(self, trainers: Trainers) -> float:
+        started = time.monotonic()
+        await self.post("/pause?mode=keep", {})
+        await self.post("/start_weight_update", {})
+        info = {
+            "names": [name for name, _ in self.names],
+            "dtype_names": ["bfloat16"] * len(self.names),
+            "shapes": [shape for _, shape in self.names],
+            "packed": True,
+        }
+        sending = asyncio.create_task(trainers.all("own_send"))
+        await self.post("/update_weights", {"update_info": info})
+        await sending
+        await self.post("/finish_weight_update", {})
+        await self.post("/resume", {})
+        return time.monotonic() - started
+
+
+class Sglang:
+    """SGLang 0.5.16; its own way with flattened buckets of 1 GiB."""
+
+    environment: ClassVar[dict[str, str]] = {
+        "SGLANG_HOST_IP": "127.0.0.1",
+        "FLASHINFER_DISABLE_VERSION_CHECK": "1",
+        "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
+    }
+
+    def __init__(self, options: argparse.Namespace, session: aiohttp.ClientSession) -> None:
+        self.options, self.session = options, session
+        self.url = f"http://127.0.0.1:{options.port}"
+
+    def command(self, folder: str, controller: str) -> list[str]:
+        return [
+            *("windlass.engines.sglang", *common_flags(self.options, folder, controller)),
+            *("--context-length", "1024", "--attention-backend", "triton"),
+            *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
+            *("--disable-decode-cuda-graph", "--disable-prefill-cuda-graph"),
+            *("--enforce-disable-flashinfer-allreduce-fusion", "--mem-fraction-static", "0.4"),
+            *("--max-running-requests", "64", "--max-total-tokens", "98304"),
+            *("--chunked-prefill-size", "1024", "--disable-custom-all-reduce"),
+            *("--random-seed", "0", "--skip-server-warmup", "--moe-runner-backend", "triton"),
+            *("--disable-radix-cache", "--log-level", "info"),
+        ]
+
+    async def post(self, path: str, body: Any) -> Any:
+        return await post(self.session, self.url + path, body)
+
+    async def tokens(self) -> list[int]:
+        answer = await self.post(*generate_request("sglang", PROMPT, 16, 0.0, stream=False))
+        return list(answer["output_ids"])
+
+    async def fingerprints(self) -> list[dict[str, str]]:
+        from windlass.engines.sglang.hook import Digests, order_ranks
+
+        tp = self.options.tp
+        with tempfile.TemporaryDirectory() as folder:
+            await asyncio.to_thread(order_ranks, self.url, Digests(folder), tp, 60.0)
+            return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(tp)]
+
+    async def own_init(self, trainers: Trainers, port: int) -> None:
+        world = self.options.tp + 1
+        joining = asyncio.create_task(trainers.all("own_init", "sglang", port, world))
+        body = {
+            "master_address": "127.0.0.1",
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": world,
+            "group_name": "own",
+            "backend": "nccl",
+        }
+        await self.post("/init_weights_update_group", body)
+        await joining
+        self.buckets = (await trainers.all("bucket_names"))[0][1]
+
+    async def own_update(self, trainers: Trainers) -> float:
+        started = time.monotonic()
+        await self.post("/pause_generation", {"mode": "in_place"})
+        for index, names in enumerate(self.buckets):
+            body = {
+                "names": [name for name, _ in names],
+                "dtypes": ["bfloat16"] * len(names),
+                "shapes": [shape for _, shape in names],
+                "group_name": "own",
+                "flush_cache": False,
+                "load_format": "flattened_bucket",
+            }
+            sending = asyncio.create_task(trainers.all("own_send", index))
+            await self.post("/update_weights_from_distributed", body)
+            await sending
+        await self.post("/continue_generation", {})
+        return time.monotonic() - started
 
 
 async def start_server(
-    folder: str, port: int, tp: int, controller: str, log: Path
+    server: Vllm | Sglang, folder: str, controller: str, log: Path
 ) -> asyncio.subprocess.Process:
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    command = [
-        *(sys.executable, "-m", "windlass.engines.vllm", "--name", "vllm", "--model", folder),
-        *("--port", str(port), "--tp", str(tp), "--controller", controller),
-        *("--transport", "cuda_ipc", "--load-format", "dummy", "--dtype", "bfloat16"),
-        *("--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "64"),
-        *("--gpu-memory-utilization", "0.4", "--disable-custom-all-reduce", "--tokens-only"),
-        *("--skip-tokenizer-init", "--no-enable-prefix-caching", "--seed", "0"),
-        *("--weight-transfer-config", '{"backend": "nccl"}', "--disable-uvicorn-access-log"),
-    ]
-    stream = log.open("wb")
     return await asyncio.create_subprocess_exec(
-        *command,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path, "WINDLASS_TOKEN": TOKEN},
+        *(sys.executable, "-m", *server.command(folder, controller)),
+        env={
+            **os.environ,
+            **ENVIRONMENT,
+            **server.environment,
+            "PYTHONPATH": path,
+            "WINDLASS_TOKEN": TOKEN,
+        },
         stdout=subprocess.PIPE,
-        stderr=stream,
+        stderr=log.open("wb"),
     )
 
 
-async def own_update(
-    server: Server, trainers: Trainers, names: list[tuple[str, list[int]]]
-) -> float:
-    """vLLM's own way, as its documentation has it: pause, start, update, finish, resume."""
-    started = time.monotonic()
-    await server.post("/pause?mode=keep", {})
-    await server.post("/start_weight_update", {})
-    info = {
-        "names": [name for name, _ in names],
-        "dtype_names": ["bfloat16"] * len(names),
-        "shapes": [shape for _, shape in names],
-        "packed": True,
-    }
-    sending = asyncio.create_task(trainers.all("own_send"))
-    await server.post("/update_weights", {"update_info": info})
-    await sending
-    await server.post("/finish_weight_update", {})
-    await server.post("/resume", {})
-    return time.monotonic() - started
+ENGINES: dict[str, type[Vllm] | type[Sglang]] = {"vllm": Vllm, "sglang": Sglang}
 
 
 async def run(options: argparse.Namespace) -> list[Row]:
@@ -423,7 +568,8 @@ async def run(options: argparse.Namespace) -> list[Row]:
                 token=TOKEN, config=first, journal_path=journal
             ) as controller:
                 port = int(controller.url.rsplit(":", 1)[1])
-                process = await start_server(folder, options.port, options.tp, controller.url, log)
+                server = ENGINES[options.engine](options, session)
+                process = await start_server(server, folder, controller.url, log)
                 await trainers.receive()
                 say("trainers are up")
                 await trainers.all("fill", 1)
@@ -432,9 +578,8 @@ async def run(options: argparse.Namespace) -> list[Row]:
                 ready = await asyncio.wait_for(process.stdout.readline(), 400)
                 assert ready, "the engine did not start"
                 say("engine is up, captured and connected")
-                server = Server(f"http://127.0.0.1:{options.port}", session)
                 await controller.wait_for_fleet(
-                    num_trainers=options.trainers, engines=("vllm",), deadline_s=60
+                    num_trainers=options.trainers, engines=(options.engine,), deadline_s=60
                 )
                 seconds, _ = (await trainers.all("publish", 1))[0]
                 say(f"first version published in {seconds:.2f} s (plans and tables included)")
@@ -444,7 +589,7 @@ async def run(options: argparse.Namespace) -> list[Row]:
                 token=TOKEN, config=second, journal_path=journal, port=port
             ) as controller:
                 await controller.wait_for_fleet(
-                    num_trainers=options.trainers, engines=("vllm",), deadline_s=120
+                    num_trainers=options.trainers, engines=(options.engine,), deadline_s=120
                 )
                 seconds, _ = (await trainers.all("publish", 100))[0]
                 say(f"first staged version published in {seconds:.2f} s")
@@ -468,7 +613,7 @@ async def run(options: argparse.Namespace) -> list[Row]:
 async def measure(
     options: argparse.Namespace,
     mode: str,
-    server: Server,
+    server: Vllm | Sglang,
     trainers: Trainers,
     version: int,
     nbytes: int,
@@ -477,7 +622,7 @@ async def measure(
     """Updates under load."""
     ours, theirs = mp.get_context("spawn").Pipe()
     clients = mp.get_context("spawn").Process(
-        target=load, args=(server.url, options.load, 151936, theirs)
+        target=load, args=(server.url, options.engine, options.load, 151936, theirs)
     )
     clients.start()
     await asyncio.sleep(12)  # kernels that are compiled at first use are not the update's silence
@@ -525,7 +670,7 @@ async def measure(
         for name, value in (("median", median), ("p95", p95)):
             rows.append(
                 Row(
-                    case=f"vLLM TP{options.tp}, {nbytes / 1e9:.1f} GB, {mode}, {options.load} streams",
+                    case=f"{options.engine} TP{options.tp}, {nbytes / 1e9:.1f} GB, {mode}, {options.load} streams",
                     metric=f"{metric}, {name}",
                     value=value,
                     unit="s",
@@ -541,7 +686,7 @@ async def measure(
 
 async def compare(
     options: argparse.Namespace,
-    server: Server,
+    server: Vllm | Sglang,
     trainers: Trainers,
     rows: list[Row],
     say: Any,
@@ -554,20 +699,11 @@ async def compare(
     await trainers.all("publish", 501)
     assert await server.fingerprints() != ours[0], "other weights must be other fingerprints"
     await trainers.all("fill", 7)
-    gather_s, names = (await trainers.all("gather"))[0]
-    say(f"gathered {len(names)} full tensors in {gather_s:.2f} s")
-    world = options.tp + 1
-    joining = asyncio.create_task(trainers.all("own_init", options.port + 77, world))
-    info = {
-        "master_address": "127.0.0.1",
-        "master_port": options.port + 77,
-        "rank_offset": 1,
-        "world_size": world,
-    }
-    await server.post("/init_weight_transfer_engine", {"init_info": info})
-    await joining
-    own = [await own_update(server, trainers, names) for _ in range(options.own)]
-    say(f"vLLM's own transfer: {[round(seconds, 3) for seconds in own]}")
+    gather_s, num_tensors = (await trainers.all("gather"))[0]
+    say(f"gathered {num_tensors} full tensors in {gather_s:.2f} s")
+    await server.own_init(trainers, options.port + 77)
+    own = [await server.own_update(trainers) for _ in range(options.own)]
+    say(f"the engine's own transfer: {[round(seconds, 3) for seconds in own]}")
     theirs = (await server.fingerprints(), await server.tokens())
     different = [
         f"rank {rank}: {name}"
@@ -582,7 +718,7 @@ async def compare(
     return [
         Row(
             case=row.case,
-            metric="update against vLLM's own NCCL transfer (packed, gathered before)",
+            metric="update against the engine's own NCCL transfer (packed, gathered before)",
             value=row.value,
             unit="s",
             reference="own transfer, median",
@@ -607,6 +743,7 @@ def tail(log: Path) -> str:
 
 def main() -> None:
     options = parser(__doc__ or "")
+    options.add_argument("--engine", choices=list(ENGINES), default="vllm")
     options.add_argument("--layers", type=int, default=48)
     options.add_argument("--experts", type=int, default=128)
     options.add_argument("--tp", type=int, default=2)
@@ -618,9 +755,9 @@ def main() -> None:
     options.add_argument(
         "--ceiling", type=float, default=397.0, help="GB/s of one link (bench_nvlink)"
     )
-    options.add_argument("--log", type=Path, default=Path("vllm.log"))
+    options.add_argument("--log", type=Path, default=Path("engine.log"))
     parsed = options.parse_args()
-    report(asyncio.run(run(parsed)), parsed.json, "updates of a live vLLM server")
+    report(asyncio.run(run(parsed)), parsed.json, f"updates of a live {parsed.engine} server")
 
 
 if __name__ == "__main__":
