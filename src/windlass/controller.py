@@ -19,6 +19,7 @@ from windlass.control.server import ControlServer
 from windlass.operations import Operations
 from windlass.rollout.batches import BatchQueue
 from windlass.rollout.controller import RolloutController
+from windlass.rollout.handles import ControllerConfig
 from windlass.rollout.service import mount_rollout_routes
 from windlass.rollout.staleness import StalenessPolicy
 
@@ -41,6 +42,7 @@ class Controller:
         staleness: how old a trained answer may be, and how many run at once; only concurrency
             is limited when omitted.
         journal_path: where rounds are recorded, so that a restarted controller goes on.
+        rollout_config: limits of rollouts, and the journal of outstanding ones.
 
     Raises:
         ConfigError: the port is in use, or an argument is out of range.
@@ -55,12 +57,15 @@ class Controller:
         config: ControlConfig | None = None,
         staleness: StalenessPolicy | None = None,
         journal_path: Path | None = None,
+        rollout_config: ControllerConfig | None = None,
     ) -> None:
         self._server = ControlServer(host=host, port=port, token=token)
         self.coordinator = Coordinator(config or ControlConfig(), journal_path=journal_path)
         self.batches = BatchQueue()
         policy = staleness or StalenessPolicy.unbounded(DEFAULT_CONCURRENCY)
-        self.rollouts = RolloutController(self.coordinator, policy, token=token)
+        self.rollouts = RolloutController(
+            self.coordinator, policy, token=token, config=rollout_config
+        )
         self._operations = Operations(self.coordinator, self.rollouts, self.batches)
 
     @property

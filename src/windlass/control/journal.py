@@ -6,14 +6,13 @@ version is published. A last line that was cut off by a crash is ignored.
 
 from __future__ import annotations
 
-import os
 from enum import StrEnum
 from pathlib import Path
-from typing import IO, final
+from typing import final
 
 import msgspec
 
-from windlass.errors import ConfigError
+from windlass.control.lines import LineFile
 
 __all__ = ["Journal", "JournalEntry", "JournalKind"]
 
@@ -55,20 +54,8 @@ class Journal:
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        self.entries: list[JournalEntry] = []
-        self._file: IO[bytes] | None = None
-        if path is None:
-            return
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            whole_nbytes = 0
-            if path.exists():
-                self.entries, whole_nbytes = _read(path)
-            self._file = path.open("ab")
-            self._file.truncate(whole_nbytes)  # the next line must not grow on a torn one
-            _sync_directory(path.parent)
-        except OSError as error:
-            raise ConfigError(f"journal_path {path}: cannot be used: {error}") from error
+        self._file = None if path is None else LineFile(path, JournalEntry)
+        self.entries: list[JournalEntry] = [] if self._file is None else self._file.found
 
     @property
     def last_epoch(self) -> int:
@@ -102,34 +89,12 @@ class Journal:
         self.entries.append(entry)
         if self._file is None:
             return
-        self._file.write(msgspec.json.encode(entry) + b"\n")
-        self._file.flush()
-        os.fdatasync(self._file.fileno())
+        self._file.add(entry)
+        self._file.write()
+        self._file.sync()
 
     def close(self) -> None:
         """Close the file. Idempotent."""
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-def _read(path: Path) -> tuple[list[JournalEntry], int]:
-    """The entries, and the bytes that they take; a line without its end was torn by a crash."""
-    entries: list[JournalEntry] = []
-    data = path.read_bytes()
-    whole, _, _ = data.rpartition(b"\n")
-    for number, line in enumerate(whole.split(b"\n") if whole else ()):
-        try:
-            entries.append(msgspec.json.decode(line, type=JournalEntry))
-        except msgspec.MsgspecError as error:
-            raise ConfigError(f"journal {path}: line {number + 1}: {error}") from error
-    return entries, len(whole) + 1 if whole else 0
-
-
-def _sync_directory(path: Path) -> None:
-    """A new file survives a power cut only once its directory is on disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -21,6 +21,7 @@ from windlass.rollout.messages import (
     TrainingSample,
     Turn,
 )
+from windlass.rollout.recovery import Recovered
 from windlass.rollout.service import mount_rollout_routes
 from windlass.rollout.staleness import StalenessPolicy
 from windlass.rollout.workflows import Reject, Workflow, WorkflowContext
@@ -32,6 +33,7 @@ __all__ = [
     "EngineDirectory",
     "GroupHandle",
     "OnAbort",
+    "Recovered",
     "Reject",
     "Rollout",
     "RolloutController",

@@ -56,7 +56,8 @@ class Record:
 
     Attributes:
         admitted: counted as running by the staleness policy.
-        attempt: of the last dispatch; 0 before the first.
+        attempt: of the last dispatch; 0 before the first. Only ever grows, with gaps.
+        handed: how often it was dispatched.
         failures: attempts that ended in an error.
         engine: of the last attempt. engine_held: key in `Book.by_engine`, kept by `Book.move`.
         place: where `Book.move` put it.
@@ -75,6 +76,7 @@ class Record:
     state: State = State.WAITING
     admitted: bool = False
     attempt: int = 0
+    handed: int = 0
     failures: int = 0
     rejections: int = 0
     workflow: str = ""
@@ -118,7 +120,7 @@ class Record:
             finish_reason=self.outcome.finish_reason,
             engine=self.outcome.engine,
             worker=self.outcome.worker,
-            attempts=self.attempt,
+            attempts=self.handed,
             metadata=self.metadata,
             finished_at=self.outcome.finished_at,
             seconds=self.finished_at - self.submitted_at,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Self, final
 
@@ -28,8 +28,9 @@ from windlass.rollout.handles import (
     RolloutGroup,
     RolloutStats,
 )
+from windlass.rollout.journal import RolloutJournal
 from windlass.rollout.lifecycle import Lifecycle
-from windlass.rollout.links import Link, WorkerLink
+from windlass.rollout.links import LOCAL_WORKER, Link, WorkerLink
 from windlass.rollout.local import LocalLink
 from windlass.rollout.messages import (
     AttemptKey,
@@ -40,6 +41,7 @@ from windlass.rollout.messages import (
     WorkerHello,
     WorkerWelcome,
 )
+from windlass.rollout.recovery import Recovered
 from windlass.rollout.staleness import StalenessPolicy
 from windlass.rollout.submission import Submissions
 from windlass.rollout.workflows import Workflow, check_workflows
@@ -47,7 +49,6 @@ from windlass.rollout.workflows import Workflow, check_workflows
 __all__ = ["RolloutController"]
 
 logger = logging.getLogger(__name__)
-LOCAL_WORKER = "controller"
 
 
 @final
@@ -61,6 +62,9 @@ class RolloutController(Submissions):
         policy: admission and consumption bounds; the controller is its only user.
         token: shared secret, sent to workers.
         config: limits.
+
+    Attributes:
+        recovered: what an earlier process on the same journal had left.
     """
 
     def __init__(
@@ -75,7 +79,15 @@ class RolloutController(Submissions):
         self._policy = policy
         self._token = token
         self._config = config if config is not None else ControllerConfig()
-        life = Lifecycle(policy, self._config, self._take_back, self._pump_soon)
+        self._journal = RolloutJournal(
+            self._config.journal,
+            keep_delivered=self._config.acknowledge,
+            sync_s=self._config.journal_sync_s,
+            compact_nbytes=self._config.journal_compact_nbytes,
+        )
+        self.recovered = Recovered()
+        self._absent: dict[str, asyncio.TimerHandle] = {}
+        life = Lifecycle(policy, self._config, self._take_back, self._pump_soon, self._journal)
         super().__init__(uuid.uuid4().hex[:12], life, self._pump_soon)
         self._book = life.book
         self._links: dict[str, Link] = {}
@@ -91,6 +103,9 @@ class RolloutController(Submissions):
         self._pump_scheduled = False
 
     async def __aenter__(self) -> Self:
+        """Raises `ConfigError` when the journal cannot be used."""
+        self.recovered = self._go_on(self._journal.open(self._policy.start_version), self._policy)
+        self._expect_workers()
         self._session = aiohttp.ClientSession(
             headers=authorization(self._token), connector=aiohttp.TCPConnector(limit=0)
         )
@@ -107,13 +122,17 @@ class RolloutController(Submissions):
         await self.close()
 
     async def close(self) -> None:
-        """Cancel everything outstanding and let go of the workers. Idempotent."""
+        """Cancel everything outstanding and let go of the workers. Idempotent.
+
+        With a journal the next process goes on with what was outstanding.
+        """
         if self._closed:
             return
+        await self._journal.close()
         for record in list(self._book.records.values()):
             self._life.cancel(record)
         self._closed = True
-        for timer in self._engine_timers.values():
+        for timer in (*self._engine_timers.values(), *self._absent.values()):
             timer.cancel()
         for waiter in (*self._room, *self._worker_joined):
             waiter.cancel()
@@ -163,6 +182,7 @@ class RolloutController(Submissions):
         Raises:
             ConfigError: num_groups < 1.
             PeerTimeout: there were not enough within `deadline_s`; none is taken.
+            RolloutError: the journal cannot be written any more.
         """
         if num_groups < 1:
             raise ConfigError(f"next_batch: num_groups must be >= 1, got {num_groups}")
@@ -171,7 +191,10 @@ class RolloutController(Submissions):
                 while len(self._book.ready) < num_groups:
                     self._life.ready.clear()
                     await self._life.ready.wait()
-                return tuple(self._life.hand_out() for _ in range(num_groups))
+                self._journal.check()
+                groups = tuple(self._life.hand_out() for _ in range(num_groups))
+                self._journal.flush()
+                return groups
         except TimeoutError as error:
             stats = self.stats()
             raise PeerTimeout(
@@ -179,6 +202,19 @@ class RolloutController(Submissions):
                 f"{len(self._book.ready)} (running {stats.running}, waiting {stats.waiting}, "
                 f"failed {stats.failed}, workers {stats.workers}, engines {stats.engines})"
             ) from error
+
+    def acknowledge(self, task_ids: Iterable[str]) -> None:
+        """The owner has these rollouts for good; no later process delivers them. Idempotent.
+
+        One task of a group stands for the group. Ids that are not known are ignored; what is
+        outstanding, because an earlier process died before it could acknowledge, is withdrawn.
+
+        Raises:
+            RolloutError: the journal cannot be written any more.
+        """
+        for task_id in task_ids:
+            self._life.acknowledge(task_id)
+        self._journal.flush()
 
     async def wait_for_room(self) -> None:
         """Return once another submission would be admitted at once.
@@ -284,7 +320,9 @@ class RolloutController(Submissions):
             self.worker_lost(known, "another incarnation registered")
             known = None
         if known is None:
-            self._links[hello.name] = WorkerLink(hello, self._session, self, self._config)
+            self._links[hello.name] = WorkerLink(
+                hello, self._session, self, self._config, self._left_with(hello.name)
+            )
             for waiter in self._worker_joined:
                 if not waiter.done():
                     waiter.set_result(None)
@@ -349,7 +387,41 @@ class RolloutController(Submissions):
             if link is not None:
                 link.release(record.task_id, record.attempt)
             self._life.end_attempt(record, outcome)
+        # Before the worker hears that it may forget them.
+        self._journal.flush()
         self._pump_soon()
+
+    def _expect_workers(self) -> None:
+        """Workers of an earlier process have the usual time to come back with their attempts."""
+        loop = asyncio.get_running_loop()
+        for running in self._book.by_engine.values():
+            for record in running.values():
+                if record.worker not in self._absent:
+                    self._absent[record.worker] = loop.call_later(
+                        self._config.worker_grace_s, self._stayed_away, record.worker
+                    )
+
+    def _left_with(self, worker: str) -> dict[str, int]:
+        """The attempts with which an earlier process had left this worker, asked for once."""
+        timer = self._absent.pop(worker, None)
+        if timer is None:
+            return {}
+        timer.cancel()
+        return {
+            record.task_id: record.attempt
+            for running in self._book.by_engine.values()
+            for record in running.values()
+            if record.worker == worker
+        }
+
+    def _stayed_away(self, worker: str) -> None:
+        for task_id, attempt in self._left_with(worker).items():
+            record = self._life.running(task_id, attempt)
+            if record is not None:
+                reason = (
+                    f"worker {worker}: not back {self._config.worker_grace_s} s after a restart"
+                )
+                self._life.retry(record, reason, Partial())
 
     def _take_back(self, record: Record) -> None:
         link = self._links.get(record.worker)
@@ -390,11 +462,13 @@ class RolloutController(Submissions):
 
     def _pump(self) -> None:
         self._pump_scheduled = False
-        if self._closed:
+        if self._closed or self._journal.broken:
             return
         if not self._paused and self._dispatcher.turn():
             # Completions get their turn before the rest is dispatched.
             self._pump_soon()
+        # Before a link sends anything of this turn.
+        self._journal.flush()
         if self._room and self._policy.capacity() > len(self._book.waiting):
             for waiter in self._room:
                 if not waiter.done():

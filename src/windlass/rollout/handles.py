@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
+from windlass.errors import ConfigError
 from windlass.rollout.messages import OnAbort, Turn
 
 __all__ = [
@@ -36,6 +38,11 @@ class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
         max_rejections: a rollout whose workflow rejects it so often fails.
         affinity_slack: attempts that the engine of a prompt's prefix may hold more than the
             least loaded one and still be chosen.
+        journal: file from which a restarted controller goes on; None keeps all in memory.
+        acknowledge: what was handed out stays in the journal, and is handed out again after a
+            restart, until `RolloutController.acknowledge`; otherwise handing out ends it.
+        journal_sync_s: the journal is brought to disk so often.
+        journal_compact_nbytes: it is written anew, without what has ended, above this size.
     """
 
     max_attempts: int = 8
@@ -48,6 +55,18 @@ class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
     carry_partial: bool = False
     max_rejections: int = 8
     affinity_slack: int = 8
+    journal: Path | None = None
+    acknowledge: bool = False
+    journal_sync_s: float = 1.0
+    journal_compact_nbytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        if self.acknowledge and self.journal is None:
+            raise ConfigError("ControllerConfig: acknowledge needs a journal, got None")
+        if not self.journal_sync_s > 0:
+            raise ConfigError(
+                f"ControllerConfig: journal_sync_s must be > 0, got {self.journal_sync_s}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,18 +146,23 @@ class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutHandle:
-    """One submitted rollout: await it for its `Rollout`.
+    """One submitted rollout: await it for its `Rollout`. `metadata` is the submitter's.
 
     Awaiting raises `RolloutError` when every attempt failed, `PeerTimeout` when the
     deadline passed, `asyncio.CancelledError` when it was cancelled.
     """
 
-    __slots__ = ("_cancel", "_future", "task_id")
+    __slots__ = ("_cancel", "_future", "metadata", "task_id")
 
     def __init__(
-        self, task_id: str, future: asyncio.Future[Rollout], cancel: Callable[[], None]
+        self,
+        task_id: str,
+        future: asyncio.Future[Rollout],
+        cancel: Callable[[], None],
+        metadata: object = None,
     ) -> None:
         self.task_id = task_id
+        self.metadata = metadata
         self._future = future
         self._cancel = cancel
 
@@ -162,15 +186,22 @@ class GroupHandle:
     """The samples of one prompt. They are delivered by `RolloutController.next_batch`.
 
     Awaiting returns the group once it was handed out, and raises `RolloutError` when a
-    sample failed (the rest of the group is cancelled then).
+    sample failed (the rest of the group is cancelled then). `metadata` is the submitter's.
     """
 
-    __slots__ = ("_cancel", "_future", "group_id")
+    __slots__ = ("_cancel", "_future", "group_id", "metadata", "task_ids")
 
     def __init__(
-        self, group_id: int, future: asyncio.Future[RolloutGroup], cancel: Callable[[], None]
+        self,
+        group_id: int,
+        task_ids: tuple[str, ...],
+        future: asyncio.Future[RolloutGroup],
+        cancel: Callable[[], None],
+        metadata: object = None,
     ) -> None:
         self.group_id = group_id
+        self.task_ids = task_ids
+        self.metadata = metadata
         self._future = future
         self._cancel = cancel
 

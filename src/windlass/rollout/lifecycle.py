@@ -15,6 +15,7 @@ from windlass.errors import PeerTimeout, RolloutError
 from windlass.rollout.book import Book, Group, Record, State
 from windlass.rollout.deadlines import Deadlines
 from windlass.rollout.handles import ControllerConfig, RolloutGroup
+from windlass.rollout.journal import RolloutJournal
 from windlass.rollout.messages import OutcomeStatus, Partial, RolloutOutcome
 from windlass.rollout.staleness import StalenessPolicy
 
@@ -32,6 +33,10 @@ class Lifecycle:
         config: limits.
         take_back: withdraws a running attempt from its worker.
         work_changed: called when something may be dispatched or admitted.
+        journal: told of every transition that a successor must know; none when omitted.
+
+    Attributes:
+        first_attempt: attempts are numbered above this, and above all earlier ones.
     """
 
     def __init__(
@@ -40,7 +45,10 @@ class Lifecycle:
         config: ControllerConfig,
         take_back: Callable[[Record], None],
         work_changed: Callable[[], None],
+        journal: RolloutJournal | None = None,
     ) -> None:
+        self.journal = RolloutJournal() if journal is None else journal
+        self.first_attempt = 0
         self.book = Book()
         self.ready = asyncio.Event()
         self._policy = policy
@@ -57,6 +65,14 @@ class Lifecycle:
         self.book.move(record, State.WAITING)
         self.book.counts.submitted += 1
 
+    def take_up(self, record: Record, state: State) -> None:
+        """A rollout of an earlier process goes on where its journal says that it was."""
+        self.book.records[record.task_id] = record
+        self.book.counts.submitted += 1
+        self.book.move(record, state)
+        if state is State.RUNNING:
+            self._start_timers(record)
+
     def admit(self, record: Record) -> None:
         """The staleness bound lets it run.
 
@@ -69,14 +85,19 @@ class Lifecycle:
 
     def start_attempt(self, record: Record, engine: str, worker: str) -> float:
         """A worker gets it; returns the seconds that it may take."""
+        record.attempt = max(record.attempt, self.first_attempt) + 1
+        record.handed += 1
+        record.engine = engine
+        record.worker = worker
+        self.journal.attempted(record)
+        self.book.move(record, State.RUNNING)
+        return self._start_timers(record)
+
+    def _start_timers(self, record: Record) -> float:
         loop = asyncio.get_running_loop()
         now = loop.time()
         if record.expiry is None and record.deadline_s is not None:
             record.expiry = loop.call_at(now + record.deadline_s, self._expire, record)
-        record.attempt += 1
-        record.engine = engine
-        record.worker = worker
-        self.book.move(record, State.RUNNING)
         record.timer = ticket = self._deadlines.start(record)
         ends = ticket.ends
         return (ends if record.expiry is None else min(ends, record.expiry.when())) - now
@@ -150,16 +171,28 @@ class Lifecycle:
         record.outcome = outcome
         record.finished_at = asyncio.get_running_loop().time()
         if record.group is None:
+            if self.journal.keep_delivered:
+                self.journal.accepted(outcome)
             self._policy.consume(1)
-            self._end(record)
-            self.book.counts.completed += 1
-            if record.future is not None and not record.future.done():
-                record.future.set_result(record.rollout())
+            self.deliver(record)
             return
+        self.journal.accepted(outcome)
         record.stop_expiry()
         self.book.move(record, State.HELD)
-        if record.group.complete():
-            self.book.ready[record.group.group_id] = record.group
+        self.ready_if_complete(record.group)
+
+    def deliver(self, record: Record) -> None:
+        """A rollout that belongs to no group has its outcome."""
+        self._end(record)
+        self.book.counts.completed += 1
+        self.journal.delivered((record.task_id,))
+        if record.future is not None and not record.future.done():
+            record.future.set_result(record.rollout())
+
+    def ready_if_complete(self, group: Group) -> None:
+        """It may be handed out once all its samples are held."""
+        if group.complete():
+            self.book.ready[group.group_id] = group
             self.ready.set()
 
     def _resubmit(self, record: Record) -> None:
@@ -169,6 +202,7 @@ class Lifecycle:
         if record.admitted:
             self._policy.release()
             record.admitted = False
+        self.journal.resubmitted(record)
         record.outcome = None
         record.partial = Partial()
         record.stop_expiry()
@@ -183,11 +217,16 @@ class Lifecycle:
         if version <= self._policy.version:
             return
         self._policy.set_version(version)
+        self.journal.version(version)
+        self.drop_stale()
+        self._work_changed()
+
+    def drop_stale(self) -> None:
+        """Submit held answers that are too old for the consumer's version again."""
         for record in list(self.book.held.values()):
             if record.outcome is not None and self._policy.is_stale(record.outcome.versions()):
                 self._policy.discard()
                 self._resubmit(record)
-        self._work_changed()
 
     def hand_out(self) -> RolloutGroup:
         """The group that has been ready longest; its samples are consumed.
@@ -198,6 +237,7 @@ class Lifecycle:
         rollouts = tuple(record.rollout() for record in group.records)
         for record in group.records:
             self._end(record)
+        self.journal.delivered([record.task_id for record in group.records])
         self._policy.consume(len(rollouts))
         self.book.counts.completed += len(rollouts)
         delivered = RolloutGroup(group.group_id, group.prompt_ids, rollouts, group.metadata)
@@ -205,6 +245,32 @@ class Lifecycle:
             group.future.set_result(delivered)
         self._work_changed()
         return delivered
+
+    def acknowledge(self, task_id: str) -> None:
+        """The owner has this rollout for good, and so its whole group. Idempotent.
+
+        One that was not delivered (again) yet is taken out of wherever it is.
+        """
+        record = self.book.records.get(task_id)
+        if self.journal.acknowledged(task_id) or record is None:
+            return
+        members = [record]
+        if record.group is not None:
+            members = record.group.records
+            self.book.ready.pop(record.group.group_id, None)
+            record.group.future.cancel()
+        for member in members:
+            held = member.state is State.HELD
+            if held:
+                self._policy.consume(1)
+            elif member.state is State.RUNNING:
+                self._take_back(member)
+            self._end(member)
+            self.book.counts.completed += 1
+            self.journal.ended(member.task_id, num_consumed=int(held))
+            if member.future is not None:
+                member.future.cancel()
+        self._work_changed()
 
     # --- giving up -------------------------------------------------------------------------
 
@@ -217,6 +283,7 @@ class Lifecycle:
         elif record.state is State.HELD:
             self._policy.discard()
         self._end(record)
+        self.journal.ended(record.task_id)
         self.book.counts.cancelled += 1
         if record.future is not None:
             record.future.cancel()
@@ -252,6 +319,7 @@ class Lifecycle:
     def _fail(self, record: Record, error: Exception) -> None:
         logger.warning("%s", error)
         self._end(record)
+        self.journal.ended(record.task_id)
         self.book.counts.failed += 1
         if record.future is not None and not record.future.done():
             record.future.set_exception(error)

@@ -12,7 +12,7 @@ import asyncio
 import errno
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Protocol
 
@@ -34,8 +34,10 @@ from windlass.rollout.messages import (
     decode,
 )
 
-__all__ = ["Link", "LinkOwner", "WorkerLink"]
+__all__ = ["LOCAL_WORKER", "Link", "LinkOwner", "WorkerLink"]
 
+LOCAL_WORKER = "controller"
+"""Name of the worker that is the controller's own event loop."""
 MAX_TASKS_PER_POST = 512
 GATHER_S = 0.005
 CALL_DEADLINE_S = 10.0
@@ -105,7 +107,15 @@ class Link(ABC):
 
 
 class WorkerLink(Link):
-    """The link to a worker process."""
+    """The link to a worker process.
+
+    Args:
+        hello: how it introduced itself.
+        session: carries the control token.
+        owner: gets outcomes, and is told when the worker is gone.
+        config: limits.
+        left_with: attempts that an earlier controller process had sent; it is asked for them.
+    """
 
     def __init__(
         self,
@@ -113,8 +123,10 @@ class WorkerLink(Link):
         session: aiohttp.ClientSession,
         owner: LinkOwner,
         config: ControllerConfig,
+        left_with: Mapping[str, int],
     ) -> None:
         super().__init__(hello)
+        self.assigned.update(left_with)
         self._session = session
         self._owner = owner
         self._config = config
@@ -261,6 +273,12 @@ class WorkerLink(Link):
         ]
         if unknown:
             self._owner.attempts_unknown(self, unknown)
+        # A cancellation, or the knowledge of the attempt, was lost with a controller process.
+        self._cancels += [
+            key for key in snapshot.running if self.assigned.get(key.task_id) != key.attempt
+        ]
+        if self._cancels:
+            self._work.set()
 
 
 def _nobody_listens(error: BaseException) -> bool:

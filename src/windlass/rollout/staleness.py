@@ -53,6 +53,28 @@ class StalenessPolicy:
             raise ConfigError("staleness: counts start at 0; recover with start_version")
         self.version = max(self.version, self.start_version)
 
+    def restore(
+        self, *, start_version: int, version: int, running: int, accepted: int, consumed: int
+    ) -> None:
+        """Go on with the counts of an earlier process; only of a policy that was never used.
+
+        What was consumed and not acknowledged counts as waiting again, so that there may be
+        more ahead than the bound allows; nothing is admitted until it has been consumed.
+
+        Raises:
+            RolloutError: counts that no sequence of events leads to, or a policy in use.
+        """
+        if self.running or self.accepted or self.consumed:
+            raise RolloutError("staleness: restore needs a policy that was never used")
+        if running < 0 or not 0 <= consumed <= accepted:
+            raise RolloutError(
+                "staleness: restore needs running >= 0 and 0 <= consumed <= accepted, got "
+                f"{running}, {consumed}, {accepted}"
+            )
+        self.start_version = start_version
+        self.version = max(self.version, version, start_version)
+        self.running, self.accepted, self.consumed = running, accepted, consumed
+
     @classmethod
     def unbounded(cls, max_concurrent: int) -> StalenessPolicy:
         """Only concurrency is limited: evaluation, load tests."""

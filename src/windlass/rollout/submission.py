@@ -10,6 +10,9 @@ from windlass.rollout.book import Group, Record
 from windlass.rollout.handles import GroupHandle, Rollout, RolloutGroup, RolloutHandle
 from windlass.rollout.lifecycle import Lifecycle
 from windlass.rollout.messages import SamplingParams
+from windlass.rollout.recovery import Recovered, restore
+from windlass.rollout.saved import Saved
+from windlass.rollout.staleness import StalenessPolicy
 from windlass.rollout.workflows import encode_value
 
 __all__ = ["Submissions"]
@@ -25,7 +28,7 @@ class Submissions:
     """
 
     def __init__(self, incarnation: str, life: Lifecycle, work_changed: Callable[[], None]) -> None:
-        self.incarnation = incarnation
+        self.incarnation = self._prefix = incarnation
         self._life = life
         self._work_changed = work_changed
         self._next_task = 0
@@ -45,11 +48,13 @@ class Submissions:
         Args:
             prompt_ids: token ids of the prompt.
             sampling: how to sample.
-            metadata: given back with the result.
+            metadata: given back with the result; msgpack-plain when there is a journal.
             deadline_s: seconds from its first dispatch after which it fails; None for never.
 
         Raises:
-            ConfigError: an empty prompt, a deadline that is not positive, a closed controller.
+            ConfigError: an empty prompt, a deadline that is not positive, a closed controller,
+                metadata that a journal cannot keep.
+            RolloutError: the journal cannot be written any more.
         """
         if not prompt_ids:
             raise ConfigError("rollout: prompt_ids must not be empty")
@@ -77,9 +82,7 @@ class Submissions:
             ConfigError: as `submit`; an empty name, arguments that are not plain.
         """
         encoded = _workflow_arguments(workflow, arguments)
-        record = self._record((), sampling, metadata, deadline_s)
-        record.workflow, record.arguments = workflow, encoded
-        return self._single(record)
+        return self._single(self._record((), sampling, metadata, deadline_s, workflow, encoded))
 
     def submit_workflow_group(
         self,
@@ -97,19 +100,35 @@ class Submissions:
             ConfigError: as `submit_workflow`; n < 1.
         """
         encoded = _workflow_arguments(workflow, arguments)
-        group = self._group((), n, sampling, metadata, deadline_s)
-        for record in group.records:
-            record.workflow, record.arguments = workflow, encoded
-        return GroupHandle(group.group_id, group.future, lambda: self._life.cancel_group(group))
+        return self._group((), n, sampling, metadata, deadline_s, workflow, encoded)
 
     def _single(self, record: Record) -> RolloutHandle:
+        self._life.journal.submitted((record.task_id,), -1, record, record.metadata)
+        handle = self._single_handle(record)
+        self._life.add(record)
+        self._work_changed()
+        return handle
+
+    def _single_handle(self, record: Record) -> RolloutHandle:
         future: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
         record.future = future
         future.add_done_callback(
             lambda done: self._life.cancel(record) if done.cancelled() else None
         )
-        self._work_changed()
-        return RolloutHandle(record.task_id, future, lambda: self._life.cancel(record))
+        return RolloutHandle(
+            record.task_id, future, lambda: self._life.cancel(record), record.metadata
+        )
+
+    def _group_handle(self, group: Group) -> GroupHandle:
+        # The failure of a group whose handle nobody kept is in the counts and the log.
+        group.future.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+        return GroupHandle(
+            group.group_id,
+            tuple(record.task_id for record in group.records),
+            group.future,
+            lambda: self._life.cancel_group(group),
+            group.metadata,
+        )
 
     def submit_group(
         self,
@@ -127,8 +146,7 @@ class Submissions:
         """
         if not prompt_ids:
             raise ConfigError("rollout: prompt_ids must not be empty")
-        group = self._group(prompt_ids, n, sampling, metadata, deadline_s)
-        return GroupHandle(group.group_id, group.future, lambda: self._life.cancel_group(group))
+        return self._group(prompt_ids, n, sampling, metadata, deadline_s)
 
     def _group(
         self,
@@ -137,20 +155,45 @@ class Submissions:
         sampling: SamplingParams,
         metadata: object,
         deadline_s: float | None,
-    ) -> Group:
+        workflow: str = "",
+        arguments: bytes = b"",
+    ) -> GroupHandle:
         if n < 1:
             raise ConfigError(f"rollout: n must be >= 1, got {n}")
-        future: asyncio.Future[RolloutGroup] = asyncio.get_running_loop().create_future()
-        # The failure of a group whose handle nobody kept is in the counts and the log.
-        future.add_done_callback(lambda done: None if done.cancelled() else done.exception())
-        group = Group(self._next_group, tuple(prompt_ids), metadata, future)
+        records = [
+            self._record(prompt_ids, sampling, metadata, deadline_s, workflow, arguments)
+            for _ in range(n)
+        ]
+        group_id = self._next_group
+        task_ids = tuple(record.task_id for record in records)
+        self._life.journal.submitted(task_ids, group_id, records[0], metadata)
         self._next_group += 1
-        for _ in range(n):
-            record = self._record(group.prompt_ids, sampling, metadata, deadline_s)
+        future: asyncio.Future[RolloutGroup] = asyncio.get_running_loop().create_future()
+        group = Group(group_id, records[0].prompt_ids, metadata, future, records)
+        for record in records:
             record.group = group
-            group.records.append(record)
+            self._life.add(record)
         self._work_changed()
-        return group
+        return self._group_handle(group)
+
+    def _go_on(self, saved: Saved, policy: StalenessPolicy) -> Recovered:
+        """Take up what an earlier process left. Ids of this one differ from all of before."""
+        self.incarnation = saved.identity
+        self._prefix = f"{saved.identity}.{saved.run}" if saved.run else saved.identity
+        self._next_group = saved.run << 32
+        restored = restore(saved, self._life, policy)
+        recovered = Recovered()
+        for record in (*restored.singles, *restored.again):
+            recovered.rollouts[record.task_id] = self._single_handle(record)
+            if record.future is not None:  # nobody has to ask for what it did not submit
+                record.future.add_done_callback(
+                    lambda done: None if done.cancelled() else done.exception()
+                )
+        for group in restored.groups.values():
+            recovered.groups[group.group_id] = self._group_handle(group)
+        for record in restored.again:
+            self._life.deliver(record)
+        return recovered
 
     async def wait(
         self, handles: Sequence[RolloutHandle], *, deadline_s: float
@@ -188,22 +231,24 @@ class Submissions:
         sampling: SamplingParams,
         metadata: object,
         deadline_s: float | None,
+        workflow: str = "",
+        arguments: bytes = b"",
     ) -> Record:
         if self._closed:
             raise ConfigError("rollout controller: submit needs an open controller, got closed")
         if deadline_s is not None and deadline_s <= 0:
             raise ConfigError(f"rollout: deadline_s must be > 0, got {deadline_s}")
         self._next_task += 1
-        record = Record(
-            task_id=f"{self.incarnation}-{self._next_task}",
+        return Record(
+            task_id=f"{self._prefix}-{self._next_task}",
             prompt_ids=tuple(prompt_ids),
             sampling=sampling,
             metadata=metadata,
             deadline_s=deadline_s,
             submitted_at=asyncio.get_running_loop().time(),
+            workflow=workflow,
+            arguments=arguments,
         )
-        self._life.add(record)
-        return record
 
 
 def _workflow_arguments(workflow: str, arguments: object) -> bytes:

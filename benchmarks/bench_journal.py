@@ -1,0 +1,160 @@
+"""What a journal of rollouts costs the event loop, per rollout.
+
+Each rollout is submitted, handed to a worker, accepted with 128 tokens and handed out, in
+groups of 8 and with 64 outcomes per callback, on a file system as the machine has it. The
+strongest alternative is a journal that is on disk before each outcome is acknowledged (one
+fdatasync per callback); the ceiling is one write of the same bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from harness import Row, median_p95, parser, report
+from windlass.rollout import ControllerConfig, SamplingParams, StalenessPolicy
+from windlass.rollout.journal import RolloutJournal
+from windlass.rollout.lifecycle import Lifecycle
+from windlass.rollout.messages import OutcomeStatus, Partial, RolloutOutcome
+from windlass.rollout.submission import Submissions
+
+NUM_ROLLOUTS, GROUP_SIZE, CALLBACK, NUM_TOKENS = 4096, 8, 64, 128
+NUM_RUNS = 7
+SAMPLING = SamplingParams(max_new_tokens=NUM_TOKENS)
+PROMPT = tuple(range(1000, 1256))
+TOKENS = tuple(range(30_000, 30_000 + NUM_TOKENS))
+RESULT = Partial(TOKENS, tuple(-token / 7e4 for token in TOKENS), (3,) * NUM_TOKENS)
+
+
+async def one_run(path: Path | None, *, sync_each: bool) -> tuple[float, int]:
+    """Seconds of the loop for all rollouts, and the bytes of the journal."""
+    policy = StalenessPolicy.unbounded(NUM_ROLLOUTS)
+    journal = RolloutJournal(path, keep_delivered=True, compact_nbytes=1 << 40)
+    life = Lifecycle(policy, ControllerConfig(), lambda _: None, lambda: None, journal)
+    owner = Submissions("bench", life, lambda: None)
+    owner._go_on(journal.open(0), policy)
+    began = time.perf_counter()
+    for _ in range(NUM_ROLLOUTS // GROUP_SIZE):
+        owner.submit_group(PROMPT, GROUP_SIZE, SAMPLING)
+    for record in list(life.book.waiting.values()):
+        life.admit(record)
+        life.start_attempt(record, "engine", "worker")
+    journal.flush()
+    running = list(life.book.by_engine["engine"].values())
+    for first in range(0, NUM_ROLLOUTS, CALLBACK):
+        for record in running[first : first + CALLBACK]:
+            life.end_attempt(record, outcome_of(record.task_id, record.attempt))
+        journal.flush()
+        if sync_each and journal._file is not None:
+            journal._file.sync()
+        while life.book.ready:
+            group = life.hand_out()
+            life.acknowledge(group.rollouts[0].task_id)
+        journal.flush()
+    seconds = time.perf_counter() - began
+    nbytes = 0 if journal._file is None else journal._file.nbytes
+    await journal.close()
+    if life.book.counts.completed != NUM_ROLLOUTS:
+        raise RuntimeError(f"completed {life.book.counts.completed} of {NUM_ROLLOUTS}")
+    if path is not None:
+        left = RolloutJournal(path)
+        if left.open(0).tasks:
+            raise RuntimeError("the journal does not say that all were acknowledged")
+        await left.close()
+    return seconds, nbytes
+
+
+def outcome_of(task_id: str, attempt: int) -> RolloutOutcome:
+    return RolloutOutcome(
+        task_id=task_id,
+        attempt=attempt,
+        seq=1,
+        status=OutcomeStatus.ACCEPTED,
+        result=RESULT,
+        engine="engine",
+        worker="worker",
+        finished_at=0.0,
+    )
+
+
+def raw_write(folder: Path, nbytes: int) -> float:
+    """Seconds to write so many bytes in as many calls as the journal makes."""
+    calls = 2 * NUM_ROLLOUTS // CALLBACK
+    data = os.urandom(nbytes // calls)
+    path = folder / "raw"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    began = time.perf_counter()
+    for _ in range(calls):
+        os.write(descriptor, data)
+    seconds = time.perf_counter() - began
+    os.close(descriptor)
+    path.unlink()
+    return seconds
+
+
+def main() -> None:
+    arguments = parser(__doc__ or "").parse_args()
+    off, on, synced, raw = [], [], [], []
+    nbytes = 0
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        path = Path(folder, "journal")
+        for _ in range(NUM_RUNS):
+            off.append(asyncio.run(one_run(None, sync_each=False))[0])
+            seconds, nbytes = asyncio.run(one_run(path, sync_each=False))
+            on.append(seconds)
+            path.unlink()
+            synced.append(asyncio.run(one_run(path, sync_each=True))[0])
+            path.unlink()
+            raw.append(raw_write(Path(folder), nbytes))
+
+    def us(seconds: list[float]) -> tuple[float, float]:
+        return tuple(1e6 * s / NUM_ROLLOUTS for s in median_p95(seconds))  # type: ignore[return-value]
+
+    rows = []
+    for index, metric in enumerate(("median", "p95")):
+        rows += [
+            row("loop time with a journal", metric, us(on)[index], "without", us(off)[index]),
+            row(
+                "loop time with a journal",
+                metric,
+                us(on)[index],
+                "fdatasync per callback",
+                us(synced)[index],
+            ),
+        ]
+    share = us([a - b for a, b in zip(on, off, strict=True)])[0]
+    rows.append(row("the journal's share", "median", share, "one write of its bytes", us(raw)[0]))
+    per_rollout = nbytes / NUM_ROLLOUTS
+    size = f"journal, 256 prompt tokens per group, {NUM_TOKENS} tokens each"
+    raw_size = 8.0 * 3 * NUM_TOKENS
+    rows.append(
+        Row(
+            case=size,
+            metric="bytes per rollout",
+            value=per_rollout,
+            unit="B",
+            reference="3 x 8 B per token",
+            reference_value=raw_size,
+            ratio=per_rollout / raw_size,
+        )
+    )
+    report(rows, arguments.json, "Journal of rollouts")
+
+
+def row(case: str, metric: str, value: float, reference: str, reference_value: float) -> Row:
+    return Row(
+        case=case,
+        metric=f"{metric} per rollout",
+        value=value,
+        unit="us",
+        reference=reference,
+        reference_value=reference_value,
+        ratio=value / reference_value,
+    )
+
+
+if __name__ == "__main__":
+    main()

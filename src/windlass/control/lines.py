@@ -1,0 +1,168 @@
+"""An append-only file of JSON lines, of which a crash can tear off the end and nothing else.
+
+Shared by the journal of rounds, which is on disk before it is acted on, and the journal of
+rollouts, which is written in batches.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Generic, TypeVar, final
+
+import msgspec
+
+from windlass.errors import ConfigError
+
+__all__ = ["LineFile", "read_lines"]
+
+EntryT = TypeVar("EntryT")
+
+
+@final
+class LineFile(Generic[EntryT]):
+    """One writer at a time: the file is locked for as long as it is open.
+
+    A last line without its end was torn by a crash and is cut off when the file is opened.
+
+    Args:
+        path: made with its folders when it is missing.
+        kind: type of an entry, or a union of tagged types.
+
+    Attributes:
+        found: what it held when it was opened; whoever has used it may clear it.
+        nbytes: its size, without what was added and not written yet.
+
+    Raises:
+        ConfigError: it cannot be opened, another process has it open, or a complete line is
+            not an entry.
+    """
+
+    def __init__(self, path: Path, kind: type[EntryT]) -> None:
+        self.path = path
+        self._encoder = msgspec.json.Encoder()
+        self._pending: list[bytes] = []
+        self._descriptor = -1
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = _lock(path)
+            self.found, self.nbytes = read_lines(path, kind)
+            os.ftruncate(self._descriptor, self.nbytes)  # the next line must not grow on a torn one
+            _sync_directory(path.parent)
+        except OSError as error:
+            self.close()
+            raise ConfigError(f"journal {path}: cannot be used: {error}") from error
+        except ConfigError:
+            self.close()
+            raise
+
+    @property
+    def pending(self) -> bool:
+        """Whether something was added and not written yet."""
+        return bool(self._pending)
+
+    def add(self, entry: EntryT) -> None:
+        """Encode an entry; `write` writes it."""
+        self._pending.append(self._encoder.encode(entry))
+
+    def write(self) -> int:
+        """Hand what was added to the system, in one call; returns the bytes.
+
+        From here on it survives the end of this process, not a power cut.
+
+        Raises:
+            OSError: disk full, and the like; the end of the file may be torn.
+        """
+        if not self._pending:
+            return 0
+        self._pending.append(b"")
+        data = b"\n".join(self._pending)
+        self._pending.clear()
+        _write_all(self._descriptor, data)
+        self.nbytes += len(data)
+        return len(data)
+
+    def sync(self) -> None:
+        """Return once what was written is on disk; may be called from another thread."""
+        os.fdatasync(self._descriptor)
+
+    def replace_by(self, path: Path, upto_nbytes: int) -> None:
+        """Go on with another file that says the same as the first `upto_nbytes` of this one.
+
+        What was written after those is copied behind it; then it takes this one's name.
+
+        Raises:
+            OSError: the files are as they were.
+        """
+        descriptor = _lock(path)
+        try:
+            with self.path.open("rb") as old:
+                old.seek(upto_nbytes)
+                _write_all(descriptor, old.read(self.nbytes - upto_nbytes))
+            path.replace(self.path)
+        except OSError:
+            os.close(descriptor)
+            raise
+        os.close(self._descriptor)
+        self._descriptor, self.nbytes = descriptor, self.path.stat().st_size
+
+    def close(self) -> None:
+        """Write what was added, and close. Idempotent."""
+        if self._descriptor >= 0:
+            self.write()
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _lock(path: Path) -> int:
+    """Open for appending, locked until the descriptor is closed or the process ends.
+
+    Raises:
+        OSError: another process holds it.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_lines(
+    path: Path, kind: type[EntryT], upto_nbytes: int | None = None
+) -> tuple[list[EntryT], int]:
+    """The entries, and the bytes that they take; a line without its end was torn by a crash.
+
+    Raises:
+        ConfigError: a complete line is not an entry.
+    """
+    entries: list[EntryT] = []
+    decoder = msgspec.json.Decoder(kind)
+    nbytes = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file):
+            if not line.endswith(b"\n") or nbytes == upto_nbytes:
+                break
+            try:
+                entries.append(decoder.decode(line))
+            except (msgspec.MsgspecError, ValueError) as error:
+                raise ConfigError(f"journal {path}: line {number + 1}: {error}") from error
+            nbytes += len(line)
+    return entries, nbytes
+
+
+def _sync_directory(path: Path) -> None:
+    """A new file survives a power cut only once its directory is on disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,203 @@
+"""The facts in a rollout controller's journal, and the state that they add up to. Pure.
+
+Any prefix of a journal is a state in which the staleness bound holds, because facts stand in
+the order in which they became true: so a file that lost its end to a power cut is an older
+state, and no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import assert_never
+
+import msgspec
+
+from windlass.rollout.messages import RolloutOutcome, SamplingParams
+
+__all__ = [
+    "Accepted",
+    "Attempted",
+    "Ended",
+    "Entry",
+    "Resubmitted",
+    "Saved",
+    "SavedTask",
+    "Started",
+    "Submitted",
+    "VersionReached",
+]
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
+    """A process took over; what it knows of the past beside the tasks that follow.
+
+    Attributes:
+        identity: of the controller, the same in every process; workers know it by this.
+        run: how many processes there were before.
+        start_version, version, consumed: of the staleness policy.
+    """
+
+    identity: str
+    run: int
+    start_version: int
+    version: int
+    consumed: int
+
+
+class Submitted(msgspec.Struct, frozen=True, kw_only=True, tag="submitted"):
+    """Tasks that differ in nothing but their id; `group_id` is -1 for one alone."""
+
+    task_ids: tuple[str, ...]
+    group_id: int
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    metadata: bytes
+    deadline_s: float | None = None
+    workflow: str = ""
+    arguments: bytes = b""
+
+
+class Attempted(msgspec.Struct, frozen=True, kw_only=True, tag="attempted"):
+    """A worker was given it. `handed`: how often one was. Counts as running from here on."""
+
+    task_id: str
+    attempt: int
+    handed: int
+    engine: str
+    worker: str
+    failures: int = 0
+    rejections: int = 0
+
+
+class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
+    """It has an outcome."""
+
+    outcome: RolloutOutcome
+
+
+class Resubmitted(msgspec.Struct, frozen=True, tag="resubmitted"):
+    """It waits for admission again, without an outcome."""
+
+    task_id: str
+    rejections: int
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """Nothing more is owed. `num_consumed`: how many of them were consumed, not given up."""
+
+    task_ids: tuple[str, ...]
+    num_consumed: int = 0
+
+
+class VersionReached(msgspec.Struct, frozen=True, tag="version"):
+    """The consumer holds `version`."""
+
+    version: int
+
+
+Entry = Started | Submitted | Attempted | Accepted | Resubmitted | Ended | VersionReached
+
+
+@dataclass(slots=True, eq=False)
+class SavedTask:
+    """One task that has not ended: submitted, at a worker, or with an outcome."""
+
+    task_id: str
+    submission: Submitted
+    attempt: Attempted | None = None
+    running: bool = False
+    outcome: RolloutOutcome | None = None
+
+
+@dataclass(slots=True)
+class Saved:
+    """What a journal adds up to; see `Started` for the first five."""
+
+    identity: str
+    run: int = 0
+    start_version: int = 0
+    version: int = -1
+    consumed: int = 0
+    tasks: dict[str, SavedTask] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, entries: Iterable[Entry]) -> Saved | None:
+        """The state after these entries; None for none. Ids that are not known are ignored."""
+        saved: Saved | None = None
+        for entry in entries:
+            if isinstance(entry, Started):
+                tasks = {} if saved is None else saved.tasks
+                saved = cls(
+                    entry.identity,
+                    entry.run,
+                    entry.start_version,
+                    entry.version,
+                    entry.consumed,
+                    tasks,
+                )
+            elif saved is not None:
+                saved._take(entry)
+        if saved is not None:
+            saved._drop_broken_groups()
+        return saved
+
+    def _take(
+        self, entry: Submitted | Attempted | Accepted | Resubmitted | Ended | VersionReached
+    ) -> None:
+        match entry:
+            case Submitted():
+                self.tasks.update({t: SavedTask(t, entry) for t in entry.task_ids})
+            case Attempted() | Resubmitted():
+                self._move(self.tasks.get(entry.task_id), entry)
+            case Accepted():
+                self._move(self.tasks.get(entry.outcome.task_id), entry)
+            case Ended():
+                for task_id in entry.task_ids:
+                    self.tasks.pop(task_id, None)
+                self.consumed += entry.num_consumed
+            case VersionReached():
+                self.version = max(self.version, entry.version)
+            case _:
+                assert_never(entry)
+
+    @staticmethod
+    def _move(task: SavedTask | None, entry: Attempted | Accepted | Resubmitted) -> None:
+        if task is None:
+            return
+        task.running = isinstance(entry, Attempted)
+        task.outcome = entry.outcome if isinstance(entry, Accepted) else None
+        if isinstance(entry, Attempted):
+            task.attempt = entry
+        elif isinstance(entry, Resubmitted) and task.attempt is not None:
+            task.attempt = msgspec.structs.replace(task.attempt, rejections=entry.rejections)
+
+    def _drop_broken_groups(self) -> None:
+        """A group of which some samples were given up was given up as a whole."""
+        for task in list(self.tasks.values()):
+            if any(other not in self.tasks for other in task.submission.task_ids):
+                self.tasks.pop(task.task_id, None)
+
+    def submissions(self) -> Iterator[Submitted]:
+        """Of the tasks that have not ended, each once, in order."""
+        for task in self.tasks.values():
+            if task.task_id == task.submission.task_ids[0]:
+                yield task.submission
+
+    def entries(self) -> Iterator[Entry]:
+        """The shortest journal that adds up to this."""
+        yield Started(
+            identity=self.identity,
+            run=self.run,
+            start_version=self.start_version,
+            version=self.version,
+            consumed=self.consumed,
+        )
+        yield from self.submissions()
+        for task in self.tasks.values():
+            if task.attempt is not None:
+                yield task.attempt
+                if not task.running and task.outcome is None:
+                    yield Resubmitted(task.task_id, task.attempt.rejections)
+            if task.outcome is not None:
+                yield Accepted(task.outcome)
