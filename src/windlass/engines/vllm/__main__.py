@@ -15,6 +15,7 @@ from windlass.engines.launch import arguments, check_placed, serve
 
 CONNECT_DEADLINE_S = 600.0
 EXTENSION = "windlass.engines.vllm.extension.WindlassExtension"
+ROUTE = "windlass.engines.vllm.generate_route.GenerateRoute"
 
 
 class _Joined(msgspec.Struct, frozen=True):
@@ -32,6 +33,7 @@ def main() -> int:
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model),
         *("--host", args.host, "--port", str(args.port)),
         *("--tensor-parallel-size", str(args.tp), "--worker-extension-cls", EXTENSION),
+        *("--enable-scale-out", "--middleware", ROUTE),
         *rest,
     ]
     # The routes that pause an engine exist in this mode only.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -118,7 +119,8 @@ class WindlassExtension:
         settings = msgspec.json.decode(encoded, type=AgentSettings)
 
         def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-            worker.reload_weights(weights_iterator=weights, is_checkpoint_format=True)
+            with _experts_packed_anew(worker.model_runner.get_model()):
+                worker.reload_weights(weights_iterator=weights, is_checkpoint_format=True)
 
         captured = capture(
             worker.model_runner.get_model(),
@@ -159,6 +161,34 @@ class WindlassExtension:
             key = f"{'' if holding.kind is Kind.PARAMETER else holding.kind}:{name}"
             digests[key] = f"{fingerprint(holding.memory()):016x}"
         return digests
+
+
+@contextmanager
+def _experts_packed_anew(model: torch.nn.Module) -> Iterator[None]:
+    """Have vLLM pack experts for their kernel while it loads weights again.
+
+    vLLM 0.32 packs experts for its CPU kernel only while there is no kernel yet, so weights that
+    are loaded again would stay unpacked. The kernels of the start are put back afterwards: they,
+    and not those made meanwhile, refer to the tensors that the model keeps.
+    """
+    held = [holder for module in model.modules() for holder in (module, _method_of(module))]
+    kernels = [
+        (holder, vars(holder)["moe_kernel"])
+        for holder in {id(h): h for h in held if h is not None}.values()
+        if vars(holder).get("moe_kernel") is not None
+    ]
+    for holder, _ in kernels:
+        vars(holder)["moe_kernel"] = None
+    try:
+        yield
+    finally:
+        for holder, kernel in kernels:
+            vars(holder)["moe_kernel"] = kernel
+
+
+def _method_of(module: torch.nn.Module) -> object | None:
+    method: object | None = vars(module).get("quant_method")
+    return method
 
 
 def _cache_storages(worker: _Worker) -> frozenset[int]:

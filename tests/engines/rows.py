@@ -1,0 +1,34 @@
+"""What a test of a live engine showed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+MATRIX = pytest.StashKey[list[dict[str, object]]]()
+"""Rows of everything that could be shown, as untested."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """One row; all but the last two are its key.
+
+    Attributes:
+        outcome: `proven`, `refused` or `untested`. detail: the reason of a refusal.
+    """
+
+    trainer: str
+    engine: str
+    engine_version: str
+    engine_parallelism: str
+    model: str
+    dtype: str
+    transport: str
+    mode: str
+    outcome: str = "proven"
+    detail: str = ""
+
+
+Record = Callable[[Shown], None]

@@ -1,0 +1,143 @@
+"""vLLM's answer in SGLang's words, and the versions of its tokens as a rollout worker reads them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from windlass.engines.vllm.generate_route import GenerateRoute
+from windlass.rollout.generate import AttemptError, generate
+from windlass.rollout.messages import EngineTarget, RolloutTask, SamplingParams
+
+CHOICE = {
+    "index": 0,
+    "finish_reason": "length",
+    "token_ids": [4, 7, 9],
+    "logprobs": {
+        "content": [
+            {"token_id": t, "logprob": -0.5 * t, "rank": 1, "top_logprobs": []} for t in (4, 7, 9)
+        ]
+    },
+    "weight_versions": [
+        {"version": "3", "start": 0, "end": 2},
+        {"version": "4", "start": 2, "end": 3},
+    ],
+}
+
+
+class Vllm:
+    """The inner application: remembers what it was asked, answers in pieces."""
+
+    def __init__(self, status: int, body: object) -> None:
+        self.status, self.body = status, json.dumps(body).encode()
+        self.asked: list[tuple[str, Any]] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        message = await receive()
+        headers = dict(scope["headers"])
+        assert int(headers[b"content-length"]) == len(message["body"])
+        self.asked.append((scope["path"], json.loads(message["body"])))
+        await send({"type": "http.response.start", "status": self.status, "headers": []})
+        await send({"type": "http.response.body", "body": self.body[:5], "more_body": True})
+        await send({"type": "http.response.body", "body": self.body[5:]})
+
+
+async def ask(app: Vllm, body: bytes, path: str = "/generate") -> tuple[int, bytes]:
+    parts = [
+        {"type": "http.request", "body": body[:4], "more_body": True},
+        {"type": "http.request", "body": body[4:], "more_body": False},
+    ]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return parts.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "headers": [(b"content-length", str(len(body)).encode())],
+    }
+    await GenerateRoute(app)(scope, receive, send)
+    return sent[0]["status"], b"".join(m["body"] for m in sent[1:])
+
+
+async def test_a_request_reaches_vllm_in_its_own_words_and_comes_back_in_those_of_sglang() -> None:
+    app = Vllm(200, {"choices": [CHOICE]})
+    sampling = {"max_new_tokens": 3, "top_k": -1, "stop_token_ids": [2], "ignore_eos": True}
+    request = {"rid": "r-1", "input_ids": [1, 2], "sampling_params": sampling}
+    status, body = await ask(app, json.dumps(request).encode())
+    (path, asked), answer = app.asked[0], json.loads(body)
+    assert (status, path) == (200, "/inference/v1/generate")
+    assert asked["token_ids"] == [1, 2]
+    assert asked["request_id"] == "r-1"
+    assert asked["sampling_params"]["max_tokens"] == 3
+    assert asked["sampling_params"]["stop_token_ids"] == [2]
+    assert answer["output_ids"] == [4, 7, 9]
+    assert answer["meta_info"]["finish_reason"] == {"type": "length"}
+    assert answer["meta_info"]["output_token_logprobs"] == [
+        [-2.0, 4, None],
+        [-3.5, 7, None],
+        [-4.5, 9, None],
+    ]
+
+
+async def test_an_error_of_vllm_passes_through() -> None:
+    status, body = await ask(Vllm(400, {"error": "too long"}), b'{"input_ids": [1]}')
+    assert (status, json.loads(body)) == (400, {"error": "too long"})
+
+
+async def test_nonsense_is_refused_before_vllm_sees_it() -> None:
+    app = Vllm(200, {})
+    status, _ = await ask(app, b'{"input_ids": "abc"}')
+    assert (status, app.asked) == (422, [])
+
+
+async def answered(spans: list[dict[str, Any]]) -> tuple[int, ...]:
+    """Versions that a rollout worker reads out of an engine's answer of three tokens."""
+    meta = {
+        "finish_reason": {"type": "length"},
+        "output_token_logprobs": [[-1.0, t, None] for t in (4, 7, 9)],
+        "weight_version": "4",
+        "weight_versions": spans,
+    }
+
+    async def serve(_: web.Request) -> web.Response:
+        return web.json_response({"output_ids": [4, 7, 9], "meta_info": meta})
+
+    app = web.Application()
+    app.add_routes([web.post("/generate", serve)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    try:
+        async with aiohttp.ClientSession() as session:
+            task = RolloutTask(
+                task_id="t",
+                attempt=1,
+                engine=EngineTarget(name="e", url=f"http://{host}:{port}"),
+                prompt_ids=(1,),
+                sampling=SamplingParams(max_new_tokens=3),
+                deadline_s=10.0,
+            )
+            return (await generate(session, task)).tokens.versions
+    finally:
+        await runner.cleanup()
+
+
+async def test_every_token_carries_the_version_of_its_span() -> None:
+    assert await answered(CHOICE["weight_versions"]) == (3, 3, 4)  # type: ignore[arg-type]
+
+
+async def test_spans_with_a_gap_are_refused() -> None:
+    with pytest.raises(AttemptError, match="must follow one another"):
+        await answered([{"version": "4", "start": 1, "end": 3}])

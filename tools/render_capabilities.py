@@ -1,0 +1,94 @@
+"""docs/capabilities.md out of what the live engine tests recorded in docs/capabilities.json.
+
+`render_capabilities.py` writes the page, `render_capabilities.py --check` fails if it is not the
+one that the records give.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+COLUMNS = [
+    ("cma", "in_place"),
+    ("cma", "staged"),
+    ("mooncake", "in_place"),
+    ("mooncake", "staged"),
+]
+HEAD = """# What works with which engine
+
+Made by `tools/render_capabilities.py` from `docs/capabilities.json`, which `make test-engines` writes;
+not edited by hand. Every row is a real trainer of two processes that trains a step and publishes into
+a live unmodified server on CPU; `proven` means that afterwards (1) every byte of every parameter and
+buffer equals a fresh server's that loaded the same weights as a checkpoint, (2) greedy tokens are equal,
+(3) logprobs agree with transformers within bfloat16. `refused` means that it is turned down with a
+reason; `untested` means what it says. Models are tiny and made from a configuration: `dense` and `tied`
+(Qwen3), `moe` (Qwen3-MoE), `mla` (DeepSeek-V3's attention and experts). Machines with GPUs are not in
+this table.
+"""
+
+Row = dict[str, str]
+
+
+def render(rows: Sequence[Row]) -> str:
+    """The page."""
+    parts = [HEAD]
+    tested = [row for row in rows if row["mode"] in dict.fromkeys(c[1] for c in COLUMNS)]
+    for engine, version in sorted({(r["engine"], r["engine_version"]) for r in tested}):
+        chosen = [r for r in tested if (r["engine"], r["engine_version"]) == (engine, version)]
+        counted = Counter(r["outcome"] for r in chosen)
+        summary = ", ".join(f"{counted[o]} {o}" for o in ("proven", "refused", "untested"))
+        parts.append(f"\n## {engine} {version}\n\n{summary}.\n\n{_table(chosen)}")
+    refused = sorted(
+        (r["engine"], r["engine_version"], r["model"], r["mode"], r["detail"])
+        for r in rows
+        if r["outcome"] == "refused"
+    )
+    if refused:
+        parts.append(
+            "\n## Refused, and why\n\n| engine | model | what | reason |\n|---|---|---|---|\n"
+        )
+        parts += [
+            f"| {engine} {version} | {model} | {what} | {reason} |\n"
+            for engine, version, model, what, reason in refused
+        ]
+    return "".join(parts)
+
+
+def _table(rows: Sequence[Row]) -> str:
+    cells = {(*_place(r), r["transport"], r["mode"]): r["outcome"] for r in rows}
+    lines = [
+        "| model | engine ranks | trainer | dtype | "
+        + " | ".join(f"{transport} {mode}" for transport, mode in COLUMNS)
+        + " |\n",
+        "|" + "---|" * (4 + len(COLUMNS)) + "\n",
+    ]
+    for place in sorted({_place(row) for row in rows}):
+        outcomes = [cells.get((*place, *column), "untested") for column in COLUMNS]
+        lines.append(f"| {' | '.join([*place, *outcomes])} |\n")
+    return "".join(lines)
+
+
+def _place(row: Row) -> tuple[str, str, str, str]:
+    return row["model"], row["engine_parallelism"], row["trainer"], row["dtype"]
+
+
+def main() -> int:
+    """Write the page, or compare it."""
+    text = render(json.loads((DOCS / "capabilities.json").read_text()))
+    page = DOCS / "capabilities.md"
+    if "--check" not in sys.argv[1:]:
+        page.write_text(text)
+        return 0
+    same = page.exists() and page.read_text() == text
+    if not same:
+        sys.stderr.write(f"{page} must be made anew: python tools/render_capabilities.py\n")
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
