@@ -232,7 +232,7 @@ def test_sglang_does_not_start_with_an_option_that_updates_cannot_survive(
 
 def test_vllm_is_not_asked_to_retract(shown: Record) -> None:
     with pytest.raises(ConfigError, match="pause_mode must be one of"):
-        VllmApi("http://127.0.0.1:1").pause(PauseMode.RETRACT, 1.0)
+        VllmApi("http://127.0.0.1:1", pipelined=False).pause(PauseMode.RETRACT, 1.0)
     shown(refusal("vllm", "pause_mode retract", "vLLM has abort and keep (in_place) only"))
 
 

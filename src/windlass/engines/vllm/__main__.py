@@ -6,12 +6,15 @@ environment; the token is read from WINDLASS_TOKEN.
 
 from __future__ import annotations
 
+import importlib.util
 import sys
+from pathlib import Path
 
 import msgspec
 
 from windlass.engines.attach import AgentSettings, post
 from windlass.engines.launch import arguments, check_placed, serve
+from windlass.errors import ConfigError
 
 CONNECT_DEADLINE_S = 600.0
 EXTENSION = "windlass.engines.vllm.extension.WindlassExtension"
@@ -33,7 +36,7 @@ def main() -> int:
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model),
         *("--host", args.host, "--port", str(args.port)),
         *("--tensor-parallel-size", str(args.tp), "--worker-extension-cls", EXTENSION),
-        *("--enable-scale-out", "--middleware", ROUTE),
+        *_generate_options(),
         *rest,
     ]
     # The routes that pause an engine exist in this mode only.
@@ -45,6 +48,16 @@ def main() -> int:
         ready_line="Application startup complete",
         connect=_connect,
     )
+
+
+def _generate_options() -> tuple[str, ...]:
+    """SGLang's `/generate`, where this release has the route behind it as an option of its own."""
+    package = importlib.util.find_spec("vllm")  # looks for it without an import
+    if package is None or package.origin is None:
+        raise ConfigError(f"vLLM must be installed in the environment of {sys.executable}")
+    if not (Path(package.origin).parent / "entrypoints" / "scale_out").exists():
+        return ()
+    return ("--enable-scale-out", "--middleware", ROUTE)
 
 
 def _connect(settings: AgentSettings) -> None:
