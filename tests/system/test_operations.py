@@ -140,6 +140,23 @@ async def test_status_prints_rounds_staleness_and_outstanding_work(
     assert "AuthenticationError" in errors
 
 
+async def test_report_compares_updates_with_the_ceiling(
+    controller: windlass.Controller, tmp_path: Path
+) -> None:
+    files = (tmp_path / "report.json", tmp_path / "report.png")
+    code, output, errors = await command(
+        *(sys.executable, "-m", "windlass.cli.main", "report", controller.url),
+        *("--ceiling-gbps", "2", "--links", "2"),
+        *("--json", str(files[0]), "--plot", str(files[1])),
+    )
+    assert (code, errors) == (0, "")
+    assert "of the limit" in output
+    (update,) = msgspec.json.decode(files[0].read_bytes())
+    assert update["limit_s"] == pytest.approx(1_234_567 / 4e9)
+    assert sum(update["stages"].values()) == pytest.approx(update["update_s"])
+    assert files[1].read_bytes().startswith(b"\x89PNG")
+
+
 SEEN = """new Promise(seen => {
   // A page that is only just loading has no body yet.
   const look = () => document.body?.innerText.includes(TEXT) && seen(document.body.innerHTML);

@@ -14,7 +14,7 @@ from rich.table import Table
 from windlass.envs import control_token
 from windlass.errors import AuthenticationError, PeerTimeout, PeerUnreachable, ProtocolError
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "fetch_overview", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the fleet, the last rounds, staleness and outstanding work."""
-    view = asyncio.run(_fetch(args.url.rstrip("/"), control_token(), args.deadline_s))
+    view = asyncio.run(fetch_overview(args.url.rstrip("/"), control_token(), args.deadline_s))
     if args.json:
         print(msgspec.json.encode(view).decode())
         return 0
@@ -34,7 +34,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _fetch(url: str, token: str, deadline_s: float) -> dict[str, Any]:
+async def fetch_overview(url: str, token: str, deadline_s: float) -> dict[str, Any]:
+    """What `/v1/overview` of a controller answers.
+
+    Raises:
+        AuthenticationError: wrong token. PeerTimeout, PeerUnreachable: no answer.
+        ProtocolError: an answer that is none of a controller.
+    """
     headers = {"Authorization": f"Bearer {token}"}
     try:
         async with (

@@ -1,0 +1,99 @@
+"""`windlass bench`: the benchmarks that this machine can run, one after the other."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from windlass.envs import inherited_environment
+from windlass.errors import ConfigError
+
+__all__ = ["add_arguments", "run"]
+
+SCRIPTS_DEADLINE_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Suite:
+    """A script and how many GPUs it needs."""
+
+    script: str
+    num_gpus: int = 0
+
+
+_SUITES = {
+    "planner": _Suite("bench_planner.py"),
+    "transports": _Suite("bench_transports.py"),
+    "update": _Suite("bench_update.py"),
+    "control": _Suite("bench_control.py"),
+    "xccl": _Suite("bench_xccl.py"),
+    "rollout": _Suite("bench_rollout.py"),
+    "nvlink": _Suite("gpu/bench_nvlink.py", num_gpus=2),
+    "live-engine": _Suite("gpu/bench_live_engine.py", num_gpus=4),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Benchmarks are scripts of the source tree, and no part of the installed package."""
+    parser.add_argument("suite", nargs="*", help=f"of {', '.join(_SUITES)}; all that can run here")
+    parser.add_argument(
+        "--scripts", type=Path, default=Path("benchmarks"), help="folder of the source tree"
+    )
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/local"))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run them, keep their rows as JSON, print what each took; 1 if one failed.
+
+    Raises:
+        ConfigError: an unknown suite, or no scripts there.
+    """
+    unknown = [name for name in args.suite if name not in _SUITES]
+    if unknown:
+        raise ConfigError(f"bench: suite must be one of {list(_SUITES)}, got {unknown}")
+    if not (args.scripts / "harness.py").is_file():
+        raise ConfigError(f"bench: --scripts must be Windlass's benchmarks folder: {args.scripts}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    num_gpus = count_gpus()
+    summary = Table("suite", "result", "seconds", "rows", box=None)
+    failed = False
+    for name in args.suite or _SUITES:
+        suite = _SUITES[name]
+        if suite.num_gpus > num_gpus:
+            summary.add_row(name, f"needs {suite.num_gpus} GPUs, found {num_gpus}", "", "")
+            continue
+        target = args.out / f"{Path(suite.script).stem}.json"
+        start = time.monotonic()
+        status = subprocess.run(
+            [sys.executable, str(args.scripts / suite.script), "--json", str(target)],
+            env=inherited_environment(),
+            timeout=SCRIPTS_DEADLINE_S,
+            check=False,
+        ).returncode
+        failed |= status != 0
+        rows = len(json.loads(target.read_text())) if status == 0 else 0
+        result = str(target) if status == 0 else f"failed with {status}"
+        summary.add_row(name, result, f"{time.monotonic() - start:.0f}", str(rows))
+    Console().print(summary)
+    return int(failed)
+
+
+def count_gpus() -> int:
+    """NVIDIA GPUs that the driver shows; 0 without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value

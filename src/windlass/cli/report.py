@@ -1,0 +1,65 @@
+"""`windlass report URL`: the last updates of a running controller against the speed of light."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from windlass.cli.status import fetch_overview
+from windlass.envs import control_token
+from windlass.telemetry.ceilings import measure_memcpy_gbps
+from windlass.telemetry.speed_of_light import SpeedOfLight, save_plot, speed_of_light
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The token comes from WINDLASS_TOKEN, never from the command line."""
+    parser.add_argument("url", help="address of the controller")
+    parser.add_argument(
+        "--ceiling-gbps",
+        type=float,
+        metavar="GB/S",
+        help="of one link, measured; without it one memcpy thread of this host is measured now",
+    )
+    parser.add_argument("--links", type=int, default=1, help="that carry an update side by side")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a PNG")
+    parser.add_argument("--deadline-s", type=float, default=10.0)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print every published update that the controller remembers."""
+    view = asyncio.run(fetch_overview(args.url.rstrip("/"), control_token(), args.deadline_s))
+    ceiling = measure_memcpy_gbps() if args.ceiling_gbps is None else args.ceiling_gbps
+    updates = [
+        _compare(each, ceiling, args.links)
+        for each in view["rounds"]
+        if each["outcome"] == "published"
+    ]
+    for update in updates:
+        print(update.text())
+    if not updates:
+        print("no update was published yet")
+    if args.json is not None:
+        args.json.write_bytes(msgspec.json.encode([update.as_dict() for update in updates]))
+    if args.plot is not None:
+        save_plot(updates, args.plot)
+    return 0
+
+
+def _compare(report: dict[str, Any], ceiling_gbps: float, num_links: int) -> SpeedOfLight:
+    return speed_of_light(
+        version=report["version"],
+        nbytes=report["nbytes"],
+        wire_s=report["wire_s"],
+        update_s=report["update_s"],
+        pause_s=report["pause_s"],
+        phase_s=report["phase_s"],
+        ceiling_gbps=ceiling_gbps,
+        num_links=num_links,
+    )

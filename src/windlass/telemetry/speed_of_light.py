@@ -1,0 +1,149 @@
+"""How far an update was from what its links can do, and where the rest of its time went."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, final
+
+from windlass.errors import ConfigError
+
+__all__ = ["SpeedOfLight", "save_plot", "speed_of_light"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SpeedOfLight:
+    """One update against its ceiling.
+
+    Attributes:
+        version: that was published.
+        nbytes: that travelled.
+        num_links: that carried them side by side.
+        ceiling_gbps: of one link, measured, in 10^9 bytes per second.
+        limit_s: `nbytes` over all links at their ceiling.
+        wire_s: the slowest rank's time inside writes. update_s: first command to last reply.
+        pause_s: the longest that an engine stood still.
+        stages: (name, seconds), in order; `other` is what no stage accounts for.
+    """
+
+    version: int
+    nbytes: int
+    num_links: int
+    ceiling_gbps: float
+    limit_s: float
+    wire_s: float
+    update_s: float
+    pause_s: float
+    stages: tuple[tuple[str, float], ...]
+
+    @property
+    def achieved_gbps(self) -> float:
+        """Of one link, while bytes travelled."""
+        return self.nbytes / self.num_links / self.wire_s / 1e9 if self.wire_s else 0.0
+
+    @property
+    def wire_fraction(self) -> float:
+        """Limit over wire time: 1 is the speed of light."""
+        return self.limit_s / self.wire_s if self.wire_s else 0.0
+
+    @property
+    def update_fraction(self) -> float:
+        """Limit over the whole update."""
+        return self.limit_s / self.update_s if self.update_s else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types, for JSON."""
+        return {
+            **asdict(self),
+            "stages": dict(self.stages),
+            "achieved_gbps": self.achieved_gbps,
+            "wire_fraction": self.wire_fraction,
+            "update_fraction": self.update_fraction,
+        }
+
+    def text(self) -> str:
+        """A few lines for a terminal."""
+        head = (
+            f"version {self.version}: {self.nbytes / 1e9:.3f} GB over {self.num_links} links of "
+            f"{self.ceiling_gbps:.1f} GB/s: limit {1e3 * self.limit_s:.2f} ms"
+        )
+        wire = (
+            f"  wire {1e3 * self.wire_s:.2f} ms = {100 * self.wire_fraction:.0f} % of the limit "
+            f"({self.achieved_gbps:.1f} GB/s per link), update {1e3 * self.update_s:.2f} ms = "
+            f"{100 * self.update_fraction:.0f} %, pause {1e3 * self.pause_s:.2f} ms"
+        )
+        lines = [head, wire]
+        for name, seconds in self.stages:
+            share = seconds / self.update_s if self.update_s else 0.0
+            lines.append(f"  {name:<8} {1e3 * seconds:9.2f} ms {100 * share:5.1f} %")
+        return "\n".join(lines)
+
+
+def speed_of_light(
+    *,
+    version: int,
+    nbytes: int,
+    wire_s: float,
+    update_s: float,
+    pause_s: float,
+    phase_s: Mapping[str, float],
+    ceiling_gbps: float,
+    num_links: int,
+) -> SpeedOfLight:
+    """Compare what an `UpdateReport` says with a measured ceiling.
+
+    Args:
+        version: as in `UpdateReport`, like the next five.
+        nbytes: that travelled.
+        wire_s: the slowest rank's time inside writes.
+        update_s: first command to last reply.
+        pause_s: the longest that an engine stood still.
+        phase_s: seconds per phase, by name.
+        ceiling_gbps: of one link, measured on this machine in this state.
+        num_links: that work side by side: the smaller number of ranks, one link each, say.
+
+    Raises:
+        ConfigError: a ceiling or a number of links that is not positive.
+    """
+    if ceiling_gbps <= 0:
+        raise ConfigError(f"speed_of_light: ceiling_gbps must be > 0, got {ceiling_gbps}")
+    if num_links < 1:
+        raise ConfigError(f"speed_of_light: num_links must be >= 1, got {num_links}")
+    other = max(0.0, update_s - sum(phase_s.values()))
+    return SpeedOfLight(
+        version=version,
+        nbytes=nbytes,
+        num_links=num_links,
+        ceiling_gbps=ceiling_gbps,
+        limit_s=nbytes / num_links / ceiling_gbps / 1e9,
+        wire_s=wire_s,
+        update_s=update_s,
+        pause_s=pause_s,
+        stages=(*phase_s.items(), ("other", other)),
+    )
+
+
+def save_plot(updates: Sequence[SpeedOfLight], path: Path) -> None:
+    """A PNG: the stages of every update as a stacked bar, the limit as a line."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 5), constrained_layout=True)
+    places = range(len(updates))
+    base = [0.0] * len(updates)
+    names = dict.fromkeys(name for update in updates for name, _ in update.stages)
+    for name in names:
+        heights = [1e3 * dict(update.stages).get(name, 0.0) for update in updates]
+        axes.bar(places, heights, bottom=base, label=name)
+        base = [below + height for below, height in zip(base, heights, strict=True)]
+    axes.plot(places, [1e3 * u.limit_s for u in updates], "k_", markersize=14, label="limit")
+    axes.set(ylabel="milliseconds", xlabel="version", title="Updates against the speed of light")
+    axes.set_xticks(list(places), [str(update.version) for update in updates])
+    axes.legend()
+    axes.grid(alpha=0.3, axis="y")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
