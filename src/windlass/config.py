@@ -15,6 +15,7 @@ __all__ = [
     "P2pBackend",
     "PauseMode",
     "PhaseDeadlines",
+    "RelayShape",
     "UpdateBackend",
     "UpdateMode",
     "XcclBackend",
@@ -80,8 +81,37 @@ class CollectiveFabric(StrEnum):
     NCCL = "nccl"
 
 
-class P2pBackend(msgspec.Struct, frozen=True, tag="p2p"):
-    """One-sided writes, straight from the trainer rank that owns the bytes."""
+class RelayShape(StrEnum):
+    """How engines that want the same bytes get them.
+
+    OFF: every engine from the trainers. CHAIN: one engine from the trainers, each hands on to the
+    next. TREE: two binary trees that carry half of the bytes each, so that the depth is
+    logarithmic and nobody sends more than one copy. AUTO: a chain of up to four, else trees.
+    """
+
+    OFF = "off"
+    AUTO = "auto"
+    CHAIN = "chain"
+    TREE = "tree"
+
+
+class P2pBackend(msgspec.Struct, frozen=True, tag="p2p", omit_defaults=True):
+    """One-sided writes, straight from the trainer rank that owns the bytes.
+
+    Attributes:
+        relay: whether engines whose ranks hold the same boxes in the same memory layout pass the
+            bytes on among themselves.
+        relay_chunk_nbytes: what is verified and passed on at a time.
+    """
+
+    relay: RelayShape = RelayShape.OFF
+    relay_chunk_nbytes: int = 4 << 20
+
+    def __post_init__(self) -> None:
+        if self.relay_chunk_nbytes < 1:
+            raise ConfigError(
+                f"P2pBackend: relay_chunk_nbytes must be >= 1, got {self.relay_chunk_nbytes}"
+            )
 
 
 class XcclBackend(msgspec.Struct, frozen=True, tag="xccl"):

@@ -31,11 +31,23 @@ from windlass.control.messages import (
     Write,
     Written,
 )
+from windlass.control.relay_messages import (
+    ConnectRelay,
+    Feed,
+    Forgo,
+    OpenRelay,
+    Relay,
+    RelayCommand,
+    Relayed,
+    RelayOpened,
+)
 from windlass.errors import ProtocolError, RoundAborted
 from windlass.execution.backends import receiver_for, sender_for
 from windlass.execution.base import ReceiverBackend, SenderBackend
 from windlass.execution.by_hand import HandDrivenReceiver
+from windlass.execution.one_sided import OneSidedReceiver, OneSidedSender
 from windlass.execution.receiver import Receiver
+from windlass.execution.relay_node import RelayNode
 from windlass.execution.sender import Sender
 from windlass.planning.plan import TransferPlan
 
@@ -56,7 +68,7 @@ class TrainerAgent:
         self._backend: UpdateBackend = P2pBackend()
         self._sender: SenderBackend = sender_for(self._backend, sender, host)
 
-    def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:  # noqa: ARG002
+    def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:
         """See `CommandHandler.handle`."""
         match command:
             case ConnectTrainer():
@@ -72,12 +84,22 @@ class TrainerAgent:
             case Write():
                 sent = self._sender.write(command.version, command.destinations, command.deadline_s)
                 return Written(sent.links, sent.pack_s, sent.wire_s)
+            case ConnectRelay():
+                groups, bindings = command.groups, command.bindings
+                self._relaying().connect_relay(groups, bindings, command.addresses)
+            case Feed():
+                place = epoch, round_number
+                sent = self._relaying().feed(place, command.destinations, command.deadline_s)
+                return Written(sent.links, sent.pack_s, sent.wire_s)
             case Abort():
                 pass  # nothing to undo: the sender keeps no state of a round but packed bytes
             case (
                 ConnectEngine()
                 | Pause()
                 | Receive()
+                | OpenRelay()
+                | Relay()
+                | Forgo()
                 | Verify()
                 | Apply()
                 | Publish()
@@ -90,6 +112,11 @@ class TrainerAgent:
             case _:
                 assert_never(command)
         return Done()
+
+    def _relaying(self) -> OneSidedSender:
+        if not isinstance(self._sender, OneSidedSender):
+            raise ProtocolError(f"{type(self._sender).__name__} cannot feed a relay")
+        return self._sender
 
     def close(self) -> None:
         """Leave groups; the one-sided sender belongs to the caller. Idempotent."""
@@ -125,6 +152,7 @@ class EngineAgent:
         self._sender = None if sender is None else sender_for(P2pBackend(), sender, host)
         self._backend: UpdateBackend = P2pBackend()
         self._receiver: ReceiverBackend = receiver_for(self._backend, receiver, host)
+        self._relay = RelayNode(receiver, host)
         self._by_hand = HandDrivenReceiver(receiver.manifest, receiver.live_addresses, host)
         self._hooks = hooks
         self._lock = threading.Lock()
@@ -184,11 +212,50 @@ class EngineAgent:
                     self._abort(tainted=command.tainted)
                 case BeginByHand() | JoinByHand() | TakeTensors() | TakeFiles():
                     self._handle_by_hand(command)
+                case OpenRelay() | ConnectRelay() | Relay() | Forgo() | Feed():
+                    return self._take_part(command)
                 case ConnectTrainer() | Prepare() | Write():
                     return self._hand_on(command)
                 case _:
                     assert_never(command)
             return Done()
+
+    def on_command(self, command: Command, epoch: int, round_number: int) -> None:
+        """For `AgentChannel`: what must not wait until a running `Relay` is over."""
+        if isinstance(command, Forgo):
+            self._relay.refuse((epoch, round_number), command.upstream)
+        elif isinstance(command, Abort):
+            self._relay.interrupt((epoch, round_number))
+
+    def _take_part(self, command: RelayCommand) -> Result:
+        if not isinstance(self._receiver, OneSidedReceiver):
+            raise ProtocolError(f"{type(self._receiver).__name__} cannot take part in a relay")
+        match command:
+            case OpenRelay():
+                return RelayOpened(self._relay.open())
+            case ConnectRelay():
+                self._relay.connect(command.groups[0], command.bindings, command.addresses)
+            case Relay():
+                done = self._relay.run(self._place, command.deadline_s)
+                return Relayed(
+                    missing=done.missing,
+                    unknown_from=done.unknown_from,
+                    unknown_to=done.unknown_to,
+                    unreached=done.unreached,
+                    nbytes=done.nbytes,
+                    wire_s=done.wire_s,
+                )
+            case Forgo():
+                pass  # taken when it came in
+            case Feed():
+                raise ProtocolError("an engine cannot carry out Feed")
+            case _:
+                assert_never(command)
+        return Done()
+
+    def close(self) -> None:
+        """Stop listening for relays. Idempotent."""
+        self._relay.close()
 
     def _hand_on(self, command: ConnectTrainer | Prepare | Write) -> Result:
         """This rank is the source: its weights stand still for as long as the lock is held."""
@@ -217,6 +284,7 @@ class EngineAgent:
 
     def on_disconnect(self) -> None:
         """The controller is gone: go on with the old weights if they are whole."""
+        self._relay.interrupt()
         with self._lock:
             if not self.tainted and self._served_version >= 0:
                 self._hooks.resume()

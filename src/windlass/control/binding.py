@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from windlass.config import UpdateBackend, UpdateMode
 from windlass.control.fleet import Group, Identity
@@ -22,11 +22,14 @@ from windlass.control.messages import (
     Offered,
     Result,
 )
+from windlass.control.relay_binding import RelayPlan, plan_relay
+from windlass.control.relay_messages import RelayOpened
 from windlass.control.session import AgentSession
 from windlass.errors import PeerTimeout, PeerUnreachable, PlanError, RoundAborted, WindlassError
-from windlass.execution.bindings import GroupOffer
+from windlass.execution.bindings import DestinationBinding, GroupOffer
 from windlass.layout.manifest import ShardManifest
 from windlass.planning.plan import TransferPlan
+from windlass.planning.relay import copy_part
 
 __all__ = ["Binding", "EnginesUnbound", "Planner", "bind_fleet", "find_unplannable", "signature_of"]
 
@@ -51,6 +54,7 @@ class Binding:
     Attributes:
         signature: the incarnations it holds for; another fleet needs another binding.
         engines: engine -> workers. trainers: workers. links: (source, destination) pairs.
+        relay: member of a relay group -> those that it passes on to.
     """
 
     signature: frozenset[Identity]
@@ -58,6 +62,7 @@ class Binding:
     trainers: tuple[str, ...]
     links: frozenset[tuple[str, str]]
     plan_digest: str
+    relay: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def identities_of(self, engine: str) -> frozenset[Identity]:
         """The processes behind the ranks of an engine."""
@@ -103,13 +108,14 @@ async def bind_fleet(
         RoundAborted: a trainer did not bind the plan, or did not answer within `deadline_s`.
     """
     destinations = [manifest for engine in engines for manifest in engine.manifests]
+    relay = plan_relay(engines, backend)
     engine_of = {worker: engine.name for engine in engines for worker in engine.workers}
     # Taken before the first await: whoever joins meanwhile is no part of this binding.
     signature, workers = signature_of([trainers, *engines]), trainers.workers
     engine_workers = {engine.name: engine.workers for engine in engines}
     manifests = trainers.manifests
     pinned = {name: sessions[name] for name in (*workers, *engine_of) if name in sessions}
-    compiled = await asyncio.to_thread(_compile, planner, manifests, destinations)
+    compiled = await asyncio.to_thread(_compile, planner, manifests, destinations, relay)
     digest = compiled.digest
     caller = _Caller(pinned, (epoch, round_number), deadline_s)
     bound = await caller.call(
@@ -128,7 +134,7 @@ async def bind_fleet(
         raise EnginesUnbound(failed)
     confirmed = await caller.call(
         {
-            w: ConnectTrainer(part, digest, tuple(bindings), backend)
+            w: ConnectTrainer(part, digest, relay.direct(bindings), backend)
             for w, part in compiled.source_parts.items()
         }
     )
@@ -139,13 +145,50 @@ async def bind_fleet(
         elif not isinstance(result, Done):
             raise RoundAborted(f"{worker} did not bind the plan: {_describe(result)}")
     await _form_groups(caller, offers, deadline_s)
+    await _bind_relay(caller, relay, workers, bindings, engine_of)
     return Binding(
         signature=signature,
         engines=engine_workers,
         trainers=workers,
         links=compiled.links,
         plan_digest=digest,
+        relay=relay.children,
     )
+
+
+async def _bind_relay(
+    caller: _Caller,
+    relay: RelayPlan,
+    trainers: Sequence[str],
+    bindings: Sequence[DestinationBinding],
+    engine_of: Mapping[str, str],
+) -> None:
+    """Have members listen, then tell everybody who passes on to whom.
+
+    Raises:
+        EnginesUnbound: a member does not take part.
+        RoundAborted: a trainer does not.
+    """
+    if not relay.groups:
+        return
+    addresses, failed = {}, {}
+    for worker, result in (await caller.call(relay.openings())).items():
+        if isinstance(result, RelayOpened):
+            addresses[worker] = result.address
+        else:
+            failed[engine_of[worker]] = f"{worker} does not relay: {_describe(result)}"
+    if failed:
+        raise EnginesUnbound(failed)
+    known = {binding.worker: binding for binding in bindings}
+    connected = await caller.call(relay.connections(trainers, known, addresses))
+    for worker, result in connected.items():
+        if not isinstance(result, Done):
+            reason = f"{worker} did not bind the relay: {_describe(result)}"
+            if worker not in engine_of:
+                raise RoundAborted(reason)
+            failed[engine_of[worker]] = reason
+    if failed:
+        raise EnginesUnbound(failed)
 
 
 async def _form_groups(caller: _Caller, offers: Sequence[GroupOffer], deadline_s: float) -> None:
@@ -183,15 +226,29 @@ class _Compiled:
 
 
 def _compile(
-    planner: Planner, sources: Sequence[ShardManifest], destinations: Sequence[ShardManifest]
+    planner: Planner,
+    sources: Sequence[ShardManifest],
+    destinations: Sequence[ShardManifest],
+    relay: RelayPlan,
 ) -> _Compiled:
     """Everything that takes long with a large model; runs outside the loop."""
-    plan = planner(sources, destinations)
+    plan = planner(sources, relay.planned(destinations))
+    copies = relay.copies
+    parts = {m.worker: plan.for_destination(m.worker) for m in relay.planned(destinations)}
+    parts |= {
+        m.worker: copy_part(parts[copies[m.worker]], copies[m.worker], m)
+        for m in destinations
+        if m.worker in copies
+    }
     return _Compiled(
         digest=plan.digest(),
         source_parts={m.worker: plan.for_source(m.worker).encode() for m in sources},
-        destination_parts={m.worker: plan.for_destination(m.worker).encode() for m in destinations},
-        links=frozenset((plan.sources[x.src], plan.destinations[x.dst]) for x in plan.links()),
+        destination_parts={worker: part.encode() for worker, part in parts.items()},
+        links=frozenset(
+            (part.sources[link.src], worker)
+            for worker, part in parts.items()
+            for link in part.links()
+        ),
     )
 
 

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import final
 
 from windlass.control.conversation import AgentConversation, CommandHandler
-from windlass.control.messages import Hello, UpdateReport
+from windlass.control.messages import Command, Hello, UpdateReport
 from windlass.errors import PeerTimeout
 
 __all__ = ["AgentChannel", "CommandHandler"]
@@ -33,6 +33,8 @@ class AgentChannel:
         handler: carries out commands.
         on_disconnect: called in the channel's thread when a connection that was welcomed is lost,
             before the first attempt to connect again.
+        on_command: called in the channel's thread with a command, its epoch and its round, as it
+            comes in and before it waits for its turn; must not block.
         reconnect: whether to connect again after a loss.
     """
 
@@ -44,6 +46,7 @@ class AgentChannel:
         handler: CommandHandler,
         *,
         on_disconnect: Callable[[], None] | None = None,
+        on_command: Callable[[Command, int, int], None] | None = None,
         reconnect: bool = True,
     ) -> None:
         self._url = url.rstrip("/")
@@ -57,6 +60,7 @@ class AgentChannel:
             hello,
             handler,
             on_disconnect=on_disconnect,
+            on_command=on_command,
             reconnect=reconnect,
         )
         self._thread = threading.Thread(target=self._run_loop, name="windlass-agent", daemon=True)

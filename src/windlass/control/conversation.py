@@ -120,7 +120,7 @@ class AgentConversation:
     Args:
         loop: runs everything but commands.
         executor: carries commands out, one at a time; None for the loop's own.
-        url, token, hello, handler, on_disconnect, reconnect: see `AgentChannel`.
+        url, token, hello, handler, on_disconnect, on_command, reconnect: see `AgentChannel`.
 
     Attributes:
         welcomed: done when the controller has said welcome, or refused for good.
@@ -137,6 +137,7 @@ class AgentConversation:
         handler: CommandHandler,
         *,
         on_disconnect: Callable[[], None] | None = None,
+        on_command: Callable[[Command, int, int], None] | None = None,
         reconnect: bool = True,
     ) -> None:
         self._loop, self._executor = loop, executor
@@ -144,6 +145,7 @@ class AgentConversation:
         self._hello = hello
         self._handler = handler
         self._on_disconnect = on_disconnect
+        self._on_command = on_command
         self._reconnect = reconnect
         self._store = _ReplyStore()
         self._lock = threading.Lock()
@@ -283,6 +285,8 @@ class AgentConversation:
             case UpdateReport():
                 self._on_report(frame)
             case Envelope():
+                if self._on_command is not None:
+                    self._on_command(frame.command, frame.epoch, frame.round)
                 # Handed to the command thread at once, so that pings are answered meanwhile.
                 self._loop.create_task(self._answer(frame))
 

@@ -57,6 +57,7 @@ def spec_of(version: int, binding: Binding, config: ControlConfig) -> RoundSpec:
         write_s=config.deadlines.write_s,
         collective=isinstance(config.backend, XcclBackend),
         lands_live=not isinstance(config.backend, DiskBackend),
+        relay=binding.relay,
     )
 
 

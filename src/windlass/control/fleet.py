@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from windlass.control.messages import PROTOCOL_VERSION, Failure, FailureKind, Hello, Result, Written
+from windlass.control.relay_messages import Relayed
 from windlass.errors import ManifestError, ProtocolError
 from windlass.execution.bindings import LinkStatus
 from windlass.layout.manifest import Role, ShardManifest
@@ -220,7 +221,9 @@ class Fleet:
         hold = self._holds.get(trainer)
         if hold is None or hold.place != place:
             return False
-        if isinstance(result, Written):
+        if isinstance(result, Relayed):
+            self.poison(key for key in hold.engines if key[0] in result.unknown_to)
+        elif isinstance(result, Written):
             unknown = {x.destination for x in result.links if x.status is LinkStatus.UNKNOWN}
             self.poison(key for key in hold.engines if key[0] in unknown)
         elif isinstance(result, Failure):

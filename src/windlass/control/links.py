@@ -67,6 +67,11 @@ class LinkLedger:
         """The source says that the link is complete."""
         self._written[link] = digest
 
+    def forget(self, links: Iterable[Link]) -> None:
+        """These links are not complete, whatever their sources said."""
+        for link in links:
+            self._written.pop(link, None)
+
     def unverified(self, destinations: Iterable[str]) -> list[str]:
         """Destinations that have links and have not confirmed their digests, in the given order."""
         return [d for d in destinations if d in self._links_to and d not in self._verified]

@@ -18,6 +18,7 @@ from enum import StrEnum
 import msgspec
 
 from windlass.config import CollectiveFabric, P2pBackend, PauseMode, UpdateBackend, UpdateMode
+from windlass.control.relay_messages import RelayCommand, Relayed, RelayOpened
 from windlass.errors import ProtocolError
 from windlass.execution.bindings import DestinationBinding, GroupOffer, LinkOutcome, WireTensor
 from windlass.layout.manifest import Role
@@ -177,7 +178,7 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
     message: str
 
 
-Result = Bound | Offered | Written | Verified | Done | Failure
+Result = Bound | Offered | Written | Verified | RelayOpened | Relayed | Done | Failure
 
 
 class Reply(msgspec.Struct, frozen=True, tag="reply"):
@@ -339,6 +340,7 @@ Command = (
     | Pause
     | Write
     | Receive
+    | RelayCommand
     | Verify
     | Apply
     | Publish

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from windlass.control.messages import Command, PauseMode, Result, RoundOutcome, UpdateMode
@@ -64,6 +64,7 @@ class RoundSpec:
         pause_s, write_s: deadlines passed on to the agents.
         collective: both halves of a write are told to enter it, and all links of a source at once.
         lands_live: whether `in_place` writes touch live memory before they are verified.
+        relay: member of a relay group -> those that it passes on to; empty without a relay.
     """
 
     version: int
@@ -77,6 +78,7 @@ class RoundSpec:
     write_s: float = 120.0
     collective: bool = False
     lands_live: bool = True
+    relay: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 # --- events --------------------------------------------------------------------------------
@@ -139,7 +141,7 @@ class Finish:
         reason: one line, empty when published.
         fates: per engine. reasons: per engine that does not serve the version.
         mixed: engines whose live weights may be of two versions, poisoned or not.
-        unsettled: trainers that were told to write and did not answer, and the engines that their
+        unsettled: workers that were told to write and did not answer, and the engines that their
             bytes may still reach.
         nbytes: bytes written. wire_s, pack_s: the slowest trainer's sums.
         digest_ok: no engine reported a wrong digest in the end.

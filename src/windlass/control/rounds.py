@@ -14,6 +14,9 @@ What goes wrong, and what then:
   `max_rewrites` times. After that `in_place` taints the engine and goes on without it;
   `staged` gives up the round, and the old weights go on serving everywhere.
 - A link of unknown outcome is never written again: its engine is left out and poisoned.
+- In a relay (once, before anything is written again) engines write as well. Each of them says
+  which links are not complete, and whether bytes may still land in it: what is missing is
+  written by the trainers, without being counted as a rewrite.
 - A trainer that fails before it has written ends the round: `in_place` engines that may hold
   mixed weights are tainted and stay paused, all others go on with the old version. Trainers that
   were writing when the round ended are named in `Finish.unsettled`.
@@ -48,6 +51,8 @@ from windlass.control.messages import (
     Write,
     Written,
 )
+from windlass.control.relay_messages import Feed, Forgo, Relay, Relayed
+from windlass.control.relay_round import DEADLINE_SHARE, RelayPass
 from windlass.control.round_types import (
     AgentLost,
     DeadlinePassed,
@@ -94,6 +99,7 @@ class RoundMachine:
         self._seq = 0
         self._pending: dict[int, tuple[str, Command]] = {}
         self._links = LinkLedger(spec.links)
+        self._relay = RelayPass(spec.relay)
         self._lost_trainers: set[str] = set()
         self._rewrites_left = spec.max_rewrites
         self._wrote = False
@@ -128,6 +134,8 @@ class RoundMachine:
             case Replied():
                 worker, command = self._pending.get(event.seq, ("", None))
                 if command is None or worker != event.worker:
+                    if isinstance(event.result, Relayed | Failure):
+                        self._relay.answered(event.worker, ())  # left out already, but at rest now
                     return []  # a duplicate, or an answer to a phase that is over
                 del self._pending[event.seq]
                 self._on_result(worker, command, event.result)
@@ -147,8 +155,10 @@ class RoundMachine:
         match command, result:
             case _, Failure():
                 self._on_failure(worker, result)
-            case Write(), Written():
+            case ((Write() | Feed()), Written()):
                 self._on_written(worker, result)
+            case Relay(), Relayed():
+                self._on_relayed(worker, result)
             case Verify(), Verified():
                 if not self._links.verify(worker, result.mismatched):
                     reason = f"{worker}: found wrong bytes of workers that send it nothing"
@@ -163,6 +173,7 @@ class RoundMachine:
         unknown = failure.kind is FailureKind.UNKNOWN
         if worker in self._engine_of:
             self._drop(self._engine_of[worker], failure.message, unknown=unknown)
+            self._relay.answered(worker, ())
             return
         asked = self._links.answered(worker)
         poisoned = {self._engine_of[d] for d in asked} if unknown else set()
@@ -185,13 +196,33 @@ class RoundMachine:
             case LinkStatus.OK:
                 self._links.written((trainer, worker), link.digest)
             case LinkStatus.FAILED:
-                pass  # not written: asked for again
+                # Not written: asked for again. In a relay nobody must wait for it meanwhile.
+                self._forgo(trainer, (worker,) if self._relay.is_running(worker) else ())
             case LinkStatus.UNREACHABLE:
                 self._drop(engine, f"{trainer} cannot reach {worker}: {link.error}")
             case LinkStatus.UNKNOWN:
                 self._drop(engine, f"{trainer} -> {worker}: {link.error}", unknown=True)
             case _:
                 assert_never(link.status)
+
+    def _on_relayed(self, worker: str, relayed: Relayed) -> None:
+        tally = self._tally
+        tally.nbytes += relayed.nbytes
+        tally.wire_s[worker] = tally.wire_s.get(worker, 0.0) + relayed.wire_s
+        self._relay.answered(worker, relayed.missing)
+        for child in relayed.unknown_to:
+            if child in self._engine_of:
+                reason = f"{worker} -> {child}: the outcome of a relayed write is unknown"
+                self._drop(self._engine_of[child], reason, unknown=True)
+        self._forgo(worker, relayed.unreached)
+        if relayed.unknown_from:
+            reason = f"{worker}: bytes of {', '.join(relayed.unknown_from)} may still land"
+            self._drop(self._engine_of[worker], reason, unknown=True)
+
+    def _forgo(self, upstream: str, children: Collection[str]) -> None:
+        for child in children:
+            if self._relay.is_running(child):
+                self._send(child, Forgo(upstream), expects_reply=False)
 
     def _on_lost(self, worker: str, reason: str) -> None:
         if worker in self._engine_of:
@@ -244,8 +275,13 @@ class RoundMachine:
     def _after_delivery(self) -> None:
         """Write again what is missing, have checked what is unchecked, or go on."""
         active = self._active_workers()
+        was_relayed, missed = self._relay.take_missed()
+        self._links.forget(missed)
         if missing := self._links.unwritten(active):
-            self._write_again(missing)
+            if was_relayed and not self._lost_trainers & set(missing):
+                self._write(missing)
+            else:
+                self._write_again(missing)
         elif unverified := self._links.unverified(active):
             self._enter(Phase.VERIFY)
             for worker in unverified:
@@ -263,9 +299,15 @@ class RoundMachine:
         if self._spec.collective:
             links = self._links.among(links, self._active_workers())
             self._send_receives(links)
+        relayed = self._relay.begin(self._active_workers())
+        if relayed:
+            within_s = self._spec.write_s * DEADLINE_SHARE
+            for worker in self._relay.members:
+                self._send(worker, Relay(self._spec.version, within_s))
         for trainer, destinations in links.items():
             self._links.ask(trainer, destinations)
-            self._send(trainer, Write(self._spec.version, destinations, self._spec.write_s))
+            kind = Feed if relayed else Write
+            self._send(trainer, kind(self._spec.version, destinations, self._spec.write_s))
 
     def _send_receives(self, links: Mapping[str, tuple[str, ...]]) -> None:
         """The other half of a collective; told first, since it has nothing to pack."""
@@ -313,6 +355,8 @@ class RoundMachine:
         self, engine: _Engine, reason: str, *, unknown: bool = False, lost: str = ""
     ) -> None:
         engine.reason, engine.mixed = reason, self._may_be_mixed()
+        for worker in engine.workers:
+            self._forgo(worker, self._relay.leave(worker, lost=worker == lost))
         if unknown:
             engine.fate = EngineFate.POISONED
         else:
@@ -366,8 +410,8 @@ class RoundMachine:
                 reasons={name: e.reason for name, e in self._engines.items() if e.reason},
                 mixed=frozenset(name for name, e in self._engines.items() if e.mixed),
                 unsettled={
-                    trainer: tuple(sorted({self._engine_of[d] for d in destinations}))
-                    for trainer, destinations in self._links.in_flight.items()
+                    source: tuple(sorted({self._engine_of[d] for d in destinations}))
+                    for source, destinations in self._writing().items()
                 },
                 nbytes=tally.nbytes,
                 wire_s=max(tally.wire_s.values(), default=0.0),
@@ -375,6 +419,9 @@ class RoundMachine:
                 digest_ok=tally.digest_ok,
             )
         )
+
+    def _writing(self) -> dict[str, tuple[str, ...]]:
+        return {s: d for s, d in self._relay.unsettled().items() if d} | self._links.in_flight
 
     # --- small things ------------------------------------------------------------------------
 

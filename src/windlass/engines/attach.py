@@ -283,7 +283,12 @@ def attach(
         )
 
     channel = AgentChannel(
-        settings.controller, token, hello, agent, on_disconnect=agent.on_disconnect
+        settings.controller,
+        token,
+        hello,
+        agent,
+        on_disconnect=agent.on_disconnect,
+        on_command=agent.on_command,
     )
     channel.connect(CONNECT_DEADLINE_S)
     return channel

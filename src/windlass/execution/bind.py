@@ -8,7 +8,7 @@ because trainers may rebind storage.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -81,7 +81,8 @@ class DirectRuns:
     """Contiguous runs that go out as they lie; offsets from the parameters' starts, in bytes.
 
     Attributes:
-        src_parameter, src_offset, dst_parameter, dst_offset, nbytes: (n,) each.
+        src_parameter, src_offset, dst_parameter, dst_offset, nbytes: (n,) each, in plan order.
+        op: (n,) index of the run's op in `LinkProgram.ops`.
     """
 
     src_parameter: npt.NDArray[np.int64]
@@ -89,6 +90,7 @@ class DirectRuns:
     dst_parameter: npt.NDArray[np.int64]
     dst_offset: npt.NDArray[np.int64]
     nbytes: npt.NDArray[np.int64]
+    op: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __len__(self) -> int:
         return len(self.nbytes)
@@ -247,7 +249,9 @@ def _direct_runs(ops: OpTable, link: Link) -> DirectRuns:
         )
         tables.append(_run_table(ops, np.full(len(offsets), row), offsets))
     table = np.concatenate(tables)
+    table = table[np.argsort(table[:, 5], kind="stable")]
     return DirectRuns(
+        op=table[:, 5] - link.start,
         src_parameter=table[:, 0],
         src_offset=table[:, 1],
         dst_parameter=table[:, 2],
@@ -266,6 +270,7 @@ def _run_table(
             ops.dst_parameter[rows].astype(np.int64),
             ops.dst_offset[rows] + offsets[:, 1],
             ops.run_nbytes[rows],
+            rows,
         ],
         axis=1,
     )

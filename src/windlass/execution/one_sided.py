@@ -10,8 +10,10 @@ from windlass.errors import ProtocolError
 from windlass.execution.base import SendResult
 from windlass.execution.bindings import DestinationBinding, GroupOffer
 from windlass.execution.receiver import Receiver
+from windlass.execution.relay_wire import RelayAddress
 from windlass.execution.sender import Sender
 from windlass.planning.plan import TransferPlan
+from windlass.planning.relay import RelayGroup
 
 __all__ = ["OneSidedReceiver", "OneSidedSender"]
 
@@ -46,6 +48,21 @@ class OneSidedSender:
     ) -> SendResult:
         """See `Sender.write`."""
         return self._sender.write(destinations, deadline_s)
+
+    def connect_relay(
+        self,
+        groups: Sequence[RelayGroup],
+        bindings: Sequence[DestinationBinding],
+        addresses: Sequence[RelayAddress],
+    ) -> None:
+        """See `Sender.connect_relay`."""
+        self._sender.connect_relay(groups, bindings, addresses)
+
+    def feed(
+        self, place: tuple[int, int], destinations: Sequence[str], deadline_s: float
+    ) -> SendResult:
+        """See `Sender.feed`."""
+        return self._sender.feed(place, destinations, deadline_s)
 
     def close(self) -> None:
         """The sender belongs to whoever made it."""

@@ -76,6 +76,21 @@ class Receiver:
         return self._manifest
 
     @property
+    def programs(self) -> Mapping[str, LinkProgram]:
+        """Source -> its link, as bound by the last `connect`."""
+        return self._programs
+
+    @property
+    def target_addresses(self) -> tuple[int, ...]:
+        """Of the memory that is written, in manifest order: live parameters or their shadow."""
+        return self._targets
+
+    @property
+    def landing_address(self) -> int:
+        """Of the landing region; 0 without one."""
+        return self._landing.address if self._landing is not None else 0
+
+    @property
     def live_addresses(self) -> tuple[int, ...]:
         """Of the live parameters, in manifest order."""
         return self._live
@@ -104,7 +119,7 @@ class Receiver:
             endpoint=self._transport.endpoint(),
             regions=(*(r.remote for r in self._regions), *(a.region.remote for a in arenas)),
             parameter_addresses=self._targets,
-            landing_address=self._landing.address if self._landing is not None else 0,
+            landing_address=self.landing_address,
         )
 
     def verify(self, expected: Mapping[str, str]) -> tuple[str, ...]:

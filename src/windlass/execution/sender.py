@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import final
@@ -31,6 +31,7 @@ from windlass.errors import (
 from windlass.execution.base import ParameterMemory, SendResult
 from windlass.execution.bind import BoundOp, LinkProgram, bind_links, check_binding, check_part
 from windlass.execution.bindings import DestinationBinding, LinkOutcome, LinkStatus
+from windlass.execution.parameters import SourceParameters
 from windlass.execution.pieces import (
     ALIGNMENT,
     Pieces,
@@ -42,10 +43,13 @@ from windlass.execution.pieces import (
     packed_capacity,
     split_op,
 )
+from windlass.execution.relay_feed import Feeds, bind_feed
+from windlass.execution.relay_wire import RelayAddress
 from windlass.layout.manifest import ShardManifest
 from windlass.memory.arena import Arena
 from windlass.memory.digest import hash_strided, new_digest
 from windlass.planning.plan import TransferPlan
+from windlass.planning.relay import RelayGroup
 from windlass.planning.simulate import LINKS_AT_ONCE
 from windlass.telemetry.clock import Deadline
 from windlass.transports.base import MemoryRegion, OneSidedTransport, WriteBatch
@@ -105,7 +109,7 @@ class Sender:
             )
         self._transport = transport
         self._manifest = manifest
-        self._parameters = parameters
+        self._parameters = SourceParameters(transport, manifest, parameters, registered)
         self._arena_limit = arena_nbytes
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(LINKS_AT_ONCE, "windlass-writer")
@@ -114,10 +118,9 @@ class Sender:
         self._peers: dict[str, _Peer] = {}
         self._read_in_place: tuple[int, ...] = ()
         self._first_link = 0
-        self._registered: dict[int, MemoryRegion] = {}
-        self._registered_by_owner = tuple(registered)
         self._sources: UInt64Array = np.zeros(0, np.uint64)
         self._ready: dict[str, _Ready] = {}
+        self._feeds = Feeds()
         self._pack_s = 0.0
 
     @property
@@ -133,7 +136,7 @@ class Sender:
     @property
     def parameters(self) -> Callable[[], Sequence[ParameterMemory]]:
         """Where it lies now, in manifest order."""
-        return self._parameters
+        return self._parameters.memory
 
     @property
     def nbytes(self) -> int:
@@ -153,7 +156,7 @@ class Sender:
             RegionError: a write would leave the published regions, or memory cannot be registered.
         """
         with self._lock:
-            self._programs, self._ready = {}, {}
+            self._programs, self._ready, self._feeds = {}, {}, Feeds()
             index = check_part(self._manifest, plan.sources, plan.source_digests, "sources")
             programs = {program.peer: program for program in bind_links(plan, sending=True)}
             known = {binding.worker: binding for binding in bindings}
@@ -172,6 +175,31 @@ class Sender:
             )
             self._first_link = index
 
+    def connect_relay(
+        self,
+        groups: Sequence[RelayGroup],
+        bindings: Sequence[DestinationBinding],
+        addresses: Sequence[RelayAddress],
+    ) -> None:
+        """After `connect`: links to all members of groups whose first member it was given.
+
+        Raises:
+            PlanError: a member has no binding, or a root no address.
+            RegionError: a write would leave the published regions.
+        """
+        with self._lock:
+            known = {binding.worker: binding for binding in bindings}
+            for group in groups:
+                program = self._programs.get(group.members[0])
+                if program is None:
+                    continue  # this rank holds nothing that the group wants
+                feed = bind_feed(group, program, known, addresses)
+                for name, copy in feed.copies().items():
+                    targets = np.array(known[name].parameter_addresses, np.uint64)
+                    self._peers[name] = _Peer(known[name], targets)
+                    self._programs[name] = copy
+                self._feeds.add(feed)
+
     def prepare(self) -> None:
         """Pack and hash every link that the arena holds at once; nothing is sent.
 
@@ -182,11 +210,16 @@ class Sender:
         with self._lock:
             began = time.perf_counter()
             self._ready = {}
-            self._locate()
-            if packed_capacity(tuple(self._programs.values())) <= self.arena_nbytes:
+            self._feeds.forget()
+            self._sources = self._parameters.locate(self._read_in_place)
+            programs = tuple(p for p in self._programs.values() if self._feeds.is_planned(p.peer))
+            if packed_capacity(programs) <= self.arena_nbytes:
                 offset = 0
-                for program in self._programs.values():
-                    self._ready[program.peer], offset = self._pack_link(program, offset)
+                for program in programs:
+                    if program.peer in self._feeds:
+                        offset = self._pack_feed(program, offset)
+                    else:
+                        self._ready[program.peer], offset = self._pack_link(program, offset)
             self._pack_s = time.perf_counter() - began
 
     def write(self, destinations: Sequence[str], deadline_s: float) -> SendResult:
@@ -200,21 +233,38 @@ class Sender:
             RoundAborted: a destination that this rank does not send to.
         """
         with self._lock:
-            unknown = [name for name in destinations if name not in self._programs]
-            if unknown:
-                raise RoundAborted(f"write: this rank sends nothing to {', '.join(unknown)}")
+            self._check_destinations(destinations)
+            return self._write(destinations, Deadline.after(deadline_s, "write"))
+
+    def feed(
+        self, place: tuple[int, int], destinations: Sequence[str], deadline_s: float
+    ) -> SendResult:
+        """As `write`, but groups that are bound for it are relayed: only their roots are written.
+
+        The outcome of a member that this rank does not write is that of the digest: OK once it
+        is known. Whether its bytes arrived, it says itself.
+
+        Raises:
+            RoundAborted: a destination that this rank does not send to.
+        """
+        with self._lock:
+            self._check_destinations(destinations)
             deadline = Deadline.after(deadline_s, "write")
-            shift = self._first_link % max(len(destinations), 1)
-            order = (*destinations[shift:], *destinations[:shift])
-            pack_s, self._pack_s = self._pack_s, 0.0
-            ready = [name for name in order if name in self._ready]
-            outcomes, wire_s = self._write_ready(ready, deadline)
-            for name in order:
-                if name not in outcomes:
-                    outcomes[name], link_wire_s, link_pack_s = self._stream(name, deadline)
-                    wire_s += link_wire_s
-                    pack_s += link_pack_s
-            return SendResult(tuple(outcomes[name] for name in destinations), pack_s, wire_s)
+            began, arena = time.perf_counter(), self._arena
+            digests = {n: self._feeds.digest_of(n) for n in destinations if n in self._feeds}
+            roots = {
+                root: self._pool.submit(self._feed_root, root, place, deadline)
+                for root in self._feeds.roots()
+            }
+            try:
+                sent = self._write([n for n in destinations if n not in digests], deadline)
+            finally:
+                wait(roots.values())
+            outcomes = {link.destination: link for link in sent.links}
+            for name, digest in digests.items():
+                outcomes[name] = self._fed_outcome(name, roots.get(name), digest, arena)
+            wire_s = max(time.perf_counter() - began, sent.wire_s)
+            return SendResult(tuple(outcomes[n] for n in destinations), sent.pack_s, wire_s)
 
     def close(self) -> None:
         """Unregister and free, once a running `write` is over. Idempotent.
@@ -223,13 +273,66 @@ class Sender:
         """
         with self._lock:
             self._pool.shutdown(wait=True)
-            self._programs, self._ready = {}, {}
+            self._programs, self._ready, self._feeds = {}, {}, Feeds()
             if self._arena is not None:
                 self._arena.close()
                 self._arena = None
-            for region in self._registered.values():
-                self._transport.unregister(region)
-            self._registered = {}
+            self._parameters.close()
+
+    # --- links and feeds ---------------------------------------------------------------------
+
+    def _check_destinations(self, destinations: Sequence[str]) -> None:
+        unknown = [name for name in destinations if name not in self._programs]
+        if unknown:
+            raise RoundAborted(f"write: this rank sends nothing to {', '.join(unknown)}")
+
+    def _write(self, destinations: Sequence[str], deadline: Deadline) -> SendResult:
+        shift = self._first_link % max(len(destinations), 1)
+        order = (*destinations[shift:], *destinations[:shift])
+        pack_s, self._pack_s = self._pack_s, 0.0
+        ready = {name: found for name in order if (found := self._find_ready(name)) is not None}
+        outcomes, wire_s = self._write_ready(ready, deadline)
+        for name in order:
+            if name not in outcomes:
+                outcomes[name], link_wire_s, link_pack_s = self._stream(name, deadline)
+                wire_s += link_wire_s
+                pack_s += link_pack_s
+        return SendResult(tuple(outcomes[name] for name in destinations), pack_s, wire_s)
+
+    def _find_ready(self, name: str) -> _Ready | None:
+        if name not in self._feeds:
+            return self._ready.get(name)
+        digest = self._feeds.digest_of(name)
+        if not digest:
+            return None
+        pieces = self._feeds.pieces_to(self._peers[name].binding)
+        return _Ready(tuple(batches(pieces)), digest)
+
+    def _pack_feed(self, program: LinkProgram, offset: int) -> int:
+        packed = {}
+        for index, op in enumerate(program.ops):
+            if not op.is_direct:
+                packed[index] = self._pack(program.peer, op, offset, None)[0]
+                offset += aligned(op.nbytes)
+        self._feeds.keep(program.peer, self._sources, packed)
+        return offset
+
+    def _feed_root(self, root: str, place: tuple[int, int], deadline: Deadline) -> int:
+        """In a thread of the pool."""
+        worker, binding = self._manifest.worker, self._peers[root].binding
+        return self._feeds.feed_root(self._transport, worker, binding, place, deadline)
+
+    def _fed_outcome(
+        self, name: str, written: Future[int] | None, digest: str, arena: Arena | None
+    ) -> LinkOutcome:
+        try:
+            nbytes = 0 if written is None else written.result()
+        except TransferError as error:
+            return self._failed(name, error, arena)
+        if not digest:
+            reason = "arena_nbytes: too small to hold a relayed link"
+            return LinkOutcome(name, LinkStatus.FAILED, 0, "", reason)
+        return LinkOutcome(name, LinkStatus.OK, nbytes, digest)
 
     # --- memory ------------------------------------------------------------------------------
 
@@ -241,43 +344,13 @@ class Sender:
         if self._arena is None and capacity:
             self._arena = Arena(self._transport, capacity)
 
-    def _locate(self) -> None:
-        """Ask where parameters lie, and register those that are read in place and have moved."""
-        now = tuple(self._parameters())
-        specs = self._manifest.parameters
-        if len(now) != len(specs):
-            raise PlanError(
-                f"{self._manifest.worker}: {len(now)} parameters where {len(specs)} were described"
-            )
-        for spec, memory in zip(specs, now, strict=True):
-            if memory.nbytes != spec.nbytes:
-                raise PlanError(
-                    f"{self._manifest.worker}: parameter {spec.name!r} has {memory.nbytes} bytes "
-                    f"where {spec.nbytes} were described"
-                )
-        self._sources = np.array([memory.address for memory in now], np.uint64)
-        wanted = _union(now[i] for i in self._read_in_place if not self._is_registered(now[i]))
-        for address, region in list(self._registered.items()):
-            if wanted.get(address) != region.nbytes:
-                self._transport.unregister(region)
-                del self._registered[address]
-        for address, nbytes in wanted.items():
-            if address not in self._registered:
-                self._registered[address] = self._transport.register(address, nbytes)
-
-    def _is_registered(self, memory: ParameterMemory) -> bool:
-        return any(
-            region.address <= memory.address
-            and memory.address + memory.nbytes <= region.address + region.nbytes
-            for region in self._registered_by_owner
-        )
-
     def _abandon(self, arena: Arena | None) -> None:
         """Bytes may still leave the arena: never reuse or unmap it; what follows gets a new one."""
         if arena is None or arena is not self._arena:
             return
         _ABANDONED.append(arena)
         self._ready, self._arena = {}, None
+        self._feeds.forget()
         self._arena = Arena(self._transport, arena.nbytes)
 
     # --- whole-shard arena -------------------------------------------------------------------
@@ -295,14 +368,13 @@ class Sender:
         return _Ready(found, digest.hexdigest()), offset
 
     def _write_ready(
-        self, names: Sequence[str], deadline: Deadline
+        self, ready: Mapping[str, _Ready], deadline: Deadline
     ) -> tuple[dict[str, LinkOutcome], float]:
         """Write packed links side by side; outcomes, and seconds from first to last."""
-        began = time.perf_counter()
-        ready, arena = dict(self._ready), self._arena
+        began, arena = time.perf_counter(), self._arena
         writes = {
-            name: self._pool.submit(self._write_batches, name, ready[name].batches, deadline)
-            for name in names
+            name: self._pool.submit(self._write_batches, name, link.batches, deadline)
+            for name, link in ready.items()
         }
         wait(writes.values())
         wire_s = time.perf_counter() - began
@@ -372,14 +444,15 @@ class Sender:
         )
 
     def _pack(
-        self, name: str, op: BoundOp, offset: int, digest: xxhash.xxh3_128
+        self, name: str, op: BoundOp, offset: int, digest: xxhash.xxh3_128 | None
     ) -> tuple[int, int, int]:
-        """Pack an op at `offset` of the arena and hash it; returns its piece."""
+        """Pack an op at `offset` of the arena and hash it, if asked to; returns its piece."""
         if self._arena is None:
             raise PlanError("pack: the sender has no arena; connect first")
         address = self._arena.address + offset
         pack_op(op, int(self._sources[op.src_parameter]), address)
-        digest.update(self._arena.bytes[offset : offset + op.nbytes].data)
+        if digest is not None:
+            digest.update(self._arena.bytes[offset : offset + op.nbytes].data)
         binding = self._peers[name].binding
         remote = (
             binding.landing_address + op.landing_offset
@@ -424,18 +497,3 @@ class Sender:
 def _as_pieces(rows: Sequence[tuple[int, int, int]]) -> Pieces:
     table = np.array(rows, np.uint64).reshape(-1, 3)
     return Pieces(table[:, 0].copy(), table[:, 1].copy(), table[:, 2].copy())
-
-
-def _union(memories: Iterable[ParameterMemory]) -> dict[int, int]:
-    """Address -> bytes of disjoint ranges; parameters that share storage are one range."""
-    merged: dict[int, int] = {}
-    last = -1
-    for memory in sorted(memories, key=lambda m: m.address):
-        if not memory.nbytes:
-            continue
-        if last in merged and memory.address < last + merged[last]:
-            merged[last] = max(merged[last], memory.address + memory.nbytes - last)
-        else:
-            last = memory.address
-            merged[last] = memory.nbytes
-    return merged

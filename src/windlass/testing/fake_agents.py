@@ -42,6 +42,7 @@ from windlass.control.messages import (
     Write,
     Written,
 )
+from windlass.control.relay_messages import ConnectRelay, Feed, Forgo, OpenRelay, Relay
 from windlass.errors import PeerUnreachable, ProtocolError
 from windlass.execution.bindings import DestinationBinding, LinkOutcome, LinkStatus
 from windlass.layout.box import Box
@@ -222,7 +223,16 @@ class FakeEngineRank:
                 | TakeFiles()
             ):
                 pass
-            case ConnectTrainer() | Prepare() | Write():
+            case (
+                ConnectTrainer()
+                | Prepare()
+                | Write()
+                | OpenRelay()
+                | ConnectRelay()
+                | Relay()
+                | Forgo()
+                | Feed()
+            ):
                 raise ProtocolError(f"an engine cannot carry out {type(command).__name__}")
             case _:
                 assert_never(command)
@@ -316,6 +326,11 @@ class FakeTrainerRank:
                 ConnectEngine()
                 | Pause()
                 | Receive()
+                | OpenRelay()
+                | ConnectRelay()
+                | Relay()
+                | Forgo()
+                | Feed()
                 | Verify()
                 | Apply()
                 | Publish()

@@ -213,7 +213,12 @@ def _connect_agent(
         )
 
     channel = AgentChannel(
-        settings.controller, token, hello, agent, on_disconnect=agent.on_disconnect
+        settings.controller,
+        token,
+        hello,
+        agent,
+        on_disconnect=agent.on_disconnect,
+        on_command=agent.on_command,
     )
     channel.connect(CONNECT_DEADLINE_S)
 

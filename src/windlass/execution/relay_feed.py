@@ -1,0 +1,195 @@
+"""The trainer's part of a relay: the roots of a group are fed, each with the chunks of its lanes.
+
+The plan names one member of each group; the links to the others have the same ops, the same packed
+bytes and the same digest. A trainer can write any member directly, which is how a link is completed that the relay
+left incomplete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+import numpy as np
+
+from windlass.errors import PlanError, TransferOutcomeUnknown
+from windlass.execution.bind import LinkProgram, check_binding
+from windlass.execution.bindings import DestinationBinding
+from windlass.execution.payload import Payload, UInt64Array, hash_chunks, payload_of
+from windlass.execution.pieces import Pieces
+from windlass.execution.relay_node import write_chunk
+from windlass.execution.relay_wire import ChunkLanded, Outlet, RelayAddress
+from windlass.memory.digest import new_digest
+from windlass.planning.relay import RelayGroup
+from windlass.telemetry.clock import Deadline
+from windlass.transports.base import OneSidedTransport
+
+__all__ = ["Feed", "Feeds", "bind_feed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """One group that a trainer rank feeds.
+
+    Attributes:
+        group: who is in it. program: of the link to its first member.
+        payload: of every one of its links.
+        addresses: root -> where it listens.
+    """
+
+    group: RelayGroup
+    program: LinkProgram
+    payload: Payload
+    addresses: Mapping[str, RelayAddress]
+
+    def lanes_of(self, root: str) -> tuple[int, ...]:
+        """The lanes whose root it is."""
+        return tuple(i for i, name in enumerate(self.group.roots()) if name == root)
+
+    def copies(self) -> dict[str, LinkProgram]:
+        """The links to the other members."""
+        return {name: replace(self.program, peer=name) for name in self.group.members[1:]}
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A feed that is packed and hashed: (n,) addresses, a digest per chunk, the link's."""
+
+    local: UInt64Array
+    chunks: tuple[str, ...]
+    digest: str
+
+
+def bind_feed(
+    group: RelayGroup,
+    program: LinkProgram,
+    bindings: Mapping[str, DestinationBinding],
+    addresses: Sequence[RelayAddress],
+) -> Feed:
+    """Check that every member can be written directly, and the roots by chunks.
+
+    Raises:
+        PlanError: a member has no binding, or a root no address.
+        RegionError: a write would leave the published regions.
+    """
+    known = {address.worker: address for address in addresses}
+    for member in group.members:
+        if member not in bindings:
+            raise PlanError(f"relay: {member} has no binding")
+        check_binding(program, bindings[member])
+    for root in group.roots():
+        if root not in known:
+            raise PlanError(f"relay: root {root} has no address")
+    return Feed(
+        group,
+        program,
+        payload_of(program, group.chunk_nbytes),
+        {root: known[root] for root in group.roots()},
+    )
+
+
+@final
+class Feeds:
+    """All feeds of a trainer rank, by the name of any member."""
+
+    def __init__(self) -> None:
+        self._feeds: dict[str, Feed] = {}
+        self._ready: dict[str, _Ready] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._feeds
+
+    def add(self, feed: Feed) -> None:
+        """Serve its members."""
+        self._feeds |= dict.fromkeys(feed.group.members, feed)
+
+    def forget(self) -> None:
+        """What was packed is there no more."""
+        self._ready = {}
+
+    def is_planned(self, name: str) -> bool:
+        """Whether the plan has the link itself; other members have the bytes of the first."""
+        return name not in self._feeds or self._feeds[name].group.members[0] == name
+
+    def roots(self) -> tuple[str, ...]:
+        """Members that are fed."""
+        return tuple(name for name, feed in self._feeds.items() if name in feed.group.roots())
+
+    def keep(self, leader: str, sources: UInt64Array, packed: Mapping[int, int]) -> None:
+        """Hash a feed that has been packed.
+
+        Args:
+            leader: first member of the group.
+            sources: where the parameters lie.
+            packed: op -> address of its packed payload.
+        """
+        feed = self._feeds[leader]
+        payload = feed.payload
+        parameter = np.where(payload.packed, 0, payload.src_parameter)
+        at = np.array([packed.get(op, 0) for op in range(len(feed.program.ops))], np.uint64)
+        base = np.where(payload.packed, at[payload.op], sources[parameter])
+        local = base + payload.src_offset.astype(np.uint64)
+        whole = new_digest()
+        chunks = tuple(hash_chunks(payload, local, whole))
+        self._ready[leader] = _Ready(local, chunks, whole.hexdigest())
+
+    def digest_of(self, name: str) -> str:
+        """Of the link to a member; empty when it is not packed."""
+        ready = self._ready.get(self._feeds[name].group.members[0])
+        return ready.digest if ready is not None else ""
+
+    def pieces_to(self, binding: DestinationBinding) -> Pieces:
+        """All of a packed feed, for a direct write to one member."""
+        feed = self._feeds[binding.worker]
+        targets = np.array(binding.parameter_addresses, np.uint64)
+        return Pieces(
+            self._ready[feed.group.members[0]].local,
+            feed.payload.at_destination(targets, binding.landing_address),
+            feed.payload.nbytes.astype(np.uint64),
+        )
+
+    def feed_root(
+        self,
+        transport: OneSidedTransport,
+        worker: str,
+        binding: DestinationBinding,
+        place: tuple[int, int],
+        deadline: Deadline,
+    ) -> int:
+        """Write the chunks of a root's lanes, one after another; returns bytes.
+
+        What is not packed is not written: the root is told that nothing comes.
+
+        Args:
+            transport: writes.
+            worker: this rank.
+            binding: of the root.
+            place: (epoch, round).
+            deadline: for all of it.
+
+        Raises:
+            TransferError: the root was not reached, or a write failed.
+            TransferOutcomeUnknown: bytes may still land.
+        """
+        feed = self._feeds[binding.worker]
+        ready = self._ready.get(feed.group.members[0])
+        outlet = Outlet(feed.addresses[binding.worker], worker, place, deadline)
+        unknown, nbytes = False, 0
+        try:
+            lanes, num_lanes = feed.lanes_of(binding.worker), len(feed.group.lanes)
+            targets = np.array(binding.parameter_addresses, np.uint64)
+            remote = feed.payload.at_destination(targets, binding.landing_address)
+            for chunk, digest in enumerate(ready.chunks if ready is not None else ()):
+                if ready is not None and chunk % num_lanes in lanes:
+                    write_chunk(
+                        transport, binding, feed.payload, chunk, ready.local, remote, deadline
+                    )
+                    outlet.send(ChunkLanded(worker, chunk, digest))
+                    nbytes += feed.payload.chunk_nbytes(chunk)
+        except TransferOutcomeUnknown:
+            unknown = True
+            raise
+        finally:
+            outlet.end(unknown=unknown)
+        return nbytes

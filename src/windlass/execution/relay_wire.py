@@ -1,0 +1,177 @@
+"""How an upstream tells the next engine that a chunk has landed: one TCP connection per round.
+
+One-sided writes leave no trace in the process that they go to, so after a chunk has been written its
+writer says so here. The first frame names the round and carries the secret of the receiving engine; the
+receiver answers with one byte if it takes part, and nothing is written before that. The connection
+ends with `End`, after which nothing more will be written, or with the end of the process behind it.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from typing import final
+
+import msgspec
+
+from windlass.errors import PeerUnreachable, ProtocolError
+from windlass.telemetry.clock import Deadline
+
+__all__ = [
+    "ACCEPTED",
+    "ChunkLanded",
+    "End",
+    "Frame",
+    "FrameBuffer",
+    "LaneEnd",
+    "Open",
+    "Outlet",
+    "RelayAddress",
+]
+
+MAX_FRAME_NBYTES = 4096
+ACCEPTED = b"\x01"
+_LENGTH = struct.Struct(">I")
+
+
+class RelayAddress(msgspec.Struct, frozen=True):
+    """Where an engine rank listens, bound before it is published, and its secret."""
+
+    worker: str
+    host: str
+    port: int
+    token: str
+
+
+class Open(msgspec.Struct, frozen=True, tag="open"):
+    """First frame: who writes, in which (epoch, round)."""
+
+    token: str
+    upstream: str
+    epoch: int
+    round: int
+
+
+class ChunkLanded(msgspec.Struct, frozen=True, tag="chunk"):
+    """A chunk of the link from `source` is in place; `digest` is the source's own."""
+
+    source: str
+    chunk: int
+    digest: str
+
+
+class LaneEnd(msgspec.Struct, frozen=True, tag="lane_end"):
+    """Chunks of this lane that are missing by now will not come from here."""
+
+    lane: int
+
+
+class End(msgspec.Struct, frozen=True, tag="end"):
+    """No more will be written in this round; `unknown`: some bytes may still land all the same."""
+
+    unknown: bool = False
+
+
+Frame = Open | ChunkLanded | LaneEnd | End
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Frame)
+
+
+def encode_frame(frame: Frame) -> bytes:
+    """With its length in front."""
+    body = _encoder.encode(frame)
+    return _LENGTH.pack(len(body)) + body
+
+
+@final
+class FrameBuffer:
+    """Bytes of a stream in, whole frames out."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """Frames that are complete now.
+
+        Raises:
+            ProtocolError: a frame is longer than 4096 bytes or is none.
+        """
+        self._data += data
+        frames: list[Frame] = []
+        while len(self._data) >= _LENGTH.size:
+            (nbytes,) = _LENGTH.unpack_from(self._data)
+            if nbytes > MAX_FRAME_NBYTES:
+                raise ProtocolError(
+                    f"relay: a frame has at most {MAX_FRAME_NBYTES} bytes, got {nbytes}"
+                )
+            if len(self._data) < _LENGTH.size + nbytes:
+                break
+            body = bytes(self._data[_LENGTH.size : _LENGTH.size + nbytes])
+            del self._data[: _LENGTH.size + nbytes]
+            try:
+                frames.append(_decoder.decode(body))
+            except msgspec.MsgspecError as error:
+                raise ProtocolError(f"relay: frame of {nbytes} bytes: {error}") from error
+        return frames
+
+
+@final
+class Outlet:
+    """The writer's end of one connection.
+
+    Raises:
+        PeerUnreachable: nobody listens there, or it does not take part in this round.
+    """
+
+    def __init__(
+        self, address: RelayAddress, upstream: str, place: tuple[int, int], deadline: Deadline
+    ) -> None:
+        self._peer = address.worker
+        self._deadline = deadline
+        try:
+            self._socket = socket.create_connection(
+                (address.host, address.port), timeout=self._left_s()
+            )
+        except OSError as error:
+            raise PeerUnreachable(f"relay: {self._peer} does not listen: {error}") from error
+        try:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.send(Open(address.token, upstream, *place))
+            answer = self._socket.recv(1)
+        except OSError as error:
+            self.close()
+            raise PeerUnreachable(f"relay: {self._peer} did not answer: {error}") from error
+        except PeerUnreachable:
+            self.close()
+            raise
+        if answer != ACCEPTED:
+            self.close()
+            raise PeerUnreachable(f"relay: {self._peer} takes no part in round {place}")
+
+    def send(self, frame: Frame) -> None:
+        """Send one frame.
+
+        Raises:
+            PeerUnreachable: the connection is gone or the deadline has passed.
+        """
+        try:
+            self._socket.settimeout(self._left_s())
+            self._socket.sendall(encode_frame(frame))
+        except OSError as error:
+            raise PeerUnreachable(f"relay: {self._peer} is gone: {error}") from error
+
+    def end(self, *, unknown: bool) -> None:
+        """Say that nothing more will be written, and close."""
+        try:
+            self.send(End(unknown))
+        except PeerUnreachable:
+            pass  # the end of the connection says the same, but for `unknown`, which is reported
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        self._socket.close()
+
+    def _left_s(self) -> float:
+        return max(self._deadline.remaining_s, 0.01)

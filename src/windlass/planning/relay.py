@@ -1,0 +1,132 @@
+"""Who passes bytes on to whom, where several engines want the same ones. No I/O.
+
+Engines whose ranks hold the same boxes at the same places of the same parameters are *replicas*. The
+plan is made for one of them and holds, op for op, for the others; rank r of every replica forms a
+*group*. The bytes of a group travel in *lanes*: a lane is a tree over the members, whose root is fed
+by the trainers, and it carries every num_lanes-th chunk.
+
+Two binary trees in which the inner nodes of one are leaves of the other let every member send about
+as much as it receives, at logarithmic depth (Sanders, Speck, Traeff, "Two-tree algorithms for full
+bandwidth broadcast", 2009; the numbering is that of NCCL's `trees.cc`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+
+from windlass.config import RelayShape
+from windlass.layout.manifest import ShardManifest
+from windlass.planning.plan import TransferPlan
+
+__all__ = [
+    "RelayGroup",
+    "children_of",
+    "copy_part",
+    "depths_of",
+    "find_replicas",
+    "lanes_of",
+    "layout_digest",
+]
+
+LONGEST_CHAIN = 4
+"""In `AUTO`: a chain of n waits for n - 1 chunks, trees for about 4 log2(n)."""
+
+
+class RelayGroup(msgspec.Struct, frozen=True):
+    """Ranks that hold the same bytes. Travels in messages.
+
+    Attributes:
+        members: worker names; the plan is made for the first.
+        lanes: per lane the parent of each member, an index in `members`, or -1 for the trainers.
+        chunk_nbytes: what travels at a time.
+    """
+
+    members: tuple[str, ...]
+    lanes: tuple[tuple[int, ...], ...]
+    chunk_nbytes: int
+
+    def roots(self) -> tuple[str, ...]:
+        """Per lane the member that the trainers feed."""
+        return tuple(self.members[parents.index(-1)] for parents in self.lanes)
+
+
+def layout_digest(manifests: Sequence[ShardManifest]) -> tuple[str, ...]:
+    """Equal for engines whose ranks differ in nothing but their names."""
+    return tuple(replace(manifest, worker="").digest() for manifest in manifests)
+
+
+def depths_of(group: RelayGroup) -> tuple[tuple[int, ...], ...]:
+    """Per lane and member: hops from the trainers, 1 for the root."""
+    found = []
+    for parents in group.lanes:
+        depths = [0] * len(parents)
+        for member in range(len(parents)):
+            at = member
+            while at >= 0:
+                depths[member] += 1
+                at = parents[at]
+        found.append(tuple(depths))
+    return tuple(found)
+
+
+def find_replicas(engines: Mapping[str, Sequence[ShardManifest]]) -> tuple[tuple[str, ...], ...]:
+    """Sets of at least two engines that hold the same, in the given order."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for name, manifests in engines.items():
+        found.setdefault(layout_digest(manifests), []).append(name)
+    return tuple(tuple(names) for names in found.values() if len(names) > 1)
+
+
+def lanes_of(shape: RelayShape, num_members: int) -> tuple[tuple[int, ...], ...]:
+    """Per lane the parent of each member, -1 for the root; no lanes for `OFF` or one member."""
+    if shape is RelayShape.OFF or num_members < 2:
+        return ()
+    if shape is RelayShape.CHAIN or (shape is RelayShape.AUTO and num_members <= LONGEST_CHAIN):
+        return (tuple(range(-1, num_members - 1)),)
+    first = tuple(_parent(member, num_members) for member in range(num_members))
+    if num_members % 2:
+        # Turned by one place: leaves are the odd members, and become the even ones.
+        second = tuple(
+            -1 if (p := first[(member - 1) % num_members]) < 0 else (p + 1) % num_members
+            for member in range(num_members)
+        )
+    else:
+        second = tuple(
+            -1 if (p := first[num_members - 1 - member]) < 0 else num_members - 1 - p
+            for member in range(num_members)
+        )
+    return first, second
+
+
+def _parent(member: int, num_members: int) -> int:
+    """In the tree whose odd members are leaves and whose root is 0."""
+    if member == 0:
+        return -1
+    bit = member & -member
+    up = (member ^ bit) | (bit << 1)
+    return up if up < num_members else member ^ bit
+
+
+def children_of(group: RelayGroup, member: str) -> tuple[tuple[str, ...], ...]:
+    """Per lane those that `member` passes on to."""
+    index = group.members.index(member)
+    return tuple(
+        tuple(group.members[child] for child, parent in enumerate(parents) if parent == index)
+        for parents in group.lanes
+    )
+
+
+def copy_part(part: TransferPlan, leader: str, copy: ShardManifest) -> TransferPlan:
+    """What `TransferPlan.for_destination(leader)` is for another member of its group."""
+    index = part.destinations.index(leader)
+    return replace(
+        part,
+        destinations=(copy.worker,),
+        destination_digests=(copy.digest(),),
+        landing_nbytes=(part.landing_nbytes[index],),
+        ops=replace(part.ops, dst=np.zeros(len(part.ops), np.int32)),
+    )
