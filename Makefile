@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup demo test test-megatron engines test-engines lint types imports unit bench clean test-nixl test-clusters
+.PHONY: help setup demo test test-megatron engines test-engines lint types imports unit bench clean test-nixl test-relay test-clusters
 
 help:
 	@echo "make demo [ARGS='--steps 40 --transport cma --mode staged']   asynchronous GRPO on this machine"
@@ -74,6 +74,9 @@ test-nixl: setup
 test-clusters: setup
 	bash tools/install_slurm.sh
 	$(BIN)/pytest -m clusters tests/system
+
+test-relay: setup
+	$(BIN)/pytest -m "relay or not relay" tests/system/test_relay.py tests/protocol/test_relay_rounds.py tests/unit/test_relay_planning.py
 
 bench: setup
 	mkdir -p benchmarks/results/local
