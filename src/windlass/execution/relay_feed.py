@@ -19,7 +19,8 @@ from windlass.execution.bindings import DestinationBinding
 from windlass.execution.payload import Payload, UInt64Array, hash_chunks, payload_of
 from windlass.execution.pieces import Pieces
 from windlass.execution.relay_node import write_chunk
-from windlass.execution.relay_wire import ChunkLanded, Outlet, RelayAddress
+from windlass.execution.relay_outlet import Outlet
+from windlass.execution.relay_wire import ChunkLanded, RelayAddress
 from windlass.memory.digest import new_digest
 from windlass.planning.relay import RelayGroup
 from windlass.telemetry.clock import Deadline

@@ -30,7 +30,8 @@ from windlass.execution.relay_inlet import (
     LaneEnded,
     RelayInlet,
 )
-from windlass.execution.relay_wire import ChunkLanded, LaneEnd, Outlet, RelayAddress
+from windlass.execution.relay_outlet import Outlet
+from windlass.execution.relay_wire import ChunkLanded, LaneEnd, RelayAddress
 from windlass.memory.digest import new_digest
 from windlass.memory.packing import bytes_at
 from windlass.planning.relay import RelayGroup, children_of, depths_of

@@ -1,0 +1,74 @@
+"""The writer's end of a relay connection; see `relay_wire`."""
+
+from __future__ import annotations
+
+import socket
+from typing import final
+
+from windlass.errors import PeerUnreachable
+from windlass.execution.relay_wire import ACCEPTED, End, Frame, Open, RelayAddress, encode_frame
+from windlass.telemetry.clock import Deadline
+
+__all__ = ["Outlet"]
+
+
+@final
+class Outlet:
+    """The writer's end of one connection.
+
+    Raises:
+        PeerUnreachable: nobody listens there, or it does not take part in this round.
+    """
+
+    def __init__(
+        self, address: RelayAddress, upstream: str, place: tuple[int, int], deadline: Deadline
+    ) -> None:
+        self._peer = address.worker
+        self._deadline = deadline
+        try:
+            self._socket = socket.create_connection(
+                (address.host, address.port), timeout=self._left_s()
+            )
+        except OSError as error:
+            raise PeerUnreachable(f"relay: {self._peer} does not listen: {error}") from error
+        try:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.send(Open(address.token, upstream, *place))
+            answer = self._socket.recv(1)
+        except OSError as error:
+            self.close()
+            raise PeerUnreachable(f"relay: {self._peer} did not answer: {error}") from error
+        except PeerUnreachable:
+            self.close()
+            raise
+        if answer != ACCEPTED:
+            self.close()
+            raise PeerUnreachable(f"relay: {self._peer} takes no part in round {place}")
+
+    def send(self, frame: Frame) -> None:
+        """Send one frame.
+
+        Raises:
+            PeerUnreachable: the connection is gone or the deadline has passed.
+        """
+        try:
+            self._socket.settimeout(self._left_s())
+            self._socket.sendall(encode_frame(frame))
+        except OSError as error:
+            raise PeerUnreachable(f"relay: {self._peer} is gone: {error}") from error
+
+    def end(self, *, unknown: bool) -> None:
+        """Say that nothing more will be written, and close."""
+        try:
+            self.send(End(unknown))
+        except PeerUnreachable:
+            pass  # the end of the connection says the same, but for `unknown`, which is reported
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        self._socket.close()
+
+    def _left_s(self) -> float:
+        return max(self._deadline.remaining_s, 0.01)
