@@ -43,6 +43,9 @@ TOKEN = "secret of the benchmark"
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = [5, 6, 7, 8]
 BUCKET_NBYTES = 1 << 30
+LATER_VERSION = 100
+WARM_TOKENS = 100
+"""A stream that has brought so many has seen its kernels compiled."""
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -314,7 +317,7 @@ def generate_request(
 
 
 async def _load(url: str, engine: str, streams: int, vocab: int, pipe: Connection) -> None:
-    ended = asyncio.Event()
+    ended, warm = asyncio.Event(), asyncio.Event()
     arrivals: list[list[float]] = [[] for _ in range(streams)]
     errors: list[str] = []
 
@@ -332,6 +335,8 @@ async def _load(url: str, engine: str, streams: int, vocab: int, pipe: Connectio
                     async for line in response.content:
                         if line.startswith(b"data: {"):
                             arrivals[index].append(time.monotonic())
+                            if min(map(len, arrivals)) >= WARM_TOKENS:
+                                warm.set()
                         if ended.is_set():
                             return
             except aiohttp.ClientError as error:
@@ -342,6 +347,8 @@ async def _load(url: str, engine: str, streams: int, vocab: int, pipe: Connectio
         timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
     ) as session:
         clients = [asyncio.create_task(client(index, session)) for index in range(streams)]
+        await warm.wait()
+        pipe.send("warm")
         await asyncio.to_thread(pipe.recv)
         ended.set()
         await asyncio.wait(clients, timeout=10)
@@ -591,9 +598,11 @@ async def run(options: argparse.Namespace) -> list[Row]:
                 await controller.wait_for_fleet(
                     num_trainers=options.trainers, engines=(options.engine,), deadline_s=120
                 )
-                seconds, _ = (await trainers.all("publish", 100))[0]
+                seconds, _ = (await trainers.all("publish", LATER_VERSION))[0]
                 say(f"first staged version published in {seconds:.2f} s")
-                rows += await measure(options, "staged", server, trainers, 101, nbytes, say)
+                rows += await measure(
+                    options, "staged", server, trainers, LATER_VERSION + 1, nbytes, say
+                )
                 rows += await compare(options, server, trainers, rows, say)
             await trainers.all("end")
         except Exception:
@@ -625,7 +634,10 @@ async def measure(
         target=load, args=(server.url, options.engine, options.load, 151936, theirs)
     )
     clients.start()
-    await asyncio.sleep(12)  # kernels that are compiled at first use are not the update's silence
+    # Kernels that are compiled at first use are not the update's silence.
+    assert await asyncio.to_thread(ours.poll, options.warm_up_s), "the streams bring no tokens"
+    ours.recv()
+    await asyncio.sleep(4)
     windows: list[tuple[float, float]] = []
     reports = []
     quiet = (time.monotonic() - 3.0, time.monotonic())
@@ -751,6 +763,7 @@ def main() -> None:
     options.add_argument("--updates", type=int, default=10, help="of each mode")
     options.add_argument("--own", type=int, default=5, help="updates by vLLM's own transfer")
     options.add_argument("--load", type=int, default=64, help="streams")
+    options.add_argument("--warm-up-s", type=float, default=120.0, help="until tokens flow")
     options.add_argument("--port", type=int, default=18123)
     options.add_argument(
         "--ceiling", type=float, default=397.0, help="GB/s of one link (bench_nvlink)"
