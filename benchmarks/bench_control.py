@@ -35,6 +35,7 @@ from windlass.control.messages import (
     Envelope,
     Pause,
     Prepare,
+    Probe,
     Publish,
     Reply,
     Result,
@@ -63,7 +64,7 @@ WARM_UP = 3
 # --- the other process: agents that answer at once -------------------------------------------------
 
 
-def answer(worker: str, command: Command) -> Result:
+def answer(worker: str, command: Command | Probe) -> Result:
     match command:
         case ConnectEngine():
             binding = DestinationBinding(worker, PeerEndpoint("none", "", ""), (), ())

@@ -40,11 +40,16 @@ Planner = Callable[[Sequence[ShardManifest], Sequence[ShardManifest]], TransferP
 
 
 class EnginesUnbound(RoundAborted):
-    """Some engines did not bind the plan. `reasons`: engine -> why."""
+    """Some engines did not bind the plan.
 
-    def __init__(self, reasons: Mapping[str, str]) -> None:
-        super().__init__("; ".join(reasons.values()))
-        self.reasons = dict(reasons)
+    Attributes:
+        refusals: engine -> what a rank of it answered.
+        late: rank that did not answer in time -> what is to be said of that.
+    """
+
+    def __init__(self, refusals: Mapping[str, str], late: Mapping[str, str], gone: str) -> None:
+        super().__init__("; ".join([*refusals.values(), *late.values()]) or gone)
+        self.refusals, self.late = dict(refusals), dict(late)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,14 +129,22 @@ async def bind_fleet(
             for w, part in compiled.destination_parts.items()
         }
     )
-    bindings, failed = [], {}
+    bindings: list[DestinationBinding] = []
+    refusals, late, gone = {}, {}, ""
     for worker, result in bound.items():
         if isinstance(result, Bound) and result.plan_digest == digest:
             bindings.append(result.binding)
-        else:
-            failed[engine_of[worker]] = f"{worker} did not bind the plan: {_describe(result)}"
-    if failed:
-        raise EnginesUnbound(failed)
+            continue
+        reason = f"{worker} did not bind the plan: {_describe(result)}"
+        match result:
+            case PeerTimeout():
+                late[worker] = reason
+            case WindlassError():
+                gone = reason  # whoever has lost its connection is not in the fleet any more
+            case _:
+                refusals[engine_of[worker]] = reason
+    if refusals or late or gone:
+        raise EnginesUnbound(refusals, late, gone)
     confirmed = await caller.call(
         {
             w: ConnectTrainer(part, digest, relay.direct(bindings), backend)

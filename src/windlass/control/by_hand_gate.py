@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from windlass.control.binding import Binding
 from windlass.control.changes import Changes
@@ -12,6 +13,8 @@ from windlass.control.session import AgentSession
 from windlass.errors import PeerUnreachable, RoundAborted
 
 __all__ = ["HandDrivenGate"]
+
+_log = logging.getLogger(__name__)
 
 
 class HandDrivenGate:
@@ -48,7 +51,7 @@ class HandDrivenGate:
         self._fleet.mark(version, served, tainted)
         if version is not None:
             self._published = self._spent = version
-            self._journal_round(JournalKind.PUBLISHED, version, served)
+            self._journal_outcome(JournalKind.PUBLISHED, version, served)
         self._lock.release()
         await self._changes.notify()
 
@@ -59,6 +62,20 @@ class HandDrivenGate:
             raise RoundAborted(f"version must be > {newest}, got {version}")
         self._journal_round(JournalKind.PUBLISHING, version, ())
         self._spent = version
+
+    def _record_poison(self) -> None:
+        """A controller that is started after this one must not have those written either."""
+        for worker, incarnation in sorted(self._fleet.poisoned - self._journal.poisoned):
+            self._journal_outcome(JournalKind.POISONED, self._spent, (worker,), incarnation)
+
+    def _journal_outcome(
+        self, kind: JournalKind, version: int, engines: tuple[str, ...], detail: str = ""
+    ) -> None:
+        """What is done cannot be undone for want of a disk; PUBLISHING is on it already."""
+        try:
+            self._journal_round(kind, version, engines, detail)
+        except OSError as error:
+            _log.error("journal: %s of version %s is not recorded: %s", kind, version, error)
 
     def _journal_round(
         self, kind: JournalKind, version: int, engines: tuple[str, ...], detail: str = ""

@@ -71,4 +71,4 @@ def note_fates(
         fleet.hold((source, incarnations[source]), place, reached)
     for late in result.late:
         if late.worker in finish.unsettled:
-            fleet.settle((late.worker, incarnations[late.worker]), place, late.result)
+            fleet.settle((late.worker, incarnations[late.worker]), place, late.seq, late.result)

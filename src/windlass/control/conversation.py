@@ -22,10 +22,13 @@ import msgspec
 from windlass.control.messages import (
     Announce,
     Command,
+    ControllerFrame,
+    Done,
     Envelope,
     Failure,
     FailureKind,
     Hello,
+    Probe,
     Refused,
     Reply,
     Result,
@@ -263,13 +266,15 @@ class AgentConversation:
             hello = msgspec.structs.replace(self._hello(), epoch=epoch, round=round_number)
             await socket.send_bytes(encode(hello))
             async for message in socket:
+                if message.type is aiohttp.WSMsgType.ERROR:
+                    raise PeerUnreachable(f"connection broke: {message.data}")
                 if message.type is not aiohttp.WSMsgType.BINARY:
                     raise ProtocolError(f"{self._url}: sent a frame that is not binary")
                 await self._on_frame(socket, message.data)
         raise PeerUnreachable(f"connection closed with code {socket.close_code}")
 
     async def _on_frame(self, socket: aiohttp.ClientWebSocketResponse, data: bytes) -> None:
-        frame = decode_controller_frame(data)
+        frame = self._decode(data)
         match frame:
             case Welcome():
                 self._socket = socket
@@ -280,8 +285,10 @@ class AgentConversation:
                 for reply in self._store.replies():
                     await self._deliver(reply)
                 await self._send_announce(socket)
-            case Refused():
+            case Refused(final=True):
                 raise ProtocolError(f"the controller refused this agent: {frame.message}")
+            case Refused():
+                raise PeerUnreachable(f"the controller refused this connection: {frame.message}")
             case UpdateReport():
                 self._on_report(frame)
             case Envelope():
@@ -289,6 +296,15 @@ class AgentConversation:
                     self._on_command(frame.command, frame.epoch, frame.round)
                 # Handed to the command thread at once, so that pings are answered meanwhile.
                 self._loop.create_task(self._answer(frame))
+
+    def _decode(self, data: bytes) -> ControllerFrame:
+        """After a welcome, what cannot be decoded was garbled: another connection may be better."""
+        try:
+            return decode_controller_frame(data)
+        except ProtocolError as error:
+            if self.welcomed.done():
+                raise PeerUnreachable(str(error)) from error
+            raise
 
     def _on_report(self, report: UpdateReport) -> None:
         with self._lock:
@@ -332,14 +348,15 @@ class AgentConversation:
         return reply
 
     def _carry_out(self, envelope: Envelope) -> Result:
+        command = envelope.command
+        if isinstance(command, Probe):
+            return Done()
         try:
-            return self._handler.handle(
-                envelope.command, epoch=envelope.epoch, round_number=envelope.round
-            )
+            return self._handler.handle(command, epoch=envelope.epoch, round_number=envelope.round)
         # The boundary of the agent: whatever goes wrong must reach the controller as a failure,
         # or the round would wait for its deadline.
         except Exception as error:  # noqa: BLE001
-            name = type(envelope.command).__name__
+            name = type(command).__name__
             _log.exception("%s failed", name)
             return Failure(_kind_of(error), f"{name}: {type(error).__name__}: {error}")
 

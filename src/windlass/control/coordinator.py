@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import final
@@ -46,13 +47,14 @@ from windlass.control.messages import (
 )
 from windlass.control.round_types import AgentLost, EngineFate, Phase
 from windlass.control.server import ControlServer
-from windlass.control.session import AgentSession
+from windlass.control.session import AgentSession, probe_held, report_to
 from windlass.errors import PeerUnreachable, PlanError, ProtocolError, WindlassError
 from windlass.planning.planner import plan_transfer
 
 __all__ = ["Coordinator", "EngineInfo"]
 
 _log = logging.getLogger(__name__)
+MAX_LATE = 2
 
 
 @final
@@ -87,11 +89,12 @@ class Coordinator(HandDrivenGate):
         self._journal.append(
             JournalEntry(JournalKind.STARTED, self._epoch, self._round, self._published)
         )
-        self._fleet = Fleet()
+        self._fleet = Fleet(self._journal.poisoned)
         self._sessions: dict[str, AgentSession] = {}
         self._announcements = Announcements()
         self._binding: Binding | None = None
         self._catch_ups: dict[str, tuple[frozenset[Identity], int]] = {}
+        self._late = Counter[Identity]()
         self._driver: RoundDriver | None = None
         self._lock = asyncio.Lock()
         self._changes = Changes()
@@ -225,7 +228,8 @@ class Coordinator(HandDrivenGate):
                 if self._driver is not None:
                     self._driver.on_reply(session.worker, frame)
                 place = (frame.epoch, frame.round)
-                if self._fleet.settle(session.agent.identity, place, frame.result):
+                if self._fleet.settle(session.agent.identity, place, frame.seq, frame.result):
+                    self._record_poison()
                     await self._changes.notify()
             case Announce():
                 self._on_announce(session, frame)
@@ -250,6 +254,7 @@ class Coordinator(HandDrivenGate):
 
     async def _settle(self) -> None:
         """As soon as no round runs: bring newcomers up, and bind, so that the next round need not."""
+        await probe_held(self._fleet, self._sessions)
         async with self._lock:
             for engine in self._fleet.writable_engines():
                 await self._catch_up(engine)
@@ -269,6 +274,8 @@ class Coordinator(HandDrivenGate):
         # Once: what failed is not tried again before the next version.
         if newcomer in donors or not donors or self._catch_ups.get(newcomer.name) == attempt:
             return
+        if newcomer.tainted and (trainers is None or not trainers.complete):
+            return  # a trainer that is away may have been writing it
         self._catch_ups[newcomer.name] = attempt
         truth = trainers.manifests if trainers is not None else ()
         try:
@@ -304,13 +311,14 @@ class Coordinator(HandDrivenGate):
             await self._refuse(refused)
             return await self._ensure_bound()
         except EnginesUnbound as error:
-            await self._refuse(error.reasons)
+            await self._part_with(error)
             return await self._ensure_bound()
         return self._binding
 
     async def _bind(self, sources: Group, engines: Sequence[Group], planner: Planner) -> Binding:
         self._epoch += 1
         self._round += 1
+        self._fleet.bound_since(self._epoch)
         return await bind_fleet(
             trainers=sources,
             engines=engines,
@@ -322,6 +330,21 @@ class Coordinator(HandDrivenGate):
             round_number=self._round,
             deadline_s=self._config.deadlines.connect_s,
         )
+
+    async def _part_with(self, unbound: EnginesUnbound) -> None:
+        """Who was late may come back over another connection; who said no is refused."""
+        refused = unbound.refusals
+        for worker, reason in unbound.late.items():
+            session = self._sessions.get(worker)
+            if session is None:
+                continue
+            self._late[session.agent.identity] += 1
+            if self._late[session.agent.identity] > MAX_LATE:
+                refused.setdefault(session.agent.hello.group, reason)
+            else:
+                await self.lost(session, reason)
+                self._spawn(session.close())
+        await self._refuse(refused)
 
     async def _refuse(self, reasons: dict[str, str]) -> None:
         for name, reason in reasons.items():
@@ -352,7 +375,7 @@ class Coordinator(HandDrivenGate):
         )
         report = self._announcements.receive(standing)
         if report is not None:
-            self._spawn(self._report(session.agent.identity, report))
+            self._spawn(report_to(self._sessions, session.agent.identity, report))
         elif trainers.complete and (all_of_them := self._announcements.take(trainers.workers)):
             self._spawn(self._update(all_of_them))
 
@@ -375,7 +398,7 @@ class Coordinator(HandDrivenGate):
         for listener in self._update_listeners:
             listener(report)
         for trainer, answer in answers:
-            await self._report(trainer, answer)
+            await report_to(self._sessions, trainer, answer)
         if report.left_out:
             self._spawn(self._settle())
 
@@ -401,10 +424,11 @@ class Coordinator(HandDrivenGate):
     async def _run_round(self, version: int, binding: Binding) -> UpdateReport:
         self._round += 1
         self._journal_round(JournalKind.ROUND_BEGAN, version, tuple(binding.engines))
+        place = (self._epoch, self._round)  # a Hello may bring a higher epoch meanwhile
         self._driver = RoundDriver(
             spec_of(version, binding, self._config),
-            epoch=self._epoch,
-            round_number=self._round,
+            epoch=place[0],
+            round_number=place[1],
             deadlines=self._config.deadlines,
             sessions=self._sessions,
             clock=time.perf_counter,
@@ -414,7 +438,7 @@ class Coordinator(HandDrivenGate):
             result = await self._driver.run()
         finally:
             self._driver = None
-        return self._conclude(version, binding, result)
+        return self._conclude(version, binding, result, place)
 
     def _on_phase(self, version: int, phase: Phase) -> None:
         if phase is Phase.PUBLISH:
@@ -443,26 +467,20 @@ class Coordinator(HandDrivenGate):
             lambda: f"publish: needs {needed} engines, {there()} were there after {deadline_s} s",
         )
 
-    def _conclude(self, version: int, binding: Binding, result: RoundResult) -> UpdateReport:
+    def _conclude(
+        self, version: int, binding: Binding, result: RoundResult, place: tuple[int, int]
+    ) -> UpdateReport:
         finish = result.finish
-        note_fates(self._fleet, binding, result, version=version, place=(self._epoch, self._round))
+        note_fates(self._fleet, binding, result, version=version, place=place)
+        self._record_poison()
         published = finish.outcome is RoundOutcome.PUBLISHED
         serving = tuple(n for n, f in finish.fates.items() if f is EngineFate.PUBLISHED)
         if published:
             self._published = version
-            self._journal_round(JournalKind.PUBLISHED, version, serving)
+            self._journal_outcome(JournalKind.PUBLISHED, version, serving)
         else:
-            self._journal_round(JournalKind.ROUND_ENDED, version, (), finish.reason)
+            self._journal_outcome(JournalKind.ROUND_ENDED, version, (), finish.reason)
         return report_of(version, serving, result)
-
-    async def _report(self, trainer: Identity, report: UpdateReport) -> None:
-        session = self._sessions.get(trainer[0])
-        if session is None or session.agent.identity != trainer:
-            return  # if that process comes back it announces again, and is answered then
-        try:
-            await session.send(report)
-        except PeerUnreachable as error:
-            _log.warning("report of version %s: %s", report.version, error)
 
     def _spawn(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(work)

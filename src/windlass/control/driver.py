@@ -12,6 +12,7 @@ from windlass.control.binding import Binding
 from windlass.control.messages import Envelope, Pause, Publish, Reply, UpdateReport
 from windlass.control.round_types import (
     AgentLost,
+    Blocked,
     DeadlinePassed,
     EnterPhase,
     Event,
@@ -94,6 +95,7 @@ class RoundDriver:
         clock: Callable[[], float],
         on_phase: Callable[[Phase], None],
     ) -> None:
+        """`on_phase` may raise OSError: the phase does not begin then."""
         self._machine = RoundMachine(spec)
         self._epoch, self._round = epoch, round_number
         self._deadlines = deadlines
@@ -143,7 +145,12 @@ class RoundDriver:
         for instruction in instructions:
             match instruction:
                 case EnterPhase():
-                    self._enter(instruction.phase, instruction.entry)
+                    try:
+                        self._enter(instruction.phase, instruction.entry)
+                    except OSError as error:
+                        # What follows in `instructions` belongs to the phase: none of it is sent.
+                        reason = f"phase {instruction.phase} cannot be recorded: {error}"
+                        return await self._carry_out(self._machine.handle(Blocked(reason)))
                 case Send():
                     await self._send(instruction)
                 case Finish():

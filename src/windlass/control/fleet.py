@@ -12,7 +12,10 @@ from windlass.errors import ManifestError, ProtocolError
 from windlass.execution.bindings import LinkStatus
 from windlass.layout.manifest import Role, ShardManifest
 
-__all__ = ["Agent", "EngineInfo", "Fleet", "Group", "Identity"]
+__all__ = ["PROBE_SEQ", "Agent", "EngineInfo", "Fleet", "Group", "Identity"]
+
+PROBE_SEQ = 1 << 30
+"""Of probes: above the number of any command of a round."""
 
 Identity = tuple[str, str]
 """(worker, incarnation): one process."""
@@ -100,9 +103,11 @@ class Group:
 class Fleet:
     """The registry. The coordinator is its only writer."""
 
-    def __init__(self) -> None:
+    def __init__(self, poisoned: Iterable[Identity] = ()) -> None:
         self._groups: dict[str, Group] = {}
-        self._poisoned: set[Identity] = set()
+        self._poisoned = set(poisoned)
+        self._suspects: set[str] = set()
+        self._first_epoch: int | None = None
         self._holds: dict[Identity, _Hold] = {}
 
     def find(self, worker: str) -> Agent | None:
@@ -160,6 +165,9 @@ class Fleet:
             group.version = hello.served_version
             group.tainted, group.refused = False, ""
         agent = Agent(hello, manifest)
+        if hello.worker in self._suspects:
+            self._suspects.discard(hello.worker)
+            self._poisoned |= {agent.identity} if hello.epoch else set()
         agent.poisoned = agent.identity in self._poisoned
         # Another process has this name: its predecessors are gone, and so are their writes.
         for past in [k for k in self._holds if k[0] == hello.worker and k != agent.identity]:
@@ -213,14 +221,25 @@ class Fleet:
         """
         self._holds[trainer] = _Hold(place, engines)
 
-    def settle(self, trainer: Identity, place: tuple[int, int], result: Result) -> bool:
+    @property
+    def held(self) -> dict[Identity, tuple[int, int]]:
+        """Trainers that have not answered a write, and the place of its round."""
+        return {trainer: hold.place for trainer, hold in self._holds.items()}
+
+    def settle(self, trainer: Identity, place: tuple[int, int], seq: int, result: Result) -> bool:
         """A late answer of a trainer; true when it ended a hold.
 
-        Links of unknown outcome poison their engines, as they would have in time.
+        Links of unknown outcome poison their engines, as they would have in time. The answer to a
+        probe says that the write was lost on its way: its own answer would have come before.
         """
+        if self._first_epoch is None or place[0] < self._first_epoch:
+            return self._settle_for_predecessor(result)
         hold = self._holds.get(trainer)
-        if hold is None or hold.place != place:
+        if hold is None or place < hold.place or (place > hold.place and seq != PROBE_SEQ):
             return False
+        if seq == PROBE_SEQ:
+            del self._holds[trainer]
+            return True
         if isinstance(result, Relayed):
             self.poison(key for key in hold.engines if key[0] in result.unknown_to)
         elif isinstance(result, Written):
@@ -233,6 +252,35 @@ class Fleet:
             return False
         del self._holds[trainer]
         return True
+
+    def bound_since(self, epoch: int) -> None:
+        """Answers of earlier epochs are to a controller that is gone."""
+        if self._first_epoch is None:
+            self._first_epoch = epoch
+
+    def _settle_for_predecessor(self, result: Result) -> bool:
+        """The unknown writes of a controller that did not live to hear of them.
+
+        A process that was no part of its rounds, which its Hello says, was not written.
+        """
+        if isinstance(result, Relayed):
+            names = set(result.unknown_to)
+        elif isinstance(result, Written):
+            names = {x.destination for x in result.links if x.status is LinkStatus.UNKNOWN}
+        else:
+            return False
+        for name in names:
+            agent = self.find(name)
+            if agent is None:
+                self._suspects.add(name)
+            elif agent.hello.epoch:
+                self.poison([agent.identity])
+        return bool(names)
+
+    @property
+    def poisoned(self) -> frozenset[Identity]:
+        """Processes that are not written again."""
+        return frozenset(self._poisoned)
 
     def describe(self, published_version: int) -> list[dict[str, object]]:
         """Engines as `/v1/status` shows them."""

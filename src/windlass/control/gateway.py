@@ -26,6 +26,10 @@ __all__ = ["AgentOwner", "serve_agent"]
 _log = logging.getLogger(__name__)
 
 
+class _Garbled(ProtocolError):
+    """The fault may be the connection's and not the agent's: it may come again."""
+
+
 class AgentOwner(Protocol):
     """Who the connections belong to."""
 
@@ -75,12 +79,15 @@ async def serve_agent(
                 break
             if message.type is not WSMsgType.BINARY:
                 raise ProtocolError(f"{session.worker}: frames must be binary")  # noqa: TRY301
-            frame = decode_agent_frame(message.data)
+            frame = _decode(message.data)
             if isinstance(frame, Hello):
-                raise ProtocolError(f"{session.worker}: Hello may be sent only once")  # noqa: TRY301
+                raise _Garbled(f"{session.worker}: Hello may be sent only once")  # noqa: TRY301
             await owner.received(session, frame)
         if socket.exception() is not None:
             reason = f"connection broke: {socket.exception()}"
+    except _Garbled as error:
+        reason = str(error)
+        await _refuse(socket, reason, final=False)
     except ProtocolError as error:
         reason = str(error)
         await _refuse(socket, reason)
@@ -99,17 +106,26 @@ async def serve_agent(
 async def _read_hello(socket: web.WebSocketResponse, deadline_s: float) -> Hello:
     try:
         data = await socket.receive_bytes(timeout=deadline_s)
-    except (TypeError, TimeoutError) as error:
+    except TypeError as error:
         raise ProtocolError(f"the first frame must be a binary Hello: {error}") from error
-    hello = decode_agent_frame(data)
+    except TimeoutError as error:
+        raise _Garbled(f"the first frame must be Hello, got none in {deadline_s} s") from error
+    hello = _decode(data)
     if not isinstance(hello, Hello):
         raise ProtocolError(f"the first frame must be Hello, got {type(hello).__name__}")
     return hello
 
 
-async def _refuse(socket: web.WebSocketResponse, reason: str) -> None:
+def _decode(data: bytes) -> Hello | Announce | Withdraw | Reply:
+    try:
+        return decode_agent_frame(data)
+    except ProtocolError as error:
+        raise _Garbled(str(error)) from error
+
+
+async def _refuse(socket: web.WebSocketResponse, reason: str, *, final: bool = True) -> None:
     _log.warning("refused: %s", reason)
     try:
-        await socket.send_bytes(encode(Refused(reason)))
+        await socket.send_bytes(encode(Refused(reason, final)))
     except ConnectionError:
         return  # it is gone already

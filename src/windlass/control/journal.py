@@ -25,6 +25,7 @@ class JournalKind(StrEnum):
     PUBLISHING = "publishing"
     PUBLISHED = "published"
     ROUND_ENDED = "round_ended"
+    POISONED = "poisoned"
 
 
 class JournalEntry(msgspec.Struct, frozen=True):
@@ -34,7 +35,7 @@ class JournalEntry(msgspec.Struct, frozen=True):
         kind: what happened. epoch, round: when.
         version: the round's version; for STARTED, the version known to be published.
         engines: that took part, or that serve the version.
-        detail: one line for a person.
+        detail: one line for a person; for POISONED, the incarnation of the rank in `engines`.
     """
 
     kind: JournalKind
@@ -81,17 +82,26 @@ class Journal:
         """
         return self._highest({JournalKind.PUBLISHING, JournalKind.PUBLISHED})
 
+    @property
+    def poisoned(self) -> frozenset[tuple[str, str]]:
+        """(worker, incarnation) of ranks that bytes of an unknown write may still reach."""
+        found = (e for e in self.entries if e.kind is JournalKind.POISONED)
+        return frozenset((entry.engines[0], entry.detail) for entry in found if entry.engines)
+
     def _highest(self, kinds: set[JournalKind]) -> int:
         return max((e.version for e in self.entries if e.kind in kinds), default=-1)
 
     def append(self, entry: JournalEntry) -> None:
-        """Record an entry; returns once it is on disk."""
+        """Record an entry; returns once it is on disk.
+
+        Raises:
+            OSError: it cannot be written. It is as if it had not been tried.
+        """
+        if self._file is not None:
+            self._file.add(entry)
+            self._file.write()
+            self._file.sync()
         self.entries.append(entry)
-        if self._file is None:
-            return
-        self._file.add(entry)
-        self._file.write()
-        self._file.sync()
 
     def close(self) -> None:
         """Close the file. Idempotent."""

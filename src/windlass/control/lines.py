@@ -44,6 +44,7 @@ class LineFile(Generic[EntryT]):
         self._encoder = msgspec.json.Encoder()
         self._pending: list[bytes] = []
         self._descriptor = -1
+        self._torn = False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = _lock(path)
@@ -72,14 +73,19 @@ class LineFile(Generic[EntryT]):
         From here on it survives the end of this process, not a power cut.
 
         Raises:
-            OSError: disk full, and the like; the end of the file may be torn.
+            OSError: disk full, and the like; what was added is dropped. The end of the file may be
+                torn until the next call, which cuts it off.
         """
         if not self._pending:
             return 0
         self._pending.append(b"")
         data = b"\n".join(self._pending)
         self._pending.clear()
+        if self._torn:
+            os.ftruncate(self._descriptor, self.nbytes)
+        self._torn = True
         _write_all(self._descriptor, data)
+        self._torn = False
         self.nbytes += len(data)
         return len(data)
 

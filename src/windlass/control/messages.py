@@ -35,6 +35,7 @@ __all__ = [
     "Command",
     "ConnectEngine",
     "ConnectTrainer",
+    "ControllerFrame",
     "Done",
     "Envelope",
     "Failure",
@@ -46,6 +47,7 @@ __all__ = [
     "Pause",
     "PauseMode",
     "Prepare",
+    "Probe",
     "Publish",
     "Receive",
     "Refused",
@@ -202,10 +204,17 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     epoch: int
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """Instead of `Welcome`, or before the controller closes the connection."""
+class Refused(msgspec.Struct, frozen=True, tag="refused", omit_defaults=True):
+    """Instead of `Welcome`, or before the controller closes the connection.
+
+    Attributes:
+        message: one line for a person.
+        final: the agent does not belong here, and need not come again. False where only this
+            connection went wrong.
+    """
 
     message: str
+    final: bool = True
 
 
 class ConnectEngine(msgspec.Struct, frozen=True, tag="connect_engine"):
@@ -332,6 +341,10 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     tainted: bool = False
 
 
+class Probe(msgspec.Struct, frozen=True, tag="probe"):
+    """Answer `Done`: commands are carried out in order, so all that came before are over."""
+
+
 Command = (
     ConnectEngine
     | ConnectTrainer
@@ -358,7 +371,7 @@ class Envelope(msgspec.Struct, frozen=True, tag="envelope"):
     epoch: int
     round: int
     seq: int
-    command: Command
+    command: Command | Probe
 
 
 class RoundOutcome(StrEnum):

@@ -10,6 +10,7 @@ from windlass.control.messages import Command, PauseMode, Result, RoundOutcome, 
 
 __all__ = [
     "AgentLost",
+    "Blocked",
     "DeadlinePassed",
     "EngineFate",
     "EnterPhase",
@@ -108,7 +109,14 @@ class DeadlinePassed:
     entry: int
 
 
-Event = Replied | AgentLost | DeadlinePassed
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """The phase that was just entered must not begin: the controller cannot record it."""
+
+    reason: str
+
+
+Event = Replied | AgentLost | DeadlinePassed | Blocked
 
 
 # --- instructions ----------------------------------------------------------------------------

@@ -22,6 +22,7 @@ What goes wrong, and what then:
   were writing when the round ended are named in `Finish.unsettled`.
 - An answer that does not fit its command is a failure, and so is a link that nobody mentions:
   an engine goes on to APPLY only with every link written and every digest confirmed.
+- A phase that the controller cannot record does not begin, and the round ends.
 - A failure after some engine has published does not unpublish: the version is out.
 """
 
@@ -55,6 +56,7 @@ from windlass.control.relay_messages import Feed, Forgo, Relay, Relayed
 from windlass.control.relay_round import DEADLINE_SHARE, RelayPass
 from windlass.control.round_types import (
     AgentLost,
+    Blocked,
     DeadlinePassed,
     EngineFate,
     EnterPhase,
@@ -144,6 +146,8 @@ class RoundMachine:
             case DeadlinePassed():
                 if event.entry == self._entry:
                     self._on_deadline()
+            case Blocked():
+                self._give_up(event.reason)
             case _:
                 assert_never(event)
         self._advance()

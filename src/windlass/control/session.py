@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Mapping
 from typing import final
 
 from aiohttp import web
 
-from windlass.control.fleet import Agent
-from windlass.control.messages import Command, Envelope, Refused, Result, UpdateReport, encode
+from windlass.control.fleet import PROBE_SEQ, Agent, Fleet, Identity
+from windlass.control.messages import (
+    Command,
+    Envelope,
+    Probe,
+    Refused,
+    Result,
+    UpdateReport,
+    encode,
+)
 from windlass.errors import PeerUnreachable
 
-__all__ = ["AgentSession", "CommandKey"]
+__all__ = ["AgentSession", "CommandKey", "probe_held", "report_to"]
+
+_log = logging.getLogger(__name__)
 
 CommandKey = tuple[int, int, int]
 """(epoch, round, seq)."""
@@ -71,6 +83,34 @@ class AgentSession:
                 future.exception()  # seen; whoever still waits gets it all the same
         self._waiting.clear()
 
+    async def probe(self, place: tuple[int, int]) -> None:
+        """Ask for an answer to come after all that are due; see `Fleet.settle`."""
+        try:
+            await self.send(Envelope(*place, PROBE_SEQ, Probe()))
+        except PeerUnreachable:
+            return  # whoever comes back is asked again
+
     async def close(self) -> None:
         """Close the connection."""
         await self._socket.close()
+
+
+async def probe_held(fleet: Fleet, sessions: Mapping[str, AgentSession]) -> None:
+    """Ask every trainer that owes the answer to a write whether it will come."""
+    for identity, place in fleet.held.items():
+        session = sessions.get(identity[0])
+        if session is not None and session.agent.identity == identity:
+            await session.probe(place)
+
+
+async def report_to(
+    sessions: Mapping[str, AgentSession], trainer: Identity, report: UpdateReport
+) -> None:
+    """Tell a trainer rank how its attempt ended, if that process is there."""
+    session = sessions.get(trainer[0])
+    if session is None or session.agent.identity != trainer:
+        return  # if that process comes back it announces again, and is answered then
+    try:
+        await session.send(report)
+    except PeerUnreachable as error:
+        _log.warning("report of version %s: %s", report.version, error)

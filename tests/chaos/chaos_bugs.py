@@ -1,0 +1,233 @@
+"""Bugs to be planted in the product, each of which the suite must find.
+
+A bug is a function of the product with a piece of its text replaced. If the product changes so
+that the piece is no longer there, planting fails, and the list has to be kept up.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+from windlass.control import gateway
+from windlass.control.agents import EngineAgent
+from windlass.control.announcements import Announcements
+from windlass.control.conclusion import note_fates
+from windlass.control.conversation import _ReplyStore
+from windlass.control.coordinator import Coordinator
+from windlass.control.driver import RoundDriver
+from windlass.control.fleet import Fleet
+from windlass.control.links import LinkLedger
+from windlass.control.rounds import RoundMachine
+from windlass.execution.receiver import Receiver
+from windlass.execution.sender import Sender
+from windlass.rollout.controller import RolloutController
+from windlass.rollout.dispatch import Dispatcher
+from windlass.rollout.lifecycle import Lifecycle
+from windlass.rollout.runner import WorkerRunner
+
+note_fates_module = inspect.getmodule(note_fates)
+
+
+@dataclass(frozen=True, slots=True)
+class Bug:
+    """In `owner.function`, `old` becomes `new`."""
+
+    name: str
+    owner: Any
+    function: str
+    old: str
+    new: str
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        """Inside, the product has the bug."""
+        original = inspect.getattr_static(self.owner, self.function)
+        is_property = isinstance(original, property)
+        plain = original.fget if is_property else original
+        source = textwrap.dedent(inspect.getsource(plain))
+        assert source.count(self.old) == 1, f"{self.name}: {self.old!r} must be there once"
+        space: dict[str, Any] = {}
+        exec(
+            compile(source.replace(self.old, self.new), f"<bug {self.name}>", "exec"),
+            plain.__globals__,
+            space,
+        )
+        mutated = space[self.function]
+        assert isinstance(mutated, FunctionType | property)
+        setattr(self.owner, self.function, mutated)
+        try:
+            yield
+        finally:
+            setattr(self.owner, self.function, original)
+
+
+BUGS = (
+    Bug(
+        "publish without verify",
+        LinkLedger,
+        "unverified",
+        "d in self._links_to and d not in self._verified",
+        "False",
+    ),
+    Bug("every digest is right", Receiver, "verify", "self._digest(program) != digest", "False"),
+    Bug(
+        "a command of a past round is carried out",
+        _ReplyStore,
+        "lookup",
+        "if place < self._newest:",
+        "if False:",
+    ),
+    Bug(
+        "a repeated command is carried out again",
+        _ReplyStore,
+        "lookup",
+        "if key in self._replies:",
+        "if False:",
+    ),
+    Bug(
+        "a tainted engine is routed",
+        Fleet,
+        "serving",
+        "g.complete and not g.tainted and g.version",
+        "g.complete and g.version",
+    ),
+    Bug(
+        "no resume after an abort",
+        EngineAgent,
+        "_abort",
+        "self._hooks.resume()",
+        "pass",
+    ),
+    Bug(
+        "a version that is not newer is accepted",
+        Coordinator,
+        "_attempt",
+        "if version <= max(self._published, self._spent):",
+        "if False:",
+    ),
+    Bug(
+        "a write of unknown outcome counts as failed",
+        Sender,
+        "_failed",
+        "status = LinkStatus.UNKNOWN",
+        "status = LinkStatus.FAILED",
+    ),
+    Bug(
+        "published before it is on disk",
+        Coordinator,
+        "_on_phase",
+        "self._journal_round(JournalKind.PUBLISHING, version, ())",
+        "pass",
+    ),
+    Bug(
+        "an engine believes that its weights are whole while they are written",
+        EngineAgent,
+        "tainted",
+        "return self._tainted or self._open_to_writes",
+        "return self._tainted",
+    ),
+    Bug(
+        "a poisoned engine is written again",
+        Fleet,
+        "writable_engines",
+        "not g.poisoned",
+        "True",
+    ),
+    Bug(
+        "a process that took over a name counts as the one that took part",
+        note_fates_module,
+        "note_fates",
+        "if group is None or group.identities != bound:",
+        "if group is None:",
+    ),
+    Bug(
+        "mixed engines are forgotten at the end of a round",
+        note_fates_module,
+        "note_fates",
+        "group.tainted |= name in finish.mixed",
+        "pass",
+    ),
+    Bug(
+        "a lost engine does not end its part of the round",
+        RoundMachine,
+        "_drop",
+        "self._pending = {s: sent for s, sent in self._pending.items() if sent[0] not in gone}",
+        "pass",
+    ),
+    Bug(
+        "a lost write holds its engines for ever",
+        Coordinator,
+        "_settle",
+        "await probe_held(self._fleet, self._sessions)",
+        "pass",
+    ),
+    Bug(
+        "a round goes on though the disk is full",
+        RoundDriver,
+        "_carry_out",
+        "return await self._carry_out(self._machine.handle(Blocked(reason)))",
+        "raise",
+    ),
+    Bug(
+        "an agent whose frame was garbled is sent away for good",
+        gateway,
+        "_decode",
+        "raise _Garbled(str(error)) from error",
+        "raise",
+    ),
+    Bug(
+        "a report lost with its connection is not given again",
+        Announcements,
+        "receive",
+        "return report",
+        "return None",
+    ),
+    Bug(
+        "rollouts of a lost worker are forgotten",
+        RolloutController,
+        "worker_lost",
+        "if record is not None:",
+        "if False:",
+    ),
+    Bug(
+        "a completion is used whatever attempt it is of",
+        Lifecycle,
+        "running",
+        "record.state is not State.RUNNING or record.attempt != attempt",
+        "False",
+    ),
+    Bug(
+        "staleness is not checked when an answer arrives",
+        Lifecycle,
+        "end_attempt",
+        "if self._policy.is_stale(outcome.versions()):",
+        "if False:",
+    ),
+    Bug(
+        "held answers do not grow stale",
+        Lifecycle,
+        "set_version",
+        "self._policy.is_stale(record.outcome.versions())",
+        "False",
+    ),
+    Bug(
+        "a worker runs a repeated task again",
+        WorkerRunner,
+        "accept",
+        "if key in self._running or key in self._ended:",
+        "if False:",
+    ),
+    Bug(
+        "work goes to engines that are far behind",
+        Dispatcher,
+        "usable_engines",
+        "self._engines.routable()",
+        "[(g.name, g.url, g.version) for g in self._engines._fleet.engines()]",
+    ),
+)

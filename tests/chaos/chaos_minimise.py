@@ -1,0 +1,55 @@
+"""From a schedule that fails to a small one that fails (delta debugging, Zeller 1999)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+from chaos_schedule import Event, Schedule
+
+
+def minimise(
+    schedule: Schedule, fails: Callable[[Schedule], bool], *, max_runs: int = 120
+) -> Schedule:
+    """The schedule with events left out and shortened as far as it still fails.
+
+    Args:
+        schedule: fails.
+        fails: runs a schedule.
+        max_runs: of `fails`.
+    """
+    runs = 0
+
+    def still(events: Sequence[Event], duration_s: float) -> bool:
+        nonlocal runs
+        runs += 1
+        return runs <= max_runs and fails(_with(schedule, events, duration_s))
+
+    events = list(schedule.events)
+    duration_s = schedule.duration_s
+    size = max(1, len(events) // 2)
+    while events and size:
+        start, shrunk = 0, False
+        while start < len(events):
+            fewer = events[:start] + events[start + size :]
+            if still(fewer, duration_s):
+                events, shrunk = fewer, True
+            else:
+                start += size
+        if not shrunk:
+            size //= 2
+    for index, event in enumerate(events):
+        if event.count > 1:
+            once = [*events[:index], msgspec.structs.replace(event, count=1), *events[index + 1 :]]
+            if still(once, duration_s):
+                events = once
+    last_s = max((event.at_s for event in events), default=0.0)
+    for shorter_s in (last_s + 0.5, last_s + 2.0):
+        if shorter_s < duration_s and still(events, shorter_s):
+            duration_s = shorter_s
+            break
+    return _with(schedule, events, duration_s)
+
+
+def _with(schedule: Schedule, events: Sequence[Event], duration_s: float) -> Schedule:
+    return msgspec.structs.replace(schedule, events=tuple(events), duration_s=duration_s)

@@ -1,0 +1,96 @@
+"""The whole system on a simulated clock, under schedules of everything that can go wrong."""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+import pytest
+from chaos_bugs import BUGS, Bug
+from chaos_minimise import minimise
+from chaos_run import explain, find, run_rounds, run_seed, summary
+from chaos_schedule import Event, Kind, Schedule, WireFault, generate
+from chaos_world import run_schedule
+
+from windlass.config import UpdateMode
+
+SMOKE_SEEDS = range(1000, 1006)
+
+# What the suite has found in the product, as it was found.
+FOUND = {
+    "a write that is lost with its connection holds its engines for ever": (
+        '{"seed":6,"mode":"in_place","duration_s":5.0,"events":['
+        '{"at_s":1.3531,"kind":"stall","who":"b/0","amount":3.173},'
+        '{"at_s":3.4375,"kind":"part","who":"trainer/1","other":"controller","amount":3.267}]}'
+    ),
+    "a full disk leaves a routed engine with mixed weights": (
+        '{"seed":52,"mode":"in_place","duration_s":5.0,"events":['
+        '{"at_s":4.6069,"kind":"disk_full","who":"controller","amount":3.131}]}'
+    ),
+    "an engine whose connection breaks while it binds is refused for good": (
+        '{"seed":0,"mode":"staged","duration_s":7.0,"events":['
+        '{"at_s":4.1708,"kind":"message","who":"b/1","other":"controller","fault":"lose"}]}'
+    ),
+    "a garbled frame ends its agent for good": (
+        '{"seed":9,"mode":"staged","duration_s":4.0,"events":[{"at_s":2.1371,"kind":"message",'
+        '"who":"controller","other":"trainer/0","fault":"corrupt"}]}'
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FOUND)
+def test_what_was_found_once_does_not_come_back(what: str) -> None:
+    result = run_schedule(msgspec.json.decode(FOUND[what], type=Schedule))
+    assert not result.violation, result.trace[-20:]
+
+
+@pytest.mark.parametrize("seed", SMOKE_SEEDS)
+def test_invariants_hold_under_a_generated_schedule(seed: int) -> None:
+    result = run_seed(seed)
+    assert not result.violation, explain(result)
+    assert result.num_rounds > 0
+
+
+def test_one_schedule_is_one_run() -> None:
+    first, second = run_seed(1001), run_seed(1001)
+    assert first.trace == second.trace
+    assert first.num_messages == second.num_messages
+
+
+def test_a_failing_schedule_is_made_small_and_fails_again() -> None:
+    bug = next(bug for bug in BUGS if bug.name == "every digest is right")
+    flip = Event(1.0, Kind.WIRE, "trainer/0", other="a/0", fault=WireFault.FLIP, count=2)
+    noise = [Event(0.5, Kind.RESET, "worker/0", other="controller"), Event(1.5, Kind.STALL, "c/0")]
+    schedule = Schedule(5, UpdateMode.IN_PLACE, 3.0, (noise[0], flip, noise[1]))
+    with bug.planted():
+        small = minimise(schedule, lambda tried: bool(run_schedule(tried).violation))
+        assert [event.kind for event in small.events] == [Kind.WIRE]
+        assert small.events[0].count == 1
+        assert "serves None" in run_schedule(small).violation
+    assert not run_schedule(small).violation
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(1200)
+def test_ten_thousand_rounds_break_no_invariant() -> None:
+    results = []
+    processes = len(os.sched_getaffinity(0))
+    for result in run_rounds(10_000, first_seed=0, num_processes=processes):
+        assert not result.violation, explain(result)
+        results.append(result)
+    print(summary(results, 0.0))
+    assert sum(result.num_rounds for result in results) >= 10_000
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name.replace(" ", "-"))
+def test_every_planted_bug_is_found(bug: Bug) -> None:
+    found, num_rounds = find(bug, max_schedules=150)
+    assert found is not None, f"not found in {num_rounds} rounds"
+
+
+def test_schedules_say_everything_that_a_run_depends_on() -> None:
+    schedule = generate(7)
+    text = msgspec.json.encode(schedule)
+    assert msgspec.json.decode(text, type=Schedule) == schedule
