@@ -80,8 +80,8 @@ BUGS = (
         "a command of a past round is carried out",
         _ReplyStore,
         "lookup",
-        "if place < self._newest:",
-        "if False:",
+        "if place < self._newest or",
+        "if False or",
     ),
     Bug(
         "a repeated command is carried out again",
@@ -180,6 +180,13 @@ BUGS = (
         "_decode",
         "raise _Garbled(str(error)) from error",
         "raise",
+    ),
+    Bug(
+        "what came over a lost connection is carried out after it",
+        _ReplyStore,
+        "void",
+        "self._void = self._received",
+        "pass",
     ),
     Bug(
         "a report lost with its connection is not given again",

@@ -130,21 +130,14 @@ async def bind_fleet(
         }
     )
     bindings: list[DestinationBinding] = []
-    refusals, late, gone = {}, {}, ""
+    failed: dict[str, Result | WindlassError] = {}
     for worker, result in bound.items():
         if isinstance(result, Bound) and result.plan_digest == digest:
             bindings.append(result.binding)
-            continue
-        reason = f"{worker} did not bind the plan: {_describe(result)}"
-        match result:
-            case PeerTimeout():
-                late[worker] = reason
-            case WindlassError():
-                gone = reason  # whoever has lost its connection is not in the fleet any more
-            case _:
-                refusals[engine_of[worker]] = reason
-    if refusals or late or gone:
-        raise EnginesUnbound(refusals, late, gone)
+        else:
+            failed[worker] = result
+    if failed:
+        raise _unbound(failed, engine_of, "did not bind the plan")
     confirmed = await caller.call(
         {
             w: ConnectTrainer(part, digest, relay.direct(bindings), backend)
@@ -184,24 +177,40 @@ async def _bind_relay(
     """
     if not relay.groups:
         return
-    addresses, failed = {}, {}
+    addresses = {}
+    failed: dict[str, Result | WindlassError] = {}
     for worker, result in (await caller.call(relay.openings())).items():
         if isinstance(result, RelayOpened):
             addresses[worker] = result.address
         else:
-            failed[engine_of[worker]] = f"{worker} does not relay: {_describe(result)}"
+            failed[worker] = result
     if failed:
-        raise EnginesUnbound(failed)
+        raise _unbound(failed, engine_of, "does not relay")
     known = {binding.worker: binding for binding in bindings}
     connected = await caller.call(relay.connections(trainers, known, addresses))
     for worker, result in connected.items():
         if not isinstance(result, Done):
-            reason = f"{worker} did not bind the relay: {_describe(result)}"
             if worker not in engine_of:
-                raise RoundAborted(reason)
-            failed[engine_of[worker]] = reason
+                raise RoundAborted(f"{worker} did not bind the relay: {_describe(result)}")
+            failed[worker] = result
     if failed:
-        raise EnginesUnbound(failed)
+        raise _unbound(failed, engine_of, "did not bind the relay")
+
+
+def _unbound(
+    failed: Mapping[str, Result | WindlassError], engine_of: Mapping[str, str], what: str
+) -> EnginesUnbound:
+    refusals, late, gone = {}, {}, ""
+    for worker, result in failed.items():
+        reason = f"{worker} {what}: {_describe(result)}"
+        match result:
+            case PeerTimeout():
+                late[worker] = reason
+            case WindlassError():
+                gone = reason  # whoever has lost its connection is not in the fleet any more
+            case _:
+                refusals[engine_of[worker]] = reason
+    return EnginesUnbound(refusals, late, gone)
 
 
 async def _form_groups(caller: _Caller, offers: Sequence[GroupOffer], deadline_s: float) -> None:

@@ -75,6 +75,7 @@ class _ReplyStore:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._newest = (0, 0)
+        self._received = self._void = (0, 0)
         self._replies: dict[tuple[int, int, int], Reply] = {}
 
     @property
@@ -88,7 +89,7 @@ class _ReplyStore:
         key = (*place, envelope.seq)
         if key in self._replies:
             return self._replies[key]
-        if place < self._newest:
+        if place < self._newest or place <= self._void:
             message = f"epoch {place[0]} round {place[1]} has passed; the newest is {self._newest}"
             return Reply(*key, Failure(FailureKind.STALE, message))
         if place > self._newest:
@@ -96,6 +97,17 @@ class _ReplyStore:
                 self._replies = {k: v for k, v in self._replies.items() if k[:2] == self._newest}
             self._newest = place
         return None
+
+    def received(self, envelope: Envelope) -> None:
+        """A command has come; it may have to wait for others."""
+        self._received = max(self._received, (envelope.epoch, envelope.round))
+
+    def void(self) -> None:
+        """The connection is lost: what came over it and has not begun is not carried out.
+
+        The controller has left this agent out of that round; the next command is of a later one.
+        """
+        self._void = self._received
 
     def store(self, reply: Reply) -> None:
         """Remember a reply."""
@@ -152,6 +164,7 @@ class AgentConversation:
         self._reconnect = reconnect
         self._store = _ReplyStore()
         self._lock = threading.Lock()
+        self._carrying_out = threading.Lock()
         self._announced: Announcement | None = None
         self._attempts = 0
         self._ended: Exception | None = None
@@ -242,8 +255,10 @@ class AgentConversation:
                     _log.info("controller %s: %s", self._url, error)
                 finally:
                     was_connected, self._socket = self._socket is not None, None
+                    self._store.void()
                     if was_connected and self._on_disconnect is not None:
-                        self._on_disconnect()
+                        with self._carrying_out:  # whatever begins after this is refused
+                            self._on_disconnect()
                 if was_connected:
                     backoff_s = FIRST_BACKOFF_S
                 if not self._reconnect:
@@ -292,7 +307,8 @@ class AgentConversation:
             case UpdateReport():
                 self._on_report(frame)
             case Envelope():
-                if self._on_command is not None:
+                self._store.received(frame)
+                if self._on_command is not None and not isinstance(frame.command, Probe):
                     self._on_command(frame.command, frame.epoch, frame.round)
                 # Handed to the command thread at once, so that pings are answered meanwhile.
                 self._loop.create_task(self._answer(frame))
@@ -340,12 +356,13 @@ class AgentConversation:
     # --- in the executor ----------------------------------------------------------------------
 
     def _execute(self, envelope: Envelope) -> Reply:
-        reply = self._store.lookup(envelope)
-        if reply is None:
-            result = self._carry_out(envelope)
-            reply = Reply(envelope.epoch, envelope.round, envelope.seq, result)
-            self._store.store(reply)
-        return reply
+        with self._carrying_out:
+            reply = self._store.lookup(envelope)
+            if reply is None:
+                result = self._carry_out(envelope)
+                reply = Reply(envelope.epoch, envelope.round, envelope.seq, result)
+                self._store.store(reply)
+            return reply
 
     def _carry_out(self, envelope: Envelope) -> Result:
         command = envelope.command

@@ -463,7 +463,7 @@ class SimulatedNetwork:
         """Inside, connectors of aiohttp make simulated connections."""
         original = aiohttp.TCPConnector._wrap_create_connection
 
-        async def connect(
+        async def _connect(
             _connector: aiohttp.TCPConnector,
             *args: Any,
             addr_infos: Any,
@@ -480,7 +480,7 @@ class SimulatedNetwork:
             except OSError as error:
                 raise client_error(req.connection_key, error) from error
 
-        aiohttp.TCPConnector._wrap_create_connection = connect  # type: ignore[assignment]
+        aiohttp.TCPConnector._wrap_create_connection = _connect  # type: ignore[assignment]
         try:
             yield
         finally:
