@@ -1,11 +1,12 @@
 """From "the worker has the answer" to "the future is resolved", and what it costs.
 
 One controller process (this one), one real worker process, real callbacks between them; every
-answer is checked. Completions are Poisson arrivals at 300/s, for both dispatchers: a pass of
-`asyncio.wait` over 8192 tasks takes some 5 ms, so that is about the rate at which a polling
-dispatcher needs most of a core. The reference is the same controller with such a dispatcher on top.
+answer is checked. Completions are Poisson arrivals at 300/s for both dispatchers, and once at
+150/s: a pass of `asyncio.wait` over 8192 tasks takes some 5 ms, so that a polling dispatcher still
+keeps up there. The reference is the same controller with such a dispatcher on top. `bench_xccl.py`
+is run at the end, so that its rows are of the same run.
 
-    python benchmarks/bench_rollout.py --json FILE [--only latency|throughput|idle|update]
+    python benchmarks/bench_rollout.py --json FILE [--only latency|throughput|idle|update|xccl]
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import json
 import os
 import secrets
+import subprocess
 import sys
 import tempfile
 import time
@@ -36,14 +38,17 @@ from windlass.rollout import (
     mount_rollout_routes,
 )
 
-OUTSTANDING = (64, 2048, 8192, 32768)
-NUM_RUNS = 5
+CASES = ((64, 300.0), (2048, 300.0), (8192, 300.0), (32768, 300.0), (8192, 150.0))
+"""Outstanding rollouts, completions per second."""
 RATE_PER_S = 300.0
+NUM_RUNS = 5
+NUM_UPDATE_RUNS = 9
 NUM_COMPLETIONS = 600
 FULL_SPEED_OUTSTANDING = 4096
 FULL_SPEED_COMPLETIONS = 20_000
 IDLE_OUTSTANDING = 8192
 IDLE_S = 5.0
+PARTS = ["latency", "throughput", "idle", "update", "xccl"]
 POLLING = "asyncio.wait over all, 50 ms"
 HERE = Path(__file__).resolve().parent
 DEADLINE_S = 120.0
@@ -182,10 +187,10 @@ async def static_rig(make: MakeCollector, workflow: str, outstanding: int) -> As
             await server.close()
 
 
-async def latency(make: MakeCollector, outstanding: int) -> list[Sample]:
+async def latency(make: MakeCollector, outstanding: int, rate: float) -> list[Sample]:
     async with static_rig(make, "held", outstanding) as rig:
         await rig.worker.ask(f"until {outstanding} 0")
-        runs = [await rig.run(NUM_COMPLETIONS, rate=RATE_PER_S) for _ in range(NUM_RUNS + 1)]
+        runs = [await rig.run(NUM_COMPLETIONS, rate=rate) for _ in range(NUM_RUNS + 1)]
     return runs[1:]
 
 
@@ -273,7 +278,7 @@ async def during_updates(outstanding: int) -> tuple[list[Sample], list[Sample], 
         await rig.worker.ask(f"until {outstanding} 0")
         await rig.run(NUM_COMPLETIONS, rate=RATE_PER_S)
         publisher.durations_s.clear()
-        for _ in range(NUM_RUNS):
+        for _ in range(NUM_UPDATE_RUNS):
             quiet.append(await rig.run(NUM_COMPLETIONS, rate=RATE_PER_S))
             stop = asyncio.Event()
             publishing = asyncio.create_task(publisher.publish_until(stop))
@@ -311,16 +316,18 @@ LATENCY_METRICS: list[tuple[str, str, Callable[[Sample], float]]] = [
 GOALS = {"completion latency p99": 2.0, "controller CPU": 15.0}
 
 
-def latency_rows(outstanding: int, ours: Sequence[Sample], theirs: Sequence[Sample]) -> list[Row]:
-    rows = []
+def latency_rows(
+    outstanding: int, rate: float, ours: Sequence[Sample], theirs: Sequence[Sample]
+) -> list[Row]:
+    case, rows = f"{outstanding} outstanding, {rate:.0f}/s", []
     for metric, unit, value_of in LATENCY_METRICS:
         found = median_p95([value_of(sample) for sample in ours])
         reference = median_p95([value_of(sample) for sample in theirs])
         for kind, a, b in zip(("median", "p95"), found, reference, strict=True):
             name = f"{metric}, {kind} of {NUM_RUNS} runs"
-            rows.append(row(f"{outstanding} outstanding", name, unit, a, POLLING, b))
+            rows.append(row(case, name, unit, a, POLLING, b))
         if metric in GOALS and outstanding == 8192:
-            rows.append(row("8192 outstanding", metric, unit, found[0], "goal", GOALS[metric]))
+            rows.append(row(case, f"{metric}, median", unit, found[0], "goal", GOALS[metric]))
     return rows
 
 
@@ -340,12 +347,13 @@ def throughput_rows(ours: Sequence[Sample], theirs: Sequence[Sample]) -> list[Ro
 def update_rows(
     outstanding: int, quiet: Sequence[Sample], updating: Sequence[Sample], seconds: Sequence[float]
 ) -> list[Row]:
-    case, rows = f"{outstanding} outstanding, updates in flight", []
+    case, rows = f"{outstanding} outstanding, {RATE_PER_S:.0f}/s, updates in flight", []
     for share in (0.50, 0.99):
         without = median_p95([s.quantile_ms(share) for s in quiet])[0]
         during = median_p95([s.quantile_ms(share) for s in updating])[0]
         name = f"completion latency p{share * 100:.0f}"
-        rows.append(row(case, f"{name}, median", "ms", during, "no update", without))
+        runs = f"median of {len(updating)} runs"
+        rows.append(row(case, f"{name}, {runs}", "ms", during, "no update", without))
         if share > 0.9:
             rows.append(row(case, f"{name}, added", "ms", during - without, "goal", 1.0))
     rows.append(row(case, f"update of 110 MB, median of {len(seconds)}", "s", median_p95(seconds)[0], "p95", median_p95(seconds)[1]))  # fmt: skip
@@ -357,18 +365,25 @@ def machine_row(when: str) -> Row:
     return row("machine", f"load average, 1 min, {when}", "processes", os.getloadavg()[0], "cores", cores)  # fmt: skip
 
 
+def xccl_rows() -> list[Row]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "xccl.json"
+        command = [sys.executable, str(HERE / "bench_xccl.py"), "--json", str(path)]
+        subprocess.run(command, check=True, timeout=300, stdout=subprocess.DEVNULL)
+        return [Row(**{**each, "case": f"xccl: {each['case']}"}) for each in json.loads(path.read_text())]  # fmt: skip
+
+
 def main() -> None:
     options = parser(__doc__ or "")
-    options.add_argument("--only", choices=["latency", "throughput", "idle", "update"])
-    options.add_argument("--outstanding", type=int, nargs="*", default=list(OUTSTANDING))
+    options.add_argument("--only", choices=PARTS, nargs="*", default=PARTS)
     arguments = options.parse_args()
-    wanted = {arguments.only} if arguments.only else {"latency", "throughput", "idle", "update"}
+    wanted = arguments.only
     rows = [machine_row("before")]
     if "latency" in wanted:
-        for outstanding in arguments.outstanding:
-            ours = asyncio.run(latency(CallbackCollector, outstanding))
-            theirs = asyncio.run(latency(PollingCollector, outstanding))
-            rows += latency_rows(outstanding, ours, theirs)
+        for outstanding, rate in CASES:
+            ours = asyncio.run(latency(CallbackCollector, outstanding, rate))
+            theirs = asyncio.run(latency(PollingCollector, outstanding, rate))
+            rows += latency_rows(outstanding, rate, ours, theirs)
     if "throughput" in wanted:
         rows += throughput_rows(
             asyncio.run(throughput(CallbackCollector)), asyncio.run(throughput(PollingCollector))
@@ -380,9 +395,10 @@ def main() -> None:
             rows.append(row(f"{IDLE_OUTSTANDING} outstanding", metric, "% of a core", percent, "goal", 1.0))  # fmt: skip
     if "update" in wanted:
         rows += update_rows(8192, *asyncio.run(during_updates(8192)))
+    if "xccl" in wanted:
+        rows += xccl_rows()
     rows.append(machine_row("after"))
-    title = f"rollout completions, {RATE_PER_S:.0f}/s Poisson arrivals, {NUM_TOKENS} tokens each"
-    report(rows, arguments.json, title)
+    report(rows, arguments.json, f"rollout completions of {NUM_TOKENS} tokens, Poisson arrivals")
 
 
 if __name__ == "__main__":

@@ -256,10 +256,15 @@ async def test_a_worker_with_a_wrong_token_ends_at_once(
 
 
 class FaultyProxy:
-    """Stands between workers and controller; loses requests and answers, repeats old requests."""
+    """Stands between workers and controller; loses requests and answers, repeats old requests.
 
-    def __init__(self, target: str, seed: int) -> None:
+    With `lanes` completions travel as messages of one connection, and what is lost cuts it.
+    """
+
+    def __init__(self, target: str, seed: int, *, lanes: bool) -> None:
         self.target = target
+        self.lanes = lanes
+        self.num_posts = 0
         self.random = random.Random(seed)
         self.faults = {"lost request": 0, "lost answer": 0, "doubled": 0, "old again": 0}
         self.old: list[bytes] = []
@@ -270,6 +275,8 @@ class FaultyProxy:
         )
         app = web.Application(client_max_size=1 << 26)
         app.add_routes([web.post("/v1/{lane}", self.forward)])
+        if self.lanes:
+            app.add_routes([web.get("/v1/completions", self.forward_lane)])
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
@@ -280,6 +287,23 @@ class FaultyProxy:
         lane, body = request.match_info["lane"], await request.read()
         if lane != "completions":
             return await self.send(lane, body)
+        self.num_posts += 1
+        return await self.complete(body)
+
+    async def forward_lane(self, request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse(timeout=0.1)
+        await socket.prepare(request)
+        async for message in socket:
+            answer = await self.complete(message.data)
+            if answer.status != 200:
+                await socket.close()
+                break
+            assert isinstance(answer.body, bytes)
+            await socket.send_bytes(answer.body)
+        return socket
+
+    async def complete(self, body: bytes) -> web.Response:
+        lane = "completions"
         fault = self.random.choice([*self.faults, "", ""])
         if fault:
             self.faults[fault] += 1
@@ -298,11 +322,14 @@ class FaultyProxy:
             return web.Response(status=response.status, body=await response.read())
 
 
-async def test_lost_doubled_and_reordered_callbacks_complete_exactly_once(rig: Rig) -> None:
+@pytest.mark.parametrize("lanes", [True, False])
+async def test_lost_doubled_and_reordered_callbacks_complete_exactly_once(
+    rig: Rig, lanes: bool
+) -> None:
     await rig.start()
     engine = await rig.engine("a", token_s=0.001)
     rig.route(engine)
-    proxy = FaultyProxy(rig.server.url, seed=7)
+    proxy = FaultyProxy(rig.server.url, seed=7, lanes=lanes)
     url = await proxy.start(rig.stack)
     await rig.worker("worker-0", "--max-concurrent", "8", url=url)
     await rig.worker("worker-1", "--max-concurrent", "8", url=url)
@@ -311,6 +338,7 @@ async def test_lost_doubled_and_reordered_callbacks_complete_exactly_once(rig: R
     assert all(rollout.attempts == 1 for rollout in rollouts)
     assert engine.num_requests == 300
     assert min(proxy.faults.values()) > 0, proxy.faults
+    assert (proxy.num_posts == 0) is lanes
     assert rig.controller.stats().ignored > 0
     rig.assert_balanced(completed=300)
 

@@ -38,7 +38,8 @@ __all__ = ["LOCAL_WORKER", "Link", "LinkOwner", "WorkerLink"]
 
 LOCAL_WORKER = "controller"
 """Name of the worker that is the controller's own event loop."""
-MAX_TASKS_PER_POST = 512
+# Few enough to stay in the cache of the core that decodes and starts them.
+MAX_TASKS_PER_POST = 64
 GATHER_S = 0.005
 CALL_DEADLINE_S = 10.0
 MAX_BACKOFF_S = 1.0
