@@ -1,12 +1,12 @@
 """From "the worker has the answer" to "the future is resolved", and what it costs.
 
 One controller process (this one), one real worker process, real callbacks between them; every
-answer is checked. Completions are Poisson arrivals at 300/s for both dispatchers, and once at
-150/s: a pass of `asyncio.wait` over 8192 tasks takes some 5 ms, so that a polling dispatcher still
-keeps up there. The reference is the same controller with such a dispatcher on top. `bench_xccl.py`
-is run at the end, so that its rows are of the same run.
+answer is checked. Completions are Poisson arrivals, for both dispatchers at 300/s, and once at
+150/s: a pass of `asyncio.wait` over 8192 tasks takes some 5 ms, so that the polling dispatcher has
+no time left at the first rate and some at the second. The reference is the same controller with
+such a dispatcher on top. `bench_xccl.py` is run at the end, so that its rows are of the same run.
 
-    python benchmarks/bench_rollout.py --json FILE [--only latency|throughput|idle|update|xccl]
+    python benchmarks/bench_rollout.py --json FILE [--only PART ...]
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from windlass.config import ControlConfig, UpdateMode
 from windlass.control.server import ControlServer
 from windlass.rollout import (
     BatchQueue,
+    ControllerConfig,
     RolloutController,
     StalenessPolicy,
     StaticEngines,
@@ -48,7 +49,7 @@ FULL_SPEED_OUTSTANDING = 4096
 FULL_SPEED_COMPLETIONS = 20_000
 IDLE_OUTSTANDING = 8192
 IDLE_S = 5.0
-PARTS = ["latency", "throughput", "idle", "update", "xccl"]
+PARTS = ["latency", "throughput", "journal", "idle", "update", "xccl"]
 POLLING = "asyncio.wait over all, 50 ms"
 HERE = Path(__file__).resolve().parent
 DEADLINE_S = 120.0
@@ -171,11 +172,18 @@ async def loaded(
 
 
 @contextlib.asynccontextmanager
-async def static_rig(make: MakeCollector, workflow: str, outstanding: int) -> AsyncIterator[Rig]:
+async def static_rig(
+    make: MakeCollector, workflow: str, outstanding: int, *, journal: bool = False
+) -> AsyncIterator[Rig]:
     token = secrets.token_hex(8)
     engines = StaticEngines([("engine", "http://unused", 0)])
     policy = StalenessPolicy.unbounded(outstanding)
-    async with RolloutController(engines, policy, token=token) as controller:
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        config = ControllerConfig(journal=folder / "journal" if journal else None)
+        controller = await stack.enter_async_context(
+            RolloutController(engines, policy, token=token, config=config)
+        )
         server = ControlServer(host="127.0.0.1", port=0, token=token)
         mount_rollout_routes(server, controller, BatchQueue())
         await server.start()
@@ -187,15 +195,17 @@ async def static_rig(make: MakeCollector, workflow: str, outstanding: int) -> As
             await server.close()
 
 
-async def latency(make: MakeCollector, outstanding: int, rate: float) -> list[Sample]:
-    async with static_rig(make, "held", outstanding) as rig:
+async def latency(
+    make: MakeCollector, outstanding: int, rate: float, *, journal: bool = False
+) -> list[Sample]:
+    async with static_rig(make, "held", outstanding, journal=journal) as rig:
         await rig.worker.ask(f"until {outstanding} 0")
         runs = [await rig.run(NUM_COMPLETIONS, rate=rate) for _ in range(NUM_RUNS + 1)]
     return runs[1:]
 
 
-async def throughput(make: MakeCollector) -> list[Sample]:
-    async with static_rig(make, "instant", FULL_SPEED_OUTSTANDING) as rig:
+async def throughput(make: MakeCollector, *, journal: bool = False) -> list[Sample]:
+    async with static_rig(make, "instant", FULL_SPEED_OUTSTANDING, journal=journal) as rig:
         runs = [await rig.run(FULL_SPEED_COMPLETIONS, rate=None) for _ in range(NUM_RUNS + 1)]
     return runs[1:]
 
@@ -344,6 +354,25 @@ def throughput_rows(ours: Sequence[Sample], theirs: Sequence[Sample]) -> list[Ro
     return rows
 
 
+def journal_rows(
+    without: Sequence[Sample],
+    journal: Sequence[Sample],
+    full_speed_without: Sequence[Sample],
+    full_speed_journal: Sequence[Sample],
+) -> list[Row]:
+    case, rows, reference = "with a journal", [], "no journal"
+    for metric, unit, value_of in LATENCY_METRICS:
+        a, b = (median_p95([value_of(s) for s in each])[0] for each in (journal, without))
+        rows.append(row(f"8192 outstanding, {RATE_PER_S:.0f}/s, {case}", metric, unit, a, reference, b))  # fmt: skip
+    a, b = (
+        median_p95([s.per_second() for s in each])[0]
+        for each in (full_speed_journal, full_speed_without)
+    )
+    full_speed = f"full speed, {FULL_SPEED_OUTSTANDING} outstanding, {case}"
+    rows.append(row(full_speed, "completions, median", "1/s", a, reference, b))
+    return rows
+
+
 def update_rows(
     outstanding: int, quiet: Sequence[Sample], updating: Sequence[Sample], seconds: Sequence[float]
 ) -> list[Row]:
@@ -385,8 +414,14 @@ def main() -> None:
             theirs = asyncio.run(latency(PollingCollector, outstanding, rate))
             rows += latency_rows(outstanding, rate, ours, theirs)
     if "throughput" in wanted:
-        rows += throughput_rows(
-            asyncio.run(throughput(CallbackCollector)), asyncio.run(throughput(PollingCollector))
+        ours = asyncio.run(throughput(CallbackCollector))
+        rows += throughput_rows(ours, asyncio.run(throughput(PollingCollector)))
+    if "journal" in wanted:
+        rows += journal_rows(
+            asyncio.run(latency(CallbackCollector, 8192, RATE_PER_S)),
+            asyncio.run(latency(CallbackCollector, 8192, RATE_PER_S, journal=True)),
+            asyncio.run(throughput(CallbackCollector)),
+            asyncio.run(throughput(CallbackCollector, journal=True)),
         )
     if "idle" in wanted:
         median, worst = median_p95(asyncio.run(idle()))

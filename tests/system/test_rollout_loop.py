@@ -37,7 +37,7 @@ from windlass.rollout import (
     mount_rollout_routes,
     training_samples,
 )
-from windlass.rollout.messages import CompletionBatch, encode
+from windlass.rollout.messages import CompletionBatch, WorkerHello, encode
 from windlass.testing.fake_engine import FakeEngine, expected_tokens
 
 TOKEN = "a-token"
@@ -705,6 +705,17 @@ async def test_a_batch_that_cannot_be_had_is_a_named_error(rig: Rig) -> None:
     await asyncio.to_thread(ask, 2)
     with pytest.raises(ConfigError, match="world_size of step 2 must be 1, got 2"):
         await asyncio.to_thread(ask, 2, world_size=2)
+
+
+async def test_a_closed_controller_tells_workers_to_come_back_not_to_end(rig: Rig) -> None:
+    await rig.start()
+    await rig.controller.close()
+    hello = WorkerHello(name="w", url="http://w", incarnation="i", max_concurrent=1)
+    async with (
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session,
+        session.post(f"{rig.server.url}/v1/workers", data=encode(hello)) as response,
+    ):
+        assert response.status == 503
 
 
 async def test_strangers_and_nonsense_are_refused(rig: Rig) -> None:

@@ -18,7 +18,7 @@ from typing import Self, final
 
 import aiohttp
 
-from windlass.errors import ConfigError, PeerTimeout, StaleMessage
+from windlass.errors import ConfigError, PeerTimeout, RolloutError, StaleMessage
 from windlass.rollout._http import authorization
 from windlass.rollout.book import Record
 from windlass.rollout.directory import EngineDirectory
@@ -297,11 +297,12 @@ class RolloutController(Submissions):
         """A worker introduces itself, for the first time or again.
 
         Raises:
-            ConfigError: the controller is closed, or the worker takes no work.
+            RolloutError: the controller is closed; its successor may take the worker.
+            ConfigError: the worker takes no work.
             StaleMessage: another process took over this worker's name.
         """
         if self._closed or self._session is None:
-            raise ConfigError(
+            raise RolloutError(
                 "rollout controller: registration needs an open controller, got closed"
             )
         if hello.name == LOCAL_WORKER:

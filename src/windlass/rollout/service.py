@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 from aiohttp import web
 
-from windlass.errors import ConfigError, PeerTimeout, StaleMessage
+from windlass.errors import ConfigError, PeerTimeout, RolloutError, StaleMessage
 from windlass.rollout._http import read_body, reply
 from windlass.rollout.batches import BatchQueue
 from windlass.rollout.controller import RolloutController
@@ -77,6 +77,8 @@ class _Routes:
             raise web.HTTPBadRequest(text=str(error)) from error
         except StaleMessage as error:
             raise web.HTTPConflict(text=str(error)) from error
+        except RolloutError as error:
+            raise web.HTTPServiceUnavailable(text=str(error)) from error
 
     async def batches(self, request: web.Request) -> web.Response:
         try:
