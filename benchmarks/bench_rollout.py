@@ -149,7 +149,7 @@ class Rig:
 
     def check(self) -> None:
         stats = self.collector.controller.stats()
-        if stats.lost or stats.failed or stats.outstanding != self.outstanding:
+        if stats.lost or stats.failed or stats.retried or stats.cancelled:
             raise SystemExit(f"rollouts got lost: {stats}")
 
 
