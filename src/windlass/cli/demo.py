@@ -14,7 +14,7 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options; the defaults end in under four minutes on two cores."""
     parser.add_argument("--steps", type=int, default=40, help="optimiser steps (default 40)")
-    parser.add_argument("--engine", default="embedded", choices=["embedded"])
+    parser.add_argument("--engine", default="embedded", choices=["embedded", "sglang", "vllm"])
     parser.add_argument("--backend", default="p2p", choices=["p2p", "xccl", "disk"])
     parser.add_argument("--transport", default="cma", choices=["cma", "shm", "mooncake"])
     parser.add_argument("--mode", default="in_place", choices=[m.value for m in UpdateMode])
@@ -32,7 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the demo; 1 when it showed something that it must not show."""
     from windlass.demo.run import run_demo
-    from windlass.demo.settings import DemoSettings, SchedulerKind
+    from windlass.demo.settings import (
+        REAL_ENGINES,
+        DemoSettings,
+        SchedulerKind,
+        real_engine_settings,
+    )
 
     settings = DemoSettings(
         steps=args.steps,
@@ -45,4 +50,6 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         output_dir=args.output,
     )
+    if settings.engine in REAL_ENGINES:
+        settings = real_engine_settings(settings)
     return asyncio.run(run_demo(settings, json_path=args.json, plain=args.plain))

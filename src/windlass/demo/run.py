@@ -18,13 +18,20 @@ from rich.console import Console
 from rich.live import Live
 
 import windlass
-from windlass.config import ControlConfig
+from windlass.config import ControlConfig, PhaseDeadlines
 from windlass.control.messages import UpdateReport
 from windlass.control.round_types import Phase
 from windlass.demo.checker import check_served
 from windlass.demo.plot import save_plot
+from windlass.demo.real_engines import prepare_real_engine, real_engine
 from windlass.demo.record import DemoRecord
-from windlass.demo.settings import DemoSettings, EngineSpec, SchedulerKind, save_settings
+from windlass.demo.settings import (
+    REAL_ENGINES,
+    DemoSettings,
+    EngineSpec,
+    SchedulerKind,
+    save_settings,
+)
 from windlass.demo.task import reward, sample_prompt
 from windlass.demo.view import render
 from windlass.errors import WindlassError
@@ -42,9 +49,6 @@ from windlass.telemetry.ceilings import measure_memcpy_gbps
 
 __all__ = ["run_demo"]
 
-START_DEADLINE_S = 120.0
-STEP_DEADLINE_S = 120.0
-
 
 async def run_demo(settings: DemoSettings, *, json_path: Path | None, plain: bool) -> int:
     """Run the demo to its end; 1 when it showed something that it must not show.
@@ -54,6 +58,8 @@ async def run_demo(settings: DemoSettings, *, json_path: Path | None, plain: boo
     """
     shutil.rmtree(settings.directory, ignore_errors=True)
     settings_path = save_settings(settings)
+    if settings.engine in REAL_ENGINES:
+        await asyncio.to_thread(prepare_real_engine, settings)
     record = DemoRecord(ceiling_gbps=measure_memcpy_gbps())
     console = Console()
     live = None if plain or not console.is_terminal else Live(console=console, auto_refresh=False)
@@ -93,7 +99,10 @@ class _Demo:
         self._controller = windlass.Controller(
             token=self._token,
             config=ControlConfig(
-                mode=settings.mode, backend=settings.update_backend, min_engines=1
+                mode=settings.mode,
+                backend=settings.update_backend,
+                deadlines=PhaseDeadlines(fleet_s=settings.start_deadline_s),
+                min_engines=1,
             ),
             staleness=windlass.StalenessPolicy(
                 max_staleness=settings.max_staleness,
@@ -146,6 +155,8 @@ class _Demo:
 
     def _engine(self, spec: EngineSpec) -> ProcessSpec:
         settings = self._settings
+        if settings.engine in REAL_ENGINES:
+            return real_engine(settings, spec, self._controller.url)
         command = (
             *(sys.executable, "-m", "windlass.engines.embedded", "--name", spec.name),
             *("--model", str(settings.model_config_path), "--dtype", spec.dtype),
@@ -174,7 +185,7 @@ class _Demo:
         settings = self._settings
         names = [engine.name for engine in settings.engines]
         await self._controller.wait_for_fleet(
-            num_trainers=settings.num_trainers, engines=names, deadline_s=START_DEADLINE_S
+            num_trainers=settings.num_trainers, engines=names, deadline_s=settings.start_deadline_s
         )
         producer = asyncio.create_task(self._produce())
         try:
@@ -184,10 +195,12 @@ class _Demo:
                     await self._controller.wait_for_fleet(
                         num_trainers=settings.num_trainers,
                         engines=names,
-                        deadline_s=START_DEADLINE_S,
+                        deadline_s=settings.start_deadline_s,
                     )
                 await self._step(step)
-            await self._controller.wait_for_version(settings.steps, deadline_s=STEP_DEADLINE_S)
+            await self._controller.wait_for_version(
+                settings.steps, deadline_s=settings.step_deadline_s
+            )
         finally:
             producer.cancel()
             await asyncio.gather(producer, return_exceptions=True)
@@ -205,7 +218,7 @@ class _Demo:
         controller, record = self._controller, self._record
         await controller.batches.requested(step)
         groups = await controller.rollouts.next_batch(
-            self._settings.prompts_per_step, deadline_s=STEP_DEADLINE_S
+            self._settings.prompts_per_step, deadline_s=self._settings.step_deadline_s
         )
         scored = [
             training_samples(

@@ -14,9 +14,19 @@ from windlass.control.messages import UpdateMode
 from windlass.errors import ConfigError
 from windlass.transports.configs import parse_transport
 
-__all__ = ["DemoSettings", "EngineSpec", "SchedulerKind", "load_settings", "save_settings"]
+__all__ = [
+    "REAL_ENGINES",
+    "DemoSettings",
+    "EngineSpec",
+    "SchedulerKind",
+    "load_settings",
+    "real_engine_settings",
+    "save_settings",
+]
 
 
+REAL_ENGINES = ("sglang", "vllm")
+REAL_TRANSPORTS = ("cma", "mooncake")
 BACKENDS: dict[str, Callable[[Path], UpdateBackend]] = {
     "p2p": lambda _: P2pBackend(),
     "xccl": lambda _: XcclBackend(),
@@ -56,7 +66,8 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
         max_staleness: how many versions old the oldest token of a trained answer may be.
         num_trainers: FSDP2 ranks.
         engines: the fleet.
-        engine: engine kind. scheduler: what starts the processes.
+        engine: `embedded`, or an unmodified `sglang` or `vllm` server (see `real_engine_settings`).
+        scheduler: what starts the processes.
         backend: `p2p`, `xccl` or `disk`.
         transport: of `p2p`: `cma`, `shm` or `mooncake`. mode: `in_place` or `staged`.
         kill_engine_at: version in whose update one engine is killed with SIGKILL; 0 for never.
@@ -93,8 +104,12 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if value < 1:
                 raise ConfigError(f"demo: {name} must be >= 1, got {value}")
-        if self.engine != "embedded":
-            raise ConfigError(f"demo: engine must be 'embedded', got {self.engine!r}")
+        if self.engine not in ("embedded", *REAL_ENGINES):
+            raise ConfigError(
+                f"demo: engine must be one of {['embedded', *REAL_ENGINES]}, got {self.engine!r}"
+            )
+        if self.engine in REAL_ENGINES:
+            self._check_real()
         if not 0 <= self.kill_engine_at <= self.steps:
             raise ConfigError(
                 f"demo: kill_engine_at must be in [0, steps={self.steps}], got {self.kill_engine_at}"
@@ -104,6 +119,27 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"demo: backend must be one of {list(BACKENDS)}, got {self.backend!r}"
             )
+
+    def _check_real(self) -> None:
+        if self.backend != "p2p" or self.transport not in REAL_TRANSPORTS:
+            raise ConfigError(
+                f"demo: --engine {self.engine} goes with --backend p2p and --transport one of "
+                f"{list(REAL_TRANSPORTS)}, got {self.backend!r} and {self.transport!r}"
+            )
+        if self.kill_engine_at and len(self.engines) < 2:
+            raise ConfigError(
+                f"demo: kill_engine_at needs two engines, got {len(self.engines)} {self.engine}"
+            )
+
+    @property
+    def start_deadline_s(self) -> float:
+        """How long the fleet may take to come up; SGLang and vLLM import for a minute."""
+        return 600.0 if self.engine in REAL_ENGINES else 120.0
+
+    @property
+    def step_deadline_s(self) -> float:
+        """How long the answers of one step may take."""
+        return 300.0 if self.engine in REAL_ENGINES else 120.0
 
     @property
     def directory(self) -> Path:
@@ -140,6 +176,15 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
             "max_position_embeddings": 64,
             "tie_word_embeddings": True,
         }
+
+
+def real_engine_settings(settings: DemoSettings) -> DemoSettings:
+    """One server with one rank, and steps of a size that it answers in seconds on two cores."""
+    return msgspec.structs.replace(
+        settings,
+        engines=(EngineSpec(name="engine-a", tensor_parallel_size=1, dtype="bfloat16"),),
+        prompts_per_step=16,
+    )
 
 
 def save_settings(settings: DemoSettings) -> Path:

@@ -62,7 +62,7 @@ def main() -> None:
         save_version(model, settings, 0)
         trainer.publish(0)
         for step in range(settings.steps):
-            batch = batches.next_batch(step, rank, world_size, deadline_s=120.0)
+            batch = batches.next_batch(step, rank, world_size, deadline_s=settings.step_deadline_s)
             loss = grpo_loss(model, batch.samples)
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]

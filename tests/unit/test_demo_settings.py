@@ -1,0 +1,34 @@
+"""What the demo refuses before it starts anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from windlass.demo.real_engines import prepare_real_engine
+from windlass.demo.settings import DemoSettings, real_engine_settings, save_settings
+from windlass.errors import ConfigError
+
+
+@pytest.mark.parametrize("wrong", [{"transport": "shm"}, {"backend": "disk"}])
+def test_a_real_engine_takes_one_sided_writes_into_its_own_memory_only(
+    wrong: dict[str, str],
+) -> None:
+    with pytest.raises(ConfigError, match="--engine vllm goes with --backend p2p"):
+        DemoSettings(engine="vllm", **wrong)  # type: ignore[arg-type]
+
+
+def test_the_only_real_engine_must_not_be_killed() -> None:
+    with pytest.raises(ConfigError, match="kill_engine_at needs two engines, got 1 sglang"):
+        real_engine_settings(DemoSettings(engine="sglang", kill_engine_at=2))
+
+
+def test_an_engine_that_is_not_installed_is_named_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WINDLASS_SGLANG_VENV", str(tmp_path / "nothing"))
+    settings = real_engine_settings(DemoSettings(engine="sglang", output_dir=str(tmp_path / "out")))
+    save_settings(settings)
+    with pytest.raises(ConfigError, match="WINDLASS_SGLANG_VENV must name an environment"):
+        prepare_real_engine(settings)
