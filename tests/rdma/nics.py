@@ -1,0 +1,115 @@
+"""RDMA devices as the kernel shows them: addresses, drivers, counters, queue pairs.
+
+What a transport says about its wire is compared with this, never with what was asked for.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import subprocess
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+__all__ = ["Nic", "QueuePair", "find_nics"]
+
+_ROOT = Path("/sys/class/infiniband")
+_PORT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class QueuePair:
+    """One queue pair of a process, from `rdma resource`."""
+
+    kind: str
+    state: str
+    pid: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Nic:
+    """A device and the address that peers reach it at."""
+
+    name: str
+    host: str
+
+    @property
+    def folder(self) -> Path:
+        """Its directory in sysfs."""
+        return _ROOT / self.name
+
+    @property
+    def netdev(self) -> str:
+        """The network interface below it."""
+        return (
+            (self.folder / f"ports/{_PORT}/gid_attrs/ndevs/0").read_text(encoding="ascii").strip()
+        )
+
+    @property
+    def driver(self) -> str:
+        """The kernel module that drives it."""
+        link = self.folder / "device/driver"
+        if link.exists():
+            return link.resolve().name
+        return "rdma_rxe" if (self.folder / "parent").exists() else "unknown"
+
+    def packets_sent(self) -> int:
+        """RDMA packets that this device has sent, by its own count."""
+        for name in ("sent_pkts", "port_xmit_packets"):
+            for kind in ("hw_counters", "counters"):
+                path = self.folder / f"ports/{_PORT}/{kind}/{name}"
+                if path.exists():
+                    return int(path.read_text(encoding="ascii"))
+        raise FileNotFoundError(f"{self.name}: no counter of packets")
+
+    def counter(self, name: str) -> int:
+        """One hardware counter."""
+        path = self.folder / f"ports/{_PORT}/hw_counters/{name}"
+        return int(path.read_text(encoding="ascii"))
+
+    def queue_pairs(self, pid: int) -> tuple[QueuePair, ...]:
+        """Queue pairs that the process has open on this device."""
+        command = ("rdma", "-j", "resource", "show", "qp", "link", f"{self.name}/{_PORT}")
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        return tuple(
+            QueuePair(row["type"], row["state"], int(row["pid"]), int(row["lqpn"]))
+            for row in json.loads(done.stdout or "[]")
+            if row.get("pid") == pid
+        )
+
+    def describe(self, pid: int) -> str:
+        """Device, driver, network interface, and the queue pairs of a process in one line."""
+        kinds = Counter(f"{pair.kind} {pair.state}" for pair in self.queue_pairs(pid))
+        pairs = ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))
+        return f"{self.name} (driver {self.driver}, on {self.netdev}, {self.host}): {pairs}"
+
+
+def _address_of(name: str) -> str:
+    """The IPv4 address that one of its RoCE addresses stands for."""
+    for path in sorted((_ROOT / name / f"ports/{_PORT}/gids").iterdir(), key=lambda p: int(p.name)):
+        mapped = ipaddress.IPv6Address(path.read_text(encoding="ascii").strip()).ipv4_mapped
+        if mapped is not None:
+            return str(mapped)
+    raise pytest.UsageError(f"--rdma-device: {name} has no IPv4 address; give {name}@ADDRESS")
+
+
+def find_nics(asked: list[str]) -> tuple[Nic, Nic]:
+    """The two ends: two devices, or one that talks to itself; skips where there is none.
+
+    Args:
+        asked: `NAME` or `NAME@ADDRESS`, at most two; empty for whatever there is.
+    """
+    names = asked or (sorted(path.name for path in _ROOT.iterdir()) if _ROOT.is_dir() else [])
+    if not names:
+        pytest.skip("no RDMA device here: make test-rdma boots a machine with two")
+    nics: list[Nic] = []
+    for one in (names * 2)[:2] if len(names) == 1 else names[:2]:
+        name, _, host = one.partition("@")
+        if not (_ROOT / name).is_dir():
+            raise pytest.UsageError(f"--rdma-device: must be in {_ROOT}, got {name!r}")
+        nics.append(Nic(name, host or _address_of(name)))
+    return nics[0], nics[1]

@@ -1,0 +1,124 @@
+"""The transport suite over true verbs, and what the bytes really went through."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import ClassVar
+
+import msgspec
+import pytest
+from nics import Nic
+
+from windlass.errors import TransportUnavailable
+from windlass.testing.peer_process import PeerProcess
+from windlass.testing.transport_conformance import NBYTES, Peer, ProcessConformance, Rig
+from windlass.transports.base import OneSidedTransport, PeerEndpoint
+from windlass.transports.configs import (
+    MooncakeConfig,
+    MooncakeProtocol,
+    NixlConfig,
+    NixlWire,
+)
+from windlass.transports.registry import create_transport
+
+pytestmark = [pytest.mark.rdma, pytest.mark.timeout(240)]
+
+VerbsConfig = MooncakeConfig | NixlConfig
+
+
+def tell(line: str) -> None:
+    """Past pytest's capture: these lines are what a reader of the output is after."""
+    print(line, file=sys.__stdout__, flush=True)
+
+
+class VerbsConformance(ProcessConformance):
+    """Sets `config` from the devices that there are."""
+
+    config: ClassVar[VerbsConfig]
+    peer_config: ClassVar[VerbsConfig]
+    nics: ClassVar[tuple[Nic, Nic]]
+    queue_pair: ClassVar[str]
+
+    @classmethod
+    def make_config(cls, nic: Nic) -> VerbsConfig:
+        raise NotImplementedError
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def both_ends(cls, nics: tuple[Nic, Nic]) -> Iterator[None]:
+        cls.nics = nics
+        cls.config, cls.peer_config = (cls.make_config(nic) for nic in nics)
+        before = [nic.packets_sent() for nic in nics]
+        yield
+        sent = [nic.packets_sent() - count for nic, count in zip(nics, before, strict=True)]
+        tell(f"\n{cls.__name__}: packets sent {nics[0].name} {sent[0]}, {nics[1].name} {sent[1]}")
+
+    def start_peer(self, transport: OneSidedTransport) -> Peer:
+        return PeerProcess(self.peer_config, NBYTES)
+
+    def test_the_bytes_take_the_wire_that_was_asked_for(self, mortal: Rig) -> None:
+        here, there = self.nics
+        before = here.packets_sent(), there.packets_sent()
+        mortal.write(mortal.batch([0], [0], [NBYTES]))
+        mortal.check_peer(mortal.arena.bytes, "the whole arena")
+        sent = here.packets_sent() - before[0]
+        report = mortal.transport.report()
+        pairs = {pair.kind for pair in here.queue_pairs(os.getpid())}
+        tell(f"\n{report.transport}: asked {self.config}\n  report: {report}")
+        tell(f"  here:  {here.describe(os.getpid())}")
+        tell(f"  there: {there.describe(self.process(mortal).pid)}")
+        tell(f"  {NBYTES} bytes written: {sent} packets sent by {here.name}")
+        assert self.queue_pair in pairs
+        assert sent >= NBYTES // 4096, "the device did not carry the bytes"
+        assert self.wire_of(report.protocol)
+        assert here.name in report.detail
+
+    def wire_of(self, protocol: str) -> bool:
+        """Whether the protocol in the report is the one asked for."""
+        raise NotImplementedError
+
+
+class TestMooncakeRdma(VerbsConformance):
+    queue_pair: ClassVar[str] = "RC"
+
+    @classmethod
+    def make_config(cls, nic: Nic) -> VerbsConfig:
+        return MooncakeConfig(host=nic.host, protocol=MooncakeProtocol.RDMA, device=nic.name)
+
+    def wire_of(self, protocol: str) -> bool:
+        return protocol == "rdma"
+
+    def predecessor(self, endpoint: PeerEndpoint) -> PeerEndpoint:
+        token, _, address = endpoint.incarnation.partition("@")
+        return msgspec.structs.replace(endpoint, incarnation=f"{token[::-1]}@{address}")
+
+    def test_a_device_that_is_not_there_is_refused(self) -> None:
+        with pytest.raises(TransportUnavailable, match="rdma"):
+            create_transport(msgspec.structs.replace(self.config, device="none0"))
+
+
+class NixlVerbs(VerbsConformance):
+    wire: ClassVar[NixlWire]
+
+    @classmethod
+    def make_config(cls, nic: Nic) -> VerbsConfig:
+        return NixlConfig(host=nic.host, wire=cls.wire, device=f"{nic.name}:1")
+
+    def wire_of(self, protocol: str) -> bool:
+        return protocol.split("_")[0] == self.wire.value
+
+    def test_a_device_that_is_not_there_is_refused(self) -> None:
+        with pytest.raises(TransportUnavailable, match="none0"):
+            create_transport(msgspec.structs.replace(self.config, device="none0:1"))
+
+
+class TestNixlReliable(NixlVerbs):
+    wire: ClassVar[NixlWire] = NixlWire.RC
+    queue_pair: ClassVar[str] = "RC"
+
+
+class TestNixlDatagram(NixlVerbs):
+    wire: ClassVar[NixlWire] = NixlWire.UD
+    queue_pair: ClassVar[str] = "UD"
