@@ -13,15 +13,19 @@ Controller side:
 
 from __future__ import annotations
 
-from windlass.config import ControlConfig, DiskBackend, P2pBackend, XcclBackend
-from windlass.control.messages import PauseMode, RoundOutcome, UpdateMode, UpdateReport
-from windlass.controller import Controller
-from windlass.errors import WindlassError
-from windlass.rollout.client import BatchClient
-from windlass.rollout.messages import SamplingParams, TrainingBatch, TrainingSample
-from windlass.rollout.staleness import StalenessPolicy
-from windlass.training.callback import RolloutCallback, WeightGroup
-from windlass.training.client import TrainerClient, connect_trainer
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from windlass.config import ControlConfig, DiskBackend, P2pBackend, XcclBackend
+    from windlass.control.messages import PauseMode, RoundOutcome, UpdateMode, UpdateReport
+    from windlass.controller import Controller
+    from windlass.errors import WindlassError
+    from windlass.rollout.client import BatchClient
+    from windlass.rollout.messages import SamplingParams, TrainingBatch, TrainingSample
+    from windlass.rollout.staleness import StalenessPolicy
+    from windlass.training.callback import RolloutCallback, WeightGroup
+    from windlass.training.client import TrainerClient, connect_trainer
 
 __version__ = "0.1.0"
 
@@ -46,3 +50,44 @@ __all__ = [
     "XcclBackend",
     "connect_trainer",
 ]
+
+# Each name is imported when it is first used: a process that only moves bytes needs no web server.
+_HOMES = {
+    "ControlConfig": "windlass.config",
+    "DiskBackend": "windlass.config",
+    "P2pBackend": "windlass.config",
+    "XcclBackend": "windlass.config",
+    "PauseMode": "windlass.control.messages",
+    "RoundOutcome": "windlass.control.messages",
+    "UpdateMode": "windlass.control.messages",
+    "UpdateReport": "windlass.control.messages",
+    "Controller": "windlass.controller",
+    "WindlassError": "windlass.errors",
+    "BatchClient": "windlass.rollout.client",
+    "SamplingParams": "windlass.rollout.messages",
+    "TrainingBatch": "windlass.rollout.messages",
+    "TrainingSample": "windlass.rollout.messages",
+    "StalenessPolicy": "windlass.rollout.staleness",
+    "RolloutCallback": "windlass.training.callback",
+    "WeightGroup": "windlass.training.callback",
+    "TrainerClient": "windlass.training.client",
+    "connect_trainer": "windlass.training.client",
+}
+
+if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
+
+    def __getattr__(name: str) -> object:
+        """Import a public name.
+
+        Raises:
+            AttributeError: there is no such name.
+        """
+        if name not in _HOMES:
+            raise AttributeError(f"module 'windlass' has no attribute {name!r}")
+        value = vars(import_module(_HOMES[name]))[name]
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        """With the names that are not imported yet."""
+        return sorted({*globals(), *__all__})
