@@ -5,6 +5,11 @@ from __future__ import annotations
 import pytest
 from nics import Nic, find_nics
 
+from windlass.testing import peer_process
+
+ANSWER_S = 120.0
+"""An emulated processor takes this long to start a peer beside a busy queue."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -21,3 +26,8 @@ def nics(request: pytest.FixtureRequest) -> tuple[Nic, Nic]:
     """This side's device and the peer's."""
     asked: list[str] = request.config.getoption("--rdma-device", default=[])
     return find_nics(asked)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_process, "ANSWER_S", ANSWER_S)

@@ -76,9 +76,9 @@ class Nic:
         command = ("rdma", "-j", "resource", "show", "qp", "link", f"{self.name}/{_PORT}")
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
         return tuple(
-            QueuePair(row["type"], row["state"], int(row["pid"]), int(row["lqpn"]))
+            QueuePair(row["type"], row["state"], pid, int(row["lqpn"]))
             for row in json.loads(done.stdout or "[]")
-            if row.get("pid") == pid
+            if Path(f"/proc/{pid}/task/{row.get('pid', 0)}").exists()  # it names the thread
         )
 
     def describe(self, pid: int) -> str:

@@ -58,17 +58,17 @@ class VerbsConformance(ProcessConformance):
     def start_peer(self, transport: OneSidedTransport) -> Peer:
         return PeerProcess(self.peer_config, NBYTES)
 
-    def test_the_bytes_take_the_wire_that_was_asked_for(self, mortal: Rig) -> None:
+    def test_the_bytes_take_the_wire_that_was_asked_for(self, rig: Rig) -> None:
         here, there = self.nics
         before = here.packets_sent(), there.packets_sent()
-        mortal.write(mortal.batch([0], [0], [NBYTES]))
-        mortal.check_peer(mortal.arena.bytes, "the whole arena")
+        rig.write(rig.batch([0], [0], [NBYTES]))
+        rig.check_peer(rig.arena.bytes, "the whole arena")
         sent = here.packets_sent() - before[0]
-        report = mortal.transport.report()
+        report = rig.transport.report()
         pairs = {pair.kind for pair in here.queue_pairs(os.getpid())}
         tell(f"\n{report.transport}: asked {self.config}\n  report: {report}")
         tell(f"  here:  {here.describe(os.getpid())}")
-        tell(f"  there: {there.describe(self.process(mortal).pid)}")
+        tell(f"  there: {there.describe(self.process(rig).pid)}")
         tell(f"  {NBYTES} bytes written: {sent} packets sent by {here.name}")
         assert self.queue_pair in pairs
         assert sent >= NBYTES // 4096, "the device did not carry the bytes"

@@ -24,7 +24,7 @@ KVM_TRIAL_S = 15.0
 
 def command_line(machine: Path, out: Path, args: argparse.Namespace, accel: str) -> list[str]:
     kvm = accel == "kvm"
-    console = "console=ttyS0 quiet panic=-1 mitigations=off random.trust_cpu=on"
+    console = "console=ttyS0 quiet panic=-1 mitigations=off norandmaps random.trust_cpu=on"
     return [
         *("qemu-system-x86_64", "-accel", "kvm" if kvm else "tcg,thread=multi"),
         *("-cpu", "host" if kvm else "max", "-smp", str(args.cpus)),

@@ -24,8 +24,14 @@ from windlass.transports.base import (
     WriteBatch,
 )
 from windlass.transports.configs import MooncakeConfig
+from windlass.transports.door import Door
 from windlass.transports.mooncake_native import MAX_PIECES, Started, start_engine
-from windlass.transports.mooncake_peer import TOKEN_NBYTES, MooncakePeer, format_incarnation
+from windlass.transports.mooncake_peer import (
+    TOKEN_NBYTES,
+    MooncakePeer,
+    door_name,
+    format_incarnation,
+)
 from windlass.transports.regions import RegionTable, check_batch
 from windlass.transports.splitting import merge_adjacent, split_pieces
 
@@ -49,8 +55,8 @@ class _Engine:
 class MooncakeTransport:
     """`OneSidedTransport` over `mooncake.engine.TransferEngine`.
 
-    An endpoint's address is the engine's `host:port`; its incarnation is a random token and the
-    address at which peers read it back before they write.
+    An endpoint's address is the engine's `host:port`; its incarnation is a random token, the
+    address at which peers read it back before they write and, over RDMA, the port of a door.
 
     Raises:
         TransportUnavailable: not installed, too old, or the wire is not the one asked for.
@@ -71,11 +77,16 @@ class MooncakeTransport:
         code = started.engine.register_memory(address, self._token_page.nbytes)
         if code != 0:
             raise TransportUnavailable(f"mooncake: no memory can be registered (code {code})")
+        # Over TCP the engine's own connections end with the peer; over verbs nothing does.
+        self._door = Door(config.host, door_name(token), "mooncake") if self._is_rdma() else None
         self._endpoint = PeerEndpoint(
             "mooncake",
             f"{config.host}:{started.engine.get_rpc_port()}",
-            format_incarnation(token, address),
+            format_incarnation(token, address, 0 if self._door is None else self._door.port),
         )
+
+    def _is_rdma(self) -> bool:
+        return self._engines[0].started.wire == "rdma"
 
     def report(self) -> WireReport:
         """See `OneSidedTransport.report`; the wire was looked up, not assumed."""
@@ -146,6 +157,8 @@ class MooncakeTransport:
             self._table.clear()
         for peer in peers:
             peer.close()
+        if self._door is not None:
+            self._door.close()
         for engine in self._engines:
             for address, _ in spans:
                 engine.started.engine.unregister_memory(address)

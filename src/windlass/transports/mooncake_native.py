@@ -1,17 +1,21 @@
 """Starting Mooncake's TransferEngine, and finding out what it really is.
 
 The `protocol` argument of `initialize` is ignored by the published wheels: the engine picks
-RDMA where it sees a NIC and TCP where it sees none, returns 0 either way, and says nothing.
-So the choice is forced where it can be and looked up afterwards, always.
+RDMA where it sees a NIC of the names given and TCP where it sees none, returns 0 either way, and
+says nothing; its `get_local_topology` answers for another engine without those names. So the
+choice is forced where it can be and looked up afterwards, always: in the devices that the kernel
+says this process has opened.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import re
 import socket
+import threading
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Protocol, cast
 
 from windlass.envs import environment_value, set_defaults
@@ -36,7 +40,12 @@ _DEFAULTS = {
     # One connection per peer keeps writes in order, and that is what lets an error be told
     # from an unknown outcome (see MooncakePeer). 1, 2 and 4 lanes are equally fast on loopback.
     "MC_TCP_LANES_PER_PEER": "1",
+    # Soft-RoCE takes the engine's 7 retries for "for ever", and so would a call to a dead peer.
+    "MC_SLICE_TIMEOUT": "30",
 }
+_VERBS = "/dev/infiniband/uverbs"
+_STARTING = threading.Lock()
+"""One engine at a time, so that the devices opened meanwhile are its own."""
 
 
 class NativeEngine(Protocol):
@@ -44,7 +53,6 @@ class NativeEngine(Protocol):
 
     def initialize(self, host: str, metadata: str, protocol: str, device: str, /) -> int: ...
     def get_rpc_port(self) -> int: ...
-    def get_local_topology(self) -> str: ...
     def send_probe(self, peer: str, /) -> int: ...
     def register_memory(self, address: int, nbytes: int, /) -> int: ...
     def unregister_memory(self, address: int, /) -> int: ...
@@ -95,18 +103,25 @@ def start_engine(config: MooncakeConfig) -> Started:
         ) from error
     engine = cast("NativeEngine", TransferEngine())
     asked = "tcp" if config.protocol is MooncakeProtocol.AUTO else config.protocol.value
-    code = engine.initialize(config.host, "P2PHANDSHAKE", asked, config.device)
+    with _STARTING:
+        before = _open_devices()
+        code = engine.initialize(config.host, "P2PHANDSHAKE", asked, config.device)
+        nics = sorted({name for fd, name in _open_devices().items() if before.get(fd) != name})
     if code != 0:
         raise TransportUnavailable(
             f"mooncake: TransferEngine does not start on {config.host} (code {code}): is the host "
             "an address of this machine, and is a port between 15000 and 17000 free?"
         )
-    nics = _nics(engine.get_local_topology())
-    wire = "rdma" if nics and not force_tcp else "tcp"
+    wire = "rdma" if nics else "tcp"
     if config.protocol is not MooncakeProtocol.AUTO and wire != config.protocol.value:
         raise TransportUnavailable(
             f"mooncake: protocol must be {config.protocol.value}, the engine chose {wire} "
-            f"(NICs it sees: {', '.join(nics) or 'none'})"
+            f"(NICs it opened: {', '.join(nics) or 'none'})"
+        )
+    wanted = {name.strip() for name in config.device.split(",") if name.strip()}
+    if wire == "rdma" and wanted and wanted != set(nics):
+        raise TransportUnavailable(
+            f"mooncake: device must be {config.device}, the engine opened {', '.join(nics)}"
         )
     ordered = wire == "tcp" and values["MC_TCP_LANES_PER_PEER"] == "1"
     return Started(engine, wire, ordered, f"{detail}, NICs: {', '.join(nics) or 'none'}")
@@ -145,14 +160,13 @@ def _installed_version() -> str:
     return found[0]
 
 
-def _nics(topology: str) -> list[str]:
-    """Names in a topology such as {"cpu:0": [["mlx5_0"], ["mlx5_1"]]}; none without a NIC."""
-    try:
-        table = json.loads(topology or "{}")
-    except json.JSONDecodeError as error:
-        raise TransportUnavailable(f"mooncake: topology cannot be read: {topology!r}") from error
-    names: set[str] = set()
-    for groups in table.values():
-        for group in groups:
-            names.update(group)
-    return sorted(names)
+def _open_devices() -> dict[int, str]:
+    """RDMA devices that this process has open, by file descriptor."""
+    found: dict[int, str] = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile: the listing's own descriptor is
+            target = str(entry.readlink())
+            if target.startswith(_VERBS):
+                name = Path("/sys/class/infiniband_verbs", Path(target).name, "ibdev")
+                found[int(entry.name)] = name.read_text(encoding="ascii").strip()
+    return found

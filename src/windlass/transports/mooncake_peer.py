@@ -7,7 +7,8 @@ until that call has returned with success.
 Every failure is the one code -1, and it is no fence: bytes may land after it. It is turned
 into one of three errors:
 
-- nothing listens at the peer's port any more: the process is gone, and its memory with it.
+- nothing listens at the peer's port any more: the process is gone, and its memory with it. Over
+  RDMA, where a call to a dead peer may never return, its door (see `door`) tells at once.
 - the wire is TCP with one connection per peer, and the call came back long before any of the
   engine's own timeouts: the engine's queue to the peer is first-in first-out and each entry
   is acknowledged by the peer before the next is sent, so when a read that is queued behind
@@ -32,6 +33,7 @@ import numpy as np
 from windlass.errors import PeerUnreachable, TransferFailed, TransferOutcomeUnknown
 from windlass.telemetry.clock import Deadline
 from windlass.transports.base import PeerEndpoint
+from windlass.transports.door import INCARNATION_NBYTES, Doorway
 from windlass.transports.mooncake_native import Started
 
 __all__ = ["TOKEN_NBYTES", "MooncakePeer", "format_incarnation"]
@@ -42,12 +44,17 @@ PROMPT_S = 2.0
 CONNECT_S = 1.0
 _OTHER_PROCESS = 1
 
-_INCARNATION = re.compile(r"([0-9a-f]{32})@([0-9a-f]{1,16})")
+_INCARNATION = re.compile(r"([0-9a-f]{32})@([0-9a-f]{1,16})(?::([0-9]{1,5}))?")
 
 
-def format_incarnation(token: bytes, address: int) -> str:
-    """A random token, and where the peer that made it keeps it: readable by its peers."""
-    return f"{token.hex()}@{address:x}"
+def format_incarnation(token: bytes, address: int, door_port: int) -> str:
+    """A random token, where its owner keeps it for peers to read, and its door; 0 for none."""
+    return f"{token.hex()}@{address:x}" + (f":{door_port}" if door_port else "")
+
+
+def door_name(token: bytes) -> str:
+    """What the door of the token's owner tells."""
+    return token.hex()[:INCARNATION_NBYTES]
 
 
 @final
@@ -59,6 +66,7 @@ class _Call:
         self._lock = threading.Lock()
         self._state = "queued"
         self.done = threading.Event()
+        """It came back, or the peer's process has ended and it never may."""
         self.code = -1
         self.seconds = 0.0
 
@@ -109,6 +117,10 @@ class MooncakePeer:
         self.endpoint = endpoint
         self._session = (host, int(port))
         self._token, self._token_address = bytes.fromhex(match[1]), int(match[2], 16)
+        self._door_port = int(match[3] or 0)
+        self._doorway: Doorway | None = None
+        self._gone = False
+        self._waiting: set[_Call] = set()
         # A page of its own: a read that comes back after its deadline still writes here.
         self._page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
         self._page_address = int(self._page.ctypes.data)
@@ -134,6 +146,7 @@ class MooncakePeer:
             TransferOutcomeUnknown: an earlier write to it has an unknown outcome.
         """
         self._refuse_poisoned(deadline)
+        self._knock(deadline)
         call = self._start(self._read_token)
         if not call.done.wait(deadline.remaining_s):
             call.withdraw()  # nothing was written, so whether it was in time does not matter
@@ -179,10 +192,42 @@ class MooncakePeer:
             self._explain(call, deadline)
 
     def close(self) -> None:
-        """Let the thread end; waits for it unless a native call is stuck."""
+        """Let the threads end; waits for them unless a native call is stuck."""
+        if self._doorway is not None:
+            self._doorway.close()
         self._calls.put(None)
-        if not self._poison:
+        if not self._poison and not self._gone:
             self._thread.join(CONNECT_S)
+
+    def _knock(self, deadline: Deadline) -> None:
+        """Go to the peer's door, once, and have a thread wait there for its end."""
+        with self._lock:
+            if self._doorway is not None or not self._door_port:
+                return
+        endpoint = PeerEndpoint(
+            "mooncake", f"{self._session[0]}:{self._door_port}", door_name(self._token)
+        )
+        doorway = Doorway(endpoint, deadline)
+        if not self._keep(doorway):  # another thread was first
+            doorway.close()
+            return
+        threading.Thread(
+            target=self._watch, args=(doorway,), name=self._thread.name, daemon=True
+        ).start()
+
+    def _keep(self, doorway: Doorway) -> bool:
+        with self._lock:
+            if self._doorway is None:
+                self._doorway = doorway
+            return self._doorway is doorway
+
+    def _watch(self, doorway: Doorway) -> None:
+        doorway.watch()
+        with self._lock:
+            self._gone = True
+            waiting, self._waiting = self._waiting, set()
+        for call in waiting:
+            call.done.set()
 
     def _abandon(self, call: _Call, deadline: Deadline) -> None:
         message = (
@@ -198,7 +243,7 @@ class MooncakePeer:
 
     def _explain(self, call: _Call, deadline: Deadline) -> None:
         """The one place where code -1 becomes an exception; see the module's docstring."""
-        if self._refuses_connections(deadline):
+        if self._gone or self._refuses_connections(deadline):
             raise PeerUnreachable(f"{deadline.purpose}: {self.endpoint.address} is gone")
         if self.started.ordered and call.seconds < PROMPT_S and self._drained(deadline):
             raise TransferFailed(
@@ -247,7 +292,9 @@ class MooncakePeer:
 
     def _refuse_poisoned(self, deadline: Deadline) -> None:
         with self._lock:
-            poison = self._poison
+            poison, gone = self._poison, self._gone
+        if gone:
+            raise PeerUnreachable(f"{deadline.purpose}: {self.endpoint.address} is gone")
         if not poison:
             return
         if self._refuses_connections(deadline):
@@ -256,6 +303,11 @@ class MooncakePeer:
 
     def _start(self, run: Callable[[], int]) -> _Call:
         call = _Call(run)
+        with self._lock:
+            if self._gone:
+                call.done.set()
+            else:
+                self._waiting.add(call)
         self._calls.put(call)
         return call
 
@@ -263,6 +315,7 @@ class MooncakePeer:
         while (call := self._calls.get()) is not None:
             call.execute()
             with self._lock:
+                self._waiting.discard(call)
                 if call is self._abandoned:
                     self._abandoned = None
                     if call.code == 0:  # acknowledged after all; any other code stays unknown

@@ -35,7 +35,7 @@ from windlass.transports.base import (
     WriteBatch,
 )
 from windlass.transports.configs import NixlConfig
-from windlass.transports.nixl_door import INCARNATION_NBYTES, Door, Doorway
+from windlass.transports.door import INCARNATION_NBYTES, Door, Doorway
 from windlass.transports.nixl_native import (
     NativeHandle,
     UInt64Array,
@@ -83,7 +83,7 @@ class _Peer:
 class NixlTransport:
     """`OneSidedTransport` over a NIXL agent with a UCX backend.
 
-    An endpoint's address is `host:port` of its door (see `nixl_door`), its incarnation the agent's
+    An endpoint's address is `host:port` of its door (see `door`), its incarnation the agent's
     random name. A region's key carries NIXL's metadata.
 
     Raises:
@@ -96,7 +96,7 @@ class NixlTransport:
         self._name = secrets.token_hex(INCARNATION_NBYTES // 2)
         self._agent, self._log, self._detail = start_agent(config, self._name)
         self._errors = native_errors()
-        self._door = Door(config.host, self._name)
+        self._door = Door(config.host, self._name, "nixl")
         host = f"[{config.host}]" if ":" in config.host else config.host
         self._endpoint = PeerEndpoint("nixl", f"{host}:{self._door.port}", self._name)
         self._table = RegionTable()

@@ -1,8 +1,9 @@
 """A door: proves which process is behind an address, and tells at once when it ends.
 
-NIXL has neither: a write to a dead peer over verbs stays in progress for tens of seconds, and an
-agent's name says nothing about its address. Each transport listens on a port; who connects is told
-its incarnation and keeps the connection, which the kernel ends with the process.
+Verbs have neither: a write to a dead peer stays in progress for seconds, for ever where the device
+retries for ever, and a queue pair says nothing about the process behind it. Each transport listens
+on a port; who connects is told its incarnation and keeps the connection, which the kernel ends
+with the process.
 """
 
 from __future__ import annotations
@@ -28,22 +29,27 @@ _MAX_VISITORS = 4096
 class Door:
     """Listens on `host` at a port that the kernel picks, until `close`.
 
+    Args:
+        host: the address to listen on.
+        incarnation: 16 ASCII characters that tell this transport from any other.
+        transport: registry name, for messages.
+
     Raises:
         TransportUnavailable: `host` is no address of this machine.
     """
 
-    def __init__(self, host: str, incarnation: str) -> None:
+    def __init__(self, host: str, incarnation: str, transport: str) -> None:
         try:
             family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
             self._listener = socket.create_server((host, 0), family=family, backlog=128)
         except OSError as error:
             raise TransportUnavailable(
-                f"nixl: host must be an address of this machine, got {host!r}: {error}"
+                f"{transport}: host must be an address of this machine, got {host!r}: {error}"
             ) from error
         self.port = int(self._listener.getsockname()[1])
         self._incarnation = incarnation.encode()
         self._visitors: list[socket.socket] = []
-        self._thread = threading.Thread(target=self._serve, name="nixl-door", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name=f"{transport}-door", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -86,7 +92,9 @@ class Doorway:
     def __init__(self, endpoint: PeerEndpoint, deadline: Deadline) -> None:
         host, _, port = endpoint.address.rpartition(":")
         if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-            raise PeerUnreachable(f"nixl: address must be host:port, got {endpoint.address!r}")
+            raise PeerUnreachable(
+                f"{endpoint.transport}: address must be host:port, got {endpoint.address!r}"
+            )
         try:
             self._socket = socket.create_connection(
                 (host, int(port)), timeout=max(deadline.remaining_s, 0.001)
@@ -113,8 +121,20 @@ class Doorway:
         except (OSError, ValueError):  # closed by this side
             return True
 
+    def watch(self) -> None:
+        """Return once the peer has ended or this side has called `close`."""
+        waiting = select.poll()
+        try:
+            waiting.register(self._socket, select.POLLIN)
+            while not self.has_ended():
+                waiting.poll()
+        except (OSError, ValueError):  # closed by this side
+            return
+
     def close(self) -> None:
         """Let go of the peer."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes `watch`
         self._socket.close()
 
     def _check(self, endpoint: PeerEndpoint, deadline: Deadline) -> None:
