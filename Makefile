@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup demo test test-megatron engines test-engines lint types imports unit bench clean test-nixl test-relay test-clusters
+.PHONY: help setup demo test test-megatron engines test-engines lint types imports unit bench clean test-nixl test-relay test-clusters test-rdma
 
 help:
 	@echo "make demo [ARGS='--steps 40 --transport cma --mode staged']   asynchronous GRPO on this machine"
@@ -77,6 +77,13 @@ test-clusters: setup
 
 test-relay: setup
 	$(BIN)/pytest -m "relay or not relay" tests/system/test_relay.py tests/protocol/test_relay_rounds.py tests/unit/test_relay_planning.py
+
+# True verbs: a guest machine with two soft-RoCE devices. Emulated, so it takes many minutes.
+# RDMA_TESTS='-k Mooncake' for a part of it.
+test-rdma: setup
+	bash tools/rdma/build_guest.sh build/rdma
+	$(BIN)/python tools/rdma/guest.py --machine build/rdma --deadline-s 5400 -- \
+	  bash tools/rdma/guest_network.sh bash tools/rdma/guest_tests.sh $(VENV) $(RDMA_TESTS)
 
 bench: setup
 	mkdir -p benchmarks/results/local

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from nics import Nic, find_nics
+from nics import TOLD, Nic, find_nics
 
 from windlass.testing import peer_process
 
@@ -31,3 +31,10 @@ def nics(request: pytest.FixtureRequest) -> tuple[Nic, Nic]:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_process, "ANSWER_S", ANSWER_S)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if TOLD:
+        terminalreporter.section("what the bytes went through")
+        for line in TOLD:
+            terminalreporter.write_line(line)

@@ -14,7 +14,16 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["Nic", "QueuePair", "find_nics"]
+__all__ = ["TOLD", "Nic", "QueuePair", "find_nics", "tell"]
+
+TOLD: list[str] = []
+"""What a reader of the output is after; printed at the end."""
+
+
+def tell(line: str) -> None:
+    """Add a line to the end of the output."""
+    TOLD.append(line)
+
 
 _ROOT = Path("/sys/class/infiniband")
 _PORT = 1

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from typing import ClassVar
 
 import msgspec
 import pytest
-from nics import Nic
+from nics import Nic, tell
 
 from windlass.errors import TransportUnavailable
 from windlass.testing.peer_process import PeerProcess
@@ -26,11 +25,6 @@ from windlass.transports.registry import create_transport
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(240)]
 
 VerbsConfig = MooncakeConfig | NixlConfig
-
-
-def tell(line: str) -> None:
-    """Past pytest's capture: these lines are what a reader of the output is after."""
-    print(line, file=sys.__stdout__, flush=True)
 
 
 class VerbsConformance(ProcessConformance):
@@ -53,7 +47,7 @@ class VerbsConformance(ProcessConformance):
         before = [nic.packets_sent() for nic in nics]
         yield
         sent = [nic.packets_sent() - count for nic, count in zip(nics, before, strict=True)]
-        tell(f"\n{cls.__name__}: packets sent {nics[0].name} {sent[0]}, {nics[1].name} {sent[1]}")
+        tell(f"{cls.__name__}: packets sent {nics[0].name} {sent[0]}, {nics[1].name} {sent[1]}")
 
     def start_peer(self, transport: OneSidedTransport) -> Peer:
         return PeerProcess(self.peer_config, NBYTES)
@@ -66,7 +60,7 @@ class VerbsConformance(ProcessConformance):
         sent = here.packets_sent() - before[0]
         report = rig.transport.report()
         pairs = {pair.kind for pair in here.queue_pairs(os.getpid())}
-        tell(f"\n{report.transport}: asked {self.config}\n  report: {report}")
+        tell(f"{report.transport}: asked {self.config}\n  report: {report}")
         tell(f"  here:  {here.describe(os.getpid())}")
         tell(f"  there: {there.describe(self.process(rig).pid)}")
         tell(f"  {NBYTES} bytes written: {sent} packets sent by {here.name}")

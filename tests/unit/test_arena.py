@@ -81,6 +81,13 @@ def test_the_registry_and_the_parser_know_the_same_names() -> None:
         parse_transport("tcp")
 
 
+def test_a_transport_may_be_spelled_out_with_its_settings() -> None:
+    assert parse_transport('{"type": "cma", "num_threads": 3}') == CmaConfig(num_threads=3)
+    for wrong in ('{"type": "tcp"}', '{"type": "cma", "threads": 3}', "{", '{"num_threads": 3}'):
+        with pytest.raises(ConfigError):
+            parse_transport(wrong)
+
+
 def test_the_memcpy_ceiling_is_a_plausible_rate() -> None:
     assert 0.1 < measure_memcpy_gbps(1 << 20, 3) < 1000
     with pytest.raises(ConfigError):

@@ -23,11 +23,11 @@ __all__ = [
 ]
 
 
-class MemoryConfig(msgspec.Struct, frozen=True, tag="memory"):
+class MemoryConfig(msgspec.Struct, frozen=True, tag="memory", forbid_unknown_fields=True):
     """All peers in one process; the reference that the others are compared with."""
 
 
-class CmaConfig(msgspec.Struct, frozen=True, tag="cma"):
+class CmaConfig(msgspec.Struct, frozen=True, tag="cma", forbid_unknown_fields=True):
     """`process_vm_writev` into another process of this host.
 
     Attributes:
@@ -37,7 +37,7 @@ class CmaConfig(msgspec.Struct, frozen=True, tag="cma"):
     num_threads: int = 2
 
 
-class ShmConfig(msgspec.Struct, frozen=True, tag="shm"):
+class ShmConfig(msgspec.Struct, frozen=True, tag="shm", forbid_unknown_fields=True):
     """POSIX shared memory that the transport allocates; for hosts that refuse `cma`."""
 
 
@@ -49,7 +49,7 @@ class MooncakeProtocol(StrEnum):
     RDMA = "rdma"
 
 
-class MooncakeConfig(msgspec.Struct, frozen=True, tag="mooncake"):
+class MooncakeConfig(msgspec.Struct, frozen=True, tag="mooncake", forbid_unknown_fields=True):
     """Mooncake TransferEngine.
 
     Attributes:
@@ -63,7 +63,7 @@ class MooncakeConfig(msgspec.Struct, frozen=True, tag="mooncake"):
     device: str = ""
 
 
-class CudaIpcConfig(msgspec.Struct, frozen=True, tag="cuda_ipc"):
+class CudaIpcConfig(msgspec.Struct, frozen=True, tag="cuda_ipc", forbid_unknown_fields=True):
     """NVLink between GPUs of one host.
 
     Attributes:
@@ -85,7 +85,7 @@ class NixlWire(StrEnum):
     UD = "ud"
 
 
-class NixlConfig(msgspec.Struct, frozen=True, tag="nixl"):
+class NixlConfig(msgspec.Struct, frozen=True, tag="nixl", forbid_unknown_fields=True):
     """NIXL with its UCX backend.
 
     Attributes:
@@ -112,11 +112,20 @@ _BY_NAME: dict[str, TransportConfig] = {
 
 
 def parse_transport(name: str) -> TransportConfig:
-    """The default configuration of the transport called `name`.
+    """The default configuration of the transport called `name`, or the one that it spells out.
+
+    Args:
+        name: `mooncake`, or JSON: `{"type": "mooncake", "host": "192.0.2.1", "protocol": "rdma"}`.
 
     Raises:
-        ConfigError: no such transport.
+        ConfigError: no such transport, or no such setting.
     """
+    if name.startswith("{"):
+        try:
+            config: TransportConfig = msgspec.json.decode(name, type=TransportConfig)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"transport {name}: {error}") from error
+        return config
     if name not in _BY_NAME:
         raise ConfigError(f"transport must be one of {list(_BY_NAME)}, got {name!r}")
     return _BY_NAME[name]

@@ -110,8 +110,9 @@ class MooncakeTransport:
                         other.started.engine.unregister_memory(address)
                     self._table.remove(region)
                     what = "overlaps a registered region" if code == _OVERLAP else "is refused"
+                    hint = "; over verbs see ulimit -l" if self._is_rdma() else ""
                     raise RegionError(
-                        f"register: [{address:#x}, {address + nbytes:#x}) {what} (code {code})"
+                        f"register: [{address:#x}, {address + nbytes:#x}) {what} (code {code}){hint}"
                     )
                 done.append(engine)
         return region

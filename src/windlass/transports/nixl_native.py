@@ -12,9 +12,11 @@ import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +42,7 @@ _ALLOWED = {
 }
 _ONE_SIDED = frozenset({"cma", "rc_verbs", "rc_mlx5", "dc_mlx5"})
 _PROGRESS_REST_US = 100
+_BUILDS = ("nixl_cu12", "nixl_cu13")
 _LOG_NAME = "windlass-ucx"
 _HEADER = re.compile(r"\| (\S+) .*cfg#\d+ +\|")
 _WIRE = re.compile(r"([a-z]+[a-z0-9_]*)/([\w.:-]+)")
@@ -138,9 +141,9 @@ def allowed_wires(wire: NixlWire) -> frozenset[str]:
 
 def native_errors() -> tuple[type[Exception], ...]:
     """What NIXL's calls raise. To be called once the package is loaded."""
-    import nixl._bindings as bindings
-
-    classes = [value for name, value in vars(bindings).items() if name.endswith("Error")]
+    classes = [
+        value for name, value in vars(_module("_bindings")).items() if name.endswith("Error")
+    ]
     return (*classes, RuntimeError)
 
 
@@ -168,7 +171,7 @@ def start_agent(config: NixlConfig, name: str) -> tuple[NativeAgent, WireLog, st
         settings["UCX_MODULES"] = "^ib"
     values = set_defaults(settings)
     try:
-        from nixl._api import nixl_agent, nixl_agent_config
+        api = _module("_api")
     except ImportError as error:
         raise TransportUnavailable(f"nixl: cannot be loaded ({error})") from error
     _quiet()
@@ -180,7 +183,7 @@ def start_agent(config: NixlConfig, name: str) -> tuple[NativeAgent, WireLog, st
         settings = {name: value for name, value in settings.items() if value != "all"}
     try:
         with temporary_values(settings), _patient_progress():
-            agent = cast("NativeAgent", nixl_agent(name, nixl_agent_config(backends=[])))
+            agent = cast("NativeAgent", api.nixl_agent(name, api.nixl_agent_config(backends=[])))
             agent.create_backend("UCX", {})
     except native_errors() as error:
         raise TransportUnavailable(
@@ -198,8 +201,7 @@ def _patient_progress() -> Iterator[None]:
     NIXL's Python layer sets the rest to 0, which keeps a core busy for each idle agent. Only the
     layer's own configuration type is within reach, so it is replaced for one call.
     """
-    import nixl._bindings as bindings
-
+    bindings = _module("_bindings")
     original = bindings.nixlAgentConfig
 
     class Patient(original):  # type: ignore[misc, valid-type]
@@ -218,7 +220,13 @@ def _quiet() -> None:
     import logging
 
     logging.getLogger("nixl").setLevel(logging.WARNING)
-    with contextlib.suppress(ImportError):
-        import nixl._api as api
+    _module("_api").logger.setLevel(logging.WARNING)
 
-        api.logger.setLevel(logging.WARNING)
+
+def _module(name: str) -> Any:
+    """A module of the one build that is installed.
+
+    The package `nixl` finds out which by importing torch, unless torch is one built for CUDA.
+    """
+    builds = [build for build in _BUILDS if find_spec(build) is not None]
+    return import_module(f"{builds[0] if len(builds) == 1 else 'nixl'}.{name}")

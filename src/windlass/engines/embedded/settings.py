@@ -19,7 +19,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         tensor_parallel_size: processes that share the model.
         dtype: of the parameters.
         controller: address; empty serves the initial weights without a controller.
-        transport: name of the transport that receives weights.
+        transport: what receives weights; see `parse_transport`.
         host: address to bind. port: 0 lets the system choose.
         seed: of random weights and of sampling.
         max_batch: requests that run at once. max_positions: tokens per request.

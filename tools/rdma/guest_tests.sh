@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# guest_tests.sh VENV [PYTEST ARGUMENT...]: the suite of tests/rdma, run inside the guest.
+set -eu
+VENV=$1
+shift
+uname -sr
+rdma link
+bash "$(dirname "$0")/use_system_verbs.sh" "$VENV"
+export PYTHONPATH=$PWD/src OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+# Other plugins take an emulated processor seconds to import, and the suite uses none of them.
+export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
+exec "$VENV/bin/python" -u -m pytest -p pytest_timeout -p pytest_asyncio.plugin -p no:cacheprovider \
+  --color=no --tb=short -m rdma tests/rdma "$@"
