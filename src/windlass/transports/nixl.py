@@ -36,10 +36,12 @@ from windlass.transports.base import (
 )
 from windlass.transports.configs import NixlConfig
 from windlass.transports.door import INCARNATION_NBYTES, Door, Doorway
+from windlass.transports.lockable import check_lockable
 from windlass.transports.nixl_native import (
     NativeHandle,
     UInt64Array,
     allowed_wires,
+    may_use_verbs,
     native_errors,
     start_agent,
 )
@@ -51,6 +53,8 @@ __all__ = ["NixlTransport"]
 MAX_CALL_NBYTES = 128 << 20
 """Per native call: between calls a passed deadline is a clean failure, inside one it is unknown."""
 MAX_PIECES = 8192
+OWN_PINNED_NBYTES = 128 << 20
+"""Room for what UCX pins for itself over verbs: 66 MB per agent were seen."""
 _MAX_KEY_CHARS = 1 << 20
 _GRACE_S = 0.25
 """How long after an error the kernel may take to tell that the peer's process has ended."""
@@ -107,7 +111,11 @@ class NixlTransport:
         self._closed = False
         self._page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
         self._scratch = int(self._page.ctypes.data)
-        self._scratch_native = self._register_native(self._scratch, self._page.nbytes)
+        try:
+            self._scratch_native = self._register_native(self._scratch, self._page.nbytes)
+        except RegionError as error:
+            self._door.close()
+            raise TransportUnavailable(f"nixl: no memory can be registered: {error}") from error
 
     def report(self) -> WireReport:
         """See `OneSidedTransport.report`; read from UCX's log, `ucx` until a peer was written."""
@@ -202,6 +210,8 @@ class NixlTransport:
         self._door.close()
 
     def _register_native(self, address: int, nbytes: int) -> object:
+        if may_use_verbs(self._config.wire):
+            check_lockable(nbytes + OWN_PINNED_NBYTES, f"register: {address:#x}")
         try:
             return self._agent.register_memory([(address, nbytes, 0, "")], "DRAM", ["UCX"])
         except self._errors as error:

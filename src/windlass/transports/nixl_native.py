@@ -25,7 +25,15 @@ from windlass.envs import set_defaults, temporary_values
 from windlass.errors import TransportUnavailable
 from windlass.transports.configs import NixlConfig, NixlWire
 
-__all__ = ["NativeAgent", "PutWire", "WireLog", "allowed_wires", "native_errors", "start_agent"]
+__all__ = [
+    "NativeAgent",
+    "PutWire",
+    "WireLog",
+    "allowed_wires",
+    "may_use_verbs",
+    "native_errors",
+    "start_agent",
+]
 
 _TLS = {
     NixlWire.AUTO: "all",
@@ -139,6 +147,16 @@ def allowed_wires(wire: NixlWire) -> frozenset[str]:
     return _ALLOWED.get(wire, frozenset())
 
 
+def may_use_verbs(wire: NixlWire) -> bool:
+    """Whether memory will be pinned for a NIC."""
+    return wire in {NixlWire.RC, NixlWire.UD} or (wire is NixlWire.AUTO and _has_nics())
+
+
+def _has_nics() -> bool:
+    nics = Path("/sys/class/infiniband")
+    return nics.is_dir() and any(nics.iterdir())
+
+
 def native_errors() -> tuple[type[Exception], ...]:
     """What NIXL's calls raise. To be called once the package is loaded."""
     classes = [
@@ -165,8 +183,7 @@ def start_agent(config: NixlConfig, name: str) -> tuple[NativeAgent, WireLog, st
         "UCX_LOG_FILE": str(directory / f"{_LOG_NAME}.%p.log"),
         "NIXL_LOG_LEVEL": "ERROR",
     }
-    nics = Path("/sys/class/infiniband")
-    if not nics.is_dir() or not any(nics.iterdir()):
+    if not _has_nics():
         # The wheel's own libnl-route, which this module brings in, crashes when the process ends.
         settings["UCX_MODULES"] = "^ib"
     values = set_defaults(settings)
