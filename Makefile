@@ -85,6 +85,11 @@ test-rdma: setup
 	$(BIN)/python tools/rdma/guest.py --machine build/rdma --deadline-s 5400 -- \
 	  bash tools/rdma/guest_network.sh bash tools/rdma/guest_tests.sh $(VENV) $(RDMA_TESTS)
 
+# Every kind of process killed in every phase of an update, on every backend; about 15 minutes.
+.PHONY: test-faults
+test-faults: setup
+	$(BIN)/pytest -m "faults or not faults" tests/system/test_faults.py
+
 bench: setup
 	mkdir -p benchmarks/results/local
 	for script in benchmarks/bench_*.py; do \

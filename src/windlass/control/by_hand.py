@@ -5,9 +5,10 @@
     continue_generation   of the last head: apply and publish everywhere, or nowhere
 
 Engines gather what comes in a shadow, so that a call that fails leaves the old version whole: the
-last `continue_generation` then aborts, and says which call failed. The order of collectives is
-the order in which the controller takes them up, decided once for all engines: two heads that
-arrive in opposite order at two engines cannot happen, and no ring of waiting forms.
+last `continue_generation` then aborts, and says which call failed. Collectives go one at a time,
+in one order for all engines: the order that the heads declare (`DeclaredOrder`), or, if they
+declare none, that in which the controller takes them up. Two heads that arrive in opposite order
+at two engines cannot happen, and no ring of waiting forms.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Protocol, assert_never, final
 
 import msgspec
 from aiohttp import web
 
 from windlass.config import ControlConfig
+from windlass.control.by_hand_order import DeclaredOrder
 from windlass.control.callback_messages import (
     CallbackAnswer,
     CallbackRequest,
@@ -96,10 +99,61 @@ class _Update:
         self.engines = {name: group.workers for name, group in groups.items()}
         self.sessions = sessions
         self.heads: set[str] = set()
+        self.joined = False
+        self.order: DeclaredOrder | None = None
+        self.stages: dict[str, int] = {}
         self.failure = ""
         self.seq = 0
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.timer: asyncio.TimerHandle | None = None
+
+    def join(self, head: str, stage: int, num_stages: int) -> None:
+        """A head takes part; all of them declare an order, or none.
+
+        Raises:
+            RoundAborted: heads that do not agree, or a stage that is taken or out of range.
+        """
+        if not self.joined and num_stages:
+            self.order = DeclaredOrder(num_stages)
+        self.joined = True
+        agreed = 0 if self.order is None else self.order.num_heads
+        if num_stages != agreed:
+            raise RoundAborted(f"callback: num_stages must be {agreed} as before, got {num_stages}")
+        others = {s for h, s in self.stages.items() if h != head}
+        if agreed and (not 0 <= stage < agreed or stage in others):
+            raise RoundAborted(
+                f"callback: stage must be in [0, {agreed}) and not in {sorted(others)}, got {stage}"
+            )
+        self.heads.add(head)
+        if agreed:
+            self.stages[head] = stage
+
+    def leave(self, head: str) -> bool:
+        """A head has sent everything; returns whether all have."""
+        self.heads.discard(head)
+        if self.order is None:
+            return not self.heads
+        if head in self.stages:
+            try:
+                self.order.end(self.stages[head])
+            except RoundAborted as error:
+                self.fail(str(error))
+                self.order.end(self.stages[head])
+        return self.order.over
+
+    def turn(self, head: str, number: int) -> AbstractAsyncContextManager[None]:
+        """The turn of a call; at once when no order was declared."""
+        if self.order is None:
+            return nullcontext()
+        if head not in self.stages:
+            raise RoundAborted(f"callback: {head} must call pause_generation first")
+        return self.order.turn(self.stages[head], number)
+
+    def fail(self, reason: str) -> None:
+        """The update will not be published; the first reason is kept."""
+        self.failure = self.failure or reason
+        if self.order is not None:
+            self.order.fail(self.failure)
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -163,7 +217,7 @@ class HandDrivenUpdates:
         except WindlassError as caught:
             error = f"{type(caught).__name__}: {caught}"
         if self._update is not None and not isinstance(asked.call, MembersCall):
-            self._update.failure = self._update.failure or error
+            self._update.fail(error)
         return CallbackAnswer(error=error)
 
     async def _carry_out(self, asked: CallbackRequest) -> tuple[str, ...]:
@@ -171,18 +225,18 @@ class HandDrivenUpdates:
         match call:
             case PauseCall():
                 async with self._lane:
-                    await self._pause(asked.head, call.session_s, deadline_s)
+                    await self._pause(asked.head, call, deadline_s)
             case ContinueCall():
                 await self._continue(asked.head, call.version, deadline_s)
             case MembersCall():
                 return self._running().workers
             case GroupCall():
-                await self._tell_all(JoinByHand(call.offer, call.fabric, deadline_s), deadline_s)
+                await self._tell_all(asked, JoinByHand(call.offer, call.fabric, deadline_s))
             case DistributedCall():
                 command = TakeTensors(call.group, call.tensors, deadline_s)
-                await self._tell_all(command, deadline_s)
+                await self._tell_all(asked, command)
             case DiskCall():
-                await self._tell_all(TakeFiles(call.folder), deadline_s)
+                await self._tell_all(asked, TakeFiles(call.folder))
             case _:
                 assert_never(call)
         return ()
@@ -192,23 +246,25 @@ class HandDrivenUpdates:
             raise RoundAborted("callback: no update is under way: call pause_generation first")
         return self._update
 
-    async def _pause(self, head: str, session_s: float, deadline_s: float) -> None:
+    async def _pause(self, head: str, call: PauseCall, deadline_s: float) -> None:
         update = self._update
         if update is None:
             place, groups, sessions = await self._owner.begin_by_hand()
             self._update = update = _Update(place, groups, sessions)
-            update.timer = asyncio.get_running_loop().call_later(session_s, self._expire, update)
+            update.timer = asyncio.get_running_loop().call_later(
+                call.session_s, self._expire, update
+            )
             await self._tell(update, BeginByHand(), deadline_s)
             await self._tell(update, Pause(self._config.pause_mode, deadline_s), deadline_s)
-        update.heads.add(head)
+        update.join(head, call.stage, call.num_stages)
 
-    async def _tell_all(self, command: Command, deadline_s: float) -> None:
+    async def _tell_all(self, asked: CallbackRequest, command: Command) -> None:
         """One collective at a time: the order is the same at every engine."""
-        async with self._lane:
+        async with self._running().turn(asked.head, asked.number), self._lane:
             update = self._running()
             if update.failure:
                 raise RoundAborted(f"callback: the update has failed already: {update.failure}")
-            await self._tell(update, command, deadline_s)
+            await self._tell(update, command, asked.deadline_s)
 
     async def _tell(self, update: _Update, command: Command, deadline_s: float) -> None:
         results = await self._call(update, update.workers, command, deadline_s)
@@ -218,8 +274,7 @@ class HandDrivenUpdates:
 
     async def _continue(self, head: str, version: int, deadline_s: float) -> None:
         update = self._running()
-        update.heads.discard(head)
-        if not update.heads:
+        if update.leave(head):
             async with self._lane:
                 if self._update is update:
                     await self._finish(update, version, deadline_s)

@@ -21,9 +21,16 @@ __all__ = [
 
 
 class PauseCall(msgspec.Struct, frozen=True, tag="pause"):
-    """Begin an update by hand, or join it; it ends by itself after `session_s`."""
+    """Begin an update by hand, or join it; it ends by itself after `session_s`.
+
+    Attributes:
+        stage, num_stages: which of how many heads this one is, if they declare an order; then
+            the update ends when all of them have continued.
+    """
 
     session_s: float
+    stage: int = -1
+    num_stages: int = 0
 
 
 class ContinueCall(msgspec.Struct, frozen=True, tag="continue"):
@@ -60,12 +67,16 @@ CallbackCall = PauseCall | ContinueCall | MembersCall | GroupCall | DistributedC
 
 
 class CallbackRequest(msgspec.Struct, frozen=True):
-    """A call of a head; the same `request_id` is the same call, however often it is asked."""
+    """A call of a head; the same `request_id` is the same call, however often it is asked.
+
+    `number` counts the calls of one head in one update that all engines carry out.
+    """
 
     request_id: str
     head: str
     call: CallbackCall
     deadline_s: float
+    number: int = 0
 
 
 class CallbackAnswer(msgspec.Struct, frozen=True):

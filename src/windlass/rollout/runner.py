@@ -49,6 +49,7 @@ class WorkerRunner:
         engine_session: carries no token; no limit on connections.
         heartbeat_s: between heartbeats on the watch connection.
         controller_gone_s: `run` returns when the controller could not be reached this long.
+        call_deadline_s: of a delivery; what was not acknowledged by then is sent again.
         workflows: user code by name; `hello.workflows` are its keys.
     """
 
@@ -61,8 +62,10 @@ class WorkerRunner:
         *,
         heartbeat_s: float = 5.0,
         controller_gone_s: float = 60.0,
+        call_deadline_s: float = CALL_DEADLINE_S,
         workflows: Mapping[str, Workflow] | None = None,
     ) -> None:
+        self._call_deadline_s = call_deadline_s
         self.hello = hello
         self._controller_url = controller_url
         self._controller_session = controller_session
@@ -211,7 +214,7 @@ class WorkerRunner:
 
     async def _deliver(self, outcomes: tuple[RolloutOutcome, ...]) -> CompletionAck:
         batch = CompletionBatch(self.hello.name, self.hello.incarnation, outcomes)
-        return await self._lane.call(batch, deadline_s=CALL_DEADLINE_S)
+        return await self._lane.call(batch, deadline_s=self._call_deadline_s)
 
     # --- routes ----------------------------------------------------------------------------
 

@@ -42,6 +42,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
         host: address to bind. port: 0 lets the system choose.
         advertise_host: what the controller connects to; empty for `host`.
         max_concurrent: attempts at a time.
+        call_deadline_s: a delivery that is not acknowledged by then is sent again.
         controller_gone_s: exit when the controller cannot be reached this long.
         shutdown_s: on SIGTERM, time to hand over what is there.
     """
@@ -53,6 +54,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     advertise_host: str = ""
     max_concurrent: int = 1024
     heartbeat_s: float = 5.0
+    call_deadline_s: float = 10.0
     controller_gone_s: float = 60.0
     shutdown_s: float = 5.0
 
@@ -97,6 +99,7 @@ async def run_worker(
             engine_session,
             heartbeat_s=settings.heartbeat_s,
             controller_gone_s=settings.controller_gone_s,
+            call_deadline_s=settings.call_deadline_s,
             workflows=known,
         )
         app = web.Application(middlewares=[require_token(token)])
@@ -154,6 +157,7 @@ def _settings(arguments: Sequence[str] | None) -> WorkerSettings:
     parser.add_argument("--advertise-host", default="")
     parser.add_argument("--max-concurrent", type=int, default=1024)
     parser.add_argument("--heartbeat-s", type=float, default=5.0)
+    parser.add_argument("--call-deadline-s", type=float, default=10.0)
     parser.add_argument("--controller-gone-s", type=float, default=60.0)
     parser.add_argument("--shutdown-s", type=float, default=5.0)
     return msgspec.convert(vars(parser.parse_args(arguments)), type=WorkerSettings)

@@ -74,10 +74,14 @@ class RolloutCallback:
         controller: address. token: secret.
         head: name of this head, unique among those that drive one update together.
         client: for `update_weights`; not closed.
+        stage, num_stages: which of how many heads this one is, its pipeline stage for example.
+            Engines then take the calls of all heads in the order (call, stage), whichever
+            arrives first, and the update ends when all heads have called
+            `continue_generation`. All heads declare this or none.
         deadline_s: of every call that names no other.
 
     Raises:
-        ConfigError: not an http URL.
+        ConfigError: not an http URL, a stage out of range.
     """
 
     def __init__(
@@ -87,6 +91,8 @@ class RolloutCallback:
         *,
         head: str = "head",
         client: TrainerClient | None = None,
+        stage: int = -1,
+        num_stages: int = 0,
         deadline_s: float = 120.0,
     ) -> None:
         parts = urlsplit(controller)
@@ -94,7 +100,13 @@ class RolloutCallback:
             raise ConfigError(
                 f"RolloutCallback: controller must be http://host:port, got {controller!r}"
             )
+        if num_stages and not 0 <= stage < num_stages:
+            raise ConfigError(
+                f"RolloutCallback: stage must be in [0, num_stages={num_stages}), got {stage}"
+            )
         self.url, self.head = controller, head
+        self._stage, self._num_stages = stage, num_stages
+        self._lock, self._num_calls = threading.Lock(), 0
         self._address = (parts.hostname, parts.port or 80)
         self._token, self._client, self._deadline_s = token, client, deadline_s
         self._pool = ThreadPoolExecutor(NUM_THREADS, "windlass-callback")
@@ -113,7 +125,9 @@ class RolloutCallback:
             RoundAborted: an engine did not come to rest.
             PeerTimeout, AuthenticationError: see `continue_generation`.
         """
-        self._call(PauseCall(session_s), deadline_s)
+        with self._lock:
+            self._num_calls = 0
+        self._call(PauseCall(session_s, self._stage, self._num_stages), deadline_s)
 
     def continue_generation(self, version: int, *, deadline_s: float | None = None) -> None:
         """End the update; returns when the last head has called it and the version is served.
@@ -182,15 +196,20 @@ class RolloutCallback:
         self.close()
 
     def _start(self, call: CallbackCall, deadline_s: float | None) -> Future[None]:
+        with self._lock:
+            number, self._num_calls = self._num_calls, self._num_calls + 1
+
         def run() -> None:
-            self._call(call, deadline_s)
+            self._call(call, deadline_s, number)
 
         return self._pool.submit(run)
 
-    def _call(self, call: CallbackCall, deadline_s: float | None) -> tuple[str, ...]:
+    def _call(
+        self, call: CallbackCall, deadline_s: float | None, number: int = 0
+    ) -> tuple[str, ...]:
         """Ask until there is an answer: the request id makes a repetition the same call."""
         seconds = deadline_s or self._deadline_s
-        asked = CallbackRequest(uuid.uuid4().hex, self.head, call, seconds)
+        asked = CallbackRequest(uuid.uuid4().hex, self.head, call, seconds, number)
         body, ends = msgspec.msgpack.encode(asked), time.monotonic() + seconds + MARGIN_S
         backoff_s, last = FIRST_BACKOFF_S, ""
         while (left_s := ends - time.monotonic()) > 0 and not self._closed.is_set():
