@@ -37,9 +37,7 @@ from windlass.transports.registry import create_transport
 TOKEN = "secret of the test"
 NUM_TRAINERS = 2
 GROUP_SIZE = 2
-OUTSTANDING_GROUPS = 12
 NUM_TOKENS = 16
-TOKEN_S = 0.02
 MIXED = 1_000_000
 PER_VERSION = 1_000_000
 """How far elements of successive versions are apart in `truth`."""
@@ -51,7 +49,8 @@ PER_VERSION = 1_000_000
 class Generator:
     """A rank's weights, and what it makes of them; `EngineHooks`."""
 
-    def __init__(self, worker: str) -> None:
+    def __init__(self, worker: str, token_s: float) -> None:
+        self._token_s = token_s
         self.manifest, self.places = shard(worker, Role.ENGINE, 0, 1)
         self.memory = {
             name: np.full([s.stop - s.start for s in self.places[name]], -1, np.int32)
@@ -102,7 +101,7 @@ class Generator:
         made: list[tuple[int, int]] = []
         await self.going.wait()
         while len(made) < body["sampling_params"]["max_new_tokens"]:
-            await asyncio.sleep(TOKEN_S)
+            await asyncio.sleep(self._token_s)
             token = self.token()
             if token is None:
                 break
@@ -139,10 +138,10 @@ class Generator:
         return address[0]
 
 
-def run_engine(pipe: Connection, name: str, url: str) -> None:
+def run_engine(pipe: Connection, name: str, url: str, token_s: float) -> None:
     """Serve until the pipe closes. ("arm", command, pid) or ("held",)."""
     torch.set_num_threads(1)
-    generator = Generator(f"{name}/0")
+    generator = Generator(f"{name}/0", token_s)
     arrays = list(generator.memory.values())
     transport = create_transport(CmaConfig())
     regions = [transport.register(a.ctypes.data, a.nbytes) for a in arrays]
@@ -241,8 +240,10 @@ def run_trainer(pipe: Connection, index: int, url: str) -> None:
 class Owner:
     """Wants groups, stores each that it is given, and remembers across kills what it wants."""
 
-    def __init__(self, controller: windlass.Controller, folder: Path) -> None:
-        self.rollouts = controller.rollouts
+    def __init__(
+        self, controller: windlass.Controller, folder: Path, outstanding_groups: int
+    ) -> None:
+        self.rollouts, self.outstanding_groups = controller.rollouts, outstanding_groups
         self.wanted, self.store = folder / "wanted", folder / "store"
         self.draining = False
         self.drained = asyncio.Event()
@@ -265,7 +266,7 @@ class Owner:
         self.rollouts.submit_group((serial + 1,), GROUP_SIZE, sampling, metadata=serial)
 
     def top_up(self) -> None:
-        while not self.draining and self.num_wanted - self.num_stored < OUTSTANDING_GROUPS:
+        while not self.draining and self.num_wanted - self.num_stored < self.outstanding_groups:
             add(self.wanted, b".")
             self._submit(self.num_wanted)
             self.num_wanted += 1
@@ -278,7 +279,7 @@ class Owner:
             if self.draining and self.num_stored == self.num_wanted:
                 self.drained.set()
                 return
-            (group,) = await self.rollouts.next_batch(1, deadline_s=90)
+            (group,) = await self.rollouts.next_batch(1, deadline_s=120)
             line = {
                 "serial": group.metadata,
                 "tasks": [rollout.task_id for rollout in group.rollouts],
@@ -302,29 +303,33 @@ def add(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def run_controller(pipe: Connection, port: int, folder: Path, config: ControlConfig) -> None:
-    """("fleet", engines), ("serving", version, engines), ("stats",), ("drain",)."""
-    asyncio.run(_control(pipe, port, folder, config))
+def run_controller(
+    pipe: Connection, port: int, folder: Path, config: ControlConfig, outstanding_groups: int
+) -> None:
+    """("fleet", engines, workers), ("serving", version, engines), ("stats",), ("drain",)."""
+    asyncio.run(_control(pipe, port, folder, config, outstanding_groups))
 
 
-async def _control(pipe: Connection, port: int, folder: Path, config: ControlConfig) -> None:
+async def _control(
+    pipe: Connection, port: int, folder: Path, config: ControlConfig, outstanding_groups: int
+) -> None:
     rollout_config = ControllerConfig(
         journal=folder / "rollouts.journal",
         acknowledge=True,
         max_attempts=200,
         retry_backoff_s=0.02,
         engine_grace_s=0.3,
-        attempt_deadline_s=20.0,
+        attempt_deadline_s=60.0,
     )
     async with windlass.Controller(
         token=TOKEN,
         port=port,
         config=config,
-        staleness=StalenessPolicy.unbounded(OUTSTANDING_GROUPS * GROUP_SIZE),
+        staleness=StalenessPolicy.unbounded(outstanding_groups * GROUP_SIZE),
         journal_path=folder / "rounds.journal",
         rollout_config=rollout_config,
     ) as controller:
-        owner = Owner(controller, folder)
+        owner = Owner(controller, folder, outstanding_groups)
         owning = asyncio.create_task(owner.run())
         pipe.send(controller.url)
         while (message := await asyncio.to_thread(pipe.recv)) is not None:
@@ -341,7 +346,7 @@ async def _control(pipe: Connection, port: int, folder: Path, config: ControlCon
                     pipe.send(msgspec.to_builtins(controller.rollouts.stats()))
                 case _:  # drain
                     owner.draining = True
-                    async with asyncio.timeout(60):
+                    async with asyncio.timeout(80):
                         await asyncio.wait({owning})
                     owning.result()
                     pipe.send(msgspec.to_builtins(controller.rollouts.stats()))
@@ -361,7 +366,7 @@ async def _serving(controller: windlass.Controller, version: int, engines: set[s
     controller.coordinator.subscribe(look)
     look()
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await reached.wait()
     except TimeoutError:
         return False

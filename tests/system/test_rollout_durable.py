@@ -129,10 +129,12 @@ async def test_a_controller_killed_among_a_thousand_rollouts_goes_on_and_repeats
 async def test_kills_of_the_controller_while_it_delivers_lose_and_double_nothing(
     rig: Rig,
 ) -> None:
-    """Killed again and again, wherever it is: dispatching, storing, acknowledging."""
+    """Killed again and again, wherever it is: dispatching, storing, acknowledging.
+
+    Once a worker dies with it: what that one had run or had not delivered is tried elsewhere.
+    """
     process, _, _ = await rig.controller()
-    for index in range(2):
-        await rig.worker(f"worker-{index}")
+    workers = [await rig.worker(f"worker-{index}") for index in range(2)]
     progress = 0
     for number in range(1, 4):
         # Requests come in while answers go out.
@@ -142,7 +144,11 @@ async def test_kills_of_the_controller_while_it_delivers_lose_and_double_nothing
             deadline_s=DEADLINE_S,
         )
         await kill(process)
+        if number == 2:
+            await kill(workers[0])
         process, have, recovered = await rig.controller()
+        if number == 2:
+            await rig.worker("worker-0")
         assert have >= progress
         assert have + recovered >= 1
         progress = have

@@ -19,6 +19,7 @@ from windlass.rollout import (
 )
 from windlass.rollout.messages import (
     AttemptKey,
+    CancelBatch,
     CompletionBatch,
     EngineTarget,
     OutcomeStatus,
@@ -59,6 +60,7 @@ class PlayedWorker:
         self.outcomes: tuple[RolloutOutcome, ...] = ()
         self.running: tuple[AttemptKey, ...] = ()
         self.asked: asyncio.Queue[str] = asyncio.Queue()
+        self.cancelled: asyncio.Queue[AttemptKey] = asyncio.Queue()
         self.end_watch = asyncio.Event()
         self.url = ""
 
@@ -67,6 +69,7 @@ class PlayedWorker:
         app.add_routes(
             [
                 web.post("/rollouts", self.post_rollouts),
+                web.post("/cancel", self.post_cancel),
                 web.get("/completions", self.get_completions),
                 web.get("/watch", self.get_watch),
             ]
@@ -87,6 +90,11 @@ class PlayedWorker:
         for task in decode(await request.read(), TaskBatch).tasks:
             self.tasks.put_nowait(task)
         return web.Response(body=encode(TasksAccepted("i", 1)), status=202)
+
+    async def post_cancel(self, request: web.Request) -> web.Response:
+        for key in decode(await request.read(), CancelBatch).keys:
+            self.cancelled.put_nowait(key)
+        return web.Response(body=encode(TasksAccepted("i", 1)))
 
     async def get_completions(self, request: web.Request) -> web.Response:
         self.asked.put_nowait(request.query["since"])
@@ -158,6 +166,34 @@ async def test_work_that_a_worker_forgot_is_sent_again_and_work_that_it_runs_is_
     assert (ack.seqs, ack.registered) == ((2, 3), True)
     assert sorted([(await handle).output_ids for handle in handles]) == [(14,), (15,)]
     assert worker.tasks.empty()
+
+
+async def test_work_that_a_worker_forgot_is_not_counted_there_while_it_waits_for_another(
+    played: tuple[RolloutController, PlayedWorker],
+) -> None:
+    controller, worker = played
+    controller.submit((1,), SAMPLING)
+    task = await asyncio.wait_for(worker.tasks.get(), 10)
+    controller.attempts_unknown(controller._links["played"], [AttemptKey(task.task_id, 1)])
+    stats = controller.stats()
+    assert (stats.running, stats.outstanding, stats.lost) == (0, 1, 0)
+
+
+async def test_what_a_worker_runs_and_nobody_wants_is_cancelled(
+    played: tuple[RolloutController, PlayedWorker],
+) -> None:
+    """As after a restart, when the cancellation was lost with the process that asked for it."""
+    controller, worker = played
+    handle = controller.submit((1,), SAMPLING)
+    task = await asyncio.wait_for(worker.tasks.get(), 10)
+    wanted, unknown = AttemptKey(task.task_id, task.attempt), AttemptKey("of-long-ago", 3)
+    worker.running = (wanted, unknown)
+    worker.end_watch.set()
+    assert await asyncio.wait_for(worker.cancelled.get(), 10) == unknown
+    assert worker.cancelled.empty()
+    outcome = accepted(task.task_id, task.attempt, seq=1, token=7)
+    controller.complete(CompletionBatch("played", "i", (outcome,)))
+    assert (await handle).output_ids == (7,)
 
 
 async def test_completions_of_an_unknown_worker_are_acknowledged_and_it_is_told_to_register(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windlass.control.by_hand_order import DeclaredOrder
 from windlass.errors import RoundAborted
 
 
+@settings(deadline=None)
 @given(num_calls=st.lists(st.integers(0, 4), min_size=1, max_size=4), data=st.data())
 def test_any_arrival_gives_the_declared_order(num_calls: list[int], data: st.DataObject) -> None:
     declared = sorted((k, head) for head, n in enumerate(num_calls) for k in range(n))

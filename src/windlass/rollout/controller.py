@@ -350,6 +350,7 @@ class RolloutController(Submissions):
     def attempts_unknown(self, link: Link, keys: Sequence[AttemptKey]) -> None:
         """The worker forgot these: try them again."""
         for key in keys:
+            link.release(key.task_id, key.attempt)
             record = self._life.running(key.task_id, key.attempt)
             if record is not None:
                 self._life.retry(record, f"worker {link.hello.name}: attempt unknown", Partial())
