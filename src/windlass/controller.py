@@ -9,6 +9,7 @@ async with windlass.Controller(token=token) as controller:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import final
@@ -97,8 +98,12 @@ class Controller:
         mount_rollout_routes(self._server, self.rollouts, self.batches)
         self.coordinator.mount(self._server)
         self._operations.mount(self._server)
-        await self._server.start()
-        await self.rollouts.__aenter__()
+        async with AsyncExitStack() as undo:
+            # Whoever is let in must find what an earlier process has left.
+            undo.push_async_callback(self.rollouts.close)
+            await self.rollouts.__aenter__()
+            await self._server.start()
+            undo.pop_all()
         return self
 
     async def __aexit__(
