@@ -82,6 +82,7 @@ def crossing(url: str, version: int) -> None:
             made.close()
 
 
+@pytest.mark.timeout(300)
 async def test_heads_that_arrive_in_the_opposite_order_are_taken_in_the_declared_one() -> None:
     async with engines() as (fleet, url):
         for version in range(2):
@@ -142,6 +143,7 @@ def not_agreed(url: str) -> None:
         windlass.RolloutCallback(url, TOKEN, stage=2, num_stages=2)
 
 
+@pytest.mark.timeout(300)
 async def test_a_head_that_never_comes_or_does_not_agree_ends_the_update_and_no_more() -> None:
     async with engines() as (fleet, url):
         await asyncio.to_thread(absent, url)

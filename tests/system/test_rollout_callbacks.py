@@ -118,6 +118,7 @@ async def rig() -> AsyncIterator[Rig]:
         yield Rig(stack)
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("lanes", [False, True], ids=["posts", "open-connection"])
 async def test_callbacks_lost_doubled_reordered_and_delayed_past_the_deadline_count_once(
     rig: Rig, lanes: bool
