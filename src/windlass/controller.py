@@ -21,6 +21,7 @@ from windlass.operations import Operations
 from windlass.rollout.batches import BatchQueue
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.handles import ControllerConfig
+from windlass.rollout.messages import TrainingSample
 from windlass.rollout.service import mount_rollout_routes
 from windlass.rollout.staleness import StalenessPolicy
 
@@ -73,6 +74,15 @@ class Controller:
     def url(self) -> str:
         """The bound address; trainers, engines and workers are given this."""
         return self._server.url
+
+    @property
+    def server(self) -> ControlServer:
+        """For routes of others, `TrainController.mount` for one; before the controller is entered."""
+        return self._server
+
+    def observe_samples(self, samples: Sequence[TrainingSample]) -> None:
+        """Count the staleness of samples that go to trainers by another way than `batches`."""
+        self._operations.observe_samples(samples)
 
     async def wait_for_fleet(
         self, *, num_trainers: int, engines: Sequence[str], deadline_s: float

@@ -41,7 +41,7 @@ class Operations:
         coordinator.on_update(self._on_update)
         coordinator.on_phase(self._on_phase)
         coordinator.subscribe(self._page.notify)
-        batches.on_put(self._on_batch)
+        batches.on_put(self.observe_samples)
 
     def mount(self, server: ControlServer) -> None:
         """Add the routes to a server that has not started; from the loop."""
@@ -84,7 +84,8 @@ class Operations:
         self._phase = "" if done else f"{phase.value} of version {version}"
         self._page.notify()
 
-    def _on_batch(self, samples: Sequence[TrainingSample]) -> None:
+    def observe_samples(self, samples: Sequence[TrainingSample]) -> None:
+        """Count the age of samples that go to trainers now."""
         version = self._coordinator.published_version
         ages = [version - min(s.versions) for s in samples if s.versions]
         self._staleness.update(ages)

@@ -171,7 +171,7 @@ class RolloutController(Submissions):
             max_concurrent=max_concurrent,
             workflows=tuple(sorted(known)),
         )
-        self._links[LOCAL_WORKER] = LocalLink(hello, known, self)
+        self._links[LOCAL_WORKER] = LocalLink(hello, known, self, self._token)
         self._pump_soon()
 
     async def next_batch(self, num_groups: int, *, deadline_s: float) -> tuple[RolloutGroup, ...]:

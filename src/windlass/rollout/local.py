@@ -12,6 +12,7 @@ from functools import partial
 
 import aiohttp
 
+from windlass.rollout._http import authorization
 from windlass.rollout.attempts import outcome_of
 from windlass.rollout.links import Link, LinkOwner
 from windlass.rollout.messages import RolloutOutcome, RolloutTask, WorkerHello
@@ -27,17 +28,19 @@ class LocalLink(Link):
         hello: identity and limit; its url is empty.
         workflows: user code by name.
         owner: gets the outcomes.
+        token: shared secret, which engines ask for as they ask worker processes.
     """
 
     def __init__(
-        self, hello: WorkerHello, workflows: Mapping[str, Workflow], owner: LinkOwner
+        self, hello: WorkerHello, workflows: Mapping[str, Workflow], owner: LinkOwner, token: str
     ) -> None:
         super().__init__(hello)
         self._workflows = workflows
         self._owner = owner
-        # Engines never see the control token, so the controller's session is not used.
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+            headers=authorization(token),
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None),
         )
         self._jobs: dict[tuple[str, int], asyncio.Task[AttemptResult]] = {}
 

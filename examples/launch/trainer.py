@@ -1,0 +1,51 @@
+"""The example job's trainer rank: FSDP2, REINFORCE with the batch's mean as baseline.
+
+Started by `windlass launch`, once per rank; loss, model and optimiser are yours.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+
+from windlass.training.fsdp_engine import FsdpEngine, Samples
+from windlass.training.worker import run_train_worker
+
+
+def build_model() -> torch.nn.Module:
+    """Random weights, the same on every rank."""
+    config = json.loads(Path(sys.argv[1]).read_text())
+    model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**config)
+    )
+    return model
+
+
+def loss(model: torch.nn.Module, groups: Samples) -> torch.Tensor:
+    """Prompts and answers of this job all have the same length, so there is no padding."""
+    samples = [sample for group in groups for sample in group]
+    tokens = torch.tensor([s.prompt_ids + s.output_ids for s in samples])
+    rewards = torch.tensor([s.reward for s in samples])
+    num_prompt = len(samples[0].prompt_ids)
+    logits = model(tokens[:, :-1]).logits[:, num_prompt - 1 :]
+    chosen = logits.log_softmax(-1).gather(2, tokens[:, num_prompt:, None])[..., 0]
+    found: torch.Tensor = -((rewards - rewards.mean())[:, None] * chosen).mean()
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    run_train_worker(
+        FsdpEngine(
+            model=build_model,
+            optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+            loss=loss,
+            units=lambda model: list(model.get_submodule("model.layers").children()),
+            transport=os.environ["WINDLASS_TRANSPORT"],
+        )
+    )

@@ -1,0 +1,33 @@
+"""`windlass launch CONFIG.toml`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The file names everything; WINDLASS_TOKEN is used when it is set."""
+    parser.add_argument("config", type=Path, help="TOML file: trainer, engines, rollout, ...")
+    parser.add_argument("--check", action="store_true", help="read the file and start nothing")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the job; 128 + the signal's number when a signal ended it."""
+    from windlass.launch.config import load_config
+    from windlass.launch.job import run_job
+
+    config = load_config(args.config)
+    if args.check:
+        print(f"{args.config}: {config.steps} steps, {len(config.engines)} engines: valid")
+        return 0
+    summary = asyncio.run(run_job(config, say=_say))
+    return 128 + summary.stopped_by if summary.stopped_by else 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True, file=sys.stdout)

@@ -1,0 +1,374 @@
+"""A launched job: starts everything, trains, publishes, and ends in order."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, final
+
+import msgspec
+
+from windlass.control.messages import RoundOutcome
+from windlass.controller import Controller
+from windlass.envs import environment_value
+from windlass.errors import WindlassError
+from windlass.launch.config import EngineSection, LaunchConfig
+from windlass.launch.recipe import Recipe, load_recipe
+from windlass.rollout.messages import TrainingSample
+from windlass.rollout.staleness import StalenessPolicy
+from windlass.schedulers.base import ProcessSpec, Scheduler
+from windlass.schedulers.configs import create_scheduler
+from windlass.training.controller import TrainController
+
+__all__ = ["JobSummary", "run_job"]
+
+_T = TypeVar("_T")
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class JobSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """How a job ended; `summary.json`.
+
+    Attributes:
+        steps: that were trained. version: the last published, -1 for none.
+        stopped_by: number of the signal, 0 for none.
+        outcomes: of every round, oldest first.
+        rollouts: counts at the end, before outstanding ones were cancelled.
+    """
+
+    steps: int
+    version: int
+    stopped_by: int
+    outcomes: tuple[RoundOutcome, ...]
+    rollouts: dict[str, int]
+
+
+async def run_job(config: LaunchConfig, *, say: Callable[[str], None]) -> JobSummary:
+    """Run a job until its steps are done, its tasks end, or SIGTERM or SIGINT.
+
+    A signal lets a running step or weight update end within `shutdown_s`, then stops the
+    trainers, the rollouts, the workers and engines, and the controller, in this order. A second
+    signal does not wait. What the scheduler started ends with it in every case.
+
+    Args:
+        config: of `load_config`.
+        say: gets one line per event.
+
+    Raises:
+        WindlassError: a process could not be started, died too often, or a deadline passed.
+    """
+    recipe = load_recipe(Path(config.recipe.file), config.recipe.name)
+    output_dir = _made(config.output_dir)
+    token = environment_value("WINDLASS_TOKEN") or secrets.token_hex(16)
+    environment = {
+        "WINDLASS_LOG": environment_value("WINDLASS_LOG"),
+        **config.environment,
+        "WINDLASS_TOKEN": token,
+        "WINDLASS_TRANSPORT": config.transport,
+    }
+    scheduler = create_scheduler(config.scheduler, output_dir / "logs", environment)
+    rollout = config.rollout
+    controller = Controller(
+        token=token,
+        host=config.controller.host,
+        port=config.controller.port,
+        config=config.update,
+        staleness=StalenessPolicy(
+            max_staleness=rollout.max_staleness,
+            batch_size=rollout.groups_per_step * rollout.samples_per_group,
+            max_concurrent=rollout.max_concurrent,
+        ),
+    )
+    trainer = config.trainer
+    trainers = TrainController(
+        scheduler,
+        command=(trainer.python or sys.executable, trainer.script, *trainer.arguments),
+        world_size=trainer.world_size,
+        token=token,
+        environment=trainer.environment,
+        num_cpus=trainer.num_cpus,
+        num_gpus=trainer.num_gpus,
+    )
+    trainers.mount(controller.server)
+    stop = _Stop()
+    stop.listen()
+    try:
+        async with scheduler, controller:
+            stop.listen()  # again: Ray sets a handler of its own when it starts
+            job = _Job(config, output_dir, recipe, scheduler, controller, trainers, stop, say)
+            summary = await job.run()
+    finally:
+        stop.close()
+    (output_dir / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary)))
+    return summary
+
+
+def _made(folder: str) -> Path:
+    path = Path(folder).resolve()
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+@final
+class _Stop:
+    """SIGTERM and SIGINT as events: the first asks, the second insists."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.asked = asyncio.Event()
+        self.insisted = asyncio.Event()
+
+    def listen(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._take, number)
+
+    def close(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
+
+    def _take(self, number: int) -> None:
+        if self.asked.is_set():
+            self.insisted.set()
+        self.number = self.number or number
+        self.asked.set()
+
+
+class _Stopped(Exception):
+    """Raised inside the job's work where a signal may end it."""
+
+
+@final
+@dataclass(slots=True)
+class _Job:
+    config: LaunchConfig
+    output_dir: Path
+    recipe: Recipe
+    scheduler: Scheduler
+    controller: Controller
+    trainers: TrainController
+    stop: _Stop
+    say: Callable[[str], None]
+    steps: int = 0
+
+    async def run(self) -> JobSummary:
+        controller = self.controller
+        self.say(f"controller {controller.url}")
+        work = asyncio.create_task(self._work())
+        guards = [asyncio.create_task(self._guard(*each)) for each in self._processes()]
+        asked: asyncio.Task[Any] = asyncio.create_task(self.stop.asked.wait())
+        try:
+            await asyncio.wait([work, asked, *guards], return_when=asyncio.FIRST_COMPLETED)
+            for task in [work, *guards]:
+                if task.done():
+                    task.result()
+            if not work.done():
+                await self._let_it_end(work, guards)
+            rollouts: dict[str, int] = msgspec.to_builtins(controller.rollouts.stats())
+        finally:
+            in_step = not work.done()  # ranks that stand in a call hear nothing else
+            for task in (work, asked, *guards):
+                task.cancel()
+            await asyncio.gather(work, asked, *guards, return_exceptions=True)
+            await self.trainers.close(grace_s=0.5 if in_step else 10.0)
+            await controller.rollouts.close()
+            # The controller is still there, so that workers and engines leave it in peace.
+            left = [status.name for status in self.scheduler.list()]
+            await asyncio.gather(*map(self.scheduler.delete, left))
+        summary = JobSummary(
+            steps=self.steps,
+            version=controller.coordinator.published_version,
+            stopped_by=self.stop.number,
+            outcomes=tuple(report.outcome for report in controller.coordinator.reports),
+            rollouts=rollouts,
+        )
+        ended = f"stopped by signal {summary.stopped_by}" if summary.stopped_by else "done"
+        self.say(f"{ended}: {summary.steps} steps, version {summary.version} published")
+        return summary
+
+    async def _let_it_end(self, work: asyncio.Task[None], guards: list[asyncio.Task[None]]) -> None:
+        """A signal came: a step or an update that runs may end, and dispatches stop."""
+        self.controller.rollouts.pause()
+        insisted = asyncio.create_task(self.stop.insisted.wait())
+        self.say(f"signal {self.stop.number}: ending what runs")
+        try:
+            await asyncio.wait(
+                [work, insisted, *guards],
+                timeout=self.config.shutdown_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        finally:
+            insisted.cancel()
+        for task in [work, *guards]:
+            if task.done():
+                task.result()
+        if not work.done():
+            self.say(f"given up after {self.config.shutdown_s} s or a second signal")
+
+    # --- processes ---------------------------------------------------------------------------
+
+    def _processes(self) -> list[tuple[ProcessSpec, int]]:
+        rollout, url = self.config.rollout, self.controller.url
+        program = (
+            (rollout.worker_script,) if rollout.worker_script else ("-m", "windlass.rollout.worker")
+        )
+        found = [(self._engine(engine), engine.max_restarts) for engine in self.config.engines]
+        for number in range(rollout.num_workers):
+            name = f"worker-{number}"
+            command = (
+                *(sys.executable, *program, "--controller", url, "--name", name),
+                *rollout.worker_arguments,
+            )
+            found.append((ProcessSpec(name=name, command=command), 3))
+        return found
+
+    def _engine(self, engine: EngineSection) -> ProcessSpec:
+        python = engine.python or sys.executable
+        port = ("--port", str(engine.port)) if engine.port else ()
+        return ProcessSpec(
+            name=engine.name,
+            command=(
+                *(python, "-m", f"windlass.engines.{engine.kind.value}", "--name", engine.name),
+                *("--model", engine.model, "--tp", str(engine.tensor_parallel_size)),
+                *("--transport", self.config.transport, "--controller", self.controller.url),
+                *(*port, *engine.arguments),
+            ),
+            environment=engine.environment,
+            num_cpus=engine.num_cpus,
+            num_gpus=engine.num_gpus,
+        )
+
+    async def _guard(self, spec: ProcessSpec, max_restarts: int) -> None:
+        """Keep a process running; a fleet goes on without a member that comes back."""
+        restarts = 0
+        while True:
+            await self.scheduler.start(spec)
+            status = await self.scheduler.wait(spec.name)
+            ended = f"{spec.name} ended with {status.returncode} after {restarts} restarts"
+            if restarts == max_restarts:
+                tail = await self.scheduler.log_tail(spec.name)
+                raise WindlassError(f"{ended}; its log ends:\n{tail}")
+            self.say(f"{ended}; starting it again")
+            restarts += 1
+
+    # --- the work ----------------------------------------------------------------------------
+
+    async def _work(self) -> None:
+        config, trainers = self.config, self.trainers
+        producer: asyncio.Task[None] | None = None
+        try:
+            await self._unless_stopped(self._start())
+            await trainers.publish(0, deadline_s=config.trainer.publish_deadline_s)
+            producer = asyncio.create_task(self._produce())
+            for step in range(config.steps):
+                self._check_stopped()
+                batch = await self._unless_stopped(self._batch(producer))
+                if batch is None:
+                    self.say(f"the recipe's tasks ended after {step} steps")
+                    break
+                await self._step(step, batch)
+        except _Stopped:
+            return
+        finally:
+            if producer is not None:
+                producer.cancel()
+                await asyncio.gather(producer, return_exceptions=True)
+
+    async def _start(self) -> None:
+        config, controller = self.config, self.controller
+        deadline_s = config.start_deadline_s
+        if not config.rollout.num_workers:
+            controller.rollouts.run_here(self.recipe.workflows())
+        async with asyncio.timeout(deadline_s):
+            await self.trainers.start(controller.url, deadline_s=deadline_s)
+            await controller.wait_for_fleet(
+                num_trainers=config.trainer.world_size,
+                engines=[engine.name for engine in config.engines],
+                deadline_s=deadline_s,
+            )
+            await controller.rollouts.wait_for_workers(
+                max(config.rollout.num_workers, 1), deadline_s=deadline_s
+            )
+
+    async def _step(self, step: int, batch: list[list[TrainingSample]]) -> None:
+        config, trainers = self.config, self.trainers
+        self.controller.observe_samples([sample for group in batch for sample in group])
+        result = await trainers.train_step(step, batch, deadline_s=config.trainer.step_deadline_s)
+        await trainers.publish(step + 1, deadline_s=config.trainer.publish_deadline_s)
+        self.steps = step + 1
+        if config.trainer.save_every and self.steps % config.trainer.save_every == 0:
+            path = self.output_dir / "checkpoints" / str(self.steps)
+            await trainers.save(str(path), deadline_s=config.trainer.step_deadline_s)
+        samples = [sample for group in batch for sample in group]
+        reward = sum(sample.reward for sample in samples) / max(len(samples), 1)
+        metrics = ", ".join(f"{name} {value:.4g}" for name, value in result.metrics.items())
+        self.say(f"step {self.steps}: reward {reward:.4f}, {len(samples)} samples, {metrics}")
+
+    async def _produce(self) -> None:
+        """Tasks as fast as the staleness bound admits them."""
+        rollout, rollouts = self.config.rollout, self.controller.rollouts
+        for task in self.recipe.tasks():
+            await rollouts.wait_for_room()
+            if task.workflow:
+                rollouts.submit_workflow_group(
+                    task.workflow,
+                    task.arguments,
+                    rollout.samples_per_group,
+                    rollout.sampling,
+                    metadata=task.metadata,
+                )
+            else:
+                rollouts.submit_group(
+                    task.prompt_ids,
+                    rollout.samples_per_group,
+                    rollout.sampling,
+                    metadata=task.metadata,
+                )
+
+    async def _batch(self, producer: asyncio.Task[None]) -> list[list[TrainingSample]] | None:
+        """The groups of a step, scored; None when there are no tasks left for one."""
+        rollout, rollouts = self.config.rollout, self.controller.rollouts
+        drawn = asyncio.ensure_future(
+            rollouts.next_batch(rollout.groups_per_step, deadline_s=rollout.batch_deadline_s)
+        )
+        try:
+            await asyncio.wait([drawn, producer], return_when=asyncio.FIRST_COMPLETED)
+            if producer.done():
+                producer.result()
+                num_left = rollouts.stats().outstanding
+                if (
+                    not drawn.done()
+                    and num_left < rollout.samples_per_group * rollout.groups_per_step
+                ):
+                    return None
+            groups = await drawn
+        finally:
+            drawn.cancel()
+        return [list(await asyncio.to_thread(self.recipe.samples, group)) for group in groups]
+
+    # --- stopping ----------------------------------------------------------------------------
+
+    def _check_stopped(self) -> None:
+        if self.stop.asked.is_set():
+            raise _Stopped
+
+    async def _unless_stopped(self, what: Coroutine[Any, Any, _T]) -> _T:
+        """Wait for something that a signal may cut off without harm."""
+        task = asyncio.create_task(what)
+        asked = asyncio.create_task(self.stop.asked.wait())
+        try:
+            await asyncio.wait([task, asked], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise _Stopped
+            return task.result()
+        finally:
+            for each in (task, asked):
+                each.cancel()
+            await asyncio.gather(task, asked, return_exceptions=True)

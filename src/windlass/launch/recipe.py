@@ -1,0 +1,73 @@
+"""The user's part of a launched job that runs in the controller's process."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from windlass.errors import ConfigError
+from windlass.rollout.batches import training_samples
+from windlass.rollout.handles import RolloutGroup
+from windlass.rollout.messages import TrainingSample
+from windlass.rollout.workflows import Workflow
+
+__all__ = ["Recipe", "Task", "load_recipe"]
+
+MODULE = "windlass_launched_recipe"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One group to draw: samples of a prompt, or runs of a workflow.
+
+    Attributes:
+        prompt_ids: of a plain prompt. workflow: name; empty for a plain prompt.
+        arguments: of the workflow. metadata: given back with the group.
+    """
+
+    prompt_ids: tuple[int, ...] = ()
+    workflow: str = ""
+    arguments: object = None
+    metadata: object = None
+
+
+class Recipe(ABC):
+    """What is asked and how it is scored. Called from the controller's loop and one thread."""
+
+    @abstractmethod
+    def tasks(self) -> Iterator[Task]:
+        """Tasks, drawn as fast as the staleness bound admits them; the end ends the job."""
+
+    @abstractmethod
+    def rewards(self, group: RolloutGroup) -> Sequence[float]:
+        """One per answer of a finished group. Runs in a thread, so it may take its time."""
+
+    def samples(self, group: RolloutGroup) -> Sequence[TrainingSample]:
+        """What the trainers get of a group; one sample per answer unless overridden."""
+        return training_samples(group, self.rewards(group))
+
+    def workflows(self) -> Mapping[str, Workflow]:
+        """Workflows that the controller's loop runs when there are no worker processes."""
+        return {}
+
+
+def load_recipe(file: Path, name: str) -> Recipe:
+    """Run a file that whoever starts the process has named; an instance of its `Recipe`.
+
+    Raises:
+        ConfigError: no such file or name, or it is no `Recipe` class.
+    """
+    spec = importlib.util.spec_from_file_location(MODULE, file)
+    if spec is None or spec.loader is None or not file.is_file():
+        raise ConfigError(f"recipe.file must be a Python file, got {str(file)!r}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[MODULE] = module  # dataclasses look their own module up
+    spec.loader.exec_module(module)
+    found = vars(module).get(name)
+    if not (isinstance(found, type) and issubclass(found, Recipe)):
+        raise ConfigError(f"recipe.name must be a windlass.launch.Recipe class, got {name!r}")
+    return found()
