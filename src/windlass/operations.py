@@ -19,6 +19,7 @@ from windlass.rollout.batches import BatchQueue
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.messages import TrainingSample
 from windlass.telemetry.metrics import CONTENT_TYPE, ControllerMetrics
+from windlass.telemetry.spans import find_tracer, record_round
 
 __all__ = ["Operations"]
 
@@ -34,6 +35,7 @@ class Operations:
     ) -> None:
         self._coordinator, self._rollouts = coordinator, rollouts
         self._metrics = ControllerMetrics()
+        self._tracer = find_tracer()
         self._page = StatusPage(self.overview)
         self._staleness: Counter[int] = Counter()
         self._phase = ""
@@ -76,6 +78,15 @@ class Operations:
             update_s=report.update_s,
             pause_s=report.pause_s,
         )
+        if self._tracer is not None:
+            record_round(
+                self._tracer,
+                version=report.version,
+                outcome=report.outcome.value,
+                nbytes=report.nbytes,
+                update_s=report.update_s,
+                phase_s=report.phase_s,
+            )
         self._phase = ""
         self._page.notify()
 

@@ -37,13 +37,14 @@ def write(tmp_path: Path, *replacements: tuple[str, str]) -> Path:
 def launched(config: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
     """The job's process; every process of the job must be gone when it is."""
     token = uuid.uuid4().hex
-    job = subprocess.Popen(
-        (sys.executable, "-m", "windlass.cli.main", "launch", str(config)),
-        env={**os.environ, "WINDLASS_TOKEN": token, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    with (config.parent / "stderr").open("w") as log:
+        job = subprocess.Popen(
+            (sys.executable, "-m", "windlass.cli.main", "launch", str(config)),
+            env={**os.environ, "WINDLASS_TOKEN": token, **environment},
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
     try:
         yield job
         job.wait(timeout=DEADLINE_S)
@@ -95,7 +96,7 @@ def summary(tmp_path: Path) -> dict[str, object]:
 def check_example(tmp_path: Path, config: Path, **environment: str) -> None:
     with launched(config, **environment) as job:
         printed, _ = job.communicate(timeout=DEADLINE_S)
-        assert job.returncode == 0, printed
+        assert job.returncode == 0, printed + (tmp_path / "stderr").read_text()
     lines = printed.splitlines()
     assert [line.split(":")[0] for line in lines[1:]] == ["step 1", "step 2", "done"], printed
     found = summary(tmp_path)
@@ -111,8 +112,32 @@ def test_the_example_trains_publishes_saves_and_leaves_nothing_behind(tmp_path: 
     config = write(
         tmp_path, ("steps = 4", "steps = 2"), ("world_size = 2", "world_size = 2\nsave_every = 2")
     )
-    check_example(tmp_path, config)
+    check_example(tmp_path, config, WINDLASS_LOG="json", WINDLASS_LOG_LEVEL="DEBUG")
     assert (tmp_path / "out" / "checkpoints" / "2" / ".metadata").exists()
+    check_logs(tmp_path)
+
+
+def check_logs(tmp_path: Path) -> None:
+    """What the processes of the example wrote as JSON lines."""
+    controller = [json.loads(line) for line in (tmp_path / "stderr").read_text().splitlines()]
+    ended = [line for line in controller if line["message"].startswith("round published")]
+    assert [line["version"] for line in ended] == [0, 1, 2]
+    rounds = [line["round"] for line in ended]
+    assert rounds == sorted(set(rounds))
+    for line in ended:
+        phases = [each for each in controller if each.get("round") == line["round"]]
+        assert {"phase write", "phase publish"} <= {each["message"] for each in phases}
+        assert {each["version"] for each in phases} == {line["version"]}
+    assert {line["process"] for line in controller} == {"controller"}
+    worker = (tmp_path / "out" / "logs" / "worker-0.log").read_text().splitlines()
+    attempts = [json.loads(line) for line in worker if "attempt accepted" in line]
+    assert len(attempts) >= 2 * 32
+    assert len({line["task"] for line in attempts}) == len(attempts)
+    assert {line["version"] for line in attempts} <= {0, 1, 2}
+    assert {(line["process"], line["engine"]) for line in attempts} == {("worker-0", "engine-a")}
+    engine = (tmp_path / "out" / "logs" / "engine-a.log").read_text().splitlines()
+    commands = [json.loads(line) for line in engine if line.startswith("{") and '"round"' in line]
+    assert set(rounds) <= {line["round"] for line in commands}
 
 
 @pytest.mark.parametrize("goes_on", [True, False], ids=["it_ends", "it_is_given_up"])
@@ -159,8 +184,9 @@ def test_a_trainer_that_dies_fails_the_job_with_its_log(tmp_path: Path) -> None:
     dies = tmp_path / "dies.py"
     dies.write_text("raise SystemExit('no such optimizer')")
     with launched(write(tmp_path, (str(EXAMPLE / "trainer.py"), str(dies)))) as job:
-        printed, _ = job.communicate(timeout=DEADLINE_S)
+        job.communicate(timeout=DEADLINE_S)
         assert job.returncode == 2
+    printed = (tmp_path / "stderr").read_text()
     assert "TrainerError: connect: trainer-" in printed
     assert "no such optimizer" in printed
 

@@ -7,6 +7,7 @@ import asyncio
 from pathlib import Path
 
 from windlass.control.messages import UpdateMode
+from windlass.telemetry.logs import configure_logging
 
 __all__ = ["add_arguments", "run"]
 
@@ -31,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo; 1 when it showed something that it must not show."""
+    configure_logging("controller")
     from windlass.demo.run import run_demo
     from windlass.demo.settings import (
         REAL_ENGINES,

@@ -7,6 +7,8 @@ import asyncio
 import sys
 from pathlib import Path
 
+from windlass.telemetry.logs import configure_logging
+
 __all__ = ["add_arguments", "run"]
 
 
@@ -21,6 +23,7 @@ def run(args: argparse.Namespace) -> int:
     from windlass.launch.config import load_config
     from windlass.launch.job import run_job
 
+    configure_logging("controller")
     config = load_config(args.config)
     if args.check:
         print(f"{args.config}: {config.steps} steps, {len(config.engines)} engines: valid")

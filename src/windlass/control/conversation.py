@@ -46,6 +46,7 @@ from windlass.errors import (
     StaleMessage,
     TransferOutcomeUnknown,
 )
+from windlass.telemetry.logs import log_fields
 
 __all__ = ["AgentConversation", "Announcement", "CommandHandler"]
 
@@ -359,7 +360,8 @@ class AgentConversation:
         with self._carrying_out:
             reply = self._store.lookup(envelope)
             if reply is None:
-                result = self._carry_out(envelope)
+                with log_fields(round_number=envelope.round):
+                    result = self._carry_out(envelope)
                 reply = Reply(envelope.epoch, envelope.round, envelope.seq, result)
                 self._store.store(reply)
             return reply
@@ -368,6 +370,7 @@ class AgentConversation:
         command = envelope.command
         if isinstance(command, Probe):
             return Done()
+        _log.debug("%s", type(command).__name__)
         try:
             return self._handler.handle(command, epoch=envelope.epoch, round_number=envelope.round)
         # The boundary of the agent: whatever goes wrong must reach the controller as a failure,

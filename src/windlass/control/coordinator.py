@@ -50,6 +50,7 @@ from windlass.control.server import ControlServer
 from windlass.control.session import AgentSession, probe_held, report_to
 from windlass.errors import PeerUnreachable, PlanError, ProtocolError, WindlassError
 from windlass.planning.planner import plan_transfer
+from windlass.telemetry.logs import log_fields
 
 __all__ = ["Coordinator", "EngineInfo"]
 
@@ -377,7 +378,8 @@ class Coordinator(HandDrivenGate):
         if report is not None:
             self._spawn(report_to(self._sessions, session.agent.identity, report))
         elif trainers.complete and (all_of_them := self._announcements.take(trainers.workers)):
-            self._spawn(self._update(all_of_them))
+            with log_fields(version=frame.version):  # which the new task keeps
+                self._spawn(self._update(all_of_them))
 
     async def _update(self, standing: tuple[Standing, ...]) -> None:
         version = max(rank.version for rank in standing)

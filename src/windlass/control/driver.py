@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import assert_never, final
@@ -26,8 +27,11 @@ from windlass.control.round_types import (
 from windlass.control.rounds import RoundMachine
 from windlass.control.session import AgentSession
 from windlass.errors import PeerUnreachable
+from windlass.telemetry.logs import log_fields
 
 __all__ = ["RoundDriver", "RoundResult", "report_of", "spec_of"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +101,7 @@ class RoundDriver:
     ) -> None:
         """`on_phase` may raise OSError: the phase does not begin then."""
         self._machine = RoundMachine(spec)
+        self._version = spec.version
         self._epoch, self._round = epoch, round_number
         self._deadlines = deadlines
         # Pinned: a process that takes over a name during the round is no part of it.
@@ -126,6 +131,13 @@ class RoundDriver:
 
     async def run(self) -> RoundResult:
         """Drive the machine until it finishes. Every phase has a deadline, so this ends."""
+        with log_fields(round_number=self._round, version=self._version):
+            result = await self._run()
+            finish = result.finish
+            _log.info("round %s in %.3f s %s", finish.outcome.value, result.update_s, finish.reason)
+        return result
+
+    async def _run(self) -> RoundResult:
         began = self._clock()
         finish = await self._carry_out(self._machine.start())
         while finish is None:
@@ -175,6 +187,7 @@ class RoundDriver:
 
     def _enter(self, phase: Phase, entry: int) -> None:
         self._leave_phase()
+        _log.debug("phase %s", phase.value)
         self._on_phase(phase)
         self._phase, self._phase_began = phase, self._clock()
         self._timer = asyncio.get_running_loop().call_later(

@@ -23,6 +23,7 @@ from windlass.rollout.messages import TrainingSample
 from windlass.rollout.staleness import StalenessPolicy
 from windlass.schedulers.base import ProcessSpec, Scheduler
 from windlass.schedulers.configs import create_scheduler
+from windlass.telemetry.logs import LOG_VARIABLES
 from windlass.training.controller import TrainController
 
 __all__ = ["JobSummary", "run_job"]
@@ -67,7 +68,7 @@ async def run_job(config: LaunchConfig, *, say: Callable[[str], None]) -> JobSum
     output_dir = _made(config.output_dir)
     token = environment_value("WINDLASS_TOKEN") or secrets.token_hex(16)
     environment = {
-        "WINDLASS_LOG": environment_value("WINDLASS_LOG"),
+        **{name: environment_value(name) for name in LOG_VARIABLES},
         **config.environment,
         "WINDLASS_TOKEN": token,
         "WINDLASS_TRANSPORT": config.transport,

@@ -9,6 +9,7 @@ import time
 from windlass.rollout.generate import AttemptError
 from windlass.rollout.messages import OutcomeStatus, Partial, RolloutOutcome, RolloutTask
 from windlass.rollout.workflows import AttemptResult, Reject
+from windlass.telemetry.logs import log_fields
 
 __all__ = ["outcome_of"]
 
@@ -39,9 +40,10 @@ def outcome_of(
         if isinstance(failure, AttemptError):
             result = AttemptResult(Partial() if task.workflow else failure.partial)
         else:
-            logger.error("attempt %s failed in the worker", task.task_id, exc_info=failure)
+            with log_fields(task=task.task_id, attempt=task.attempt, engine=task.engine.name):
+                logger.error("attempt failed in the worker", exc_info=failure)
             error = f"worker {worker}: {type(failure).__name__}: {failure}"
-    return RolloutOutcome(
+    outcome = RolloutOutcome(
         task_id=task.task_id,
         attempt=task.attempt,
         seq=0,
@@ -55,3 +57,10 @@ def outcome_of(
         turns=result.turns,
         value=result.value,
     )
+    if logger.isEnabledFor(logging.DEBUG):
+        version = max(outcome.versions(), default=None)
+        with log_fields(
+            task=task.task_id, attempt=task.attempt, version=version, engine=task.engine.name
+        ):
+            logger.debug("attempt %s %s", status.value, error)
+    return outcome

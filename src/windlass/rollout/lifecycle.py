@@ -18,6 +18,7 @@ from windlass.rollout.handles import ControllerConfig, RolloutGroup
 from windlass.rollout.journal import RolloutJournal
 from windlass.rollout.messages import OutcomeStatus, Partial, RolloutOutcome
 from windlass.rollout.staleness import StalenessPolicy
+from windlass.telemetry.logs import log_fields
 
 __all__ = ["Lifecycle"]
 
@@ -317,7 +318,8 @@ class Lifecycle:
         self.retry(record, f"engine {record.engine}: no answer in {limit} s", Partial())
 
     def _fail(self, record: Record, error: Exception) -> None:
-        logger.warning("%s", error)
+        with log_fields(task=record.task_id, attempt=record.attempt, engine=record.engine):
+            logger.warning("%s", error)
         self._end(record)
         self.journal.ended(record.task_id)
         self.book.counts.failed += 1

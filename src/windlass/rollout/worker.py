@@ -27,6 +27,7 @@ from windlass.rollout._http import authorization, require_token
 from windlass.rollout.messages import WorkerHello
 from windlass.rollout.runner import WorkerRunner
 from windlass.rollout.workflows import Workflow, check_workflows
+from windlass.telemetry.logs import configure_logging
 
 __all__ = ["WorkerSettings", "main", "run_rollout_worker", "run_worker"]
 
@@ -183,10 +184,8 @@ def main(
 ) -> int:
     """Entry point; 0 after a signal, 1 when the controller was gone, 2 when it was refused."""
     settings = _settings(arguments)
-    logging.basicConfig(
-        level=logging.INFO, format=f"%(asctime)s {settings.name} %(levelname)s %(message)s"
-    )
     try:
+        configure_logging(settings.name)
         if asyncio.run(run_worker(settings, control_token(), workflows)):
             return 0
     except (AuthenticationError, ConfigError) as error:

@@ -14,6 +14,7 @@ import msgspec
 from windlass.errors import ConfigError, RolloutError
 from windlass.rollout.generate import AttemptDeadline, AttemptError, generate
 from windlass.rollout.messages import Partial, RolloutTask, SamplingParams, Turn
+from windlass.telemetry.logs import add_log_fields
 
 __all__ = [
     "AttemptResult",
@@ -92,6 +93,8 @@ class WorkflowContext:
         answer = await generate(self._session, call)
         turn = Turn(call.prompt_ids, answer.tokens, answer.finish_reason)
         self.turns.append(turn)
+        if answer.tokens.versions:
+            add_log_fields(version=answer.tokens.versions[-1])
         return turn
 
 
@@ -141,6 +144,8 @@ async def run_attempt(
         Reject: the workflow does not want its trajectory used.
         Exception: whatever the workflow raises.
     """
+    # An attempt is a task of its own, so that the fields are of nobody else's lines.
+    add_log_fields(task=task.task_id, attempt=task.attempt, engine=task.engine.name)
     if not task.workflow:
         answer = await generate(session, task)
         return AttemptResult(answer.tokens, answer.finish_reason)

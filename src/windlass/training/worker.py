@@ -23,6 +23,7 @@ from windlass.envs import control_token, environment_value
 from windlass.errors import AuthenticationError, ConfigError, PeerUnreachable
 from windlass.execution.backends import address_towards
 from windlass.rollout.messages import TrainingSample
+from windlass.telemetry.logs import configure_logging, log_fields
 from windlass.training.messages import (
     TRAIN_PROTOCOL_VERSION,
     Call,
@@ -115,6 +116,7 @@ def run_train_worker(engine: TrainEngine) -> None:
             f"TrainController, got {url!r}, {numbers}"
         )
     rank, world_size = map(int, numbers)
+    configure_logging(f"trainer rank {rank}")
     worker = _Worker(engine, url, control_token(), rank, world_size)
     try:
         worker.run()
@@ -177,7 +179,8 @@ class _Worker:
                 case TrainStep(step=step, groups=groups):
                     return Done(metrics=dict(engine.train_step(step, groups)))
                 case Publish(version=version, deadline_s=deadline_s):
-                    engine.publish(version, deadline_s=deadline_s)
+                    with log_fields(version=version):
+                        engine.publish(version, deadline_s=deadline_s)
                 case Save(path=path):
                     engine.save(path)
                 case Stop():

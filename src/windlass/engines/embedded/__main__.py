@@ -23,6 +23,7 @@ from windlass.engines.embedded.steps import IDLE_TIMEOUT
 from windlass.envs import control_token
 from windlass.errors import WindlassError
 from windlass.layout.dtypes import DType
+from windlass.telemetry.logs import configure_logging
 
 
 def main() -> int:
@@ -44,6 +45,7 @@ def main() -> int:
                         help=argparse.SUPPRESS)  # fmt: skip
     args = parser.parse_args()
     try:
+        configure_logging(args.name)
         if args.follow is not None:
             return _follow(int(args.follow[0]), int(args.follow[1]), args.follow[2])
         settings = EngineSettings(

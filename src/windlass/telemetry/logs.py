@@ -1,0 +1,137 @@
+"""Log lines that say which rollout, round and version they belong to.
+
+Code that works on one rollout or one round names it with `log_fields`; every line that is logged
+meanwhile carries it, a user's own lines too. The fields travel with asyncio tasks, not with threads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import final
+
+import msgspec
+
+from windlass.envs import environment_value
+from windlass.errors import ConfigError
+
+__all__ = ["LOG_VARIABLES", "JsonFormatter", "add_log_fields", "configure_logging", "log_fields"]
+
+FORMAT_VARIABLE = "WINDLASS_LOG"
+LEVEL_VARIABLE = "WINDLASS_LOG_LEVEL"
+LOG_VARIABLES = (FORMAT_VARIABLE, LEVEL_VARIABLE)
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+_fields: ContextVar[Mapping[str, str | int]] = ContextVar("windlass_log_fields")
+_NO_FIELDS: Mapping[str, str | int] = {}
+
+
+def add_log_fields(
+    *,
+    task: str | None = None,
+    attempt: int | None = None,
+    round_number: int | None = None,
+    version: int | None = None,
+    engine: str | None = None,
+) -> Mapping[str, str | int]:
+    """Add fields to every later line of the running asyncio task; returns those before.
+
+    Args:
+        task: id of a rollout.
+        attempt: of the rollout.
+        round_number: of a weight update.
+        version: of the weights.
+        engine: name.
+    """
+    before = _fields.get(_NO_FIELDS)
+    given = {
+        "task": task,
+        "attempt": attempt,
+        "round": round_number,
+        "version": version,
+        "engine": engine,
+    }
+    _fields.set({**before, **{name: value for name, value in given.items() if value is not None}})
+    return before
+
+
+@contextmanager
+def log_fields(
+    *,
+    task: str | None = None,
+    attempt: int | None = None,
+    round_number: int | None = None,
+    version: int | None = None,
+    engine: str | None = None,
+) -> Iterator[None]:
+    """`add_log_fields` for the lines within; tasks that are created within keep them."""
+    before = add_log_fields(
+        task=task, attempt=attempt, round_number=round_number, version=version, engine=engine
+    )
+    try:
+        yield
+    finally:
+        _fields.set(before)
+
+
+@final
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line: time (UTC), level, logger, process, message, fields, exception.
+
+    Args:
+        process: name of this process.
+    """
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "process": self._process,
+            "message": record.getMessage(),
+            **_fields.get(_NO_FIELDS),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode()
+
+
+@final
+class _TextFormatter(logging.Formatter):
+    def __init__(self, process: str) -> None:
+        super().__init__(f"%(asctime)s {process} %(levelname)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        fields = " ".join(f"{name}={value}" for name, value in _fields.get(_NO_FIELDS).items())
+        line = super().formatMessage(record)
+        return f"{line} [{fields}]" if fields else line
+
+
+def configure_logging(process: str) -> None:
+    """Log to stderr as WINDLASS_LOG (`text`, `json`) and WINDLASS_LOG_LEVEL (`INFO`) say.
+
+    Called by the entry points of processes; a handler that is there already is left alone.
+
+    Args:
+        process: name in every line.
+
+    Raises:
+        ConfigError: a value that is neither.
+    """
+    kind = environment_value(FORMAT_VARIABLE) or "text"
+    if kind not in {"text", "json"}:
+        raise ConfigError(f"{FORMAT_VARIABLE} must be text or json, got {kind!r}")
+    level = environment_value(LEVEL_VARIABLE).upper() or "INFO"
+    if level not in LEVELS:
+        raise ConfigError(f"{LEVEL_VARIABLE} must be one of {LEVELS}, got {level!r}")
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter(process) if kind == "json" else _TextFormatter(process))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
+    logging.getLogger("windlass").setLevel(level)
