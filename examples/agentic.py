@@ -112,7 +112,7 @@ def samples(group: RolloutGroup) -> list[windlass.TrainingSample]:
     ]
 
 
-async def control(steps: int) -> None:
+async def control(steps: int, num_trainers: int) -> None:
     """Draw conversations while the trainer publishes; print the reward of each step."""
     sampling = windlass.SamplingParams(max_new_tokens=2, ignore_eos=True)
     policy = windlass.StalenessPolicy(
@@ -122,7 +122,9 @@ async def control(steps: int) -> None:
         token=os.environ["WINDLASS_TOKEN"], staleness=policy
     ) as controller:
         print(controller.url, flush=True)
-        await controller.wait_for_fleet(num_trainers=2, engines=("engine-a",), deadline_s=600)
+        await controller.wait_for_fleet(
+            num_trainers=num_trainers, engines=("engine-a",), deadline_s=600
+        )
 
         async def produce() -> None:
             for number in range(1_000_000):
@@ -154,7 +156,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("role", choices=["controller"])
     parser.add_argument("--steps", type=int, default=3)
-    asyncio.run(control(parser.parse_args().steps))
+    parser.add_argument("--num-trainers", type=int, default=2, help="ranks of the trainer")
+    args = parser.parse_args()
+    asyncio.run(control(args.steps, args.num_trainers))
     return 0
 
 

@@ -16,7 +16,7 @@ from windlass.training.worker import TrainContext, run_train_worker
 
 
 class Misbehaving:
-    """Step 1 trains; step 2 dies, stops or raises in rank 1."""
+    """Steps train until step 4, in which rank 1 dies, stops or raises."""
 
     def __init__(self, inner: FsdpEngine, how: str) -> None:
         self._inner, self._how, self._rank = inner, how, 0
@@ -29,11 +29,10 @@ class Misbehaving:
         self, step: int, groups: Sequence[Sequence[TrainingSample]]
     ) -> Mapping[str, float]:
         print(f"rank {self._rank} step {step}", flush=True)
-        if step == 2 and self._rank == 1:
+        if step == 4 and self._rank == 1:
             if self._how == "raise":
                 raise ValueError("bad sample")
-            if self._how != "none":
-                os.kill(os.getpid(), getattr(signal, self._how))
+            os.kill(os.getpid(), getattr(signal, self._how))
         found = dict(self._inner.train_step(step, groups))
         weight = next(self._inner.model.parameters())
         full = weight.full_tensor() if isinstance(weight, DTensor) else weight
