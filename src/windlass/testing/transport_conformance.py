@@ -86,6 +86,8 @@ class Rig:
         self.transport = transport
         self.arena = arena
         self.peer = peer
+        self.deadline_s = DEADLINE_S
+        self.prompt_s = PROMPT_S
 
     def batch(
         self,
@@ -106,9 +108,11 @@ class Rig:
             regions=(region,) if regions is None else regions,
         )
 
-    def write(self, batch: WriteBatch, deadline_s: float = DEADLINE_S) -> None:
+    def write(self, batch: WriteBatch, deadline_s: float | None = None) -> None:
         """Write with a deadline."""
-        self.transport.write(batch, deadline_s=deadline_s)
+        self.transport.write(
+            batch, deadline_s=self.deadline_s if deadline_s is None else deadline_s
+        )
 
     def write_until(self, batch: WriteBatch, at_s: float) -> None:
         """Write again and again, so that what happens at the peer falls into a write."""
@@ -142,15 +146,16 @@ class Rig:
         self,
         batch: WriteBatch,
         error: type[TransferError] | tuple[type[TransferError], ...],
-        within_s: float = PROMPT_S,
-        deadline_s: float = DEADLINE_S,
+        within_s: float | None = None,
+        deadline_s: float | None = None,
     ) -> str:
         """The write raises `error` within the time; returns the message."""
+        limit_s = self.prompt_s if within_s is None else within_s
         start = time.monotonic()
         with pytest.raises(error) as caught:
             self.write(batch, deadline_s)
         seconds = time.monotonic() - start
-        check(seconds < within_s, f"the error took {seconds:.1f} s, at most {within_s} s")
+        check(seconds < limit_s, f"the error took {seconds:.1f} s, at most {limit_s} s")
         check("\n" not in str(caught.value), "messages are one line")
         return str(caught.value)
 
@@ -169,9 +174,11 @@ def scattered(
 
 
 class TransportConformance:
-    """Subclass and set `config`."""
+    """Subclass and set `config`; and, on a slow machine, the two times."""
 
     config: ClassVar[TransportConfig]
+    deadline_s: ClassVar[float] = DEADLINE_S
+    prompt_s: ClassVar[float] = PROMPT_S
 
     def start_transport(self) -> OneSidedTransport:
         """The transport under test."""
@@ -419,8 +426,8 @@ class ProcessConformance(TransportConformance):
         self.process(mortal).signal_on_write(int(pieces[1][0]), signal.SIGKILL)
         start = time.monotonic()
         with pytest.raises((PeerUnreachable, TransferOutcomeUnknown)) as caught:
-            mortal.write_until(batch, start + DEADLINE_S)
-        check(time.monotonic() < start + DEADLINE_S, f"too late: {caught.value}")
+            mortal.write_until(batch, start + self.deadline_s)
+        check(time.monotonic() < start + self.deadline_s, f"too late: {caught.value}")
         mortal.refused(batch, PeerUnreachable)
 
     def test_a_stopped_peer_is_an_error_in_time_unless_the_wire_is_one_sided(
@@ -435,7 +442,7 @@ class ProcessConformance(TransportConformance):
             mortal.refused(
                 batch,
                 (PeerUnreachable, TransferFailed, TransferOutcomeUnknown),
-                within_s=2.0,
+                within_s=1.0 + self.prompt_s,
                 deadline_s=1.0,
             )
         self.process(mortal).resume()
@@ -448,7 +455,9 @@ def _make_rig(suite: TransportConformance) -> Rig:
     transport = suite.start_transport()
     arena = Arena(transport, NBYTES)
     arena.bytes.view(np.uint64)[:] = np.arange(NBYTES // 8, dtype=np.uint64) * 2654435761
-    return Rig(transport, arena, suite.start_peer(transport))
+    rig = Rig(transport, arena, suite.start_peer(transport))
+    rig.deadline_s, rig.prompt_s = suite.deadline_s, suite.prompt_s
+    return rig
 
 
 def _close_rig(rig: Rig) -> None:
