@@ -124,7 +124,7 @@ async def rig() -> AsyncIterator[Rig]:
         yield Rig(stack)
 
 
-async def finished(tasks: Sequence[asyncio.Task[Rollout]], deadline_s: float = 20) -> list[Rollout]:
+async def finished(tasks: Sequence[asyncio.Task[Rollout]], deadline_s: float = 60) -> list[Rollout]:
     async with asyncio.timeout(deadline_s):
         return list(await asyncio.gather(*tasks))
 

@@ -117,7 +117,7 @@ class FakeEngine:
                 request.aborted = True
             self._changed.notify_all()
 
-    async def until(self, condition: Callable[[], bool], *, deadline_s: float = 20.0) -> None:
+    async def until(self, condition: Callable[[], bool], *, deadline_s: float = 60.0) -> None:
         """Return once `condition` holds; it is looked at whenever a request changes."""
         async with asyncio.timeout(deadline_s), self._changed:
             await self._changed.wait_for(condition)
