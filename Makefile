@@ -59,7 +59,7 @@ engines: setup
 	test -n "$(WINDLASS_VLLM_VENV)" || bash tools/engines/install.sh vllm .venv-vllm $(VENV)
 	test -n "$(WINDLASS_SGLANG_VENV)" || bash tools/engines/install.sh sglang .venv-sglang $(VENV)
 
-# Live servers on this machine's CPU: four of the matrix (about 20 minutes on two cores), or all of
+# Live servers on this machine's CPU: three of the matrix (about 20 minutes on two cores), or all of
 # it with FULL=1 (hours). What was shown becomes docs/capabilities.md.
 test-engines: engines
 	WINDLASS_ENGINES_FULL=$(FULL) WINDLASS_CAPABILITIES=docs/capabilities.json \

@@ -78,7 +78,6 @@ SPARSE = (FSDP, MEGATRON_EP)
 SMALL = [
     Case("vllm", "moe", 1, "cma", IN_PLACE, SPARSE),
     Case("vllm", "dense", 2, "mooncake", STAGED, DENSE),
-    Case("sglang", "mla", 1, "mooncake", STAGED, (FSDP,)),
     Case("sglang", "dense", 2, "cma", IN_PLACE, DENSE),
 ]
 TRAINERS = {"dense": DENSE, "tied": (FSDP,), "moe": SPARSE, "mla": (FSDP,)}
