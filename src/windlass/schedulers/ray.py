@@ -25,6 +25,8 @@ from windlass.schedulers.queued import LOST_RETURNCODE, ClusterBackend, QueuedSc
 __all__ = ["RayBackend", "ray_scheduler"]
 
 MAX_CALLS = 1000
+# Ray gives a node that it starts 30 s and cannot be told otherwise; a busy host needs more.
+START_TRIES = 3
 
 
 def ray_scheduler(
@@ -96,18 +98,24 @@ class RayBackend(ClusterBackend):
             import ray
         except ImportError as error:
             raise TransportUnavailable("ray: not installed; pip install 'windlass[ray]'") from error
-        try:
-            ray.init(
-                address=self._address or "local",
-                num_cpus=None if self._address else self._num_cpus,
-                namespace=self._namespace,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level="ERROR",
-            )
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise ConfigError(f"ray: address {self._address!r}: {error}") from error
-        self._opened = True
+        tries = 1 if self._address else START_TRIES
+        while not self._opened:
+            tries -= 1
+            try:
+                ray.init(
+                    address=self._address or "local",
+                    num_cpus=None if self._address else self._num_cpus,
+                    namespace=self._namespace,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level="ERROR",
+                )
+                self._opened = True
+            # Ray's boundary: a node that does not start in time is an Exception of no kind.
+            except Exception as error:
+                ray.shutdown()
+                if not tries:
+                    raise ConfigError(f"ray: address {self._address!r}: {error}") from error
 
     async def reserve(self, spec: ProcessSpec) -> str:
         import ray
