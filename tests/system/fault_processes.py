@@ -38,6 +38,7 @@ TOKEN = "secret of the test"
 NUM_TRAINERS = 2
 GROUP_SIZE = 2
 NUM_TOKENS = 16
+DRAIN_S = 180.0
 MIXED = 1_000_000
 PER_VERSION = 1_000_000
 """How far elements of successive versions are apart in `truth`."""
@@ -279,7 +280,7 @@ class Owner:
             if self.draining and self.num_stored == self.num_wanted:
                 self.drained.set()
                 return
-            (group,) = await self.rollouts.next_batch(1, deadline_s=120)
+            (group,) = await self.rollouts.next_batch(1, deadline_s=200)
             line = {
                 "serial": group.metadata,
                 "tasks": [rollout.task_id for rollout in group.rollouts],
@@ -319,7 +320,7 @@ async def _control(
         max_attempts=200,
         retry_backoff_s=0.02,
         engine_grace_s=0.3,
-        attempt_deadline_s=60.0,
+        attempt_deadline_s=120.0,
     )
     async with windlass.Controller(
         token=TOKEN,
@@ -346,9 +347,9 @@ async def _control(
                     pipe.send(msgspec.to_builtins(controller.rollouts.stats()))
                 case _:  # drain
                     owner.draining = True
-                    async with asyncio.timeout(80):
-                        await asyncio.wait({owning})
-                    owning.result()
+                    await asyncio.wait({owning}, timeout=DRAIN_S)
+                    if owning.done():
+                        owning.result()
                     pipe.send(msgspec.to_builtins(controller.rollouts.stats()))
         owning.cancel()
         await asyncio.gather(owning, return_exceptions=True)

@@ -71,13 +71,13 @@ class Process:
         self.process.start()
         theirs.close()
 
-    async def read(self) -> Any:
-        assert await asyncio.to_thread(self._pipe.poll, STEP_S), "no answer in time"
+    async def read(self, deadline_s: float = STEP_S) -> Any:
+        assert await asyncio.to_thread(self._pipe.poll, deadline_s), "no answer in time"
         return self._pipe.recv()
 
-    async def ask(self, *message: object) -> Any:
+    async def ask(self, *message: object, deadline_s: float = STEP_S) -> Any:
         self._pipe.send(message)
-        return await self.read()
+        return await self.read(deadline_s)
 
     async def ended(self) -> int | None:
         await asyncio.to_thread(self.process.join, STEP_S)
@@ -301,6 +301,8 @@ async def survive(
 
 async def drain(fleet: Fleet) -> None:
     """Nothing more is wanted, and what was wanted has come."""
-    stats = await fleet.processes["controller"].ask("drain")
-    assert (stats["lost"], stats["outstanding"], stats["failed"]) == (0, 0, 0)
+    stats = await fleet.processes["controller"].ask(
+        "drain", deadline_s=fault_processes.DRAIN_S + STEP_S
+    )
+    assert (stats["lost"], stats["outstanding"], stats["failed"]) == (0, 0, 0), stats
     assert assert_delivered_once(fleet.folder) > 0
