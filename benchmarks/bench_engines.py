@@ -4,8 +4,9 @@ The same server takes the same weights, of two checkpoints in turn, from one tra
 
 - by Windlass (pause, write over `cma`, verify with digests, apply, resume), `in_place` unless `--mode`
   says `staged`;
-- by the engine's own API. vLLM: `reload_weights` of a checkpoint in shared memory through
-  `collective_rpc` (its weight transfers need CUDA).
+- by the engine's own API. SGLang: `update_weights_from_tensor` with a flattened bucket in shared
+  memory, and `update_weights_from_distributed` over gloo. vLLM: `reload_weights` of a checkpoint in
+  shared memory through `collective_rpc` (its weight transfers need CUDA).
 
 No requests run. Everything that the engine holds is compared with its digests after every run. The
 engines' environments are those of `make engines`.
@@ -34,7 +35,7 @@ from harness import Row, median_p95, parser, report
 from windlass.config import ControlConfig, PhaseDeadlines, UpdateMode
 from windlass.control.messages import UpdateReport
 
-METHODS = {"vllm": ["reload"]}
+METHODS = {"sglang": ["tensor", "distributed"], "vllm": ["reload"]}
 OWN_API = Path(__file__).with_name("engines") / "own_api.py"
 CONFIGS["bench"] = {
     **CONFIGS["dense"],
