@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup demo test test-megatron engines test-engines lint types imports unit bench clean test-nixl test-relay test-clusters test-rdma
+.PHONY: help setup demo test chaos test-megatron engines test-engines lint types imports unit bench clean test-nixl test-relay test-clusters test-rdma
 
 help:
 	@echo "make demo [ARGS='--steps 40 --transport cma --mode staged']   asynchronous GRPO on this machine"
@@ -89,6 +89,10 @@ test-rdma: setup
 .PHONY: test-faults
 test-faults: setup
 	$(BIN)/pytest -m "faults or not faults" tests/system/test_faults.py
+
+# Ten thousand simulated rounds, every planted bug, and real processes that are killed and stopped.
+chaos: setup
+	$(BIN)/pytest -m chaos -s tests/chaos
 
 bench: setup
 	mkdir -p benchmarks/results/local

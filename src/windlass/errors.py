@@ -31,7 +31,10 @@ argument, the rule and the value.
 
 from __future__ import annotations
 
+import msgspec
+
 __all__ = [
+    "DECODE_ERRORS",
     "AuthenticationError",
     "ConfigError",
     "DigestMismatch",
@@ -55,6 +58,10 @@ __all__ = [
     "UnsupportedLayout",
     "WindlassError",
 ]
+
+
+DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises on bytes that are not what was expected: by hostile ones all three."""
 
 
 class WindlassError(Exception):

@@ -109,6 +109,8 @@ def _many(num_rounds: int, first_seed: int, num_processes: int) -> int:
     results: list[Result] = []
     for result in run_rounds(num_rounds, first_seed=first_seed, num_processes=num_processes):
         results.append(result)
+        if len(results) % 50 == 0:
+            print(summary(results, time.monotonic() - began), flush=True)
         if result.violation:
             print(explain(result))
             return 1

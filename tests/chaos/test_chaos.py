@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -88,6 +91,22 @@ def test_ten_thousand_rounds_break_no_invariant() -> None:
 def test_every_planted_bug_is_found(bug: Bug) -> None:
     found, num_rounds = find(bug, max_schedules=150)
     assert found is not None, f"not found in {num_rounds} rounds"
+
+
+REAL = (("cma", "in_place", 20), ("cma", "staged", 16), ("shm", "in_place", 16))
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("transport", "mode", "rounds"), REAL)
+def test_real_processes_break_no_invariant(transport: str, mode: str, rounds: int) -> None:
+    script = str(Path(__file__).with_name("chaos_real.py"))
+    arguments = ["--rounds", str(rounds), "--transport", transport, "--mode", mode]
+    ended = subprocess.run(
+        [sys.executable, script, *arguments], capture_output=True, text=True, timeout=850
+    )
+    print(ended.stdout[-3000:])
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
 
 
 def test_schedules_say_everything_that_a_run_depends_on() -> None:

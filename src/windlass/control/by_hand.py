@@ -50,7 +50,7 @@ from windlass.control.messages import (
     TakeTensors,
 )
 from windlass.control.session import AgentSession
-from windlass.errors import PeerUnreachable, RoundAborted, WindlassError
+from windlass.errors import DECODE_ERRORS, PeerUnreachable, RoundAborted, WindlassError
 
 __all__ = ["HandDrivenOwner", "HandDrivenUpdates"]
 
@@ -191,7 +191,7 @@ class HandDrivenUpdates:
     async def _serve(self, request: web.Request) -> web.Response:
         try:
             asked = msgspec.msgpack.decode(await request.read(), type=CallbackRequest)
-        except msgspec.MsgspecError as error:
+        except DECODE_ERRORS as error:
             raise web.HTTPBadRequest(text=f"callback: {error}") from error
         task = self._answers.get(asked.request_id)
         if task is None:

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar, final
 
 import msgspec
 
-from windlass.errors import ConfigError
+from windlass.errors import DECODE_ERRORS, ConfigError
 
 __all__ = ["LineFile", "read_lines"]
 
@@ -159,7 +159,7 @@ def read_lines(
                 break
             try:
                 entries.append(decoder.decode(line))
-            except (msgspec.MsgspecError, ValueError) as error:
+            except (*DECODE_ERRORS, ValueError) as error:
                 raise ConfigError(f"journal {path}: line {number + 1}: {error}") from error
             nbytes += len(line)
     return entries, nbytes

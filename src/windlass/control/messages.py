@@ -19,7 +19,7 @@ import msgspec
 
 from windlass.config import CollectiveFabric, P2pBackend, PauseMode, UpdateBackend, UpdateMode
 from windlass.control.relay_messages import RelayCommand, Relayed, RelayOpened
-from windlass.errors import ProtocolError
+from windlass.errors import DECODE_ERRORS, ProtocolError
 from windlass.execution.bindings import DestinationBinding, GroupOffer, LinkOutcome, WireTensor
 from windlass.layout.manifest import Role
 from windlass.transports.base import WireReport
@@ -436,7 +436,7 @@ def decode_agent_frame(data: bytes) -> AgentFrame:
     """
     try:
         return _agent_decoder.decode(data)
-    except msgspec.MsgspecError as error:
+    except DECODE_ERRORS as error:
         raise ProtocolError(f"agent frame of {len(data)} bytes: {error}") from error
 
 
@@ -448,5 +448,5 @@ def decode_controller_frame(data: bytes) -> ControllerFrame:
     """
     try:
         return _controller_decoder.decode(data)
-    except msgspec.MsgspecError as error:
+    except DECODE_ERRORS as error:
         raise ProtocolError(f"controller frame of {len(data)} bytes: {error}") from error

@@ -92,7 +92,7 @@ class ControlServer:
     async def _authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.method == "GET" and request.path in self._public:
             return await handler(request)
-        given = request.headers.get("Authorization", "").encode()
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, self._expected):
             return web.json_response({"error": "missing or wrong token"}, status=401)
         return await handler(request)

@@ -19,7 +19,7 @@ from urllib.parse import quote
 import msgspec
 import xxhash
 
-from windlass.errors import TransferFailed
+from windlass.errors import DECODE_ERRORS, TransferFailed
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import Shard, ShardManifest, contiguous_strides
@@ -120,7 +120,7 @@ def read_index(folder: Path, version: int, worker: str) -> DiskIndex:
     try:
         index = msgspec.json.decode(path.read_bytes(), type=DiskIndex)
         nbytes = (home / Path(index.file).name).stat().st_size
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, *DECODE_ERRORS) as error:
         raise TransferFailed(f"disk: {path}: {error}") from error
     if (index.version, index.worker) != (version, worker) or nbytes != index.nbytes:
         raise TransferFailed(

@@ -13,7 +13,7 @@ from typing import final
 
 import msgspec
 
-from windlass.errors import ProtocolError
+from windlass.errors import DECODE_ERRORS, ProtocolError
 
 __all__ = [
     "ACCEPTED",
@@ -108,6 +108,6 @@ class FrameBuffer:
             del self._data[: _LENGTH.size + nbytes]
             try:
                 frames.append(_decoder.decode(body))
-            except msgspec.MsgspecError as error:
+            except DECODE_ERRORS as error:
                 raise ProtocolError(f"relay: frame of {nbytes} bytes: {error}") from error
         return frames

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from windlass.errors import ManifestError, ProtocolError, UnsupportedLayout
+from windlass.errors import DECODE_ERRORS, ManifestError, ProtocolError, UnsupportedLayout
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.quantization import QuantizedTensor, scale_shape
@@ -227,7 +227,7 @@ class ShardManifest:
         """
         try:
             payload = msgspec.msgpack.decode(data, type=_Payload)
-        except msgspec.MsgspecError as error:
+        except DECODE_ERRORS as error:
             raise ProtocolError(f"manifest: cannot be decoded: {error}") from error
         if payload.schema_version != MANIFEST_SCHEMA_VERSION:
             raise ProtocolError(

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from windlass.errors import ProtocolError
+from windlass.errors import DECODE_ERRORS, ProtocolError
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import MAX_DIMS
 
@@ -279,7 +279,7 @@ class TransferPlan:
                 if len(column) != payload.num_ops:
                     raise ProtocolError(f"plan: column {field.name} has {len(column)} rows")
                 columns[field.name] = column
-        except (msgspec.MsgspecError, KeyError, ValueError) as error:
+        except (*DECODE_ERRORS, KeyError, ValueError) as error:
             raise ProtocolError(f"plan: cannot be decoded: {error}") from error
         if payload.schema_version != PLAN_SCHEMA_VERSION:
             raise ProtocolError(

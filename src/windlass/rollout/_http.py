@@ -34,7 +34,7 @@ def require_token(token: str) -> Middleware:
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode()
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if token and not hmac.compare_digest(given, expected):
             raise web.HTTPUnauthorized(text="wrong or missing token")
         return await handler(request)

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from windlass.errors import RolloutError
+from windlass.errors import DECODE_ERRORS, RolloutError
 from windlass.rollout.messages import OnAbort, Partial, RolloutTask
 
 __all__ = ["AttemptDeadline", "AttemptError", "Generation", "generate"]
@@ -118,7 +118,7 @@ async def generate(session: aiohttp.ClientSession, task: RolloutTask) -> Generat
         # Also a connection's own TimeoutError (ETIMEDOUT): either way no answer came.
         reason = f"no answer within {task.deadline_s:.3f} s"
         raise progress.failure(reason) from error
-    except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
+    except (aiohttp.ClientError, OSError, *DECODE_ERRORS) as error:
         raise progress.failure(f"{type(error).__name__}: {error}") from error
 
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
-from windlass.errors import ConfigError, ProtocolError
+from windlass.errors import DECODE_ERRORS, ConfigError, ProtocolError
 
 __all__ = [
     "CONTENT_TYPE",
@@ -178,6 +178,9 @@ class RolloutOutcome(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     turns: tuple[Turn, ...] = ()
     value: bytes = b""
 
+    def __post_init__(self) -> None:
+        _check_plain("value", self.value)
+
     def num_tokens(self) -> int:
         """How many tokens travel with it, prompts of turns included."""
         return len(self.result.output_ids) + sum(
@@ -321,6 +324,16 @@ BodyT = TypeVar("BodyT", bound=Body)
 _encoder = msgspec.msgpack.Encoder()
 
 
+def _check_plain(name: str, value: bytes) -> None:
+    """Opaque bytes of a message are msgpack, or their user would fail in the middle of using them."""
+    if not value:
+        return
+    try:
+        msgspec.msgpack.decode(value)
+    except DECODE_ERRORS as error:
+        raise ProtocolError(f"{name} of {len(value)} bytes: {error}") from error
+
+
 def encode(body: Body) -> bytes:
     """The wire form of a body."""
     return _encoder.encode(body)
@@ -334,5 +347,5 @@ def decode(data: bytes, kind: type[BodyT]) -> BodyT:
     """
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.MsgspecError, ConfigError, ProtocolError) as error:
+    except (*DECODE_ERRORS, ConfigError, ProtocolError) as error:
         raise ProtocolError(f"{kind.__name__} of {len(data)} bytes: {error}") from error

@@ -23,6 +23,7 @@ from windlass.rollout.messages import CompletionBatch, WorkerHello
 __all__ = ["MAX_BATCH_WAIT_S", "RouteHost", "mount_rollout_routes"]
 
 MAX_BATCH_WAIT_S = 3600.0
+MAX_DIGITS = 18
 
 
 class RouteHost(Protocol):
@@ -103,7 +104,7 @@ class _Routes:
 
 def _integer(request: web.Request, name: str) -> int:
     text = request.query.get(name, "")
-    if not text.isdecimal():
+    if not text.isdecimal() or len(text) > MAX_DIGITS:
         raise ConfigError(f"{name} must be an integer >= 0, got {text!r}")
     return int(text)
 

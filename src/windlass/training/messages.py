@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from windlass.errors import ProtocolError
+from windlass.errors import DECODE_ERRORS, ProtocolError
 from windlass.rollout.messages import TrainingSample
 
 __all__ = [
@@ -119,7 +119,7 @@ def decode_call(data: bytes) -> Call:
     """
     try:
         return _call_decoder.decode(data)
-    except msgspec.MsgspecError as error:
+    except DECODE_ERRORS as error:
         raise ProtocolError(f"train call of {len(data)} bytes: {error}") from error
 
 
@@ -131,5 +131,5 @@ def decode_worker_frame(data: bytes) -> Joined | CallReply:
     """
     try:
         return _worker_decoder.decode(data)
-    except msgspec.MsgspecError as error:
+    except DECODE_ERRORS as error:
         raise ProtocolError(f"train worker frame of {len(data)} bytes: {error}") from error

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from windlass.errors import (
+    DECODE_ERRORS,
     PeerUnreachable,
     RegionError,
     TransferFailed,
@@ -428,5 +429,5 @@ def _decode_key(region: RemoteRegion) -> list[_Key]:
     try:
         raw = base64.b64decode(region.key, validate=True)
         return msgspec.msgpack.decode(raw, type=list[_Key])
-    except (binascii.Error, msgspec.DecodeError, ValueError) as error:
+    except (binascii.Error, *DECODE_ERRORS, ValueError) as error:
         raise RegionError(f"nixl: key of {region.address:#x} cannot be read: {error}") from error

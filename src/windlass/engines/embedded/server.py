@@ -16,7 +16,7 @@ from aiohttp import web
 from windlass.config import PauseMode
 from windlass.engines.embedded.scheduler import Request, Scheduler
 from windlass.engines.embedded.settings import EngineSettings
-from windlass.errors import ConfigError, PeerTimeout
+from windlass.errors import DECODE_ERRORS, ConfigError, PeerTimeout
 
 __all__ = ["EngineServer"]
 
@@ -156,7 +156,7 @@ class EngineServer:
             return web.json_response({"error": "missing or wrong token"}, status=401)
         try:
             return await handler(request)
-        except (ConfigError, msgspec.MsgspecError) as error:
+        except (ConfigError, *DECODE_ERRORS) as error:
             return web.json_response({"error": str(error)}, status=400)
         except PeerTimeout as error:
             return web.json_response({"error": str(error)}, status=504)

@@ -1,0 +1,213 @@
+"""One real process of the real chaos: a trainer rank or an engine over a real transport.
+
+`python chaos_agent.py trainer|engine URL TOKEN NAME INDEX TRANSPORT PARENT`. A trainer publishes
+the versions that it reads from stdin and prints how that ended. An engine prints its URL and
+serves `/generate` and `/state` until it is killed. Both end with their parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+import msgspec
+import numpy as np
+from aiohttp import web
+from chaos_weights import (
+    NUM_TRAINERS,
+    engine_bytes,
+    engine_manifest,
+    trainer_manifest,
+    trainer_rows,
+    values,
+)
+
+from windlass.control.agents import EngineAgent, TrainerAgent
+from windlass.control.client import AgentChannel
+from windlass.control.messages import PROTOCOL_VERSION, Hello
+from windlass.errors import WindlassError
+from windlass.execution.receiver import Receiver
+from windlass.execution.sender import ParameterMemory, Sender
+from windlass.layout.manifest import Role, ShardManifest
+from windlass.transports.base import AllocatingTransport, OneSidedTransport
+from windlass.transports.configs import parse_transport
+from windlass.transports.registry import create_transport
+
+ANNOUNCE_S = 30.0
+CONNECT_S = 60.0
+MIXED = -999
+PR_SET_PDEATHSIG = 1
+
+
+def memory_of(transport: OneSidedTransport, nbytes: int) -> tuple[int, Any, Any]:
+    """Registered memory: address, bytes, and what keeps it alive."""
+    if isinstance(transport, AllocatingTransport):
+        address = transport.allocate(nbytes)
+        raw = (ctypes.c_uint8 * nbytes).from_address(address)
+        array = np.ctypeslib.as_array(raw)
+    else:
+        array = np.zeros(nbytes, np.uint8)
+        address = int(array.ctypes.data)
+    return address, array, transport.register(address, nbytes)
+
+
+def hello_of(
+    manifest: ShardManifest, group: str, rank: int, world_size: int, wire: Any, **more: Any
+) -> Hello:
+    return Hello(
+        protocol_version=PROTOCOL_VERSION,
+        worker=manifest.worker,
+        role=manifest.role,
+        group=group,
+        rank=rank,
+        world_size=world_size,
+        manifest=manifest.encode(),
+        wire=wire,
+        **more,
+    )
+
+
+def run_trainer(url: str, token: str, name: str, index: int, transport: OneSidedTransport) -> None:
+    rows = trainer_rows(index)
+    manifest = trainer_manifest(name, index)
+    address, array, region = memory_of(transport, values(0)[rows].nbytes)
+    memory = (ParameterMemory(address, len(array)),)
+    agent = TrainerAgent(Sender(transport, manifest, lambda: memory, registered=[region]))
+    incarnation, wire = os.urandom(8).hex(), transport.report()
+
+    def hello() -> Hello:
+        return hello_of(manifest, "trainer", index, NUM_TRAINERS, wire, incarnation=incarnation)
+
+    channel = AgentChannel(url, token, hello, agent)
+    channel.connect(CONNECT_S)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        version = int(line)
+        array[:] = np.frombuffer(values(version)[rows].tobytes(), np.uint8)
+        try:
+            report = channel.announce(version, ANNOUNCE_S)
+            print(
+                f"{version} {report.outcome.value} {report.reason}".replace("\n", " "), flush=True
+            )
+        except WindlassError as error:
+            print(f"{version} none {error}", flush=True)
+
+
+class Engine:
+    """Real memory, read token by token."""
+
+    def __init__(self, name: str, transport: OneSidedTransport) -> None:
+        self.manifest = engine_manifest(f"{name}/0", 0, 1)
+        self.name = name
+        nbytes = self.manifest.parameters[0].nbytes
+        self.address, self.array, self.region = memory_of(transport, nbytes)
+        self.lock = threading.Lock()
+        self.paused = True
+        self.version = -1
+        self.aborts = 0
+        self.known = {engine_bytes(version, 0, 1): version for version in range(250)}
+
+    # EngineHooks, called by the agent's thread.
+
+    def pause(self, pause_id: str, mode: object, deadline_s: float) -> None:
+        with self.lock:  # a token that is being made is made
+            self.paused = True
+            self.aborts += 1
+
+    def resume(self) -> None:
+        with self.lock:
+            self.paused = False
+
+    def finalise(self) -> None:
+        return
+
+    def set_version(self, version: int) -> None:
+        self.version = version
+
+    # Called in the loop of the server.
+
+    def token(self) -> int | None:
+        """The version that the next token is of; None while paused."""
+        with self.lock:
+            if self.paused or self.version < 0:
+                return None
+            content = self.known.get(self.array.tobytes(), MIXED)
+            return self.version if content == self.version else MIXED
+
+    async def generate(self, request: web.Request) -> web.Response:
+        body = msgspec.json.decode(await request.read())
+        prompt, wanted = body["input_ids"], body["sampling_params"]["max_new_tokens"]
+        ids: list[int] = []
+        versions: list[int] = []
+        aborts = self.aborts
+        while len(ids) < wanted and aborts == self.aborts:
+            await asyncio.sleep(0.002)
+            version = self.token()
+            if version is not None:
+                versions.append(version)
+                ids.append(prompt[0] * 1000 + len(prompt) + len(ids))
+        meta = {
+            "finish_reason": {"type": "length" if len(ids) == wanted else "abort"},
+            "output_token_logprobs": [[-0.5, token, None] for token in ids],
+            "output_token_versions": versions,
+        }
+        return web.json_response({"output_ids": ids, "meta_info": meta})
+
+    async def state(self, _request: web.Request) -> web.Response:
+        content = self.known.get(self.array.tobytes(), MIXED)
+        return web.json_response({"paused": self.paused, "label": self.version, "content": content})
+
+
+async def run_engine(url: str, token: str, name: str, transport: OneSidedTransport) -> None:
+    engine = Engine(name, transport)
+    receiver = Receiver(transport, engine.manifest, [engine.address], [engine.region])
+    memory = (ParameterMemory(engine.address, len(engine.array)),)
+    sender = Sender(transport, engine.manifest, lambda: memory, registered=[engine.region])
+    agent = EngineAgent(receiver, engine, sender)
+    app = web.Application()
+    app.add_routes([web.post("/generate", engine.generate), web.get("/state", engine.state)])
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
+    own_url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    incarnation, wire = os.urandom(8).hex(), transport.report()
+
+    def hello() -> Hello:
+        return hello_of(
+            engine.manifest,
+            name,
+            0,
+            1,
+            wire,
+            incarnation=incarnation,
+            url=own_url,
+            served_version=agent.served_version,
+            tainted=agent.tainted,
+            can_send=True,
+        )
+
+    channel = AgentChannel(url, token, hello, agent, on_disconnect=agent.on_disconnect)
+    await asyncio.to_thread(channel.connect, CONNECT_S)
+    print(own_url, flush=True)
+    await asyncio.Event().wait()
+
+
+def main() -> None:
+    role, url, token, name, index, kind, parent = sys.argv[1:]
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        return
+    transport = create_transport(parse_transport(kind))
+    if Role(role) is Role.TRAINER:
+        run_trainer(url, token, name, int(index), transport)
+    else:
+        asyncio.run(run_engine(url, token, name, transport))
+
+
+if __name__ == "__main__":
+    main()
