@@ -67,10 +67,7 @@ def spelled(config: VerbsConfig) -> str:
     return msgspec.json.encode(config).decode()
 
 
-@pytest.mark.parametrize(
-    ("kind", "mode"),
-    [("mooncake", UpdateMode.STAGED), ("nixl-rc", UpdateMode.IN_PLACE)],
-)
+@pytest.mark.parametrize(("kind", "mode"), [("mooncake", UpdateMode.STAGED)])
 async def test_an_engine_serves_what_trainers_wrote_over_verbs(
     tmp_path: Path, nics: tuple[Nic, Nic], kind: str, mode: UpdateMode
 ) -> None:
