@@ -212,8 +212,9 @@ async def test_bytes_that_were_spoilt_on_the_way_are_not_passed_on() -> None:
             assert await fleet.held(f"engine{i}") == [(0, "0", False)]
 
 
+@pytest.mark.relay
 async def test_a_relay_that_stands_still_is_left_out_and_so_is_whom_it_may_still_write() -> None:
-    async with fleet_of(RelayShape.CHAIN, UpdateMode.STAGED, 3, write_s=4.0) as fleet:
+    async with fleet_of(RelayShape.CHAIN, UpdateMode.STAGED, 3, write_s=8.0) as fleet:
         fleet.add_trainers()
         for i in range(3):
             fleet.add_engine(f"engine{i}", fault="stop:3")

@@ -62,6 +62,17 @@ def test_a_simulation_is_printed_and_written(
     assert "simulated" not in json.loads(out.read_text())
 
 
+def test_replicas_that_relay_take_little_longer_than_one(tmp_path: Path) -> None:
+    text = SHIPPED.read_text().replace("replicas = 1", "replicas = 8")
+    topology, out = tmp_path / "eight.toml", tmp_path / "plan.json"
+    topology.write_text(text)
+    words = ("--simulate", "--relay", "tree", "--json", str(out))
+    assert plan_command.run(arguments(str(topology), *words)) == 0
+    figures = json.loads(out.read_text())
+    # Four trainers send one copy each in the relay, and eight without it.
+    assert figures["simulated"]["wire_s"] > 7.5 * figures["relayed_wire_s"]
+
+
 def test_a_policy_flag_changes_the_modes(tmp_path: Path) -> None:
     packed = []
     for run_bytes in ("1", "1000000000"):

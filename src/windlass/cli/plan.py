@@ -15,13 +15,16 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from windlass.config import P2pBackend, RelayShape
 from windlass.errors import ConfigError
 from windlass.layout.synthesis import engine_manifests, trainer_manifests
 from windlass.layout.topology import Topology, parse_topology
 from windlass.planning.cost import CostEstimate, LinkSummary, predict, summarize_links
 from windlass.planning.plan import CopyMode, Reason
 from windlass.planning.planner import PlannedTransfer, PlanPolicy, plan_with_reports
+from windlass.planning.relay import RelayGroup, lanes_of
 from windlass.planning.simulate import LINKS_AT_ONCE, SimulatedWire, simulate_wire
+from windlass.planning.simulate_relay import SimulatedRelay, simulate_relay
 
 __all__ = ["add_arguments", "run"]
 
@@ -44,6 +47,7 @@ class _Measured:
     plan_seconds: float
     peak_rss_bytes: int
     simulated: SimulatedWire | None
+    relayed: SimulatedRelay | None
     simulate_seconds: float
 
 
@@ -70,6 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="with --simulate: links that a trainer writes side by side (default: %(default)s)",
     )
+    parser.add_argument(
+        "--relay",
+        choices=[shape.value for shape in RelayShape],
+        default=RelayShape.OFF.value,
+        help="with --simulate: the same replicas, passing bytes on among themselves (default: off)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -84,7 +94,8 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"topology: cannot read {args.topology}: {error}") from error
     links_at_once = args.links_at_once if args.simulate else 0
-    measured = _measure(parse_topology(text), args.direct_min_run_bytes, links_at_once)
+    topology, shape = parse_topology(text), RelayShape(args.relay)
+    measured = _measure(topology, args.direct_min_run_bytes, links_at_once, shape)
     _show(measured, Console())
     if args.json is not None:
         try:
@@ -94,7 +105,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(topology: Topology, direct_min_run_bytes: int, links_at_once: int) -> _Measured:
+def _measure(
+    topology: Topology, direct_min_run_bytes: int, links_at_once: int, shape: RelayShape
+) -> _Measured:
     policy = PlanPolicy(direct_min_run_bytes=direct_min_run_bytes)
     sources, destinations = trainer_manifests(topology), engine_manifests(topology)
     gc.collect()
@@ -102,8 +115,9 @@ def _measure(topology: Topology, direct_min_run_bytes: int, links_at_once: int) 
     planned = plan_with_reports(sources, destinations, policy)
     plan_seconds = time.perf_counter() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    started, simulated = time.perf_counter(), None
+    started, simulated, relayed = time.perf_counter(), None, None
     if links_at_once:
+        relayed = _relay(topology, policy, links_at_once, shape)
         simulated = simulate_wire(planned.plan, topology.fabric, links_at_once=links_at_once)
     return _Measured(
         topology=topology,
@@ -113,7 +127,30 @@ def _measure(topology: Topology, direct_min_run_bytes: int, links_at_once: int) 
         plan_seconds=plan_seconds,
         peak_rss_bytes=peak if sys.platform == "darwin" else peak * 1024,
         simulated=simulated,
+        relayed=relayed,
         simulate_seconds=time.perf_counter() - started,
+    )
+
+
+def _relay(
+    topology: Topology, policy: PlanPolicy, links_at_once: int, shape: RelayShape
+) -> SimulatedRelay | None:
+    """The slowest group, fed as fast as the trainers can send one replica."""
+    lanes = lanes_of(shape, topology.engine.replicas)
+    if not lanes:
+        return None
+    engine = msgspec.structs.replace(topology.engine, replicas=1)
+    destinations = engine_manifests(msgspec.structs.replace(topology, engine=engine))
+    plan = plan_with_reports(trainer_manifests(topology), destinations, policy).plan
+    fed = simulate_wire(plan, topology.fabric, links_at_once=links_at_once)
+    slowest = int(fed.destination_finish_s.argmax())
+    members = tuple(f"replica{index}" for index in range(topology.engine.replicas))
+    return simulate_relay(
+        RelayGroup(members, lanes, P2pBackend().relay_chunk_nbytes),
+        nbytes=int(plan.ops.nbytes[plan.ops.dst == slowest].sum()),
+        fed_s=float(fed.destination_finish_s[slowest]),
+        nic_gbytes_per_s=topology.fabric.nic_gbytes_per_s,
+        verify_gbytes_per_s=topology.fabric.pack_gbytes_per_s,
     )
 
 
@@ -149,6 +186,7 @@ def _figures(measured: _Measured) -> dict[str, Any]:
             if measured.simulated
             else {}
         ),
+        **({"relayed_wire_s": measured.relayed.wire_s} if measured.relayed else {}),
     }
 
 
@@ -256,6 +294,8 @@ def _show_simulated(simulated: SimulatedWire, measured: _Measured, console: Cons
         (f"load, {load.kind}", f"max {load.max:.1%}, mean {load.mean:.1%} of {load.num_used} used")
         for load in simulated.loads
     ]
+    if measured.relayed is not None:
+        rows.append(("wire with a relay", f"{measured.relayed.wire_s:.4g} s"))
     rows.append(("simulated in", f"{measured.simulate_seconds:.2f} s"))
     for name, value in rows:
         table.add_row(name, value)

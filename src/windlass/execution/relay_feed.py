@@ -7,19 +7,21 @@ left incomplete.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import final
 
 import numpy as np
 
-from windlass.errors import PlanError, TransferOutcomeUnknown
+from windlass.errors import PlanError, TransferError, TransferOutcomeUnknown
 from windlass.execution.bind import LinkProgram, check_binding
 from windlass.execution.bindings import DestinationBinding
 from windlass.execution.payload import Payload, UInt64Array, hash_chunks, payload_of
 from windlass.execution.pieces import Pieces
 from windlass.execution.relay_node import write_chunk
-from windlass.execution.relay_outlet import Outlet
+from windlass.execution.relay_outlet import WRITES_AT_ONCE, Outlet
 from windlass.execution.relay_wire import ChunkLanded, RelayAddress
 from windlass.memory.digest import new_digest
 from windlass.planning.relay import RelayGroup
@@ -158,7 +160,7 @@ class Feeds:
         place: tuple[int, int],
         deadline: Deadline,
     ) -> int:
-        """Write the chunks of a root's lanes, one after another; returns bytes.
+        """Write the chunks of a root's lanes, a few at a time; returns bytes.
 
         What is not packed is not written: the root is told that nothing comes.
 
@@ -176,21 +178,28 @@ class Feeds:
         feed = self._feeds[binding.worker]
         ready = self._ready.get(feed.group.members[0])
         outlet = Outlet(feed.addresses[binding.worker], worker, place, deadline)
-        unknown, nbytes = False, 0
-        try:
-            lanes, num_lanes = feed.lanes_of(binding.worker), len(feed.group.lanes)
-            targets = np.array(binding.parameter_addresses, np.uint64)
-            remote = feed.payload.at_destination(targets, binding.landing_address)
-            for chunk, digest in enumerate(ready.chunks if ready is not None else ()):
-                if ready is not None and chunk % num_lanes in lanes:
-                    write_chunk(
-                        transport, binding, feed.payload, chunk, ready.local, remote, deadline
-                    )
-                    outlet.send(ChunkLanded(worker, chunk, digest))
-                    nbytes += feed.payload.chunk_nbytes(chunk)
-        except TransferOutcomeUnknown:
-            unknown = True
-            raise
-        finally:
-            outlet.end(unknown=unknown)
-        return nbytes
+        targets = np.array(binding.parameter_addresses, np.uint64)
+        remote = feed.payload.at_destination(targets, binding.landing_address)
+        failed = threading.Event()
+
+        def write(chunk: int) -> int:
+            if ready is None or failed.is_set():
+                return 0
+            try:
+                write_chunk(transport, binding, feed.payload, chunk, ready.local, remote, deadline)
+                outlet.send(ChunkLanded(worker, chunk, ready.chunks[chunk]))
+            except TransferError:
+                failed.set()
+                raise
+            return feed.payload.chunk_nbytes(chunk)
+
+        lanes, num_lanes = feed.lanes_of(binding.worker), len(feed.group.lanes)
+        mine = [c for c in range(feed.payload.num_chunks) if c % num_lanes in lanes]
+        with ThreadPoolExecutor(WRITES_AT_ONCE, "windlass-feed") as pool:
+            written = [pool.submit(write, chunk) for chunk in mine]
+        errors = [error for job in written if (error := job.exception()) is not None]
+        unknown = [error for error in errors if isinstance(error, TransferOutcomeUnknown)]
+        outlet.end(unknown=bool(unknown))
+        for error in (*unknown, *errors):
+            raise error
+        return sum(job.result() for job in written)

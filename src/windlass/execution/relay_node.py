@@ -11,9 +11,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import assert_never, final
 
 import numpy as np
@@ -30,7 +31,7 @@ from windlass.execution.relay_inlet import (
     LaneEnded,
     RelayInlet,
 )
-from windlass.execution.relay_outlet import Outlet
+from windlass.execution.relay_outlet import WRITES_AT_ONCE, Outlet
 from windlass.execution.relay_wire import ChunkLanded, LaneEnd, RelayAddress
 from windlass.memory.digest import new_digest
 from windlass.memory.packing import bytes_at
@@ -96,20 +97,33 @@ def write_chunk(
 
 @dataclass(slots=True)
 class _Child:
-    """One engine that is passed on to, in one round. Used by one thread at a time, in order."""
+    """One engine that is passed on to, in one round. `jobs` are in the order of their beginning."""
 
     binding: DestinationBinding
     address: RelayAddress
     remote: Mapping[str, UInt64Array]
     pool: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(1, "windlass-relay-out")
+        default_factory=lambda: ThreadPoolExecutor(WRITES_AT_ONCE, "windlass-relay-out")
     )
     outlet: Outlet | None = None
     given_up: bool = False
     unknown: bool = False
     unreached: bool = False
-    nbytes: int = 0
-    jobs: list[Future[None]] = field(default_factory=list)
+    jobs: list[Future[int]] = field(default_factory=list)
+
+    def submit(self, job: Callable[[], int]) -> None:
+        """Have a thread carry it out; it begins after all earlier ones have begun."""
+        self.jobs.append(self.pool.submit(job))
+
+    def submit_last(self, job: Callable[[], int]) -> None:
+        """As `submit`, once all earlier ones have ended."""
+        earlier = tuple(self.jobs)
+
+        def after() -> int:
+            wait(earlier)  # they have threads of their own: they began before this one
+            return job()
+
+        self.submit(after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +302,7 @@ class _Round:
         self._missing: set[str] = set()
         self._unknown: set[str] = set()
         self._first_s = self._last_s = 0.0
+        self._nbytes = 0
         names = dict.fromkeys(name for lane in bound.children for name in lane)
         self._children = {
             name: _Child(bound.bindings[name], bound.addresses[name], bound.remote(name))
@@ -302,7 +317,7 @@ class _Round:
     def open_children(self) -> None:
         """Connect to them, each in its own thread."""
         for child in self._children.values():
-            child.jobs.append(child.pool.submit(self._open, child))
+            child.submit(partial(self._open, child))
 
     def on_chunk(self, upstream: str, landed: ChunkLanded) -> None:
         """Verify a chunk and have it passed on."""
@@ -328,7 +343,7 @@ class _Round:
         lane = landed.chunk % len(self._bound.upstream)
         for name in self._bound.children[lane]:
             child = self._children[name]
-            child.jobs.append(child.pool.submit(self._pass_on, child, landed))
+            child.submit(partial(self._pass_on, child, landed))
 
     @property
     def patience_s(self) -> float:
@@ -353,7 +368,7 @@ class _Round:
             del self._left[upstream]
         for name in self._bound.children[lane]:
             child = self._children[name]
-            child.jobs.append(child.pool.submit(self._end_lane, child, lane))
+            child.submit_last(partial(self._end_lane, child, lane))
 
     def on_end(self, upstream: str, *, unknown: bool) -> None:
         """An upstream writes nothing more."""
@@ -368,12 +383,11 @@ class _Round:
         self._unknown |= set(self._left) & set(joined)
         self._missing |= {source for left in self._left.values() for source, _ in left}
         for child in self._children.values():
-            child.jobs.append(child.pool.submit(self._close, child))
+            child.submit_last(partial(self._close, child))
         for child in self._children.values():
             child.pool.shutdown(wait=True)
         for child in self._children.values():
-            for job in child.jobs:
-                job.result()
+            self._nbytes += sum(job.result() for job in child.jobs)
 
     def result(self) -> RelayResult:
         """After `finish`."""
@@ -383,21 +397,23 @@ class _Round:
             unknown_from=tuple(sorted(self._unknown)),
             unknown_to=tuple(name for name, child in children if child.unknown),
             unreached=tuple(name for name, child in children if child.unreached),
-            nbytes=sum(child.nbytes for _, child in children),
+            nbytes=self._nbytes,
             wire_s=max(self._last_s - self._first_s, 0.0),
         )
 
-    # --- in the thread of a child ------------------------------------------------------------------
+    # --- in the threads of a child -----------------------------------------------------------------
 
-    def _open(self, child: _Child) -> None:
+    def _open(self, child: _Child) -> int:
         try:
             child.outlet = Outlet(child.address, self._worker, self._place, self._deadline)
         except TransferError:
             child.given_up = child.unreached = True
+        return 0
 
-    def _pass_on(self, child: _Child, landed: ChunkLanded) -> None:
+    def _pass_on(self, child: _Child, landed: ChunkLanded) -> int:
+        child.jobs[0].result()
         if child.given_up or child.outlet is None:
-            return
+            return 0
         payload = self._bound.payloads[landed.source]
         try:
             write_chunk(
@@ -409,22 +425,24 @@ class _Round:
                 child.remote[landed.source],
                 self._deadline,
             )
-            child.nbytes += payload.chunk_nbytes(landed.chunk)
             child.outlet.send(landed)
         except TransferOutcomeUnknown:
             child.given_up = child.unknown = True
         except TransferError:
             child.given_up = True  # it finds the link incomplete when the connection ends
         self._last_s = time.perf_counter()
+        return payload.chunk_nbytes(landed.chunk)
 
-    def _end_lane(self, child: _Child, lane: int) -> None:
+    def _end_lane(self, child: _Child, lane: int) -> int:
         if child.given_up or child.outlet is None:
-            return
+            return 0
         try:
             child.outlet.send(LaneEnd(lane))
         except TransferError:
             child.given_up = True  # the end of the connection says more
+        return 0
 
-    def _close(self, child: _Child) -> None:
+    def _close(self, child: _Child) -> int:
         if child.outlet is not None:
             child.outlet.end(unknown=child.unknown)
+        return 0

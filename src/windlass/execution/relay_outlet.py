@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import socket
+import threading
 from typing import final
 
 from windlass.errors import PeerUnreachable
 from windlass.execution.relay_wire import ACCEPTED, End, Frame, Open, RelayAddress, encode_frame
 from windlass.telemetry.clock import Deadline
 
-__all__ = ["Outlet"]
+__all__ = ["WRITES_AT_ONCE", "Outlet"]
+
+WRITES_AT_ONCE = 4
+"""Chunks on their way to one engine: the next one is written while the last is acknowledged."""
 
 
 @final
@@ -24,6 +28,7 @@ class Outlet:
         self, address: RelayAddress, upstream: str, place: tuple[int, int], deadline: Deadline
     ) -> None:
         self._peer = address.worker
+        self._lock = threading.Lock()
         self._deadline = deadline
         try:
             self._socket = socket.create_connection(
@@ -46,14 +51,15 @@ class Outlet:
             raise PeerUnreachable(f"relay: {self._peer} takes no part in round {place}")
 
     def send(self, frame: Frame) -> None:
-        """Send one frame.
+        """Send one frame. Thread-safe.
 
         Raises:
             PeerUnreachable: the connection is gone or the deadline has passed.
         """
         try:
-            self._socket.settimeout(self._left_s())
-            self._socket.sendall(encode_frame(frame))
+            with self._lock:
+                self._socket.settimeout(self._left_s())
+                self._socket.sendall(encode_frame(frame))
         except OSError as error:
             raise PeerUnreachable(f"relay: {self._peer} is gone: {error}") from error
 

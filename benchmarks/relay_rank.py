@@ -1,0 +1,199 @@
+"""One rank of `bench_relay.py`, behind a link of its own: commands in on stdin, answers out."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import xxhash
+
+import windlass
+from windlass.config import PauseMode
+from windlass.control.agents import EngineAgent
+from windlass.control.client import AgentChannel
+from windlass.control.messages import PROTOCOL_VERSION, Hello
+from windlass.execution.receiver import Receiver
+from windlass.execution.sender import ParameterMemory, Sender
+from windlass.layout.box import Box
+from windlass.layout.dtypes import DType
+from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
+from windlass.transports.base import (
+    MemoryRegion,
+    OneSidedTransport,
+    PeerEndpoint,
+    WireReport,
+    WriteBatch,
+)
+from windlass.transports.configs import CmaConfig
+from windlass.transports.registry import create_transport
+
+ROW_NBYTES = 4096
+
+
+def values(version: int, first: int, stop: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint64]]:
+    """Rows [first, stop) of a version: every element distinct, in every version."""
+    per_row = ROW_NBYTES // 8
+    start = np.uint64(version << 40)
+    return (start + np.arange(first * per_row, stop * per_row, dtype=np.uint64)).reshape(
+        -1, per_row
+    )
+
+
+def manifest(worker: str, role: Role, first: int, stop: int, num_rows: int) -> ShardManifest:
+    builder = ManifestBuilder(worker, role)
+    builder.add_parameter("w", nbytes=(stop - first) * ROW_NBYTES, dtype=DType.UINT8)
+    box = Box((first, 0), (stop - first, ROW_NBYTES))
+    builder.add_shard("w", (num_rows, ROW_NBYTES), box, "w")
+    return builder.build()
+
+
+class Hooks:
+    """An engine that is always at rest."""
+
+    def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
+        pass
+
+    def resume(self) -> None:
+        pass
+
+    def finalise(self) -> None:
+        pass
+
+    def set_version(self, version: int) -> None:
+        pass
+
+
+class LimitedLink:
+    """What this process sends goes through one link, in the order in which it is handed in.
+
+    A write takes its bytes over `rate` after all earlier ones, and lands when it is through.
+    """
+
+    def __init__(self, inner: OneSidedTransport, rate: float) -> None:
+        self._inner, self._rate = inner, rate
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
+        with self._lock:
+            begin = max(time.monotonic(), self._free_at)
+            self._free_at = begin + batch.total_nbytes / self._rate
+            through = self._free_at
+        time.sleep(max(through - time.monotonic(), 0.0))
+        self._inner.write(batch, deadline_s=deadline_s)
+
+    def report(self) -> WireReport:
+        return self._inner.report()
+
+    def endpoint(self) -> PeerEndpoint:
+        return self._inner.endpoint()
+
+    def register(self, address: int, nbytes: int) -> MemoryRegion:
+        return self._inner.register(address, nbytes)
+
+    def unregister(self, region: MemoryRegion) -> None:
+        self._inner.unregister(region)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def link(rate: float) -> LimitedLink:
+    return LimitedLink(create_transport(CmaConfig()), rate)
+
+
+def answer(value: object) -> None:
+    print(json.dumps(value), flush=True)
+
+
+def engine(name: str, rate: float, url: str, token: str, num_rows: int) -> None:
+    described = manifest(f"{name}/0", Role.ENGINE, 0, num_rows, num_rows)
+    memory = np.zeros(num_rows * ROW_NBYTES, np.uint8)
+    transport = link(rate)
+    region = transport.register(memory.ctypes.data, memory.nbytes)
+    receiver = Receiver(transport, described, [memory.ctypes.data], [region])
+    held = [ParameterMemory(memory.ctypes.data, memory.nbytes)]
+    sender = Sender(transport, described, lambda: held, registered=[region])
+    agent = EngineAgent(receiver, Hooks(), sender)
+    incarnation = os.urandom(8).hex()
+
+    def hello() -> Hello:
+        epoch, round_number = agent.place
+        return Hello(
+            protocol_version=PROTOCOL_VERSION,
+            worker=described.worker,
+            incarnation=incarnation,
+            role=Role.ENGINE,
+            group=name,
+            rank=0,
+            world_size=1,
+            manifest=described.encode(),
+            wire=transport.report(),
+            url=f"http://{name}",
+            served_version=agent.served_version,
+            epoch=epoch,
+            round=round_number,
+            tainted=agent.tainted,
+            can_send=True,
+        )
+
+    channel = AgentChannel(
+        url, token, hello, agent, on_disconnect=agent.on_disconnect, on_command=agent.on_command
+    )
+    answer(transport.report().protocol)
+
+    def digest() -> object:
+        return agent.served_version, xxhash.xxh3_128_hexdigest(memory.data)
+
+    serve({"connect": lambda _: channel.connect(60), "digest": lambda _: digest()})
+    channel.close()
+
+
+def trainer(index: int, parts: int, rate: float, url: str, token: str, num_rows: int) -> None:
+    first, stop = num_rows * index // parts, num_rows * (index + 1) // parts
+    memory = values(0, first, stop).copy()
+    clients: list[windlass.TrainerClient] = []
+
+    def connect(_: object) -> None:
+        clients.append(
+            windlass.TrainerClient(
+                manifest=manifest(f"trainer/{index}", Role.TRAINER, first, stop, num_rows),
+                parameters=lambda: [ParameterMemory(memory.ctypes.data, memory.nbytes)],
+                transport=link(rate),
+                controller=url,
+                token=token,
+                rank=index,
+                world_size=parts,
+            )
+        )
+
+    def publish(version: object) -> object:
+        assert isinstance(version, int)
+        memory[...] = values(version, first, stop)
+        try:
+            report = clients[0].publish(version, deadline_s=120)
+        except windlass.WindlassError as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+        return {"write_s": report.phase_s["write"], "update_s": report.update_s, "left_out": report.left_out}  # fmt: skip
+
+    answer("ready")
+    serve({"connect": connect, "publish": publish})
+
+
+def serve(commands: dict[str, Callable[[object], object]]) -> None:
+    for line in sys.stdin:
+        name, argument = json.loads(line)
+        answer(commands[name](argument))
+
+
+if __name__ == "__main__":
+    role, *words = sys.argv[1:]
+    if role == "engine":
+        engine(words[0], float(words[1]), words[2], words[3], int(words[4]))
+    else:
+        trainer(int(words[0]), int(words[1]), float(words[2]), words[3], words[4], int(words[5]))
