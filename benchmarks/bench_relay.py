@@ -1,7 +1,7 @@
 """Relay against direct, catch-up of a newcomer, and recovery after each kind of failure.
 
 Every rank is a process; what it sends by `cma` first goes through a link of a fixed rate that
-`relay_rank.LimitedLink` keeps, so that links and not the memory of this machine are the limit. What
+`limited_rank.LimitedLink` keeps, so that links and not the memory of this machine are the limit. What
 a rank receives is not limited. Every engine byte is compared after every run.
 
 Simulated as well, on NICs of 50 GB/s, up to 1 024 replicas.
@@ -24,7 +24,7 @@ import xxhash
 
 import windlass
 from harness import Row, median_p95, parser, report
-from relay_rank import ROW_NBYTES, values
+from limited_rank import ROW_NBYTES, values
 from windlass.config import ControlConfig, P2pBackend, PhaseDeadlines, RelayShape, UpdateMode
 from windlass.control.round_types import Phase
 from windlass.layout.synthesis import engine_manifests, trainer_manifests
@@ -50,7 +50,7 @@ class Rank:
     """A process behind a link."""
 
     def __init__(self, *words: str) -> None:
-        command = (sys.executable, str(ROOT / "benchmarks/relay_rank.py"))
+        command = (sys.executable, str(ROOT / "benchmarks/limited_rank.py"))
         self.process = subprocess.Popen(
             (*command, *words), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
