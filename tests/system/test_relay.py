@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-
 import relay_rank  # type: ignore[import-not-found]
+
 import windlass
 from windlass.config import (
     ControlConfig,
