@@ -175,9 +175,12 @@ async def failures() -> list[Row]:
         await newcomer.read()
         routable, began = asyncio.Event(), time.perf_counter()
         coordinator = controller.coordinator
-        coordinator.subscribe(
-            lambda: "newcomer" in {e.name for e in coordinator.routable()} and routable.set()
-        )
+
+        def on_change() -> None:
+            if "newcomer" in {engine.name for engine in coordinator.routable()}:
+                routable.set()
+
+        coordinator.subscribe(on_change)
         await newcomer.ask("connect")
         await asyncio.wait_for(routable.wait(), 60)
         caught_up = time.perf_counter() - began
