@@ -219,7 +219,7 @@ BUGS = (
     Bug(
         "held answers do not grow stale",
         Lifecycle,
-        "set_version",
+        "drop_stale",
         "self._policy.is_stale(record.outcome.versions())",
         "False",
     ),
