@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from nics import TOLD, Nic, find_nics
 
@@ -28,9 +30,11 @@ def nics(request: pytest.FixtureRequest) -> tuple[Nic, Nic]:
     return find_nics(asked)
 
 
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_process, "ANSWER_S", ANSWER_S)
+@pytest.fixture(scope="session", autouse=True)
+def patience() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:  # before the peers of a whole class
+        patch.setattr(peer_process, "ANSWER_S", ANSWER_S)
+        yield
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
