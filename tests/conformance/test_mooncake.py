@@ -64,15 +64,21 @@ class TestMooncakeTcp(ProcessConformance):
         mortal.refused(batch, PeerUnreachable, within_s=1.5, deadline_s=0.5)
         mortal.write(mortal.batch([0], [0], [16]))
 
-    def test_withdrawn_memory_is_refused_by_the_target_and_that_is_a_clean_failure(
+    def test_withdrawn_memory_is_refused_by_the_target_and_that_is_failed_or_unknown(
         self, rig: Rig
     ) -> None:
         rig.peer.unregister()
-        # On a machine so slow that the refusal is late, "unknown" is the honest answer too.
-        rig.refused(rig.batch([0, 64], [0, 64], [16, 16]), (TransferFailed, TransferOutcomeUnknown))
+        # The target ends the connection after a refusal. Where the read that is to prove the queue
+        # empty still meets that connection, or the refusal is late, "unknown" is the honest answer.
+        message = rig.refused(
+            rig.batch([0, 64], [0, 64], [16, 16]), (TransferFailed, TransferOutcomeUnknown)
+        )
         rig.peer.register()
         rig.check_untouched("withdrawn memory")
-        rig.write(rig.batch([0], [0], [16]))
+        if "may still land" in message:
+            rig.refused(rig.batch([0], [0], [16]), TransferOutcomeUnknown)
+        else:
+            rig.write(rig.batch([0], [0], [16]))
 
     def test_a_peer_stopped_in_mid_write_is_unknown_until_that_write_has_returned(
         self, mortal: Rig, monkeypatch: pytest.MonkeyPatch
