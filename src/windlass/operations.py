@@ -63,7 +63,8 @@ class Operations:
             **self._coordinator.status(),
             "phase": self._phase,
             "rounds": [
-                msgspec.to_builtins(report) for report in self._coordinator.reports[-LAST_ROUNDS:]
+                msgspec.to_builtins(report)
+                for report in tuple(self._coordinator.reports)[-LAST_ROUNDS:]
             ],
             "rollouts": msgspec.to_builtins(stats),
             "completed_per_s": stats.completed / elapsed_s,

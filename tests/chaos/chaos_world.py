@@ -24,10 +24,10 @@ from chaos_processes import EngineProcess, Process, TrainerProcess, WorkerProces
 from chaos_schedule import CONTROLLER, ENGINES, TRAINERS, Event, Kind, Schedule, WireFault
 from chaos_weights import engine_bytes
 
-from windlass.control import lines
+from windlass.control import journal, lines
 from windlass.control.journal import JournalEntry, JournalKind
 from windlass.control.messages import RoundOutcome, UpdateReport
-from windlass.errors import WindlassError
+from windlass.errors import ConfigError, WindlassError
 from windlass.layout.manifest import ShardManifest
 from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
@@ -82,6 +82,8 @@ class World:
         self.num_wire_faults = 0
         self.num_restarts = 0
         self.processes: dict[str, Process] = {}
+        self.engines: list[EngineProcess] = []
+        self._groups: dict[str, list[EngineProcess]] = {}
         self.trace: list[str] = []
         self._numbers = itertools.count(1)
         self._ports = itertools.count(30_000)
@@ -134,17 +136,16 @@ class World:
     def trainers(self) -> list[TrainerProcess]:
         return [p for p in self.processes.values() if isinstance(p, TrainerProcess)]
 
-    @property
-    def engines(self) -> list[EngineProcess]:
-        return [p for p in self.processes.values() if isinstance(p, EngineProcess)]
-
     def ranks_of(self, group: str) -> list[EngineProcess]:
-        return [rank for rank in self.engines if rank.group == group]
+        return self._groups.get(group, [])
 
     @contextmanager
     def disk(self) -> Iterator[None]:
         """Inside, files of lines are on this world's disk."""
         original = lines._write_all
+        limits = journal.COMPACT_AFTER, journal.KEPT_ENTRIES
+        # So that every few rounds are compacted.
+        journal.COMPACT_AFTER, journal.KEPT_ENTRIES = 23, 7
 
         def write_all(descriptor: int, data: bytes) -> None:
             self.journal_changed = True
@@ -159,6 +160,7 @@ class World:
             yield
         finally:
             lines._write_all = original
+            journal.COMPACT_AFTER, journal.KEPT_ENTRIES = limits
 
     def note(self, text: str) -> None:
         line = f"{self.loop.time():9.4f} {text}"
@@ -185,9 +187,14 @@ class World:
     def _read_journal(self) -> None:
         data = self.journal_path.read_bytes()
         whole, _, _ = data.rpartition(b"\n")
-        lines = whole.split(b"\n") if whole else []
-        new = [msgspec.json.decode(line, type=JournalEntry) for line in lines[len(self._entries) :]]
-        for entry in new:
+        entries = [
+            msgspec.json.decode(line, type=JournalEntry) for line in whole.split(b"\n") if line
+        ]
+        if self._entries:
+            # A compaction leaves the newest entries as they were; each is there once.
+            last = len(entries) - entries[::-1].index(self._entries[-1])
+            entries = entries[last:]
+        for entry in entries:
             self._entries.append(entry)
             self._check_entry(entry)
 
@@ -258,39 +265,39 @@ class World:
         controller.last_update = published
         self._check_engines(None if in_round else published)
         self._steps += 1
-        # What is lost stays lost: an audit in every fourth step finds it as well.
-        if self._steps % 4 == 0 and (lost := controller.rollouts.stats().lost) != 0:
+        # What is lost stays lost: an audit in every 16th step finds it as well.
+        if self._steps % 16 == 0 and (lost := controller.rollouts.stats().lost) != 0:
             self.violate(f"{lost} rollouts are lost")
 
     def _check_engines(self, published: int | None) -> None:
         """`published` is None while a round runs or nobody is there to say."""
-        routed: dict[str, int] = {}
-        identities: set[tuple[str, str]] = set()
-        if published is not None:
-            coordinator = self.controller.coordinator
-            routed = {engine.name: engine.version for engine in coordinator.routable()}
-            for group in coordinator._fleet.engines():
-                identities |= group.identities
-        now_s = self.loop.time()
+        durable = self.durable()
         for rank in self.engines:
-            if not rank.host.alive:
-                continue
-            known = (rank.name, rank.incarnation) in identities
-            if not rank.paused and rank.version >= 0:
+            if not rank.paused and rank.version >= 0 and rank.host.alive:
                 if (content := rank.content()) != rank.version:
                     self.violate(f"{rank.name} serves {content}, labelled {rank.version}")
-                if rank.version not in self.durable():
+                if rank.version not in durable:
                     self.violate(f"{rank.name} serves unpublished version {rank.version}")
-            if published is None or rank.group not in routed or not known:
-                continue
-            if rank.agent.served_version != published or rank.content() != published:
-                self.violate(
-                    f"{rank.name} is routed as {published}, holds {rank.content()} and says "
-                    f"{rank.agent.served_version}"
-                )
-            since_s = max(rank.paused_since_s, self._quiet_since_s(rank))
-            if rank.paused and not rank.misled and now_s - since_s > REST_S:
-                self.violate(f"{rank.name} is routed and paused for {now_s - since_s:.1f} s")
+        if published is None:
+            return
+        coordinator = self.controller.coordinator
+        for engine in coordinator.routable():
+            group = coordinator._fleet.group_of(engine.name)
+            for rank in self._groups.get(engine.name, ()):
+                known = group is not None and group.agents.get(rank.rank)
+                if rank.host.alive and known and known.hello.incarnation == rank.incarnation:
+                    self._check_routed(rank, published)
+
+    def _check_routed(self, rank: EngineProcess, published: int) -> None:
+        if rank.agent.served_version != published or rank.content() != published:
+            self.violate(
+                f"{rank.name} is routed as {published}, holds {rank.content()} and says "
+                f"{rank.agent.served_version}"
+            )
+        if rank.paused:
+            paused_s = self.loop.time() - max(rank.paused_since_s, self._quiet_since_s(rank))
+            if not rank.misled and paused_s > REST_S:
+                self.violate(f"{rank.name} is routed and paused for {paused_s:.1f} s")
 
     def _quiet_since_s(self, rank: EngineProcess) -> float:
         """Since when nothing keeps the end of a round from this rank."""
@@ -308,6 +315,10 @@ class World:
         with self.network.acting_as(self.network.host(name)):
             process = self._make(name)
             self.processes[name] = process
+            self.engines = [p for p in self.processes.values() if isinstance(p, EngineProcess)]
+            self._groups = {
+                group: [rank for rank in self.engines if rank.group == group] for group in ENGINES
+            }
             process.start()
 
     def _make(self, name: str) -> Any:
@@ -347,7 +358,7 @@ class World:
         if not self._calm or not self.processes[name].host.alive:
             try:
                 self.start(name)
-            except OSError:  # the disk is full: whoever starts it tries again
+            except ConfigError:  # the disk is full: whoever starts it tries again
                 self.loop.call_later(1.0, self._restart, name)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

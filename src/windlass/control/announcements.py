@@ -19,6 +19,9 @@ from windlass.control.messages import RoundOutcome, UpdateReport
 
 __all__ = ["Announcements", "Standing", "given_up"]
 
+KEPT_REPORTS = 1024
+"""Reports of updates that a coordinator keeps: the newest."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:

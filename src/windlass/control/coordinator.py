@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import final
@@ -18,7 +18,7 @@ from typing import final
 from aiohttp import web
 
 from windlass.config import ControlConfig, P2pBackend
-from windlass.control.announcements import Announcements, Standing, given_up
+from windlass.control.announcements import KEPT_REPORTS, Announcements, Standing, given_up
 from windlass.control.binding import (
     Binding,
     EnginesUnbound,
@@ -35,7 +35,7 @@ from windlass.control.conclusion import attempt_until_whole, note_fates
 from windlass.control.driver import RoundDriver, RoundResult, report_of, spec_of
 from windlass.control.fleet import EngineInfo, Fleet, Group, Identity
 from windlass.control.gateway import serve_agent
-from windlass.control.journal import Journal, JournalEntry, JournalKind
+from windlass.control.journal import Journal, JournalKind
 from windlass.control.messages import (
     Announce,
     Hello,
@@ -67,6 +67,9 @@ class Coordinator(HandDrivenGate):
         journal_path: where rounds are recorded; None keeps them in memory.
         planner: compiles plans; a parameter so that tests can fail it.
 
+    Attributes:
+        reports: of the newest `KEPT_REPORTS` updates; `num_updates` counts all.
+
     Raises:
         ConfigError: the journal cannot be used.
     """
@@ -82,14 +85,11 @@ class Coordinator(HandDrivenGate):
         self._planner = planner
         self._journal = Journal(journal_path)
         # Without a past of its own it believes what engines say they serve.
-        self._remembers = bool(self._journal.entries)
-        self._epoch = self._journal.last_epoch + 1
+        self._remembers = self._journal.remembers
         self._round = self._journal.last_round
         self._published = self._journal.published_version
         self._spent = self._journal.spent_version
-        self._journal.append(
-            JournalEntry(JournalKind.STARTED, self._epoch, self._round, self._published)
-        )
+        self._epoch = self._journal.start()
         self._fleet = Fleet(self._journal.poisoned)
         self._sessions: dict[str, AgentSession] = {}
         self._announcements = Announcements()
@@ -103,7 +103,8 @@ class Coordinator(HandDrivenGate):
         self._update_listeners: list[Callable[[UpdateReport], None]] = []
         self._phase_listeners: list[Callable[[int, Phase], None]] = []
         self._by_hand = HandDrivenUpdates(self, config)
-        self.reports: list[UpdateReport] = []
+        self.num_updates = 0
+        self.reports: deque[UpdateReport] = deque(maxlen=KEPT_REPORTS)
 
     # --- what others ask ---------------------------------------------------------------------
 
@@ -144,7 +145,7 @@ class Coordinator(HandDrivenGate):
             "engines": self._fleet.describe(self._published),
             "trainers": list(t.workers) if (t := self._fleet.trainers()) is not None else [],
             "in_round": self._driver is not None,
-            "updates": len(self.reports),
+            "updates": self.num_updates,
         }
 
     async def wait_for_fleet(
@@ -184,9 +185,9 @@ class Coordinator(HandDrivenGate):
 
     def mount(self, server: ControlServer) -> None:
         """Add `/v1/agents` and `/v1/status` to a server that has not started."""
-        routes = [web.get("/v1/agents", self._serve_agent)]
-        routes.append(web.get("/v1/status", self._serve_status))
-        server.add_routes((*routes, *self._by_hand.routes()))
+        agents = web.get("/v1/agents", self._serve_agent)
+        status = web.get("/v1/status", self._serve_status)
+        server.add_routes((agents, status, *self._by_hand.routes()))
 
     async def _serve_status(self, _request: web.Request) -> web.Response:
         return web.json_response(self.status())
@@ -395,6 +396,7 @@ class Coordinator(HandDrivenGate):
                 _log.exception("version %s", version)
                 report = given_up(version, f"{type(error).__name__}: {error}")
         self.reports.append(report)
+        self.num_updates += 1
         answers = [(rank.trainer, self._announcements.answer(rank, report)) for rank in standing]
         await self._changes.notify()
         for listener in self._update_listeners:
@@ -412,11 +414,9 @@ class Coordinator(HandDrivenGate):
         if len(set(versions.values())) > 1:
             return given_up(version, f"trainer ranks announced different versions: {versions}")
         if version <= max(self._published, self._spent):
-            return given_up(
-                version,
-                f"stale version: it must be greater than {max(self._published, self._spent)}, "
-                "which is published or may have been served",
-            )
+            newest = max(self._published, self._spent)
+            reason = f"stale version: it must be > {newest}, which is or may have been published"
+            return given_up(version, reason)
         binding = await self._bind_enough()
         moved = {rank.trainer for rank in standing} - binding.signature
         if moved or len(standing) != len(binding.trainers):
@@ -475,9 +475,8 @@ class Coordinator(HandDrivenGate):
         finish = result.finish
         note_fates(self._fleet, binding, result, version=version, place=place)
         self._record_poison()
-        published = finish.outcome is RoundOutcome.PUBLISHED
         serving = tuple(n for n, f in finish.fates.items() if f is EngineFate.PUBLISHED)
-        if published:
+        if finish.outcome is RoundOutcome.PUBLISHED:
             self._published = version
             self._journal_outcome(JournalKind.PUBLISHED, version, serving)
         else:

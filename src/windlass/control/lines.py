@@ -6,6 +6,7 @@ rollouts, which is written in batches.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -45,6 +46,7 @@ class LineFile(Generic[EntryT]):
         self._pending: list[bytes] = []
         self._descriptor = -1
         self._torn = False
+        self._moved = False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = _lock(path)
@@ -91,12 +93,16 @@ class LineFile(Generic[EntryT]):
 
     def sync(self) -> None:
         """Return once what was written is on disk; may be called from another thread."""
+        if self._moved:
+            _sync_directory(self.path.parent)
+            self._moved = False
         os.fdatasync(self._descriptor)
 
     def replace_by(self, path: Path, upto_nbytes: int) -> None:
         """Go on with another file that says the same as the first `upto_nbytes` of this one.
 
-        What was written after those is copied behind it; then it takes this one's name.
+        What was written after those is copied behind it; then it takes this one's name. The name
+        survives a power cut after the next `sync`; before, it may be the old file's again.
 
         Raises:
             OSError: the files are as they were.
@@ -111,7 +117,8 @@ class LineFile(Generic[EntryT]):
             os.close(descriptor)
             raise
         os.close(self._descriptor)
-        self._descriptor, self.nbytes = descriptor, self.path.stat().st_size
+        self._descriptor, self.nbytes = descriptor, os.fstat(descriptor).st_size
+        self._torn, self._moved = False, True
 
     def close(self) -> None:
         """Write what was added, and close. Idempotent."""
@@ -131,11 +138,13 @@ def _lock(path: Path) -> int:
     """Open for appending, locked until the descriptor is closed or the process ends.
 
     Raises:
-        OSError: another process holds it.
+        OSError: another process holds it, or has just put another file in its place.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if path.stat().st_ino != os.fstat(descriptor).st_ino:
+            raise BlockingIOError(errno.EAGAIN, "it was replaced while it was opened")
     except OSError:
         os.close(descriptor)
         raise

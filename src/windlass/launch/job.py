@@ -39,7 +39,7 @@ class JobSummary(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         steps: that were trained. version: the last published, -1 for none.
         stopped_by: number of the signal, 0 for none.
-        outcomes: of every round, oldest first.
+        outcomes: of the newest 1024 rounds, oldest first.
         rollouts: counts at the end, before outstanding ones were cancelled.
     """
 
