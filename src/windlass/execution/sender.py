@@ -1,4 +1,7 @@
-"""The trainer's half: pack what must be packed, write every link, hash what was sent.
+"""Stages 5 and 7, the trainer's half: pack what must be packed, write every link, hash what was sent.
+
+In come a plan part and the destinations' bindings (once), `prepare` and `write` (per version);
+`WriteBatch`es go to the transport, and a `LinkOutcome` with the link's digest to the coordinator.
 
 Two ways through the arena, chosen by its capacity alone. When everything that needs packing
 fits, `prepare` packs and hashes before the pause and `write` only writes (the arena is then
@@ -12,13 +15,11 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from typing import final
 
 import numpy as np
-import xxhash
 
 from windlass.errors import (
     ConfigError,
@@ -29,25 +30,20 @@ from windlass.errors import (
     TransferOutcomeUnknown,
 )
 from windlass.execution.base import ParameterMemory, SendResult
-from windlass.execution.bind import BoundOp, LinkProgram, bind_links, check_binding, check_part
+from windlass.execution.bind import LinkProgram, bind_links, check_binding, check_part
 from windlass.execution.bindings import DestinationBinding, LinkOutcome, LinkStatus
+from windlass.execution.packer import PackedLink, Packer, Peer
 from windlass.execution.parameters import SourceParameters
 from windlass.execution.pieces import (
     ALIGNMENT,
     Pieces,
-    UInt64Array,
-    aligned,
     batches,
-    direct_pieces,
-    pack_op,
-    packed_capacity,
-    split_op,
 )
 from windlass.execution.relay_feed import Feeds, bind_feed
 from windlass.execution.relay_wire import RelayAddress
 from windlass.layout.manifest import ShardManifest
 from windlass.memory.arena import Arena
-from windlass.memory.digest import hash_strided, new_digest
+from windlass.memory.digest import new_digest
 from windlass.planning.plan import TransferPlan
 from windlass.planning.relay import RelayGroup
 from windlass.planning.simulate import LINKS_AT_ONCE
@@ -55,25 +51,6 @@ from windlass.telemetry.clock import Deadline
 from windlass.transports.base import MemoryRegion, OneSidedTransport, WriteBatch
 
 __all__ = ["ParameterMemory", "SendResult", "Sender"]
-
-_ABANDONED: list[Arena] = []
-"""Arenas that a write of unknown outcome may still read: mapped until the process ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Peer:
-    """A destination, with its parameter addresses ready for arithmetic."""
-
-    binding: DestinationBinding
-    targets: UInt64Array
-
-
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    """A link that is packed and hashed."""
-
-    batches: tuple[Pieces, ...]
-    digest: str
 
 
 @final
@@ -110,16 +87,14 @@ class Sender:
         self._transport = transport
         self._manifest = manifest
         self._parameters = SourceParameters(transport, manifest, parameters, registered)
-        self._arena_limit = arena_nbytes
+        self._packer = Packer(transport, arena_nbytes)
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(LINKS_AT_ONCE, "windlass-writer")
-        self._arena: Arena | None = None
         self._programs: dict[str, LinkProgram] = {}
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, Peer] = {}
         self._read_in_place: tuple[int, ...] = ()
         self._first_link = 0
-        self._sources: UInt64Array = np.zeros(0, np.uint64)
-        self._ready: dict[str, _Ready] = {}
+        self._ready: dict[str, PackedLink] = {}
         self._feeds = Feeds()
         self._pack_s = 0.0
 
@@ -146,7 +121,7 @@ class Sender:
     @property
     def arena_nbytes(self) -> int:
         """Bytes of arena allocated now."""
-        return self._arena.nbytes if self._arena is not None else 0
+        return self._packer.nbytes
 
     def connect(self, plan: TransferPlan, bindings: Sequence[DestinationBinding]) -> None:
         """Bind a plan part (`TransferPlan.for_source`); allocates and registers the arena.
@@ -164,11 +139,8 @@ class Sender:
                 if peer not in known:
                     raise PlanError(f"connect: destination {peer} of the plan has no binding")
                 check_binding(program, known[peer])
-            self._peers = {
-                peer: _Peer(known[peer], np.array(known[peer].parameter_addresses, np.uint64))
-                for peer in programs
-            }
-            self._fit_arena(packed_capacity(tuple(programs.values())))
+            self._peers = {peer: Peer.bound_to(known[peer]) for peer in programs}
+            self._packer.fit(tuple(programs.values()))
             self._programs = programs
             self._read_in_place = tuple(
                 {i for p in programs.values() for i in np.unique(p.direct.src_parameter).tolist()}
@@ -195,8 +167,7 @@ class Sender:
                     continue  # this rank holds nothing that the group wants
                 feed = bind_feed(group, program, known, addresses)
                 for name, copy in feed.copies().items():
-                    targets = np.array(known[name].parameter_addresses, np.uint64)
-                    self._peers[name] = _Peer(known[name], targets)
+                    self._peers[name] = Peer.bound_to(known[name])
                     self._programs[name] = copy
                 self._feeds.add(feed)
 
@@ -211,15 +182,10 @@ class Sender:
             began = time.perf_counter()
             self._ready = {}
             self._feeds.forget()
-            self._sources = self._parameters.locate(self._read_in_place)
+            self._packer.sources = self._parameters.locate(self._read_in_place)
             programs = tuple(p for p in self._programs.values() if self._feeds.is_planned(p.peer))
-            if packed_capacity(programs) <= self.arena_nbytes:
-                offset = 0
-                for program in programs:
-                    if program.peer in self._feeds:
-                        offset = self._pack_feed(program, offset)
-                    else:
-                        self._ready[program.peer], offset = self._pack_link(program, offset)
+            if self._packer.holds(programs):
+                self._pack_all(programs)
             self._pack_s = time.perf_counter() - began
 
     def write(self, destinations: Sequence[str], deadline_s: float) -> SendResult:
@@ -250,7 +216,7 @@ class Sender:
         with self._lock:
             self._check_destinations(destinations)
             deadline = Deadline.after(deadline_s, "write")
-            began, arena = time.perf_counter(), self._arena
+            began, arena = time.perf_counter(), self._packer.arena
             digests = {n: self._feeds.digest_of(n) for n in destinations if n in self._feeds}
             roots = {
                 root: self._pool.submit(self._feed_root, root, place, deadline)
@@ -274,9 +240,7 @@ class Sender:
         with self._lock:
             self._pool.shutdown(wait=True)
             self._programs, self._ready, self._feeds = {}, {}, Feeds()
-            if self._arena is not None:
-                self._arena.close()
-                self._arena = None
+            self._packer.close()
             self._parameters.close()
 
     # --- links and feeds ---------------------------------------------------------------------
@@ -299,23 +263,26 @@ class Sender:
                 pack_s += link_pack_s
         return SendResult(tuple(outcomes[name] for name in destinations), pack_s, wire_s)
 
-    def _find_ready(self, name: str) -> _Ready | None:
+    def _find_ready(self, name: str) -> PackedLink | None:
         if name not in self._feeds:
             return self._ready.get(name)
         digest = self._feeds.digest_of(name)
         if not digest:
             return None
         pieces = self._feeds.pieces_to(self._peers[name].binding)
-        return _Ready(tuple(batches(pieces)), digest)
+        return PackedLink(tuple(batches(pieces)), digest)
 
-    def _pack_feed(self, program: LinkProgram, offset: int) -> int:
-        packed = {}
-        for index, op in enumerate(program.ops):
-            if not op.is_direct:
-                packed[index] = self._pack(program.peer, op, offset, None)[0]
-                offset += aligned(op.nbytes)
-        self._feeds.keep(program.peer, self._sources, packed)
-        return offset
+    def _pack_all(self, programs: Sequence[LinkProgram]) -> None:
+        offset = 0
+        for program in programs:
+            peer = program.peer
+            if peer in self._feeds:
+                packed, offset = self._packer.pack_ops(program, offset)
+                self._feeds.keep(peer, self._packer.sources, packed)
+            else:
+                self._ready[peer], offset = self._packer.pack_link(
+                    program, self._peers[peer], offset
+                )
 
     def _feed_root(self, root: str, place: tuple[int, int], deadline: Deadline) -> int:
         """In a thread of the pool."""
@@ -334,44 +301,13 @@ class Sender:
             return LinkOutcome(name, LinkStatus.FAILED, 0, "", reason)
         return LinkOutcome(name, LinkStatus.OK, nbytes, digest)
 
-    # --- memory ------------------------------------------------------------------------------
-
-    def _fit_arena(self, needed: int) -> None:
-        capacity = min(needed, self._arena_limit) if self._arena_limit else needed
-        if self._arena is not None and (self._arena.nbytes < capacity or not capacity):
-            self._arena.close()
-            self._arena = None
-        if self._arena is None and capacity:
-            self._arena = Arena(self._transport, capacity)
-
-    def _abandon(self, arena: Arena | None) -> None:
-        """Bytes may still leave the arena: never reuse or unmap it; what follows gets a new one."""
-        if arena is None or arena is not self._arena:
-            return
-        _ABANDONED.append(arena)
-        self._ready, self._arena = {}, None
-        self._feeds.forget()
-        self._arena = Arena(self._transport, arena.nbytes)
-
     # --- whole-shard arena -------------------------------------------------------------------
 
-    def _pack_link(self, program: LinkProgram, offset: int) -> tuple[_Ready, int]:
-        digest = new_digest()
-        packed = []
-        for op in program.ops:
-            if op.is_direct:
-                self._hash_source(digest, op)
-            else:
-                packed.append(self._pack(program.peer, op, offset, digest))
-                offset += aligned(op.nbytes)
-        found = (*batches(self._direct(program)), *batches(_as_pieces(packed)))
-        return _Ready(found, digest.hexdigest()), offset
-
     def _write_ready(
-        self, ready: Mapping[str, _Ready], deadline: Deadline
+        self, ready: Mapping[str, PackedLink], deadline: Deadline
     ) -> tuple[dict[str, LinkOutcome], float]:
         """Write packed links side by side; outcomes, and seconds from first to last."""
-        began, arena = time.perf_counter(), self._arena
+        began, arena = time.perf_counter(), self._packer.arena
         writes = {
             name: self._pool.submit(self._write_batches, name, link.batches, deadline)
             for name, link in ready.items()
@@ -392,10 +328,11 @@ class Sender:
     def _stream(self, name: str, deadline: Deadline) -> tuple[LinkOutcome, float, float]:
         """Pack one half of the arena while the other half is on the wire."""
         digest = new_digest()
+        ring = self._packer.ring(self._programs[name], self._peers[name], digest)
         in_flight: Future[float] | None = None
         began, waited, wire_s = time.perf_counter(), 0.0, 0.0
         try:
-            for batch in itertools.chain(self._ring_batches(name, digest), (None,)):
+            for batch in itertools.chain(ring, (None,)):
                 if in_flight is not None:
                     paused = time.perf_counter()
                     wire_s += in_flight.result()
@@ -404,62 +341,13 @@ class Sender:
                     in_flight = self._pool.submit(self._write_batches, name, (batch,), deadline)
             outcome = self._succeeded(name, digest.hexdigest())
         except TransferError as error:
-            outcome = self._failed(name, error, self._arena)
+            outcome = self._failed(name, error, self._packer.arena)
         finally:
             if in_flight is not None:
                 wait((in_flight,))
         return outcome, wire_s, time.perf_counter() - began - waited
 
-    def _ring_batches(self, name: str, digest: xxhash.xxh3_128) -> Iterator[Pieces]:
-        """Batches that use the two halves in turn; at most one may be in flight between two."""
-        program = self._programs[name]
-        yield from batches(self._direct(program))
-        half_nbytes = self.arena_nbytes // 2 & -ALIGNMENT
-        half, used = 0, 0
-        packed: list[tuple[int, int, int]] = []
-        for op in program.ops:
-            if op.is_direct:
-                self._hash_source(digest, op)
-                continue
-            for part in split_op(op, half_nbytes):
-                if used + aligned(part.nbytes) > half_nbytes:
-                    yield from batches(_as_pieces(packed))
-                    packed, half, used = [], 1 - half, 0
-                packed.append(self._pack(name, part, half * half_nbytes + used, digest))
-                used += aligned(part.nbytes)
-        yield from batches(_as_pieces(packed))
-
     # --- both --------------------------------------------------------------------------------
-
-    def _direct(self, program: LinkProgram) -> Pieces:
-        return direct_pieces(program.direct, self._sources, self._peers[program.peer].targets)
-
-    def _hash_source(self, digest: xxhash.xxh3_128, op: BoundOp) -> None:
-        hash_strided(
-            digest,
-            address=int(self._sources[op.src_parameter]) + op.src_offset,
-            sizes=op.sizes,
-            strides_bytes=op.src_strides,
-            dtype=op.src_dtype,
-        )
-
-    def _pack(
-        self, name: str, op: BoundOp, offset: int, digest: xxhash.xxh3_128 | None
-    ) -> tuple[int, int, int]:
-        """Pack an op at `offset` of the arena and hash it, if asked to; returns its piece."""
-        if self._arena is None:
-            raise PlanError("pack: the sender has no arena; connect first")
-        address = self._arena.address + offset
-        pack_op(op, int(self._sources[op.src_parameter]), address)
-        if digest is not None:
-            digest.update(self._arena.bytes[offset : offset + op.nbytes].data)
-        binding = self._peers[name].binding
-        remote = (
-            binding.landing_address + op.landing_offset
-            if op.lands
-            else binding.parameter_addresses[op.dst_parameter] + op.dst_offset
-        )
-        return address, remote, op.nbytes
 
     def _write_batches(self, name: str, parts: Sequence[Pieces], deadline: Deadline) -> float:
         """In a thread of the pool; returns seconds."""
@@ -493,7 +381,8 @@ class Sender:
                 status = LinkStatus.FAILED
         return LinkOutcome(name, status, 0, "", f"{type(error).__name__}: {error}")
 
-
-def _as_pieces(rows: Sequence[tuple[int, int, int]]) -> Pieces:
-    table = np.array(rows, np.uint64).reshape(-1, 3)
-    return Pieces(table[:, 0].copy(), table[:, 1].copy(), table[:, 2].copy())
+    def _abandon(self, arena: Arena | None) -> None:
+        if arena is not None and arena is self._packer.arena:
+            self._ready = {}
+            self._feeds.forget()
+            self._packer.abandon()

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from windlass.errors import UnsupportedLayout
 from windlass.layout.dtypes import DType
-from windlass.layout.manifest import Int64Array, ShardManifest
+from windlass.layout.manifest import Int64Array
 from windlass.layout.quantization import BLOCK, CAPABILITIES, Scheme
 from windlass.planning.modes import Strided
 from windlass.planning.plan import DTYPES, Transform
@@ -118,7 +118,7 @@ def refuse_cut_blocks(
     dst_row: Int64Array,
     src_rank: npt.NDArray[np.int32],
     names: TensorNames,
-    sources: Sequence[ShardManifest],
+    sources: Sequence[str],
 ) -> None:
     """Every op that quantises consists of whole blocks, for a block has one scale.
 
@@ -138,6 +138,6 @@ def refuse_cut_blocks(
         rows, columns = zip(begin[at].tolist(), end[at].tolist(), strict=True)
         raise UnsupportedLayout(
             f"tensor {names.names[int(dst.tensor[dst_row[ops[at]]])]!r}: blocks of {BLOCK} x {BLOCK} "
-            f"must lie whole on one source and one destination, {sources[int(src_rank[ops[at]])].worker} "
+            f"must lie whole on one source and one destination, {sources[int(src_rank[ops[at]])]} "
             f"would send [{rows[0]}:{rows[1]}, {columns[0]}:{columns[1]}] of shape {tuple(shapes[at].tolist())}"
         )

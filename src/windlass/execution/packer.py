@@ -1,0 +1,197 @@
+"""Stage 5: the bytes of a link that cannot go as they lie, packed into the arena and hashed.
+
+In come a `LinkProgram` and where the parameters of both sides lie; `Pieces` go out: an address here,
+one at the peer, and bytes, for one-sided writes. The link's digest is taken on the way, over all ops
+in plan order, those that go as they lie included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import xxhash
+
+from windlass.errors import PlanError
+from windlass.execution.bind import BoundOp, LinkProgram
+from windlass.execution.bindings import DestinationBinding
+from windlass.execution.pieces import (
+    ALIGNMENT,
+    Pieces,
+    UInt64Array,
+    aligned,
+    batches,
+    direct_pieces,
+    pack_op,
+    packed_capacity,
+    split_op,
+)
+from windlass.memory.arena import Arena
+from windlass.memory.digest import hash_strided, new_digest
+from windlass.transports.base import OneSidedTransport
+
+__all__ = ["PackedLink", "Packer", "Peer"]
+
+_ABANDONED: list[Arena] = []
+"""Arenas that a write of unknown outcome may still read: mapped until the process ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A destination, with its parameter addresses ready for arithmetic."""
+
+    binding: DestinationBinding
+    targets: UInt64Array
+
+    @classmethod
+    def bound_to(cls, binding: DestinationBinding) -> Peer:
+        """The peer that offers `binding`."""
+        return cls(binding, np.array(binding.parameter_addresses, np.uint64))
+
+    def address_of(self, op: BoundOp) -> int:
+        """Where the payload of a packed op goes."""
+        if op.lands:
+            return self.binding.landing_address + op.landing_offset
+        return self.binding.parameter_addresses[op.dst_parameter] + op.dst_offset
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLink:
+    """A link that is packed and hashed."""
+
+    batches: tuple[Pieces, ...]
+    digest: str
+
+
+@final
+class Packer:
+    """The arena of one trainer rank. Not thread-safe.
+
+    Args:
+        transport: registers the arena.
+        limit_nbytes: capacity of the arena; 0 for as much as one update needs.
+
+    Attributes:
+        sources: where the parameters lie, in manifest order; the owner keeps it up to date.
+    """
+
+    def __init__(self, transport: OneSidedTransport, limit_nbytes: int) -> None:
+        self._transport, self._limit = transport, limit_nbytes
+        self._arena: Arena | None = None
+        self.sources: UInt64Array = np.zeros(0, np.uint64)
+
+    @property
+    def arena(self) -> Arena | None:
+        """What is packed into; None where nothing is."""
+        return self._arena
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of arena allocated now."""
+        return self._arena.nbytes if self._arena is not None else 0
+
+    def holds(self, programs: Sequence[LinkProgram]) -> bool:
+        """Whether the packed bytes of all these links fit at once."""
+        return packed_capacity(programs) <= self.nbytes
+
+    def fit(self, programs: Sequence[LinkProgram]) -> None:
+        """Have an arena that is large enough for these links, within the limit.
+
+        Raises:
+            RegionError: memory cannot be registered.
+        """
+        needed = packed_capacity(programs)
+        capacity = min(needed, self._limit) if self._limit else needed
+        if self._arena is not None and (self._arena.nbytes < capacity or not capacity):
+            self._arena.close()
+            self._arena = None
+        if self._arena is None and capacity:
+            self._arena = Arena(self._transport, capacity)
+
+    def abandon(self) -> None:
+        """Bytes may still leave the arena: never reuse or unmap it; what follows gets a new one."""
+        if self._arena is not None:
+            nbytes = self._arena.nbytes
+            _ABANDONED.append(self._arena)
+            self._arena = None
+            self._arena = Arena(self._transport, nbytes)
+
+    def close(self) -> None:
+        """Free the arena. Idempotent."""
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+    def pack_link(self, program: LinkProgram, peer: Peer, offset: int) -> tuple[PackedLink, int]:
+        """Pack and hash a whole link at `offset` of the arena; returns where the next one may begin."""
+        digest = new_digest()
+        packed = []
+        for op in program.ops:
+            if op.is_direct:
+                self._hash_source(digest, op)
+            else:
+                packed.append((self._pack(op, offset, digest), peer.address_of(op), op.nbytes))
+                offset += aligned(op.nbytes)
+        found = (*batches(self._direct(program, peer)), *batches(_as_pieces(packed)))
+        return PackedLink(found, digest.hexdigest()), offset
+
+    def pack_ops(self, program: LinkProgram, offset: int) -> tuple[dict[int, int], int]:
+        """Pack a link at `offset` without hashing it.
+
+        Returns:
+            (op -> address of its payload, where the next link may begin).
+        """
+        packed = {}
+        for index, op in enumerate(program.ops):
+            if not op.is_direct:
+                packed[index] = self._pack(op, offset, None)
+                offset += aligned(op.nbytes)
+        return packed, offset
+
+    def ring(self, program: LinkProgram, peer: Peer, digest: xxhash.xxh3_128) -> Iterator[Pieces]:
+        """Batches that use the two halves in turn; at most one may be in flight between two."""
+        yield from batches(self._direct(program, peer))
+        half_nbytes = self.nbytes // 2 & -ALIGNMENT
+        half, used = 0, 0
+        packed: list[tuple[int, int, int]] = []
+        for op in program.ops:
+            if op.is_direct:
+                self._hash_source(digest, op)
+                continue
+            for part in split_op(op, half_nbytes):
+                if used + aligned(part.nbytes) > half_nbytes:
+                    yield from batches(_as_pieces(packed))
+                    packed, half, used = [], 1 - half, 0
+                address = self._pack(part, half * half_nbytes + used, digest)
+                packed.append((address, peer.address_of(part), part.nbytes))
+                used += aligned(part.nbytes)
+        yield from batches(_as_pieces(packed))
+
+    def _direct(self, program: LinkProgram, peer: Peer) -> Pieces:
+        return direct_pieces(program.direct, self.sources, peer.targets)
+
+    def _hash_source(self, digest: xxhash.xxh3_128, op: BoundOp) -> None:
+        hash_strided(
+            digest,
+            address=int(self.sources[op.src_parameter]) + op.src_offset,
+            sizes=op.sizes,
+            strides_bytes=op.src_strides,
+            dtype=op.src_dtype,
+        )
+
+    def _pack(self, op: BoundOp, offset: int, digest: xxhash.xxh3_128 | None) -> int:
+        """Pack an op at `offset` of the arena and hash it, if asked to; returns its address."""
+        if self._arena is None:
+            raise PlanError("pack: the sender has no arena; connect first")
+        address = self._arena.address + offset
+        pack_op(op, int(self.sources[op.src_parameter]), address)
+        if digest is not None:
+            digest.update(self._arena.bytes[offset : offset + op.nbytes].data)
+        return address
+
+
+def _as_pieces(rows: Sequence[tuple[int, int, int]]) -> Pieces:
+    table = np.array(rows, np.uint64).reshape(-1, 3)
+    return Pieces(table[:, 0].copy(), table[:, 1].copy(), table[:, 2].copy())

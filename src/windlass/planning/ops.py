@@ -1,0 +1,243 @@
+"""Stage 3, last half: routed pieces become ops, the rows of the plan.
+
+In come `Pieces` (which atom fills which box) and an `Assignment` (which rank sends it), out goes an
+`OpTable`: per op both parameters, offsets and strides, what it is cast to, its mode and the reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from windlass.errors import UnsupportedLayout
+from windlass.layout.manifest import Int64Array
+from windlass.layout.quantization import BLOCK
+from windlass.planning.coalesce import empty_ops, fill_ops
+from windlass.planning.intersect import Boxes, Holders, Pieces, ranges
+from windlass.planning.modes import Strided, choose_modes, collapse
+from windlass.planning.plan import DTYPES, CopyMode, OpTable, Transform
+from windlass.planning.quantize import (
+    keep_blocks,
+    payload_sizes,
+    refuse_cut_blocks,
+    refuse_unquantized,
+    split_units,
+)
+from windlass.planning.routing import Assignment
+from windlass.planning.rows import RowTable, TensorNames
+
+__all__ = ["ITEMSIZES", "Candidates", "RoutedPieces", "build_ops", "place_landing"]
+
+ITEMSIZES = np.array([dtype.itemsize for dtype in DTYPES], np.int64)
+_FLOATING = np.array([dtype.is_floating for dtype in DTYPES], np.bool_)
+_CHUNK_OPS = 1 << 18
+
+Rows = npt.NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """Every piece at every destination row, before a source is chosen; sorted by destination.
+
+    Attributes:
+        piece: (n,) row of `Pieces`.
+        row: (n,) row of the destination table.
+        nbytes: (n,) bytes at the destination.
+        axis: (n,) outermost dim with more than one element, where an op may be cut.
+        units: (n,) extent of that dim, in blocks where the op quantises.
+    """
+
+    piece: Int64Array
+    row: Int64Array
+    nbytes: Int64Array
+    axis: Int64Array
+    units: Int64Array
+
+    @classmethod
+    def expand(cls, pieces: Pieces, boxes: Boxes, dst: RowTable) -> Candidates:
+        """Gather the pieces of every destination row."""
+        count = (boxes.row_start[1:] - boxes.row_start[:-1])[pieces.box]
+        piece = np.repeat(np.arange(len(count)), count)
+        row = boxes.rows[ranges(boxes.row_start[pieces.box], count)]
+        order = np.lexsort([pieces.template[piece], row])  # rows ascend with the rank
+        piece, row = piece[order], row[order]
+        axis = (pieces.sizes > 1).argmax(axis=1)
+        units = np.take_along_axis(pieces.sizes, axis[:, None], axis=1)[:, 0]
+        template = pieces.template[piece]
+        numel = pieces.sizes.prod(axis=1)[template]
+        scales = np.flatnonzero(dst.transform[row] == Transform.FP8_BLOCK_SCALES)
+        numel[scales] = payload_sizes(
+            pieces.sizes[template[scales]], dst.transform[row[scales]]
+        ).prod(axis=1)
+        return cls(
+            piece=piece,
+            row=row,
+            nbytes=numel * ITEMSIZES[dst.dtype[row]],
+            axis=axis[template],
+            units=split_units(units[template], dst.transform[row]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedPieces:
+    """Everything that ops are made of.
+
+    Attributes:
+        src, dst: the rows of both sides.
+        names: the tensors of both sides.
+        sources: workers, by rank.
+        pieces: which atom fills which box. holders: who has each atom.
+        candidates: the pieces at every destination row.
+        routed: who sends each of them.
+        is_loader: (num_names,) whether the engine's own loader must be given it.
+        direct_min_run_nbytes: see `PlanPolicy.direct_min_run_bytes`.
+    """
+
+    src: RowTable
+    dst: RowTable
+    names: TensorNames
+    sources: tuple[str, ...]
+    pieces: Pieces
+    holders: Holders
+    candidates: Candidates
+    routed: Assignment
+    is_loader: npt.NDArray[np.bool_]
+    direct_min_run_nbytes: int
+
+
+def build_ops(given: RoutedPieces) -> OpTable:
+    """Turn routed pieces into ops, in plan order, chunk by chunk to bound memory.
+
+    Raises:
+        UnsupportedLayout: dtypes differ and are not both floating, or a cut through a block of a
+            quantised tensor.
+    """
+    src, dst, routed = given.src, given.dst, given.routed
+    atom = given.pieces.atom[given.candidates.piece[routed.op]]
+    src_row, dst_row = _source_rows(given, atom), given.candidates.row[routed.op]
+    _refuse_casts(src, dst, src_row, dst_row, given.names)
+    refuse_unquantized(src, dst, src_row, dst_row, given.names)
+    order = _plan_order(src, dst, src_row, dst_row, routed)
+    ops = empty_ops(len(order))
+    for first in range(0, len(order), _CHUNK_OPS):
+        part = order[first : first + _CHUNK_OPS]
+        fill_ops(ops, first, _ops(given, part, src_row[part], dst_row[part]))
+    return ops
+
+
+def _ops(given: RoutedPieces, part: Rows, s: Int64Array, d: Int64Array) -> OpTable:
+    """The ops of some routed pieces, whose rows are `s` at the source and `d` at the destination."""
+    src, dst = given.src, given.dst
+    transform = dst.transform[d]
+    offsets, sizes = _shares(given, part, transform)
+    refuse_cut_blocks(offsets, sizes, dst, d, src.rank[s], given.names, given.sources)
+    from_start = (offsets - src.offsets[s]) * src.strides_bytes[s]
+    per_scale = np.where(transform == Transform.FP8_BLOCK_SCALES, BLOCK, 1)[:, None]
+    steps = (offsets - dst.offsets[d]) // per_scale
+    strides = src.strides_bytes[s], dst.strides_bytes[d]
+    geometry = keep_blocks(collapse(sizes, *strides), sizes, *strides, transform)
+    payload = payload_sizes(geometry.sizes, transform)
+    dst_itemsize = ITEMSIZES[dst.dtype[d]]
+    mode, reason, run_nbytes = choose_modes(
+        Strided(
+            sizes=payload,
+            src_strides=geometry.src_strides,
+            dst_strides=geometry.dst_strides,
+        ),
+        ITEMSIZES[src.dtype[s]],
+        dst_itemsize,
+        src.dtype[s] != dst.dtype[d],
+        transform != Transform.NONE,
+        given.is_loader[dst.name[d]],
+        given.direct_min_run_nbytes,
+    )
+    return OpTable(
+        src=src.rank[s],
+        dst=dst.rank[d],
+        tensor=dst.name[d],
+        src_parameter=src.parameter[s],
+        dst_parameter=dst.parameter[d],
+        mode=mode,
+        reason=reason,
+        src_dtype=src.dtype[s],
+        dst_dtype=dst.dtype[d],
+        transform=transform,
+        sizes=geometry.sizes,
+        src_offset=src.offset_bytes[s] + from_start.sum(axis=1),
+        src_strides=geometry.src_strides,
+        dst_offset=dst.offset_bytes[d] + (steps * dst.strides_bytes[d]).sum(axis=1),
+        dst_strides=geometry.dst_strides,
+        run_nbytes=run_nbytes,
+        nbytes=payload.prod(axis=1) * dst_itemsize,
+        landing_offset=np.full(len(part), -1, np.int64),
+    )
+
+
+def _shares(
+    given: RoutedPieces, part: Rows, transform: npt.NDArray[np.uint8]
+) -> tuple[Int64Array, Int64Array]:
+    """Offsets and sizes of what each op moves: a piece, or the slice of it that one source sends."""
+    routed, candidates = given.routed, given.candidates
+    op = routed.op[part]
+    template = given.pieces.template[candidates.piece[op]]
+    offsets, sizes = given.pieces.offsets[template], given.pieces.sizes[template]
+    rows, axis = np.arange(len(part)), candidates.axis[op]
+    unit = np.where(transform != Transform.NONE, BLOCK, 1)
+    begin = routed.begin[part] * unit
+    sizes[rows, axis] = np.minimum(routed.end[part] * unit, sizes[rows, axis]) - begin
+    offsets[rows, axis] += begin
+    return offsets, sizes
+
+
+def _source_rows(given: RoutedPieces, atom: Int64Array) -> Int64Array:
+    """Per routed piece, the row of the rank that sends it."""
+    src, holders = given.src, given.holders
+    num_ranks = int(src.rank.max(initial=0)) + 1
+    atom_of_row = np.repeat(np.arange(len(holders.start) - 1), np.diff(holders.start))
+    keys = atom_of_row * num_ranks + src.rank[holders.rows]
+    return holders.rows[np.searchsorted(keys, atom * num_ranks + given.routed.rank)]
+
+
+def _refuse_casts(
+    src: RowTable, dst: RowTable, src_row: Int64Array, dst_row: Int64Array, names: TensorNames
+) -> None:
+    have, want = src.dtype[src_row], dst.dtype[dst_row]
+    bad = (have != want) & ~(_FLOATING[have] & _FLOATING[want])
+    if bad.any():
+        op = int(bad.argmax())
+        raise UnsupportedLayout(
+            f"tensor {names.names[int(dst.name[dst_row[op]])]!r}: only floating dtypes are cast, "
+            f"got {DTYPES[int(have[op])]} at the source and {DTYPES[int(want[op])]} at the "
+            "destination"
+        )
+
+
+def _plan_order(
+    src: RowTable,
+    dst: RowTable,
+    src_row: Int64Array,
+    dst_row: Int64Array,
+    routed: Assignment,
+) -> Rows:
+    """Sort by (src, dst, src parameter, dst parameter, source row, destination row, slice)."""
+    link = src.rank[src_row].astype(np.int64) << 32 | dst.rank[dst_row]
+    parameters = src.parameter[src_row].astype(np.int64) << 32 | dst.parameter[dst_row]
+    place = dst.offset_bytes[dst_row]
+    return np.lexsort([routed.begin, routed.op, dst_row, place, parameters, link])
+
+
+def place_landing(
+    ops: OpTable, num_destinations: int, align: int
+) -> tuple[Int64Array, tuple[int, ...]]:
+    """Give every payload that needs unpacking its place in its destination's landing region."""
+    offsets = np.full(len(ops), -1, np.int64)
+    needs = np.flatnonzero((ops.mode == CopyMode.SCATTER) | (ops.mode == CopyMode.LOADER))
+    needs = needs[np.argsort(ops.dst[needs], kind="stable")]
+    extent = -(-ops.nbytes[needs] // align) * align
+    stop = np.cumsum(extent)
+    bounds = np.searchsorted(ops.dst[needs], np.arange(num_destinations + 1))
+    edges = np.concatenate([np.zeros(1, np.int64), stop])[bounds]
+    offsets[needs] = stop - extent - edges[ops.dst[needs]]
+    return offsets, tuple(int(v) for v in np.diff(edges))
