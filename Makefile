@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 help:
 	@echo "make demo [ARGS='--steps 40 --transport cma --mode staged']   asynchronous GRPO on this machine"
 	@echo "make test                                                   lint, types, import contracts, tests"
-	@echo "make bench                                                  every benchmark, into benchmarks/results/local"
+	@echo "make bench [ARGS='planner update']                             benchmarks, into benchmarks/results/local"
 
 setup: $(STAMP)
 
@@ -95,10 +95,7 @@ chaos: setup
 	$(BIN)/pytest -m chaos -s tests/chaos
 
 bench: setup
-	mkdir -p benchmarks/results/local
-	for script in benchmarks/bench_*.py; do \
-	  $(BIN)/python $$script --json benchmarks/results/local/$$(basename $$script .py).json || exit 1; \
-	done
+	$(BIN)/windlass bench $(ARGS)
 
 clean:
 	rm -rf $(VENV) .venv-vllm .venv-sglang build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -36,7 +36,11 @@ _SUITES = {
     "update": _Suite("bench_update.py"),
     "control": _Suite("bench_control.py"),
     "xccl": _Suite("bench_xccl.py"),
+    "relay": _Suite("bench_relay.py"),
+    "engines": _Suite("bench_engines.py"),
     "rollout": _Suite("bench_rollout.py"),
+    "journal": _Suite("bench_journal.py"),
+    "simulation": _Suite("bench_simulation.py"),
     "nvlink": _Suite("gpu/bench_nvlink.py", num_gpus=2),
     "live-engine": _Suite("gpu/bench_live_engine.py", num_gpus=4),
 }

@@ -1,4 +1,4 @@
-"""From a symbolic plan to programs: what one rank reads, packs, writes or hashes, link by link.
+"""Stage 4, from a symbolic plan to programs: what one rank reads, packs, writes or hashes, link by link.
 
 A `BoundOp` is one row of the plan as plain Python integers; the contiguous runs of a link's
 DIRECT ops are one table, expanded by numpy. Source addresses are added when an update runs,
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from windlass.errors import PlanError, UnsupportedLayout
 from windlass.execution.bindings import DestinationBinding
 from windlass.layout.dtypes import DType
-from windlass.layout.manifest import ShardManifest
+from windlass.layout.manifest import ShardManifest, contiguous_strides
 from windlass.layout.quantization import scale_shape
 from windlass.planning.plan import DTYPES, CopyMode, Link, OpTable, TransferPlan, Transform
 from windlass.transports.regions import check_inside
@@ -68,12 +68,7 @@ class BoundOp:
     @property
     def packed_strides(self) -> tuple[int, ...]:
         """Byte strides of the payload: row-major, destination dtype."""
-        strides: list[int] = []
-        step = self.dst_dtype.itemsize
-        for size in reversed(self.sizes):
-            strides.append(step)
-            step *= size
-        return tuple(reversed(strides))
+        return contiguous_strides(self.sizes, self.dst_dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

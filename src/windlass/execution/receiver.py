@@ -1,4 +1,7 @@
-"""The engine's half: where writes land, whether the right bytes landed, and making them live.
+"""Stages 8 and 9, the engine's half: where writes land, whether the right bytes did, making them live.
+
+In come a plan part (once) and the digests that the senders took (per version); out go a
+`DestinationBinding`, with the addresses that peers write, and the names of sources whose bytes differ.
 
 While bytes arrive this code does nothing: writes are one-sided. `in_place` writes land in the
 live parameters; `staged` ones in a shadow of the same layout, and `apply` copies it over. Ops

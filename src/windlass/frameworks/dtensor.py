@@ -1,6 +1,7 @@
-"""What a torch parameter holds locally, in checkpoint coordinates, with no communication.
+"""Stage 1: what a torch module holds on this rank, in checkpoint coordinates, with no communication.
 
-Used by trainers (FSDP2, tensor parallel, both) and by tensor-parallel engines alike.
+Takes a module whose parameters may be DTensors and hands on a `ShardManifest`. Used by trainers
+(FSDP2, tensor parallel, both) and by tensor-parallel engines alike.
 
 The case where others corrupt silently is FSDP2 over tensor parallelism: the mesh is
 (fsdp, tp), the placements `(_StridedShard(0), Shard(0))`, and the tensor was cut by tp

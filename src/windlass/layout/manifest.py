@@ -1,6 +1,6 @@
 """ShardManifest: which Box of which checkpoint tensor lies in which bytes of which parameter.
 
-The hand-off from the adapters (stage 1 and 1') to the planner (stage 3). Trainers
+What the adapters (stage 1 and 1') hand to the planner (stage 3), through the coordinator (stage 2). Trainers
 and engines use the same type, so a plan may lead from any of them to any other.
 
 A manifest is columnar: one row per shard in a `ShardTable` of numpy arrays, because a
@@ -27,7 +27,8 @@ import xxhash
 from windlass.errors import DECODE_ERRORS, ManifestError, ProtocolError, UnsupportedLayout
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
-from windlass.layout.quantization import QuantizedTensor, scale_shape
+from windlass.layout.manifest_checks import check_manifest
+from windlass.layout.quantization import QuantizedTensor
 
 __all__ = [
     "MANIFEST_SCHEMA_VERSION",
@@ -260,7 +261,7 @@ class ShardManifest:
             aliases=payload.aliases,
             quantized=payload.quantized,
         )
-        _validate(manifest)
+        check_manifest(manifest, complete=manifest.role is Role.ENGINE)
         return manifest
 
     def digest(self) -> str:
@@ -392,7 +393,7 @@ class ManifestBuilder:
             aliases=dict(self._aliases),
             quantized=tuple(self._quantized),
         )
-        _validate(manifest)
+        check_manifest(manifest, complete=manifest.role is Role.ENGINE)
         return manifest
 
 
@@ -404,82 +405,3 @@ def contiguous_strides(sizes: tuple[int, ...], itemsize: int) -> tuple[int, ...]
         strides.append(step)
         step *= size
     return tuple(reversed(strides))
-
-
-def _validate(manifest: ShardManifest) -> None:
-    """Check indices, boxes against shapes, bytes against parameters, and engine completeness."""
-    table, worker = manifest.table, manifest.worker
-    num_rows = len(table)
-    columns = (table.parameter, table.offsets, table.sizes, table.offset_bytes, table.strides_bytes)
-    if any(len(column) != num_rows for column in columns):
-        raise ManifestError(f"{worker}: manifest columns have different lengths")
-    for alias, tensor in manifest.aliases.items():
-        if all(spec.name != tensor for spec in manifest.tensors):
-            raise ManifestError(f"{worker}: alias {alias!r} names unknown tensor {tensor!r}")
-    _validate_quantized(manifest)
-    if num_rows == 0:
-        return
-    if table.tensor.min() < 0 or table.tensor.max() >= len(manifest.tensors):
-        raise ManifestError(f"{worker}: a shard refers to a tensor index that does not exist")
-    if table.parameter.min() < 0 or table.parameter.max() >= len(manifest.parameters):
-        raise ManifestError(f"{worker}: a shard refers to a parameter index that does not exist")
-    shapes = np.ones((len(manifest.tensors), MAX_DIMS), np.int64)
-    for index, tensor_spec in enumerate(manifest.tensors):
-        if len(tensor_spec.shape) > MAX_DIMS:
-            raise UnsupportedLayout(
-                f"{worker}: tensor {tensor_spec.name!r} must have at most {MAX_DIMS} dims"
-            )
-        shapes[index, MAX_DIMS - len(tensor_spec.shape) :] = tensor_spec.shape
-    outside = (
-        (table.offsets < 0)
-        | (table.sizes < 1)
-        | (table.offsets + table.sizes > shapes[table.tensor])
-    ).any(axis=1)
-    if outside.any():
-        row = int(outside.argmax())
-        spec = manifest.tensors[int(table.tensor[row])]
-        raise ManifestError(
-            f"{worker}: tensor {spec.name!r}: box offsets {table.offsets[row].tolist()} sizes "
-            f"{table.sizes[row].tolist()} must lie inside shape {spec.shape}"
-        )
-    _validate_bytes(manifest)
-
-
-def _validate_quantized(manifest: ShardManifest) -> None:
-    shapes = {spec.name: spec.shape for spec in manifest.tensors}
-    for declared in manifest.quantized:
-        weight, scale = shapes.get(declared.weight), shapes.get(declared.scale)
-        if weight is None or len(weight) != 2 or scale != scale_shape(weight):
-            raise ManifestError(
-                f"{manifest.worker}: quantised tensor {declared.weight!r} must be a matrix with scales "
-                f"{declared.scale!r} per block, got shapes {weight} and {scale}"
-            )
-
-
-def _validate_bytes(manifest: ShardManifest) -> None:
-    table, worker = manifest.table, manifest.worker
-    itemsizes = np.array([p.dtype.itemsize for p in manifest.parameters], np.int64)
-    extents = np.array([p.nbytes for p in manifest.parameters], np.int64)
-    reach = (table.sizes - 1) * table.strides_bytes
-    low = table.offset_bytes + np.minimum(reach, 0).sum(axis=1)
-    high = table.offset_bytes + np.maximum(reach, 0).sum(axis=1) + itemsizes[table.parameter]
-    bad = (low < 0) | (high > extents[table.parameter])
-    if bad.any():
-        row = int(bad.argmax())
-        parameter = manifest.parameters[int(table.parameter[row])]
-        raise ManifestError(
-            f"{worker}: shard of {manifest.tensors[int(table.tensor[row])].name!r} reaches bytes "
-            f"[{int(low[row])}, {int(high[row])}) of parameter {parameter.name!r}, which has "
-            f"{parameter.nbytes}"
-        )
-    if manifest.role is not Role.ENGINE:
-        return
-    described = np.zeros(len(manifest.parameters), np.int64)
-    np.add.at(described, table.parameter, table.sizes.prod(axis=1) * itemsizes[table.parameter])
-    for index, parameter in enumerate(manifest.parameters):
-        total = int(described[index]) + parameter.padding_nbytes
-        if total != parameter.nbytes:
-            raise ManifestError(
-                f"{worker}: parameter {parameter.name!r} has {parameter.nbytes} bytes, but its "
-                f"shards and padding describe {total}"
-            )
