@@ -17,8 +17,12 @@ from typing import Any
 
 import torch
 import transformers
+from sglang_fresh import LoadAfresh
 
-from windlass.engines.sglang.hook import Digests, order_ranks
+from windlass.engines.attach import AgentSettings
+from windlass.engines.sglang.__main__ import connect as connect_sglang
+from windlass.engines.sglang.hook import HOOK, Digests, order_ranks
+from windlass.engines.vllm.__main__ import connect as connect_vllm
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "secret of the test"
@@ -55,6 +59,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 128,
+        # transformers takes these for granted, the engines read them.
+        "moe_layer_freq": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
         "first_k_dense_replace": 1,
         "n_group": 2,
         "topk_group": 1,
@@ -133,6 +141,7 @@ class Server:
     url: str
     engine: str
     tp: int
+    model: Path
 
     def post(self, path: str, body: object) -> Any:
         request = urllib.request.Request(
@@ -141,6 +150,15 @@ class Server:
         with urllib.request.urlopen(request, timeout=120) as response:
             return json.loads(response.read())
 
+    def join(self, controller: str, transport: str) -> None:
+        """Every rank joins a controller's fleet, after leaving the one before."""
+        {"vllm": connect_vllm, "sglang": connect_sglang}[self.engine](
+            AgentSettings(
+                name="engine", controller=controller, transport=transport, url=self.url,
+                checkpoint=str(self.model), world_size=self.tp,
+            )
+        )  # fmt: skip
+
     def digests(self) -> list[dict[str, str]]:
         """Per rank: a digest of every tensor that its model holds."""
         if self.engine == "vllm":
@@ -148,6 +166,16 @@ class Server:
             return list(answer["results"])
         with tempfile.TemporaryDirectory() as folder:
             order_ranks(self.url, Digests(folder), self.tp, 120.0)
+            return [json.loads((Path(folder) / str(r)).read_text()) for r in range(self.tp)]
+
+    def digests_of_fresh_load(self, checkpoint: Path) -> list[dict[str, str]]:
+        """As `digests`, of a model that the engine's own loader makes anew in every rank."""
+        if self.engine == "vllm":
+            body = {"method": "fresh_digests", "args": [str(checkpoint)]}
+            return list(self.post("/collective_rpc", body)["results"])
+        with tempfile.TemporaryDirectory() as folder:
+            order = LoadAfresh(str(checkpoint), folder)
+            order_ranks(self.url, order, self.tp, 120.0, hook="sglang_fresh.run")
             return [json.loads((Path(folder) / str(r)).read_text()) for r in range(self.tp)]
 
     def sample(self, prompt: list[int], count: int) -> Sample:
@@ -173,13 +201,14 @@ _FLAGS = {
     "vllm": [
         *("--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "128"),
         *("--max-num-seqs", "4", "--max-num-batched-tokens", "256", "--skip-tokenizer-init"),
-        "--no-enable-prefix-caching",
+        *("--no-enable-prefix-caching", "--worker-extension-cls", "vllm_fresh.FreshLoads"),
     ],
     "sglang": [
         *("--device", "cpu", "--attention-backend", "torch_native"),
         *("--sampling-backend", "pytorch", "--disable-cuda-graph", "--skip-server-warmup"),
         *("--max-total-tokens", "4096", "--disable-overlap-schedule", "--skip-tokenizer-init"),
         *("--mem-fraction-static", "0.5", "--dtype", "bfloat16"),
+        *("--custom-weight-loader", HOOK, "sglang_fresh.run"),
     ],
 }
 _ENVIRONMENT = {
@@ -211,7 +240,7 @@ def serving(
                 **os.environ,
                 **_ENVIRONMENT[engine],
                 **({"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if tp == 2 else {}),
-                "PYTHONPATH": str(ROOT / "src"),
+                "PYTHONPATH": f"{ROOT / 'src'}:{Path(__file__).parent}",
                 "WINDLASS_TOKEN": TOKEN,
                 "HF_HUB_OFFLINE": "1",
                 "TOKENIZERS_PARALLELISM": "false",
@@ -224,7 +253,7 @@ def serving(
             assert process.stdout is not None
             line = process.stdout.readline()
             assert line, log.read_text()[-6000:]
-            yield Server(process, json.loads(line)["url"], engine, tp)
+            yield Server(process, json.loads(line)["url"], engine, tp, model)
         finally:
             process.terminate()
             process.wait(60)

@@ -1,19 +1,23 @@
 """After an update by Windlass, a live unmodified engine holds what its own loader would have put there.
 
-Every trainer of a case is real (its own processes, its own parallel layout), trains a step and
-publishes. The engine must then hold, byte for byte, what a fresh server holds that loaded the
-trainer's weights as a checkpoint; must answer with the same greedy tokens; and its logprobs must
-be those of transformers with these weights.
+A server is started once. Then one trainer after the other, each real (its own processes, its own
+parallel layout), trains a step and publishes, over each transport and in each mode; for every one
+of these the server leaves the fleet and joins the next. After every update
+
+1. every byte of every parameter and buffer, on every rank, is what the engine's own loader puts into a
+   new model, in the same process, from the trainer's weights saved as a checkpoint;
+2. the greedy tokens are those of transformers with these weights, within bfloat16;
+3. so are their logprobs; and the tokens carry the version.
+
+At the end a fresh server, loaded from the last checkpoint, must hold the same bytes, give the same
+tokens and the same logprobs.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import os
-import subprocess
-import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +26,9 @@ import pytest
 import torch
 import transformers
 from rows import MATRIX, Record, Shown
-from servers import ROOT, TOKEN, Sample, engine_version, save, serving
+from servers import TOKEN, Sample, Server, engine_version, save, serving
+from trainer_rank import Order
+from trainers import FSDP, MEGATRON_EP, MEGATRON_PP, MEGATRON_TP, Ranks, Trainer, training
 
 import windlass
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
@@ -37,186 +43,144 @@ BFLOAT16_MEAN_DISTANCE = 0.05
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
 
-IN_PLACE, STAGED = UpdateMode.IN_PLACE, UpdateMode.STAGED
 FULL = os.environ.get("WINDLASS_ENGINES_FULL", "") == "1"
 
 
 @dataclass(frozen=True)
-class Trainer:
-    """A trainer and its parallel layout over two processes."""
+class Way:
+    """How an update goes."""
 
-    name: str
-    axis: str
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.axis}{NUM_RANKS}"
+    transport: str
+    mode: UpdateMode
 
 
-NUM_RANKS = 2
-FSDP = Trainer("fsdp2", "dp")
-MEGATRON_TP = Trainer("megatron", "tp")
-MEGATRON_EP = Trainer("megatron", "ep")
+CMA_IN_PLACE = Way("cma", UpdateMode.IN_PLACE)
+CMA_STAGED = Way("cma", UpdateMode.STAGED)
+MOONCAKE_IN_PLACE = Way("mooncake", UpdateMode.IN_PLACE)
+MOONCAKE_STAGED = Way("mooncake", UpdateMode.STAGED)
+ALL_WAYS = (CMA_IN_PLACE, MOONCAKE_STAGED, CMA_STAGED, MOONCAKE_IN_PLACE)
+TRAINERS = {
+    "dense": (FSDP, MEGATRON_TP, MEGATRON_PP),
+    "tied": (FSDP, MEGATRON_PP),
+    "moe": (FSDP, MEGATRON_EP),
+    "mla": (FSDP,),
+}
 
 
 @dataclass(frozen=True)
-class Case:
-    """A live server that every trainer publishes into, one after the other."""
+class Live:
+    """A server; every trainer of its kind of model publishes into it in some ways.
+
+    Attributes:
+        fresh: compare with a fresh server at the end.
+    """
 
     engine: str
     kind: str
     tp: int
-    transport: str
-    mode: UpdateMode
-    trainers: tuple[Trainer, ...]
+    ways: Sequence[Way] = ALL_WAYS
+    fresh: bool = True
 
     def __str__(self) -> str:
-        return f"{self.engine}-{self.kind}-tp{self.tp}-{self.transport}-{self.mode}"
+        return f"{self.engine}-{self.kind}-tp{self.tp}"
+
+    def cells(self) -> Iterator[tuple[Trainer, Way]]:
+        for trainer in TRAINERS[self.kind]:
+            for way in self.ways:
+                yield trainer, way
 
 
-DENSE = (FSDP, MEGATRON_TP)
-SPARSE = (FSDP, MEGATRON_EP)
-SMALL = [
-    Case("vllm", "moe", 1, "cma", IN_PLACE, SPARSE),
-    Case("vllm", "dense", 2, "mooncake", STAGED, DENSE),
-    Case("sglang", "dense", 2, "cma", IN_PLACE, DENSE),
-]
-TRAINERS = {"dense": DENSE, "tied": (FSDP,), "moe": SPARSE, "mla": (FSDP,)}
-ALL = [
-    Case(engine, kind, tp, transport, mode, TRAINERS[kind])
-    for engine in ("sglang", "vllm")
-    for kind in ("dense", "tied", "moe", "mla")
+EVERYTHING = [
+    Live(engine, kind, tp)
+    for kind in ("dense", "moe", "mla", "tied")
     for tp in (1, 2)
-    for transport in ("cma", "mooncake")
-    for mode in (IN_PLACE, STAGED)
+    for engine in ("sglang", "vllm")
+]
+COVERING = [
+    Live(engine, kind, tp)
+    for kind, tp in (("dense", 2), ("moe", 2), ("mla", 1), ("tied", 1))
+    for engine in ("sglang", "vllm")
 ]
 
 
-def row(case: Case, trainer: Trainer, outcome: str = "proven") -> Shown:
+def row(live: Live, trainer: Trainer, way: Way, outcome: str = "proven") -> Shown:
     return Shown(
-        trainer=str(trainer), engine=case.engine, engine_version=engine_version(case.engine),
-        engine_parallelism=f"tp{case.tp}", model=case.kind, dtype="float32 -> bfloat16",
-        transport=case.transport, mode=str(case.mode), outcome=outcome,
+        trainer=str(trainer), engine=live.engine, engine_version=engine_version(live.engine),
+        engine_parallelism=f"tp{live.tp}", model=live.kind, dtype="float32 -> bfloat16",
+        transport=way.transport, mode=str(way.mode), outcome=outcome,
     )  # fmt: skip
 
 
 @pytest.fixture(autouse=True, scope="session")
 def matrix(request: pytest.FixtureRequest) -> None:
-    """What is not shown by a test that passed is untested."""
+    """What is not shown is untested."""
     request.config.stash[MATRIX] = [
-        asdict(row(case, trainer, "untested")) for case in ALL for trainer in case.trainers
+        asdict(row(live, trainer, way, "untested"))
+        for live in EVERYTHING
+        for trainer, way in live.cells()
     ]
 
 
-@dataclass(frozen=True)
-class State:
-    """What a server holds and answers."""
+@pytest.mark.parametrize("live", EVERYTHING if FULL else COVERING, ids=str)
+async def test_an_updated_engine_is_a_fresh_one(live: Live, tmp_path: Path, shown: Record) -> None:
+    old = save(live.kind, 1, tmp_path / "old")
+    checkpoint, version, rows = old, 0, []
+    with serving(live.engine, old, tmp_path / "live.log", tp=live.tp) as server:
+        for trainer in TRAINERS[live.kind]:
+            with training(trainer, live.kind, old) as ranks:
+                for way in live.ways:
+                    version += 1
+                    checkpoint, before = tmp_path / str(version), server.digests()
+                    await publish(server, ranks, way, version, checkpoint)
+                    check(server, checkpoint, version, old=old, before=before)
+                    rows.append(row(live, trainer, way))
+        updated = server.digests(), server.sample(PROMPT, NUM_TOKENS)
+    if live.fresh:
+        with serving(live.engine, checkpoint, tmp_path / "fresh.log", tp=live.tp) as server:
+            digests, sample = server.digests(), server.sample(PROMPT, NUM_TOKENS)
+        assert digests == updated[0]
+        assert (sample.tokens, sample.logprobs) == (updated[1].tokens, updated[1].logprobs)
+    for proven in rows:
+        shown(proven)
 
-    digests: list[dict[str, str]]
-    sample: Sample
 
-
-@pytest.fixture(scope="session")
-def fresh_states() -> dict[tuple[str, str, int, str], State]:
-    """Of servers started with a checkpoint; equal checkpoints are loaded once."""
-    return {}
-
-
-@pytest.mark.parametrize("case", ALL if FULL else SMALL, ids=str)
-async def test_an_updated_engine_is_a_fresh_one(
-    case: Case,
-    tmp_path: Path,
-    shown: Record,
-    fresh_states: dict[tuple[str, str, int, str], State],
-) -> None:
-    old = save(case.kind, 1, tmp_path / "old")
-    config = ControlConfig(mode=case.mode, deadlines=PhaseDeadlines(pause_s=120))
+async def publish(server: Server, ranks: Ranks, way: Way, version: int, checkpoint: Path) -> None:
+    """In a fleet of its own."""
+    config = ControlConfig(mode=way.mode, deadlines=PhaseDeadlines(pause_s=120))
     async with windlass.Controller(token=TOKEN, config=config) as controller:
-        updated = await asyncio.to_thread(publish_all, case, old, controller.url, tmp_path)
-    for trainer, (folder, state) in updated.items():
-        fresh = await asyncio.to_thread(load_afresh, case, folder / "new", fresh_states)
-        assert state.digests == fresh.digests, trainer
-        assert state.sample.tokens == fresh.sample.tokens, trainer
-        assert distance(folder / "new", state.sample) < BFLOAT16_MEAN_DISTANCE, trainer
-        assert distance(old, state.sample) > 4 * BFLOAT16_MEAN_DISTANCE, trainer
-        shown(row(case, trainer))
+        await asyncio.to_thread(server.join, controller.url, way.transport)
+        order = Order(controller.url, way.transport, version, str(checkpoint))
+        await asyncio.to_thread(ranks.publish, order)
 
 
-def publish_all(case: Case, old: Path, url: str, folder: Path) -> dict[Trainer, tuple[Path, State]]:
-    updated = {}
-    with serving(
-        case.engine, old, folder / "live.log",
-        tp=case.tp, controller=url, transport=case.transport,
-    ) as server:  # fmt: skip
-        before = server.digests()
-        for version, trainer in enumerate(case.trainers, 1):
-            work = folder / str(version)
-            work.mkdir()
-            (work / "old").symlink_to(old)
-            train(trainer, case, url, work, version)
-            state = State(server.digests(), server.sample(PROMPT, NUM_TOKENS))
-            assert all(a != b for a, b in zip(before, state.digests, strict=True))
-            assert state.sample.versions == [version] * NUM_TOKENS
-            updated[trainer] = (work, state)
-    return {trainer: updated[trainer] for trainer in case.trainers}
-
-
-def train(trainer: Trainer, case: Case, url: str, folder: Path, version: int) -> None:
-    """Train a step and publish; returns when both ranks have ended."""
-    job = folder / "job.json"
-    job.write_text(
-        json.dumps(
-            {
-                "trainer": trainer.name, "layout": {trainer.axis: NUM_RANKS}, "kind": case.kind,
-                "folder": str(folder), "url": url, "transport": case.transport,
-                "version": version,
-            }
-        )
-    )  # fmt: skip
-    script = str(Path(__file__).with_name("trainer_rank.py"))
-    environment = {
-        **os.environ, "WINDLASS_TOKEN": TOKEN, "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT / "src"),
-    }  # fmt: skip
-    logs = [(folder / f"rank-{rank}.log").open("w") for rank in range(NUM_RANKS)]
-    ranks = [
-        subprocess.Popen(
-            (sys.executable, script, str(rank), str(NUM_RANKS), str(job)),
-            env=environment, stdout=log, stderr=subprocess.STDOUT,
-        )
-        for rank, log in enumerate(logs)
-    ]  # fmt: skip
-    try:
-        ended = [rank.wait(300) for rank in ranks]
-    finally:
-        for rank, log in zip(ranks, logs, strict=True):
-            rank.kill()
-            rank.wait(30)
-            log.close()
-    assert ended == [0] * NUM_RANKS, "\n".join(Path(log.name).read_text()[-4000:] for log in logs)
-    assert json.loads((folder / "report.json").read_text())["digest_ok"]
-
-
-def load_afresh(
-    case: Case, checkpoint: Path, known: dict[tuple[str, str, int, str], State]
-) -> State:
-    content = hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest()
-    key = (case.engine, case.kind, case.tp, content)
-    if key not in known:
-        log = checkpoint.parent / "fresh.log"
-        with serving(case.engine, checkpoint, log, tp=case.tp) as server:
-            known[key] = State(server.digests(), server.sample(PROMPT, NUM_TOKENS))
-    return known[key]
+def check(
+    server: Server, checkpoint: Path, version: int, *, old: Path, before: list[dict[str, str]]
+) -> None:
+    held, sample = server.digests(), server.sample(PROMPT, NUM_TOKENS)
+    assert all(a != b for a, b in zip(before, held, strict=True))
+    assert held == server.digests_of_fresh_load(checkpoint)
+    assert sample.versions == [version] * NUM_TOKENS
+    logprobs = expected(checkpoint, sample)
+    chosen = logprobs.gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
+    assert float((logprobs.max(1).values - chosen).max()) < 2 * BFLOAT16_MEAN_DISTANCE
+    assert distance(logprobs, sample) < BFLOAT16_MEAN_DISTANCE
+    assert distance(expected(old, sample), sample) > 4 * BFLOAT16_MEAN_DISTANCE
 
 
 @torch.no_grad()
-def distance(checkpoint: Path, sample: Sample) -> float:
-    """Mean distance between the engine's logprobs and those of transformers with a checkpoint."""
+def expected(checkpoint: Path, sample: Sample) -> torch.Tensor:
+    """(tokens, vocabulary): logprobs of transformers with a checkpoint at the places of an answer."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.bfloat16
     ).eval()
     tokens = torch.tensor([[*PROMPT, *sample.tokens]])
-    logits = model(tokens[:, :-1]).logits[0, len(PROMPT) - 1 :].float()
-    own = logits.log_softmax(-1).gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
+    logits: torch.Tensor = model(tokens[:, :-1]).logits[0, len(PROMPT) - 1 :].float()
+    return logits.log_softmax(-1)
+
+
+def distance(logprobs: torch.Tensor, sample: Sample) -> float:
+    """Mean distance of an answer's logprobs."""
+    own = logprobs.gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
     return float((own - torch.tensor(sample.logprobs)).abs().mean())
 
 

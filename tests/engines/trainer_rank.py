@@ -1,7 +1,7 @@
-"""One rank of a real trainer: trains a step, writes what it has as a checkpoint, publishes it.
+"""One rank of a real trainer: trains a step, writes what it has as a checkpoint, publishes; again.
 
-`python trainer_rank.py RANK WORLD_SIZE JOB`, where JOB is a JSON file with `trainer`, `layout`,
-`kind`, `folder` (of `old`, the model; `new`, written here; `store`), `url`, `transport`, `version`.
+`python trainer_rank.py RANK WORLD_SIZE NAME KIND LAYOUT FOLDER` reads one `Order` in JSON per line and
+answers each with a line; LAYOUT is JSON, FOLDER has `config.json` of the model.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import msgspec
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -26,123 +27,193 @@ NUM_TOKENS = 16
 LEARNING_RATE = 0.02
 
 
+class Order(msgspec.Struct, frozen=True):
+    """Train a step, write the weights to `checkpoint`, publish them as `version`."""
+
+    url: str
+    transport: str
+    version: int
+    checkpoint: str
+
+
+class Trained(Protocol):
+    """A model in the layout of its framework."""
+
+    def step(self) -> None:
+        """Train; collective."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write safetensors in bfloat16; collective, rank 0 writes."""
+        ...
+
+    def connect(self, url: str, transport: str) -> TrainerClient:
+        """To a controller."""
+        ...
+
+
 def main() -> None:
     rank, world_size = int(sys.argv[1]), int(sys.argv[2])
-    job: dict[str, Any] = json.loads(Path(sys.argv[3]).read_text())
+    name, kind, layout, folder = *sys.argv[3:5], json.loads(sys.argv[5]), Path(sys.argv[6])
     torch.set_num_threads(1)
-    store = f"file://{job['folder']}/store"
+    store = f"file://{folder}/store-{name}-{'-'.join(layout)}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
-    train = {"fsdp2": fsdp2, "megatron": megatron}[job["trainer"]]
-    with train(job) as client:
-        report = client.publish(job["version"])
-    if rank == 0:
-        Path(job["folder"], "report.json").write_text(json.dumps({"digest_ok": report.digest_ok}))
+    trained: Trained = Fsdp(kind) if name == "fsdp2" else Megatron(kind, layout, folder)
+    for line in sys.stdin:
+        order = msgspec.json.decode(line, type=Order)
+        trained.step()
+        trained.save(Path(order.checkpoint))
+        if rank == 0:
+            shutil.copy(folder / "config.json", order.checkpoint)
+        with trained.connect(order.url, order.transport) as client:
+            report = client.publish(order.version)
+        os.write(1, msgspec.json.encode({"digest_ok": report.digest_ok}) + b"\n")
     dist.destroy_process_group()
 
 
-def connection(job: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "controller": job["url"],
-        "token": os.environ["WINDLASS_TOKEN"],
-        "transport": job["transport"],
-    }
-
-
-def fsdp2(job: Mapping[str, Any]) -> TrainerClient:
+class Fsdp:
     """float32 masters, one unit per decoder layer, AdamW."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor
 
-    model = build(job["kind"], seed=1).float()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    ids = torch.arange(NUM_TOKENS).reshape(1, -1) * 7 % 250
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    model(input_ids=ids, labels=ids).loss.backward()
-    optimizer.step()
-    plain = build(job["kind"], seed=1)
-    with torch.no_grad():
+    def __init__(self, kind: str) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        self._model = build(kind, seed=1).float()
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in self._model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self._model, mesh=mesh)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE)
+        self._plain = build(kind, seed=1)
+
+    def step(self) -> None:
+        ids = torch.arange(NUM_TOKENS).reshape(1, -1) * 7 % 250
+        self._optimizer.zero_grad()
+        self._model(input_ids=ids, labels=ids).loss.backward()
+        self._optimizer.step()
+
+    @torch.no_grad()
+    def save(self, folder: Path) -> None:
+        from torch.distributed.tensor import DTensor
+
         for (name, parameter), target in zip(
-            model.named_parameters(), plain.parameters(), strict=True
+            self._model.named_parameters(), self._plain.parameters(), strict=True
         ):
             full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             assert full.shape == target.shape, name
             target.copy_(full)
-    if dist.get_rank() == 0:
-        plain.save_pretrained(Path(job["folder"], "new"))
-        copy_config(Path(job["folder"]))
-    return windlass.connect_trainer(model, **connection(job))
+        if dist.get_rank() == 0:
+            self._plain.save_pretrained(folder)
+
+    def connect(self, url: str, transport: str) -> TrainerClient:
+        return windlass.connect_trainer(
+            self._model, controller=url, token=os.environ["WINDLASS_TOKEN"], transport=transport
+        )
 
 
-def megatron(job: Mapping[str, Any]) -> TrainerClient:
+class Megatron:
     """float32 parameters in Megatron's own layout, SGD."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "megatron"))
-    from cpu_shim import install
-    from megatron_rank import Case, checkpoint, fill, spec_of
-    from megatron_rank import build as build_megatron
 
-    install()
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    def __init__(self, kind: str, layout: Mapping[str, Any], folder: Path) -> None:
+        sys.path.insert(0, str(Path(__file__).parents[1] / "megatron"))
+        from cpu_shim import install
+        from megatron_rank import Case, checkpoint, fill, spec_of
+        from megatron_rank import build as build_megatron
 
-    from windlass.training.megatron import connect_megatron_trainer
+        install()
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    folder = Path(job["folder"])
-    spec = spec_of(CONFIGS[job["kind"]])
-    case = Case("live", spec, **job["layout"])
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=case.tp,
-        pipeline_model_parallel_size=case.pp,
-        expert_model_parallel_size=case.ep,
-        expert_tensor_parallel_size=case.etp,
-    )
-    model_parallel_cuda_manual_seed(1)
-    (model,) = build_megatron(case)
-    numbered = checkpoint(spec)
-    fill(model, numbered)  # which element of the checkpoint lies where
-    numbers = [p.detach().long().clone() for p in model.parameters()]
-    generator = torch.Generator().manual_seed(3)
-    fill(
-        model,
-        {
+        self._folder = folder
+        self._spec = spec_of(CONFIGS[kind])
+        case = Case("live", self._spec, **layout)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=case.tp,
+            pipeline_model_parallel_size=case.pp,
+            expert_model_parallel_size=case.ep,
+            expert_tensor_parallel_size=case.etp,
+        )
+        self._state = parallel_state
+        model_parallel_cuda_manual_seed(1)
+        chunks: Any = build_megatron(case)
+        (self._model,) = chunks
+        self._numbered = checkpoint(self._spec)
+        fill(self._model, self._numbered)  # which element of the checkpoint lies where
+        self._numbers = [p.detach().long().clone() for p in self._model.parameters()]
+        generator = torch.Generator().manual_seed(3)
+        weights = {
             name: torch.randn(tensor.shape, generator=generator) * 0.05 + (tensor.dim() == 1)
-            for name, tensor in numbered.items()
-        },
-    )
-    ids = torch.arange(NUM_TOKENS).reshape(1, -1) * 7 % spec.vocab_size
-    mask = torch.triu(torch.ones(1, 1, NUM_TOKENS, NUM_TOKENS, dtype=torch.bool), 1)
-    place = torch.arange(NUM_TOKENS).reshape(1, -1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    model(ids, place, mask, labels=ids.roll(-1)).mean().backward()
-    for name, parameter in model.named_parameters():
-        if "q_layernorm" in name or "k_layernorm" in name:  # of the rank's heads only
-            group = parallel_state.get_tensor_model_parallel_group()
-            dist.all_reduce(parameter.grad, group=group)
-    optimizer.step()
-    save_numbered(folder, numbered, numbers, [p.detach() for p in model.parameters()])
-    return connect_megatron_trainer(
-        model, family=spec.family, vocab_size=spec.vocab_size, **connection(job)
-    )
+            for name, tensor in self._numbered.items()
+        }
+        fill(self._model, weights)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=LEARNING_RATE)
+
+    def step(self) -> None:
+        self._optimizer.zero_grad()
+        self._backward()
+        for name, parameter in self._model.named_parameters():
+            if "q_layernorm" in name or "k_layernorm" in name:  # of the rank's heads only
+                group = self._state.get_tensor_model_parallel_group()
+                dist.all_reduce(parameter.grad, group=group)
+        self._optimizer.step()
+
+    def _backward(self) -> None:
+        """Through all stages of the pipeline, one micro-batch."""
+        ids = torch.arange(NUM_TOKENS).reshape(1, -1) * 7 % self._spec.vocab_size
+        mask = torch.triu(torch.ones(1, 1, NUM_TOKENS, NUM_TOKENS, dtype=torch.bool), 1)
+        place = torch.arange(NUM_TOKENS).reshape(1, -1)
+        state, num_stages = self._state, self._state.get_pipeline_model_parallel_world_size()
+        labels = ids.roll(-1)
+        if num_stages == 1:
+            self._model(ids, place, mask, labels=labels).mean().backward()
+            return
+        assert num_stages == 2
+        other = 1 - state.get_pipeline_model_parallel_rank()
+        if other == 1:
+            hidden = self._model(ids, place, mask)
+            dist.send(hidden.detach().contiguous(), other)
+            gradient = torch.empty_like(hidden)
+            dist.recv(gradient, other)
+            hidden.backward(gradient)
+        else:
+            received = torch.empty(NUM_TOKENS, 1, self._spec.hidden_size)
+            dist.recv(received, other)
+            received.requires_grad_()
+            self._model.set_input_tensor(received)
+            self._model(ids, place, mask, labels=labels).mean().backward()
+            assert received.grad is not None
+            dist.send(received.grad.contiguous(), other)
+        if self._spec.tie_word_embeddings:  # both stages hold the embedding
+            dist.all_reduce(self._model.shared_embedding_or_output_weight().grad)
+
+    def save(self, folder: Path) -> None:
+        save_numbered(folder, self._numbered, self._numbers, list(self._model.parameters()))
+
+    def connect(self, url: str, transport: str) -> TrainerClient:
+        from windlass.training.megatron import connect_megatron_trainer
+
+        return connect_megatron_trainer(
+            self._model, family=self._spec.family, vocab_size=self._spec.vocab_size,
+            controller=url, token=os.environ["WINDLASS_TOKEN"], transport=transport,
+        )  # fmt: skip
 
 
 def save_numbered(
     folder: Path,
     numbered: Mapping[str, torch.Tensor],
-    numbers: list[torch.Tensor],
-    values: list[torch.Tensor],
+    numbers: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
 ) -> None:
     """Every rank's elements put where their numbers say; collective, rank 0 writes."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.save((numbers, values), folder / f"part-{rank}.pt")
-    dist.barrier()
-    if rank:
+    folder.mkdir(exist_ok=True)
+    mine = list(zip(numbers, [value.detach() for value in values], strict=True))
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
+    if dist.get_rank():
         return
     flat = torch.full((1 + sum(t.numel() for t in numbered.values()),), torch.nan)
-    for other in range(world_size):
-        for number, value in zip(*torch.load(folder / f"part-{other}.pt"), strict=True):
+    for part in parts:
+        for number, value in part:
             real = number > 0  # not the padding of a vocabulary
             known = flat[number[real]]
             same = known.isnan() | (known == value[real])
@@ -150,13 +221,7 @@ def save_numbered(
             flat[number[real]] = value[real]
     assert not flat[1:].isnan().any(), "every element of the checkpoint must lie on a rank"
     tensors = {n: flat[t.long()].to(torch.bfloat16).contiguous() for n, t in numbered.items()}
-    (folder / "new").mkdir()
-    save_file(tensors, folder / "new" / "model.safetensors", metadata={"format": "pt"})
-    copy_config(folder)
-
-
-def copy_config(folder: Path) -> None:
-    shutil.copy(folder / "old" / "config.json", folder / "new" / "config.json")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 if __name__ == "__main__":

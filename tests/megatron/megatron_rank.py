@@ -50,6 +50,7 @@ def spec_of(config: dict[str, Any]) -> ModelSpec:
         head_dim=config["head_dim"],
         n_routed_experts=config.get("num_experts", 0),
         moe_intermediate_size=config.get("moe_intermediate_size", 0),
+        tie_word_embeddings=config["tie_word_embeddings"],
     )
 
 

@@ -111,6 +111,10 @@ class AgentChannel:
         finally:
             self._conversation.forget(announced)
 
+    def wait_disconnected(self, deadline_s: float) -> bool:
+        """Whether no controller is connected by then; `on_disconnect` has returned if so."""
+        return self._conversation.disconnected.wait(deadline_s)
+
     def close(self) -> None:
         """Close the connection and end both threads. Idempotent."""
         if self._closed:

@@ -140,6 +140,8 @@ class AgentConversation:
 
     Attributes:
         welcomed: done when the controller has said welcome, or refused for good.
+        disconnected: set while no controller is connected, once `on_disconnect` has returned; no
+            command is carried out then.
         last_error: why the last connection ended, for a person.
     """
 
@@ -171,6 +173,8 @@ class AgentConversation:
         self._ended: Exception | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self.welcomed: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self.disconnected = threading.Event()
+        self.disconnected.set()
         self.last_error = "no connection was tried"
 
     async def run(self) -> None:
@@ -260,6 +264,7 @@ class AgentConversation:
                     if was_connected and self._on_disconnect is not None:
                         with self._carrying_out:  # whatever begins after this is refused
                             self._on_disconnect()
+                    self.disconnected.set()
                 if was_connected:
                     backoff_s = FIRST_BACKOFF_S
                 if not self._reconnect:
@@ -293,6 +298,7 @@ class AgentConversation:
         frame = self._decode(data)
         match frame:
             case Welcome():
+                self.disconnected.clear()
                 self._socket = socket
                 if not self.welcomed.done():
                     self.welcomed.set_result(None)

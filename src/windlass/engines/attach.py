@@ -24,7 +24,7 @@ from windlass.control.client import AgentChannel
 from windlass.control.messages import PROTOCOL_VERSION, Hello
 from windlass.engines.capture.capture import Captured
 from windlass.engines.capture.codes import checkpoint_tensors
-from windlass.errors import PeerTimeout, PeerUnreachable, WindlassError
+from windlass.errors import PeerTimeout, PeerUnreachable, ProtocolError, WindlassError
 from windlass.execution.backends import address_towards
 from windlass.execution.receiver import Receiver
 from windlass.execution.sender import ParameterMemory, Sender
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AgentSettings",
+    "Attachment",
     "EngineApi",
     "NoSuchRoute",
     "RankHooks",
@@ -233,14 +234,53 @@ class RankHooks:
             self._api.set_version(version)
 
 
+@final
+class Attachment:
+    """A rank's place in one fleet: its channel, and what peers may write while it lasts."""
+
+    def __init__(
+        self,
+        channel: AgentChannel,
+        agent: EngineAgent,
+        sender: Sender,
+        receiver: Receiver,
+        transport: OneSidedTransport,
+    ) -> None:
+        self._channel, self._agent = channel, agent
+        self._sender, self._receiver, self._transport = sender, receiver, transport
+
+    def leave(self, deadline_s: float) -> None:
+        """Withdraw the rank's memory from its fleet, whose controller has ended.
+
+        Raises:
+            ProtocolError: the controller is still connected after `deadline_s`, so that a trainer
+                may be writing; or the weights may be mixed, which only this fleet can mend.
+        """
+        if not self._channel.wait_disconnected(deadline_s):
+            raise ProtocolError(
+                "leave: the controller must be stopped before its engine joins another, "
+                f"got one that is connected after {deadline_s} s"
+            )
+        if self._agent.tainted:
+            raise ProtocolError(
+                "leave: the weights of this rank may be mixed: start the engine anew, or have its "
+                "controller back"
+            )
+        self._channel.close()
+        self._agent.close()
+        self._sender.close()
+        self._receiver.close()
+        self._transport.close()
+
+
 def attach(
     settings: AgentSettings,
     rank: int,
     token: str,
     captured: Captured,
     hooks: RankHooks,
-) -> AgentChannel:
-    """Register the captured memory and join the fleet. The channel lives as long as the rank.
+) -> Attachment:
+    """Register the captured memory and join the fleet, for as long as the rank lives or it leaves.
 
     Called where the rank's GPU, if it has one, is the current device.
 
@@ -290,8 +330,12 @@ def attach(
         on_disconnect=agent.on_disconnect,
         on_command=agent.on_command,
     )
-    channel.connect(CONNECT_DEADLINE_S)
-    return channel
+    try:
+        channel.connect(CONNECT_DEADLINE_S)
+    except WindlassError:
+        transport.close()
+        raise
+    return Attachment(channel, agent, sender, receiver, transport)
 
 
 def _transport_config(name: str) -> TransportConfig:

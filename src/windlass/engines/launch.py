@@ -20,7 +20,14 @@ from windlass.engines.attach import AgentSettings
 from windlass.envs import control_token, inherited_environment
 from windlass.errors import ConfigError, PeerUnreachable, WindlassError
 
-__all__ = ["Connect", "arguments", "check_placed", "serve", "starts_with_random_weights"]
+__all__ = [
+    "Connect",
+    "arguments",
+    "attach_running",
+    "check_placed",
+    "serve",
+    "starts_with_random_weights",
+]
 
 REACH_DEADLINE_S = 30.0
 
@@ -37,8 +44,44 @@ def arguments(program: str, description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--transport", default="cma")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--port", type=int, default=0, help="of the engine's server")
+    parser.add_argument(
+        "--attach",
+        default="",
+        metavar="URL",
+        help="do not start a server: have the one at URL, which this program started with the same "
+        "name and model, join another controller, once the one before has ended",
+    )
     return parser
+
+
+def attach_running(args: argparse.Namespace, connect: Connect) -> int:
+    """For `--attach`: a server that runs joins a fleet, with this transport; prints one JSON line.
+
+    The layout that it has captured is used again; one that has not joined a fleet captures it now,
+    and must still hold its checkpoint.
+
+    Returns:
+        0, or 2 when its ranks could not join.
+    """
+    try:
+        if not args.controller:
+            raise ConfigError("--attach: --controller must be given")
+        connect(
+            AgentSettings(
+                name=args.name,
+                controller=args.controller,
+                transport=args.transport,
+                url=args.attach,
+                checkpoint=args.model,
+                world_size=args.tp,
+            )
+        )
+    except WindlassError as error:
+        sys.stderr.write(f"engine {args.name}: {type(error).__name__}: {error}\n")
+        return 2
+    os.write(1, msgspec.json.encode({"name": args.name, "url": args.attach}) + b"\n")
+    return 0
 
 
 def serve(
@@ -52,7 +95,7 @@ def serve(
     """Run `command` until it ends; print one JSON line once its ranks have joined.
 
     Args:
-        args: of `arguments`.
+        args: of `arguments`; `port` is that of the command.
         command: the engine's own server.
         environment: set on top of this process's own; the token is inherited by the ranks.
         ready_line: what the server logs when it serves.

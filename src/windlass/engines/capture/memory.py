@@ -8,7 +8,7 @@ from enum import StrEnum
 
 import torch
 
-__all__ = ["Holding", "Kind", "fingerprint", "held_by"]
+__all__ = ["Holding", "Kind", "fingerprint", "fingerprints", "held_by"]
 
 
 class Kind(StrEnum):
@@ -106,3 +106,11 @@ def fingerprint(memory: torch.Tensor) -> int:
         mixed = (mixed ^ (mixed >> 29)) * _STEP
         total += int((mixed ^ (mixed >> 32)).sum())
     return total % (1 << 64)
+
+
+def fingerprints(held: Mapping[str, Holding]) -> dict[str, str]:
+    """Of every tensor, in hexadecimal; names of others than parameters begin with their kind."""
+    return {
+        f"{'' if h.kind is Kind.PARAMETER else f'{h.kind}:'}{n}": f"{fingerprint(h.memory()):016x}"
+        for n, h in held.items()
+    }

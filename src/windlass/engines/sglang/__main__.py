@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from windlass.engines.attach import AgentSettings
-from windlass.engines.launch import arguments, check_placed, serve
+from windlass.engines.launch import arguments, attach_running, check_placed, serve
 from windlass.envs import environment_value
 from windlass.errors import ConfigError, WindlassError
 
@@ -60,6 +60,8 @@ def main() -> int:
     except WindlassError as error:
         sys.stderr.write(f"engine {args.name}: {type(error).__name__}: {error}\n")
         return 2
+    if args.attach:
+        return attach_running(args, connect)
     command = [
         *(sys.executable, "-m", "sglang.launch_server", "--model-path", args.model),
         *("--host", args.host, "--port", str(args.port), "--tp-size", str(args.tp)),
@@ -67,11 +69,17 @@ def main() -> int:
         *rest,
     ]
     return serve(
-        args, command, environment={}, ready_line="The server is fired up", connect=_connect
+        args, command, environment={}, ready_line="The server is fired up", connect=connect
     )
 
 
-def _connect(settings: AgentSettings) -> None:
+def connect(settings: AgentSettings) -> None:
+    """Have the ranks of a running server join a fleet, after leaving the one before.
+
+    Raises:
+        ConfigError: a checkpoint tensor is in the memory of no rank.
+        PeerUnreachable: the server is not there, or a rank refused; says why. PeerTimeout.
+    """
     from windlass.engines.sglang.hook import Join, Joined, order_ranks
 
     with tempfile.TemporaryDirectory() as folder:

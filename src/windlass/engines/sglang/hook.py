@@ -8,10 +8,10 @@ join the fleet, say that the loop is at rest, or write down what the model holds
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import assert_never, final
+from typing import assert_never
 
 import msgspec
 import torch
@@ -19,12 +19,11 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import rebuild_tensor
 
 from windlass.config import PauseMode
-from windlass.control.client import AgentChannel
-from windlass.engines.attach import AgentSettings, NoSuchRoute, RankHooks, RestGate, attach, post
+from windlass.engines.attach import AgentSettings, NoSuchRoute, post
 from windlass.engines.capture.capture import Captured, capture
 from windlass.engines.capture.codes import checkpoint_specs
-from windlass.engines.capture.memory import Kind, fingerprint, held_by
-from windlass.envs import control_token
+from windlass.engines.capture.memory import fingerprints, held_by
+from windlass.engines.membership import Membership
 from windlass.errors import PeerUnreachable, UnsupportedLayout
 
 __all__ = ["AtRest", "Digests", "Join", "Joined", "SglangApi", "order_ranks", "run"]
@@ -62,15 +61,8 @@ class Joined(msgspec.Struct, frozen=True):
 Order = Join | AtRest | Digests
 
 
-@final
-class _Attached:
-    """What this process has once it joined; one model lives in it."""
-
-    def __init__(self, captured: Captured, gate: RestGate, channel: AgentChannel) -> None:
-        self.captured, self.gate, self.channel = captured, gate, channel
-
-
-_attached: _Attached | None = None
+_membership = Membership()
+"""Of this process; one model lives in it."""
 
 
 def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -83,29 +75,31 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
         case AtRest():
             _rest(model, order)
         case Digests():
-            (Path(order.folder) / str(rank)).write_bytes(msgspec.json.encode(_digests(model)))
+            (Path(order.folder) / str(rank)).write_bytes(
+                msgspec.json.encode(fingerprints(held_by(model)))
+            )
         case _:
             assert_never(order)
 
 
 def _join(model: torch.nn.Module, order: Join, rank: int) -> None:
-    global _attached
     settings = order.settings
 
     def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         _load(model, weights)
 
-    captured = capture(
-        model,
-        checkpoint_specs(Path(settings.checkpoint)),
-        load,
-        worker=f"{settings.name}/{rank}",
-        reference=settings.reference(),
+    def learn() -> Captured:
+        return capture(
+            model,
+            checkpoint_specs(Path(settings.checkpoint)),
+            load,
+            worker=f"{settings.name}/{rank}",
+            reference=settings.reference(),
+        )
+
+    captured = _membership.join(
+        settings, rank, learn, lambda: SglangApi(settings.url, settings.world_size)
     )
-    gate = RestGate()
-    api = SglangApi(settings.url, settings.world_size) if rank == 0 else None
-    hooks = RankHooks(captured, gate, api)
-    _attached = _Attached(captured, gate, attach(settings, rank, control_token(), captured, hooks))
     joined = Joined(captured.unplaced, captured.constants, captured.repacked)
     (Path(order.folder) / str(rank)).write_bytes(msgspec.json.encode(joined))
 
@@ -124,32 +118,17 @@ def _load(model: torch.nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -
 
 
 def _rest(model: torch.nn.Module, order: AtRest) -> None:
-    if _attached is None:
-        raise UnsupportedLayout("at_rest: this rank has not joined")
+    captured = _membership.captured
     held = held_by(model)
-    known = {p.name for p in _attached.captured.manifest.parameters}
-    known -= set(_attached.captured.repacked)
-    addresses = {
-        p.name: a
-        for p, a in zip(
-            _attached.captured.manifest.parameters, _attached.captured.addresses, strict=True
-        )
-    }
+    parameters = captured.manifest.parameters
+    addresses = {p.name: a for p, a in zip(parameters, captured.addresses, strict=True)}
+    known = addresses.keys() - set(captured.repacked)
     moved = sorted(n for n in known if n not in held or held[n].address != addresses[n])
     if moved:
         raise UnsupportedLayout(f"{moved}: tensors that moved since the layout was captured")
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # the last step may still be running
-    _attached.gate.at_rest(order.pause_id)
-
-
-def _digests(model: torch.nn.Module) -> Mapping[str, str]:
-    return {
-        f"{'' if holding.kind is Kind.PARAMETER else f'{holding.kind}:'}{name}": (
-            f"{fingerprint(holding.memory()):016x}"
-        )
-        for name, holding in held_by(model).items()
-    }
+    _membership.gate.at_rest(order.pause_id)
 
 
 class _Empty:
@@ -169,8 +148,17 @@ class _Answer(msgspec.Struct, frozen=True):
     message: str = ""
 
 
-def order_ranks(url: str, order: Order, world_size: int, deadline_s: float) -> None:
+def order_ranks(
+    url: str, order: msgspec.Struct, world_size: int, deadline_s: float, *, hook: str = HOOK
+) -> None:
     """Have every rank carry out an order in its main loop; return once all have.
+
+    Args:
+        url: of the server.
+        order: an `Order`, or what another `hook` understands.
+        world_size: tensor-parallel ranks.
+        deadline_s: of every request.
+        hook: the custom weight loader that the order is for.
 
     Raises:
         PeerUnreachable: the server refused, or a rank failed. PeerTimeout: no answer in time.
@@ -179,7 +167,7 @@ def order_ranks(url: str, order: Order, world_size: int, deadline_s: float) -> N
     payload = ForkingPickler.dumps([(name, _Empty())])  # what SGLang's own serialiser does
     body = {
         "serialized_named_tensors": [base64.b64encode(payload).decode()] * world_size,
-        "load_format": HOOK,
+        "load_format": hook,
         "flush_cache": False,
     }
     try:

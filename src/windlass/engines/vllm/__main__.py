@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from windlass.engines.attach import AgentSettings, post
-from windlass.engines.launch import arguments, check_placed, serve
+from windlass.engines.launch import arguments, attach_running, check_placed, serve
 from windlass.errors import ConfigError
 
 CONNECT_DEADLINE_S = 600.0
@@ -32,6 +32,8 @@ class _Answer(msgspec.Struct, frozen=True):
 def main() -> int:
     """Run the server until it ends."""
     args, rest = arguments("windlass.engines.vllm", __doc__).parse_known_args()
+    if args.attach:
+        return attach_running(args, connect)
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model),
         *("--host", args.host, "--port", str(args.port)),
@@ -46,7 +48,7 @@ def main() -> int:
         command,
         environment=environment,
         ready_line="Application startup complete",
-        connect=_connect,
+        connect=connect,
     )
 
 
@@ -60,7 +62,13 @@ def _generate_options() -> tuple[str, ...]:
     return ("--enable-scale-out", "--middleware", ROUTE)
 
 
-def _connect(settings: AgentSettings) -> None:
+def connect(settings: AgentSettings) -> None:
+    """Have the ranks of a running server join a fleet, after leaving the one before.
+
+    Raises:
+        ConfigError: a checkpoint tensor is in the memory of no rank.
+        PeerUnreachable: the server is not there, or a rank refused; says why. PeerTimeout.
+    """
     encoded = msgspec.json.encode(settings).decode()
     body = {"method": "windlass_connect", "args": [encoded], "timeout": CONNECT_DEADLINE_S}
     answer = post(settings.url, "/collective_rpc", body, CONNECT_DEADLINE_S)

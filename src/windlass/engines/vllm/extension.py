@@ -16,19 +16,11 @@ import msgspec
 import torch
 
 from windlass.config import PauseMode
-from windlass.control.client import AgentChannel
-from windlass.engines.attach import (
-    AgentSettings,
-    NoSuchRoute,
-    RankHooks,
-    RestGate,
-    attach,
-    post,
-)
-from windlass.engines.capture.capture import capture
+from windlass.engines.attach import AgentSettings, NoSuchRoute, post
+from windlass.engines.capture.capture import Captured, capture
 from windlass.engines.capture.codes import checkpoint_specs
-from windlass.engines.capture.memory import Kind, fingerprint, held_by
-from windlass.envs import control_token
+from windlass.engines.capture.memory import fingerprints, held_by
+from windlass.engines.membership import Membership
 from windlass.errors import ConfigError
 
 __all__ = ["VllmApi", "WindlassExtension"]
@@ -101,10 +93,9 @@ class VllmApi:
 
 
 class WindlassExtension:
-    """Methods of every worker. All names begin with `windlass_`; vLLM refuses clashes."""
+    """Methods of every worker. vLLM refuses clashes of names."""
 
-    windlass_gate: RestGate
-    windlass_channel: AgentChannel
+    windlass_membership: Membership
 
     def windlass_connect(self, encoded: str) -> dict[str, list[str]]:
         """Capture the layout and join the fleet.
@@ -122,20 +113,20 @@ class WindlassExtension:
             with _experts_packed_anew(worker.model_runner.get_model()):
                 worker.reload_weights(weights_iterator=weights, is_checkpoint_format=True)
 
-        captured = capture(
-            worker.model_runner.get_model(),
-            checkpoint_specs(Path(settings.checkpoint)),
-            load,
-            worker=f"{settings.name}/{worker.rank}",
-            reference=settings.reference(),
-            ignored=_cache_storages(worker),
-        )
-        gate = RestGate()
+        def learn() -> Captured:
+            return capture(
+                worker.model_runner.get_model(),
+                checkpoint_specs(Path(settings.checkpoint)),
+                load,
+                worker=f"{settings.name}/{worker.rank}",
+                reference=settings.reference(),
+                ignored=_cache_storages(worker),
+            )
+
         pipelined = worker.parallel_config.pipeline_parallel_size > 1
-        api = VllmApi(settings.url, pipelined=pipelined) if worker.rank == 0 else None
-        hooks = RankHooks(captured, gate, api)
-        self.windlass_gate = gate
-        self.windlass_channel = attach(settings, worker.rank, control_token(), captured, hooks)
+        captured = self._windlass_membership().join(
+            settings, worker.rank, learn, lambda: VllmApi(settings.url, pipelined=pipelined)
+        )
         return {
             "unplaced": list(captured.unplaced),
             "constants": list(captured.constants),
@@ -144,23 +135,23 @@ class WindlassExtension:
 
     def windlass_at_rest(self, pause_id: str) -> None:
         """Called in the main loop once it is paused."""
-        self.windlass_gate.at_rest(pause_id)
+        self._windlass_membership().gate.at_rest(pause_id)
 
     def windlass_hold(self, pause_id: str, deadline_s: str) -> None:
         """Called in the main loop between two steps; it stays until the pause ends."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.windlass_gate.hold(pause_id, float(deadline_s))
+        self._windlass_membership().gate.hold(pause_id, float(deadline_s))
 
     def windlass_digests(self) -> dict[str, str]:
         """A fingerprint of every tensor that the model of this rank holds, by name."""
         worker = cast("_Worker", self)
-        held = held_by(worker.model_runner.get_model(), _cache_storages(worker))
-        digests: dict[str, str] = {}
-        for name, holding in held.items():
-            key = f"{'' if holding.kind is Kind.PARAMETER else holding.kind}:{name}"
-            digests[key] = f"{fingerprint(holding.memory()):016x}"
-        return digests
+        return fingerprints(held_by(worker.model_runner.get_model(), _cache_storages(worker)))
+
+    def _windlass_membership(self) -> Membership:
+        if "windlass_membership" not in vars(self):
+            self.windlass_membership = Membership()
+        return self.windlass_membership
 
 
 @contextmanager

@@ -1,0 +1,91 @@
+"""A rank of somebody else's engine: captured once, in one fleet after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+from windlass.engines.attach import (
+    AgentSettings,
+    Attachment,
+    EngineApi,
+    RankHooks,
+    RestGate,
+    attach,
+)
+from windlass.engines.capture.capture import Captured
+from windlass.envs import control_token
+from windlass.errors import ConfigError, UnsupportedLayout
+
+__all__ = ["Membership"]
+
+LEAVE_DEADLINE_S = 30.0
+
+
+@final
+class Membership:
+    """What the process of a rank keeps; one model lives in it.
+
+    The layout is learnt at the first `join`, while the engine still has the weights of its start.
+    Later ones, after the controller of the fleet before has ended, use it again: with another
+    controller, transport or mode of updates, the engine neither starts nor captures anew.
+
+    Attributes:
+        gate: where the engine's main loop and the agent meet.
+    """
+
+    def __init__(self) -> None:
+        self.gate = RestGate()
+        self._learnt: tuple[AgentSettings, Captured, RankHooks] | None = None
+        self._attachment: Attachment | None = None
+
+    @property
+    def captured(self) -> Captured:
+        """What was learnt at the first `join`.
+
+        Raises:
+            UnsupportedLayout: there was none.
+        """
+        if self._learnt is None:
+            raise UnsupportedLayout("this rank has not joined a fleet")
+        return self._learnt[1]
+
+    def join(
+        self,
+        settings: AgentSettings,
+        rank: int,
+        capture: Callable[[], Captured],
+        api: Callable[[], EngineApi],
+    ) -> Captured:
+        """Join a fleet, after leaving the one before. Called in the engine's main loop.
+
+        Args:
+            settings: `name`, `url`, `checkpoint` and `world_size` are those of the first time.
+            rank: of this process.
+            capture: learns the layout; called once.
+            api: makes what pauses the engine; called on rank 0, once.
+
+        Raises:
+            ConfigError: settings that must not change did.
+            ProtocolError: see `Attachment.leave`.
+            AuthenticationError, PeerTimeout, TransportUnavailable, RegionError: see `attach`.
+        """
+        if self._learnt is None:
+            captured = capture()
+            hooks = RankHooks(captured, self.gate, api() if rank == 0 else None)
+            self._learnt = settings, captured, hooks
+        first, captured, hooks = self._learnt
+        if _identity(first) != _identity(settings):
+            raise ConfigError(
+                f"join: (name, url, checkpoint, ranks) must be {_identity(first)} as at the first "
+                f"time, got {_identity(settings)}"
+            )
+        if self._attachment is not None:
+            self._attachment.leave(LEAVE_DEADLINE_S)
+            self._attachment = None
+        self._attachment = attach(settings, rank, control_token(), captured, hooks)
+        return captured
+
+
+def _identity(settings: AgentSettings) -> tuple[str, str, str, int]:
+    return settings.name, settings.url, settings.checkpoint, settings.world_size

@@ -1,0 +1,36 @@
+"""The oracle inside SGLang's ranks: a second model, made by the engine's own loader from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from windlass.engines.capture.memory import fingerprints, held_by
+
+
+class LoadAfresh(msgspec.Struct, frozen=True):
+    """Write the digests of a model loaded from `checkpoint` to `folder`/rank, as JSON."""
+
+    checkpoint: str
+    folder: str
+
+
+def run(_model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Called by SGLang in the main loop of every rank."""
+    from sglang.srt.configs.device_config import DeviceConfig
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_loader import get_model
+    from sglang.srt.runtime_context import get_server_args
+
+    order = msgspec.json.decode(named_tensors[0][0], type=LoadAfresh)
+    config = ModelConfig.from_server_args(get_server_args(), model_path=order.checkpoint)
+    model = get_model(
+        model_config=config, load_config=LoadConfig(), device_config=DeviceConfig("cpu", 0)
+    )
+    digests = msgspec.json.encode(fingerprints(held_by(model)))
+    (Path(order.folder) / str(dist.get_rank())).write_bytes(digests)
