@@ -32,7 +32,9 @@ from trainers import FSDP, MEGATRON_EP, MEGATRON_PP, MEGATRON_TP, Ranks, Trainer
 
 import windlass
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
-from windlass.engines.sglang.__main__ import UNSAFE, refuse_unsafe
+from windlass.engines.launch import refuse_unsafe
+from windlass.engines.sglang.__main__ import UNSAFE as UNSAFE_SGLANG
+from windlass.engines.vllm.__main__ import UNSAFE as UNSAFE_VLLM
 from windlass.engines.vllm.extension import VllmApi
 from windlass.errors import ConfigError
 
@@ -184,13 +186,19 @@ def distance(logprobs: torch.Tensor, sample: Sample) -> float:
     return float((own - torch.tensor(sample.logprobs)).abs().mean())
 
 
-@pytest.mark.parametrize("option", sorted(UNSAFE))
-def test_sglang_does_not_start_with_an_option_that_updates_cannot_survive(
-    option: str, shown: Record
+UNSAFE = {"sglang": UNSAFE_SGLANG, "vllm": UNSAFE_VLLM}
+
+
+@pytest.mark.parametrize(
+    ("engine", "option"), [(engine, option) for engine in UNSAFE for option in UNSAFE[engine]]
+)
+def test_no_engine_starts_with_an_option_that_updates_cannot_survive(
+    engine: str, option: str, shown: Record
 ) -> None:
-    with pytest.raises(ConfigError, match="must not be given"):
-        refuse_unsafe([f"{option}=x"])
-    shown(refusal("sglang", option, UNSAFE[option]))
+    for spelt in (option, f"{option}=x"):
+        with pytest.raises(ConfigError, match="must not be given"):
+            refuse_unsafe([spelt], UNSAFE[engine])
+    shown(refusal(engine, option, UNSAFE[engine][option]))
 
 
 def test_vllm_is_not_asked_to_retract(shown: Record) -> None:

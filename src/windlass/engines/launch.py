@@ -17,7 +17,7 @@ from types import FrameType
 import msgspec
 
 from windlass.engines.attach import AgentSettings
-from windlass.envs import control_token, inherited_environment
+from windlass.envs import control_token, environment_value, inherited_environment
 from windlass.errors import ConfigError, PeerUnreachable, WindlassError
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "arguments",
     "attach_running",
     "check_placed",
+    "refuse_unsafe",
     "serve",
     "starts_with_random_weights",
 ]
@@ -53,6 +54,28 @@ def arguments(program: str, description: str | None) -> argparse.ArgumentParser:
         "name and model, join another controller, once the one before has ended",
     )
     return parser
+
+
+def refuse_unsafe(rest: Sequence[str], unsafe: Mapping[str, str]) -> None:
+    """Check the options meant for an engine, and the allocator's environment.
+
+    Args:
+        rest: of the command line.
+        unsafe: options with which an update would be wrong -> why.
+
+    Raises:
+        ConfigError: an option in `unsafe`, or expandable segments.
+    """
+    for word in rest:
+        option = word.partition("=")[0].replace("_", "-")
+        if option in unsafe:
+            raise ConfigError(f"{option} must not be given: {unsafe[option]}")
+    for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if "expandable_segments:true" in environment_value(variable).lower():
+            raise ConfigError(
+                f"{variable} must not ask for expandable segments: their memory cannot be registered "
+                f"or shared, got {environment_value(variable)!r}"
+            )
 
 
 def attach_running(args: argparse.Namespace, connect: Connect) -> int:

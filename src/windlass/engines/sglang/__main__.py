@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from windlass.engines.attach import AgentSettings
-from windlass.engines.launch import arguments, attach_running, check_placed, serve
-from windlass.envs import environment_value
-from windlass.errors import ConfigError, WindlassError
+from windlass.engines.launch import (
+    arguments,
+    attach_running,
+    check_placed,
+    refuse_unsafe,
+    serve,
+)
+from windlass.errors import WindlassError
 
 CONNECT_DEADLINE_S = 600.0
 HOOK = "windlass.engines.sglang.hook.run"
@@ -34,29 +38,11 @@ UNSAFE = {
 """Options of SGLang with which an update would be wrong, and why."""
 
 
-def refuse_unsafe(rest: Sequence[str]) -> None:
-    """Check the options meant for SGLang and the allocator's environment.
-
-    Raises:
-        ConfigError: an option in `UNSAFE`, or expandable segments.
-    """
-    for word in rest:
-        option = word.partition("=")[0]
-        if option in UNSAFE:
-            raise ConfigError(f"{option} must not be given: {UNSAFE[option]}")
-    for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        if "expandable_segments:true" in environment_value(variable).lower():
-            raise ConfigError(
-                f"{variable} must not ask for expandable segments: their memory cannot be registered "
-                f"or shared, got {environment_value(variable)!r}"
-            )
-
-
 def main() -> int:
     """Run the server until it ends."""
     args, rest = arguments("windlass.engines.sglang", __doc__).parse_known_args()
     try:
-        refuse_unsafe(rest)
+        refuse_unsafe(rest, UNSAFE)
     except WindlassError as error:
         sys.stderr.write(f"engine {args.name}: {type(error).__name__}: {error}\n")
         return 2

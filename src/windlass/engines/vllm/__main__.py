@@ -13,12 +13,35 @@ from pathlib import Path
 import msgspec
 
 from windlass.engines.attach import AgentSettings, post
-from windlass.engines.launch import arguments, attach_running, check_placed, serve
-from windlass.errors import ConfigError
+from windlass.engines.launch import (
+    arguments,
+    attach_running,
+    check_placed,
+    refuse_unsafe,
+    serve,
+)
+from windlass.errors import ConfigError, WindlassError
 
 CONNECT_DEADLINE_S = 600.0
 EXTENSION = "windlass.engines.vllm.extension.WindlassExtension"
 ROUTE = "windlass.engines.vllm.generate_route.GenerateRoute"
+_STAGES = "ranks of later stages have no tensor-parallel number of their own"
+_REPLICAS = "replicas would join under one name: start a server for each"
+_QUANTISED = "quantised weights are computed from the checkpoint, not copied"
+UNSAFE = {
+    "--enable-sleep-mode": "weights move and lose their registration when it sleeps",
+    "--speculative-config": "the draft model's weights are not captured",
+    "--pipeline-parallel-size": _STAGES,
+    "-pp": _STAGES,
+    "--data-parallel-size": _REPLICAS,
+    "-dp": _REPLICAS,
+    "--quantization": _QUANTISED,
+    "-q": _QUANTISED,
+    "--enable-lora": "wrapped layers are rebuilt per adapter",
+    "--enable-eplb": "experts move between ranks while it serves",
+    "--cpu-offload-gb": "weights are copied to the GPU for every step",
+}
+"""Options of vLLM with which an update would be wrong, and why."""
 
 
 class _Joined(msgspec.Struct, frozen=True):
@@ -32,6 +55,11 @@ class _Answer(msgspec.Struct, frozen=True):
 def main() -> int:
     """Run the server until it ends."""
     args, rest = arguments("windlass.engines.vllm", __doc__).parse_known_args()
+    try:
+        refuse_unsafe(rest, UNSAFE)
+    except WindlassError as error:
+        sys.stderr.write(f"engine {args.name}: {type(error).__name__}: {error}\n")
+        return 2
     if args.attach:
         return attach_running(args, connect)
     command = [
