@@ -25,8 +25,15 @@ def run(_model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.model_loader import get_model
+    from sglang.srt.models.deepseek_common.attention_backend_handler import (
+        AttentionBackendRegistry,
+        _dispatch_mla_subtype,
+    )
     from sglang.srt.runtime_context import get_server_args
 
+    # SGLang's attention in plain torch, the only one on a CPU without kernels, reads the latent
+    # cache; SGLang sends prompts to it that want another. Absorbed attention suits it.
+    AttentionBackendRegistry.register("torch_native", _dispatch_mla_subtype)
     order = msgspec.json.decode(named_tensors[0][0], type=LoadAfresh)
     config = ModelConfig.from_server_args(get_server_args(), model_path=order.checkpoint)
     model = get_model(

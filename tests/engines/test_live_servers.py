@@ -139,8 +139,9 @@ async def test_an_updated_engine_is_a_fresh_one(live: Live, tmp_path: Path, show
         updated = server.digests(), server.sample(PROMPT, NUM_TOKENS)
     if live.fresh:
         with serving(live.engine, checkpoint, tmp_path / "fresh.log", tp=live.tp) as server:
-            digests, sample = server.digests(), server.sample(PROMPT, NUM_TOKENS)
-        assert digests == updated[0]
+            assert server.digests() == updated[0]
+            assert server.digests_of_fresh_load(checkpoint) == updated[0]
+            sample = server.sample(PROMPT, NUM_TOKENS)
         assert (sample.tokens, sample.logprobs) == (updated[1].tokens, updated[1].logprobs)
     for proven in rows:
         shown(proven)
@@ -158,9 +159,10 @@ async def publish(server: Server, ranks: Ranks, way: Way, version: int, checkpoi
 def check(
     server: Server, checkpoint: Path, version: int, *, old: Path, before: list[dict[str, str]]
 ) -> None:
-    held, sample = server.digests(), server.sample(PROMPT, NUM_TOKENS)
+    held = server.digests()
     assert all(a != b for a, b in zip(before, held, strict=True))
     assert held == server.digests_of_fresh_load(checkpoint)
+    sample = server.sample(PROMPT, NUM_TOKENS)
     assert sample.versions == [version] * NUM_TOKENS
     logprobs = expected(checkpoint, sample)
     chosen = logprobs.gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
