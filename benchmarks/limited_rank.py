@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 import time
@@ -13,15 +12,12 @@ import numpy as np
 import xxhash
 
 import windlass
-from windlass.config import PauseMode
-from windlass.control.agents import EngineAgent
-from windlass.control.client import AgentChannel
-from windlass.control.messages import PROTOCOL_VERSION, Hello
-from windlass.execution.receiver import Receiver
-from windlass.execution.sender import ParameterMemory, Sender
+from windlass.engines.client import EngineClient
+from windlass.execution.sender import ParameterMemory
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
+from windlass.testing.resting_engine import RestingEngine
 from windlass.transports.base import (
     MemoryRegion,
     OneSidedTransport,
@@ -50,22 +46,6 @@ def manifest(worker: str, role: Role, first: int, stop: int, num_rows: int) -> S
     box = Box((first, 0), (stop - first, ROW_NBYTES))
     builder.add_shard("w", (num_rows, ROW_NBYTES), box, "w")
     return builder.build()
-
-
-class Hooks:
-    """An engine that is always at rest."""
-
-    def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
-        pass
-
-    def resume(self) -> None:
-        pass
-
-    def finalise(self) -> None:
-        pass
-
-    def set_version(self, version: int) -> None:
-        pass
 
 
 class LimitedLink:
@@ -116,42 +96,30 @@ def engine(name: str, rate: float, url: str, token: str, num_rows: int) -> None:
     memory = np.zeros(num_rows * ROW_NBYTES, np.uint8)
     transport = link(rate)
     region = transport.register(memory.ctypes.data, memory.nbytes)
-    receiver = Receiver(transport, described, [memory.ctypes.data], [region])
-    held = [ParameterMemory(memory.ctypes.data, memory.nbytes)]
-    sender = Sender(transport, described, lambda: held, registered=[region])
-    agent = EngineAgent(receiver, Hooks(), sender)
-    incarnation = os.urandom(8).hex()
+    clients: list[EngineClient] = []
 
-    def hello() -> Hello:
-        epoch, round_number = agent.place
-        return Hello(
-            protocol_version=PROTOCOL_VERSION,
-            worker=described.worker,
-            incarnation=incarnation,
-            role=Role.ENGINE,
-            group=name,
-            rank=0,
-            world_size=1,
-            manifest=described.encode(),
-            wire=transport.report(),
-            url=f"http://{name}",
-            served_version=agent.served_version,
-            epoch=epoch,
-            round=round_number,
-            tainted=agent.tainted,
-            can_send=True,
+    def connect(_: object) -> None:
+        clients.append(
+            EngineClient(
+                manifest=described,
+                addresses=[memory.ctypes.data],
+                regions=[region],
+                transport=transport,
+                hooks=RestingEngine(),
+                controller=url,
+                token=token,
+                group=name,
+                url=f"http://{name}",
+            )
         )
 
-    channel = AgentChannel(
-        url, token, hello, agent, on_disconnect=agent.on_disconnect, on_command=agent.on_command
-    )
     answer(transport.report().protocol)
 
-    def digest() -> object:
-        return agent.served_version, xxhash.xxh3_128_hexdigest(memory.data)
+    def digest(_: object) -> object:
+        return clients[0].agent.served_version, xxhash.xxh3_128_hexdigest(memory.data)
 
-    serve({"connect": lambda _: channel.connect(60), "digest": lambda _: digest()})
-    channel.close()
+    serve({"connect": connect, "digest": digest})
+    clients[0].close()
 
 
 def trainer(index: int, parts: int, rate: float, url: str, token: str, num_rows: int) -> None:

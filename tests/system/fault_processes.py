@@ -19,14 +19,14 @@ import msgspec
 import numpy as np
 import torch
 from aiohttp import web
-from backend_rank import SHAPES, shard, truth  # type: ignore[import-not-found]
+from weight_rank import part_of  # type: ignore[import-not-found]
 
 import windlass
 from windlass.config import ControlConfig, PauseMode
 from windlass.control.agents import EngineAgent, TrainerAgent
 from windlass.control.client import AgentChannel
 from windlass.control.messages import PROTOCOL_VERSION, Hello, RoundOutcome
-from windlass.execution.receiver import Receiver
+from windlass.engines.client import EngineClient
 from windlass.execution.sender import ParameterMemory, Sender
 from windlass.layout.manifest import Role
 from windlass.rollout import ControllerConfig, SamplingParams, StalenessPolicy
@@ -41,7 +41,7 @@ NUM_TOKENS = 16
 DRAIN_S = 180.0
 MIXED = 1_000_000
 PER_VERSION = 1_000_000
-"""How far elements of successive versions are apart in `truth`."""
+"""How far elements of successive versions are apart."""
 
 
 # --- engines --------------------------------------------------------------------------------
@@ -52,11 +52,8 @@ class Generator:
 
     def __init__(self, worker: str, token_s: float) -> None:
         self._token_s = token_s
-        self.manifest, self.places = shard(worker, Role.ENGINE, 0, 1)
-        self.memory = {
-            name: np.full([s.stop - s.start for s in self.places[name]], -1, np.int32)
-            for name in SHAPES
-        }
+        self.part = part_of(worker, Role.ENGINE, 0, 1)
+        self.memory = self.part.empty()
         self.loop = asyncio.new_event_loop()
         self.going = asyncio.Event()
         self._lock = threading.Lock()
@@ -69,8 +66,8 @@ class Generator:
         if first == -1:
             return -1 if all((m == -1).all() for m in self.memory.values()) else MIXED
         version = (first - 1) // PER_VERSION
-        whole = self._whole.setdefault(version, truth(version))
-        same = (np.array_equal(m, whole[n][self.places[n]]) for n, m in self.memory.items())
+        whole = self._whole.setdefault(version, self.part.of(version))
+        same = (np.array_equal(memory, whole[name]) for name, memory in self.memory.items())
         return version if all(same) else MIXED
 
     def token(self) -> tuple[int, int] | None:
@@ -146,33 +143,26 @@ def run_engine(pipe: Connection, name: str, url: str, token_s: float) -> None:
     arrays = list(generator.memory.values())
     transport = create_transport(CmaConfig())
     regions = [transport.register(a.ctypes.data, a.nbytes) for a in arrays]
-    manifest = generator.manifest
-    receiver = Receiver(transport, manifest, [a.ctypes.data for a in arrays], regions)
-    agent = EngineAgent(receiver, generator)
-    address, wire, incarnation = generator.serve(), transport.report(), os.urandom(8).hex()
+    handlers: list[KillAt] = []
 
-    def hello() -> Hello:
-        epoch, round_number = agent.place
-        return Hello(
-            protocol_version=PROTOCOL_VERSION,
-            worker=manifest.worker,
-            incarnation=incarnation,
-            role=Role.ENGINE,
-            group=name,
-            rank=0,
-            world_size=1,
-            manifest=manifest.encode(),
-            wire=wire,
-            url=address,
-            served_version=agent.served_version,
-            epoch=epoch,
-            round=round_number,
-            tainted=agent.tainted,
-        )
+    def intercept(agent: EngineAgent) -> KillAt:
+        handlers.append(KillAt(agent))
+        return handlers[0]
 
-    handler = KillAt(agent)
-    channel = AgentChannel(url, TOKEN, hello, handler, on_disconnect=agent.on_disconnect)
-    channel.connect(60)
+    client = EngineClient(
+        manifest=generator.part.manifest,
+        addresses=[a.ctypes.data for a in arrays],
+        regions=regions,
+        transport=transport,
+        hooks=generator,
+        controller=url,
+        token=TOKEN,
+        group=name,
+        url=generator.serve(),
+        can_send=False,
+        intercept=intercept,
+    )
+    (handler,), agent = handlers, client.agent
     pipe.send("ready")
     while (message := pipe.recv()) is not None:
         if message[0] == "arm":
@@ -180,7 +170,7 @@ def run_engine(pipe: Connection, name: str, url: str, token_s: float) -> None:
             pipe.send("armed")
         else:
             pipe.send((agent.served_version, generator.held(), agent.tainted))
-    channel.close()
+    client.close()
 
 
 # --- trainers -------------------------------------------------------------------------------
@@ -190,8 +180,8 @@ def run_trainer(pipe: Connection, index: int, url: str) -> None:
     """("arm", command, pid) or ("publish", version), answered with the outcome."""
     torch.set_num_threads(1)
     worker = f"trainer/{index}"
-    manifest, places = shard(worker, Role.TRAINER, index, NUM_TRAINERS)
-    memory = {n: np.zeros([s.stop - s.start for s in places[n]], np.int32) for n in SHAPES}
+    part = part_of(worker, Role.TRAINER, index, NUM_TRAINERS)
+    manifest, memory = part.manifest, part.empty()
     parameters = [ParameterMemory(a.ctypes.data, a.nbytes) for a in memory.values()]
     transport = create_transport(CmaConfig())
     sender = Sender(transport, manifest, lambda: parameters)
@@ -220,8 +210,8 @@ def run_trainer(pipe: Connection, index: int, url: str) -> None:
             pipe.send("armed")
             continue
         version = message[1]
-        for name, whole in truth(version).items():
-            memory[name][...] = whole[places[name]]
+        for name, values in part.of(version).items():
+            memory[name][...] = values
         try:
             report = channel.announce(version, 60)
         except windlass.WindlassError as error:

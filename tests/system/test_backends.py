@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-import backend_rank  # type: ignore[import-not-found]
 import pytest
 from safetensors import safe_open
+from weight_fleet import running_fleet  # type: ignore[import-not-found]
 
-import windlass
 from windlass.config import (
     ControlConfig,
     DiskBackend,
@@ -26,92 +23,18 @@ from windlass.config import (
 )
 from windlass.execution.disk_files import file_digest, read_index
 
-TOKEN = "secret of the test"
-PROCESSES = multiprocessing.get_context("forkserver")
-# torch is imported once, not once per rank
-PROCESSES.set_forkserver_preload(["torch", "windlass.training.client", "windlass.execution.disk"])
 NUM_TRAINERS = 3
 DEADLINES = PhaseDeadlines(connect_s=25, write_s=8, fleet_s=20)
 
 
-class Rank:
-    """A process that answers a message with a message."""
-
-    def __init__(self, target: Callable[..., None], *arguments: object) -> None:
-        self._pipe, theirs = PROCESSES.Pipe()
-        self.process = PROCESSES.Process(target=target, args=(theirs, *arguments))
-        self.process.start()
-        theirs.close()
-
-    async def read(self) -> Any:
-        assert await asyncio.to_thread(self._pipe.poll, 60)
-        return self._pipe.recv()
-
-    async def ask(self, message: object) -> Any:
-        self._pipe.send(message)
-        return await self.read()
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.join(30)
-        self.process.close()
-        self._pipe.close()
-
-
-class Fleet:
-    """Three trainer ranks, and engines that come one by one."""
-
-    def __init__(self, controller: windlass.Controller) -> None:
-        self._url = controller.url
-        self.trainers: list[Rank] = []
-        self.engines: dict[str, list[Rank]] = {}
-
-    def add_engine(self, name: str, num_ranks: int, fault: str = "") -> None:
-        self.engines[name] = [
-            Rank(
-                backend_rank.run_engine,
-                *(name, index, num_ranks, self._url, TOKEN, "" if index else fault),
-            )
-            for index in range(num_ranks)
-        ]
-
-    def add_trainers(self) -> None:
-        self.trainers = [
-            Rank(backend_rank.run_trainer, index, NUM_TRAINERS, self._url, TOKEN)
-            for index in range(NUM_TRAINERS)
-        ]
-
-    async def ready(self) -> None:
-        for rank in (*self.trainers, *(r for ranks in self.engines.values() for r in ranks)):
-            assert await rank.read() == "ready"
-
-    async def publish(self, version: int) -> Any:
-        answers = await asyncio.gather(*(t.ask(version) for t in self.trainers))
-        assert all(answer == answers[0] for answer in answers)
-        return answers[0]
-
-    async def held(self, name: str) -> list[Any]:
-        """(served version, version that every byte of memory belongs to, tainted) per rank."""
-        return [await rank.ask(True) for rank in self.engines[name]]
-
-    def close(self) -> None:
-        for rank in (*self.trainers, *(r for ranks in self.engines.values() for r in ranks)):
-            rank.close()
-
-
-@asynccontextmanager
-async def fleet_of(
+def fleet_of(
     backend: UpdateBackend, mode: UpdateMode, min_engines: int = 1
-) -> AsyncIterator[Fleet]:
+) -> AbstractAsyncContextManager[Any]:
+    """Three trainer ranks, and engines that come one by one."""
     config = ControlConfig(
         mode=mode, backend=backend, deadlines=DEADLINES, min_engines=min_engines, max_rewrites=1
     )
-    async with windlass.Controller(token=TOKEN, config=config) as controller:
-        fleet = Fleet(controller)
-        try:
-            yield fleet
-        finally:
-            fleet.close()
+    return running_fleet(config, NUM_TRAINERS)  # type: ignore[no-any-return]
 
 
 def backend_called(name: str, folder: Path) -> UpdateBackend:
@@ -134,7 +57,7 @@ async def test_every_backend_delivers_every_byte(
         fleet.add_engine("whole", 1)
         await fleet.ready()
         for version in range(2):
-            assert await fleet.publish(version) == ("published", [])
+            assert (await fleet.publish(version))[:2] == ("published", [])
             assert await fleet.held("halves") == [(version, str(version), False)] * 2
             assert await fleet.held("whole") == [(version, str(version), False)]
 
@@ -153,12 +76,12 @@ async def test_a_receiver_killed_in_mid_collective_releases_the_others_and_the_u
         await asyncio.to_thread(fleet.engines["dies"][0].process.join, 30)
         fleet.add_engine("comes", 1)
         outcome = await update
-        assert outcome == ("published", []), outcome
+        assert outcome[:2] == ("published", []), outcome
         assert time.monotonic() - began < 30
         assert await fleet.engines["comes"][0].read() == "ready"
         assert await fleet.held("stays") == [(0, "0", False)] * 2
         assert await fleet.held("comes") == [(0, "0", False)]
-        assert await fleet.publish(1) == ("published", [])
+        assert (await fleet.publish(1))[:2] == ("published", [])
         assert await fleet.held("stays") == [(1, "1", False)] * 2
 
 
@@ -170,7 +93,7 @@ async def test_a_failed_broadcast_is_sent_again_through_a_new_group_and_none_ser
         fleet.add_engine("good", 1)
         fleet.add_engine("late", 1, "skip")
         await fleet.ready()
-        assert await fleet.publish(0) == ("published", [])
+        assert (await fleet.publish(0))[:2] == ("published", [])
         assert await fleet.held("good") == [(0, "0", False)]
         assert await fleet.held("late") == [(0, "0", False)]
 
@@ -183,7 +106,7 @@ async def test_damaged_files_are_refused_and_nothing_of_them_is_applied(
         fleet.add_trainers()
         fleet.add_engine("engine", 1, f"damage:{tmp_path}")
         await fleet.ready()
-        outcome, reason = await fleet.publish(0)
+        outcome, reason, _ = await fleet.publish(0)
         assert outcome == "RoundAborted", reason
         assert await fleet.held("engine") == [(-1, "untouched", False)]
 
@@ -195,7 +118,7 @@ async def test_files_hold_boxes_under_checkpoint_names_and_old_versions_go(tmp_p
         fleet.add_engine("engine", 1)
         await fleet.ready()
         for version in range(4):
-            assert await fleet.publish(version) == ("published", [])
+            assert (await fleet.publish(version))[:2] == ("published", [])
     check_files(tmp_path)
 
 

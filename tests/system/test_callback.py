@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import backend_rank  # type: ignore[import-not-found]
 import msgspec
 import pytest
 import torch
 from safetensors.numpy import save_file
-from test_backends import DEADLINES, TOKEN, Fleet  # type: ignore[import-not-found]
+from test_backends import DEADLINES  # type: ignore[import-not-found]
+from weight_fleet import TOKEN, Fleet  # type: ignore[import-not-found]
+from weight_rank import shapes, truth  # type: ignore[import-not-found]
 
 import windlass
 from windlass.config import ControlConfig, P2pBackend, UpdateMode
@@ -36,7 +37,7 @@ DEADLINE_S = 8.0
 async def engines() -> AsyncIterator[tuple[Any, str]]:
     config = ControlConfig(mode=UpdateMode.IN_PLACE, backend=P2pBackend(), deadlines=DEADLINES)
     async with windlass.Controller(token=TOKEN, config=config) as controller:
-        fleet = Fleet(controller)
+        fleet = Fleet(controller.url, 0)
         try:
             fleet.add_engine("halves", 2)
             fleet.add_engine("whole", 1)
@@ -51,7 +52,7 @@ def callback(url: str, head: str = "head") -> windlass.RolloutCallback:
 
 
 def tensors(version: int, *names: str) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(backend_rank.truth(version)[name]) for name in names}
+    return {name: torch.from_numpy(truth(version)[name]) for name in names}
 
 
 def group(head: windlass.RolloutCallback, name: str) -> windlass.WeightGroup:
@@ -179,8 +180,8 @@ async def test_a_half_whose_other_half_never_comes_ends_by_its_deadline() -> Non
 
 
 def from_disk(url: str, folder: Path) -> None:
-    save_file(dict(list(backend_rank.truth(0).items())[:2]), folder / "model-1.safetensors")
-    save_file(dict(list(backend_rank.truth(0).items())[2:]), folder / "model-2.safetensors")
+    save_file(dict(list(truth(0).items())[:2]), folder / "model-1.safetensors")
+    save_file(dict(list(truth(0).items())[2:]), folder / "model-2.safetensors")
     with callback(url) as head:
         head.pause_generation()
         head.update_weights_from_disk(str(folder)).result(DEADLINE_S)
@@ -238,7 +239,7 @@ def by_hand(url: str, version: int) -> None:
     with callback(url) as head:
         head.pause_generation()
         made = group(head, "weights")
-        made.broadcast(tensors(version, *backend_rank.SHAPES))
+        made.broadcast(tensors(version, *shapes()))
         head.continue_generation(version)
         made.close()
 

@@ -7,7 +7,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import backend_rank  # type: ignore[import-not-found]
 import pytest
 from test_callback import (  # type: ignore[import-not-found]
     TOKEN,
@@ -15,6 +14,7 @@ from test_callback import (  # type: ignore[import-not-found]
     holds,
     tensors,
 )
+from weight_rank import shapes  # type: ignore[import-not-found]
 
 import windlass
 from windlass.errors import ConfigError, RoundAborted
@@ -98,7 +98,7 @@ def early(url: str) -> None:
         second.pause_generation()
         made = group(second, "weights")
         assert not ended.done()
-        made.broadcast(tensors(0, *backend_rank.SHAPES))
+        made.broadcast(tensors(0, *shapes()))
         second.continue_generation(0)
         ended.result(60)
         made.close()
@@ -154,4 +154,4 @@ async def test_a_head_that_never_comes_or_does_not_agree_ends_the_update_and_no_
 
 
 def test_the_buckets_of_both_stages_are_the_whole_model() -> None:
-    assert sorted(name for names in BUCKETS for name in names) == sorted(backend_rank.SHAPES)
+    assert sorted(name for names in BUCKETS for name in names) == sorted(shapes())

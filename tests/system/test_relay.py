@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import multiprocessing
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
-import relay_rank  # type: ignore[import-not-found]
+from weight_fleet import running_fleet  # type: ignore[import-not-found]
+from weight_rank import model_nbytes  # type: ignore[import-not-found]
 
-import windlass
 from windlass.config import (
     ControlConfig,
     P2pBackend,
@@ -20,98 +17,20 @@ from windlass.config import (
     UpdateMode,
 )
 
-TOKEN = "secret of the test"
-PROCESSES = multiprocessing.get_context("forkserver")
-# torch is imported once, not once per rank
-PROCESSES.set_forkserver_preload(["torch", "windlass.training.client", "windlass.execution.disk"])
 NUM_TRAINERS = 2
 CHUNK = 4096
+SCALE = 8
+NBYTES = model_nbytes(SCALE)
 
 
-class Rank:
-    """A process that answers a message with a message."""
-
-    def __init__(self, target: Callable[..., None], *arguments: object) -> None:
-        self._pipe, theirs = PROCESSES.Pipe()
-        self.process = PROCESSES.Process(target=target, args=(theirs, *arguments))
-        self.process.start()
-        theirs.close()
-
-    async def read(self) -> Any:
-        assert await asyncio.to_thread(self._pipe.poll, 60)
-        return self._pipe.recv()
-
-    async def ask(self, message: object) -> Any:
-        self._pipe.send(message)
-        return await self.read()
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.join(30)
-        self.process.close()
-        self._pipe.close()
-
-
-class Fleet:
-    """Trainer ranks, and engines of any number of ranks."""
-
-    def __init__(self, url: str, transport: str) -> None:
-        self._url, self._transport = url, transport
-        self.trainers: list[Rank] = []
-        self.engines: dict[str, list[Rank]] = {}
-
-    def add_engine(self, name: str, num_ranks: int = 1, fault: str = "") -> None:
-        self.engines[name] = [
-            Rank(
-                relay_rank.run_engine,
-                *(name, index, num_ranks, self._url, TOKEN, self._transport, fault),
-            )
-            for index in range(num_ranks)
-        ]
-
-    def add_trainers(self, arena_nbytes: int = 0, fault: str = "") -> None:
-        self.trainers = [
-            Rank(
-                relay_rank.run_trainer,
-                *(index, NUM_TRAINERS, self._url, TOKEN, self._transport, arena_nbytes),
-                "" if index else fault,
-            )
-            for index in range(NUM_TRAINERS)
-        ]
-
-    async def ready(self) -> None:
-        for rank in (*self.trainers, *(r for ranks in self.engines.values() for r in ranks)):
-            assert await rank.read() == "ready"
-
-    async def publish(self, version: int) -> tuple[str, list[str], int]:
-        """Outcome, engines left out, bytes that the trainers wrote."""
-        answers = await asyncio.gather(*(t.ask(version) for t in self.trainers))
-        assert all(answer[:2] == answers[0][:2] for answer in answers)
-        return answers[0][0], answers[0][1], sum(answer[2] for answer in answers)
-
-    async def held(self, name: str) -> list[Any]:
-        """(served version, version that every byte of memory belongs to, tainted) per rank."""
-        return [(await rank.ask(True))[:3] for rank in self.engines[name]]
-
-    async def relayed(self) -> int:
-        """Bytes that engines have written to each other so far."""
-        ranks = [rank for ranks in self.engines.values() for rank in ranks]
-        return sum([(await rank.ask(True))[3] for rank in ranks])
-
-    def close(self) -> None:
-        for rank in (*self.trainers, *(r for ranks in self.engines.values() for r in ranks)):
-            rank.close()
-
-
-@asynccontextmanager
-async def fleet_of(
+def fleet_of(
     shape: RelayShape,
     mode: UpdateMode,
     num_engines: int,
     *,
     transport: str = "cma",
     write_s: float = 20.0,
-) -> AsyncIterator[Fleet]:
+) -> AbstractAsyncContextManager[Any]:
     config = ControlConfig(
         mode=mode,
         backend=P2pBackend(relay=shape, relay_chunk_nbytes=CHUNK),
@@ -119,12 +38,9 @@ async def fleet_of(
         min_engines=num_engines,
         max_rewrites=1,
     )
-    async with windlass.Controller(token=TOKEN, config=config) as controller:
-        fleet = Fleet(controller.url, transport)
-        try:
-            yield fleet
-        finally:
-            fleet.close()
+    return running_fleet(  # type: ignore[no-any-return]
+        config, NUM_TRAINERS, scale=SCALE, transport=transport, can_send=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -147,10 +63,10 @@ async def test_trainers_send_one_copy_and_every_engine_has_every_byte(
             fleet.add_engine(name)
         await fleet.ready()
         for version in range(2):
-            assert await fleet.publish(version) == ("published", [], relay_rank.NBYTES)
+            assert await fleet.publish(version) == ("published", [], NBYTES)
             for name in names:
                 assert await fleet.held(name) == [(version, str(version), False)]
-        assert await fleet.relayed() == 2 * (num_engines - 1) * relay_rank.NBYTES
+        assert await fleet.relayed() == 2 * (num_engines - 1) * NBYTES
 
 
 @pytest.mark.mooncake
@@ -161,7 +77,7 @@ async def test_a_relay_over_mooncake() -> None:
             fleet.add_engine(f"engine{i}")
         await fleet.ready()
         for version in range(2):
-            assert await fleet.publish(version) == ("published", [], relay_rank.NBYTES)
+            assert await fleet.publish(version) == ("published", [], NBYTES)
             for i in range(3):
                 assert await fleet.held(f"engine{i}") == [(version, str(version), False)]
 
@@ -176,7 +92,7 @@ async def test_engines_of_another_layout_are_written_by_the_trainers() -> None:
         # One copy each for the layouts of one, two and three ranks.
         outcome, left_out, nbytes = await fleet.publish(0)
         assert (outcome, left_out) == ("published", [])
-        assert 3 * relay_rank.NBYTES <= nbytes < 3.1 * relay_rank.NBYTES
+        assert 3 * NBYTES <= nbytes < 3.1 * NBYTES
         for name, num_ranks in (("a", 2), ("b", 1), ("c", 2), ("d", 1), ("e", 3)):
             assert await fleet.held(name) == [(0, "0", False)] * num_ranks
 
@@ -195,7 +111,7 @@ async def test_a_relay_that_is_killed_in_mid_update_takes_nobody_with_it(mode: U
         dead = next(n for n, ranks in fleet.engines.items() if not ranks[0].process.is_alive())
         assert (outcome, left_out) == ("published", [dead])
         # Whoever stood behind it was completed by the trainers.
-        assert nbytes > relay_rank.NBYTES
+        assert nbytes > NBYTES
         for name in set(fleet.engines) - {dead}:
             assert await fleet.held(name) == [(0, "0", False)]
 
@@ -235,7 +151,7 @@ async def test_an_arena_that_is_too_small_to_relay_still_delivers() -> None:
         await fleet.ready()
         outcome, left_out, nbytes = await fleet.publish(0)
         assert (outcome, left_out) == ("published", [])
-        assert nbytes >= 2 * relay_rank.NBYTES
+        assert nbytes >= 2 * NBYTES
         for i in range(2):
             assert await fleet.held(f"engine{i}") == [(0, "0", False)] * 2
 
@@ -246,7 +162,7 @@ async def test_a_trainer_that_is_killed_while_it_feeds_ends_the_round() -> None:
         for i in range(3):
             fleet.add_engine(f"engine{i}")
         await fleet.ready()
-        fleet.trainers[0]._pipe.send(0)
+        fleet.trainers[0].tell(0)
         outcome, reasons, _ = await fleet.trainers[1].ask(0)
         assert outcome == "RoundAborted"
         assert "trainer/0" in reasons[0]

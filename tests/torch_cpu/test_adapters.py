@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,10 +12,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
 import windlass
 from windlass.config import ControlConfig, PauseMode, UpdateMode
-from windlass.control.agents import EngineAgent
-from windlass.control.client import AgentChannel
-from windlass.control.messages import PROTOCOL_VERSION, Hello
-from windlass.execution.receiver import Receiver
+from windlass.engines.client import EngineClient
 from windlass.frameworks.dtensor import describe_module
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
@@ -98,25 +94,23 @@ class AdapterEngine:
             builder.add_parameter(name, nbytes=nbytes, dtype=DType.BFLOAT16)
             builder.add_shard(name, tuple(tensor.shape), self.boxes[name], name)
         manifest = builder.build()
-        self.transport = create_transport(CmaConfig())
+        transport = create_transport(CmaConfig())
         addresses = [m.data_ptr() for m in self.memory.values()]
-        regions = [self.transport.register(m.data_ptr(), m.nbytes) for m in self.memory.values()]
-        self.receiver = Receiver(self.transport, manifest, addresses, regions)
+        regions = [transport.register(m.data_ptr(), m.nbytes) for m in self.memory.values()]
         self.hooks = ServingHooks()
-        agent = EngineAgent(self.receiver, self.hooks)
-        hello = Hello(
-            protocol_version=PROTOCOL_VERSION,
-            worker=manifest.worker,
-            incarnation=os.urandom(8).hex(),
-            role=Role.ENGINE,
+        self.client = EngineClient(
+            manifest=manifest,
+            addresses=addresses,
+            regions=regions,
+            transport=transport,
+            hooks=self.hooks,
+            controller=url,
+            token=TOKEN,
             group="lora",
             rank=rank,
             world_size=TP,
-            manifest=manifest.encode(),
-            wire=self.transport.report(),
+            can_send=False,
         )
-        self.channel = AgentChannel(url, TOKEN, lambda: hello, agent)
-        self.channel.connect(10.0)
 
     def check(self) -> None:
         for name, box in self.boxes.items():
@@ -124,9 +118,7 @@ class AdapterEngine:
             assert torch.equal(self.memory[name], self.adapter[name][part].bfloat16()), name
 
     def close(self) -> None:
-        self.channel.close()
-        self.receiver.close()
-        self.transport.close()
+        self.client.close()
 
 
 def test_the_name_map_keeps_exactly_what_peft_saves() -> None:

@@ -25,6 +25,7 @@ from windlass.errors import ManifestError, UnsupportedLayout
 from windlass.frameworks.dtypes import dtype_of
 from windlass.layout.box import Box
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
+from windlass.layout.mesh import chunk
 from windlass.layout.naming.stacked import StackedRule, unstack
 
 __all__ = [
@@ -93,16 +94,10 @@ def _box_of(tensor: DTensor) -> Box:
     for axis in _cut_order(tensor.placements, tensor.device_mesh.shape):
         placement = tensor.placements[axis]
         dim = placement.dim % tensor.dim()  # type: ignore[attr-defined]
-        start, stop = _chunk(sizes[dim], tensor.device_mesh.size(axis), coordinate[axis])
+        start, size = chunk(sizes[dim], tensor.device_mesh.size(axis), coordinate[axis])
         offsets[dim] += start
-        sizes[dim] = stop - start
+        sizes[dim] = size
     return Box(tuple(offsets), tuple(sizes))
-
-
-def _chunk(size: int, num_chunks: int, index: int) -> tuple[int, int]:
-    """The range that `torch.chunk` gives to `index`; empty past the end."""
-    step = -(-size // num_chunks)
-    return min(index * step, size), min((index + 1) * step, size)
 
 
 def _cut_order(placements: Iterable[Placement], mesh_shape: tuple[int, ...]) -> list[int]:

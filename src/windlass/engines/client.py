@@ -1,0 +1,136 @@
+"""An engine rank's place in its fleet: memory that peers write, the agent that serves it, the channel."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import final
+
+from windlass.control.agents import EngineAgent
+from windlass.control.client import AgentChannel, CommandHandler
+from windlass.control.hooks import EngineHooks
+from windlass.control.messages import PROTOCOL_VERSION, Hello
+from windlass.execution.backends import address_towards
+from windlass.execution.receiver import Receiver
+from windlass.execution.sender import ParameterMemory, Sender
+from windlass.layout.manifest import Role, ShardManifest
+from windlass.transports.base import MemoryRegion, OneSidedTransport
+
+__all__ = ["EngineClient"]
+
+
+@final
+class EngineClient:
+    """One engine rank, connected: the counterpart of `TrainerClient`.
+
+    Memory: peers may write the parameters from construction to `close`.
+
+    Args:
+        manifest: of this rank.
+        addresses: of the live parameters, in manifest order; they never move.
+        regions: registered regions that contain every live parameter.
+        transport: they are registered with it. Closed with this client.
+        hooks: stop, resume and stamp this rank.
+        controller: address of the controller.
+        token: its secret.
+        group: name of the engine.
+        rank: of this process in it, 0 to `world_size` - 1.
+        world_size: ranks of the engine.
+        url: where the engine serves requests; given by rank 0.
+        can_send: whether other engines may be brought up, or relayed to, from this one.
+        connect_deadline_s: how long to wait for the controller.
+        intercept: stands between channel and agent, for tests that inject faults.
+
+    Attributes:
+        agent: carries out what the controller asks.
+
+    Raises:
+        AuthenticationError, ProtocolError, PeerTimeout: see `AgentChannel.connect`.
+    """
+
+    def __init__(
+        self,
+        *,
+        manifest: ShardManifest,
+        addresses: Sequence[int],
+        regions: Sequence[MemoryRegion],
+        transport: OneSidedTransport,
+        hooks: EngineHooks,
+        controller: str,
+        token: str,
+        group: str,
+        rank: int = 0,
+        world_size: int = 1,
+        url: str = "",
+        can_send: bool = True,
+        connect_deadline_s: float = 60.0,
+        intercept: Callable[[EngineAgent], CommandHandler] | None = None,
+    ) -> None:
+        memory = tuple(
+            ParameterMemory(address, parameter.nbytes)
+            for address, parameter in zip(addresses, manifest.parameters, strict=True)
+        )
+        self._transport = transport
+        self._receiver = Receiver(transport, manifest, addresses, regions)
+        self._sender = Sender(transport, manifest, lambda: memory, registered=regions)
+        self.agent = agent = EngineAgent(
+            self._receiver,
+            hooks,
+            self._sender if can_send else None,
+            host=address_towards(controller),
+        )
+        encoded, wire, incarnation = manifest.encode(), transport.report(), os.urandom(8).hex()
+
+        def hello() -> Hello:
+            epoch, round_number = agent.place
+            return Hello(
+                protocol_version=PROTOCOL_VERSION,
+                worker=manifest.worker,
+                incarnation=incarnation,
+                role=Role.ENGINE,
+                group=group,
+                rank=rank,
+                world_size=world_size,
+                manifest=encoded,
+                wire=wire,
+                url=url,
+                served_version=agent.served_version,
+                epoch=epoch,
+                round=round_number,
+                tainted=agent.tainted,
+                can_send=can_send,
+            )
+
+        self._channel = AgentChannel(
+            controller,
+            token,
+            hello,
+            agent if intercept is None else intercept(agent),
+            on_disconnect=agent.on_disconnect,
+            on_command=agent.on_command,
+        )
+        try:
+            self._channel.connect(connect_deadline_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Leave the fleet and free registered memory; no peer may be writing. Idempotent."""
+        self._channel.close()
+        self.agent.close()
+        self._sender.close()
+        self._receiver.close()
+        self._transport.close()
+
+    def __enter__(self) -> EngineClient:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

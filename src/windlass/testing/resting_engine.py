@@ -1,0 +1,26 @@
+"""An engine that generates nothing: for tests and benchmarks of updates alone."""
+
+from __future__ import annotations
+
+from typing import final
+
+from windlass.config import PauseMode
+
+__all__ = ["RestingEngine"]
+
+
+@final
+class RestingEngine:
+    """`EngineHooks` of a rank that is always at rest."""
+
+    def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
+        """Nothing runs."""
+
+    def resume(self) -> None:
+        """Nothing to resume."""
+
+    def finalise(self) -> None:
+        """Nothing is derived from weights."""
+
+    def set_version(self, version: int) -> None:
+        """No token carries it."""
