@@ -17,9 +17,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from windlass.config import ControlConfig, DiskBackend, P2pBackend, XcclBackend
-    from windlass.control.messages import PauseMode, RoundOutcome, UpdateMode, UpdateReport
+    from windlass.config import (
+        ControlConfig,
+        DiskBackend,
+        P2pBackend,
+        PauseMode,
+        PhaseDeadlines,
+        UpdateMode,
+        XcclBackend,
+    )
+    from windlass.control.messages import RoundOutcome, UpdateReport
     from windlass.controller import Controller
+    from windlass.engines.client import EngineClient
     from windlass.errors import WindlassError
     from windlass.rollout.client import BatchClient
     from windlass.rollout.messages import SamplingParams, TrainingBatch, TrainingSample
@@ -34,8 +43,10 @@ __all__ = [
     "ControlConfig",
     "Controller",
     "DiskBackend",
+    "EngineClient",
     "P2pBackend",
     "PauseMode",
+    "PhaseDeadlines",
     "RolloutCallback",
     "RoundOutcome",
     "SamplingParams",
@@ -57,11 +68,13 @@ _HOMES = {
     "DiskBackend": "windlass.config",
     "P2pBackend": "windlass.config",
     "XcclBackend": "windlass.config",
-    "PauseMode": "windlass.control.messages",
+    "PauseMode": "windlass.config",
+    "PhaseDeadlines": "windlass.config",
+    "UpdateMode": "windlass.config",
     "RoundOutcome": "windlass.control.messages",
-    "UpdateMode": "windlass.control.messages",
     "UpdateReport": "windlass.control.messages",
     "Controller": "windlass.controller",
+    "EngineClient": "windlass.engines.client",
     "WindlassError": "windlass.errors",
     "BatchClient": "windlass.rollout.client",
     "SamplingParams": "windlass.rollout.messages",

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import torch
 from safetensors.numpy import save_file
-from test_backends import DEADLINES  # type: ignore[import-not-found]
+from test_backends import DEADLINES, NUM_TRAINERS  # type: ignore[import-not-found]
 from weight_fleet import TOKEN, Fleet  # type: ignore[import-not-found]
 from weight_rank import shapes, truth  # type: ignore[import-not-found]
 
@@ -37,7 +37,7 @@ DEADLINE_S = 8.0
 async def engines() -> AsyncIterator[tuple[Any, str]]:
     config = ControlConfig(mode=UpdateMode.IN_PLACE, backend=P2pBackend(), deadlines=DEADLINES)
     async with windlass.Controller(token=TOKEN, config=config) as controller:
-        fleet = Fleet(controller.url, 0)
+        fleet = Fleet(controller.url, NUM_TRAINERS)
         try:
             fleet.add_engine("halves", 2)
             fleet.add_engine("whole", 1)
@@ -250,7 +250,7 @@ async def test_updates_by_hand_and_by_publish_take_turns() -> None:
         for trainer in fleet.trainers:
             assert await trainer.read() == "ready"
         for version in (0, 2, 4):
-            assert await fleet.publish(version) == ("published", [])
+            assert (await fleet.publish(version))[:2] == ("published", [])
             await holds(fleet, (version, str(version), False))
             await asyncio.to_thread(by_hand, url, version + 1)
             await holds(fleet, (version + 1, str(version + 1), False))

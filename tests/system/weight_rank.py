@@ -40,7 +40,6 @@ from windlass.transports.registry import create_transport
 
 ROW_PARALLEL = {"down"}
 """Cut along dim 1 in the engines: strided on both sides."""
-COMMAND_FAULTS = ("die", "skip", "damage")
 
 
 def shapes(scale: int = 1) -> dict[str, tuple[int, ...]]:
