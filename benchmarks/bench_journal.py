@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from harness import Row, median_p95, parser, report
-from windlass.rollout import ControllerConfig, SamplingParams, StalenessPolicy
+from windlass.rollout import RolloutConfig, SamplingParams, StalenessPolicy
 from windlass.rollout.journal import RolloutJournal
 from windlass.rollout.lifecycle import Lifecycle
 from windlass.rollout.messages import OutcomeStatus, Partial, RolloutOutcome
@@ -33,7 +33,7 @@ async def one_run(path: Path | None, *, sync_each: bool) -> tuple[float, float, 
     """Seconds of the loop and of its CPU for all rollouts, and the bytes of the journal."""
     policy = StalenessPolicy.unbounded(NUM_ROLLOUTS)
     journal = RolloutJournal(path, keep_delivered=True, compact_nbytes=1 << 40)
-    life = Lifecycle(policy, ControllerConfig(), lambda _: None, lambda: None, journal)
+    life = Lifecycle(policy, RolloutConfig(), lambda _: None, lambda: None, journal)
     owner = Submissions("bench", life, lambda: None)
     owner._go_on(journal.open(0), policy)
     began, began_cpu = time.perf_counter(), time.thread_time()

@@ -33,7 +33,7 @@ from windlass.config import ControlConfig, UpdateMode
 from windlass.control.server import ControlServer
 from windlass.rollout import (
     BatchQueue,
-    ControllerConfig,
+    RolloutConfig,
     RolloutController,
     StalenessPolicy,
     StaticEngines,
@@ -186,7 +186,7 @@ async def static_rig(
     policy = StalenessPolicy.unbounded(outstanding)
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        config = ControllerConfig(journal=folder / "journal" if journal else None)
+        config = RolloutConfig(journal=folder / "journal" if journal else None)
         controller = await stack.enter_async_context(
             RolloutController(engines, policy, token=token, config=config)
         )

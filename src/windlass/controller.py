@@ -20,7 +20,7 @@ from windlass.control.server import ControlServer
 from windlass.operations import Operations
 from windlass.rollout.batches import BatchQueue
 from windlass.rollout.controller import RolloutController
-from windlass.rollout.handles import ControllerConfig
+from windlass.rollout.handles import RolloutConfig
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.service import mount_rollout_routes
 from windlass.rollout.staleness import StalenessPolicy
@@ -59,7 +59,7 @@ class Controller:
         config: ControlConfig | None = None,
         staleness: StalenessPolicy | None = None,
         journal_path: Path | None = None,
-        rollout_config: ControllerConfig | None = None,
+        rollout_config: RolloutConfig | None = None,
     ) -> None:
         self._server = ControlServer(host=host, port=port, token=token)
         self.coordinator = Coordinator(config or ControlConfig(), journal_path=journal_path)

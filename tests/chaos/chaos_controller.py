@@ -14,7 +14,7 @@ from windlass.errors import PeerTimeout, RolloutError
 from windlass.planning.planner import plan_transfer
 from windlass.rollout.batches import BatchQueue
 from windlass.rollout.controller import RolloutController
-from windlass.rollout.handles import ControllerConfig, Rollout, RolloutGroup
+from windlass.rollout.handles import Rollout, RolloutConfig, RolloutGroup
 from windlass.rollout.messages import SamplingParams
 from windlass.rollout.service import mount_rollout_routes
 from windlass.rollout.staleness import StalenessPolicy
@@ -64,7 +64,7 @@ class ControllerProcess(Process):
             self.coordinator,
             self.policy,
             token=TOKEN,
-            config=ControllerConfig(
+            config=RolloutConfig(
                 max_attempts=1000,
                 attempt_deadline_s=15.0,
                 engine_grace_s=3.0,

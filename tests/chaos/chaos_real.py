@@ -35,7 +35,7 @@ from windlass.control.server import ControlServer
 from windlass.errors import PeerTimeout, RolloutError
 from windlass.rollout.batches import BatchQueue
 from windlass.rollout.controller import RolloutController
-from windlass.rollout.handles import ControllerConfig, Rollout
+from windlass.rollout.handles import Rollout, RolloutConfig
 from windlass.rollout.messages import SamplingParams
 from windlass.rollout.service import mount_rollout_routes
 from windlass.rollout.staleness import StalenessPolicy
@@ -185,7 +185,7 @@ class Run:
             self.coordinator,
             policy,
             token=TOKEN,
-            config=ControllerConfig(
+            config=RolloutConfig(
                 max_attempts=1000,
                 attempt_deadline_s=20,
                 engine_grace_s=5,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from windlass.config import PauseMode, UpdateMode
 from windlass.control.messages import (
     Abort,
     Apply,
@@ -10,12 +11,10 @@ from windlass.control.messages import (
     Failure,
     FailureKind,
     Pause,
-    PauseMode,
     Prepare,
     Publish,
     Result,
     RoundOutcome,
-    UpdateMode,
     Verified,
     Verify,
     Write,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from windlass.control.lines import read_lines
 from windlass.errors import ConfigError, RolloutError
-from windlass.rollout import ControllerConfig, SamplingParams, StalenessPolicy
+from windlass.rollout import RolloutConfig, SamplingParams, StalenessPolicy
 from windlass.rollout.book import Record, State
 from windlass.rollout.journal import RolloutJournal
 from windlass.rollout.lifecycle import Lifecycle
@@ -47,7 +47,7 @@ class Process(Submissions):
         self.world = world
         self.policy = StalenessPolicy(MAX_STALENESS, BATCH, 6)
         self.journal = RolloutJournal(path, keep_delivered=True)
-        config = ControllerConfig(max_attempts=99, max_rejections=99, retry_backoff_s=1e-9)
+        config = RolloutConfig(max_attempts=99, max_rejections=99, retry_backoff_s=1e-9)
         life = Lifecycle(self.policy, config, self.taken_back, lambda: None, self.journal)
         super().__init__("unused", life, lambda: None)
         saved = self.journal.open(0)
@@ -273,7 +273,7 @@ async def test_handing_out_ends_a_rollout_unless_the_owner_acknowledges_itself(
     path = tmp_path / "journal"
     policy = StalenessPolicy(MAX_STALENESS, BATCH, 6)
     journal = RolloutJournal(path)
-    life = Lifecycle(policy, ControllerConfig(), lambda _: None, lambda: None, journal)
+    life = Lifecycle(policy, RolloutConfig(), lambda _: None, lambda: None, journal)
     process = Submissions("x", life, lambda: None)
     process._go_on(journal.open(0), policy)
     handle = process.submit((1,), SAMPLING)
@@ -346,7 +346,7 @@ async def test_a_long_journal_is_written_anew_without_what_has_ended(tmp_path: P
     path = tmp_path / "journal"
     policy = StalenessPolicy.unbounded(100)
     journal = RolloutJournal(path, sync_s=0.001, compact_nbytes=5_000)
-    life = Lifecycle(policy, ControllerConfig(), lambda _: None, lambda: None, journal)
+    life = Lifecycle(policy, RolloutConfig(), lambda _: None, lambda: None, journal)
     process = Submissions("x", life, lambda: None)
     process._go_on(journal.open(0), policy)
     kept = process.submit((9,) * 10, SAMPLING, metadata="kept")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from windlass.errors import ConfigError, ProtocolError, RolloutError
 from windlass.rollout.book import Group, Record, State
-from windlass.rollout.handles import ControllerConfig, RolloutGroup
+from windlass.rollout.handles import RolloutConfig, RolloutGroup
 from windlass.rollout.lifecycle import Lifecycle
 from windlass.rollout.messages import (
     CompletionBatch,
@@ -99,7 +99,7 @@ class Bench:
         self.policy = StalenessPolicy(1, 4, 6, start_version)
         self.life = Lifecycle(
             self.policy,
-            ControllerConfig(max_attempts=3, retry_backoff_s=1e-9),
+            RolloutConfig(max_attempts=3, retry_backoff_s=1e-9),
             take_back=self.taken_back,
             work_changed=lambda: None,
         )

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from windlass.config import PauseMode, UpdateMode
 from windlass.control.messages import (
     Abort,
     Command,
@@ -17,12 +18,10 @@ from windlass.control.messages import (
     Failure,
     FailureKind,
     Pause,
-    PauseMode,
     Prepare,
     Publish,
     Result,
     RoundOutcome,
-    UpdateMode,
     Verified,
     Verify,
     Write,

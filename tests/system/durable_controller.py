@@ -16,7 +16,7 @@ from pathlib import Path
 from windlass.control.server import ControlServer
 from windlass.rollout import (
     BatchQueue,
-    ControllerConfig,
+    RolloutConfig,
     RolloutController,
     RolloutGroup,
     SamplingParams,
@@ -54,7 +54,7 @@ def add(store: Path, line: bytes) -> None:
 async def main() -> None:
     port, journal, store = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
     engine, num_groups, num_workers = sys.argv[4], int(sys.argv[5]), int(sys.argv[6])
-    config = ControllerConfig(retry_backoff_s=0.01, journal=journal, acknowledge=True)
+    config = RolloutConfig(retry_backoff_s=0.01, journal=journal, acknowledge=True)
     engines = StaticEngines([("engine", engine, 0)])
     controller = RolloutController(
         engines, StalenessPolicy.unbounded(10_000), token=TOKEN, config=config

@@ -29,7 +29,7 @@ from windlass.control.messages import PROTOCOL_VERSION, Hello, RoundOutcome
 from windlass.engines.client import EngineClient
 from windlass.execution.sender import ParameterMemory, Sender
 from windlass.layout.manifest import Role
-from windlass.rollout import ControllerConfig, SamplingParams, StalenessPolicy
+from windlass.rollout import RolloutConfig, SamplingParams, StalenessPolicy
 from windlass.testing.kill_at import KillAt
 from windlass.transports.configs import CmaConfig
 from windlass.transports.registry import create_transport
@@ -304,7 +304,7 @@ def run_controller(
 async def _control(
     pipe: Connection, port: int, folder: Path, config: ControlConfig, outstanding_groups: int
 ) -> None:
-    rollout_config = ControllerConfig(
+    rollout_config = RolloutConfig(
         journal=folder / "rollouts.journal",
         acknowledge=True,
         max_attempts=200,

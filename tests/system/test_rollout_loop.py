@@ -27,9 +27,9 @@ from windlass.errors import (
 from windlass.rollout import (
     BatchClient,
     BatchQueue,
-    ControllerConfig,
     OnAbort,
     Rollout,
+    RolloutConfig,
     RolloutController,
     SamplingParams,
     StalenessPolicy,
@@ -53,7 +53,7 @@ class Rig:
         self.engines = StaticEngines()
         self.batches = BatchQueue()
         self.policy = StalenessPolicy.unbounded(20_000)
-        self.config = ControllerConfig(retry_backoff_s=0.01)
+        self.config = RolloutConfig(retry_backoff_s=0.01)
         self.workers: dict[str, asyncio.subprocess.Process] = {}
         self.extra_routes: list[web.RouteDef] = []
         self.controller: RolloutController
@@ -80,6 +80,16 @@ class Rig:
             token_s=float(options.get("token_s", 0.0)),
         )
         await self.stack.enter_async_context(engine)
+        return engine
+
+    async def up(self, hold: int | None = None, **options: int | bool) -> FakeEngine:
+        """Controller, engine `a` that stops after `hold` tokens, and worker `worker-0`."""
+        await self.start()
+        engine = await self.engine("a", **options)
+        if hold is not None:
+            engine.hold(hold)
+        self.route(engine)
+        await self.worker("worker-0")
         return engine
 
     def route(self, *engines: FakeEngine) -> None:
@@ -139,10 +149,7 @@ def assert_right(rollouts: Sequence[Rollout]) -> None:
 
 
 async def test_a_thousand_rollouts_each_get_their_own_answer(rig: Rig) -> None:
-    await rig.start()
-    engine = await rig.engine("a", version=3)
-    rig.route(engine)
-    await rig.worker("worker-0")
+    engine = await rig.up(version=3)
     rollouts = await finished(rig.submit(1000))
     assert_right(rollouts)
     assert {version for rollout in rollouts for version in rollout.versions} == {3}
@@ -206,7 +213,7 @@ async def test_a_worker_that_is_told_to_end_hands_its_work_over(rig: Rig) -> Non
 
 
 async def test_a_worker_that_hangs_loses_its_work_and_may_come_back(rig: Rig) -> None:
-    rig.config = ControllerConfig(
+    rig.config = RolloutConfig(
         retry_backoff_s=0.01, worker_lease_s=0.4, worker_grace_s=0.5, on_abort=OnAbort.RETRY
     )
     await rig.start()
@@ -344,11 +351,7 @@ async def test_lost_doubled_and_reordered_callbacks_complete_exactly_once(
 
 
 async def test_outcomes_wait_for_a_controller_that_is_away(rig: Rig) -> None:
-    await rig.start()
-    engine = await rig.engine("a")
-    engine.hold(3)
-    rig.route(engine)
-    await rig.worker("worker-0")
+    engine = await rig.up(hold=3)
     tasks = rig.submit(40)
     await engine.until_held(40)
     port = int(rig.server.url.rsplit(":", 1)[1])
@@ -390,7 +393,7 @@ async def test_the_rollouts_of_a_dead_engine_are_run_by_another(rig: Rig) -> Non
 
 
 async def test_an_engine_that_stays_unroutable_gives_its_rollouts_up(rig: Rig) -> None:
-    rig.config = ControllerConfig(retry_backoff_s=0.01, engine_grace_s=0.2)
+    rig.config = RolloutConfig(retry_backoff_s=0.01, engine_grace_s=0.2)
     await rig.start()
     hung, other = await rig.engine("a"), await rig.engine("b")
     hung.hold(0)
@@ -405,7 +408,7 @@ async def test_an_engine_that_stays_unroutable_gives_its_rollouts_up(rig: Rig) -
 
 
 async def test_an_engine_that_refuses_is_avoided_and_attempts_are_counted(rig: Rig) -> None:
-    rig.config = ControllerConfig(retry_backoff_s=0.001, max_attempts=3)
+    rig.config = RolloutConfig(retry_backoff_s=0.001, max_attempts=3)
     await rig.start()
     broken, sound = await rig.engine("a"), await rig.engine("b")
     broken.failing = True
@@ -452,11 +455,7 @@ async def test_load_is_spread_over_routable_engines(rig: Rig) -> None:
 
 
 async def test_an_aborted_generation_goes_on_and_labels_each_token(rig: Rig) -> None:
-    await rig.start()
-    engine = await rig.engine("a", version=4)
-    engine.hold(2)
-    rig.route(engine)
-    await rig.worker("worker-0")
+    engine = await rig.up(hold=2, version=4)
     tasks = rig.submit(10)
     await engine.until_held(10)
     engine.version = 5
@@ -469,20 +468,13 @@ async def test_an_aborted_generation_goes_on_and_labels_each_token(rig: Rig) -> 
 
 
 async def test_tokens_of_an_engine_that_labels_none_carry_its_weight_version(rig: Rig) -> None:
-    await rig.start()
-    engine = await rig.engine("a", version=9, token_versions=False)
-    rig.route(engine)
-    await rig.worker("worker-0")
+    await rig.up(version=9, token_versions=False)
     assert {rollout.versions for rollout in await finished(rig.submit(5))} == {(9,) * 6}
 
 
 async def test_an_abort_can_start_over_so_that_one_version_made_every_token(rig: Rig) -> None:
-    rig.config = ControllerConfig(on_abort=OnAbort.RETRY)
-    await rig.start()
-    engine = await rig.engine("a", version=4)
-    engine.hold(3)
-    rig.route(engine)
-    await rig.worker("worker-0")
+    rig.config = RolloutConfig(on_abort=OnAbort.RETRY)
+    engine = await rig.up(hold=3, version=4)
     tasks = rig.submit(10)
     await engine.until_held(10)
     engine.version = 5
@@ -493,7 +485,7 @@ async def test_an_abort_can_start_over_so_that_one_version_made_every_token(rig:
 
 
 async def test_a_retry_elsewhere_can_go_on_from_the_tokens_that_survived(rig: Rig) -> None:
-    rig.config = ControllerConfig(retry_backoff_s=0.01, carry_partial=True)
+    rig.config = RolloutConfig(retry_backoff_s=0.01, carry_partial=True)
     await rig.start()
     first, second = await rig.engine("a"), await rig.engine("b", version=1)
     first.hold(2)
@@ -512,11 +504,7 @@ async def test_a_retry_elsewhere_can_go_on_from_the_tokens_that_survived(rig: Ri
 
 async def test_an_answer_that_grew_too_old_while_it_ran_is_made_again(rig: Rig) -> None:
     rig.policy = StalenessPolicy(max_staleness=1, batch_size=64, max_concurrent=64)
-    await rig.start()
-    engine = await rig.engine("a")
-    engine.hold(2)
-    rig.route(engine)
-    await rig.worker("worker-0")
+    engine = await rig.up(hold=2)
     tasks = rig.submit(8)
     await engine.until_held(8)
     engine.version = 2
@@ -530,10 +518,7 @@ async def test_an_answer_that_grew_too_old_while_it_ran_is_made_again(rig: Rig) 
 
 async def test_a_group_that_grew_too_old_while_it_waited_is_made_again(rig: Rig) -> None:
     rig.policy = StalenessPolicy(max_staleness=0, batch_size=8, max_concurrent=64)
-    await rig.start()
-    engine = await rig.engine("a")
-    rig.route(engine)
-    await rig.worker("worker-0")
+    engine = await rig.up()
     handles = [rig.controller.submit_group((index + 1, 5), 4, SAMPLING) for index in range(4)]
     first = await rig.controller.next_batch(2, deadline_s=10)
     assert {v for group in first for r in group.rollouts for v in r.versions} == {0}
@@ -551,11 +536,7 @@ async def test_a_group_that_grew_too_old_while_it_waited_is_made_again(rig: Rig)
 
 async def test_admission_stops_at_the_bound_and_opens_with_the_next_version(rig: Rig) -> None:
     rig.policy = StalenessPolicy(max_staleness=1, batch_size=4, max_concurrent=100)
-    await rig.start()
-    engine = await rig.engine("a")
-    engine.hold(1)
-    rig.route(engine)
-    await rig.worker("worker-0")
+    engine = await rig.up(hold=1)
     for index in range(5):
         rig.controller.submit_group((index + 1, 5), 4, SAMPLING)
     await engine.until_held(8)
@@ -573,10 +554,7 @@ async def test_admission_stops_at_the_bound_and_opens_with_the_next_version(rig:
 
 async def test_a_producer_that_waits_for_room_never_gets_ahead_of_the_bound(rig: Rig) -> None:
     rig.policy = StalenessPolicy(max_staleness=1, batch_size=6, max_concurrent=100)
-    await rig.start()
-    engine = await rig.engine("a")
-    rig.route(engine)
-    await rig.worker("worker-0")
+    engine = await rig.up()
 
     async def produce() -> None:
         for index in range(1000):
@@ -600,11 +578,7 @@ async def test_a_producer_that_waits_for_room_never_gets_ahead_of_the_bound(rig:
 
 
 async def test_a_deadline_ends_a_rollout_on_an_engine_that_never_answers(rig: Rig) -> None:
-    await rig.start()
-    engine = await rig.engine("a")
-    engine.hold(0)
-    rig.route(engine)
-    await rig.worker("worker-0")
+    await rig.up(hold=0)
     handle = rig.controller.submit((1, 5), SAMPLING, deadline_s=0.4)
     with pytest.raises(PeerTimeout, match=r"deadline_s=0.4 passed in attempt 1 on engine a"):
         await handle
@@ -613,11 +587,7 @@ async def test_a_deadline_ends_a_rollout_on_an_engine_that_never_answers(rig: Ri
 
 
 async def test_cancelling_frees_the_engine(rig: Rig) -> None:
-    await rig.start()
-    engine = await rig.engine("a")
-    engine.hold(0)
-    rig.route(engine)
-    await rig.worker("worker-0")
+    engine = await rig.up(hold=0)
     handles = [rig.controller.submit((index + 1, 5), SAMPLING) for index in range(10)]
     group = rig.controller.submit_group((99, 5), 4, SAMPLING)
     await engine.until_held(14)
@@ -643,10 +613,7 @@ async def test_an_update_that_takes_long_does_not_delay_completions(rig: Rig) ->
         return web.Response()
 
     rig.extra_routes = [web.post("/v1/update", update)]
-    await rig.start()
-    engine = await rig.engine("a")
-    rig.route(engine)
-    await rig.worker("worker-0")
+    await rig.up()
     await finished(rig.submit(1))
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:
         updating = asyncio.ensure_future(session.post(f"{rig.server.url}/v1/update"))
@@ -659,10 +626,7 @@ async def test_an_update_that_takes_long_does_not_delay_completions(rig: Rig) ->
 
 
 async def test_ranks_get_disjoint_shards_and_the_same_answer_again(rig: Rig) -> None:
-    await rig.start()
-    engine = await rig.engine("a")
-    rig.route(engine)
-    await rig.worker("worker-0")
+    await rig.up()
     for index in range(6):
         rig.controller.submit_group((index + 1, 5), 3, SAMPLING)
 

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from windlass.rollout import (
-    ControllerConfig,
+    RolloutConfig,
     RolloutController,
     SamplingParams,
     StalenessPolicy,
@@ -118,7 +118,7 @@ async def played() -> AsyncIterator[tuple[RolloutController, PlayedWorker]]:
             RolloutController(
                 engines,
                 StalenessPolicy.unbounded(100),
-                config=ControllerConfig(retry_backoff_s=0.001),
+                config=RolloutConfig(retry_backoff_s=0.001),
             )
         )
         controller.register_worker(worker.hello)

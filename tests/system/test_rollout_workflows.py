@@ -16,8 +16,8 @@ from windlass.control.server import ControlServer
 from windlass.errors import ConfigError, PeerTimeout, RolloutError
 from windlass.rollout import (
     BatchQueue,
-    ControllerConfig,
     Reject,
+    RolloutConfig,
     RolloutController,
     SamplingParams,
     StalenessPolicy,
@@ -45,7 +45,7 @@ class Rig:
         self.url = ""
 
     async def start(self, num_engines: int = 1) -> list[FakeEngine]:
-        config = ControllerConfig(retry_backoff_s=0.01, max_rejections=3)
+        config = RolloutConfig(retry_backoff_s=0.01, max_rejections=3)
         self.controller = await self.stack.enter_async_context(
             RolloutController(self.engines, self.policy, token=TOKEN, config=config)
         )

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from windlass.control.messages import UpdateMode
+from windlass.config import UpdateMode
 from windlass.telemetry.logs import configure_logging
 
 __all__ = ["add_arguments", "run"]

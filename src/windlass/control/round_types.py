@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from windlass.control.messages import Command, PauseMode, Result, RoundOutcome, UpdateMode
+from windlass.config import PauseMode, UpdateMode
+from windlass.control.messages import Command, Result, RoundOutcome
 
 __all__ = [
     "AgentLost",

@@ -32,6 +32,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import assert_never
 
+from windlass.config import UpdateMode
 from windlass.control.links import LinkLedger
 from windlass.control.messages import (
     Abort,
@@ -46,7 +47,6 @@ from windlass.control.messages import (
     Receive,
     Result,
     RoundOutcome,
-    UpdateMode,
     Verified,
     Verify,
     Write,

@@ -9,8 +9,7 @@ from typing import Any
 
 import msgspec
 
-from windlass.config import DiskBackend, P2pBackend, UpdateBackend, XcclBackend
-from windlass.control.messages import UpdateMode
+from windlass.config import DiskBackend, P2pBackend, UpdateBackend, UpdateMode, XcclBackend
 from windlass.errors import ConfigError
 from windlass.transports.configs import parse_transport
 

@@ -7,9 +7,9 @@ from windlass.rollout.client import BatchClient
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.directory import EngineDirectory, StaticEngines
 from windlass.rollout.handles import (
-    ControllerConfig,
     GroupHandle,
     Rollout,
+    RolloutConfig,
     RolloutGroup,
     RolloutHandle,
     RolloutStats,
@@ -29,7 +29,7 @@ from windlass.rollout.workflows import Reject, Workflow, WorkflowContext
 __all__ = [
     "BatchClient",
     "BatchQueue",
-    "ControllerConfig",
+    "RolloutConfig",
     "EngineDirectory",
     "GroupHandle",
     "OnAbort",

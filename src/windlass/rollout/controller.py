@@ -24,7 +24,7 @@ from windlass.rollout.book import Record
 from windlass.rollout.directory import EngineDirectory
 from windlass.rollout.dispatch import Dispatcher
 from windlass.rollout.handles import (
-    ControllerConfig,
+    RolloutConfig,
     RolloutGroup,
     RolloutStats,
 )
@@ -73,12 +73,12 @@ class RolloutController(Submissions):
         policy: StalenessPolicy,
         *,
         token: str = "",
-        config: ControllerConfig | None = None,
+        config: RolloutConfig | None = None,
     ) -> None:
         self._engines = engines
         self._policy = policy
         self._token = token
-        self._config = config if config is not None else ControllerConfig()
+        self._config = config if config is not None else RolloutConfig()
         self._journal = RolloutJournal(
             self._config.journal,
             keep_delivered=self._config.acknowledge,

@@ -8,7 +8,7 @@ from itertools import islice
 from windlass.rollout.book import Record, State
 from windlass.rollout.choice import PREFIX_TOKENS, EngineChoice
 from windlass.rollout.directory import EngineDirectory
-from windlass.rollout.handles import ControllerConfig
+from windlass.rollout.handles import RolloutConfig
 from windlass.rollout.lifecycle import Lifecycle
 from windlass.rollout.links import Link
 from windlass.rollout.messages import EngineTarget, RolloutTask
@@ -36,7 +36,7 @@ class Dispatcher:
         links: Mapping[str, Link],
         life: Lifecycle,
         policy: StalenessPolicy,
-        config: ControllerConfig,
+        config: RolloutConfig,
     ) -> None:
         self._engines = engines
         self._links = links

@@ -13,7 +13,7 @@ from windlass.errors import ConfigError
 from windlass.rollout.messages import OnAbort, Turn
 
 __all__ = [
-    "ControllerConfig",
+    "RolloutConfig",
     "GroupHandle",
     "Rollout",
     "RolloutGroup",
@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 
-class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
+class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of a `RolloutController`; seconds unless a name says otherwise.
 
     Attributes:
@@ -62,10 +62,10 @@ class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.acknowledge and self.journal is None:
-            raise ConfigError("ControllerConfig: acknowledge needs a journal, got None")
+            raise ConfigError("RolloutConfig: acknowledge needs a journal, got None")
         if not self.journal_sync_s > 0:
             raise ConfigError(
-                f"ControllerConfig: journal_sync_s must be > 0, got {self.journal_sync_s}"
+                f"RolloutConfig: journal_sync_s must be > 0, got {self.journal_sync_s}"
             )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from windlass.errors import PeerTimeout, RolloutError
 from windlass.rollout.book import Book, Group, Record, State
 from windlass.rollout.deadlines import Deadlines
-from windlass.rollout.handles import ControllerConfig, RolloutGroup
+from windlass.rollout.handles import RolloutConfig, RolloutGroup
 from windlass.rollout.journal import RolloutJournal
 from windlass.rollout.messages import OutcomeStatus, Partial, RolloutOutcome
 from windlass.rollout.staleness import StalenessPolicy
@@ -43,7 +43,7 @@ class Lifecycle:
     def __init__(
         self,
         policy: StalenessPolicy,
-        config: ControllerConfig,
+        config: RolloutConfig,
         take_back: Callable[[Record], None],
         work_changed: Callable[[], None],
         journal: RolloutJournal | None = None,

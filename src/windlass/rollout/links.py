@@ -20,7 +20,7 @@ import aiohttp
 
 from windlass.errors import ProtocolError
 from windlass.rollout._http import post
-from windlass.rollout.handles import ControllerConfig
+from windlass.rollout.handles import RolloutConfig
 from windlass.rollout.lanes import Lane
 from windlass.rollout.messages import (
     AttemptKey,
@@ -123,7 +123,7 @@ class WorkerLink(Link):
         hello: WorkerHello,
         session: aiohttp.ClientSession,
         owner: LinkOwner,
-        config: ControllerConfig,
+        config: RolloutConfig,
         left_with: Mapping[str, int],
     ) -> None:
         super().__init__(hello)
