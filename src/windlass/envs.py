@@ -18,10 +18,11 @@ __all__ = [
 ]
 
 TOKEN_VARIABLE = "WINDLASS_TOKEN"  # noqa: S105 - the name of the variable
+ENGINE_TOKEN_VARIABLE = "WINDLASS_ENGINE_TOKEN"  # noqa: S105 - as above
 
 
 def control_token() -> str:
-    """The shared secret of the control routes.
+    """The secret of the control routes, or the token of a role.
 
     Raises:
         ConfigError: WINDLASS_TOKEN is not set or empty.

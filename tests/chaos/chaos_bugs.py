@@ -36,13 +36,17 @@ note_fates_module = inspect.getmodule(note_fates)
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """In `owner.function`, `old` becomes `new`."""
+    """In `owner.function`, `old` becomes `new`.
+
+    `seed` is the first that finds it, as `chaos_run.py --bugs --search` said; -1 for none yet.
+    """
 
     name: str
     owner: Any
     function: str
     old: str
     new: str
+    seed: int = -1
 
     @contextmanager
     def planted(self) -> Iterator[None]:

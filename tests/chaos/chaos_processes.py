@@ -94,8 +94,9 @@ class ChaosTransport:
         if not waiting:
             self._inner.write(batch, deadline_s=deadline_s)
             return
-        self._world.num_wire_faults += 1
-        match waiting.popleft():
+        fault = waiting.popleft()
+        self._world.injected[f"wire {fault}"] += 1
+        match fault:
             case WireFault.FAIL:
                 raise TransferFailed("scripted")
             case WireFault.HALF:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from chaos_schedule import Schedule, generate
 from chaos_world import Result, run_schedule
 
 SCHEDULES_PER_TASK = 10
+MAX_SCHEDULES = 60
+"""In which a planted bug must be found."""
 
 
 def run_seed(seed: int) -> Result:
@@ -63,16 +66,57 @@ def explain(result: Result) -> str:
     return "\n".join(lines)
 
 
-def find(bug: Bug, *, max_schedules: int, first_seed: int = 0) -> tuple[Result | None, int]:
-    """The first schedule that finds a planted bug, and how many rounds that took."""
-    num_rounds = 0
+class Found(msgspec.Struct, frozen=True):
+    """How the search for a planted bug ended. `violation` is empty when it was not found."""
+
+    bug: str
+    seed: int
+    violation: str
+    num_schedules: int
+    num_rounds: int
+    seconds: float
+
+
+def find(bug: Bug, *, max_schedules: int, hint: bool = True) -> Found:
+    """Look for a planted bug: the seed that an earlier search found, then 0, 1, 2 ...
+
+    Args:
+        max_schedules: after so many it counts as not found.
+        hint: begin with `bug.seed`.
+    """
+    began = time.monotonic()
+    seeds = [bug.seed] if hint and bug.seed >= 0 else []
+    seeds += [seed for seed in range(max_schedules) if seed not in seeds]
+    num_rounds = num_schedules = 0
+    result = None
     with bug.planted():
-        for seed in range(first_seed, first_seed + max_schedules):
+        for seed in seeds[:max_schedules]:
             result = run_seed(seed)
+            num_schedules += 1
             num_rounds += result.num_rounds
             if result.violation:
-                return result, num_rounds
-    return None, num_rounds
+                break
+    seconds = time.monotonic() - began
+    if result is None or not result.violation:
+        return Found(bug.name, -1, "", num_schedules, num_rounds, seconds)
+    return Found(
+        bug.name, result.schedule.seed, result.violation, num_schedules, num_rounds, seconds
+    )
+
+
+def find_by_number(number: int, max_schedules: int, hint: bool) -> Found:
+    """`find`, in a process of a pool."""
+    return find(BUGS[number], max_schedules=max_schedules, hint=hint)
+
+
+def find_bugs(num_processes: int, *, max_schedules: int, hint: bool = True) -> Iterable[Found]:
+    """The search for every planted bug, in the order in which they end."""
+    with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
+        searches = [
+            pool.submit(find_by_number, number, max_schedules, hint) for number in range(len(BUGS))
+        ]
+        for search in as_completed(searches):
+            yield search.result()
 
 
 def main() -> int:
@@ -83,10 +127,20 @@ def main() -> int:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--bugs", action="store_true", help="plant each bug and look for it")
+    parser.add_argument("--max-schedules", type=int, default=MAX_SCHEDULES)
+    parser.add_argument("--search", action="store_true", help="forget the seeds found before")
+    parser.add_argument("--plant", default="", choices=[bug.name for bug in BUGS], metavar="NAME")
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
+    if options.plant:
+        with next(bug for bug in BUGS if bug.name == options.plant).planted():
+            return _chosen(options)
+    return _chosen(options)
+
+
+def _chosen(options: argparse.Namespace) -> int:
     if options.bugs:
-        return _find_bugs()
+        return _find_bugs(options.processes, options.max_schedules, hint=not options.search)
     if options.schedule is not None:
         text = sys.stdin.read() if options.schedule == "-" else Path(options.schedule).read_text()
         return _one(msgspec.json.decode(text, type=Schedule), verbose=options.verbose)
@@ -118,29 +172,34 @@ def _many(num_rounds: int, first_seed: int, num_processes: int) -> int:
     return 0
 
 
-def _find_bugs() -> int:
+def _find_bugs(num_processes: int, max_schedules: int, *, hint: bool) -> int:
     missed = 0
-    for bug in BUGS:
-        began = time.monotonic()
-        found, num_rounds = find(bug, max_schedules=150)
-        missed += found is None
-        said = "NOT FOUND" if found is None else f"seed {found.schedule.seed}: {found.violation}"
-        print(f"{bug.name}: {num_rounds} rounds, {time.monotonic() - began:.1f} s, {said[:160]}")
-        sys.stdout.flush()
+    for found in find_bugs(num_processes, max_schedules=max_schedules, hint=hint):
+        missed += not found.violation
+        print(describe(found), flush=True)
     return min(missed, 1)
 
 
+def describe(found: Found) -> str:
+    """One line for a person."""
+    said = f"seed {found.seed}: {found.violation}" if found.violation else "NOT FOUND"
+    return (
+        f"{found.bug}: {found.num_schedules} schedules, {found.num_rounds} rounds, "
+        f"{found.seconds:.1f} s, {said[:160]}"
+    )
+
+
 def summary(results: list[Result], seconds: float) -> str:
+    injected = sum((result.injected for result in results), Counter[str]())
+    faults = ", ".join(f"{kind} {count}" for kind, count in sorted(injected.items()))
     return (
         f"{len(results)} schedules, {sum(r.num_rounds for r in results)} rounds "
         f"({sum(r.num_published for r in results)} published), "
         f"{sum(r.num_rollouts for r in results)} engine requests, "
         f"{sum(r.num_messages for r in results)} messages, "
-        f"{sum(r.num_faults for r in results)} message and wire faults, "
-        f"{sum(len(r.schedule.events) for r in results)} events, "
         f"{sum(r.num_restarts for r in results)} restarts, "
         f"{sum(r.simulated_s for r in results):.0f} s simulated in {seconds:.0f} s: "
-        "no invariant broken"
+        f"no invariant broken\nfaults injected: {faults}"
     )
 
 

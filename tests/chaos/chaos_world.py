@@ -11,7 +11,7 @@ import random
 import shutil
 import socket
 import tempfile
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,6 +39,8 @@ ANNOUNCE_S = 90.0
 """How long a trainer waits for the end of a round; longer than any round takes."""
 REST_S = 30.0
 """A routed engine may be paused outside a round for so long: messages of the end are under way."""
+QUIET_S = 8.0
+"""After a round, with nothing wrong any more, they must have come."""
 CALM_S = 400.0
 CALM_ATTEMPTS = 8
 _PLANS: dict[tuple[str, ...], TransferPlan] = {}
@@ -59,7 +61,7 @@ class Result:
     num_published: int = 0
     num_rollouts: int = 0
     num_messages: int = 0
-    num_faults: int = 0
+    injected: Counter[str] = field(default_factory=Counter)
     simulated_s: float = 0.0
     num_restarts: int = 0
     trace: list[str] = field(default_factory=list)
@@ -79,7 +81,7 @@ class World:
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.disk_full = 0
-        self.num_wire_faults = 0
+        self.injected = Counter[str]()
         self.num_restarts = 0
         self.processes: dict[str, Process] = {}
         self.engines: list[EngineProcess] = []
@@ -98,6 +100,7 @@ class World:
         self._standing = False
         self._background: set[asyncio.Task[Any]] = set()
         self._published_reports: dict[int, int] = {}
+        self._last_round_s = 0.0
         self._calm = False
 
     # --- small things for the processes --------------------------------------------------------
@@ -253,6 +256,8 @@ class World:
             self._check_engines(None)
             return
         in_round = coordinator._driver is not None
+        if in_round:
+            self._last_round_s = now_s
         if not in_round:
             controller.round_began_s = -1.0
         elif controller.round_began_s < 0:
@@ -374,6 +379,8 @@ class World:
         """Carry out one event."""
         self.note(f"event {event.kind} {event.who} {event.other} {event.fault} {event.amount}")
         host = self.processes[event.who].host
+        if event.kind not in {Kind.MESSAGE, Kind.WIRE}:  # those count when they happen
+            self.injected[event.kind.value] += 1
         match event.kind:
             case Kind.KILL:
                 self._kill_and_restart(event.who, event.amount)
@@ -504,6 +511,8 @@ class World:
             if not process.host.alive:
                 self.start(name)
         await self._everybody_is_there()
+        if self.schedule.seed % 3 == 0:
+            await self._rest()
         self._replace_poisoned()
         await self._everybody_is_there()
         deadline_s = self.loop.time() + CALM_S
@@ -526,6 +535,20 @@ class World:
             return
         await self._rollouts_end(deadline_s)
         self._check_bounded()
+
+    async def _rest(self) -> None:
+        """Nobody publishes for a while: who is routed goes on without a next round."""
+        self._last_round_s = self.loop.time()
+        for _ in range(10):
+            await asyncio.sleep(self._last_round_s + QUIET_S - self.loop.time())
+            if self.loop.time() - self._last_round_s >= QUIET_S:
+                break
+        else:
+            return  # a rank stood still already, and has its rounds
+        for engine in self.controller.coordinator.routable():
+            for rank in self.ranks_of(engine.name):
+                if rank.paused and not rank.misled:
+                    self.violate(f"{rank.name} is routed and stays paused though nothing is wrong")
 
     def _describe(self) -> str:
         return str(self.controller.coordinator.status()["engines"])
@@ -593,7 +616,8 @@ class World:
             num_published=len(self._published_reports),
             num_rollouts=len(self._requests),
             num_messages=self.network.num_messages,
-            num_faults=self.network.num_faults + self.num_wire_faults,
+            injected=self.injected
+            + Counter({f"message {fault}": n for fault, n in self.network.injected.items()}),
             simulated_s=self.loop.time(),
             num_restarts=self.num_restarts,
             trace=self.trace,

@@ -16,6 +16,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from windlass.control.access import Access, role_environment, role_token
 from windlass.control.server import ControlServer
 from windlass.errors import (
     AuthenticationError,
@@ -95,10 +96,13 @@ class Rig:
     def route(self, *engines: FakeEngine) -> None:
         self.engines.set(engine.entry for engine in engines)
 
-    async def worker(self, name: str, *options: str, url: str = "") -> asyncio.subprocess.Process:
+    async def worker(
+        self, name: str, *options: str, url: str = "", tokens: dict[str, str] | None = None
+    ) -> asyncio.subprocess.Process:
         command = [sys.executable, "-m", "windlass.rollout.worker", "--name", name]
         command += ["--controller", url or self.server.url, *options]
-        environment = {**os.environ, "PYTHONPATH": SOURCE, "WINDLASS_TOKEN": TOKEN}
+        tokens = tokens or {"WINDLASS_TOKEN": TOKEN}
+        environment = {**os.environ, "PYTHONPATH": SOURCE, **tokens}
         process = await asyncio.create_subprocess_exec(*command, env=environment)
         self.workers[name] = process
         self.stack.push_async_callback(self.reap, process)
@@ -680,6 +684,22 @@ async def test_a_closed_controller_tells_workers_to_come_back_not_to_end(rig: Ri
         session.post(f"{rig.server.url}/v1/workers", data=encode(hello)) as response,
     ):
         assert response.status == 503
+
+
+async def test_a_worker_with_the_tokens_of_its_role_works_and_answers_nobody_else(rig: Rig) -> None:
+    await rig.start()
+    engine = await rig.engine("a")
+    rig.route(engine)
+    await rig.worker("w", tokens=role_environment(TOKEN, Access.WORKER))
+    await asyncio.gather(*rig.submit(4))
+    assert engine.authorizations == {f"Bearer {role_token(TOKEN, Access.CLIENT)}"}
+    url = next(link.hello.url for link in rig.controller._links.values())
+    for token in (role_token(TOKEN, Access.OBSERVER), TOKEN, ""):
+        async with (
+            aiohttp.ClientSession(headers={"Authorization": f"Bearer {token}"}) as session,
+            session.get(f"{url}/health") as response,
+        ):
+            assert response.status == 401
 
 
 async def test_strangers_and_nonsense_are_refused(rig: Rig) -> None:

@@ -20,6 +20,8 @@ import pytest
 import torch
 import transformers
 
+from windlass.control.access import Access, role_token
+
 TOKEN = "secret of the test"
 CONFIG = {
     "model_type": "qwen3",
@@ -203,3 +205,14 @@ def test_an_engine_that_lost_a_rank_ends(tmp_path: Path) -> None:
         assert engine.process.wait(30) == 1
     finally:
         end(engine)
+
+
+def test_a_rollout_client_may_ask_for_tokens_and_not_pause(engine: Engine) -> None:
+    token = role_token(TOKEN, Access.CLIENT)
+    sampling = {"temperature": 0.0, "max_new_tokens": 2}
+    answer = engine.call("/generate", {"input_ids": [3, 4], "sampling_params": sampling}, token)
+    assert len(answer["output_ids"]) == 2
+    status, said = engine.status_of("/pause_generation", {}, token)
+    assert status == 403
+    assert said == "POST /pause_generation is for owner; the token is of role client"
+    assert engine.status_of("/generate", {}, role_token(TOKEN, Access.OBSERVER))[0] == 401

@@ -20,6 +20,7 @@ _COMMANDS = {
     "plan": "compile a transfer plan from a topology file and say what it costs",
     "report": "the last updates of a controller against the speed of light",
     "status": "what a running controller knows of its fleet",
+    "token": "the token of a role, from the owner's secret in WINDLASS_TOKEN",
 }
 
 

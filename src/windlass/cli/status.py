@@ -51,6 +51,9 @@ async def fetch_overview(url: str, token: str, deadline_s: float) -> dict[str, A
             body = await answer.read()
             if answer.status == 401:
                 raise AuthenticationError(f"{url}: wrong WINDLASS_TOKEN")
+            if answer.status == 403:
+                said = body[:200].decode(errors="replace")
+                raise AuthenticationError(f"{url}: {said}")
             if answer.status != 200:
                 raise ProtocolError(f"{url}: answered {answer.status}, is it a controller?")
             return msgspec.json.decode(body, type=dict[str, Any])

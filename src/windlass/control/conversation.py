@@ -279,7 +279,7 @@ class AgentConversation:
                 f"{self._url}/v1/agents", heartbeat=HEARTBEAT_S, max_msg_size=MAX_MESSAGE_NBYTES
             )
         except aiohttp.WSServerHandshakeError as error:
-            if error.status == 401:
+            if error.status in {401, 403}:
                 raise AuthenticationError(f"{self._url} refused the token") from error
             raise
         async with socket:

@@ -8,6 +8,7 @@ from typing import Protocol
 from aiohttp import WSMsgType, web
 
 from windlass.config import ControlConfig
+from windlass.control.access import Access
 from windlass.control.messages import (
     Announce,
     Hello,
@@ -18,6 +19,7 @@ from windlass.control.messages import (
     decode_agent_frame,
     encode,
 )
+from windlass.control.server import ACCESS_KEY
 from windlass.control.session import AgentSession
 from windlass.errors import PlanError, ProtocolError
 
@@ -70,7 +72,9 @@ async def serve_agent(
     session: AgentSession | None = None
     reason = "connection closed"
     try:
-        session = await owner.admit(await _read_hello(socket, config.heartbeat_s), socket)
+        hello = await _read_hello(socket, config.heartbeat_s)
+        _check_role(hello, request.get(ACCESS_KEY, Access.OWNER))
+        session = await owner.admit(hello, socket)
         await socket.send_bytes(encode(Welcome(epoch)))
         _log.info("agent %s connected", session.worker)
         await owner.admitted(session)
@@ -114,6 +118,13 @@ async def _read_hello(socket: web.WebSocketResponse, deadline_s: float) -> Hello
     if not isinstance(hello, Hello):
         raise ProtocolError(f"the first frame must be Hello, got {type(hello).__name__}")
     return hello
+
+
+def _check_role(hello: Hello, access: Access) -> None:
+    if access is not Access.OWNER and access.value != hello.role.value:
+        raise ProtocolError(
+            f"{hello.worker}: /v1/agents: a token of role {access} may not join as {hello.role}"
+        )
 
 
 def _decode(data: bytes) -> Hello | Announce | Withdraw | Reply:

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-import hmac
 import socket
 from collections.abc import Awaitable, Callable, Iterable, MutableSequence
 from typing import final
 
 from aiohttp import web
 
+from windlass.control.access import ROUTES, Access, AccessGate, refusal_of
 from windlass.errors import ConfigError
 
-__all__ = ["ControlServer"]
+__all__ = ["ACCESS_KEY", "ControlServer"]
+
+ACCESS_KEY = "windlass.access"
+"""Of a request: the `Access` of its token."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @final
 class ControlServer:
-    """Binds first and then says what it bound; every route but public pages needs the token.
+    """Binds first and then says what it bound; every route but public pages needs a token.
 
     Args:
         host: address to bind. port: 0 lets the system choose.
-        token: shared secret, compared in constant time.
+        token: the owner's secret. The tokens that `role_token` derives from it are known as well, for
+            the routes of `access.ROUTES`. Compared in constant time.
         max_body_nbytes: larger request bodies are refused with 413.
 
     Raises:
@@ -35,7 +39,7 @@ class ControlServer:
         if not token:
             raise ConfigError("ControlServer: token must not be empty, got ''")
         self._host, self._port = host, port
-        self._expected = f"Bearer {token}".encode()
+        self._gate = AccessGate.of_secret(token, Access)
         self._app = web.Application(
             middlewares=[self._authenticate], client_max_size=max_body_nbytes
         )
@@ -92,7 +96,13 @@ class ControlServer:
     async def _authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.method == "GET" and request.path in self._public:
             return await handler(request)
-        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, self._expected):
+        role = self._gate.role_of(request.headers.get("Authorization", ""))
+        if role is None:
             return web.json_response({"error": "missing or wrong token"}, status=401)
+        resource = request.match_info.route.resource
+        route = request.path if resource is None else resource.canonical
+        refusal = refusal_of(role, request.method, route, ROUTES.get(route, ()))
+        if refusal:
+            return web.json_response({"error": refusal}, status=403)
+        request[ACCESS_KEY] = role
         return await handler(request)

@@ -19,6 +19,7 @@ from rich.live import Live
 
 import windlass
 from windlass.config import ControlConfig, PhaseDeadlines
+from windlass.control.access import Access, role_environment
 from windlass.control.messages import UpdateReport
 from windlass.control.round_types import Phase
 from windlass.demo.checker import check_served
@@ -111,7 +112,7 @@ class _Demo:
             ),
             journal_path=settings.directory / "journal.jsonl",
         )
-        environment = {"WINDLASS_TOKEN": self._token, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         self._scheduler = create_scheduler(
             _scheduler_config(settings), settings.directory / "logs", environment
         )
@@ -147,10 +148,15 @@ class _Demo:
             *("--controller", url, "--name", "worker-0"),
         )
         tasks = [
-            self._guard(ProcessSpec(name="trainers", command=trainer), restart=False),
-            self._guard(ProcessSpec(name="worker-0", command=worker), restart=False),
+            self._guard(
+                ProcessSpec(name="trainers", command=trainer), Access.TRAINER, restart=False
+            ),
+            self._guard(ProcessSpec(name="worker-0", command=worker), Access.WORKER, restart=False),
         ]
-        tasks += [self._guard(self._engine(spec), restart=True) for spec in settings.engines]
+        tasks += [
+            self._guard(self._engine(spec), Access.ENGINE, restart=True)
+            for spec in settings.engines
+        ]
         return [asyncio.create_task(task) for task in tasks]
 
     def _engine(self, spec: EngineSpec) -> ProcessSpec:
@@ -166,10 +172,12 @@ class _Demo:
         )
         return ProcessSpec(name=spec.name, command=command)
 
-    async def _guard(self, spec: ProcessSpec, *, restart: bool) -> None:
+    async def _guard(self, spec: ProcessSpec, role: Access, *, restart: bool) -> None:
         """Keep a process running; an end that nobody asked for is an error."""
+        tokens = role_environment(self._token, role)
+        with_tokens = msgspec.structs.replace(spec, environment={**spec.environment, **tokens})
         while True:
-            await self._scheduler.start(spec)
+            await self._scheduler.start(with_tokens)
             status = await self._scheduler.wait(spec.name)
             if restart and status.returncode == -signal.SIGKILL and self._killed.is_set():
                 self._note(f"{spec.name} is dead; starting it again")

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, final
 
 import msgspec
 
+from windlass.control.access import Access, role_environment
 from windlass.control.messages import RoundOutcome
 from windlass.controller import Controller
 from windlass.envs import environment_value
@@ -70,7 +71,6 @@ async def run_job(config: LaunchConfig, *, say: Callable[[str], None]) -> JobSum
     environment = {
         **{name: environment_value(name) for name in LOG_VARIABLES},
         **config.environment,
-        "WINDLASS_TOKEN": token,
         "WINDLASS_TRANSPORT": config.transport,
     }
     scheduler = create_scheduler(config.scheduler, output_dir / "logs", environment)
@@ -102,7 +102,9 @@ async def run_job(config: LaunchConfig, *, say: Callable[[str], None]) -> JobSum
     try:
         async with scheduler, controller:
             stop.listen()  # again: Ray sets a handler of its own when it starts
-            job = _Job(config, output_dir, recipe, scheduler, controller, trainers, stop, say)
+            job = _Job(
+                config, output_dir, recipe, scheduler, controller, trainers, stop, say, token
+            )
             summary = await job.run()
     finally:
         stop.close()
@@ -157,6 +159,7 @@ class _Job:
     trainers: TrainController
     stop: _Stop
     say: Callable[[str], None]
+    token: str
     steps: int = 0
 
     async def run(self) -> JobSummary:
@@ -227,7 +230,8 @@ class _Job:
                 *(sys.executable, *program, "--controller", url, "--name", name),
                 *rollout.worker_arguments,
             )
-            found.append((ProcessSpec(name=name, command=command), 3))
+            environment = role_environment(self.token, Access.WORKER)
+            found.append((ProcessSpec(name=name, command=command, environment=environment), 3))
         return found
 
     def _engine(self, engine: EngineSection) -> ProcessSpec:
@@ -241,7 +245,7 @@ class _Job:
                 *("--transport", self.config.transport, "--controller", self.controller.url),
                 *(*port, *engine.arguments),
             ),
-            environment=engine.environment,
+            environment={**engine.environment, **role_environment(self.token, Access.ENGINE)},
             num_cpus=engine.num_cpus,
             num_gpus=engine.num_gpus,
         )

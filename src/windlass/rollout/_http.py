@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hmac
-
 import aiohttp
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from windlass.control.access import Access, AccessGate
 from windlass.errors import ProtocolError
 from windlass.rollout.messages import CONTENT_TYPE, Body, BodyT, decode, encode
 
@@ -29,13 +28,12 @@ def authorization(token: str) -> dict[str, str]:
 
 
 def require_token(token: str) -> Middleware:
-    """Middleware that answers 401 unless the request carries `token`."""
-    expected = f"Bearer {token}".encode()
+    """Middleware that answers 401 unless the request carries `token`, or what it gives workers."""
+    gate = AccessGate.of_secret(token, [Access.WORKER])
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if token and not hmac.compare_digest(given, expected):
+        if gate.role_of(request.headers.get("Authorization", "")) is None:
             raise web.HTTPUnauthorized(text="wrong or missing token")
         return await handler(request)
 

@@ -118,7 +118,7 @@ class BatchClient:
 
 def _refusal(status: int, body: bytes) -> Exception:
     text = body[:500].decode(errors="replace").replace("\n", " ")
-    if status == 401:
+    if status in {401, 403}:
         return AuthenticationError(f"BatchClient: {text}")
     if status == 410:
         return StaleMessage(text)

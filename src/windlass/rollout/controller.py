@@ -18,6 +18,7 @@ from typing import Self, final
 
 import aiohttp
 
+from windlass.control.access import Access, role_token
 from windlass.errors import ConfigError, PeerTimeout, RolloutError, StaleMessage
 from windlass.rollout._http import authorization
 from windlass.rollout.book import Record
@@ -60,7 +61,7 @@ class RolloutController(Submissions):
     Args:
         engines: who may be given work; read, never locked.
         policy: admission and consumption bounds; the controller is its only user.
-        token: shared secret, sent to workers.
+        token: the owner's secret; workers and engines are shown what is derived for them.
         config: limits.
 
     Attributes:
@@ -107,7 +108,8 @@ class RolloutController(Submissions):
         self.recovered = self._go_on(self._journal.open(self._policy.start_version), self._policy)
         self._expect_workers()
         self._session = aiohttp.ClientSession(
-            headers=authorization(self._token), connector=aiohttp.TCPConnector(limit=0)
+            headers=authorization(role_token(self._token, Access.WORKER) if self._token else ""),
+            connector=aiohttp.TCPConnector(limit=0),
         )
         self._engines.subscribe(self._engines_changed)
         self._engines_changed()

@@ -12,6 +12,7 @@ from functools import partial
 
 import aiohttp
 
+from windlass.control.access import Access, role_token
 from windlass.rollout._http import authorization
 from windlass.rollout.attempts import outcome_of
 from windlass.rollout.links import Link, LinkOwner
@@ -28,7 +29,7 @@ class LocalLink(Link):
         hello: identity and limit; its url is empty.
         workflows: user code by name.
         owner: gets the outcomes.
-        token: shared secret, which engines ask for as they ask worker processes.
+        token: the owner's secret; engines are shown the one that it gives rollout clients.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class LocalLink(Link):
         self._workflows = workflows
         self._owner = owner
         self._session = aiohttp.ClientSession(
-            headers=authorization(token),
+            headers=authorization(role_token(token, Access.CLIENT) if token else ""),
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None),
         )

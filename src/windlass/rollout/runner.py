@@ -202,7 +202,7 @@ class WorkerRunner:
         """Answers that asking again will not change."""
         if not isinstance(error, aiohttp.ClientResponseError):
             return
-        if error.status == 401:
+        if error.status in {401, 403}:
             raise AuthenticationError(
                 f"worker {self.hello.name}: {self._controller_url} refuses the token"
             ) from error

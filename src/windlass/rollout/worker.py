@@ -21,7 +21,8 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from windlass.envs import control_token
+from windlass.control.access import Access, role_token
+from windlass.envs import ENGINE_TOKEN_VARIABLE, control_token, environment_value
 from windlass.errors import AuthenticationError, ConfigError
 from windlass.rollout._http import authorization, require_token
 from windlass.rollout.messages import WorkerHello
@@ -61,9 +62,19 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def run_worker(
-    settings: WorkerSettings, token: str, workflows: Mapping[str, Workflow] | None = None
+    settings: WorkerSettings,
+    token: str,
+    workflows: Mapping[str, Workflow] | None = None,
+    *,
+    engine_token: str = "",
 ) -> bool:
     """Serve until SIGTERM or SIGINT, or until the controller has been gone too long.
+
+    Args:
+        settings: see there.
+        token: the owner's secret, or the token of role worker.
+        workflows: user code by name.
+        engine_token: shown to engines; derived from `token`, for role client, when empty.
 
     Returns:
         True after a signal, False when the controller was gone.
@@ -88,7 +99,7 @@ async def run_worker(
     async with (
         aiohttp.ClientSession(headers=authorization(token)) as controller_session,
         aiohttp.ClientSession(
-            headers=authorization(token),
+            headers=authorization(engine_token or role_token(token, Access.CLIENT)),
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None),
         ) as engine_session,
@@ -116,6 +127,11 @@ async def run_worker(
             return await _serve(runner, settings.shutdown_s)
         finally:
             await server.cleanup()
+
+
+async def _run(settings: WorkerSettings, workflows: Mapping[str, Workflow] | None) -> bool:
+    engine_token = environment_value(ENGINE_TOKEN_VARIABLE)
+    return await run_worker(settings, control_token(), workflows, engine_token=engine_token)
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -186,7 +202,7 @@ def main(
     settings = _settings(arguments)
     try:
         configure_logging(settings.name)
-        if asyncio.run(run_worker(settings, control_token(), workflows)):
+        if asyncio.run(_run(settings, workflows)):
             return 0
     except (AuthenticationError, ConfigError) as error:
         logger.error("%s", error)  # noqa: TRY400  (one line is what the user needs)

@@ -56,6 +56,7 @@ class FakeEngine:
         self.url = ""
         self.failing = False
         self.num_requests = 0
+        self.authorizations: set[str] = set()
         self._token_versions = token_versions
         self._token_s = token_s
         self._hold_at: int | None = None
@@ -132,6 +133,7 @@ class FakeEngine:
     async def _generate(self, http_request: web.Request) -> web.Response:
         body = msgspec.json.decode(await http_request.read(), type=_Body)
         self.num_requests += 1
+        self.authorizations.add(http_request.headers.get("Authorization", ""))
         if self.failing:
             return web.json_response({"error": "out of order"}, status=500)
         request = _Request(body.input_ids)

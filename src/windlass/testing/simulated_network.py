@@ -12,7 +12,7 @@ import asyncio
 import errno
 import os
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -285,7 +285,7 @@ class SimulatedNetwork:
         self._faults: dict[tuple[str, str], deque[MessageFault]] = {}
         self._loop: SimulatedLoop | None = None
         self.num_messages = 0
-        self.num_faults = 0
+        self.injected = Counter[MessageFault]()
 
     @property
     def loop(self) -> SimulatedLoop:
@@ -375,8 +375,9 @@ class SimulatedNetwork:
         if not faults or not sender.upgraded:
             self.schedule(sender, data)
             return
-        self.num_faults += 1
-        match faults.popleft():
+        fault = faults.popleft()
+        self.injected[fault] += 1
+        match fault:
             case MessageFault.LOSE:
                 return
             case MessageFault.CUT:

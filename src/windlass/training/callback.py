@@ -232,8 +232,9 @@ class RolloutCallback:
             data, status = response.read(), response.status
         finally:
             connection.close()
-        if status == 401:
-            raise AuthenticationError(f"{self.url} refused the token")
+        if status in {401, 403}:
+            said = data[:200].decode(errors="replace")
+            raise AuthenticationError(f"{self.url} refused the token: {said}")
         if status != 200:
             raise ProtocolError(f"{self.url}: {status}: {data[:200].decode(errors='replace')}")
         answer = msgspec.msgpack.decode(data, type=CallbackAnswer)

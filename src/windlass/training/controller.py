@@ -12,6 +12,7 @@ from typing import final
 import aiohttp
 from aiohttp import web
 
+from windlass.control.access import Access, role_environment
 from windlass.control.server import ControlServer
 from windlass.errors import ConfigError, ProtocolError, TrainerError, WindlassError
 from windlass.rollout.messages import TrainingSample
@@ -74,7 +75,8 @@ class TrainController:
     Args:
         scheduler: starts the ranks; not closed here.
         command: the user's script, which calls `run_train_worker`.
-        world_size: ranks. token: secret of the server that this is mounted on.
+        world_size: ranks. token: the owner's secret of the server that this is
+            mounted on; ranks get the token of role trainer.
         name: ranks are called NAME-0, NAME-1, ...
         environment: added to every rank's. num_cpus, num_gpus: reserved per rank.
 
@@ -127,7 +129,7 @@ class TrainController:
         for index, rank in enumerate(self._ranks):
             environment = {
                 **self._environment,
-                "WINDLASS_TOKEN": self._token,
+                **role_environment(self._token, Access.TRAINER),
                 "WINDLASS_TRAIN_URL": url,
                 "RANK": str(index),
                 "WORLD_SIZE": str(len(self._ranks)),

@@ -21,6 +21,7 @@ from windlass.engines.embedded.scheduler import Scheduler
 from windlass.engines.embedded.server import EngineServer
 from windlass.engines.embedded.settings import EngineSettings
 from windlass.engines.embedded.steps import NoPeers, StepChannel, StepKind, StoreChannel
+from windlass.envs import ENGINE_TOKEN_VARIABLE, environment_value
 from windlass.errors import ConfigError, PeerTimeout
 from windlass.execution.backends import address_towards
 from windlass.execution.receiver import Receiver
@@ -131,6 +132,7 @@ def _lead(
         vocab_size=int(shard.config.vocab_size),
         eos_token_ids=_eos_token_ids(shard.config.eos_token_id),
         read_weight=lambda name: _read_weight(shard, name),
+        engine_token=environment_value(ENGINE_TOKEN_VARIABLE),
     )
     server.start()
     _connect_agent(settings, 0, token, transport, shard, _LeaderHooks(scheduler), url=server.url)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import socket
 import threading
 import uuid
@@ -14,6 +13,7 @@ import msgspec
 from aiohttp import web
 
 from windlass.config import PauseMode
+from windlass.control.access import Access, AccessGate, refusal_of, role_token
 from windlass.engines.embedded.scheduler import Request, Scheduler
 from windlass.engines.embedded.settings import EngineSettings
 from windlass.errors import DECODE_ERRORS, ConfigError, PeerTimeout
@@ -58,6 +58,12 @@ class _Abort(msgspec.Struct, frozen=True):
     rid: str
 
 
+CLIENT_ROUTES = frozenset(
+    ["/generate", "/abort_request", "/health", "/health_generate", "/server_info", "/model_info"]
+)
+"""What a rollout client may call; the rest is the owner's and the engine's own."""
+
+
 class _Version(msgspec.Struct, frozen=True):
     new_version: int
 
@@ -67,7 +73,8 @@ class EngineServer:
     """Serves until the process ends.
 
     Args:
-        settings: of the engine. token: secret of every route.
+        settings: of the engine. token: opens every route; what it gives rollout clients opens those
+            of `CLIENT_ROUTES`, and so does `engine_token` unless it is empty.
         scheduler: runs the requests.
         vocab_size: token ids must be below it. eos_token_ids: end a generation unless ignored.
         read_weight: (name) -> nested list, for `/get_weights_by_name`.
@@ -82,9 +89,16 @@ class EngineServer:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         read_weight: Callable[[str], list[Any]],
+        engine_token: str = "",
     ) -> None:
         self._settings = settings
-        self._expected = f"Bearer {token}".encode()
+        self._gate = AccessGate(
+            (
+                (token, Access.OWNER),
+                (role_token(token, Access.CLIENT), Access.CLIENT),
+                (engine_token, Access.CLIENT),
+            )
+        )
         self._scheduler = scheduler
         self._vocab_size = vocab_size
         self._eos = eos_token_ids
@@ -151,9 +165,12 @@ class EngineServer:
         request: web.Request,
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, self._expected):
+        role = self._gate.role_of(request.headers.get("Authorization", ""))
+        if role is None:
             return web.json_response({"error": "missing or wrong token"}, status=401)
+        allowed = (Access.CLIENT,) if request.path in CLIENT_ROUTES else ()
+        if refusal := refusal_of(role, request.method, request.path, allowed):
+            return web.json_response({"error": refusal}, status=403)
         try:
             return await handler(request)
         except (ConfigError, *DECODE_ERRORS) as error:
