@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-from windlass.control import gateway
+from windlass.control import coordinator, gateway
 from windlass.control.agents import EngineAgent
 from windlass.control.announcements import Announcements
-from windlass.control.conclusion import note_fates
 from windlass.control.conversation import _ReplyStore
 from windlass.control.coordinator import Coordinator
 from windlass.control.driver import RoundDriver
@@ -30,8 +29,6 @@ from windlass.rollout.controller import RolloutController
 from windlass.rollout.dispatch import Dispatcher
 from windlass.rollout.lifecycle import Lifecycle
 from windlass.rollout.runner import WorkerRunner
-
-note_fates_module = inspect.getmodule(note_fates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,14 +142,14 @@ BUGS = (
     ),
     Bug(
         "a process that took over a name counts as the one that took part",
-        note_fates_module,
+        coordinator,  # where the function is called from
         "note_fates",
         "if group is None or group.identities != bound:",
         "if group is None:",
     ),
     Bug(
         "mixed engines are forgotten at the end of a round",
-        note_fates_module,
+        coordinator,  # where the function is called from
         "note_fates",
         "group.tainted |= name in finish.mixed",
         "pass",

@@ -19,7 +19,7 @@ from windlass.control.messages import (
     decode_agent_frame,
     encode,
 )
-from windlass.control.server import ACCESS_KEY
+from windlass.control.server import CALLER
 from windlass.control.session import AgentSession
 from windlass.errors import PlanError, ProtocolError
 
@@ -73,7 +73,7 @@ async def serve_agent(
     reason = "connection closed"
     try:
         hello = await _read_hello(socket, config.heartbeat_s)
-        _check_role(hello, request.get(ACCESS_KEY, Access.OWNER))
+        _check_role(hello, CALLER.get())
         session = await owner.admit(hello, socket)
         await socket.send_bytes(encode(Welcome(epoch)))
         _log.info("agent %s connected", session.worker)

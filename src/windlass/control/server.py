@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Awaitable, Callable, Iterable, MutableSequence
+from contextvars import ContextVar
 from typing import final
 
 from aiohttp import web
@@ -11,10 +12,10 @@ from aiohttp import web
 from windlass.control.access import ROUTES, Access, AccessGate, refusal_of
 from windlass.errors import ConfigError
 
-__all__ = ["ACCESS_KEY", "ControlServer"]
+__all__ = ["CALLER", "ControlServer"]
 
-ACCESS_KEY = "windlass.access"
-"""Of a request: the `Access` of its token."""
+CALLER = ContextVar("CALLER", default=Access.OWNER)
+"""In the task of a request: the role of its token."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -104,5 +105,5 @@ class ControlServer:
         refusal = refusal_of(role, request.method, route, ROUTES.get(route, ()))
         if refusal:
             return web.json_response({"error": refusal}, status=403)
-        request[ACCESS_KEY] = role
+        CALLER.set(role)
         return await handler(request)
