@@ -6,7 +6,6 @@ Megatron's own `tensor_model_parallel` and `partition_dim` marks and its own lay
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,10 +68,11 @@ def checkpoint(spec: ModelSpec) -> dict[str, torch.Tensor]:
     return values
 
 
-def run(rank: int, world_size: int, cases: list[Case], folder: str, port: int) -> None:
+def run(rank: int, world_size: int, cases: list[Case], folder: str) -> None:
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
+    )
     from cpu_shim import install
 
     install()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import numpy as np
@@ -52,10 +51,7 @@ FOUR_RANKS = [
 
 
 def launch(world_size: int, cases: list[Case], folder: Path) -> Path:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(run, (world_size, cases, str(folder), port), nprocs=world_size)  # type: ignore[attr-defined,no-untyped-call]
+    mp.spawn(run, (world_size, cases, str(folder)), nprocs=world_size)  # type: ignore[attr-defined,no-untyped-call]
     return folder
 
 

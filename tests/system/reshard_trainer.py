@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -38,21 +38,35 @@ def shard(model: torch.nn.Module, layout: str) -> None:
         fully_shard(model, mesh=mesh["dp"])
 
 
-def main() -> None:
-    rank, world_size, store, layout, url, folder = (
-        *(int(sys.argv[1]), int(sys.argv[2])),
-        *sys.argv[3:7],
-    )
+@dataclass
+class TrainerSettings:
+    """What a rank is told when it starts."""
+
+    rank: int
+    world_size: int
+    folder: Path
+    layout: str
+    url: str
+    token: str
+    transport: str
+
+
+def run(pipe: Connection, settings: TrainerSettings) -> None:
+    """Publish versions 0 and 1, and stay until the pipe closes."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    config = transformers.AutoConfig.for_model(
-        **json.loads(Path(folder, "config.json").read_text())
+    folder = settings.folder
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'store'}",
+        rank=settings.rank,
+        world_size=settings.world_size,
     )
+    config = transformers.AutoConfig.for_model(**json.loads((folder / "config.json").read_text()))
     torch.manual_seed(99)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    shard(model, layout)
+    shard(model, settings.layout)
     with windlass.connect_trainer(
-        model, controller=url, token=os.environ["WINDLASS_TOKEN"], transport=sys.argv[7]
+        model, controller=settings.url, token=settings.token, transport=settings.transport
     ) as trainer:
         for version in range(2):
             with torch.no_grad():
@@ -62,14 +76,10 @@ def main() -> None:
                 name: p.full_tensor() if isinstance(p, DTensor) else p
                 for name, p in model.named_parameters()
             }
-            if rank == 0:
+            if settings.rank == 0:
                 torch.save(
-                    {n: t.detach().clone() for n, t in truth.items()}, f"{folder}/{version}.pt"
+                    {n: t.detach().clone() for n, t in truth.items()}, folder / f"{version}.pt"
                 )
             trainer.publish(version)
-        sys.stdin.read()  # the engines are looked at while the trainers live
+        pipe.poll(None)  # the engines are looked at while the trainers live
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

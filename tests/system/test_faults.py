@@ -32,19 +32,6 @@ from windlass.config import (
 )
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(
-    [
-        "torch",
-        "windlass.controller",
-        "windlass.training.client",
-        "windlass.execution.by_hand",
-        "windlass.execution.collective",
-        "windlass.execution.disk",
-        "windlass.rollout.worker",
-        "windlass.testing.kill_at",
-        "windlass.transports.cma",
-    ]
-)
 DEADLINES = PhaseDeadlines(connect_s=20, write_s=8, fleet_s=20)
 STEP_S = 90.0
 """Longer than any of the deadlines above: whatever takes longer hangs."""

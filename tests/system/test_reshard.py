@@ -14,13 +14,14 @@ from typing import Any
 
 import aiohttp
 import pytest
+import reshard_trainer  # type: ignore[import-not-found]
 import torch
 import transformers
+from weight_fleet import TOKEN, Rank  # type: ignore[import-not-found]
 
 import windlass
 from windlass.config import ControlConfig, UpdateMode
 
-TOKEN = "secret of the test"
 CONFIG = {
     "model_type": "qwen3",
     "vocab_size": 66,  # uneven over four ranks
@@ -37,7 +38,6 @@ CONFIG = {
 PROMPT = [5, 9, 33]
 ENGINES = {"whole": (1, "bfloat16"), "halves": (2, "float32")}
 """Tensor parallel size and dtype."""
-TRAINER = Path(__file__).with_name("reshard_trainer.py")
 
 
 @contextmanager
@@ -148,12 +148,10 @@ def start_trainers(
     stack: ExitStack, count: int, folder: Path, layout: str, url: str, transport: str
 ) -> None:
     for rank in range(count):
-        stack.enter_context(
-            running(
-                *(str(TRAINER), str(rank), str(count), str(folder / "store"), layout),
-                *(url, str(folder), transport),
-            )
+        settings = reshard_trainer.TrainerSettings(
+            rank, count, folder, layout, url, TOKEN, transport
         )
+        stack.callback(Rank(reshard_trainer.run, settings).close)
 
 
 async def check(http: aiohttp.ClientSession, controller: windlass.Controller, folder: Path) -> None:

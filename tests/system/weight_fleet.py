@@ -15,10 +15,6 @@ from windlass.config import ControlConfig
 
 TOKEN = "secret of the test"
 PROCESSES = multiprocessing.get_context("forkserver")
-# torch is imported once, not once per rank
-PROCESSES.set_forkserver_preload(
-    ["torch", "windlass.training.client", "windlass.engines.client", "windlass.execution.disk"]
-)
 
 
 class Rank:

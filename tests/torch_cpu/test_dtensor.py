@@ -219,7 +219,12 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run every check once, on four real ranks."""
     directory = tmp_path_factory.mktemp("dtensor")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    mp.spawn(run_rank, (str(directory / "store"), str(directory)), nprocs=WORLD_SIZE)  # type: ignore[attr-defined,no-untyped-call]
+    mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]
+        run_rank,
+        (str(directory / "store"), str(directory)),
+        nprocs=WORLD_SIZE,
+        start_method="forkserver",
+    )
     return directory
 
 
