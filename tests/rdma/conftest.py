@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
+from multiprocessing.context import ForkServerContext
 
 import pytest
-from nics import TOLD, Nic, find_nics
+from forks import ForkedChild, start_fork_server
+from nics import TOLD, Nic, find_nics, tell
 
 from windlass.testing import peer_process
+from windlass.testing.peer_process import Child
+from windlass.transports.configs import TransportConfig
 
 ANSWER_S = 120.0
 """An emulated processor takes this long to start a peer beside a busy queue."""
@@ -19,21 +24,40 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         default=[],
         metavar="NAME[@ADDRESS]",
-        help="RDMA device to test on; twice for the two ends; default: those that are there",
+        help="RDMA device to test on; twice for the two ends, four more for two ends of two NICs "
+        "each, in turn; default: those that are there",
     )
 
 
 @pytest.fixture(scope="session")
-def nics(request: pytest.FixtureRequest) -> tuple[Nic, Nic]:
+def nics(request: pytest.FixtureRequest) -> Iterator[tuple[Nic, Nic]]:
     """This side's device and the peer's."""
     asked: list[str] = request.config.getoption("--rdma-device", default=[])
-    return find_nics(asked)
+    here, there = find_nics(asked)
+    yield here, there
+    for nic in {here, there}:
+        tell(f"{nic.name} (driver {nic.driver}) counted: {nic.counters()}")
+
+
+@pytest.fixture(scope="session")
+def forks() -> ForkServerContext:
+    """Forks have imported torch and the rest already."""
+    start = time.monotonic()
+    context = start_fork_server("verbs_job")
+    tell(f"fork server ready after {time.monotonic() - start:.0f} s")
+    return context
 
 
 @pytest.fixture(scope="session", autouse=True)
-def patience() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:  # before the peers of a whole class
+def forked_peers(forks: ForkServerContext) -> Iterator[None]:
+    """Peers are forked, and have the time that an emulated processor takes."""
+
+    def start(config: TransportConfig, nbytes: int, environment: Mapping[str, str]) -> Child:
+        return ForkedChild(forks, config, nbytes, environment)
+
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(peer_process, "ANSWER_S", ANSWER_S)
+        patch.setattr(peer_process, "start_child", start)
         yield
 
 

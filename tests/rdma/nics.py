@@ -58,6 +58,12 @@ class Nic:
             (self.folder / f"ports/{_PORT}/gid_attrs/ndevs/0").read_text(encoding="ascii").strip()
         )
 
+    def counters(self) -> str:
+        """What the device counts of things that went wrong, and were mended or not."""
+        folder = self.folder / f"ports/{_PORT}/hw_counters"
+        counted = {p.name: p.read_text(encoding="ascii").strip() for p in sorted(folder.glob("*"))}
+        return ", ".join(f"{n} {v}" for n, v in counted.items() if v not in {"0", ""})
+
     @property
     def driver(self) -> str:
         """The kernel module that drives it."""
@@ -90,6 +96,12 @@ class Nic:
             if Path(f"/proc/{pid}/task/{row.get('pid', 0)}").exists()  # it names the thread
         )
 
+    def registered_nbytes(self) -> list[int]:
+        """Sizes of the memory regions on this device, of every process, largest first."""
+        command = ("rdma", "-j", "resource", "show", "mr", "link", f"{self.name}/{_PORT}")
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        return sorted((int(row["mrlen"]) for row in json.loads(done.stdout or "[]")), reverse=True)
+
     def describe(self, pid: int) -> str:
         """Device, driver, network interface, and the queue pairs of a process in one line."""
         kinds = Counter(f"{pair.kind} {pair.state}" for pair in self.queue_pairs(pid))
@@ -106,19 +118,27 @@ def _address_of(name: str) -> str:
     raise pytest.UsageError(f"--rdma-device: {name} has no IPv4 address; give {name}@ADDRESS")
 
 
-def find_nics(asked: list[str]) -> tuple[Nic, Nic]:
-    """The two ends: two devices, or one that talks to itself; skips where there is none.
+def find_nics(asked: list[str], at_least: int = 2) -> tuple[Nic, ...]:
+    """Devices; of two ends, one that talks to itself will do. Skips where there are too few.
 
     Args:
-        asked: `NAME` or `NAME@ADDRESS`, at most two; empty for whatever there is.
+        asked: `NAME` or `NAME@ADDRESS`, for here and there in turn; empty for whatever there is.
+        at_least: how many are needed.
     """
-    names = asked or (sorted(path.name for path in _ROOT.iterdir()) if _ROOT.is_dir() else [])
-    if not names:
-        pytest.skip("no RDMA device here: make test-rdma boots a machine with two")
+    present = sorted(path.name for path in _ROOT.iterdir()) if _ROOT.is_dir() else []
+    names = asked or present
+    if not present:
+        pytest.skip("no RDMA device here: make test-rdma boots a machine that has some")
+    if at_least == 2 and len(names) == 1:
+        names = names * 2
     nics: list[Nic] = []
-    for one in (names * 2)[:2] if len(names) == 1 else names[:2]:
+    for one in names[:at_least]:
         name, _, host = one.partition("@")
-        if not (_ROOT / name).is_dir():
+        if name not in present and at_least > 2:
+            break
+        if name not in present:
             raise pytest.UsageError(f"--rdma-device: must be in {_ROOT}, got {name!r}")
         nics.append(Nic(name, host or _address_of(name)))
-    return nics[0], nics[1]
+    if len(nics) < at_least:
+        pytest.skip(f"needs {at_least} RDMA devices that reach each other; see docs/rdma.md")
+    return tuple(nics)

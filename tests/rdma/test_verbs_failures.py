@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.context import ForkServerContext
 
 import msgspec
 import numpy as np
 import pytest
+from forks import memory_limited
 from nics import Nic, tell
 from test_verbs_conformance import VerbsConfig
+from verbs_launch import first_error
 
 from windlass.errors import (
     PeerUnreachable,
@@ -219,43 +222,32 @@ def test_a_peer_that_is_killed_in_mid_write_is_gone_at_once(rig: Rig) -> None:
     assert isinstance(error, PeerUnreachable)
 
 
+@pytest.mark.parametrize("enforcing", ["nixl-rc", "mooncake"])
 def test_a_queue_pair_in_error_is_a_named_error_and_a_new_transport_gets_through(
-    nics: tuple[Nic, Nic],
+    nics: tuple[Nic, Nic], enforcing: str
 ) -> None:
     # A write into withdrawn memory is answered with an access error, which ends the queue pair.
-    with PeerProcess(KINDS["mooncake"](nics[1]), NBYTES) as peer:
-        with sender("mooncake", nics[0], peer) as rig:
+    # UCX keeps withdrawn memory registered unless its registration cache is off.
+    settings = {"UCX_RCACHE_ENABLE": "n"}
+    with PeerProcess(KINDS[enforcing](nics[1]), NBYTES, settings) as peer:
+        with sender(enforcing, nics[0], peer) as rig:
             whole(rig, FIRST_S)
             peer.unregister()
             error = until_an_error(rig)
-            tell(f"queue pair in error: {type(error).__name__}: {error}")
+            tell(f"{enforcing}, queue pair in error: {type(error).__name__}: {error}")
             assert isinstance(error, TransferFailed | TransferOutcomeUnknown)
             peer.register()
-        with sender("mooncake", nics[0], peer) as another:
+        with sender(enforcing, nics[0], peer) as another:
             peer.fill(0)
             until_it_works(another)
             another.check_peer(another.arena.bytes, "by a new transport")
 
 
-def test_too_little_lockable_memory_is_a_named_error(nics: tuple[Nic, Nic], kind: str) -> None:
-    script = (
-        "import msgspec, os, sys\n"
-        "from windlass.errors import WindlassError\n"
-        "from windlass.memory.arena import Arena\n"
-        "from windlass.transports.configs import parse_transport\n"
-        "from windlass.transports.registry import create_transport\n"
-        "try:\n"
-        "    Arena(create_transport(parse_transport(sys.argv[1])), 8 << 20)\n"
-        "except WindlassError as error:\n"
-        "    print(type(error).__name__, error, flush=True)\n"
-        "    os._exit(0)\n"
-        "os._exit(1)\n"
-    )
+def test_too_little_lockable_memory_is_a_named_error(
+    nics: tuple[Nic, Nic], kind: str, forks: ForkServerContext
+) -> None:
     config = msgspec.json.encode(KINDS[kind](nics[0])).decode()
-    limited = ("prlimit", "--memlock=4194304", "setpriv", "--bounding-set=-ipc_lock")
-    command = (*limited, "--inh-caps=-ipc_lock", sys.executable, "-c", script, config)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    tell(f"memlock 4 MiB: {done.stdout.strip()}")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(("RegionError", "TransportUnavailable"))
-    assert "ulimit -l" in done.stdout
+    error = memory_limited(forks, partial(first_error, config), 4 << 20)
+    tell(f"memlock 4 MiB: {error}")
+    assert error.startswith(("RegionError", "TransportUnavailable"))
+    assert "ulimit -l" in error

@@ -3,111 +3,117 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import aiohttp
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import pytest
 from nics import Nic, tell
 from test_verbs_conformance import VerbsConfig
 from test_verbs_failures import KINDS
+from verbs_launch import CONFIG, NUM_VERSIONS, launch_engine, launch_trainer
 
 import windlass
 from windlass.config import ControlConfig, PhaseDeadlines, UpdateMode
 
-pytestmark = [pytest.mark.rdma, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.rdma, pytest.mark.timeout(900)]
 
 TOKEN = "secret of the test"
-CONFIG = {
-    "model_type": "qwen3",
-    "vocab_size": 66,
-    "hidden_size": 20,
-    "intermediate_size": 44,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "eos_token_id": None,
-}
 NUM_TRAINERS = 2
-TRAINER = Path(__file__).with_name("verbs_trainer.py")
-PATIENCE_S = 1200.0
+PATIENCE_S = 600.0
 DEADLINES = PhaseDeadlines(
-    connect_s=300.0, prepare_s=300.0, pause_s=120.0, verify_s=300.0, apply_s=300.0, publish_s=120.0
+    connect_s=300.0,
+    prepare_s=300.0,
+    pause_s=300.0,
+    write_s=300.0,
+    verify_s=300.0,
+    apply_s=300.0,
+    publish_s=300.0,
+    fleet_s=300.0,
 )
 """For an emulated processor."""
 
 
 @contextmanager
-def running(*command: str) -> Iterator[subprocess.Popen[bytes]]:
-    environment = {**os.environ, "WINDLASS_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
-    environment["GLOO_SOCKET_IFNAME"] = "lo"  # the trainers' own traffic is not under test
-    process = subprocess.Popen(
-        (sys.executable, *command), env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
+def running(
+    context: ForkServerContext, run: Callable[..., None], *args: object
+) -> Iterator[BaseProcess]:
+    process = context.Process(target=run, args=args, daemon=True)
+    process.start()
     try:
         yield process
     finally:
         process.kill()
-        process.wait(60)
-        process.stdin.close()
-        process.stdout.close()
+        process.join(60)
 
 
 def spelled(config: VerbsConfig) -> str:
     return msgspec.json.encode(config).decode()
 
 
-@pytest.mark.parametrize(("kind", "mode"), [("mooncake", UpdateMode.STAGED)])
-async def test_an_engine_serves_what_trainers_wrote_over_verbs(
-    tmp_path: Path, nics: tuple[Nic, Nic], kind: str, mode: UpdateMode
-) -> None:
-    import torch  # an emulated processor takes a minute, and other tests do without
+def saved_by_rank_0(folder: Path, version: int) -> dict[str, npt.NDArray[np.float32]]:
+    """What is true of a version, as rounded to what engines hold."""
+    prefix = f"{version}."
+    return {path.stem.removeprefix(prefix): np.load(path) for path in folder.glob(f"{prefix}*.npy")}
 
+
+@pytest.mark.parametrize("mode", list(UpdateMode))
+@pytest.mark.parametrize("kind", ["mooncake", "nixl-rc"])
+async def test_an_engine_serves_what_trainers_wrote_over_verbs(
+    tmp_path: Path, nics: tuple[Nic, Nic], forks: ForkServerContext, kind: str, mode: UpdateMode
+) -> None:
     here, there = nics
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps({"model_type": "qwen3", **CONFIG}))
     config = ControlConfig(mode=mode, deadlines=DEADLINES, heartbeat_s=120.0)
     headers = {"Authorization": f"Bearer {TOKEN}"}
     sent = here.packets_sent()
+    start = time.monotonic()
     with ExitStack() as stack:
         async with (
             windlass.Controller(token=TOKEN, host=here.host, config=config) as controller,
             aiohttp.ClientSession(headers=headers) as http,
         ):
-            engine = stack.enter_context(
-                running(
-                    *("-m", "windlass.engines.embedded", "--name", "engine"),
-                    *("--dtype", "bfloat16", "--model", str(tmp_path / "config.json")),
-                    *("--seed", "5", "--controller", controller.url, "--host", there.host),
-                    *("--transport", spelled(KINDS[kind](there))),
-                )
-            )
-            arguments = (str(tmp_path), controller.url, spelled(KINDS[kind](here)))
+            to_engine = (str(model), controller.url, there.host, spelled(KINDS[kind](there)))
+            engine = stack.enter_context(running(forks, launch_engine, *to_engine, TOKEN))
+            hold, held = forks.Pipe()
             trainers = [
-                stack.enter_context(running(str(TRAINER), str(rank), str(NUM_TRAINERS), *arguments))
+                stack.enter_context(
+                    running(
+                        forks,
+                        launch_trainer,
+                        *(rank, NUM_TRAINERS, str(tmp_path), controller.url),
+                        *(spelled(KINDS[kind](here)), TOKEN, held),
+                    )
+                )
                 for rank in range(NUM_TRAINERS)
             ]
-            await controller.wait_for_version(1, deadline_s=PATIENCE_S)
+            await controller.wait_for_version(NUM_VERSIONS - 1, deadline_s=PATIENCE_S)
             (member,) = controller.coordinator.routable()
-            truth: dict[str, torch.Tensor] = torch.load(tmp_path / "1.pt")
+            truth = saved_by_rank_0(tmp_path, NUM_VERSIONS - 1)
+            assert "lm_head.weight" in truth
             for name, full in truth.items():
                 async with http.get(f"{member.url}/get_weights_by_name?name={name}") as response:
-                    served = torch.tensor((await response.json())["parameter"])
-                assert torch.equal(served, full.bfloat16().float()), name
+                    served = np.array((await response.json())["parameter"], np.float32)
+                assert np.array_equal(served, full), name
             report = controller.coordinator.reports[-1]
-            tell(f"{kind}, {mode}: {len(truth)} parameters served as published: {report}")
-            for process in trainers:
-                tell(f"  trainer {here.describe(process.pid)}")
-            tell(f"  engine {there.describe(engine.pid)}")
-            pairs = [pair.kind for process in trainers for pair in here.queue_pairs(process.pid)]
+            packets = here.packets_sent() - sent
+            tell(
+                f"{kind}, {mode}: {len(truth)} parameters served as published, {packets} "
+                f"packets sent by {here.name}, {time.monotonic() - start:.0f} s: {report}"
+            )
+            pids = [process.pid for process in trainers]
+            for pid in pids:
+                tell(f"  trainer {here.describe(pid or 0)}")
+            tell(f"  engine {there.describe(engine.pid or 0)}")
+            pairs = [pair.kind for pid in pids for pair in here.queue_pairs(pid or 0)]
             assert "RC" in pairs
-    assert here.packets_sent() > sent
+        hold.close()
+    assert packets > 0

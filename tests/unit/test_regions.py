@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from windlass.errors import RegionError
 from windlass.transports.base import MemoryRegion, PeerEndpoint, RemoteRegion
 from windlass.transports.regions import RegionTable, check_inside
-from windlass.transports.splitting import merge_adjacent, split_pieces
+from windlass.transports.splitting import cut_at_edges, edges_of, merge_adjacent, split_pieces
 
 ENDPOINT = PeerEndpoint("memory", "x", "1")
 extents = st.tuples(st.integers(1, 200), st.integers(1, 60))
@@ -120,3 +120,25 @@ def test_piece_sizes_next_to_a_multiple_of_the_limit() -> None:
     ):
         cut = split_pieces(*columns([(0, 0, nbytes)]), 10)
         assert cut[2].tolist() == expected
+
+
+@given(pieces, st.lists(st.integers(0, 400), unique=True), st.lists(st.integers(0, 400)))
+def test_pieces_cut_at_seams_move_the_same_bytes_and_cross_none(
+    rows: list[tuple[int, int, int]], here: list[int], there: list[int]
+) -> None:
+    before = columns(rows)
+    local, remote, nbytes = cut_at_edges(before, local=here, remote=there)
+    assert bytes_of(local, remote, nbytes) == bytes_of(*before)
+    for addresses, edges in ((local, here), (remote, there)):
+        for edge in edges:
+            assert not ((addresses < edge) & (edge < addresses + nbytes)).any()
+    assert (nbytes >= 1).all()
+    seams = len(set(here)) + len(set(there))
+    assert len(nbytes) <= len(rows) * (1 + seams)
+
+
+def test_seams_lie_at_multiples_of_the_step_inside_the_region() -> None:
+    assert edges_of(100, 30, 0) == []
+    assert edges_of(100, 30, 30) == []
+    assert edges_of(100, 30, 10) == [110, 120]
+    assert edges_of(100, 31, 10) == [110, 120, 130]

@@ -46,7 +46,7 @@ ROOT=$WORK/root
 mkdir -p "$ROOT"/{bin,mods,proc,sys,dev,host,over,new}
 cp "$WORK/kernel/bin/busybox" "$ROOT/bin/"
 ORDER=()
-for module in virtio_pci virtio_net 9pnet_virtio 9p overlay veth sch_tbf sch_netem \
+for module in virtio_pci virtio_net 9pnet_virtio 9p overlay veth bridge sch_tbf sch_netem \
               crc32_generic crc32c_generic rdma_rxe ib_uverbs rdma_ucm ib_umad; do
   for file in $(modprobe -d "$WORK/kernel" -S "$VERSION" --show-depends "$module" | awk '$1=="insmod"{print $2}'); do
     name=$(basename "$file")

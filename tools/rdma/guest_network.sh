@@ -1,29 +1,44 @@
 #!/usr/bin/env bash
-# guest_network.sh COMMAND...: two hosts in one guest, then COMMAND.
+# guest_network.sh COMMAND...: hosts in one guest, then COMMAND.
 #
 #   rxe_a on wire_a, 192.0.2.1  ----- wire -----  rxe_b on wire_b, 192.0.2.2
 #
-# Linux 6.1 has soft-RoCE in the first network namespace only, so both ends are in it, and routing
-# is told to send what is for the other address over the wire instead of short-circuiting it.
+#   rxe_c on wire_c, 192.0.2.3  ---+--------+---  rxe_d on wire_d, 192.0.2.4
+#                                  | switch |
+#   rxe_e on wire_e, 192.0.2.5  ---+--------+---  rxe_f on wire_f, 192.0.2.6
+#
+# a and b: one NIC each, on a wire that can be cut. c and e: two NICs of one host, d and f of another.
+#
+# Linux 6.1 has soft-RoCE in the first network namespace only, so all ends are in it, and routing
+# is told to send what is for another address over the wire instead of short-circuiting it.
 set -eu
-A=192.0.2.1 B=192.0.2.2
+address() { echo "192.0.2.$(( $(printf '%d' "'$1") - 96 ))"; }
 ip link add wire_a type veth peer name wire_b
-for end in a b; do
-  ip link set wire_$end mtu 4200
-  sysctl -qw net.ipv4.conf.wire_$end.accept_local=1 net.ipv4.conf.wire_$end.rp_filter=0
+ip link add switch type bridge stp_state 0
+for end in c d e f; do
+  ip link add wire_$end type veth peer name port_$end
+  ip link set port_$end mtu 4200 master switch up
 done
-sysctl -qw net.ipv4.conf.all.rp_filter=0 net.ipv4.conf.all.arp_ignore=1
-ip addr add $A/32 dev wire_a
-ip addr add $B/32 dev wire_b
-ip link set wire_a up
-ip link set wire_b up
-ip route add $B dev wire_a src $A table 100
-ip route add $A dev wire_b src $B table 100
-ip rule add pref 10 iif wire_a lookup local
-ip rule add pref 10 iif wire_b lookup local
+ip link set switch mtu 4200 up
+sysctl -qw net.ipv4.conf.all.rp_filter=0 net.ipv4.conf.all.arp_ignore=1 net.ipv4.conf.all.arp_announce=2
+for end in a b c d e f; do
+  sysctl -qw net.ipv4.conf.wire_$end.accept_local=1 net.ipv4.conf.wire_$end.rp_filter=0
+  ip link set wire_$end mtu 4200 up
+  ip addr add "$(address $end)/32" dev wire_$end
+  ip rule add pref 10 iif wire_$end lookup local
+done
+ip route add "$(address b)" dev wire_a src "$(address a)" table 100
+ip route add "$(address a)" dev wire_b src "$(address b)" table 100
+metric=1
+for from in c d e f; do
+  for to in c d e f; do
+    # A socket that is bound to no interface takes the first; a queue pair names its own.
+    [ $from = $to ] || ip route add "$(address $to)" dev wire_$from src "$(address $from)" table 100 metric $metric
+  done
+  metric=$((metric + 1))
+done
 ip rule add pref 20 iif lo lookup 100
 ip rule add pref 30 lookup local
 ip rule del pref 0
-rdma link add rxe_a type rxe netdev wire_a
-rdma link add rxe_b type rxe netdev wire_b
+for end in a b c d e f; do rdma link add rxe_$end type rxe netdev wire_$end; done
 exec "$@"

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Self, final
+from typing import IO, Protocol, Self, final
 
 import msgspec
 import xxhash
@@ -26,7 +26,7 @@ from windlass.transports.base import RemoteRegion
 from windlass.transports.configs import TransportConfig
 from windlass.transports.registry import create_transport
 
-__all__ = ["PeerProcess", "digest_of"]
+__all__ = ["Child", "PeerProcess", "digest_of", "serve", "start_child"]
 
 ANSWER_S = 30.0
 
@@ -65,6 +65,44 @@ class _Answer(msgspec.Struct):
     data: bytes = b""
 
 
+class Child(Protocol):
+    """A started process with pipes; `subprocess.Popen` is one."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def stdin(self) -> IO[bytes] | None: ...
+    @property
+    def stdout(self) -> IO[bytes] | None: ...
+    @property
+    def returncode(self) -> int | None: ...
+    def send_signal(self, number: int, /) -> None: ...
+    def kill(self) -> None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+def start_child(config: TransportConfig, nbytes: int, environment: Mapping[str, str]) -> Child:
+    """A new interpreter that runs `serve` on its standard input and output.
+
+    Args:
+        config: transport of the child.
+        nbytes: size of its arena.
+        environment: all variables of the child.
+    """
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "windlass.testing.peer_process",
+            msgspec.json.encode(config).decode(),
+            str(nbytes),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=dict(environment),
+    )
+
+
 def digest_of(data: bytes | memoryview) -> str:
     """The digest that `PeerProcess.digest` gives for the same bytes."""
     return xxhash.xxh3_128_hexdigest(data)
@@ -89,17 +127,8 @@ class PeerProcess:
     def __init__(
         self, config: TransportConfig, nbytes: int, environment: Mapping[str, str] | None = None
     ) -> None:
-        self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "windlass.testing.peer_process",
-                msgspec.json.encode(config).decode(),
-                str(nbytes),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=inherited_environment() | dict(environment or {}),
+        self._process = start_child(
+            config, nbytes, inherited_environment() | dict(environment or {})
         )
         try:
             self._region = self._answer().region
@@ -216,7 +245,8 @@ def _watch(arena: Arena, offset: int, number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def _serve(config: TransportConfig, nbytes: int) -> None:
+def serve(config: TransportConfig, nbytes: int) -> None:
+    """The child: answers commands from standard input until that ends."""
     transport = create_transport(config)
     arena = Arena(transport, nbytes)
     arena.bytes[:] = 0xEE
@@ -250,4 +280,4 @@ def _serve(config: TransportConfig, nbytes: int) -> None:
 
 
 if __name__ == "__main__":
-    _serve(msgspec.json.decode(sys.argv[1], type=TransportConfig), int(sys.argv[2]))
+    serve(msgspec.json.decode(sys.argv[1], type=TransportConfig), int(sys.argv[2]))

@@ -55,12 +55,18 @@ class MooncakeConfig(msgspec.Struct, frozen=True, tag="mooncake", forbid_unknown
     Attributes:
         host: address that peers reach this process at.
         protocol: refused when Mooncake chooses another one.
-        device: comma-separated NIC names; empty for all.
+        device: comma-separated NIC names; empty for all. Writes are striped over them.
+        max_registration_nbytes: larger regions are registered in steps of this; 0 for the least
+            of what the NICs say and MC_MAX_MR_SIZE.
     """
 
     host: str = "127.0.0.1"
     protocol: MooncakeProtocol = MooncakeProtocol.AUTO
     device: str = ""
+    max_registration_nbytes: int = 0
+
+    def __post_init__(self) -> None:
+        _check_registration(self.max_registration_nbytes)
 
 
 class CudaIpcConfig(msgspec.Struct, frozen=True, tag="cuda_ipc", forbid_unknown_fields=True):
@@ -91,12 +97,26 @@ class NixlConfig(msgspec.Struct, frozen=True, tag="nixl", forbid_unknown_fields=
     Attributes:
         host: address that peers reach this process at.
         wire: refused when UCX chooses another one.
-        device: comma-separated UCX device names (`mlx5_0:1`, `eth0`); empty for all.
+        device: comma-separated UCX device names (`mlx5_0:1`, `eth0`); empty for all. Writes are
+            striped over those that are named.
+        max_registration_nbytes: larger regions are registered in steps of this; 0 for one
+            registration per region.
     """
 
     host: str = "127.0.0.1"
     wire: NixlWire = NixlWire.AUTO
     device: str = ""
+    max_registration_nbytes: int = 0
+
+    def __post_init__(self) -> None:
+        _check_registration(self.max_registration_nbytes)
+
+
+def _check_registration(nbytes: int) -> None:
+    if nbytes < 0 or nbytes % 4096:
+        raise ConfigError(
+            f"max_registration_nbytes: must be 0 or a positive multiple of 4096, got {nbytes}"
+        )
 
 
 TransportConfig = MemoryConfig | CmaConfig | ShmConfig | MooncakeConfig | CudaIpcConfig | NixlConfig

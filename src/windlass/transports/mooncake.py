@@ -33,13 +33,16 @@ from windlass.transports.mooncake_peer import (
     format_incarnation,
 )
 from windlass.transports.regions import RegionTable, check_batch
-from windlass.transports.splitting import merge_adjacent, split_pieces
+from windlass.transports.splitting import cut_at_edges, edges_of, merge_adjacent, split_pieces
 
 __all__ = ["MooncakeTransport"]
 
 MAX_CALL_NBYTES = 256 << 20
 """Per native call: between calls a passed deadline is a clean failure, inside one it is unknown."""
 _OVERLAP = -7
+_MAX_KEY_CHARS = 20
+_PAGE = 4096
+"""The least step: a peer's key must not make us cut a piece into bytes."""
 
 
 @final
@@ -49,6 +52,20 @@ class _Engine:
     def __init__(self, started: Started) -> None:
         self.started = started
         self.contacted: set[str] = set()
+
+    def pin(self, starts: list[int], end: int) -> int:
+        """Register [starts[0], end) in steps; the first code that is not 0."""
+        for done, (start, stop) in enumerate(zip(starts, (*starts[1:], end), strict=True)):
+            code = self.started.engine.register_memory(start, stop - start)
+            if code != 0:
+                self.unpin(starts[:done])
+                return code
+        return 0
+
+    def unpin(self, starts: list[int]) -> None:
+        """Take registrations back."""
+        for start in starts:
+            self.started.engine.unregister_memory(start)
 
 
 @final
@@ -65,6 +82,7 @@ class MooncakeTransport:
     def __init__(self, config: MooncakeConfig) -> None:
         self._config = config
         started = start_engine(config)
+        self._step_nbytes = config.max_registration_nbytes or started.max_registration_nbytes
         self._engines = [_Engine(started)]
         self._table = RegionTable()
         self._lock = threading.Lock()
@@ -99,15 +117,17 @@ class MooncakeTransport:
 
     def register(self, address: int, nbytes: int) -> MemoryRegion:
         """See `OneSidedTransport.register`; over RDMA this pins the memory."""
-        region = MemoryRegion(address, nbytes, RemoteRegion(self._endpoint, address, nbytes))
+        key = str(self._step_nbytes) if 0 < self._step_nbytes < nbytes else ""
+        region = MemoryRegion(address, nbytes, RemoteRegion(self._endpoint, address, nbytes, key))
         with self._lock:
             self._table.add(region)
             done: list[_Engine] = []
+            starts = self._starts(address, nbytes)
             for engine in self._engines:
-                code = engine.started.engine.register_memory(address, nbytes)
+                code = engine.pin(starts, address + nbytes)
                 if code != 0:
                     for other in done:
-                        other.started.engine.unregister_memory(address)
+                        other.unpin(starts)
                     self._table.remove(region)
                     what = "overlaps a registered region" if code == _OVERLAP else "is refused"
                     hint = "; over verbs see ulimit -l" if self._is_rdma() else ""
@@ -122,7 +142,7 @@ class MooncakeTransport:
         with self._lock:
             self._table.remove(region)
             for engine in self._engines:
-                engine.started.engine.unregister_memory(region.address)
+                engine.unpin(self._starts(region.address, region.nbytes))
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
         """See `OneSidedTransport.write`."""
@@ -130,10 +150,14 @@ class MooncakeTransport:
         deadline = Deadline.after(deadline_s, f"mooncake write to {batch.endpoint.address}")
         peer = self._peer(batch.endpoint)
         peer.confirm(deadline)
-        local, remote, nbytes = split_pieces(
-            *merge_adjacent(batch.local_addresses, batch.remote_addresses, batch.nbytes),
-            MAX_CALL_NBYTES,
+        pieces = cut_at_edges(
+            merge_adjacent(batch.local_addresses, batch.remote_addresses, batch.nbytes),
+            local=[e for s, n in self._table.spans() for e in edges_of(s, n, self._step_nbytes)],
+            remote=[
+                e for r in batch.regions for e in edges_of(r.address, r.nbytes, _step_of(r.key))
+            ],
         )
+        local, remote, nbytes = split_pieces(*pieces, MAX_CALL_NBYTES)
         cumulative = np.cumsum(nbytes)
         start, written = 0, 0
         while start < len(nbytes):
@@ -161,8 +185,11 @@ class MooncakeTransport:
         if self._door is not None:
             self._door.close()
         for engine in self._engines:
-            for address, _ in spans:
-                engine.started.engine.unregister_memory(address)
+            for address, nbytes in spans:
+                engine.unpin(self._starts(address, nbytes))
+
+    def _starts(self, address: int, nbytes: int) -> list[int]:
+        return [address, *edges_of(address, nbytes, self._step_nbytes)]
 
     def _peer(self, endpoint: PeerEndpoint) -> MooncakePeer:
         with self._lock:
@@ -184,8 +211,17 @@ class MooncakeTransport:
                 return engine
         engine = _Engine(start_engine(self._config))
         for start, nbytes in self._table.spans():
-            code = engine.started.engine.register_memory(start, nbytes)
+            code = engine.pin(self._starts(start, nbytes), start + nbytes)
             if code != 0:
                 raise RegionError(f"mooncake: {start:#x} cannot be registered again (code {code})")
         self._engines.append(engine)
         return engine
+
+
+def _step_of(key: str) -> int:
+    """The step in which a peer registered a region; 0 for at once."""
+    if not key:
+        return 0
+    if len(key) > _MAX_KEY_CHARS or not (key.isascii() and key.isdigit()) or int(key) < _PAGE:
+        raise RegionError(f"mooncake: key must be empty or a step >= {_PAGE}, got {key[:40]!r}")
+    return int(key)

@@ -10,6 +10,7 @@ says this process has opened.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import re
 import socket
 import threading
@@ -21,6 +22,7 @@ from typing import Protocol, cast
 from windlass.envs import environment_value, set_defaults
 from windlass.errors import ConfigError, TransportUnavailable
 from windlass.transports.configs import MooncakeConfig, MooncakeProtocol
+from windlass.transports.mooncake_verbs import max_registration_nbytes
 
 __all__ = ["MAX_PIECES", "NativeEngine", "Started", "start_engine"]
 
@@ -71,12 +73,14 @@ class Started:
         wire: `tcp` or `rdma`, looked up.
         ordered: one TCP connection per peer, so that writes are handled in order.
         detail: distribution, version, NICs.
+        max_registration_nbytes: what the engine registers at once over verbs; 0 for no limit.
     """
 
     engine: NativeEngine
     wire: str
     ordered: bool
     detail: str
+    max_registration_nbytes: int
 
 
 def start_engine(config: MooncakeConfig) -> Started:
@@ -124,7 +128,17 @@ def start_engine(config: MooncakeConfig) -> Started:
             f"mooncake: device must be {config.device}, the engine opened {', '.join(nics)}"
         )
     ordered = wire == "tcp" and values["MC_TCP_LANES_PER_PEER"] == "1"
-    return Started(engine, wire, ordered, f"{detail}, NICs: {', '.join(nics) or 'none'}")
+    limit = _registration_limit(nics) if wire == "rdma" else 0
+    return Started(engine, wire, ordered, f"{detail}, NICs: {', '.join(nics) or 'none'}", limit)
+
+
+def _registration_limit(nics: list[str]) -> int:
+    """The engine splits what is larger by itself, and then refuses pieces that cross the seam."""
+    asked = environment_value("MC_MAX_MR_SIZE") or ""
+    limits = [max_registration_nbytes(nic) for nic in nics]
+    if asked.isdigit():
+        limits.append(int(asked))
+    return min((limit for limit in limits if limit >= mmap.PAGESIZE), default=0)
 
 
 def _check_host(host: str) -> None:

@@ -47,7 +47,7 @@ from windlass.transports.nixl_native import (
     start_agent,
 )
 from windlass.transports.regions import RegionTable, check_batch
-from windlass.transports.splitting import merge_adjacent, split_pieces
+from windlass.transports.splitting import cut_at_edges, edges_of, merge_adjacent, split_pieces
 
 __all__ = ["NixlTransport"]
 
@@ -65,10 +65,14 @@ _STRANDED: list[object] = []
 
 
 class _Key(msgspec.Struct, frozen=True, array_like=True):
-    """`RemoteRegion.key`: NIXL's metadata for one region, and a word that peers may write first."""
+    """`RemoteRegion.key`: NIXL's metadata for one region, and a word that peers may write first.
+
+    `step_nbytes`: the region is registered in steps of it; 0 for at once.
+    """
 
     metadata: bytes
     scratch: int
+    step_nbytes: int = 0
 
 
 @final
@@ -77,7 +81,8 @@ class _Peer:
 
     def __init__(self, doorway: Doorway) -> None:
         self.doorway = doorway
-        self.keys: set[str] = set()
+        self.keys: dict[str, int] = {}
+        """Regions that are known, and the steps in which they are registered."""
         self.confirmed = False
         self.open: NativeHandle | None = None
         self.poison = ""
@@ -98,6 +103,7 @@ class NixlTransport:
 
     def __init__(self, config: NixlConfig) -> None:
         self._config = config
+        self._step_nbytes = config.max_registration_nbytes
         self._name = secrets.token_hex(INCARNATION_NBYTES // 2)
         self._agent, self._log, self._detail = start_agent(config, self._name)
         self._errors = native_errors()
@@ -142,7 +148,7 @@ class NixlTransport:
             self._table.remove(probe)
             native = self._register_native(address, nbytes)
             try:
-                key = self._key_of(native)
+                key = self._key_of(native, nbytes)
             except self._errors as error:
                 raise RegionError(f"register: {address:#x} has no metadata: {error}") from error
             region = MemoryRegion(
@@ -175,12 +181,15 @@ class NixlTransport:
                 raise TransferFailed(f"{deadline.purpose}: the transport is closed")
             self._refuse_open(peer, deadline)
             self._load(peer, batch, deadline)
+            steps = [(r.address, r.nbytes, peer.keys[r.key]) for r in batch.regions]
         finally:
             self._lock.release()
-        local, remote, nbytes = split_pieces(
-            *merge_adjacent(batch.local_addresses, batch.remote_addresses, batch.nbytes),
-            MAX_CALL_NBYTES,
+        pieces = cut_at_edges(
+            merge_adjacent(batch.local_addresses, batch.remote_addresses, batch.nbytes),
+            local=[e for s, n in self._table.spans() for e in edges_of(s, n, self._step_nbytes)],
+            remote=[edge for place in steps for edge in edges_of(*place)],
         )
+        local, remote, nbytes = split_pieces(*pieces, MAX_CALL_NBYTES)
         cumulative = np.cumsum(nbytes)
         start, written = 0, 0
         while start < len(nbytes):
@@ -214,20 +223,25 @@ class NixlTransport:
         if may_use_verbs(self._config.wire):
             check_lockable(nbytes + OWN_PINNED_NBYTES, f"register: {address:#x}")
         try:
-            return self._agent.register_memory([(address, nbytes, 0, "")], "DRAM", ["UCX"])
+            starts = [address, *edges_of(address, nbytes, self._step_nbytes)]
+            stops = (*starts[1:], address + nbytes)
+            parts = [
+                (start, stop - start, 0, "") for start, stop in zip(starts, stops, strict=True)
+            ]
+            return self._agent.register_memory(parts, "DRAM", ["UCX"])
         except self._errors as error:
             raise RegionError(
                 f"register: [{address:#x}, {address + nbytes:#x}) is refused ({error}); over verbs "
                 "see ulimit -l"
             ) from error
 
-    def _key_of(self, native: object) -> str:
+    def _key_of(self, native: object, nbytes: int) -> str:
         """Each key is complete by itself, so regions may be passed on one by one, in any order."""
-        parts = [
-            self._agent.get_partial_agent_metadata(one, True, ["UCX"])
+        step = self._step_nbytes if 0 < self._step_nbytes < nbytes else 0
+        keys = [
+            _Key(self._agent.get_partial_agent_metadata(one, True, ["UCX"]), self._scratch, step)
             for one in (native, self._scratch_native)
         ]
-        keys = [_Key(part, self._scratch) for part in parts]
         return base64.b64encode(msgspec.msgpack.encode(keys)).decode()
 
     def _peer(self, endpoint: PeerEndpoint, deadline: Deadline) -> _Peer:
@@ -249,7 +263,8 @@ class NixlTransport:
         for region in batch.regions:
             if region.key in peer.keys:
                 continue
-            for key in _decode_key(region):
+            keys = _decode_key(region)
+            for key in keys:
                 try:
                     name = self._agent.add_remote_agent(key.metadata)
                 except self._errors as error:
@@ -259,7 +274,7 @@ class NixlTransport:
                 ):
                     raise RegionError(f"nixl: key of {region.address:#x} is of another process")
                 scratch = key.scratch
-            peer.keys.add(region.key)
+            peer.keys[region.key] = max(key.step_nbytes for key in keys)
         if peer.confirmed or not scratch:
             return
         try:
@@ -428,6 +443,9 @@ def _decode_key(region: RemoteRegion) -> list[_Key]:
         raise RegionError(f"nixl: key must be <= {_MAX_KEY_CHARS} chars, got {len(region.key)}")
     try:
         raw = base64.b64decode(region.key, validate=True)
-        return msgspec.msgpack.decode(raw, type=list[_Key])
+        keys = msgspec.msgpack.decode(raw, type=list[_Key])
     except (binascii.Error, *DECODE_ERRORS, ValueError) as error:
         raise RegionError(f"nixl: key of {region.address:#x} cannot be read: {error}") from error
+    if not keys or any(0 < k.step_nbytes < mmap.PAGESIZE or k.step_nbytes < 0 for k in keys):
+        raise RegionError(f"nixl: key of {region.address:#x} must name steps >= {mmap.PAGESIZE}")
+    return keys

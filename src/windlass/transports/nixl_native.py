@@ -196,6 +196,7 @@ def start_agent(config: NixlConfig, name: str) -> tuple[NativeAgent, WireLog, st
     settings = {"UCX_TLS": _TLS[config.wire]}
     if config.device:
         settings["UCX_NET_DEVICES"] = config.device
+        settings["UCX_MAX_RMA_RAILS"] = str(config.device.count(",") + 1)
     if config.wire is NixlWire.AUTO:
         settings = {name: value for name, value in settings.items() if value != "all"}
     try:

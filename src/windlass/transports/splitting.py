@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Pieces", "merge_adjacent", "split_pieces"]
+__all__ = ["Pieces", "cut_at_edges", "edges_of", "merge_adjacent", "split_pieces"]
 
 UInt64Array = npt.NDArray[np.uint64]
 Pieces = tuple[UInt64Array, UInt64Array, UInt64Array]
@@ -34,3 +34,41 @@ def split_pieces(
     offset = (np.arange(len(row)) - first[row]).astype(np.uint64) * limit
     size = np.minimum(nbytes[row] - offset, limit)
     return local[row] + offset, remote[row] + offset, size
+
+
+def edges_of(address: int, nbytes: int, step_nbytes: int) -> list[int]:
+    """Where a region that is registered in steps has a seam; none for a step of 0."""
+    if not 0 < step_nbytes < nbytes:
+        return []
+    return list(range(address + step_nbytes, address + nbytes, step_nbytes))
+
+
+def cut_at_edges(pieces: Pieces, *, local: list[int], remote: list[int]) -> Pieces:
+    """Cut pieces that cross a seam between two registrations, on either side.
+
+    Args:
+        pieces: to cut.
+        local: addresses at which a registration begins here, in any order.
+        remote: the same at the peer.
+    """
+    if local:
+        pieces = _cut(pieces, pieces[0], np.array(sorted(local), np.uint64))
+    if remote:
+        pieces = _cut(pieces, pieces[1], np.array(sorted(remote), np.uint64))
+    return pieces
+
+
+def _cut(pieces: Pieces, addresses: UInt64Array, edges: UInt64Array) -> Pieces:
+    local, remote, nbytes = pieces
+    first = np.searchsorted(edges, addresses, side="right")
+    counts = np.searchsorted(edges, addresses + nbytes, side="left") - first + 1
+    if len(nbytes) == 0 or int(counts.max()) == 1:
+        return pieces
+    row = np.repeat(np.arange(len(nbytes)), counts)
+    nth = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
+    start, stop = addresses[row], (addresses + nbytes)[row]
+    later, earlier = nth > 0, nth < counts[row] - 1
+    start[later] = edges[(first[row] + nth - 1)[later]]
+    stop[earlier] = edges[(first[row] + nth)[earlier]]
+    offset = start - addresses[row]
+    return local[row] + offset, remote[row] + offset, stop - start
