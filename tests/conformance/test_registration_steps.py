@@ -27,7 +27,7 @@ KINDS: dict[str, MooncakeConfig | NixlConfig] = {
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize(("here", "there"), [(1 << 20, 3 << 18), (0, 1 << 20), (3 << 18, 0)])
+@pytest.mark.parametrize(("here", "there"), [(1 << 20, 3 << 18), (0, 1 << 20)])
 def test_a_region_registered_in_steps_is_written_across_its_seams(
     kind: str, here: int, there: int
 ) -> None:

@@ -45,6 +45,7 @@ def boot(machine: Path, out: Path, args: argparse.Namespace, accel: str, limit_s
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        bufsize=0,
     )
     expired = threading.Event()
 
@@ -54,13 +55,12 @@ def boot(machine: Path, out: Path, args: argparse.Namespace, accel: str, limit_s
 
     timer = threading.Timer(limit_s, expire)
     timer.start()
-    up = False
     assert process.stdout is not None
     for line in process.stdout:
-        if not up:
-            up = UP in line
-            continue
-        sys.stdout.buffer.write(line.replace(b"\r\n", b"\n"))
+        if UP in line:
+            break
+    while chunk := os.read(process.stdout.fileno(), 65536):  # unfinished lines too
+        sys.stdout.buffer.write(chunk.replace(b"\r", b""))
         sys.stdout.buffer.flush()
     process.wait()
     timer.cancel()
