@@ -1,9 +1,9 @@
 """A live engine under load, updated by Windlass and by the engine's own NCCL weight transfer.
 
-    python benchmarks/gpu/bench_live_engine.py --engine vllm --json FILE [--layers 48] [--updates 10]
+    python benchmarks/gpu/bench_live_engine.py --engine vllm --json FILE [--model qwen3-32b] [--cuda-graphs]
 
-Half of the GPUs serve (tensor parallel), half train: FSDP2 ranks that hold Qwen3-MoE in transformers'
-own layout and rewrite every weight before each update. Clients stream tokens all the time; what an
+Half of the GPUs serve (tensor parallel), half train: FSDP2 ranks that hold a Qwen3 model in
+transformers' own layout and rewrite every weight before each update. Clients stream tokens all the time; what an
 update costs is what they saw: the longest silence of each stream around it, beside the usual time
 between two tokens. At the end both ways deliver the same weights, and every tensor of the engine
 must have the same fingerprint after either, and the tokens must be the same.
@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
@@ -58,15 +59,34 @@ ENVIRONMENT = {
 }
 
 
-def model_config(options: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": options.layers,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
+@dataclass(frozen=True)
+class Shape:
+    """What distinguishes a Qwen3 model from another. `num_experts` 0: dense."""
+
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    key_value_heads: int
+    num_experts: int = 0
+
+
+SHAPES = {
+    "qwen3-30b-a3b": Shape(2048, 768, 48, 32, 4, 128),
+    "qwen3-32b": Shape(5120, 25600, 64, 64, 8),
+}
+
+
+def model_config(name: str) -> dict[str, Any]:
+    shape = SHAPES[name]
+    common = {
+        "architectures": ["Qwen3MoeForCausalLM" if shape.num_experts else "Qwen3ForCausalLM"],
+        "model_type": "qwen3_moe" if shape.num_experts else "qwen3",
+        "hidden_size": shape.hidden,
+        "intermediate_size": 3 * shape.hidden if shape.num_experts else shape.inner,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.key_value_heads,
         "head_dim": 128,
         "vocab_size": 151936,
         "max_position_embeddings": 4096,
@@ -82,9 +102,13 @@ def model_config(options: argparse.Namespace) -> dict[str, Any]:
         "use_sliding_window": False,
         "bos_token_id": 1,
         "eos_token_id": 2,
-        "num_experts": options.experts,
+    }
+    if not shape.num_experts:
+        return common
+    return common | {
+        "num_experts": shape.num_experts,
         "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
+        "moe_intermediate_size": shape.inner,
         "decoder_sparse_step": 1,
         "norm_topk_prob": True,
         "mlp_only_layers": [],
@@ -92,12 +116,12 @@ def model_config(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def checkpoint_names(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, vocab, head = config["hidden_size"], config["vocab_size"], config["head_dim"]
-    q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    inner = config["moe_intermediate_size"]
+def checkpoint_names(model: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    shape, config = SHAPES[model], model_config(model)
+    hidden, vocab, head = shape.hidden, config["vocab_size"], config["head_dim"]
+    q, kv = shape.heads * head, shape.key_value_heads * head
     yield "model.embed_tokens.weight", (vocab, hidden)
-    for layer in range(config["num_hidden_layers"]):
+    for layer in range(shape.layers):
         at = f"model.layers.{layer}."
         yield at + "input_layernorm.weight", (hidden,)
         yield at + "post_attention_layernorm.weight", (hidden,)
@@ -107,21 +131,23 @@ def checkpoint_names(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, .
         yield at + "self_attn.o_proj.weight", (hidden, q)
         yield at + "self_attn.q_norm.weight", (head,)
         yield at + "self_attn.k_norm.weight", (head,)
-        yield at + "mlp.gate.weight", (config["num_experts"], hidden)
-        for expert in range(config["num_experts"]):
-            yield f"{at}mlp.experts.{expert}.gate_proj.weight", (inner, hidden)
-            yield f"{at}mlp.experts.{expert}.up_proj.weight", (inner, hidden)
-            yield f"{at}mlp.experts.{expert}.down_proj.weight", (hidden, inner)
+        blocks = [f"{at}mlp.experts.{expert}." for expert in range(shape.num_experts)]
+        if blocks:
+            yield at + "mlp.gate.weight", (shape.num_experts, hidden)
+        for block in blocks or [at + "mlp."]:
+            yield block + "gate_proj.weight", (shape.inner, hidden)
+            yield block + "up_proj.weight", (shape.inner, hidden)
+            yield block + "down_proj.weight", (hidden, shape.inner)
     yield "model.norm.weight", (hidden,)
     yield "lm_head.weight", (vocab, hidden)
 
 
-def write_model_folder(config: dict[str, Any], folder: Path) -> None:
+def write_model_folder(model: str, folder: Path) -> None:
     """config.json, and a safetensors file that has a header and no data: names, shapes, types."""
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(model_config(model)))
     header: dict[str, Any] = {}
     at = 0
-    for name, shape in checkpoint_names(config):
+    for name, shape in checkpoint_names(model):
         nbytes = 2
         for size in shape:
             nbytes *= size
@@ -408,11 +434,22 @@ class Vllm:
     def command(self, folder: str, controller: str) -> list[str]:
         return [
             *("windlass.engines.vllm", *common_flags(self.options, folder, controller)),
-            *("--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "64"),
+            *self._graphs(),
+            *("--max-model-len", "1024", "--max-num-seqs", str(self.options.load)),
             *("--gpu-memory-utilization", "0.4", "--disable-custom-all-reduce"),
             *("--no-enable-prefix-caching", "--seed", "0", "--disable-uvicorn-access-log"),
             *("--weight-transfer-config", '{"backend": "nccl"}', "--tokens-only"),
         ]
+
+    def _graphs(self) -> list[str]:
+        if not self.options.cuda_graphs:
+            return ["--enforce-eager"]
+        settings = {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": [self.options.load],
+        }
+        return ["--compilation-config", json.dumps(settings)]
 
     async def post(self, path: str, body: Any) -> Any:
         return await post(self.session, self.url + path, body)
@@ -474,13 +511,18 @@ class Sglang:
             *("windlass.engines.sglang", *common_flags(self.options, folder, controller)),
             *("--context-length", "1024", "--attention-backend", "triton"),
             *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
-            *("--disable-decode-cuda-graph", "--disable-prefill-cuda-graph"),
+            *self._graphs(),
             *("--enforce-disable-flashinfer-allreduce-fusion", "--mem-fraction-static", "0.4"),
             *("--max-running-requests", "64", "--max-total-tokens", "98304"),
             *("--chunked-prefill-size", "1024", "--disable-custom-all-reduce"),
             *("--random-seed", "0", "--skip-server-warmup", "--moe-runner-backend", "triton"),
             *("--disable-radix-cache", "--log-level", "info"),
         ]
+
+    def _graphs(self) -> list[str]:
+        if not self.options.cuda_graphs:
+            return ["--disable-decode-cuda-graph", "--disable-prefill-cuda-graph"]
+        return ["--cuda-graph-bs-decode", str(self.options.load), "--disable-prefill-cuda-graph"]
 
     async def post(self, path: str, body: Any) -> Any:
         return await post(self.session, self.url + path, body)
@@ -553,7 +595,6 @@ ENGINES: dict[str, type[Vllm] | type[Sglang]] = {"vllm": Vllm, "sglang": Sglang}
 
 
 async def run(options: argparse.Namespace) -> list[Row]:
-    config = model_config(options)
     rows: list[Row] = []
     began = time.monotonic()
 
@@ -561,8 +602,8 @@ async def run(options: argparse.Namespace) -> list[Row]:
         print(f"[{time.monotonic() - began:6.1f} s] {text}", flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
-        write_model_folder(config, Path(folder))
-        nbytes = 2 * sum(_numel(shape) for _, shape in checkpoint_names(config))
+        write_model_folder(options.model, Path(folder))
+        nbytes = 2 * sum(_numel(shape) for _, shape in checkpoint_names(options.model))
         devices = list(range(options.tp, options.tp + options.trainers))
         trainers = Trainers(devices, f"{folder}/store", folder)
         journal = Path(folder) / "journal"
@@ -682,7 +723,8 @@ async def measure(
         for name, value in (("median", median), ("p95", p95)):
             rows.append(
                 Row(
-                    case=f"{options.engine} TP{options.tp}, {nbytes / 1e9:.1f} GB, {mode}, {options.load} streams",
+                    case=f"{options.engine} TP{options.tp}, {options.model} ({nbytes / 1e9:.1f} GB), "
+                    f"{mode}, {options.load} streams, decode {'by graphs' if options.cuda_graphs else 'eager'}",
                     metric=f"{metric}, {name}",
                     value=value,
                     unit="s",
@@ -756,8 +798,10 @@ def tail(log: Path) -> str:
 def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--engine", choices=list(ENGINES), default="vllm")
-    options.add_argument("--layers", type=int, default=48)
-    options.add_argument("--experts", type=int, default=128)
+    options.add_argument("--model", choices=list(SHAPES), default="qwen3-30b-a3b")
+    options.add_argument(
+        "--cuda-graphs", action="store_true", help="decode by CUDA graphs, as engines usually do"
+    )
     options.add_argument("--tp", type=int, default=2)
     options.add_argument("--trainers", type=int, default=2)
     options.add_argument("--updates", type=int, default=10, help="of each mode")

@@ -60,8 +60,7 @@ head_dim = 128
 n_routed_experts = 128
 moe_intermediate_size = 768
 [trainer]
-kind = "fsdp"
-world_size = {half}
+{trainer}
 dtype = "{dtype}"
 [engine]
 tp = {half}
@@ -289,7 +288,11 @@ class Rank:
     def load_pieces(self, kind: str, piece: int) -> tuple[list[str], int]:
         """Prepare one case; the methods that can do it, and the bytes that cross the link."""
         target = self.mapped.shift + self.mapped.start
-        pieces, nbytes = suite_pieces(kind, piece, self.address, target)
+        source = self.address
+        if kind == "host":
+            self.host = torch.empty_like(self.memory, device="cpu", pin_memory=True)
+            source = self.transport.device.host_pointer(self.host.data_ptr())
+        pieces, nbytes = suite_pieces(kind, piece, source, target)
         kernel, itemsize = {"cast": ("put_bfloat16", 2), "fp8": ("fp8_values_bfloat16", 1)}.get(
             kind, ("put_1", 1)
         )
@@ -312,7 +315,18 @@ class Rank:
 
     def refill(self, kind: str, seed: int) -> None:
         suite_source(self.memory, kind, seed)
+        if kind == "host":
+            self.host.copy_(self.memory)
         torch.cuda.synchronize()
+
+    def copy_from_host(self, nbytes: int) -> float:
+        """Seconds of one upload by a copy engine, of four; the bytes are those that are there."""
+        stream = self.transport.stream
+        began = time.perf_counter()
+        for _ in range(4):
+            self.transport.device.copy(self.address, self.host.data_ptr(), nbytes, stream)
+        stream.record().wait()
+        return (time.perf_counter() - began) / 4
 
     def put_pieces(self, name: str) -> float:
         """Seconds of one pass, of three."""
@@ -550,13 +564,17 @@ def bench_pieces(host: Host) -> list[Row]:
     rows = []
     cases = [("contiguous", piece) for piece in PIECE_BYTES]
     cases += [(kind, piece) for kind in ("strided", "cast") for piece in PIECE_BYTES[:4]]
+    cases += [("host", piece) for piece in PIECE_BYTES[:4:2]]
     for kind, piece in (*cases, ("fp8", 128 * 128)):
         names, nbytes = host.call(sender, "load_pieces", kind, piece)[0]
         found: dict[str, list[float]] = {name: [] for name in names}
         tops = []
         for run in range(RUNS):
-            tops.append(ceiling(host, SUITE_BYTES, pairs=1))
             host.call(sender, "refill", kind, run)
+            if kind == "host":
+                tops.append(SUITE_BYTES / host.call(sender, "copy_from_host", SUITE_BYTES)[0] / 1e9)
+            else:
+                tops.append(ceiling(host, SUITE_BYTES, pairs=1))
             host.call(receiver, "expect_pieces", kind, piece, run)
             for name in names:
                 host.call(receiver, "spoil")
@@ -567,7 +585,8 @@ def bench_pieces(host: Host) -> list[Row]:
         top, _ = median_p95(tops)
         size = f"{piece >> 10} KiB" if piece < 1 << 20 else f"{piece >> 20} MiB"
         for name, rates in found.items():
-            rows += rates_rows(f"{kind} pieces of {size}, {name}", rates, "copy engine", top)
+            reference = "copy engine, host to own GPU" if kind == "host" else "copy engine"
+            rows += rates_rows(f"{kind} pieces of {size}, {name}", rates, reference, top)
     return rows
 
 
@@ -692,12 +711,23 @@ def main() -> None:
     rows: list[Row] = []
     if not args.skip_pieces:
         rows += bench_pieces(host)
-    for dtype, layers, ep, label in (
-        ("bfloat16", args.layers, 1, "Qwen3-30B-A3B bf16, FSDP -> TP"),
-        ("bfloat16", args.layers, host.half, "Qwen3-30B-A3B bf16, FSDP -> EP"),
-        ("float32", args.layers // 2, 1, "half of Qwen3-30B-A3B, fp32 masters -> bf16, FSDP -> TP"),
+    half = host.half
+    fsdp = f'kind = "fsdp"\nworld_size = {half}'
+    megatron = f'kind = "megatron"\nworld_size = {half}\ntp = {half}\nep = {half}'
+    for dtype, layers, trainer, ep, label in (
+        ("bfloat16", args.layers, fsdp, 1, "Qwen3-30B-A3B bf16, FSDP -> TP"),
+        ("bfloat16", args.layers, fsdp, half, "Qwen3-30B-A3B bf16, FSDP -> EP"),
+        ("bfloat16", args.layers, megatron, 1, "Qwen3-30B-A3B bf16, Megatron TP EP -> TP"),
+        ("bfloat16", args.layers, megatron, half, "Qwen3-30B-A3B bf16, Megatron TP EP -> EP"),
+        (
+            "float32",
+            args.layers // 2,
+            fsdp,
+            1,
+            "half of Qwen3-30B-A3B, fp32 masters -> bf16, FSDP -> TP",
+        ),
     ):
-        text = QWEN3_30B_A3B.format(half=host.half, dtype=dtype, layers=layers, ep=ep)
+        text = QWEN3_30B_A3B.format(half=half, dtype=dtype, layers=layers, trainer=trainer, ep=ep)
         rows += bench_update(host, parse_topology(text), label)
     host.close()
     report(rows, args.json, f"NVLink: {torch.cuda.get_device_name(0)} x {host.world_size}")

@@ -45,18 +45,24 @@ def build() -> torch.nn.Sequential:
     )
 
 
-def train(rank: int, url: str, store: str, pipe: Connection) -> None:
-    from torch.distributed.fsdp import fully_shard
+def train(rank: int, url: str, store: str, weights: str, pipe: Connection) -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     torch.cuda.set_device(rank)
     dist.init_process_group(
-        "nccl", init_method=f"file://{store}", rank=rank, world_size=NUM_TRAINERS
+        "cpu:gloo,cuda:nccl",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=NUM_TRAINERS,
     )
+    offload = OffloadPolicy()
+    if weights != "on GPU":
+        offload = CPUOffloadPolicy(pin_memory=weights == "pinned")
     model = build().cuda()
     for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, offload_policy=offload)
+    fully_shard(model, offload_policy=offload)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     tokens = torch.arange(64, device="cuda").reshape(4, 16) + 64 * rank
     with windlass.connect_trainer(
@@ -133,14 +139,22 @@ def serve(name: str, device: int, dtype: torch.dtype, url: str, pipe: Connection
     channel.close()
 
 
-@pytest.mark.parametrize("mode", UpdateMode)
+@pytest.mark.parametrize(
+    ("mode", "weights"),
+    [
+        (UpdateMode.IN_PLACE, "on GPU"),
+        (UpdateMode.STAGED, "on GPU"),
+        (UpdateMode.IN_PLACE, "pinned"),
+        (UpdateMode.STAGED, "pageable"),
+    ],
+)
 def test_engines_hold_the_full_tensors_after_every_publish(
-    tmp_path: object, mode: UpdateMode
+    tmp_path: object, mode: UpdateMode, weights: str
 ) -> None:
-    asyncio.run(run(str(tmp_path), mode))
+    asyncio.run(run(str(tmp_path), mode, weights))
 
 
-async def run(folder: str, mode: UpdateMode) -> None:
+async def run(folder: str, mode: UpdateMode, weights: str) -> None:
     context = mp.get_context("spawn")
     processes, pipes = [], {}
 
@@ -163,7 +177,7 @@ async def run(folder: str, mode: UpdateMode) -> None:
             for index, (name, dtype) in enumerate(dtypes.items()):
                 start(name, serve, name, NUM_TRAINERS + index, dtype, controller.url)
             for rank in range(NUM_TRAINERS):
-                start(f"trainer{rank}", train, rank, controller.url, f"{folder}/store")
+                start(f"trainer{rank}", train, rank, controller.url, f"{folder}/store", weights)
             for name in dtypes:
                 assert await receive(name) == "ready"
             full: dict[str, torch.Tensor] = {}

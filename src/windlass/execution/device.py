@@ -35,9 +35,9 @@ from windlass.execution.blocks import PieceKind, block_tables
 from windlass.layout.manifest import ShardManifest
 from windlass.planning.plan import CopyMode, TransferPlan, Transform
 from windlass.transports.base import MemoryRegion
-from windlass.transports.cuda.driver import pointer_device
 from windlass.transports.cuda.ipc import CudaIpcTransport
 from windlass.transports.cuda.kernels import PieceTable, put_kernel
+from windlass.transports.cuda.sources import SourceMemory
 from windlass.transports.processes import check_alive
 
 __all__ = ["DeviceReceiver", "DeviceSender"]
@@ -95,13 +95,13 @@ def _read_digest(transport: CudaIpcTransport, link: _Link) -> str:
 
 @final
 class DeviceSender:
-    """One trainer rank whose parameters are on a GPU. Not thread-safe.
+    """One trainer rank whose parameters are on a GPU, or in host memory beside one. Not thread-safe.
 
     Memory: the parameters must not change between `prepare` and the end of the round. Allocates
-    piece tables only.
+    piece tables only; pins parameters that are in pageable host memory until they move.
 
     Args:
-        transport: of the GPU that holds the parameters; the caller closes it.
+        transport: of the GPU that holds the parameters or reads them; the caller closes it.
         manifest: of this rank.
         parameters: where they lie now, in manifest order; asked at every `prepare` and at no
             other time. Tables are built again when one has moved.
@@ -116,6 +116,7 @@ class DeviceSender:
         self._transport = transport
         self._manifest = manifest
         self._parameters = parameters
+        self._sources = SourceMemory(transport.device)
         self._located: tuple[ParameterMemory, ...] = ()
         self._programs: dict[str, tuple[LinkProgram, UInt64Array]] = {}
         self._links: dict[str, _Link] = {}
@@ -152,7 +153,8 @@ class DeviceSender:
 
         Raises:
             PlanError: parameters have another number or other sizes than when described.
-            RegionError: memory of another GPU, or of none.
+            RegionError: memory of another GPU.
+            TransferFailed: host memory that cannot be pinned.
         """
         located, specs = tuple(self._parameters()), self._manifest.parameters
         if [memory.nbytes for memory in located] != [spec.nbytes for spec in specs]:
@@ -161,14 +163,10 @@ class DeviceSender:
             )
         if located == self._located and self._links:
             return
-        for memory in located:
-            if (ordinal := pointer_device(memory.address)) != self._transport.device.ordinal:
-                raise RegionError(
-                    f"prepare: parameters must be on GPU {self._transport.device.ordinal}, "
-                    f"one is on GPU {ordinal}"
-                )
         _unload(self._transport, self._links)
-        sources = np.array([memory.address for memory in located], np.uint64)
+        self._links, self._located = {}, ()
+        reached = self._sources.reach([(memory.address, memory.nbytes) for memory in located])
+        sources = np.array(reached, np.uint64)
         self._links = {
             peer: _load_link(self._transport, program, sources, targets)
             for peer, (program, targets) in self._programs.items()
@@ -259,8 +257,9 @@ class DeviceSender:
         return LinkOutcome(name, LinkStatus.OK, link.program.nbytes, digest)
 
     def close(self) -> None:
-        """Free the tables. Idempotent."""
+        """Free the tables and let go of pinned memory. Idempotent."""
         _unload(self._transport, self._links)
+        self._sources.close()
         self._links, self._bindings, self._programs, self._located = {}, {}, {}, ()
 
 

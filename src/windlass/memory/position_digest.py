@@ -43,14 +43,15 @@ class PositionDigest:
             x ^= x >> np.uint64(32)
             x *= np.uint64(0xD6E8FEB86659FD93)
             x ^= x >> np.uint64(29)
-            self._a = (self._a + int((x * np.uint64(0xA0761D6478BD642F)).sum())) & _MASK
+            self._a += int(x.sum()) * 0xA0761D6478BD642F
             x ^= x >> np.uint64(31)
-            self._b = (self._b + int((x * np.uint64(0xE7037ED1A0B428DB)).sum())) & _MASK
+            self._b += int(x.sum()) * 0xE7037ED1A0B428DB
 
     def words(self) -> tuple[int, int]:
         """The two words of the digest so far."""
-        return self._a, self._b
+        return self._a & _MASK, self._b & _MASK
 
     def hexdigest(self) -> str:
         """32 hexadecimal digits."""
-        return f"{self._a:016x}{self._b:016x}"
+        a, b = self.words()
+        return f"{a:016x}{b:016x}"

@@ -11,20 +11,33 @@ import ctypes
 import functools
 import site
 from collections.abc import Sequence
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any, final
 
 from windlass.errors import RegionError, TransferFailed, TransportUnavailable
 
-__all__ = ["Device", "Event", "IPC_HANDLE_NBYTES", "Stream", "driver", "pointer_device"]
+__all__ = [
+    "Device",
+    "Event",
+    "IPC_HANDLE_NBYTES",
+    "MemoryKind",
+    "Stream",
+    "driver",
+    "memory_kind",
+    "pointer_device",
+]
 
 IPC_HANDLE_NBYTES = 64
 _LAZY_PEER_ACCESS = 1
+_POINTER_MEMORY_TYPE = 2
 _POINTER_DEVICE_ORDINAL = 9
 _POINTER_IS_LEGACY_IPC_CAPABLE = 10
 _NON_BLOCKING = 1
 _DISABLE_TIMING = 2
 _PEER_ALREADY_ENABLED = 704
+_MEMORY_TYPE_HOST = 1
+_PIN_FOR_EVERY_CONTEXT, _PIN_FOR_KERNELS = 1, 2
 _COMPUTE_MAJOR, _COMPUTE_MINOR, _MULTIPROCESSORS = 75, 76, 16
 
 
@@ -58,6 +71,25 @@ def _check(code: int, call: str) -> None:
         driver().cuGetErrorString(code, ctypes.byref(text))
         detail = text.value.decode() if text.value else "unknown error"
         raise TransferFailed(f"cuda_ipc: {call} failed with {code}: {detail}")
+
+
+class MemoryKind(Enum):
+    """Where an address lies. PINNED: host memory that kernels reach; PAGEABLE: not yet."""
+
+    DEVICE = auto()
+    PINNED = auto()
+    PAGEABLE = auto()
+
+
+def memory_kind(address: int) -> MemoryKind:
+    """What the driver knows of `address`."""
+    found = ctypes.c_uint(0)
+    code = driver().cuPointerGetAttribute(
+        ctypes.byref(found), _POINTER_MEMORY_TYPE, ctypes.c_uint64(address)
+    )
+    if code or not found.value:
+        return MemoryKind.PAGEABLE
+    return MemoryKind.PINNED if found.value == _MEMORY_TYPE_HOST else MemoryKind.DEVICE
 
 
 def pointer_device(address: int) -> int:
@@ -256,6 +288,30 @@ class Device:
         """Unmap what `open` mapped."""
         self.use()
         driver().cuIpcCloseMemHandle(ctypes.c_uint64(address))
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Lock pages of host memory, so that kernels can read them. Whole pages."""
+        self.use()
+        flags = ctypes.c_uint(_PIN_FOR_EVERY_CONTEXT | _PIN_FOR_KERNELS)
+        code = driver().cuMemHostRegister_v2(
+            ctypes.c_void_p(address), ctypes.c_size_t(nbytes), flags
+        )
+        _check(code, f"cuMemHostRegister({address:#x}, {nbytes})")
+
+    def unpin(self, address: int) -> None:
+        """Let go of what `pin` locked."""
+        self.use()
+        driver().cuMemHostUnregister(ctypes.c_void_p(address))
+
+    def host_pointer(self, address: int) -> int:
+        """Where kernels find pinned host memory."""
+        self.use()
+        found = ctypes.c_uint64()
+        code = driver().cuMemHostGetDevicePointer_v2(
+            ctypes.byref(found), ctypes.c_void_p(address), ctypes.c_uint(0)
+        )
+        _check(code, f"cuMemHostGetDevicePointer({address:#x})")
+        return found.value
 
     def load(self, image: bytes) -> ctypes.c_void_p:
         """A module from a compiled image."""

@@ -19,15 +19,23 @@ struct Hash {
     u64 a, b;
 };
 
-// Keep in step with windlass/memory/position_digest.py, which says why it is built this way.
-__device__ __forceinline__ void absorb(Hash& h, u64 value, u64 pos) {
-    u64 x = value ^ (pos * 0x9E3779B97F4A7C15ull);
+// Keep in step with windlass/memory/position_digest.py, which says why it is built this way. Its
+// sums of products with a constant are products of the sums here: `settle` multiplies, once.
+constexpr u64 POSITION = 0x9E3779B97F4A7C15ull;
+
+// `salt`: the unit's position times POSITION.
+__device__ __forceinline__ void absorb_salted(Hash& h, u64 value, u64 salt) {
+    u64 x = value ^ salt;
     x ^= x >> 32;
     x *= 0xD6E8FEB86659FD93ull;
     x ^= x >> 29;
-    h.a += x * 0xA0761D6478BD642Full;
+    h.a += x;
     x ^= x >> 31;
-    h.b += x * 0xE7037ED1A0B428DBull;
+    h.b += x;
+}
+
+__device__ __forceinline__ void absorb(Hash& h, u64 value, u64 pos) {
+    absorb_salted(h, value, pos * POSITION);
 }
 
 __device__ __forceinline__ void settle(Hash h, u64* out) {
@@ -36,8 +44,8 @@ __device__ __forceinline__ void settle(Hash h, u64* out) {
         h.b += __shfl_down_sync(0xffffffffu, h.b, step);
     }
     if ((threadIdx.x & 31) == 0) {
-        atomicAdd(out, h.a);
-        atomicAdd(out + 1, h.b);
+        atomicAdd(out, h.a * 0xA0761D6478BD642Full);
+        atomicAdd(out + 1, h.b * 0xE7037ED1A0B428DBull);
     }
 }
 
@@ -54,9 +62,13 @@ __device__ __forceinline__ u64 read_unit(const u8* p, u32 unit) {
     return value;
 }
 
+__device__ __forceinline__ void absorb16_salted(Hash& h, uint4 v, u64 salt) {
+    absorb_salted(h, join(v.x, v.y), salt);
+    absorb_salted(h, join(v.z, v.w), salt + 8 * POSITION);
+}
+
 __device__ __forceinline__ void absorb16(Hash& h, uint4 v, u64 pos) {
-    absorb(h, join(v.x, v.y), pos);
-    absorb(h, join(v.z, v.w), pos + 8);
+    absorb16_salted(h, v, pos * POSITION);
 }
 
 template <bool HASH>
@@ -292,40 +304,66 @@ PUT(fp8_values_float32_hashed, (put_fp8<true, false, true>(p, h)))
 PUT(fp8_scales_bfloat16_hashed, (put_fp8<false, true, true>(p, h)))
 PUT(fp8_scales_float32_hashed, (put_fp8<true, true, true>(p, h)))
 
-// What lies at the destinations of the pieces, hashed where it lies.
-template <int ITEMSIZE>
-__device__ void hash_rows(const Piece& p, Hash& h) {
-    const u32 row_nbytes = p.row_elems * ITEMSIZE;
-    u64 mix = p.dst | row_nbytes;
-    if (p.rows > 1) mix |= p.dst_pitch;
-    if ((mix & 15) == 0) {
-        const u32 per_row = row_nbytes >> 4, total = per_row * p.rows, T = blockDim.x;
-        for (u32 first = threadIdx.x; first < total; first += 8 * T) {
-            uint4 v[8];
+// What lies at the destinations of the pieces, hashed where it lies. `num` vectors of 16 bytes behind
+// each other; four loads of every thread are under way at once.
+__device__ __forceinline__ void hash_run(const uint4* run, u32 num, u64 pos, Hash& h) {
+    const u32 T = blockDim.x;
+    const u64 stride = 16ull * T * POSITION;
+    u64 salt = (pos + 16ull * threadIdx.x) * POSITION;
+    for (u32 first = threadIdx.x; first < num; first += 4 * T) {
+        uint4 v[4];
 #pragma unroll
-            for (int k = 0; k < 8; k++) {
-                u32 i = first + k * T;
-                u32 row = p.rows == 1 ? 0 : i / per_row, at = i - row * per_row;
-                if (i < total) v[k] = __ldcs((const uint4*)(p.dst + row * p.dst_pitch) + at);
-            }
+        for (int k = 0; k < 4; k++)
+            if (first + k * T < num) v[k] = __ldcs(run + first + k * T);
 #pragma unroll
-            for (int k = 0; k < 8; k++) {
-                u32 i = first + k * T;
-                u32 row = p.rows == 1 ? 0 : i / per_row, at = i - row * per_row;
-                if (i < total) absorb16(h, v[k], p.pos + row * p.pos_pitch + 16ull * at);
-            }
-        }
-        return;
-    }
-    const u32 unit = unit_of(row_nbytes), per_row = row_nbytes / unit, total = per_row * p.rows;
-    for (u32 i = threadIdx.x; i < total; i += blockDim.x) {
-        u32 row = i / per_row, at = (i - row * per_row) * unit;
-        u64 value = read_unit((const u8*)(p.dst + row * p.dst_pitch) + at, unit);
-        absorb(h, value, p.pos + row * p.pos_pitch + at);
+        for (int k = 0; k < 4; k++, salt += stride)
+            if (first + k * T < num) absorb16_salted(h, v[k], salt);
     }
 }
 
-PUT(hash_1, (hash_rows<1>(p, h)))
-PUT(hash_2, (hash_rows<2>(p, h)))
-PUT(hash_4, (hash_rows<4>(p, h)))
-PUT(hash_8, (hash_rows<8>(p, h)))
+// Not inlined, so that its registers are not those of `hash_run`.
+__device__ __noinline__ Hash hash_strided(const Piece* piece, u32 row_nbytes) {
+    const Piece p = *piece;
+    Hash h = {0, 0};
+    const bool vectors = ((p.dst | row_nbytes | p.dst_pitch) & 15) == 0;
+    const u32 unit = vectors ? 16 : unit_of(row_nbytes);
+    const u32 per_row = row_nbytes / unit, total = per_row * p.rows;
+#pragma unroll 4
+    for (u32 i = threadIdx.x; i < total; i += blockDim.x) {
+        u32 row = i / per_row, at = (i - row * per_row) * unit;
+        const u8* source = (const u8*)(p.dst + row * p.dst_pitch) + at;
+        const u64 pos = p.pos + row * p.pos_pitch + at;
+        if (vectors)
+            absorb16(h, __ldcs((const uint4*)source), pos);
+        else
+            absorb(h, read_unit(source, unit), pos);
+    }
+    return h;
+}
+
+template <int ITEMSIZE>
+__device__ __forceinline__ void hash_rows(const Piece* piece, Hash& h) {
+    const u64 start = piece->dst;
+    const u32 rows = piece->rows, row_nbytes = piece->row_elems * ITEMSIZE;
+    const bool dense = rows == 1 || (piece->dst_pitch == row_nbytes && piece->pos_pitch == row_nbytes);
+    if (dense && ((start | row_nbytes) & 15) == 0) {
+        hash_run((const uint4*)start, (row_nbytes >> 4) * rows, piece->pos, h);
+        return;
+    }
+    const Hash part = hash_strided(piece, row_nbytes);
+    h.a += part.a;
+    h.b += part.b;
+}
+
+// Two blocks of 512 threads to a multiprocessor: one alone waits for memory half of its time.
+#define HASH(NAME, ITEMSIZE)                                                                      \
+    extern "C" __global__ void __launch_bounds__(512, 2) NAME(const Piece* pieces, u32 n, u64* out) { \
+        Hash h = {0, 0};                                                                          \
+        for (u32 i = blockIdx.x; i < n; i += gridDim.x) hash_rows<ITEMSIZE>(pieces + i, h);        \
+        settle(h, out);                                                                           \
+    }
+
+HASH(hash_1, 1)
+HASH(hash_2, 2)
+HASH(hash_4, 4)
+HASH(hash_8, 8)
