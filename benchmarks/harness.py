@@ -57,5 +57,10 @@ def report(rows: Sequence[Row], json_path: Path | None, title: str) -> None:
             f"{row.ratio:.3g}",
         )
     Console(width=140).print(table)
+    save(rows, json_path)
+
+
+def save(rows: Sequence[Row], json_path: Path | None) -> None:
+    """Write `rows` as a JSON list, if there is a path."""
     if json_path is not None:
         json_path.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from harness import Row, median_p95, parser, report
+from harness import Row, median_p95, parser, report, save
 from windlass.config import UpdateMode
 from windlass.execution.base import ParameterMemory
 from windlass.execution.bindings import DestinationBinding
@@ -711,6 +711,7 @@ def main() -> None:
     rows: list[Row] = []
     if not args.skip_pieces:
         rows += bench_pieces(host)
+        save(rows, args.json)
     half = host.half
     fsdp = f'kind = "fsdp"\nworld_size = {half}'
     megatron = f'kind = "megatron"\nworld_size = {half}\ntp = {half}\nep = {half}'
@@ -729,6 +730,7 @@ def main() -> None:
     ):
         text = QWEN3_30B_A3B.format(half=half, dtype=dtype, layers=layers, trainer=trainer, ep=ep)
         rows += bench_update(host, parse_topology(text), label)
+        save(rows, args.json)  # should a later case fail
     host.close()
     report(rows, args.json, f"NVLink: {torch.cuda.get_device_name(0)} x {host.world_size}")
 

@@ -187,6 +187,38 @@ def serve(pipe: Connection) -> None:
         pipe.send((memory.cpu().numpy().tobytes(), int(keep.sum())))
 
 
+def lend(pipe: Connection) -> None:
+    """Memory that is freed when told to, while a peer still has it mapped."""
+    transport = CudaIpcTransport(0)
+    address = transport.device.allocate(1 << 30)
+    region = transport.register(address, 1 << 30)
+    pipe.send(region.remote)
+    pipe.recv()
+    transport.unregister(region)
+    transport.device.free(address)
+    pipe.send("freed")
+    pipe.recv()
+
+
+def test_what_a_peer_has_freed_is_free_when_it_is_unmapped(transport: CudaIpcTransport) -> None:
+    context = mp.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=lend, args=(theirs,))
+    process.start()
+    region = ours.recv()
+    transport.map_region(region)
+    transport.keep_mapped([region])
+    ours.send("free it")
+    assert ours.recv() == "freed"
+    mapped, _ = torch.cuda.mem_get_info()
+    transport.keep_mapped(())
+    unmapped, _ = torch.cuda.mem_get_info()
+    ours.send("end")
+    process.join(20)
+    assert process.exitcode == 0
+    assert unmapped - mapped == 1 << 30
+
+
 @pytest.fixture
 def peer() -> Iterator[tuple[mp.process.BaseProcess, Connection]]:
     context = mp.get_context("spawn")

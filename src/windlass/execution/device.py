@@ -132,7 +132,8 @@ class DeviceSender:
             PlanError: the plan was made for another layout, or a destination has no binding.
             RegionError: a store would leave the published regions.
         """
-        self.close()
+        self._drop()
+        self._transport.keep_mapped(r for binding in bindings for r in binding.regions)
         self._shift = check_part(self._manifest, plan.sources, plan.source_digests, "sources")
         known = {binding.worker: binding for binding in bindings}
         for program in bind_links(plan, sending=True):
@@ -257,7 +258,11 @@ class DeviceSender:
         return LinkOutcome(name, LinkStatus.OK, link.program.nbytes, digest)
 
     def close(self) -> None:
-        """Free the tables and let go of pinned memory. Idempotent."""
+        """Free the tables, unmap the peers, let go of pinned memory. Idempotent."""
+        self._drop()
+        self._transport.keep_mapped(())
+
+    def _drop(self) -> None:
         _unload(self._transport, self._links)
         self._sources.close()
         self._links, self._bindings, self._programs, self._located = {}, {}, {}, ()

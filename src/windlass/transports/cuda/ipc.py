@@ -7,6 +7,7 @@ stores into it, by kernel or by copy engine. The owner's process takes no part i
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -118,7 +119,7 @@ class CudaIpcTransport:
         self._table.remove(region)
 
     def map_region(self, region: RemoteRegion) -> MappedRegion:
-        """Map a peer's region; its allocation is opened once and stays mapped while the peer lives.
+        """Map a peer's region; its allocation is opened once and stays mapped: see `keep_mapped`.
 
         Raises:
             PeerUnreachable: the owner is gone.
@@ -145,6 +146,19 @@ class CudaIpcTransport:
                 f"allocation of {size}"
             )
         return MappedRegion(region.address, stop, base + offset - region.address)
+
+    def keep_mapped(self, regions: Iterable[RemoteRegion]) -> None:
+        """Unmap every allocation of a peer that none of `regions` lies in.
+
+        What its owner frees stays taken on the owner's GPU for as long as it is mapped here. After a
+        write whose outcome is unknown nothing is unmapped: stores may still go on.
+        """
+        if self._late is not None:
+            return
+        needed = {(region.endpoint, _parse_key(region.key)[2]) for region in regions}
+        with self._lock:
+            for place in self._opened.keys() - needed:
+                self.device.close_handle(self._opened.pop(place))
 
     def _forget_dead(self) -> None:
         """Unmap what processes that are gone had exported, or their memory would stay taken."""
@@ -212,10 +226,7 @@ class CudaIpcTransport:
         self._table.clear()
         if self._late is not None:
             return
-        with self._lock:
-            opened, self._opened = self._opened, {}
-        for address in opened.values():
-            self.device.close_handle(address)
+        self.keep_mapped(())
         self.stream.close()
 
 
