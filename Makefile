@@ -85,6 +85,11 @@ test-rdma: setup
 	$(BIN)/python tools/rdma/guest.py --machine build/rdma --deadline-s 5400 -- \
 	  bash tools/rdma/guest_network.sh bash tools/rdma/guest_tests.sh $(VENV) $(RDMA_TESTS)
 
+# Processes on hosts of their own: network namespaces, slow and lossy lines, partitions (root).
+.PHONY: test-hosts
+test-hosts: setup
+	$(BIN)/pytest -m hosts tests/hosts
+
 # Every kind of process killed in every phase of an update, on every backend; about 15 minutes.
 .PHONY: test-faults
 test-faults: setup

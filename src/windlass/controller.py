@@ -40,6 +40,7 @@ class Controller:
     Args:
         token: shared secret that every trainer, engine and worker presents.
         host: address to bind. port: 0 lets the system choose; `url` says what it chose.
+        advertise_host: what others connect to; empty for `host`, needed where that is `0.0.0.0`.
         config: update mode, deadlines and retries.
         staleness: how old a trained answer may be, and how many run at once; only concurrency
             is limited when omitted.
@@ -56,12 +57,15 @@ class Controller:
         token: str,
         host: str = "127.0.0.1",
         port: int = 0,
+        advertise_host: str = "",
         config: ControlConfig | None = None,
         staleness: StalenessPolicy | None = None,
         journal_path: Path | None = None,
         rollout_config: RolloutConfig | None = None,
     ) -> None:
-        self._server = ControlServer(host=host, port=port, token=token)
+        self._server = ControlServer(
+            host=host, port=port, advertise_host=advertise_host, token=token
+        )
         self.coordinator = Coordinator(config or ControlConfig(), journal_path=journal_path)
         self.batches = BatchQueue()
         policy = staleness or StalenessPolicy.unbounded(DEFAULT_CONCURRENCY)
@@ -72,7 +76,7 @@ class Controller:
 
     @property
     def url(self) -> str:
-        """The bound address; trainers, engines and workers are given this."""
+        """The address that trainers, engines and workers are given."""
         return self._server.url
 
     @property

@@ -135,7 +135,7 @@ class TestMooncakeTcp(ProcessConformance):
             "from windlass.transports.configs import MooncakeConfig, MooncakeProtocol\n"
             "from windlass.errors import TransportUnavailable\n"
             "try:\n"
-            "    T(MooncakeConfig(protocol=MooncakeProtocol.RDMA))\n"
+            "    T(MooncakeConfig(host='127.0.0.1', protocol=MooncakeProtocol.RDMA))\n"
             "except TransportUnavailable as error:\n"
             "    print(error)\n"
         )

@@ -145,7 +145,7 @@ def test_what_a_relay_leaves_missing_is_written_by_the_trainers_whatever_the_ord
         if engines_first:
             round_.written(Feed, *ENGINES)
         # No rewrite is allowed in this round: completing a relay is none.
-        assert round_.told("t", Write) == [Write(1, ("c/0",), 120.0)]
+        assert round_.told("t", Write) == [Write(1, ("c/0",), 108.0)]
         round_.written(Write, "c")
         assert round_.complete(*ENGINES).outcome is RoundOutcome.PUBLISHED
 

@@ -547,7 +547,7 @@ def test_the_deadline_of_an_earlier_write_does_not_end_its_repetition() -> None:
             kept = tuple(link for link in result.links if link.destination != "b/0")
             result = Written((*kept, failed), 0.0, 0.0)
         more = script.reply(send, result)
-    assert [(s.worker, s.command) for s in more] == [("trainer/0", Write(1, ("b/0",), 120.0))]
+    assert [(s.worker, s.command) for s in more] == [("trainer/0", Write(1, ("b/0",), 108.0))]
     assert script.take(script.machine.handle(DeadlinePassed(first))) == []
     assert script.machine.phase is Phase.WRITE
     assert script.finish_well(more).outcome is RoundOutcome.PUBLISHED
@@ -561,7 +561,7 @@ def test_wrong_bytes_are_written_again_and_checked_again(mode: UpdateMode) -> No
     for send in waiting:
         wrong = ("trainer/1",) if send.worker == "c/0" else ()
         more = script.reply(send, Verified(wrong, 8))
-    assert [(s.worker, s.command) for s in more] == [("trainer/1", Write(1, ("c/0",), 120.0))]
+    assert [(s.worker, s.command) for s in more] == [("trainer/1", Write(1, ("c/0",), 108.0))]
     checks = script.reply(more[0], script.good(more[0]))
     assert [s.worker for s in checks] == ["c/0"]
     finish = script.finish_well(checks)

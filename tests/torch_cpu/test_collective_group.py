@@ -78,7 +78,7 @@ def join_all(offers: Sequence[GroupOffer], rendezvous: Rendezvous, deadline_s: f
 def test_a_member_that_means_something_else_is_an_error_for_all_before_any_collective(
     other: dict[str, object],
 ) -> None:
-    rendezvous = Rendezvous(20.0)
+    rendezvous = Rendezvous("127.0.0.1", 20.0)
     offer = offer_of(rendezvous)
     found = join_all([offer, offer, msgspec.structs.replace(offer, **other)], rendezvous)
     for answer in found:
@@ -88,14 +88,14 @@ def test_a_member_that_means_something_else_is_an_error_for_all_before_any_colle
 
 
 def test_a_member_that_never_comes_is_named_by_the_deadline() -> None:
-    rendezvous = Rendezvous(20.0)
+    rendezvous = Rendezvous("127.0.0.1", 20.0)
     offer = offer_of(rendezvous)
     for answer in join_all([offer, offer], rendezvous, 1.0):
         assert isinstance(answer, PeerTimeout), answer
 
 
 def test_groups_live_side_by_side_and_the_default_group_is_untouched() -> None:
-    stores = [Rendezvous(20.0), Rendezvous(20.0)]
+    stores = [Rendezvous("127.0.0.1", 20.0), Rendezvous("127.0.0.1", 20.0)]
     assert stores[0].port != stores[1].port
     formed = [join_all([offer_of(store, name)] * 3, store) for store, name in zip(stores, "ab", strict=True)]  # fmt: skip
     groups = [[g for g in group if isinstance(g, TorchBroadcastGroup)] for group in formed]

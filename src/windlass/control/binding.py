@@ -25,11 +25,19 @@ from windlass.control.messages import (
 from windlass.control.relay_binding import RelayPlan, plan_relay
 from windlass.control.relay_messages import RelayOpened
 from windlass.control.session import AgentSession
-from windlass.errors import PeerTimeout, PeerUnreachable, PlanError, RoundAborted, WindlassError
+from windlass.errors import (
+    ConfigError,
+    PeerTimeout,
+    PeerUnreachable,
+    PlanError,
+    RoundAborted,
+    WindlassError,
+)
 from windlass.execution.bindings import DestinationBinding, GroupOffer
 from windlass.layout.manifest import ShardManifest
 from windlass.planning.plan import TransferPlan
 from windlass.planning.relay import copy_part
+from windlass.transports.addresses import HOST_VARIABLE, is_loopback, split_host_port
 
 __all__ = ["Binding", "EnginesUnbound", "Planner", "bind_fleet", "find_unplannable", "signature_of"]
 
@@ -138,6 +146,8 @@ async def bind_fleet(
             failed[worker] = result
     if failed:
         raise _unbound(failed, engine_of, "did not bind the plan")
+    if astray := _find_astray(bindings, workers, pinned):
+        raise EnginesUnbound({engine_of[w]: why for w, why in astray.items()}, {}, "")
     confirmed = await caller.call(
         {
             w: ConnectTrainer(part, digest, relay.direct(bindings), backend)
@@ -160,6 +170,28 @@ async def bind_fleet(
         plan_digest=digest,
         relay=relay.children,
     )
+
+
+def _find_astray(
+    bindings: Sequence[DestinationBinding],
+    sources: Sequence[str],
+    sessions: Mapping[str, AgentSession],
+) -> dict[str, str]:
+    """Engine ranks whose address would lead a source on another host to itself: worker -> why."""
+    places = {sessions[worker].host for worker in sources if worker in sessions}
+    found = {}
+    for binding in bindings:
+        session, address = sessions.get(binding.worker), binding.endpoint.address
+        try:
+            host = split_host_port(address)[0]
+        except ConfigError:
+            host = address  # of a transport that never leaves its host, or without a port
+        if session is not None and is_loopback(host) and places - {session.host}:
+            found[binding.worker] = (
+                f"{binding.worker}: {binding.endpoint.transport} address must be reachable from "
+                f"other hosts, got {address!r}; the transport's host or {HOST_VARIABLE} sets it"
+            )
+    return found
 
 
 async def _bind_relay(

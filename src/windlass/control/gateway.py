@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from aiohttp import WSMsgType, web
 
@@ -22,6 +23,7 @@ from windlass.control.messages import (
 from windlass.control.server import CALLER
 from windlass.control.session import AgentSession
 from windlass.errors import PlanError, ProtocolError
+from windlass.transports.addresses import HOST_VARIABLE, is_loopback, is_wildcard
 
 __all__ = ["AgentOwner", "serve_agent"]
 
@@ -75,6 +77,8 @@ async def serve_agent(
         hello = await _read_hello(socket, config.heartbeat_s)
         _check_role(hello, CALLER.get())
         session = await owner.admit(hello, socket)
+        if session.host:
+            _check_published(hello, session.host)
         await socket.send_bytes(encode(Welcome(epoch)))
         _log.info("agent %s connected", session.worker)
         await owner.admitted(session)
@@ -124,6 +128,20 @@ def _check_role(hello: Hello, access: Access) -> None:
     if access is not Access.OWNER and access.value != hello.role.value:
         raise ProtocolError(
             f"{hello.worker}: /v1/agents: a token of role {access} may not join as {hello.role}"
+        )
+
+
+def _check_published(hello: Hello, host: str) -> None:
+    """An engine on another host must not send us to ourselves.
+
+    Raises:
+        ProtocolError: the URL that it publishes names no other host.
+    """
+    named = urlsplit(hello.url).hostname or ""
+    if hello.url and (is_loopback(named) or is_wildcard(named)):
+        raise ProtocolError(
+            f"{hello.worker} on host {host}: url must be reachable from other hosts, got "
+            f"{hello.url!r}; --host, --advertise-host or {HOST_VARIABLE} sets it"
         )
 
 

@@ -304,14 +304,15 @@ class RoundMachine:
             links = self._links.among(links, self._active_workers())
             self._send_receives(links)
         relayed = self._relay.begin(self._active_workers())
+        # Less than the phase has: one link that is stuck must not cost the answer about the others.
+        within_s = self._spec.write_s * DEADLINE_SHARE
         if relayed:
-            within_s = self._spec.write_s * DEADLINE_SHARE
             for worker in self._relay.members:
-                self._send(worker, Relay(self._spec.version, within_s))
+                self._send(worker, Relay(self._spec.version, within_s * DEADLINE_SHARE))
         for trainer, destinations in links.items():
             self._links.ask(trainer, destinations)
             kind = Feed if relayed else Write
-            self._send(trainer, kind(self._spec.version, destinations, self._spec.write_s))
+            self._send(trainer, kind(self._spec.version, destinations, within_s))
 
     def _send_receives(self, links: Mapping[str, tuple[str, ...]]) -> None:
         """The other half of a collective; told first, since it has nothing to pack."""
@@ -320,7 +321,8 @@ class RoundMachine:
             for worker in destinations:
                 groups.setdefault(worker, {})[source] = destinations
         for worker, of_worker in groups.items():
-            command = Receive(self._spec.version, of_worker, self._spec.write_s)
+            within_s = self._spec.write_s * DEADLINE_SHARE
+            command = Receive(self._spec.version, of_worker, within_s)
             self._send(worker, command, expects_reply=False)
 
     def _write_again(self, missing: Mapping[str, tuple[str, ...]]) -> None:

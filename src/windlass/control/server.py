@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Awaitable, Callable, Iterable, MutableSequence
 from contextvars import ContextVar
 from typing import final
@@ -11,6 +10,7 @@ from aiohttp import web
 
 from windlass.control.access import ROUTES, Access, AccessGate, refusal_of
 from windlass.errors import ConfigError
+from windlass.transports.addresses import listen, published_host, url_of
 
 __all__ = ["CALLER", "ControlServer"]
 
@@ -26,20 +26,28 @@ class ControlServer:
 
     Args:
         host: address to bind. port: 0 lets the system choose.
+        advertise_host: what others connect to; empty for `host`.
         token: the owner's secret. The tokens that `role_token` derives from it are known as well, for
             the routes of `access.ROUTES`. Compared in constant time.
         max_body_nbytes: larger request bodies are refused with 413.
 
     Raises:
-        ConfigError: empty token.
+        ConfigError: empty token, or `host` is every address and `advertise_host` names none.
     """
 
     def __init__(
-        self, *, host: str, port: int, token: str, max_body_nbytes: int = 64 << 20
+        self,
+        *,
+        host: str,
+        port: int,
+        token: str,
+        advertise_host: str = "",
+        max_body_nbytes: int = 64 << 20,
     ) -> None:
         if not token:
             raise ConfigError("ControlServer: token must not be empty, got ''")
         self._host, self._port = host, port
+        self._published_host = published_host(host, advertise_host, "ControlServer")
         self._gate = AccessGate.of_secret(token, Access)
         self._app = web.Application(
             middlewares=[self._authenticate], client_max_size=max_body_nbytes
@@ -49,8 +57,8 @@ class ControlServer:
 
     @property
     def url(self) -> str:
-        """The bound address; valid after `start`."""
-        return f"http://{self._host}:{self._port}"
+        """The address that others connect to; valid after `start`."""
+        return url_of(self._published_host, self._port)
 
     def add_routes(self, routes: Iterable[web.AbstractRouteDef]) -> None:
         """Mount routes; before `start`."""
@@ -72,16 +80,7 @@ class ControlServer:
         Raises:
             ConfigError: the address cannot be bound.
         """
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((self._host, self._port))
-        except OSError as error:
-            listener.close()
-            raise ConfigError(
-                f"ControlServer: host {self._host!r} port {self._port} cannot be bound: {error}"
-            ) from error
+        listener = listen(self._host, self._port, "ControlServer")
         self._port = listener.getsockname()[1]
         self._runner = web.AppRunner(self._app, access_log=None, shutdown_timeout=2.0)
         await self._runner.setup()

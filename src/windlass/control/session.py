@@ -31,11 +31,16 @@ CommandKey = tuple[int, int, int]
 
 @final
 class AgentSession:
-    """Sends frames and matches replies to whoever waits for them. One per connection."""
+    """Sends frames and matches replies to whoever waits for them. One per connection.
+
+    Attributes:
+        host: address of the agent's host; empty for this one.
+    """
 
     def __init__(self, socket: web.WebSocketResponse, agent: Agent) -> None:
         self.agent = agent
         self._socket = socket
+        self.host = _host_of(socket)
         self._waiting: dict[CommandKey, asyncio.Future[Result]] = {}
 
     @property
@@ -93,6 +98,11 @@ class AgentSession:
     async def close(self) -> None:
         """Close the connection."""
         await self._socket.close()
+
+
+def _host_of(socket: web.WebSocketResponse) -> str:
+    peer, own = (socket.get_extra_info(name) for name in ("peername", "sockname"))
+    return "" if peer is None or own is None or peer[0] == own[0] else str(peer[0])
 
 
 async def probe_held(fleet: Fleet, sessions: Mapping[str, AgentSession]) -> None:

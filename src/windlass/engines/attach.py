@@ -25,10 +25,10 @@ from windlass.control.messages import PROTOCOL_VERSION, Hello
 from windlass.engines.capture.capture import Captured
 from windlass.engines.capture.codes import checkpoint_tensors
 from windlass.errors import PeerTimeout, PeerUnreachable, ProtocolError, WindlassError
-from windlass.execution.backends import address_towards
 from windlass.execution.receiver import Receiver
 from windlass.execution.sender import ParameterMemory, Sender
 from windlass.layout.manifest import Role
+from windlass.transports.addresses import own_address
 from windlass.transports.base import MemoryRegion, OneSidedTransport
 from windlass.transports.configs import CudaIpcConfig, TransportConfig, parse_transport
 from windlass.transports.registry import create_transport
@@ -288,7 +288,7 @@ def attach(
         AuthenticationError, ProtocolError, PeerTimeout: see `AgentChannel.connect`.
         TransportUnavailable, RegionError: the transport cannot serve this memory.
     """
-    transport = create_transport(_transport_config(settings.transport))
+    transport = create_transport(_transport_config(settings.transport), towards=settings.controller)
     manifest = captured.manifest
     regions = _register(transport, captured)
     receiver = Receiver(transport, manifest, captured.addresses, regions)
@@ -298,7 +298,7 @@ def attach(
     ]
     # Repacked parameters are read from their buffers, which hold what was last received.
     sender = Sender(transport, manifest, lambda: memory, registered=regions)
-    agent = EngineAgent(receiver, hooks, sender, host=address_towards(settings.controller))
+    agent = EngineAgent(receiver, hooks, sender, host=own_address(settings.controller))
     encoded, wire = manifest.encode(), transport.report()
     incarnation = os.urandom(8).hex()
 

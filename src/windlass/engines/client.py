@@ -11,10 +11,10 @@ from windlass.control.agents import EngineAgent
 from windlass.control.client import AgentChannel, CommandHandler
 from windlass.control.hooks import EngineHooks
 from windlass.control.messages import PROTOCOL_VERSION, Hello
-from windlass.execution.backends import address_towards
 from windlass.execution.receiver import Receiver
 from windlass.execution.sender import ParameterMemory, Sender
 from windlass.layout.manifest import Role, ShardManifest
+from windlass.transports.addresses import own_address
 from windlass.transports.base import MemoryRegion, OneSidedTransport
 
 __all__ = ["EngineClient"]
@@ -78,7 +78,7 @@ class EngineClient:
             self._receiver,
             hooks,
             self._sender if can_send else None,
-            host=address_towards(controller),
+            host=own_address(controller),
         )
         encoded, wire, incarnation = manifest.encode(), transport.report(), os.urandom(8).hex()
 

@@ -19,12 +19,14 @@ import msgspec
 from windlass.engines.attach import AgentSettings
 from windlass.envs import control_token, environment_value, inherited_environment
 from windlass.errors import ConfigError, PeerUnreachable, WindlassError
+from windlass.transports.addresses import own_address, published_host, url_of
 
 __all__ = [
     "Connect",
     "arguments",
     "attach_running",
     "check_placed",
+    "place",
     "refuse_unsafe",
     "serve",
     "starts_with_random_weights",
@@ -44,7 +46,8 @@ def arguments(program: str, description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--controller", default="", help="address; none serves what it loaded")
     parser.add_argument("--transport", default="cma")
     parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--host", default="", help="to bind; see docs/hosts.md")
+    parser.add_argument("--advertise-host", default="", help="what others connect to")
     parser.add_argument("--port", type=int, default=0, help="of the engine's server")
     parser.add_argument(
         "--attach",
@@ -107,6 +110,16 @@ def attach_running(args: argparse.Namespace, connect: Connect) -> int:
     return 0
 
 
+def place(args: argparse.Namespace) -> None:
+    """Fill in the address that the engine's server binds, and the one that others are told.
+
+    Raises:
+        ConfigError, PeerUnreachable: see `own_address` and `published_host`.
+    """
+    args.host = args.host or own_address(args.controller)
+    args.advertise_host = published_host(args.host, args.advertise_host, f"engine {args.name}")
+
+
 def serve(
     args: argparse.Namespace,
     command: Sequence[str],
@@ -118,7 +131,7 @@ def serve(
     """Run `command` until it ends; print one JSON line once its ranks have joined.
 
     Args:
-        args: of `arguments`; `port` is that of the command.
+        args: of `arguments`, after `place`; `port` is that of the command.
         command: the engine's own server.
         environment: set on top of this process's own; the token is inherited by the ranks.
         ready_line: what the server logs when it serves.
@@ -137,7 +150,7 @@ def serve(
         env={**inherited_environment(), **environment},
         start_new_session=True,
     )
-    url = f"http://{args.host}:{args.port}"
+    url = url_of(args.advertise_host, args.port)
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         _signal(server.pid, signal.SIGKILL)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import socket
 from typing import assert_never
-from urllib.parse import urlsplit
 
 from windlass.config import DiskBackend, P2pBackend, UpdateBackend, XcclBackend
 from windlass.execution.base import ReceiverBackend, SenderBackend
@@ -16,7 +14,7 @@ from windlass.execution.receiver import Receiver
 from windlass.execution.sender import Sender
 from windlass.transports.cuda.ipc import CudaIpcTransport
 
-__all__ = ["address_towards", "receiver_for", "sender_for"]
+__all__ = ["receiver_for", "sender_for"]
 
 
 def sender_for(config: UpdateBackend, sender: Sender, host: str) -> SenderBackend:
@@ -49,17 +47,3 @@ def receiver_for(config: UpdateBackend, receiver: Receiver, host: str) -> Receiv
             return DiskReceiver(config, receiver.manifest, receiver.live_addresses)
         case _:
             assert_never(config)
-
-
-def address_towards(url: str) -> str:
-    """The address of this host on the way to `url`; nothing is sent. Loopback if it is unknown."""
-    parts = urlsplit(url)
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return "127.0.0.1"

@@ -79,7 +79,7 @@ class CollectiveSender:
         parts, sizes = cut_buckets(
             self._source.manifest, programs.values(), self._config.bucket_nbytes
         )
-        self._rendezvous = Rendezvous(STORE_DEADLINE_S)
+        self._rendezvous = Rendezvous(self._host, STORE_DEADLINE_S)
         self._plan_tables = _plan_tables(plan)
         self._offer = GroupOffer(
             name=f"{worker}#{os.urandom(4).hex()}",

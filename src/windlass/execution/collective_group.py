@@ -13,33 +13,41 @@ from windlass.config import CollectiveFabric
 from windlass.errors import ConfigError, PeerTimeout, PlanError, TransferFailed
 from windlass.execution.bindings import GroupOffer
 from windlass.telemetry.clock import Deadline
+from windlass.transports.addresses import listen
 
 __all__ = ["Rendezvous", "TorchBroadcastGroup", "join_group"]
 
 MIN_TIMEOUT_S = 0.05
+BACKLOG = 1024
 
 
 @final
 class Rendezvous:
-    """A store that the source hosts: bound to port 0, and then published.
+    """A store that the source hosts: bound to a free port of `host` alone, and then published.
 
     Raises:
-        TransferFailed: no port can be bound.
+        ConfigError: `host` is no address of this host.
+        TransferFailed: the store does not start.
     """
 
-    def __init__(self, deadline_s: float) -> None:
+    def __init__(self, host: str, deadline_s: float) -> None:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+        # By itself the store listens on every address of the host.
+        listener = listen(host, 0, "rendezvous")
+        port = int(listener.getsockname()[1])
         try:
+            listener.listen(BACKLOG)
             self.store = TCPStore(
-                "localhost",
-                0,
+                host,
+                port,
                 is_master=True,
                 wait_for_workers=False,
                 timeout=timedelta(seconds=deadline_s),
+                master_listen_fd=listener.detach(),
             )
-        except RuntimeError as error:
-            raise TransferFailed(f"rendezvous: no port can be bound: {error}") from error
+        except (RuntimeError, OSError) as error:
+            raise TransferFailed(f"rendezvous: does not start: {error}") from error
 
     @property
     def port(self) -> int:

@@ -53,11 +53,13 @@ class ControllerSection(msgspec.Struct, frozen=True, kw_only=True):
     """Where the controller listens.
 
     Attributes:
-        host: address that trainers, engines and workers reach. port: 0 lets the system choose.
+        host: address to bind. port: 0 lets the system choose.
+        advertise_host: what trainers, engines and workers connect to; empty for `host`.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
+    advertise_host: str = ""
 
 
 class TrainerSection(msgspec.Struct, frozen=True, kw_only=True):

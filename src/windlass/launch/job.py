@@ -79,6 +79,7 @@ async def run_job(config: LaunchConfig, *, say: Callable[[str], None]) -> JobSum
         token=token,
         host=config.controller.host,
         port=config.controller.port,
+        advertise_host=config.controller.advertise_host,
         config=config.update,
         staleness=StalenessPolicy(
             max_staleness=rollout.max_staleness,

@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import logging
 import signal
-import socket
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
@@ -23,12 +22,13 @@ from aiohttp import web
 
 from windlass.control.access import Access, role_token
 from windlass.envs import ENGINE_TOKEN_VARIABLE, control_token, environment_value
-from windlass.errors import AuthenticationError, ConfigError
+from windlass.errors import AuthenticationError, ConfigError, PeerUnreachable
 from windlass.rollout._http import authorization, require_token
 from windlass.rollout.messages import WorkerHello
 from windlass.rollout.runner import WorkerRunner
 from windlass.rollout.workflows import Workflow, check_workflows
 from windlass.telemetry.logs import configure_logging
+from windlass.transports.addresses import listen, own_address, published_host, url_of
 
 __all__ = ["WorkerSettings", "main", "run_rollout_worker", "run_worker"]
 
@@ -41,7 +41,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         controller: base URL of the controller.
         name: unique among the controller's workers.
-        host: address to bind. port: 0 lets the system choose.
+        host: address to bind; empty for the one towards the controller. port: 0 lets the system
+            choose.
         advertise_host: what the controller connects to; empty for `host`.
         max_concurrent: attempts at a time.
         call_deadline_s: a delivery that is not acknowledged by then is sent again.
@@ -51,7 +52,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     controller: str
     name: str
-    host: str = "127.0.0.1"
+    host: str = ""
     port: int = 0
     advertise_host: str = ""
     max_concurrent: int = 1024
@@ -83,15 +84,17 @@ async def run_worker(
         ConfigError: the address cannot be bound, the token is empty, or the controller
             refuses this worker.
         AuthenticationError: the controller refuses the token.
+        PeerUnreachable: no address of this host leads to the controller.
     """
     if not token:
         raise ConfigError("worker: token must not be empty, got ''")
-    listener = _bind(settings.host, settings.port)
-    host = settings.advertise_host or settings.host
+    bound = settings.host or own_address(settings.controller)
+    host = published_host(bound, settings.advertise_host, "worker")
+    listener = listen(bound, settings.port, "worker")
     known = check_workflows(workflows)
     hello = WorkerHello(
         name=settings.name,
-        url=f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}",
+        url=url_of(host, listener.getsockname()[1]),
         incarnation=uuid.uuid4().hex[:12],
         max_concurrent=settings.max_concurrent,
         workflows=tuple(sorted(known)),
@@ -134,18 +137,6 @@ async def _run(settings: WorkerSettings, workflows: Mapping[str, Workflow] | Non
     return await run_worker(settings, control_token(), workflows, engine_token=engine_token)
 
 
-def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"worker: {host}:{port} cannot be bound: {error}") from error
-    return listener
-
-
 async def _serve(runner: WorkerRunner, shutdown_s: float) -> bool:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -169,7 +160,7 @@ def _settings(arguments: Sequence[str] | None) -> WorkerSettings:
     parser = argparse.ArgumentParser(prog="python -m windlass.rollout.worker", description=__doc__)
     parser.add_argument("--controller", required=True, help="base URL of the controller")
     parser.add_argument("--name", required=True, help="unique among the controller's workers")
-    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--host", default="")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--advertise-host", default="")
     parser.add_argument("--max-concurrent", type=int, default=1024)
@@ -204,7 +195,7 @@ def main(
         configure_logging(settings.name)
         if asyncio.run(_run(settings, workflows)):
             return 0
-    except (AuthenticationError, ConfigError) as error:
+    except (AuthenticationError, ConfigError, PeerUnreachable) as error:
         logger.error("%s", error)  # noqa: TRY400  (one line is what the user needs)
         return 2
     logger.error("controller %s was gone for %s s", settings.controller, settings.controller_gone_s)

@@ -47,13 +47,13 @@ from windlass.errors import (
     ProtocolError,
     RoundAborted,
 )
-from windlass.execution.backends import address_towards
 from windlass.execution.bindings import GroupOffer, WireTensor
 from windlass.execution.by_hand import signature_of_group, wire_offsets
 from windlass.execution.collective_group import Rendezvous, join_group
 from windlass.layout.dtypes import DType
 from windlass.telemetry.clock import Deadline
 from windlass.training.client import TrainerClient
+from windlass.transports.addresses import own_address
 
 if TYPE_CHECKING:
     import torch
@@ -272,8 +272,8 @@ class WeightGroup:
     ) -> None:
         self._callback, self.name, self._deadline_s = callback, name, deadline_s
         self._bucket_nbytes = bucket_nbytes
-        rendezvous = Rendezvous(deadline_s)
-        host = address_towards(callback.url)
+        host = own_address(callback.url)
+        rendezvous = Rendezvous(host, deadline_s)
         members = (callback.head, *callback.engine_ranks(deadline_s=deadline_s))
         offer = GroupOffer(name, members, host, rendezvous.port, (), (bucket_nbytes,))
         entered = callback.init_weights_update_group(offer, fabric=fabric, deadline_s=deadline_s)

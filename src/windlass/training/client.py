@@ -15,10 +15,10 @@ from windlass.control.agents import TrainerAgent
 from windlass.control.client import AgentChannel
 from windlass.control.messages import PROTOCOL_VERSION, Hello, RoundOutcome, UpdateReport
 from windlass.errors import RoundAborted
-from windlass.execution.backends import address_towards
 from windlass.execution.sender import ParameterMemory, Sender
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS, StackedRule
+from windlass.transports.addresses import own_address
 from windlass.transports.base import OneSidedTransport
 from windlass.transports.configs import TransportConfig, parse_transport
 from windlass.transports.registry import create_transport
@@ -77,7 +77,7 @@ class TrainerClient:
                 wire=wire,
             )
 
-        self._agent = TrainerAgent(self._sender, host=address_towards(controller))
+        self._agent = TrainerAgent(self._sender, host=own_address(controller))
         self._channel = AgentChannel(controller, token, hello, self._agent)
         try:
             self._channel.connect(connect_deadline_s)
@@ -164,7 +164,7 @@ def connect_trainer(
     return TrainerClient(
         manifest=described.manifest,
         parameters=described.parameters,
-        transport=create_transport(config),
+        transport=create_transport(config, towards=controller),
         controller=controller,
         token=token,
         group=group,

@@ -83,7 +83,7 @@ def connect_megatron_trainer(
     return TrainerClient(
         manifest=described.manifest,
         parameters=described.parameters,
-        transport=create_transport(config),
+        transport=create_transport(config, towards=controller),
         controller=controller,
         token=token,
         group=group,

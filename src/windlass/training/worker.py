@@ -21,7 +21,7 @@ import aiohttp
 
 from windlass.envs import control_token, environment_value
 from windlass.errors import AuthenticationError, ConfigError, PeerUnreachable
-from windlass.execution.backends import address_towards
+from windlass.execution.collective_group import Rendezvous
 from windlass.rollout.messages import TrainingSample
 from windlass.telemetry.logs import configure_logging, log_fields
 from windlass.training.messages import (
@@ -39,12 +39,14 @@ from windlass.training.messages import (
     decode_call,
     encode_frame,
 )
+from windlass.transports.addresses import own_address
 
 __all__ = ["TrainContext", "TrainEngine", "run_train_worker"]
 
 KEPT_REPLIES = 16
 RECONNECT_DEADLINE_S = 30.0
 BACKOFF_S = 0.2
+STORE_DEADLINE_S = 300.0
 HEARTBEAT_S = 20.0
 MAX_MESSAGE_NBYTES = 1 << 30
 
@@ -140,11 +142,9 @@ class _Worker:
         self._incarnation = os.urandom(8).hex()
         self._host, self._port, self._store = "", 0, None
         if rank == 0:
-            from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-            self._host = address_towards(url)
+            self._host = own_address(url)
             # Bound here, then published: no port is ever guessed.
-            self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+            self._store = Rendezvous(self._host, STORE_DEADLINE_S)
             self._port = self._store.port
 
     def run(self) -> None:

@@ -53,14 +53,14 @@ class MooncakeConfig(msgspec.Struct, frozen=True, tag="mooncake", forbid_unknown
     """Mooncake TransferEngine.
 
     Attributes:
-        host: address that peers reach this process at.
+        host: address that peers reach this process at; empty for `addresses.own_address`.
         protocol: refused when Mooncake chooses another one.
         device: comma-separated NIC names; empty for all. Writes are striped over them.
         max_registration_nbytes: larger regions are registered in steps of this; 0 for the least
             of what the NICs say and MC_MAX_MR_SIZE.
     """
 
-    host: str = "127.0.0.1"
+    host: str = ""
     protocol: MooncakeProtocol = MooncakeProtocol.AUTO
     device: str = ""
     max_registration_nbytes: int = 0
@@ -95,7 +95,7 @@ class NixlConfig(msgspec.Struct, frozen=True, tag="nixl", forbid_unknown_fields=
     """NIXL with its UCX backend.
 
     Attributes:
-        host: address that peers reach this process at.
+        host: address that peers reach this process at; empty for `addresses.own_address`.
         wire: refused when UCX chooses another one.
         device: comma-separated UCX device names (`mlx5_0:1`, `eth0`); empty for all. Writes are
             striped over those that are named.
@@ -103,7 +103,7 @@ class NixlConfig(msgspec.Struct, frozen=True, tag="nixl", forbid_unknown_fields=
             registration per region.
     """
 
-    host: str = "127.0.0.1"
+    host: str = ""
     wire: NixlWire = NixlWire.AUTO
     device: str = ""
     max_registration_nbytes: int = 0

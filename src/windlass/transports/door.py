@@ -14,8 +14,9 @@ import socket
 import threading
 from typing import final
 
-from windlass.errors import PeerUnreachable, TransportUnavailable
+from windlass.errors import ConfigError, PeerUnreachable, TransportUnavailable
 from windlass.telemetry.clock import Deadline
+from windlass.transports.addresses import is_wildcard, split_host_port
 from windlass.transports.base import PeerEndpoint
 
 __all__ = ["INCARNATION_NBYTES", "Door", "Doorway"]
@@ -35,10 +36,15 @@ class Door:
         transport: registry name, for messages.
 
     Raises:
+        ConfigError: `host` is every address.
         TransportUnavailable: `host` is no address of this machine.
     """
 
     def __init__(self, host: str, incarnation: str, transport: str) -> None:
+        if is_wildcard(host):
+            raise ConfigError(
+                f"{transport}: host must be one address of this machine, got {host!r}"
+            )
         try:
             family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
             self._listener = socket.create_server((host, 0), family=family, backlog=128)
@@ -90,14 +96,13 @@ class Doorway:
     """
 
     def __init__(self, endpoint: PeerEndpoint, deadline: Deadline) -> None:
-        host, _, port = endpoint.address.rpartition(":")
-        if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-            raise PeerUnreachable(
-                f"{endpoint.transport}: address must be host:port, got {endpoint.address!r}"
-            )
+        try:
+            host, port = split_host_port(endpoint.address)
+        except ConfigError as error:
+            raise PeerUnreachable(f"{endpoint.transport}: {error}") from error
         try:
             self._socket = socket.create_connection(
-                (host, int(port)), timeout=max(deadline.remaining_s, 0.001)
+                (host, port), timeout=max(deadline.remaining_s, 0.001)
             )
         except OSError as error:
             raise PeerUnreachable(f"{deadline.purpose}: nothing answers: {error}") from error

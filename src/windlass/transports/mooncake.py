@@ -16,6 +16,7 @@ import numpy as np
 
 from windlass.errors import RegionError, TransportUnavailable
 from windlass.telemetry.clock import Deadline
+from windlass.transports.addresses import join_host_port
 from windlass.transports.base import (
     MemoryRegion,
     PeerEndpoint,
@@ -99,7 +100,7 @@ class MooncakeTransport:
         self._door = Door(config.host, door_name(token), "mooncake") if self._is_rdma() else None
         self._endpoint = PeerEndpoint(
             "mooncake",
-            f"{config.host}:{started.engine.get_rpc_port()}",
+            join_host_port(config.host, started.engine.get_rpc_port()),
             format_incarnation(token, address, 0 if self._door is None else self._door.port),
         )
 

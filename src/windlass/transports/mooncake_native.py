@@ -21,6 +21,7 @@ from typing import Protocol, cast
 
 from windlass.envs import environment_value, set_defaults
 from windlass.errors import ConfigError, TransportUnavailable
+from windlass.transports.addresses import is_wildcard
 from windlass.transports.configs import MooncakeConfig, MooncakeProtocol
 from windlass.transports.mooncake_verbs import max_registration_nbytes
 
@@ -94,7 +95,10 @@ def start_engine(config: MooncakeConfig) -> Started:
     _check_host(config.host)
     forced = config.protocol is MooncakeProtocol.TCP
     detail = _installed_version()
-    values = set_defaults(_DEFAULTS | ({"MC_FORCE_TCP": "1"} if forced else {}))
+    chosen = {"MC_FORCE_TCP": "1"} if forced else {}
+    if ":" in config.host:
+        chosen["MC_USE_IPV6"] = "1"  # listens and connects by IPv4 only without it
+    values = set_defaults(_DEFAULTS | chosen)
     force_tcp = environment_value("MC_FORCE_TCP")
     if config.protocol is MooncakeProtocol.RDMA and force_tcp:
         raise ConfigError(f"mooncake: MC_FORCE_TCP must be unset for rdma, got {force_tcp!r}")
@@ -143,6 +147,8 @@ def _registration_limit(nics: list[str]) -> int:
 
 def _check_host(host: str) -> None:
     """The engine starts, and returns 0, on a host name that does not exist."""
+    if is_wildcard(host):
+        raise ConfigError(f"mooncake: host must be one address of this machine, got {host!r}")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

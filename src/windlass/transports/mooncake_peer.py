@@ -30,8 +30,9 @@ from typing import final
 
 import numpy as np
 
-from windlass.errors import PeerUnreachable, TransferFailed, TransferOutcomeUnknown
+from windlass.errors import ConfigError, PeerUnreachable, TransferFailed, TransferOutcomeUnknown
 from windlass.telemetry.clock import Deadline
+from windlass.transports.addresses import join_host_port, split_host_port
 from windlass.transports.base import PeerEndpoint
 from windlass.transports.door import INCARNATION_NBYTES, Doorway
 from windlass.transports.mooncake_native import Started
@@ -107,15 +108,16 @@ class MooncakePeer:
 
     def __init__(self, started: Started, endpoint: PeerEndpoint) -> None:
         match = _INCARNATION.fullmatch(endpoint.incarnation)
-        host, _, port = endpoint.address.rpartition(":")
-        if match is None or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        try:
+            self._session = split_host_port(endpoint.address)
+        except ConfigError as error:
+            raise PeerUnreachable(f"mooncake: {error}") from error
+        if match is None:
             raise PeerUnreachable(
-                f"mooncake: endpoint must be host:port and token@address, got "
-                f"{endpoint.address!r} and {endpoint.incarnation!r}"
+                f"mooncake: incarnation must be token@address, got {endpoint.incarnation!r}"
             )
         self.started = started
         self.endpoint = endpoint
-        self._session = (host, int(port))
         self._token, self._token_address = bytes.fromhex(match[1]), int(match[2], 16)
         self._door_port = int(match[3] or 0)
         self._doorway: Doorway | None = None
@@ -205,7 +207,7 @@ class MooncakePeer:
             if self._doorway is not None or not self._door_port:
                 return
         endpoint = PeerEndpoint(
-            "mooncake", f"{self._session[0]}:{self._door_port}", door_name(self._token)
+            "mooncake", join_host_port(self._session[0], self._door_port), door_name(self._token)
         )
         doorway = Doorway(endpoint, deadline)
         if not self._keep(doorway):  # another thread was first

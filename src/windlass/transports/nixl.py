@@ -28,6 +28,7 @@ from windlass.errors import (
     TransportUnavailable,
 )
 from windlass.telemetry.clock import Deadline
+from windlass.transports.addresses import join_host_port
 from windlass.transports.base import (
     MemoryRegion,
     PeerEndpoint,
@@ -108,8 +109,8 @@ class NixlTransport:
         self._agent, self._log, self._detail = start_agent(config, self._name)
         self._errors = native_errors()
         self._door = Door(config.host, self._name, "nixl")
-        host = f"[{config.host}]" if ":" in config.host else config.host
-        self._endpoint = PeerEndpoint("nixl", f"{host}:{self._door.port}", self._name)
+        address = join_host_port(config.host, self._door.port)
+        self._endpoint = PeerEndpoint("nixl", address, self._name)
         self._table = RegionTable()
         self._native: dict[int, object] = {}
         self._lock = threading.Lock()

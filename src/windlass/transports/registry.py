@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import assert_never
 
+import msgspec
+
+from windlass.transports.addresses import own_address
 from windlass.transports.base import OneSidedTransport
 from windlass.transports.configs import (
     CmaConfig,
@@ -20,13 +23,21 @@ from windlass.transports.configs import (
 __all__ = ["create_transport", "parse_transport", "transport_names"]
 
 
-def create_transport(config: TransportConfig) -> OneSidedTransport:
+def create_transport(config: TransportConfig, *, towards: str = "") -> OneSidedTransport:
     """Start a transport.
 
+    Args:
+        config: which, and how.
+        towards: URL of the controller; a configuration without a host takes this host's address
+            on the way there.
+
     Raises:
+        ConfigError, PeerUnreachable: this host has no such address; see `own_address`.
         TransportUnavailable: a dependency or kernel feature is missing, or the wire is not the
             one that was asked for.
     """
+    if isinstance(config, MooncakeConfig | NixlConfig) and not config.host:
+        config = msgspec.structs.replace(config, host=own_address(towards))
     match config:
         case MemoryConfig():
             from windlass.transports.memory import MemoryTransport

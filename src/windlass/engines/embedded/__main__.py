@@ -22,8 +22,12 @@ from windlass.engines.embedded.settings import EngineSettings
 from windlass.engines.embedded.steps import IDLE_TIMEOUT
 from windlass.envs import control_token
 from windlass.errors import WindlassError
+from windlass.execution.collective_group import Rendezvous
 from windlass.layout.dtypes import DType
 from windlass.telemetry.logs import configure_logging
+from windlass.transports.addresses import own_address
+
+STORE_DEADLINE_S = 300.0
 
 
 def main() -> int:
@@ -35,7 +39,8 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--controller", default="", help="address of the controller")
     parser.add_argument("--transport", default="cma")
-    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--host", default="", help="to bind; see docs/hosts.md")
+    parser.add_argument("--advertise-host", default="", help="what others connect to")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-batch", type=int, default=64)
@@ -55,7 +60,8 @@ def main() -> int:
             dtype=DType(args.dtype),
             controller=args.controller,
             transport=args.transport,
-            host=args.host,
+            host=args.host or own_address(args.controller),
+            advertise_host=args.advertise_host,
             port=args.port,
             seed=args.seed,
             max_batch=args.max_batch,
@@ -71,14 +77,12 @@ def main() -> int:
 def _lead(settings: EngineSettings) -> int:
     token = control_token()
     if settings.tensor_parallel_size > 1:
-        store = TCPStore(
-            "127.0.0.1", 0, settings.tensor_parallel_size, is_master=True, wait_for_workers=False
-        )
+        rendezvous = Rendezvous("127.0.0.1", STORE_DEADLINE_S)
         for rank in range(1, settings.tensor_parallel_size):
-            _start_follower(settings, rank, store.port)
+            _start_follower(settings, rank, rendezvous.port)
         dist.init_process_group(
             "gloo",
-            store=store,
+            store=rendezvous.store,
             rank=0,
             world_size=settings.tensor_parallel_size,
             timeout=IDLE_TIMEOUT,

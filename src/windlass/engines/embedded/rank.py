@@ -23,10 +23,10 @@ from windlass.engines.embedded.settings import EngineSettings
 from windlass.engines.embedded.steps import NoPeers, StepChannel, StepKind, StoreChannel
 from windlass.envs import ENGINE_TOKEN_VARIABLE, environment_value
 from windlass.errors import ConfigError, PeerTimeout
-from windlass.execution.backends import address_towards
 from windlass.execution.receiver import Receiver
 from windlass.execution.sender import ParameterMemory, Sender
 from windlass.layout.manifest import Role
+from windlass.transports.addresses import own_address
 from windlass.transports.base import OneSidedTransport
 from windlass.transports.configs import parse_transport
 from windlass.transports.registry import create_transport
@@ -93,7 +93,7 @@ def run_rank(settings: EngineSettings, rank: int, token: str) -> None:
         WindlassError: the controller refused this engine.
     """
     torch.set_num_threads(1)
-    transport = create_transport(parse_transport(settings.transport))
+    transport = create_transport(parse_transport(settings.transport), towards=settings.controller)
     shard = load_model(
         Path(settings.model),
         worker=f"{settings.name}/{rank}",
@@ -190,7 +190,7 @@ def _connect_agent(
         for address, parameter in zip(shard.addresses, shard.manifest.parameters, strict=True)
     ]
     sender = Sender(transport, shard.manifest, lambda: memory, registered=(shard.arena.region,))
-    agent = EngineAgent(receiver, hooks, sender, host=address_towards(settings.controller))
+    agent = EngineAgent(receiver, hooks, sender, host=own_address(settings.controller))
     encoded, wire = shard.manifest.encode(), transport.report()
     incarnation = os.urandom(8).hex()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 import uuid
 from collections.abc import Awaitable, Callable
@@ -17,6 +16,7 @@ from windlass.control.access import Access, AccessGate, refusal_of, role_token
 from windlass.engines.embedded.scheduler import Request, Scheduler
 from windlass.engines.embedded.settings import EngineSettings
 from windlass.errors import DECODE_ERRORS, ConfigError, PeerTimeout
+from windlass.transports.addresses import listen, published_host, url_of
 
 __all__ = ["EngineServer"]
 
@@ -103,33 +103,22 @@ class EngineServer:
         self._vocab_size = vocab_size
         self._eos = eos_token_ids
         self._read_weight = read_weight
-        self._socket = self._bind()
+        where = f"engine {settings.name}"
+        self._host = published_host(settings.host, settings.advertise_host, where)
+        self._socket = listen(settings.host, settings.port, where)
         self._loop = asyncio.new_event_loop()
         self._pauses = 0
 
     @property
     def url(self) -> str:
-        """The bound address."""
-        return f"http://{self._settings.host}:{self._socket.getsockname()[1]}"
+        """The address that others connect to."""
+        return url_of(self._host, self._socket.getsockname()[1])
 
     def start(self) -> None:
         """Serve from a daemon thread; returns once requests are accepted."""
         ready = threading.Event()
         threading.Thread(target=self._serve, args=(ready,), name="http", daemon=True).start()
         ready.wait()
-
-    def _bind(self) -> socket.socket:
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((self._settings.host, self._settings.port))
-        except OSError as error:
-            listener.close()
-            raise ConfigError(
-                f"engine {self._settings.name}: host {self._settings.host!r} port "
-                f"{self._settings.port} cannot be bound: {error}"
-            ) from error
-        return listener
 
     def _serve(self, ready: threading.Event) -> None:
         asyncio.set_event_loop(self._loop)

@@ -21,6 +21,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         controller: address; empty serves the initial weights without a controller.
         transport: what receives weights; see `parse_transport`.
         host: address to bind. port: 0 lets the system choose.
+        advertise_host: what others connect to; empty for `host`.
         seed: of random weights and of sampling.
         max_batch: requests that run at once. max_positions: tokens per request.
         ready_file: written with the engine's address once it serves; empty for none.
@@ -33,6 +34,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     controller: str = ""
     transport: str = "cma"
     host: str = "127.0.0.1"
+    advertise_host: str = ""
     port: int = 0
     seed: int = 0
     max_batch: int = 64

@@ -17,6 +17,7 @@ from windlass.engines.launch import (
     arguments,
     attach_running,
     check_placed,
+    place,
     refuse_unsafe,
     serve,
 )
@@ -57,6 +58,7 @@ def main() -> int:
     args, rest = arguments("windlass.engines.vllm", __doc__).parse_known_args()
     try:
         refuse_unsafe(rest, UNSAFE)
+        place(args)
     except WindlassError as error:
         sys.stderr.write(f"engine {args.name}: {type(error).__name__}: {error}\n")
         return 2

@@ -1,0 +1,169 @@
+"""Which address a process binds, and what others are told: the same one, unless it was set.
+
+A host may have many addresses. In order: what the caller was configured with, what WINDLASS_HOST
+says, the address of this host on the way to the peer, and loopback when there is no peer to go to.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from urllib.parse import urlsplit
+
+from windlass.envs import environment_value
+from windlass.errors import ConfigError, PeerUnreachable
+
+__all__ = [
+    "HOST_VARIABLE",
+    "address_towards",
+    "is_loopback",
+    "is_wildcard",
+    "join_host_port",
+    "listen",
+    "own_address",
+    "published_host",
+    "split_host_port",
+    "url_of",
+]
+
+HOST_VARIABLE = "WINDLASS_HOST"
+LOOPBACK = "127.0.0.1"
+
+
+def join_host_port(host: str, port: int) -> str:
+    """`host:port`, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def url_of(host: str, port: int) -> str:
+    """`http://host:port`."""
+    return f"http://{join_host_port(host, port)}"
+
+
+def split_host_port(address: str) -> tuple[str, int]:
+    """The two halves of `host:port` or `[v6]:port`; the host without brackets.
+
+    Raises:
+        ConfigError: it is neither, or the port is not in 1..65535.
+    """
+    host, _, port = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    bare = host[1:-1] if bracketed else host
+    good_port = port.isascii() and port.isdigit() and len(port) < 6 and 0 < int(port) < 65536
+    if not bare or not good_port or bracketed is not (":" in bare):
+        raise ConfigError(f"address must be host:port or [v6]:port, got {address!r}")
+    return bare, int(port)
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether binding it means every address, so that it names none."""
+    try:
+        return not host or ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+def is_loopback(host: str) -> bool:
+    """Whether it leads another host to itself."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def published_host(host: str, advertise_host: str, what: str) -> str:
+    """What others are told of a server that binds `host`.
+
+    Raises:
+        ConfigError: that would be a wildcard, which names no host.
+    """
+    told = advertise_host or host
+    if is_wildcard(told):
+        raise ConfigError(
+            f"{what}: advertise_host must be the address that others connect to, got {told!r} "
+            f"(bound to {host!r})"
+        )
+    return told
+
+
+def listen(host: str, port: int, what: str) -> socket.socket:
+    """A socket bound to an address of this host, IPv4 or IPv6, or to a name of it. Not listening.
+
+    Raises:
+        ConfigError: it cannot be bound.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError(f"{what}: host {host!r} is not known: {error}") from error
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"{what}: host {host!r} port {port} cannot be bound: {error}") from error
+    return listener
+
+
+def own_address(towards: str = "") -> str:
+    """The address of this host that its peers should use.
+
+    WINDLASS_HOST may be an address or a name of this host, or a network (`10.1.0.0/16`), which
+    can be the same for all hosts: each takes its own address in it.
+
+    Args:
+        towards: URL of the controller; empty for a process without one.
+
+    Raises:
+        ConfigError: WINDLASS_HOST is not of this host.
+        PeerUnreachable: see `address_towards`.
+    """
+    wanted = environment_value(HOST_VARIABLE)
+    if "/" in wanted:
+        return _in_network(wanted)
+    if wanted:
+        if is_wildcard(wanted):
+            raise ConfigError(f"{HOST_VARIABLE} must name one address, got {wanted!r}")
+        listen(wanted, 0, HOST_VARIABLE).close()
+        return wanted
+    return address_towards(towards) if towards else LOOPBACK
+
+
+def address_towards(url: str) -> str:
+    """The address of this host on the way to `url`; nothing is sent.
+
+    Raises:
+        PeerUnreachable: its name is not known, or there is no way to it. Loopback would be wrong.
+    """
+    parts = urlsplit(url)
+    try:
+        return _source_towards(parts.hostname or "", parts.port or 80)
+    except OSError as error:
+        raise PeerUnreachable(
+            f"no address of this host leads to {url}: {error}; {HOST_VARIABLE} sets one"
+        ) from error
+
+
+def _in_network(wanted: str) -> str:
+    try:
+        network = ipaddress.ip_network(wanted, strict=False)
+    except ValueError as error:
+        raise ConfigError(f"{HOST_VARIABLE} must be a host or a network: {error}") from error
+    inside = network[1] if network.num_addresses > 1 else network[0]
+    try:
+        found = _source_towards(str(inside), 80)
+    except OSError as error:
+        raise ConfigError(f"{HOST_VARIABLE}: no way into {wanted}: {error}") from error
+    if ipaddress.ip_address(found) not in network:
+        raise ConfigError(f"{HOST_VARIABLE}: this host has no address in {wanted}, got {found}")
+    return found
+
+
+def _source_towards(host: str, port: int) -> str:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
