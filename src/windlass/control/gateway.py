@@ -137,7 +137,10 @@ def _check_published(hello: Hello, host: str) -> None:
     Raises:
         ProtocolError: the URL that it publishes names no other host.
     """
-    named = urlsplit(hello.url).hostname or ""
+    try:
+        named = urlsplit(hello.url).hostname or ""
+    except ValueError as error:
+        raise ProtocolError(f"{hello.worker}: url must be a URL: {error}") from error
     if hello.url and (is_loopback(named) or is_wildcard(named)):
         raise ProtocolError(
             f"{hello.worker} on host {host}: url must be reachable from other hosts, got "
