@@ -1,0 +1,53 @@
+"""What the launchers of engines make of their command lines."""
+
+from __future__ import annotations
+
+import pytest
+
+from windlass.engines.attach import AgentSettings
+from windlass.engines.launch import arguments, attach_running, refuse_unsafe
+from windlass.errors import ConfigError, PeerUnreachable
+
+WORDS = ["--name", "a", "--model", "/m", "--tp", "2", "--attach", "http://h:1"]
+
+
+def test_attach_has_a_running_server_join_another_controller(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    words = [*WORDS, "--controller", "http://c", "--transport", "mooncake"]
+    joined: list[AgentSettings] = []
+    assert attach_running(arguments("program", None).parse_args(words), joined.append) == 0
+    (settings,) = joined
+    assert settings == AgentSettings(
+        name="a",
+        controller="http://c",
+        transport="mooncake",
+        url="http://h:1",
+        checkpoint="/m",
+        world_size=2,
+    )
+    assert capfd.readouterr().out == '{"name":"a","url":"http://h:1"}\n'
+
+
+def test_attach_says_why_a_server_does_not_join(capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(_: AgentSettings) -> None:
+        raise PeerUnreachable("the controller must be stopped")
+
+    parse = arguments("program", None).parse_args
+    assert attach_running(parse([*WORDS, "--controller", "http://c"]), refuse) == 2
+    assert "must be stopped" in capsys.readouterr().err
+    assert attach_running(parse(WORDS), refuse) == 2
+    assert "--controller must be given" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["--enable-it", "--enable_it", "--enable-it=1"])
+def test_an_option_that_updates_cannot_survive_is_refused_however_it_is_spelt(word: str) -> None:
+    with pytest.raises(ConfigError, match="--enable-it must not be given: it moves"):
+        refuse_unsafe(["--other", word], {"--enable-it": "it moves"})
+
+
+def test_expandable_segments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_unsafe(["--other"], {})
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(ConfigError, match="expandable segments"):
+        refuse_unsafe(["--other"], {})
