@@ -26,9 +26,9 @@ not edited by hand. Every row is a real trainer of two processes that trains a s
 a live unmodified server on CPU, which has left another fleet for this one; `proven` means that
 afterwards (1) every byte of every parameter and buffer, on every rank, equals what the engine's own
 loader makes of the same weights, saved as a checkpoint, in a new model, (2) every greedy token is the
-best one of transformers within bfloat16, (3) logprobs agree with transformers within bfloat16; and
-that a fresh server of the last of these checkpoints held the same bytes and gave the same tokens and
-logprobs. `refused` means that it is turned down with a reason; `untested` means what it says. Models
+best one of transformers within bfloat16, (3) logprobs agree with transformers within bfloat16; and,
+for `moe` and `mla`, that a fresh server of the last of these checkpoints held the same bytes and gave
+the same tokens and logprobs. `refused` means that it is turned down with a reason; `untested` means what it says. Models
 are tiny and made from a configuration: `dense` and `tied` (Qwen3), `moe` (Qwen3-MoE), `mla`
 (DeepSeek-V3's attention and experts; not from Megatron-core, whose latent attention needs a GPU).
 Machines with GPUs are not in this table.
