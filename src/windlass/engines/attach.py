@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import http.client
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,16 +18,10 @@ from urllib.parse import urlsplit
 import msgspec
 
 from windlass.config import PauseMode
-from windlass.control.agents import EngineAgent
-from windlass.control.client import AgentChannel
-from windlass.control.messages import PROTOCOL_VERSION, Hello
 from windlass.engines.capture.capture import Captured
 from windlass.engines.capture.codes import checkpoint_tensors
+from windlass.engines.client import EngineClient
 from windlass.errors import PeerTimeout, PeerUnreachable, ProtocolError, WindlassError
-from windlass.execution.receiver import Receiver
-from windlass.execution.sender import ParameterMemory, Sender
-from windlass.layout.manifest import Role
-from windlass.transports.addresses import own_address
 from windlass.transports.base import MemoryRegion, OneSidedTransport
 from windlass.transports.configs import CudaIpcConfig, TransportConfig, parse_transport
 from windlass.transports.registry import create_transport
@@ -236,18 +229,10 @@ class RankHooks:
 
 @final
 class Attachment:
-    """A rank's place in one fleet: its channel, and what peers may write while it lasts."""
+    """A rank's place in one fleet, which it can leave."""
 
-    def __init__(
-        self,
-        channel: AgentChannel,
-        agent: EngineAgent,
-        sender: Sender,
-        receiver: Receiver,
-        transport: OneSidedTransport,
-    ) -> None:
-        self._channel, self._agent = channel, agent
-        self._sender, self._receiver, self._transport = sender, receiver, transport
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
 
     def leave(self, deadline_s: float) -> None:
         """Withdraw the rank's memory from its fleet, whose controller has ended.
@@ -256,21 +241,17 @@ class Attachment:
             ProtocolError: the controller is still connected after `deadline_s`, so that a trainer
                 may be writing; or the weights may be mixed, which only this fleet can mend.
         """
-        if not self._channel.wait_disconnected(deadline_s):
+        if not self._client.wait_disconnected(deadline_s):
             raise ProtocolError(
                 "leave: the controller must be stopped before its engine joins another, "
                 f"got one that is connected after {deadline_s} s"
             )
-        if self._agent.tainted:
+        if self._client.agent.tainted:
             raise ProtocolError(
                 "leave: the weights of this rank may be mixed: start the engine anew, or have its "
                 "controller back"
             )
-        self._channel.close()
-        self._agent.close()
-        self._sender.close()
-        self._receiver.close()
-        self._transport.close()
+        self._client.close()
 
 
 def attach(
@@ -289,53 +270,22 @@ def attach(
         TransportUnavailable, RegionError: the transport cannot serve this memory.
     """
     transport = create_transport(_transport_config(settings.transport), towards=settings.controller)
-    manifest = captured.manifest
-    regions = _register(transport, captured)
-    receiver = Receiver(transport, manifest, captured.addresses, regions)
-    memory = [
-        ParameterMemory(address, parameter.nbytes)
-        for address, parameter in zip(captured.addresses, manifest.parameters, strict=True)
-    ]
     # Repacked parameters are read from their buffers, which hold what was last received.
-    sender = Sender(transport, manifest, lambda: memory, registered=regions)
-    agent = EngineAgent(receiver, hooks, sender, host=own_address(settings.controller))
-    encoded, wire = manifest.encode(), transport.report()
-    incarnation = os.urandom(8).hex()
-
-    def hello() -> Hello:
-        epoch, round_number = agent.place
-        return Hello(
-            protocol_version=PROTOCOL_VERSION,
-            worker=manifest.worker,
-            incarnation=incarnation,
-            role=Role.ENGINE,
-            group=settings.name,
-            rank=rank,
-            world_size=settings.world_size,
-            manifest=encoded,
-            wire=wire,
-            url=settings.url if rank == 0 else "",
-            served_version=agent.served_version,
-            epoch=epoch,
-            round=round_number,
-            tainted=agent.tainted,
-            can_send=True,
-        )
-
-    channel = AgentChannel(
-        settings.controller,
-        token,
-        hello,
-        agent,
-        on_disconnect=agent.on_disconnect,
-        on_command=agent.on_command,
+    client = EngineClient(
+        manifest=captured.manifest,
+        addresses=captured.addresses,
+        regions=_register(transport, captured),
+        transport=transport,
+        hooks=hooks,
+        controller=settings.controller,
+        token=token,
+        group=settings.name,
+        rank=rank,
+        world_size=settings.world_size,
+        url=settings.url if rank == 0 else "",
+        connect_deadline_s=CONNECT_DEADLINE_S,
     )
-    try:
-        channel.connect(CONNECT_DEADLINE_S)
-    except WindlassError:
-        transport.close()
-        raise
-    return Attachment(channel, agent, sender, receiver, transport)
+    return Attachment(client)
 
 
 def _transport_config(name: str) -> TransportConfig:

@@ -116,6 +116,10 @@ class EngineClient:
             self.close()
             raise
 
+    def wait_disconnected(self, deadline_s: float) -> bool:
+        """Whether no controller is connected, and the agent knows it, by then."""
+        return self._channel.wait_disconnected(deadline_s)
+
     def close(self) -> None:
         """Leave the fleet and free registered memory; no peer may be writing. Idempotent."""
         self._channel.close()
