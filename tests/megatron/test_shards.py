@@ -51,7 +51,9 @@ FOUR_RANKS = [
 
 
 def launch(world_size: int, cases: list[Case], folder: Path) -> Path:
-    mp.spawn(run, (world_size, cases, str(folder)), nprocs=world_size)  # type: ignore[attr-defined,no-untyped-call]
+    mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]
+        run, (world_size, cases, str(folder)), nprocs=world_size, start_method="forkserver"
+    )
     return folder
 
 

@@ -63,20 +63,14 @@ def test_an_engine_killed_in_mid_update_catches_up_over_cma_in_place(tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_staged_updates_over_shared_memory(tmp_path: Path) -> None:
-    check(run_demo(tmp_path, "--transport", "shm", "--mode", "staged"))
-
-
-@pytest.mark.slow
 @pytest.mark.mooncake
 @pytest.mark.timeout(300)
-def test_in_place_updates_over_mooncake(tmp_path: Path) -> None:
+def test_staged_updates_over_mooncake(tmp_path: Path) -> None:
     try:
         create_transport(parse_transport("mooncake")).close()
     except TransportUnavailable as error:
         pytest.skip(str(error))
-    check(run_demo(tmp_path, "--transport", "mooncake"))
+    check(run_demo(tmp_path, "--transport", "mooncake", "--mode", "staged"))
 
 
 @pytest.mark.clusters

@@ -20,8 +20,7 @@ from windlass.execution.bind import LinkProgram, check_binding
 from windlass.execution.bindings import DestinationBinding
 from windlass.execution.payload import Payload, UInt64Array, hash_chunks, payload_of
 from windlass.execution.pieces import Pieces
-from windlass.execution.relay_node import write_chunk
-from windlass.execution.relay_outlet import WRITES_AT_ONCE, Outlet
+from windlass.execution.relay_outlet import WRITES_AT_ONCE, Outlet, write_chunk
 from windlass.execution.relay_wire import ChunkLanded, RelayAddress
 from windlass.memory.digest import new_digest
 from windlass.planning.relay import RelayGroup

@@ -1,4 +1,4 @@
-"""The writer's end of a relay connection; see `relay_wire`."""
+"""The writer's end of a relay: chunks written, and a connection that says so; see `relay_wire`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import socket
 import threading
 from typing import final
 
+import numpy as np
+
 from windlass.errors import PeerUnreachable
+from windlass.execution.bindings import DestinationBinding
+from windlass.execution.payload import Payload, UInt64Array
 from windlass.execution.relay_wire import ACCEPTED, End, Frame, Open, RelayAddress, encode_frame
 from windlass.telemetry.clock import Deadline
+from windlass.transports.base import OneSidedTransport, WriteBatch
 
-__all__ = ["WRITES_AT_ONCE", "Outlet"]
+__all__ = ["WRITES_AT_ONCE", "Outlet", "write_chunk"]
 
 WRITES_AT_ONCE = 4
 """Chunks on their way to one engine: the next one is written while the last is acknowledged."""
@@ -78,3 +83,31 @@ class Outlet:
 
     def _left_s(self) -> float:
         return max(self._deadline.remaining_s, 0.01)
+
+
+def write_chunk(
+    transport: OneSidedTransport,
+    binding: DestinationBinding,
+    payload: Payload,
+    chunk: int,
+    local: UInt64Array,
+    remote: UInt64Array,
+    deadline: Deadline,
+) -> None:
+    """Write one chunk; returns once it is visible to the peer.
+
+    Raises:
+        TransferError: see `OneSidedTransport.write`.
+    """
+    deadline.check_before_more()
+    pieces = payload.pieces_of(chunk)
+    transport.write(
+        WriteBatch(
+            endpoint=binding.endpoint,
+            local_addresses=local[pieces],
+            remote_addresses=remote[pieces],
+            nbytes=payload.nbytes[pieces].astype(np.uint64),
+            regions=binding.regions,
+        ),
+        deadline_s=max(deadline.remaining_s, 0.001),
+    )

@@ -35,7 +35,7 @@ from windlass.planning.intersect import (
 )
 from windlass.planning.ops import ITEMSIZES, Candidates, RoutedPieces, build_ops, place_landing
 from windlass.planning.overlap import refuse_overlaps
-from windlass.planning.plan import CopyMode, Reason, TransferPlan
+from windlass.planning.plan import CopyMode, OpTable, Reason, TransferPlan
 from windlass.planning.quantize import (
     payload_sizes,
     widen_scales,
@@ -157,15 +157,7 @@ def plan_with_reports(
     egress = np.zeros(len(sources), np.int64)
     np.add.at(egress, ops.src, ops.nbytes)
     routing = certify(egress, group_nbytes.astype(np.int64), groups)
-    payload = payload_sizes(dst.sizes, dst.transform)
-    needed = int((payload.prod(axis=1) * ITEMSIZES[dst.dtype]).sum())
-    coverage = CoverageReport(
-        needed=needed,
-        covered=int(ops.nbytes.sum()),
-        by_mode={m: int(ops.nbytes[ops.mode == m].sum()) for m in CopyMode},
-        by_reason={r: int(ops.nbytes[ops.reason == r].sum()) for r in Reason},
-        unused_tensors=unused,
-    )
+    coverage = _measure_coverage(dst, ops, unused)
     ops = coalesce(ops)
     landing_offset, landing_nbytes = place_landing(ops, len(destinations), policy.landing_alignment)
     ops.landing_offset[:] = landing_offset
@@ -179,6 +171,17 @@ def plan_with_reports(
         ops=ops,
     )
     return PlannedTransfer(plan=plan, coverage=coverage, routing=routing)
+
+
+def _measure_coverage(dst: RowTable, ops: OpTable, unused: tuple[str, ...]) -> CoverageReport:
+    payload = payload_sizes(dst.sizes, dst.transform)
+    return CoverageReport(
+        needed=int((payload.prod(axis=1) * ITEMSIZES[dst.dtype]).sum()),
+        covered=int(ops.nbytes.sum()),
+        by_mode={m: int(ops.nbytes[ops.mode == m].sum()) for m in CopyMode},
+        by_reason={r: int(ops.nbytes[ops.reason == r].sum()) for r in Reason},
+        unused_tensors=unused,
+    )
 
 
 def _unused_tensors(src: RowTable, dst: RowTable, names: TensorNames) -> tuple[str, ...]:

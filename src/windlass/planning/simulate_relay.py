@@ -74,11 +74,7 @@ def simulate_relay(
             raise ConfigError(f"simulate_relay: {name} must be > 0, got {value}")
     num_lanes, num_members = len(group.lanes), len(group.members)
     num_chunks = -(-nbytes // group.chunk_nbytes)
-    children: list[list[list[int]]] = [[[] for _ in range(num_members)] for _ in range(num_lanes)]
-    for lane, parents in enumerate(group.lanes):
-        for member, parent in enumerate(parents):
-            if parent >= 0:
-                children[lane][parent].append(member)
+    children = _children(group)
     sizes = [group.chunk_nbytes] * num_chunks
     sizes[-1] = nbytes - group.chunk_nbytes * (num_chunks - 1)
     egress, ingress, checked = ([0.0] * num_members for _ in range(3))
@@ -103,3 +99,13 @@ def simulate_relay(
             heapq.heappush(landed, (ingress[child] + hop_s, child, chunk))
     finish = np.array(checked)
     return SimulatedRelay(wire_s=float(finish.max()), member_finish_s=finish, num_chunks=num_chunks)
+
+
+def _children(group: RelayGroup) -> list[list[list[int]]]:
+    """Per lane and member, whom it passes chunks on to."""
+    found: list[list[list[int]]] = [[[] for _ in group.members] for _ in group.lanes]
+    for lane, parents in enumerate(group.lanes):
+        for member, parent in enumerate(parents):
+            if parent >= 0:
+                found[lane][parent].append(member)
+    return found
