@@ -79,6 +79,9 @@ class LimitedLink:
     def unregister(self, region: MemoryRegion) -> None:
         self._inner.unregister(region)
 
+    def fence(self, *, deadline_s: float) -> None:
+        self._inner.fence(deadline_s=deadline_s)
+
     def close(self) -> None:
         self._inner.close()
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 import msgspec
+import numpy as np
 import pytest
 
 from windlass.errors import (
@@ -22,7 +23,7 @@ from windlass.errors import (
 )
 from windlass.testing.peer_process import PeerProcess
 from windlass.testing.transport_conformance import NBYTES, ProcessConformance, Rig
-from windlass.transports.base import PeerEndpoint
+from windlass.transports.base import PeerEndpoint, WriteBatch
 from windlass.transports.configs import MooncakeConfig, MooncakeProtocol
 from windlass.transports.registry import create_transport
 
@@ -221,3 +222,29 @@ class Behind:
         self.register = process.register
         self.kill = process.kill
         self.close = process.close
+
+
+def test_nothing_lands_over_a_connection_from_before_a_fence_and_peers_find_their_way_back() -> (
+    None
+):
+    sender, receiver = create_transport(TCP), create_transport(TCP)
+    try:
+        source, target = np.arange(1, 4097, dtype=np.uint64), np.zeros(4096, np.uint64)
+        sender.register(source.ctypes.data, source.nbytes)
+        region = receiver.register(target.ctypes.data, target.nbytes)
+        batch = WriteBatch(
+            endpoint=receiver.endpoint(),
+            local_addresses=np.array([source.ctypes.data], np.uint64),
+            remote_addresses=np.array([target.ctypes.data], np.uint64),
+            nbytes=np.array([source.nbytes], np.uint64),
+            regions=(region.remote,),
+        )
+        receiver.fence(deadline_s=10.0)  # nothing to cut yet
+        for factor in (1, 3):
+            source *= np.uint64(factor)
+            sender.write(batch, deadline_s=20.0)
+            assert np.array_equal(source, target)
+            receiver.fence(deadline_s=10.0)
+    finally:
+        sender.close()
+        receiver.close()

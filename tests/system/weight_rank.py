@@ -176,6 +176,9 @@ class FaultyWrites:
     def unregister(self, region: MemoryRegion) -> None:
         self.inner.unregister(region)
 
+    def fence(self, *, deadline_s: float) -> None:
+        self.inner.fence(deadline_s=deadline_s)
+
     def close(self) -> None:
         self.inner.close()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import threading
 
 import aiohttp
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from windlass.control.server import ControlServer
 from windlass.engines.embedded.settings import EngineSettings
 from windlass.envs import temporary_values
-from windlass.errors import ConfigError, PeerUnreachable
+from windlass.errors import ConfigError, PeerUnreachable, TransferFailed
 from windlass.telemetry.clock import Deadline
 from windlass.transports.addresses import (
     HOST_VARIABLE,
@@ -26,6 +28,7 @@ from windlass.transports.addresses import (
 )
 from windlass.transports.base import PeerEndpoint
 from windlass.transports.door import INCARNATION_NBYTES, Door, Doorway
+from windlass.transports.inbound import cut_inbound, listening_ports
 
 
 @pytest.mark.parametrize("host", ["10.1.2.3", "::1", "fd77:0::2", "node-7.cluster.example"])
@@ -124,3 +127,40 @@ def test_a_rendezvous_listens_on_its_address_alone() -> None:
     socket.create_connection(("127.0.0.1", rendezvous.port), 5.0).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", rendezvous.port), 5.0)
+
+
+def test_looking_for_listeners_leaves_no_descriptor_open() -> None:
+    before = os.listdir("/proc/self/fd")
+    for _ in range(5):
+        listening_ports()
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_connections_that_others_opened_are_cut_once_their_reader_let_go() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = int(listener.getsockname()[1])
+        assert port in listening_ports()
+        with socket.create_connection(("127.0.0.1", port), 5.0) as client:
+            accepted, _ = listener.accept()
+
+            def read() -> None:
+                while accepted.recv(64):
+                    pass
+                accepted.close()
+
+            reader = threading.Thread(target=read)
+            reader.start()
+            assert cut_inbound(frozenset({port}), Deadline.after(20.0, "test")) == 1
+            reader.join(20.0)
+            client.settimeout(20.0)
+            assert client.recv(1) == b""
+        assert cut_inbound(frozenset({port}), Deadline.after(20.0, "test")) == 0
+
+
+def test_a_connection_that_is_still_read_after_the_deadline_is_a_named_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = int(listener.getsockname()[1])
+        with socket.create_connection(("127.0.0.1", port), 5.0):
+            accepted, _ = listener.accept()
+            with accepted, pytest.raises(TransferFailed, match="still read"):
+                cut_inbound(frozenset({port}), Deadline.after(0.05, "test"))

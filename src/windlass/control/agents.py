@@ -53,6 +53,8 @@ from windlass.planning.plan import TransferPlan
 
 __all__ = ["EngineAgent", "TrainerAgent"]
 
+FENCE_S = 5.0
+
 
 @final
 class TrainerAgent:
@@ -160,6 +162,7 @@ class EngineAgent:
         self._served_version = -1
         self._tainted = False
         self._open_to_writes = False
+        self._may_be_written = False
         self._place = (0, 0)
 
     @property
@@ -188,6 +191,7 @@ class EngineAgent:
             match command:
                 case ConnectEngine():
                     self._mode = command.mode
+                    self._fence()
                     self._choose(command.backend)
                     plan = TransferPlan.decode(command.plan)
                     return Bound(command.plan_digest, self._receiver.connect(plan, command.mode))
@@ -286,6 +290,7 @@ class EngineAgent:
         """The controller is gone: go on with the old weights if they are whole."""
         self._relay.interrupt()
         with self._lock:
+            self._may_be_written = True
             if not self.tainted and self._served_version >= 0:
                 self._hooks.resume()
 
@@ -323,7 +328,17 @@ class EngineAgent:
         self._tainted = self._open_to_writes = False
         self._hooks.resume()
 
+    def _fence(self) -> None:
+        """Bytes of a source that ended in mid-write must not land in what is bound now.
+
+        A source that lives has answered for its writes before anything is bound anew.
+        """
+        if self._may_be_written:
+            self._one_sided.transport.fence(deadline_s=FENCE_S)
+        self._may_be_written = False
+
     def _abort(self, *, tainted: bool) -> None:
+        self._may_be_written = True
         self._tainted |= tainted
         self._open_to_writes = False
         if not self._tainted and self._served_version >= 0:

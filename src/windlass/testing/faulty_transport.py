@@ -136,6 +136,10 @@ class FaultyTransport:
             case FaultKind.DELAY:
                 self._delay(batch, deadline_s, fault.delay_s, what)
 
+    def fence(self, *, deadline_s: float) -> None:
+        """See `OneSidedTransport.fence`."""
+        self._inner.fence(deadline_s=deadline_s)
+
     def close(self) -> None:
         """See `OneSidedTransport.close`; ends delays at once."""
         self._cancelled.set()

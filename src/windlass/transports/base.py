@@ -163,6 +163,17 @@ class OneSidedTransport(Protocol):
         """
         ...
 
+    def fence(self, *, deadline_s: float) -> None:
+        """Return once nothing lands here any more of what processes sent that have ended since.
+
+        Called between writes; peers that live find their way back by themselves. Nothing to do
+        where a process takes its writes with it.
+
+        Raises:
+            TransferFailed: something may still land.
+        """
+        ...
+
     def close(self) -> None:
         """Withdraw everything. Idempotent."""
         ...

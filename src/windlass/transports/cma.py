@@ -188,6 +188,9 @@ class CmaTransport:
             raise _classify(error, batch.endpoint) from error
         check_alive(batch.endpoint)
 
+    def fence(self, *, deadline_s: float) -> None:
+        """See `OneSidedTransport.fence`: a write ends with its process."""
+
     def close(self) -> None:
         """See `OneSidedTransport.close`."""
         self._table.clear()

@@ -139,6 +139,9 @@ class MemoryTransport:
                 deadline.check_before_more()
                 ctypes.memmove(target, source, nbytes)
 
+    def fence(self, *, deadline_s: float) -> None:
+        """See `OneSidedTransport.fence`: there is one process."""
+
     def close(self) -> None:
         """See `OneSidedTransport.close`."""
         self._fabric.leave(self._endpoint.address)

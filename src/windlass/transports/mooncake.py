@@ -26,6 +26,7 @@ from windlass.transports.base import (
 )
 from windlass.transports.configs import MooncakeConfig
 from windlass.transports.door import Door
+from windlass.transports.inbound import cut_inbound
 from windlass.transports.mooncake_native import MAX_PIECES, Started, start_engine
 from windlass.transports.mooncake_peer import (
     TOKEN_NBYTES,
@@ -171,6 +172,12 @@ class MooncakeTransport:
                 deadline,
             )
             start, written = stop, int(cumulative[stop - 1])
+
+    def fence(self, *, deadline_s: float) -> None:
+        """See `OneSidedTransport.fence`: over TCP connections are cut, over RDMA there is nothing."""
+        if not self._is_rdma():
+            ports = frozenset[int]().union(*(engine.started.ports for engine in self._engines))
+            cut_inbound(ports, Deadline.after(deadline_s, "mooncake fence"))
 
     def close(self) -> None:
         """See `OneSidedTransport.close`; a native call that is stuck is left to end by itself."""

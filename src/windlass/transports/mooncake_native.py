@@ -23,6 +23,7 @@ from windlass.envs import environment_value, set_defaults
 from windlass.errors import ConfigError, TransportUnavailable
 from windlass.transports.addresses import is_wildcard
 from windlass.transports.configs import MooncakeConfig, MooncakeProtocol
+from windlass.transports.inbound import listening_ports
 from windlass.transports.mooncake_verbs import max_registration_nbytes
 
 __all__ = ["MAX_PIECES", "NativeEngine", "Started", "start_engine"]
@@ -74,6 +75,7 @@ class Started:
         wire: `tcp` or `rdma`, looked up.
         ordered: one TCP connection per peer, so that writes are handled in order.
         detail: distribution, version, NICs.
+        ports: on which it listens.
         max_registration_nbytes: what the engine registers at once over verbs; 0 for no limit.
     """
 
@@ -82,6 +84,7 @@ class Started:
     ordered: bool
     detail: str
     max_registration_nbytes: int
+    ports: frozenset[int]
 
 
 def start_engine(config: MooncakeConfig) -> Started:
@@ -112,9 +115,10 @@ def start_engine(config: MooncakeConfig) -> Started:
     engine = cast("NativeEngine", TransferEngine())
     asked = "tcp" if config.protocol is MooncakeProtocol.AUTO else config.protocol.value
     with _STARTING:
-        before = _open_devices()
+        before, listened = _open_devices(), listening_ports()
         code = engine.initialize(config.host, "P2PHANDSHAKE", asked, config.device)
         nics = sorted({name for fd, name in _open_devices().items() if before.get(fd) != name})
+        ports = listening_ports() - listened
     if code != 0:
         raise TransportUnavailable(
             f"mooncake: TransferEngine does not start on {config.host} (code {code}): is the host "
@@ -133,7 +137,9 @@ def start_engine(config: MooncakeConfig) -> Started:
         )
     ordered = wire == "tcp" and values["MC_TCP_LANES_PER_PEER"] == "1"
     limit = _registration_limit(nics) if wire == "rdma" else 0
-    return Started(engine, wire, ordered, f"{detail}, NICs: {', '.join(nics) or 'none'}", limit)
+    return Started(
+        engine, wire, ordered, f"{detail}, NICs: {', '.join(nics) or 'none'}", limit, ports
+    )
 
 
 def _registration_limit(nics: list[str]) -> int:

@@ -43,6 +43,7 @@ TOKEN_NBYTES = 16
 PROMPT_S = 2.0
 """A call that returns within this has met none of the engine's timeouts, which are >= 5 s."""
 CONNECT_S = 1.0
+READS = 4
 _OTHER_PROCESS = 1
 
 _INCARNATION = re.compile(r"([0-9a-f]{32})@([0-9a-f]{1,16})(?::([0-9]{1,5}))?")
@@ -149,24 +150,36 @@ class MooncakePeer:
         """
         self._refuse_poisoned(deadline)
         self._knock(deadline)
-        call = self._start(self._read_token)
-        if not call.done.wait(deadline.remaining_s):
-            call.withdraw()  # nothing was written, so whether it was in time does not matter
-            self._refuse_poisoned(deadline)
-            raise PeerUnreachable(
-                f"{deadline.purpose}: {self.endpoint.address} did not answer within "
-                f"{deadline.seconds} s; nothing was sent"
-            )
-        if call.code == _OTHER_PROCESS:
+        code = self._ask_token(deadline)
+        if code == _OTHER_PROCESS:
             raise PeerUnreachable(
                 f"{deadline.purpose}: {self.endpoint.address} is another process than "
                 f"{self.endpoint.incarnation}; nothing was sent"
             )
-        if call.code != 0:
+        if code != 0:
             raise PeerUnreachable(
                 f"{deadline.purpose}: {self.endpoint.address} is gone or was restarted (code "
-                f"{call.code}); nothing was sent"
+                f"{code}); nothing was sent"
             )
+
+    def _ask_token(self, deadline: Deadline) -> int:
+        """The code of reading it. A connection that the peer has cut fails twice, and is made anew."""
+        code = -1
+        for _ in range(READS):
+            call = self._start(self._read_token)
+            if not call.done.wait(deadline.remaining_s):
+                call.withdraw()  # nothing was written, so whether it was in time does not matter
+                self._refuse_poisoned(deadline)
+                raise PeerUnreachable(
+                    f"{deadline.purpose}: {self.endpoint.address} did not answer within "
+                    f"{deadline.seconds} s; nothing was sent"
+                )
+            code = call.code
+            if code in {0, _OTHER_PROCESS} or not self._answered or self._gone:
+                return code
+            if self._refuses_connections(deadline):
+                return code
+        return code
 
     def write(
         self, local: list[int], remote: list[int], nbytes: list[int], deadline: Deadline

@@ -200,6 +200,9 @@ class NixlTransport:
             self._call(peer, batch.endpoint, (local[part], remote[part], nbytes[part]), deadline)
             start, written = stop, int(cumulative[stop - 1])
 
+    def fence(self, *, deadline_s: float) -> None:
+        """See `OneSidedTransport.fence`: over UCX's TCP there is no way to, see docs/hosts.md."""
+
     def close(self) -> None:
         """See `OneSidedTransport.close`; an agent with an open write is kept until the process ends."""
         with self._lock:

@@ -135,6 +135,9 @@ class ShmTransport:
             self._peers.forget_dead()
             raise
 
+    def fence(self, *, deadline_s: float) -> None:
+        """See `OneSidedTransport.fence`: a write ends with its process."""
+
     def close(self) -> None:
         """See `OneSidedTransport.close`."""
         with self._lock:

@@ -221,6 +221,9 @@ class CudaIpcTransport:
             self._late = f"stores were not over within {deadline_s} s and may still go on"
             raise TransferOutcomeUnknown(f"cuda_ipc: {self._late}") from None
 
+    def fence(self, *, deadline_s: float) -> None:
+        """See `OneSidedTransport.fence`: a write ends with its process."""
+
     def close(self) -> None:
         """See `OneSidedTransport.close`. Keeps mapped what late stores may still reach."""
         self._table.clear()
