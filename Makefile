@@ -15,7 +15,10 @@ export HF_HUB_OFFLINE := 1
 help:
 	@echo "make demo [ARGS='--steps 40 --transport cma --mode staged']   asynchronous GRPO on this machine"
 	@echo "make test                                                   lint, types, import contracts, tests"
-	@echo "make bench [ARGS='planner update']                             benchmarks, into benchmarks/results/local"
+	@echo "make bench [ARGS='planner update']                            benchmarks, into benchmarks/results/local"
+	@echo "make chaos | test-faults | test-relay | test-hosts            longer: generated faults, kills, relays, several hosts"
+	@echo "make test-megatron | test-nixl | test-clusters                longer: more layouts, wires, schedulers"
+	@echo "make test-engines | test-rdma                                 longer: live vLLM and SGLang, true verbs in a guest"
 
 setup: $(STAMP)
 

@@ -12,9 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from windlass.config import PauseMode
-from windlass.control.agents import EngineAgent
-from windlass.control.client import AgentChannel
-from windlass.control.messages import PROTOCOL_VERSION, Hello
+from windlass.engines.client import EngineClient
 from windlass.engines.embedded.forward import ForwardRunner
 from windlass.engines.embedded.model import ModelShard, load_model
 from windlass.engines.embedded.scheduler import Scheduler
@@ -23,10 +21,6 @@ from windlass.engines.embedded.settings import EngineSettings
 from windlass.engines.embedded.steps import NoPeers, StepChannel, StepKind, StoreChannel
 from windlass.envs import ENGINE_TOKEN_VARIABLE, environment_value
 from windlass.errors import ConfigError, PeerTimeout
-from windlass.execution.receiver import Receiver
-from windlass.execution.sender import ParameterMemory, Sender
-from windlass.layout.manifest import Role
-from windlass.transports.addresses import own_address
 from windlass.transports.base import OneSidedTransport
 from windlass.transports.configs import parse_transport
 from windlass.transports.registry import create_transport
@@ -184,45 +178,20 @@ def _connect_agent(
 ) -> None:
     if not settings.controller:
         return
-    receiver = Receiver(transport, shard.manifest, shard.addresses, (shard.arena.region,))
-    memory = [
-        ParameterMemory(address, parameter.nbytes)
-        for address, parameter in zip(shard.addresses, shard.manifest.parameters, strict=True)
-    ]
-    sender = Sender(transport, shard.manifest, lambda: memory, registered=(shard.arena.region,))
-    agent = EngineAgent(receiver, hooks, sender, host=own_address(settings.controller))
-    encoded, wire = shard.manifest.encode(), transport.report()
-    incarnation = os.urandom(8).hex()
-
-    def hello() -> Hello:
-        epoch, round_number = agent.place
-        return Hello(
-            protocol_version=PROTOCOL_VERSION,
-            worker=shard.manifest.worker,
-            incarnation=incarnation,
-            role=Role.ENGINE,
-            group=settings.name,
-            rank=rank,
-            world_size=settings.tensor_parallel_size,
-            manifest=encoded,
-            wire=wire,
-            url=url,
-            served_version=agent.served_version,
-            epoch=epoch,
-            round=round_number,
-            tainted=agent.tainted,
-            can_send=True,
-        )
-
-    channel = AgentChannel(
-        settings.controller,
-        token,
-        hello,
-        agent,
-        on_disconnect=agent.on_disconnect,
-        on_command=agent.on_command,
+    EngineClient(  # lives as long as this process
+        manifest=shard.manifest,
+        addresses=shard.addresses,
+        regions=(shard.arena.region,),
+        transport=transport,
+        hooks=hooks,
+        controller=settings.controller,
+        token=token,
+        group=settings.name,
+        rank=rank,
+        world_size=settings.tensor_parallel_size,
+        url=url,
+        connect_deadline_s=CONNECT_DEADLINE_S,
     )
-    channel.connect(CONNECT_DEADLINE_S)
 
 
 def _eos_token_ids(configured: Any) -> frozenset[int]:
