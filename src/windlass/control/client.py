@@ -11,7 +11,6 @@ import concurrent.futures
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import final
 
 from windlass.control.conversation import AgentConversation, CommandHandler
@@ -128,12 +127,7 @@ class AgentChannel:
     def __enter__(self) -> AgentChannel:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # --- in the loop's thread ------------------------------------------------------------------

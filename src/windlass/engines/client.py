@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import final
 
 from windlass.control.agents import EngineAgent
@@ -131,10 +130,5 @@ class EngineClient:
     def __enter__(self) -> EngineClient:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

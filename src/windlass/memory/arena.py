@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-from types import TracebackType
 from typing import final
 
 import numpy as np
@@ -100,10 +99,5 @@ class Arena:
     def __enter__(self) -> Arena:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import threading
 import time
-from types import TracebackType
 from typing import Self
 from urllib.parse import urlencode, urlsplit
 
@@ -52,12 +51,7 @@ class BatchClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -13,7 +13,6 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Self, final
 
 import aiohttp
@@ -115,12 +114,7 @@ class RolloutController(Submissions):
         self._engines_changed()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

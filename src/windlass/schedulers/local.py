@@ -10,7 +10,6 @@ import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import final
 
 from windlass.envs import inherited_environment
@@ -142,12 +141,7 @@ class LocalScheduler(Scheduler):
     async def __aenter__(self) -> LocalScheduler:
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 

@@ -6,7 +6,6 @@ import asyncio
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Protocol, final
 
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
@@ -244,10 +243,5 @@ class QueuedScheduler(Scheduler):
         await self.open()
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import final
 
 from windlass.config import ControlConfig
@@ -79,12 +78,7 @@ class FakeFleet:
         await self.server.start()
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close_agents()
         await self.close_controller()
 

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from types import TracebackType
 from typing import IO, Protocol, Self, final
 
 import msgspec
@@ -200,12 +199,7 @@ class PeerProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _ask(self, command: _Command) -> _Answer:

@@ -19,7 +19,6 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import TYPE_CHECKING, final
 from urllib.parse import urlsplit
 
@@ -187,12 +186,7 @@ class RolloutCallback:
     def __enter__(self) -> RolloutCallback:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _start(self, call: CallbackCall, deadline_s: float | None) -> Future[None]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, final
 
 from windlass.control.agents import TrainerAgent
@@ -115,12 +114,7 @@ class TrainerClient:
     def __enter__(self) -> TrainerClient:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
