@@ -4,8 +4,7 @@ In come a plan part and the destinations' bindings (once), `prepare` and `write`
 `WriteBatch`es go to the transport, and a `LinkOutcome` with the link's digest to the coordinator.
 
 Two ways through the arena, chosen by its capacity alone. When everything that needs packing
-fits, `prepare` packs and hashes before the pause and `write` only writes (the arena is then
-the engine-shaped replica of this rank's part). Otherwise the arena is a ring of two halves:
+fits, `prepare` packs and hashes before the pause and `write` only writes. Otherwise the arena is a ring of two halves:
 one is packed while the other is on the wire. Bytes that go as they lie (DIRECT) never
 pass through it.
 """
