@@ -500,6 +500,8 @@ class Sglang:
         "SGLANG_HOST_IP": "127.0.0.1",
         "FLASHINFER_DISABLE_VERSION_CHECK": "1",
         "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
+        # SGLang sets this for itself; ranks of a NCCL group must agree on it.
+        "NCCL_CUMEM_ENABLE": "0",
     }
 
     def __init__(self, options: argparse.Namespace, session: aiohttp.ClientSession) -> None:
@@ -582,7 +584,6 @@ async def start_server(
         env={
             **os.environ,
             **ENVIRONMENT,
-            **server.environment,
             "PYTHONPATH": path,
             "WINDLASS_TOKEN": TOKEN,
         },
@@ -605,6 +606,7 @@ async def run(options: argparse.Namespace) -> list[Row]:
         write_model_folder(options.model, Path(folder))
         nbytes = 2 * sum(_numel(shape) for _, shape in checkpoint_names(options.model))
         devices = list(range(options.tp, options.tp + options.trainers))
+        os.environ.update(ENGINES[options.engine].environment)
         trainers = Trainers(devices, f"{folder}/store", folder)
         journal = Path(folder) / "journal"
         session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600))
