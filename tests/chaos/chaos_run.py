@@ -12,13 +12,14 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import msgspec
-from chaos_bugs import BUGS, Bug
+from chaos_bugs import BUGS, RARE_BUGS, Bug
 from chaos_minimise import minimise
 from chaos_schedule import Schedule, generate
 from chaos_world import Result, run_schedule
 
 SCHEDULES_PER_TASK = 10
-MAX_SCHEDULES = 60
+ALL_BUGS = (*BUGS, *RARE_BUGS)
+MAX_SCHEDULES = 120
 """In which a planted bug must be found."""
 
 
@@ -106,15 +107,16 @@ def find(bug: Bug, *, max_schedules: int, hint: bool = True) -> Found:
 
 def find_by_number(number: int, max_schedules: int, hint: bool) -> Found:
     """`find`, in a process of a pool."""
-    return find(BUGS[number], max_schedules=max_schedules, hint=hint)
+    return find(ALL_BUGS[number], max_schedules=max_schedules, hint=hint)
 
 
-def find_bugs(num_processes: int, *, max_schedules: int, hint: bool = True) -> Iterable[Found]:
+def find_bugs(
+    num_processes: int, *, max_schedules: int, hint: bool = True, rare: bool = False
+) -> Iterable[Found]:
     """The search for every planted bug, in the order in which they end."""
+    numbers = range(len(ALL_BUGS if rare else BUGS))
     with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
-        searches = [
-            pool.submit(find_by_number, number, max_schedules, hint) for number in range(len(BUGS))
-        ]
+        searches = [pool.submit(find_by_number, number, max_schedules, hint) for number in numbers]
         for search in as_completed(searches):
             yield search.result()
 
@@ -129,11 +131,13 @@ def main() -> int:
     parser.add_argument("--bugs", action="store_true", help="plant each bug and look for it")
     parser.add_argument("--max-schedules", type=int, default=MAX_SCHEDULES)
     parser.add_argument("--search", action="store_true", help="forget the seeds found before")
-    parser.add_argument("--plant", default="", choices=[bug.name for bug in BUGS], metavar="NAME")
+    parser.add_argument(
+        "--plant", default="", choices=[bug.name for bug in ALL_BUGS], metavar="NAME"
+    )
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
     if options.plant:
-        with next(bug for bug in BUGS if bug.name == options.plant).planted():
+        with next(bug for bug in ALL_BUGS if bug.name == options.plant).planted():
             return _chosen(options)
     return _chosen(options)
 
@@ -174,7 +178,7 @@ def _many(num_rounds: int, first_seed: int, num_processes: int) -> int:
 
 def _find_bugs(num_processes: int, max_schedules: int, *, hint: bool) -> int:
     missed = 0
-    for found in find_bugs(num_processes, max_schedules=max_schedules, hint=hint):
+    for found in find_bugs(num_processes, max_schedules=max_schedules, hint=hint, rare=True):
         missed += not found.violation
         print(describe(found), flush=True)
     return min(missed, 1)
