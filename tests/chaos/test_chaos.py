@@ -47,6 +47,13 @@ FOUND = {
         '{"seed":0,"mode":"staged","duration_s":7.0,"events":['
         '{"at_s":4.1708,"kind":"message","who":"b/1","other":"controller","fault":"lose"}]}'
     ),
+    "an engine that was lost in mid round goes on when a later round is aborted": (
+        '{"seed":132,"mode":"in_place","duration_s":8.0,"events":['
+        '{"at_s":0.498,"kind":"stall","who":"b/0","amount":0.699},'
+        '{"at_s":5.2892,"kind":"part","who":"c/0","other":"controller","amount":15.972},'
+        '{"at_s":6.9991,"kind":"reset","who":"a/0","other":"controller","amount":2.576},'
+        '{"at_s":7.649,"kind":"reset","who":"trainer/1","other":"controller","amount":2.088}]}'
+    ),
     "a garbled frame ends its agent for good": (
         '{"seed":9,"mode":"staged","duration_s":4.0,"events":[{"at_s":2.1371,"kind":"message",'
         '"who":"controller","other":"trainer/0","fault":"corrupt"}]}'

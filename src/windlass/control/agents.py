@@ -291,6 +291,8 @@ class EngineAgent:
         self._relay.interrupt()
         with self._lock:
             self._may_be_written = True
+            # The end of this round will not be told, and a later one's says nothing about it.
+            self._tainted = self.tainted
             if not self.tainted and self._served_version >= 0:
                 self._hooks.resume()
 
