@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,7 @@ COPY_S = NBYTES / RATE
 CHUNK = 1 << 20
 RUNS = 5
 NUM_TRAINERS = 1
+WRITE_S = 90.0
 
 
 class Rank:
@@ -70,14 +73,20 @@ class Rank:
     async def read(self) -> Any:
         return await asyncio.to_thread(self._read)
 
-    async def ask(self, name: str, argument: object = None) -> Any:
+    def send(self, name: str, argument: object = None) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps([name, argument]) + "\n")
         self.process.stdin.flush()
+
+    async def ask(self, name: str, argument: object = None) -> Any:
+        self.send(name, argument)
         return await self.read()
 
     def kill(self) -> None:
         self.process.kill()
+
+    def stop(self) -> None:
+        os.kill(self.process.pid, signal.SIGSTOP)
 
     def close(self) -> None:
         self.process.kill()
@@ -92,7 +101,7 @@ def config(shape: RelayShape, num_engines: int) -> ControlConfig:
         mode=UpdateMode.STAGED,
         backend=P2pBackend(relay=shape, relay_chunk_nbytes=CHUNK),
         min_engines=num_engines,
-        deadlines=PhaseDeadlines(write_s=90.0),
+        deadlines=PhaseDeadlines(write_s=WRITE_S),
     )
 
 
@@ -156,9 +165,126 @@ async def relay_or_direct(shape: RelayShape, num_engines: int) -> list[float]:
             return found
 
 
-async def failures() -> list[Row]:
-    """Kills at known moments, each with what it costs."""
-    rows = []
+class Measured:
+    """One run of `failures`: seconds by (case, metric), and what they are compared with."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[str, str], tuple[float, str, float]] = {}
+
+    def note(
+        self, case: str, metric: str, value: float, reference: str, reference_value: float
+    ) -> None:
+        self.found[(case, metric)] = (value, reference, reference_value)
+
+
+async def _newcomer(job: Job, controller: windlass.Controller, said: Measured) -> None:
+    """Warm: from its first frame to being routable at the published version."""
+    newcomer = job.start_engine("newcomer")
+    await newcomer.read()
+    routable = asyncio.Event()
+    coordinator = controller.coordinator
+
+    def on_change() -> None:
+        if "newcomer" in {engine.name for engine in coordinator.routable()}:
+            routable.set()
+
+    coordinator.subscribe(on_change)
+    began = time.perf_counter()
+    await newcomer.ask("connect")
+    await asyncio.wait_for(routable.wait(), 60)
+    took = time.perf_counter() - began
+    job.engines["newcomer"] = newcomer
+    await job.check("newcomer")
+    said.note(
+        "a newcomer, from its first frame", "routable", took, "one copy over its link", COPY_S
+    )
+
+
+async def _lost_engine(
+    job: Job, controller: windlass.Controller, said: Measured, plain: float, *, stop: bool
+) -> None:
+    """An engine that passes on is killed, or stopped, in the middle of the write phase."""
+    num_engines, victim = len(job.engines), next(iter(job.engines))
+    rank = job.engines[victim]
+    _in_mid_write(job, controller, rank.stop if stop else rank.kill)
+    answer = await job.publish()
+    if victim not in answer["left_out"]:
+        raise SystemExit(f"engine lost: {answer}")
+    job.engines.pop(victim)
+    rank.close()
+    others = [name for name in job.engines if name not in answer["left_out"]]
+    await job.check(*others)
+    what = "stopped" if stop else "killed"
+    said.note(
+        f"a relay of {num_engines} engines {what} in mid write", "update",
+        float(answer["update_s"]), "update without it", plain,
+    )  # fmt: skip
+    # Whoever hung on it is whole again with the next version.
+    answer = await job.publish()
+    routed = {engine.name for engine in controller.coordinator.routable()}
+    for name in set(job.engines) - routed:  # poisoned: bytes of the stopped one may still land
+        job.engines.pop(name).close()
+    await job.check()
+    said.note(
+        f"a relay of {num_engines} engines {what} in mid write", "the next update",
+        float(answer["update_s"]), "update without it", plain,
+    )  # fmt: skip
+
+
+def _in_mid_write(job: Job, controller: windlass.Controller, act: Callable[[], None]) -> None:
+    """Act once, half a copy's time after the write phase of the next version has begun."""
+    wanted = job.version + 1
+    loop = asyncio.get_running_loop()
+
+    def on_phase(version: int, phase: Phase) -> None:
+        if version == wanted and phase is Phase.WRITE:
+            loop.call_later(COPY_S / 2, act)
+
+    controller.coordinator.on_phase(on_phase)
+
+
+async def _lost_trainer(
+    job: Job, controller: windlass.Controller, said: Measured, plain: float
+) -> None:
+    """A trainer is killed in the middle of the write phase; a warm one takes its place."""
+    spare = job.start_trainer(0)
+    await spare.read()
+    over = asyncio.Event()
+    killed_at = over_at = 0.0
+    victim = job.trainers[0]
+
+    def kill() -> None:
+        nonlocal killed_at
+        killed_at = time.perf_counter()
+        victim.kill()
+
+    def on_update(_report: object) -> None:
+        nonlocal over_at
+        over_at = over_at or time.perf_counter()
+        over.set()
+
+    _in_mid_write(job, controller, kill)
+    controller.coordinator.on_update(on_update)
+    job.version += 1
+    victim.send("publish", job.version)
+    await asyncio.wait_for(over.wait(), 120)
+    victim.close()
+    job.trainers[0] = spare
+    await spare.ask("connect")
+    await job.publish()
+    recovered = time.perf_counter() - killed_at
+    await job.check()
+    case = "a trainer killed in mid write"
+    said.note(case, "round over", over_at - killed_at, "update", plain)
+    said.note(case, "a warm one has published the next version", recovered, "update", plain)
+
+
+async def failures_once(*, stop: bool) -> Measured:
+    """Every kind of failure at a known moment, each with what it costs.
+
+    `stop`: as well an engine that stands still, which costs a whole deadline.
+    """
+    said = Measured()
     with ExitStack() as stack:
         journal = Path(stack.enter_context(_folder())) / "journal"
         arguments: dict[str, Any] = {"token": TOKEN, "journal_path": journal}
@@ -169,75 +295,15 @@ async def failures() -> list[Row]:
         await job.publish()
         plain = float((await job.publish())["update_s"])
         await job.check()
-
-        # A newcomer, warm: from its first frame to being routable at the published version.
-        newcomer = job.start_engine("newcomer")
-        await newcomer.read()
-        routable, began = asyncio.Event(), time.perf_counter()
-        coordinator = controller.coordinator
-
-        def on_change() -> None:
-            if "newcomer" in {engine.name for engine in coordinator.routable()}:
-                routable.set()
-
-        coordinator.subscribe(on_change)
-        await newcomer.ask("connect")
-        await asyncio.wait_for(routable.wait(), 60)
-        caught_up = time.perf_counter() - began
-        job.engines["newcomer"] = newcomer
-        await job.check("newcomer")
-        rows.append(
-            _row("newcomer, from its first frame", "routable", caught_up, "one copy", COPY_S)
-        )
-
-        # An engine that passes on is killed in the middle of the write phase.
-        def kill_soon(rank: Rank) -> None:
-            def on_phase(version: int, phase: Phase) -> None:
-                if version == job.version and phase is Phase.WRITE and rank.process.poll() is None:
-                    asyncio.get_running_loop().call_later(COPY_S / 2, rank.kill)
-
-            coordinator.on_phase(on_phase)
-
-        victim = next(iter(job.engines))
-        kill_soon(job.engines[victim])
-        answer = await job.publish()
-        if list(answer["left_out"]) != [victim]:
-            raise SystemExit(f"engine kill: {answer}")
-        job.engines.pop(victim)
-        await job.check()
-        rows.append(_row("a relay killed in mid write, 5 engines", "update", float(answer["update_s"]), "update without a kill", plain))  # fmt: skip
-
-        # A trainer is killed in the middle of the write phase; a warm one takes its place.
-        spare = job.start_trainer(0)
-        await spare.read()
-        before = await job.publish()
-        kill_soon(job.trainers[0])
-        over = asyncio.Event()
-        coordinator.on_update(lambda _: over.set())
-        job.version += 1
-        victim_rank = job.trainers[0]
-        assert victim_rank.process.stdin is not None
-        victim_rank.process.stdin.write(json.dumps(["publish", job.version]) + "\n")
-        victim_rank.process.stdin.flush()
-        await asyncio.to_thread(victim_rank.process.wait)
-        began = time.perf_counter()
-        await over.wait()
-        ended = time.perf_counter() - began
-        job.trainers[0] = spare
-        await spare.ask("connect")
-        answer = await job.publish()
-        recovered = time.perf_counter() - began
-        await job.check()
-        rows.append(_row("a trainer killed in mid write", "round over", ended, "update", float(before["update_s"])))  # fmt: skip
-        rows.append(_row("a trainer killed in mid write", "a new one has published", recovered, "update", float(before["update_s"])))  # fmt: skip
-
+        await _newcomer(job, controller, said)
+        await _lost_engine(job, controller, said, plain, stop=False)
+        await _lost_trainer(job, controller, said, plain)
         # The controller goes and comes back on the same port.
         port = int(controller.url.rpartition(":")[2])
-        await controller.__aexit__(None, None, None)
         began = time.perf_counter()
+        await controller.__aexit__(None, None, None)
         controller = windlass.Controller(**arguments, port=port, config=config(RelayShape.CHAIN, 1))
         await controller.__aenter__()
-        stack.push(lambda *_: None)
         try:
             await controller.wait_for_fleet(
                 num_trainers=NUM_TRAINERS, engines=tuple(job.engines), deadline_s=60
@@ -248,10 +314,30 @@ async def failures() -> list[Row]:
                 raise SystemExit(f"controller restart: {answer}")
             whole = time.perf_counter() - began
             await job.check()
+            said.note("controller restarted", "all ranks are back", back, "update", plain)
+            said.note("controller restarted", "the next version is published", whole, "update", plain)  # fmt: skip
+            if stop:
+                await _lost_engine(job, controller, said, plain, stop=True)
         finally:
             await controller.__aexit__(None, None, None)
-        rows.append(_row("controller restarted", "all ranks are back", back, "update", plain))
-        rows.append(_row("controller restarted", "the next version is published", whole, "update", plain))  # fmt: skip
+    return said
+
+
+def failures() -> list[Row]:
+    """Median and p95 over `RUNS` runs, each with processes of its own."""
+    runs = [asyncio.run(failures_once(stop=run == 0)) for run in range(RUNS)]
+    rows = []
+    for case, metric in runs[0].found:
+        values = [run.found[(case, metric)] for run in runs if (case, metric) in run.found]
+        reference = values[0][1]
+        reference_value, _ = median_p95([value[2] for value in values])
+        median, slow = median_p95([value[0] for value in values])
+        if len(values) == 1:
+            once = f"{case}, write_s {WRITE_S:g} s, one run"
+            rows.append(_row(once, metric, median, reference, reference_value))
+            continue
+        rows.append(_row(case, f"{metric}, median", median, reference, reference_value))
+        rows.append(_row(case, f"{metric}, p95", slow, reference, reference_value))
     return rows
 
 
@@ -323,7 +409,7 @@ def main() -> None:
                 print(case, median, slow, flush=True)
         rows.append(_row("one engine against its link", "write phase", alone, "bytes over the rate", COPY_S))  # fmt: skip
     if args.part in ("all", "failures"):
-        rows += asyncio.run(failures())
+        rows += failures()
     if args.part in ("all", "simulated"):
         rows += simulated()
     report(rows, args.json, "relay, catch-up, recovery")

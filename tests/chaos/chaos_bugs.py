@@ -215,14 +215,6 @@ RARE_BUGS = (
         118,
     ),
     Bug(
-        "a process that took over a name counts as the one that took part",
-        coordinator,  # where the function is called from
-        "note_fates",
-        "if group is None or group.identities != bound:",
-        "if group is None:",
-        132,
-    ),
-    Bug(
         "what came over a lost connection is carried out after it",
         _ReplyStore,
         "void",
