@@ -18,16 +18,12 @@ def test_a_required_check_that_does_not_work_is_the_exit_status(
     assert main(["doctor", "--require", "no such check"]) == 1
 
 
-def test_expandable_segments_are_refused_with_the_variable_to_change(
-    monkeypatch: pytest.MonkeyPatch,
+def test_expandable_segments_and_a_folder_without_safetensors_are_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    (finding,) = (f for f in run_checks() if f.name == "allocator")
-    assert finding.status is Status.FAILS
-    assert "PYTORCH_CUDA_ALLOC_CONF" in finding.remedy
-
-
-def test_a_folder_without_safetensors_cannot_be_captured(tmp_path: Path) -> None:
-    finding = run_checks(tmp_path)[-1]
-    assert (finding.name, finding.status) == ("checkpoint", Status.FAILS)
-    assert "safetensors" in finding.found
+    findings = {finding.name: finding for finding in run_checks(tmp_path)}
+    assert findings["allocator"].status is Status.FAILS
+    assert "PYTORCH_CUDA_ALLOC_CONF" in findings["allocator"].remedy
+    assert findings["checkpoint"].status is Status.FAILS
+    assert "safetensors" in findings["checkpoint"].found

@@ -45,6 +45,7 @@ def run_checks(checkpoint: Path | None = None) -> tuple[Finding, ...]:
         _transport("cma", "allow ptrace between processes of this user, or use --transport shm"),
         _transport("shm", "mount a tmpfs at /dev/shm"),
         _transport("mooncake", "pip install 'windlass[mooncake]' and the package libibverbs1"),
+        _transport("nixl", "pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1"),
         _ptrace(),
         _locked_memory(),
         _network_cards(),
