@@ -26,8 +26,9 @@ import torch.distributed as dist
 from harness import Row, median_p95, parser, report
 from windlass.config import UpdateMode
 from windlass.errors import TransportUnavailable
+from windlass.execution.base import ParameterMemory
 from windlass.execution.receiver import Receiver
-from windlass.execution.sender import ParameterMemory, Sender
+from windlass.execution.sender import Sender
 from windlass.frameworks.dtypes import torch_dtype
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType

@@ -13,7 +13,7 @@ import xxhash
 
 import windlass
 from windlass.engines.client import EngineClient
-from windlass.execution.sender import ParameterMemory
+from windlass.execution.base import ParameterMemory
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest

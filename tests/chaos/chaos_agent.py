@@ -31,8 +31,9 @@ from windlass.control.agents import EngineAgent, TrainerAgent
 from windlass.control.client import AgentChannel
 from windlass.control.messages import PROTOCOL_VERSION, Hello
 from windlass.errors import WindlassError
+from windlass.execution.base import ParameterMemory
 from windlass.execution.receiver import Receiver
-from windlass.execution.sender import ParameterMemory, Sender
+from windlass.execution.sender import Sender
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.transports.base import AllocatingTransport, OneSidedTransport
 from windlass.transports.configs import parse_transport

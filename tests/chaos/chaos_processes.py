@@ -28,8 +28,9 @@ from windlass.control.agents import EngineAgent, TrainerAgent
 from windlass.control.conversation import AgentConversation
 from windlass.control.messages import PROTOCOL_VERSION, Command, Hello, Result
 from windlass.errors import PeerUnreachable, RegionError, TransferFailed, TransferOutcomeUnknown
+from windlass.execution.base import ParameterMemory
 from windlass.execution.receiver import Receiver
-from windlass.execution.sender import ParameterMemory, Sender
+from windlass.execution.sender import Sender
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.rollout.messages import WorkerHello
 from windlass.rollout.runner import WorkerRunner

@@ -17,8 +17,9 @@ from windlass.config import ControlConfig, PauseMode, UpdateMode
 from windlass.control.agents import EngineAgent
 from windlass.control.client import AgentChannel
 from windlass.control.messages import PROTOCOL_VERSION, Hello
+from windlass.execution.base import ParameterMemory
 from windlass.execution.receiver import Receiver
-from windlass.execution.sender import ParameterMemory, Sender
+from windlass.execution.sender import Sender
 from windlass.frameworks.dtensor import describe_module, parameter_addresses
 from windlass.layout.manifest import Role
 from windlass.transports.configs import CudaIpcConfig

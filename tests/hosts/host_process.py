@@ -26,8 +26,9 @@ from windlass.control.agents import EngineAgent, TrainerAgent
 from windlass.control.client import AgentChannel, CommandHandler
 from windlass.control.messages import PROTOCOL_VERSION, Command, Hello, Result, RoundOutcome
 from windlass.errors import RoundAborted
+from windlass.execution.base import ParameterMemory
 from windlass.execution.receiver import Receiver
-from windlass.execution.sender import ParameterMemory, Sender
+from windlass.execution.sender import Sender
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest

@@ -27,7 +27,8 @@ from windlass.control.agents import EngineAgent, TrainerAgent
 from windlass.control.client import AgentChannel
 from windlass.control.messages import PROTOCOL_VERSION, Hello, RoundOutcome
 from windlass.engines.client import EngineClient
-from windlass.execution.sender import ParameterMemory, Sender
+from windlass.execution.base import ParameterMemory
+from windlass.execution.sender import Sender
 from windlass.layout.manifest import Role
 from windlass.rollout import RolloutConfig, SamplingParams, StalenessPolicy
 from windlass.testing.kill_at import KillAt

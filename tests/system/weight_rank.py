@@ -22,7 +22,7 @@ import windlass
 from windlass.control.agents import EngineAgent
 from windlass.control.messages import Command, Receive, Result, Verify
 from windlass.engines.client import EngineClient
-from windlass.execution.sender import ParameterMemory
+from windlass.execution.base import ParameterMemory
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windlass.config import UpdateMode
+from windlass.execution.base import ParameterMemory
 from windlass.execution.bindings import LinkStatus
 from windlass.execution.receiver import Receiver
-from windlass.execution.sender import ParameterMemory, Sender
+from windlass.execution.sender import Sender
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest

@@ -10,9 +10,10 @@ import torch
 
 from windlass.config import UpdateMode
 from windlass.errors import ManifestError, PlanError, UnsupportedLayout
+from windlass.execution.base import ParameterMemory
 from windlass.execution.bindings import LinkStatus
 from windlass.execution.receiver import Receiver
-from windlass.execution.sender import ParameterMemory, Sender
+from windlass.execution.sender import Sender
 from windlass.execution.source import SourceMemory
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType

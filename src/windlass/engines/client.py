@@ -10,8 +10,9 @@ from windlass.control.agents import EngineAgent
 from windlass.control.client import AgentChannel, CommandHandler
 from windlass.control.hooks import EngineHooks
 from windlass.control.messages import PROTOCOL_VERSION, Hello
+from windlass.execution.base import ParameterMemory
 from windlass.execution.receiver import Receiver
-from windlass.execution.sender import ParameterMemory, Sender
+from windlass.execution.sender import Sender
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.transports.addresses import own_address
 from windlass.transports.base import MemoryRegion, OneSidedTransport

@@ -49,7 +49,7 @@ from windlass.planning.simulate import LINKS_AT_ONCE
 from windlass.telemetry.clock import Deadline
 from windlass.transports.base import MemoryRegion, OneSidedTransport, WriteBatch
 
-__all__ = ["ParameterMemory", "SendResult", "Sender"]
+__all__ = ["Sender"]
 
 
 @final

@@ -14,7 +14,8 @@ from windlass.control.agents import TrainerAgent
 from windlass.control.client import AgentChannel
 from windlass.control.messages import PROTOCOL_VERSION, Hello, RoundOutcome, UpdateReport
 from windlass.errors import RoundAborted
-from windlass.execution.sender import ParameterMemory, Sender
+from windlass.execution.base import ParameterMemory
+from windlass.execution.sender import Sender
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS, StackedRule
 from windlass.transports.addresses import own_address

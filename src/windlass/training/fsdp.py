@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from windlass.execution.sender import ParameterMemory
+from windlass.execution.base import ParameterMemory
 from windlass.frameworks.dtensor import NameMap, describe_module, parameter_extents
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS, StackedRule

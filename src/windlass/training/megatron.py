@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from windlass.errors import ManifestError, UnsupportedLayout
-from windlass.execution.sender import ParameterMemory
+from windlass.execution.base import ParameterMemory
 from windlass.frameworks.dtypes import dtype_of
 from windlass.layout.manifest import ManifestBuilder, Role
 from windlass.layout.naming.place import Coords, Geometry, place
