@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from windlass.engines.attach import AgentSettings
-from windlass.engines.launch import arguments, attach_running, refuse_unsafe
+from windlass.engines.launch import arguments, attach_running, refuse_unsafe, serve
 from windlass.errors import ConfigError, PeerUnreachable
 
 WORDS = ["--name", "a", "--model", "/m", "--tp", "2", "--attach", "http://h:1"]
@@ -51,3 +51,10 @@ def test_expandable_segments_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with pytest.raises(ConfigError, match="expandable segments"):
         refuse_unsafe(["--other"], {})
+
+
+def test_a_server_needs_a_port(capsys: pytest.CaptureFixture[str]) -> None:
+    args = arguments("program", None).parse_args(["--name", "a", "--model", "/m"])
+    status = serve(args, ["false"], environment={}, ready_line="", connect=lambda _: None)
+    assert status == 2
+    assert "--port must be given" in capsys.readouterr().err

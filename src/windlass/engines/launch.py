@@ -140,6 +140,9 @@ def serve(
     Returns:
         The exit status of the server, or 2 when its ranks could not join.
     """
+    if not args.port:
+        sys.stderr.write(f"engine {args.name}: --port must be given, or --attach\n")
+        return 2
     if args.controller:
         control_token()  # fails here and not in a rank
     server = subprocess.Popen(
