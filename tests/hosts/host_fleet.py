@@ -24,7 +24,7 @@ ROWS = 340
 """About 2 MB in three tensors."""
 HOSTS = ("control", "trainer", "a", "b")
 DEADLINES = PhaseDeadlines(
-    connect_s=8, prepare_s=5, pause_s=5, write_s=6, verify_s=5, apply_s=5, publish_s=5, fleet_s=30
+    connect_s=15, prepare_s=8, pause_s=8, write_s=10, verify_s=8, apply_s=8, publish_s=8, fleet_s=30
 )
 
 
@@ -216,7 +216,7 @@ async def fleet_on(
     config: ControlConfig | None = None,
 ) -> AsyncIterator[Fleet]:
     """Controller, trainers and engines, each on its host, with version 0 published."""
-    made = config or ControlConfig(mode=mode, deadlines=DEADLINES, heartbeat_s=3.0, max_rewrites=1)
+    made = config or ControlConfig(mode=mode, deadlines=DEADLINES, heartbeat_s=8.0, max_rewrites=1)
     fleet = Fleet(network, made, transport, rows)
     try:
         await fleet.start_controller()

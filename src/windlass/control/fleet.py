@@ -109,6 +109,7 @@ class Fleet:
         self._suspects: set[str] = set()
         self._first_epoch: int | None = None
         self._holds: dict[Identity, _Hold] = {}
+        self._num_trainers = 0
 
     def find(self, worker: str) -> Agent | None:
         """The connected rank of that name."""
@@ -172,11 +173,20 @@ class Fleet:
         # Another process has this name: its predecessors are gone, and so are their writes.
         for past in [k for k in self._holds if k[0] == hello.worker and k != agent.identity]:
             del self._holds[past]
+        if hello.role is Role.TRAINER:
+            self._note_mesh(hello)
         self._poisoned -= {k for k in self._poisoned if k[0] == hello.worker} - {agent.identity}
         group.agents[hello.rank] = agent
         group.tainted |= hello.tainted
         group.version = min(group.version, hello.served_version)
         return agent
+
+    def _note_mesh(self, hello: Hello) -> None:
+        """Another mesh is another job: every rank of the one before is gone, not only namesakes."""
+        if hello.world_size != self._num_trainers:
+            for past in [k for k in self._holds if k[0].rpartition("/")[0] == hello.group]:
+                del self._holds[past]
+        self._num_trainers = hello.world_size
 
     def remove(self, agent: Agent) -> Group:
         """Forget a rank; its group stays known while it has other ranks."""

@@ -1,0 +1,55 @@
+"""Whose unanswered writes keep engines from being written, and until when."""
+
+from __future__ import annotations
+
+import pytest
+
+from windlass.control.fleet import Agent, Fleet
+from windlass.control.messages import PROTOCOL_VERSION, Hello
+from windlass.layout.box import Box
+from windlass.layout.dtypes import DType
+from windlass.layout.manifest import ManifestBuilder, Role
+from windlass.transports.base import WireReport
+
+
+def admit(fleet: Fleet, group: str, rank: int, world_size: int, role: Role) -> Agent:
+    worker = f"{group}/{rank}"
+    builder = ManifestBuilder(worker, role)
+    builder.add_parameter("p", nbytes=96, dtype=DType.FLOAT32)
+    builder.add_shard("weight", (4, 6), Box((0, 0), (4, 6)), "p")
+    return fleet.admit(
+        Hello(
+            protocol_version=PROTOCOL_VERSION,
+            worker=worker,
+            incarnation=f"{worker} of {world_size}",
+            role=role,
+            group=group,
+            rank=rank,
+            world_size=world_size,
+            manifest=builder.build().encode(),
+            wire=WireReport("cma", "process_vm_writev", "", True),
+        )
+    )
+
+
+@pytest.mark.parametrize(("world_size", "writable"), [(1, ["a"]), (2, [])])
+def test_a_rank_that_never_answered_holds_engines_until_the_job_has_another_mesh(
+    world_size: int, writable: list[str]
+) -> None:
+    fleet = Fleet()
+    engine = admit(fleet, "a", 0, 1, Role.ENGINE)
+    trainers = [admit(fleet, "trainer", rank, 2, Role.TRAINER) for rank in range(2)]
+    fleet.hold(trainers[1].identity, (1, 1), frozenset({engine.identity}))
+    for trainer in trainers:
+        fleet.remove(trainer)
+    assert fleet.writable_engines() == ()
+    admit(fleet, "trainer", 0, world_size, Role.TRAINER)
+    assert [group.name for group in fleet.writable_engines()] == writable
+
+
+def test_another_mesh_does_not_answer_for_an_engine_that_brings_up_another() -> None:
+    fleet = Fleet()
+    newcomer, donor = (admit(fleet, name, 0, 1, Role.ENGINE) for name in ("a", "b"))
+    fleet.hold(donor.identity, (1, 1), frozenset({newcomer.identity}))
+    admit(fleet, "trainer", 0, 2, Role.TRAINER)
+    assert [group.name for group in fleet.writable_engines()] == ["b"]
