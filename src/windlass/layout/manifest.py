@@ -239,14 +239,10 @@ class ShardManifest:
             table = ShardTable(
                 tensor=np.frombuffer(payload.tensor, "<i4").astype(np.int32),
                 parameter=np.frombuffer(payload.parameter, "<i4").astype(np.int32),
-                offsets=np.frombuffer(payload.offsets, "<i8")
-                .reshape(-1, MAX_DIMS)
-                .astype(np.int64),
-                sizes=np.frombuffer(payload.sizes, "<i8").reshape(-1, MAX_DIMS).astype(np.int64),
+                offsets=_wide(payload.offsets),
+                sizes=_wide(payload.sizes),
                 offset_bytes=np.frombuffer(payload.offset_bytes, "<i8").astype(np.int64),
-                strides_bytes=np.frombuffer(payload.strides_bytes, "<i8")
-                .reshape(-1, MAX_DIMS)
-                .astype(np.int64),
+                strides_bytes=_wide(payload.strides_bytes),
             )
         except ValueError as error:
             raise ProtocolError(
@@ -405,3 +401,7 @@ def contiguous_strides(sizes: tuple[int, ...], itemsize: int) -> tuple[int, ...]
         strides.append(step)
         step *= size
     return tuple(reversed(strides))
+
+
+def _wide(column: bytes) -> Int64Array:
+    return np.frombuffer(column, "<i8").reshape(-1, MAX_DIMS).astype(np.int64)

@@ -154,8 +154,7 @@ def plan_with_reports(
             direct_min_run_nbytes=policy.direct_min_run_bytes,
         )
     )
-    egress = np.zeros(len(sources), np.int64)
-    np.add.at(egress, ops.src, ops.nbytes)
+    egress = np.bincount(ops.src, ops.nbytes, len(sources)).astype(np.int64)
     routing = certify(egress, group_nbytes.astype(np.int64), groups)
     coverage = _measure_coverage(dst, ops, unused)
     ops = coalesce(ops)
