@@ -74,7 +74,7 @@ BUGS = (
         "False",
         6,
     ),
-    Bug("every digest is right", Receiver, "verify", "self._digest(program) != digest", "False"),
+    Bug("every digest is right", Receiver, "verify", "self._digest(program) != digest", "False", 9),
     Bug(
         "a repeated command is carried out again",
         _ReplyStore,
