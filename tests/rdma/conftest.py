@@ -40,10 +40,11 @@ def nics(request: pytest.FixtureRequest) -> Iterator[tuple[Nic, Nic]]:
 
 
 @pytest.fixture(scope="session")
-def forks() -> ForkServerContext:
-    """Forks have imported torch and the rest already."""
+def forks(request: pytest.FixtureRequest) -> ForkServerContext:
+    """Forks have imported what they need already: torch only where a whole update is tested."""
     start = time.monotonic()
-    context = start_fork_server("verbs_job")
+    updates = any(item.path.name == "test_verbs_update.py" for item in request.session.items)
+    context = start_fork_server("verbs_job" if updates else "verbs_launch")
     tell(f"fork server ready after {time.monotonic() - start:.0f} s")
     return context
 

@@ -21,6 +21,7 @@ from windlass.transports.configs import TransportConfig
 
 __all__ = ["ForkedChild", "memory_limited", "start_fork_server"]
 
+ANSWER_S = 120.0
 _CAP_IPC_LOCK = 14
 _PR_CAPBSET_DROP = 24
 _CAPABILITY_VERSION_3 = 0x20080522
@@ -110,20 +111,24 @@ def _serve(
     serve(decoded, nbytes)
 
 
-def memory_limited(context: ForkServerContext, run: Callable[[], str], nbytes: int) -> str:
-    """What `run` returns in a fork that may lock no more than `nbytes`, whoever it is."""
+def memory_limited(
+    context: ForkServerContext, run: Callable[[Callable[[str], None]], None], nbytes: int
+) -> str:
+    """What `run` tells in a fork that may lock no more than `nbytes`, whoever it is."""
     answers, answer = context.Pipe(False)
-    process = context.Process(target=_limited, args=(run, nbytes, answer))
+    process = context.Process(target=_limited, args=(run, nbytes, answer), daemon=True)
     process.start()
     answer.close()
     try:
+        if not answers.poll(ANSWER_S):
+            raise TimeoutError(f"a fork with little lockable memory: silent for {ANSWER_S} s")
         return str(answers.recv())
     finally:
-        process.join(60)
         process.kill()
+        process.join(60)
 
 
-def _limited(run: Callable[[], str], nbytes: int, answer: Connection) -> None:
+def _limited(run: Callable[[Callable[[str], None]], None], nbytes: int, answer: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (nbytes, nbytes))
     libc = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
@@ -134,4 +139,4 @@ def _limited(run: Callable[[], str], nbytes: int, answer: Connection) -> None:
         sets[index] &= ~(1 << _CAP_IPC_LOCK)
     if libc.prctl(_PR_CAPBSET_DROP, _CAP_IPC_LOCK, 0, 0, 0) or libc.capset(header, sets):
         raise OSError(ctypes.get_errno(), "capset")
-    answer.send(run())
+    run(answer.send)

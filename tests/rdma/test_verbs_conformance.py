@@ -22,7 +22,7 @@ from windlass.transports.configs import (
 )
 from windlass.transports.registry import create_transport
 
-pytestmark = [pytest.mark.rdma, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.rdma, pytest.mark.timeout(900)]
 
 VerbsConfig = MooncakeConfig | NixlConfig
 

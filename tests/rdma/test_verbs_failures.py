@@ -36,7 +36,7 @@ from windlass.transports.configs import (
 )
 from windlass.transports.registry import create_transport
 
-pytestmark = [pytest.mark.rdma, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.rdma, pytest.mark.timeout(900)]
 
 DEADLINE_S = 5.0
 FIRST_S = 60.0

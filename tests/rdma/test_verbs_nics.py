@@ -22,7 +22,7 @@ from windlass.transports.configs import (
 )
 from windlass.transports.registry import create_transport
 
-pytestmark = [pytest.mark.rdma, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.rdma, pytest.mark.timeout(900)]
 
 FIRST_S = 60.0
 NBYTES = 8 << 20
@@ -55,7 +55,7 @@ def two_each(request: pytest.FixtureRequest) -> tuple[tuple[Nic, ...], tuple[Nic
     return (found[0], found[2]), (found[1], found[3])
 
 
-@pytest.fixture(params=["mooncake", "nixl-rc"])
+@pytest.fixture(params=["nixl-rc", "mooncake"])
 def kind(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from windlass.errors import WindlassError
@@ -49,10 +51,11 @@ def launch_trainer(
     run_trainer(rank, world_size, folder, url, transport, token, hold)
 
 
-def first_error(transport: str) -> str:
-    """In a fork: what an arena over this transport raises, by name."""
+def first_error(transport: str, answer: Callable[[str], None]) -> None:
+    """In a fork: tell what an arena over this transport raises, by name."""
     try:
         Arena(create_transport(parse_transport(transport)), 8 << 20)
     except WindlassError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+        answer(f"{type(error).__name__}: {error}")
+        os._exit(0)  # the agent's own end waits for memory that it may not lock
+    answer("")
