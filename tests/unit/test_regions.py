@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from windlass.errors import RegionError
@@ -122,6 +122,7 @@ def test_piece_sizes_next_to_a_multiple_of_the_limit() -> None:
         assert cut[2].tolist() == expected
 
 
+@example([(0, 0, 2)], [], [1, 1])  # a seam that is named twice
 @given(pieces, st.lists(st.integers(0, 400), unique=True), st.lists(st.integers(0, 400)))
 def test_pieces_cut_at_seams_move_the_same_bytes_and_cross_none(
     rows: list[tuple[int, int, int]], here: list[int], there: list[int]

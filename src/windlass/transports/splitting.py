@@ -48,13 +48,13 @@ def cut_at_edges(pieces: Pieces, *, local: list[int], remote: list[int]) -> Piec
 
     Args:
         pieces: to cut.
-        local: addresses at which a registration begins here, in any order.
+        local: addresses at which a registration begins here, in any order, any number of times.
         remote: the same at the peer.
     """
     if local:
-        pieces = _cut(pieces, pieces[0], np.array(sorted(local), np.uint64))
+        pieces = _cut(pieces, pieces[0], np.unique(np.array(local, np.uint64)))
     if remote:
-        pieces = _cut(pieces, pieces[1], np.array(sorted(remote), np.uint64))
+        pieces = _cut(pieces, pieces[1], np.unique(np.array(remote, np.uint64)))
     return pieces
 
 
