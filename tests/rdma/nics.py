@@ -98,9 +98,10 @@ class Nic:
 
     def registered_nbytes(self) -> list[int]:
         """Sizes of the memory regions on this device, of every process, largest first."""
-        command = ("rdma", "-j", "resource", "show", "mr", "link", f"{self.name}/{_PORT}")
+        command = ("rdma", "-j", "resource", "show", "mr")
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-        return sorted((int(row["mrlen"]) for row in json.loads(done.stdout or "[]")), reverse=True)
+        rows = [row for row in json.loads(done.stdout or "[]") if row["ifname"] == self.name]
+        return sorted((int(row["mrlen"]) for row in rows), reverse=True)
 
     def describe(self, pid: int) -> str:
         """Device, driver, network interface, and the queue pairs of a process in one line."""
