@@ -267,6 +267,19 @@ async def raw(rig: FakeFleet, *frames: bytes | str) -> list[object]:
         return [decode_controller_frame(message.data) async for message in socket]
 
 
+async def test_a_closing_controller_ends_connections_that_have_said_nothing_yet() -> None:
+    async with FakeFleet() as rig:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        async with (
+            aiohttp.ClientSession(headers=headers) as http,
+            http.ws_connect(rig.server.url + "/v1/agents") as socket,
+        ):
+            closing = asyncio.create_task(rig.close_controller())
+            message = await socket.receive(5.0)
+            await closing
+        assert (message.type, message.data) == (aiohttp.WSMsgType.CLOSE, 1001)
+
+
 def hello_of(group: str, **changes: object) -> Hello:
     manifest = engine_manifest(f"{group}/0", 2)
     return fake_hello(manifest, group=group, **changes)  # type: ignore[arg-type]

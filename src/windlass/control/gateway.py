@@ -20,7 +20,7 @@ from windlass.control.messages import (
     decode_agent_frame,
     encode,
 )
-from windlass.control.server import CALLER
+from windlass.control.server import CALLER, OPEN_SOCKETS
 from windlass.control.session import AgentSession
 from windlass.errors import PlanError, ProtocolError
 from windlass.transports.addresses import HOST_VARIABLE, is_loopback, is_wildcard
@@ -71,6 +71,7 @@ async def serve_agent(
         heartbeat=config.heartbeat_s, max_msg_size=config.max_message_nbytes
     )
     await socket.prepare(request)
+    request.app[OPEN_SOCKETS].add(socket)
     session: AgentSession | None = None
     reason = "connection closed"
     try:

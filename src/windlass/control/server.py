@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable, MutableSequence
 from contextvars import ContextVar
 from typing import final
+from weakref import WeakSet
 
-from aiohttp import web
+from aiohttp import WSCloseCode, web
 
 from windlass.control.access import ROUTES, Access, AccessGate, refusal_of
 from windlass.errors import ConfigError
 from windlass.transports.addresses import listen, published_host, url_of
 
-__all__ = ["CALLER", "ControlServer"]
+__all__ = ["CALLER", "OPEN_SOCKETS", "ControlServer"]
 
 CALLER = ContextVar("CALLER", default=Access.OWNER)
 """In the task of a request: the role of its token."""
+
+OPEN_SOCKETS = web.AppKey("OPEN_SOCKETS", WeakSet[web.WebSocketResponse])
+"""Of the application: connections that are ended when the server closes, however far they have come."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -52,6 +57,8 @@ class ControlServer:
         self._app = web.Application(
             middlewares=[self._authenticate], client_max_size=max_body_nbytes
         )
+        self._app[OPEN_SOCKETS] = WeakSet()
+        self._app.on_shutdown.append(_end_sockets)
         self._runner: web.AppRunner | None = None
         self._public: set[str] = set()
 
@@ -106,3 +113,10 @@ class ControlServer:
             return web.json_response({"error": refusal}, status=403)
         CALLER.set(role)
         return await handler(request)
+
+
+async def _end_sockets(app: web.Application) -> None:
+    """An agent that came while the server was closing would hold its connection open."""
+    await asyncio.gather(
+        *(socket.close(code=WSCloseCode.GOING_AWAY) for socket in set(app[OPEN_SOCKETS]))
+    )
