@@ -117,6 +117,5 @@ class ControlServer:
 
 async def _end_sockets(app: web.Application) -> None:
     """An agent that came while the server was closing would hold its connection open."""
-    await asyncio.gather(
-        *(socket.close(code=WSCloseCode.GOING_AWAY) for socket in set(app[OPEN_SOCKETS]))
-    )
+    sockets = app[OPEN_SOCKETS]
+    await asyncio.gather(*(s.close(code=WSCloseCode.GOING_AWAY) for s in list(sockets)))
