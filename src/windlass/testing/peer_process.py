@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import IO, Protocol, Self, final
 
 import msgspec
@@ -183,7 +184,8 @@ class PeerProcess:
         self._process.wait(ANSWER_S)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None and not pipe.closed:
-                pipe.close()
+                with suppress(BrokenPipeError):  # a command that a dead child has not read
+                    pipe.close()
 
     def close(self) -> None:
         """Let the child end by itself, which it does when its input ends; kill it if it does not."""
