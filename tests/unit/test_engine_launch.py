@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
 from windlass.engines.attach import AgentSettings
-from windlass.engines.launch import arguments, attach_running, refuse_unsafe, serve
+from windlass.engines.launch import arguments, attach_running, launch, refuse_unsafe, serve
 from windlass.errors import ConfigError, PeerUnreachable
 
 WORDS = ["--name", "a", "--model", "/m", "--tp", "2", "--attach", "http://h:1"]
@@ -29,15 +31,34 @@ def test_attach_has_a_running_server_join_another_controller(
     assert capfd.readouterr().out == '{"name":"a","url":"http://h:1"}\n'
 
 
-def test_attach_says_why_a_server_does_not_join(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ([*WORDS, "--controller", "http://127.0.0.1:1"], "must be stopped"),
+        (WORDS, "--controller must be given"),
+        ([*WORDS, "--enable-it"], "it moves"),
+        (WORDS[:-2], "no such engine"),
+    ],
+)
+def test_a_launcher_says_in_one_line_why_it_ends(
+    words: list[str],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def refuse(_: AgentSettings) -> None:
         raise PeerUnreachable("the controller must be stopped")
 
-    parse = arguments("program", None).parse_args
-    assert attach_running(parse([*WORDS, "--controller", "http://c"]), refuse) == 2
-    assert "must be stopped" in capsys.readouterr().err
-    assert attach_running(parse(WORDS), refuse) == 2
-    assert "--controller must be given" in capsys.readouterr().err
+    def start(_args: argparse.Namespace, _rest: list[str]) -> int:
+        raise ConfigError("no such engine")
+
+    monkeypatch.setattr("sys.argv", ["program", *words])
+    unsafe = {"--enable-it": "it moves"}
+    assert launch("program", None, unsafe=unsafe, connect=refuse, start=start) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("engine a: ")
+    assert reason in said
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize("word", ["--enable-it", "--enable_it", "--enable-it=1"])

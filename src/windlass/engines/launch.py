@@ -23,9 +23,11 @@ from windlass.transports.addresses import own_address, published_host, url_of
 
 __all__ = [
     "Connect",
+    "Start",
     "arguments",
     "attach_running",
     "check_placed",
+    "launch",
     "place",
     "refuse_unsafe",
     "serve",
@@ -36,6 +38,39 @@ REACH_DEADLINE_S = 30.0
 
 Connect = Callable[[AgentSettings], None]
 """Makes every rank of the running server join; raises a `WindlassError` when one cannot."""
+
+Start = Callable[[argparse.Namespace, list[str]], int]
+"""Runs an engine's server with the options and the words that are its own; the exit status."""
+
+
+def launch(
+    program: str,
+    description: str | None,
+    *,
+    unsafe: Mapping[str, str],
+    connect: Connect,
+    start: Start,
+) -> int:
+    """The main program of an engine's launcher: checks the command line, then starts or attaches.
+
+    Args:
+        program: its name.
+        description: for `--help`.
+        unsafe: see `refuse_unsafe`.
+        connect: for `--attach`.
+        start: for everything else; the addresses are placed.
+
+    Returns:
+        The exit status; 2, and one line on stderr, for whatever a `WindlassError` says.
+    """
+    args, rest = arguments(program, description).parse_known_args()
+    try:
+        refuse_unsafe(rest, unsafe)
+        place(args)
+        return attach_running(args, connect) if args.attach else start(args, rest)
+    except WindlassError as error:
+        sys.stderr.write(f"engine {args.name}: {type(error).__name__}: {error}\n")
+        return 2
 
 
 def arguments(program: str, description: str | None) -> argparse.ArgumentParser:
@@ -88,24 +123,23 @@ def attach_running(args: argparse.Namespace, connect: Connect) -> int:
     and must still hold its checkpoint.
 
     Returns:
-        0, or 2 when its ranks could not join.
+        0.
+
+    Raises:
+        ConfigError: no controller is named. Besides, see `Connect`.
     """
-    try:
-        if not args.controller:
-            raise ConfigError("--attach: --controller must be given")
-        connect(
-            AgentSettings(
-                name=args.name,
-                controller=args.controller,
-                transport=args.transport,
-                url=args.attach,
-                checkpoint=args.model,
-                world_size=args.tp,
-            )
+    if not args.controller:
+        raise ConfigError("--attach: --controller must be given")
+    connect(
+        AgentSettings(
+            name=args.name,
+            controller=args.controller,
+            transport=args.transport,
+            url=args.attach,
+            checkpoint=args.model,
+            world_size=args.tp,
         )
-    except WindlassError as error:
-        sys.stderr.write(f"engine {args.name}: {type(error).__name__}: {error}\n")
-        return 2
+    )
     os.write(1, msgspec.json.encode({"name": args.name, "url": args.attach}) + b"\n")
     return 0
 

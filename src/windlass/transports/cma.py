@@ -1,11 +1,12 @@
 """Stage 7 within one host: `process_vm_writev`, the kernel copies into another process.
 
-Takes a `WriteBatch` and returns once its bytes are in the peer's memory (cross memory attach). Truly one-sided: the target may be stopped while the write completes, and it needs nothing
-but memory. The kernel checks no bounds beyond mapped pages, so pieces are checked against
-the published regions first. A peer is a pid and its start time: a pid that was given to
-another process is noticed. The kernel copies through the cache, at 5-6 GB/s per thread where
-memcpy of the same regions reached 8-9 (2-core AMD EPYC guest, 2026-11-21), so a large batch is
-copied by several threads.
+Takes a `WriteBatch` and returns once its bytes are in the peer's memory (cross memory attach).
+Truly one-sided: the target may be stopped while the write completes, and it needs nothing but
+memory. The kernel checks no bounds beyond mapped pages, so pieces are checked against the published
+regions first. A peer is a pid and its start time: a pid that was given to another process is
+noticed. The kernel copies through the cache, at 5-6 GB/s per thread where memcpy of the same
+regions reached 8-9 (2-core AMD EPYC guest, 2026-11-21), so a large batch is copied by several
+threads.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ SGLang's environment; the token is read from WINDLASS_TOKEN.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from pathlib import Path
@@ -13,15 +14,7 @@ from pathlib import Path
 import msgspec
 
 from windlass.engines.attach import AgentSettings
-from windlass.engines.launch import (
-    arguments,
-    attach_running,
-    check_placed,
-    place,
-    refuse_unsafe,
-    serve,
-)
-from windlass.errors import WindlassError
+from windlass.engines.launch import check_placed, launch, serve
 
 CONNECT_DEADLINE_S = 600.0
 HOOK = "windlass.engines.sglang.hook.run"
@@ -41,15 +34,10 @@ UNSAFE = {
 
 def main() -> int:
     """Run the server until it ends."""
-    args, rest = arguments("windlass.engines.sglang", __doc__).parse_known_args()
-    try:
-        refuse_unsafe(rest, UNSAFE)
-        place(args)
-    except WindlassError as error:
-        sys.stderr.write(f"engine {args.name}: {type(error).__name__}: {error}\n")
-        return 2
-    if args.attach:
-        return attach_running(args, connect)
+    return launch("windlass.engines.sglang", __doc__, unsafe=UNSAFE, connect=connect, start=_start)
+
+
+def _start(args: argparse.Namespace, rest: list[str]) -> int:
     command = [
         *(sys.executable, "-m", "sglang.launch_server", "--model-path", args.model),
         *("--host", args.host, "--port", str(args.port), "--tp-size", str(args.tp)),

@@ -6,6 +6,7 @@ environment; the token is read from WINDLASS_TOKEN.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import sys
 from pathlib import Path
@@ -13,15 +14,8 @@ from pathlib import Path
 import msgspec
 
 from windlass.engines.attach import AgentSettings, post
-from windlass.engines.launch import (
-    arguments,
-    attach_running,
-    check_placed,
-    place,
-    refuse_unsafe,
-    serve,
-)
-from windlass.errors import ConfigError, WindlassError
+from windlass.engines.launch import check_placed, launch, serve
+from windlass.errors import ConfigError
 
 CONNECT_DEADLINE_S = 600.0
 EXTENSION = "windlass.engines.vllm.extension.WindlassExtension"
@@ -55,15 +49,10 @@ class _Answer(msgspec.Struct, frozen=True):
 
 def main() -> int:
     """Run the server until it ends."""
-    args, rest = arguments("windlass.engines.vllm", __doc__).parse_known_args()
-    try:
-        refuse_unsafe(rest, UNSAFE)
-        place(args)
-    except WindlassError as error:
-        sys.stderr.write(f"engine {args.name}: {type(error).__name__}: {error}\n")
-        return 2
-    if args.attach:
-        return attach_running(args, connect)
+    return launch("windlass.engines.vllm", __doc__, unsafe=UNSAFE, connect=connect, start=_start)
+
+
+def _start(args: argparse.Namespace, rest: list[str]) -> int:
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model),
         *("--host", args.host, "--port", str(args.port)),
