@@ -27,14 +27,11 @@ from chaos_weights import (
     values,
 )
 
-from windlass.control.agents import EngineAgent, TrainerAgent
-from windlass.control.client import AgentChannel
-from windlass.control.messages import PROTOCOL_VERSION, Hello
-from windlass.errors import WindlassError
+from windlass.engines.client import EngineClient
+from windlass.errors import RoundAborted, WindlassError
 from windlass.execution.base import ParameterMemory
-from windlass.execution.receiver import Receiver
-from windlass.execution.sender import Sender
-from windlass.layout.manifest import Role, ShardManifest
+from windlass.layout.manifest import Role
+from windlass.training.client import TrainerClient
 from windlass.transports.base import AllocatingTransport, OneSidedTransport
 from windlass.transports.configs import parse_transport
 from windlass.transports.registry import create_transport
@@ -57,46 +54,33 @@ def memory_of(transport: OneSidedTransport, nbytes: int) -> tuple[int, Any, Any]
     return address, array, transport.register(address, nbytes)
 
 
-def hello_of(
-    manifest: ShardManifest, group: str, rank: int, world_size: int, wire: Any, **more: Any
-) -> Hello:
-    return Hello(
-        protocol_version=PROTOCOL_VERSION,
-        worker=manifest.worker,
-        role=manifest.role,
-        group=group,
-        rank=rank,
-        world_size=world_size,
-        manifest=manifest.encode(),
-        wire=wire,
-        **more,
-    )
-
-
 def run_trainer(url: str, token: str, name: str, index: int, transport: OneSidedTransport) -> None:
     rows = trainer_rows(index)
-    manifest = trainer_manifest(name, index)
     address, array, region = memory_of(transport, values(0)[rows].nbytes)
     memory = (ParameterMemory(address, len(array)),)
-    agent = TrainerAgent(Sender(transport, manifest, lambda: memory, registered=[region]))
-    incarnation, wire = os.urandom(8).hex(), transport.report()
-
-    def hello() -> Hello:
-        return hello_of(manifest, "trainer", index, NUM_TRAINERS, wire, incarnation=incarnation)
-
-    channel = AgentChannel(url, token, hello, agent)
-    channel.connect(CONNECT_S)
+    trainer = TrainerClient(
+        manifest=trainer_manifest(name, index),
+        parameters=lambda: memory,
+        transport=transport,
+        controller=url,
+        token=token,
+        rank=index,
+        world_size=NUM_TRAINERS,
+        registered=[region],
+        connect_deadline_s=CONNECT_S,
+    )
     print("ready", flush=True)
     for line in sys.stdin:
         version = int(line)
         array[:] = np.frombuffer(values(version)[rows].tobytes(), np.uint8)
         try:
-            report = channel.announce(version, ANNOUNCE_S)
-            print(
-                f"{version} {report.outcome.value} {report.reason}".replace("\n", " "), flush=True
-            )
+            trainer.publish(version, deadline_s=ANNOUNCE_S)
+            ended = "published"
+        except RoundAborted as error:
+            ended = f"aborted {error}"
         except WindlassError as error:
-            print(f"{version} none {error}", flush=True)
+            ended = f"none {error}"
+        print(f"{version} {ended}".replace("\n", " "), flush=True)
 
 
 class Engine:
@@ -166,34 +150,28 @@ class Engine:
 
 async def run_engine(url: str, token: str, name: str, transport: OneSidedTransport) -> None:
     engine = Engine(name, transport)
-    receiver = Receiver(transport, engine.manifest, [engine.address], [engine.region])
-    memory = (ParameterMemory(engine.address, len(engine.array)),)
-    sender = Sender(transport, engine.manifest, lambda: memory, registered=[engine.region])
-    agent = EngineAgent(receiver, engine, sender)
     app = web.Application()
     app.add_routes([web.post("/generate", engine.generate), web.get("/state", engine.state)])
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
     own_url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    incarnation, wire = os.urandom(8).hex(), transport.report()
 
-    def hello() -> Hello:
-        return hello_of(
-            engine.manifest,
-            name,
-            0,
-            1,
-            wire,
-            incarnation=incarnation,
+    def connect() -> EngineClient:
+        return EngineClient(
+            manifest=engine.manifest,
+            addresses=[engine.address],
+            regions=[engine.region],
+            transport=transport,
+            hooks=engine,
+            controller=url,
+            token=token,
+            group=name,
             url=own_url,
-            served_version=agent.served_version,
-            tainted=agent.tainted,
-            can_send=True,
+            connect_deadline_s=CONNECT_S,
         )
 
-    channel = AgentChannel(url, token, hello, agent, on_disconnect=agent.on_disconnect)
-    await asyncio.to_thread(channel.connect, CONNECT_S)
+    _client = await asyncio.to_thread(connect)
     print(own_url, flush=True)
     await asyncio.Event().wait()
 

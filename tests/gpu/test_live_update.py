@@ -14,12 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import windlass
 from windlass.config import ControlConfig, PauseMode, UpdateMode
-from windlass.control.agents import EngineAgent
-from windlass.control.client import AgentChannel
-from windlass.control.messages import PROTOCOL_VERSION, Hello
-from windlass.execution.base import ParameterMemory
-from windlass.execution.receiver import Receiver
-from windlass.execution.sender import Sender
+from windlass.engines.client import EngineClient
 from windlass.frameworks.dtensor import describe_module, parameter_addresses
 from windlass.layout.manifest import Role
 from windlass.transports.configs import CudaIpcConfig
@@ -104,40 +99,26 @@ def serve(name: str, device: int, dtype: torch.dtype, url: str, pipe: Connection
     transport = create_transport(CudaIpcConfig(device=device))
     manifest = describe_module(model, f"{name}/0", Role.ENGINE)
     addresses = parameter_addresses(model)
-    memory = [
-        ParameterMemory(address, spec.nbytes)
+    regions = [
+        transport.register(address, spec.nbytes)
         for address, spec in zip(addresses, manifest.parameters, strict=True)
     ]
-    regions = [transport.register(m.address, m.nbytes) for m in memory]
-    receiver = Receiver(transport, manifest, addresses, regions)
-    sender = Sender(transport, manifest, lambda: memory, registered=regions)
-    agent = EngineAgent(receiver, Hooks(), sender)
-
-    def hello() -> Hello:
-        return Hello(
-            protocol_version=PROTOCOL_VERSION,
-            worker=manifest.worker,
-            incarnation=str(os.getpid()),
-            role=Role.ENGINE,
-            group=name,
-            rank=0,
-            world_size=1,
-            manifest=manifest.encode(),
-            wire=transport.report(),
-            url="http://nowhere",
-            served_version=agent.served_version,
-            can_send=True,
-        )
-
-    channel = AgentChannel(url, TOKEN, hello, agent)
-    channel.connect(60.0)
-    pipe.send("ready")
-    while pipe.recv():
-        torch.cuda.synchronize()
-        pipe.send(
-            (agent.served_version, {n: p.detach().cpu() for n, p in model.named_parameters()})
-        )
-    channel.close()
+    with EngineClient(
+        manifest=manifest,
+        addresses=addresses,
+        regions=regions,
+        transport=transport,
+        hooks=Hooks(),
+        controller=url,
+        token=TOKEN,
+        group=name,
+        url="http://nowhere",
+    ) as client:
+        pipe.send("ready")
+        while pipe.recv():
+            torch.cuda.synchronize()
+            held = {n: p.detach().cpu() for n, p in model.named_parameters()}
+            pipe.send((client.agent.served_version, held))
 
 
 @pytest.mark.parametrize(

@@ -23,16 +23,14 @@ import numpy.typing as npt
 import windlass
 from windlass.config import ControlConfig, PauseMode
 from windlass.control.agents import EngineAgent, TrainerAgent
-from windlass.control.client import AgentChannel, CommandHandler
-from windlass.control.messages import PROTOCOL_VERSION, Command, Hello, Result, RoundOutcome
-from windlass.errors import RoundAborted
+from windlass.control.client import CommandHandler
+from windlass.control.messages import Command, Result
+from windlass.engines.client import EngineClient
 from windlass.execution.base import ParameterMemory
-from windlass.execution.receiver import Receiver
-from windlass.execution.sender import Sender
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
-from windlass.transports.addresses import own_address
+from windlass.training.client import TrainerClient
 from windlass.transports.configs import parse_transport
 from windlass.transports.registry import create_transport
 
@@ -85,10 +83,16 @@ def shard(
 class HoldAt:
     """Stops before a command of one type, once, until it is told to go on."""
 
-    def __init__(self, handler: CommandHandler) -> None:
-        self._handler = handler
+    _handler: CommandHandler
+
+    def __init__(self) -> None:
         self.command = ""
         self.go = threading.Event()
+
+    def intercept(self, agent: EngineAgent | TrainerAgent) -> HoldAt:
+        """Stand in front of this agent."""
+        self._handler = agent
+        return self
 
     def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:
         if type(command).__name__ == self.command:
@@ -180,40 +184,21 @@ def holding(handler: HoldAt) -> Orders:
 def run_engine(name: str, url: str, transport_name: str, rows: int, advertised: str) -> None:
     engine = Engine(rows)
     engine.manifest, engine.places = shard(f"{name}/0", Role.ENGINE, rows, 0, 1)
-    manifest, arrays = engine.manifest, list(engine.memory.values())
+    arrays = list(engine.memory.values())
     transport = create_transport(parse_transport(transport_name), towards=url)
-    regions = [transport.register(a.ctypes.data, a.nbytes) for a in arrays]
-    parameters = [ParameterMemory(a.ctypes.data, a.nbytes) for a in arrays]
-    receiver = Receiver(transport, manifest, [a.ctypes.data for a in arrays], regions)
-    sender = Sender(transport, manifest, lambda: parameters, registered=regions)
-    agent = EngineAgent(receiver, engine, sender, host=own_address(url))
-    wire, incarnation = transport.report(), os.urandom(8).hex()
-
-    def hello() -> Hello:
-        epoch, round_number = agent.place
-        return Hello(
-            protocol_version=PROTOCOL_VERSION,
-            worker=manifest.worker,
-            incarnation=incarnation,
-            role=Role.ENGINE,
-            group=name,
-            rank=0,
-            world_size=1,
-            manifest=manifest.encode(),
-            wire=wire,
-            url=advertised,
-            served_version=agent.served_version,
-            epoch=epoch,
-            round=round_number,
-            tainted=agent.tainted,
-            can_send=True,
-        )
-
-    handler = HoldAt(agent)
-    channel = AgentChannel(
-        url, TOKEN, hello, handler, on_disconnect=agent.on_disconnect, on_command=agent.on_command
-    )
-    channel.connect(60)
+    handler = HoldAt()
+    agent = EngineClient(
+        manifest=engine.manifest,
+        addresses=[a.ctypes.data for a in arrays],
+        regions=[transport.register(a.ctypes.data, a.nbytes) for a in arrays],
+        transport=transport,
+        hooks=engine,
+        controller=url,
+        token=TOKEN,
+        group=name,
+        url=advertised,
+        intercept=handler.intercept,
+    ).agent
     say(event="ready", address=transport.endpoint().address)
 
     def state() -> dict[str, Any]:
@@ -235,33 +220,23 @@ def run_trainer(url: str, transport_name: str, rows: int, index: int, parts: int
     memory = {n: truth(0, rows)[n][places[n]].copy() for n in TENSORS}
     transport = create_transport(parse_transport(transport_name), towards=url)
     parameters = [ParameterMemory(a.ctypes.data, a.nbytes) for a in memory.values()]
-    sender = Sender(transport, manifest, lambda: parameters)
-    handler = HoldAt(TrainerAgent(sender, host=own_address(url)))
-    wire, incarnation = transport.report(), os.urandom(8).hex()
-
-    def hello() -> Hello:
-        return Hello(
-            protocol_version=PROTOCOL_VERSION,
-            worker=manifest.worker,
-            incarnation=incarnation,
-            role=Role.TRAINER,
-            group="trainer",
-            rank=index,
-            world_size=parts,
-            manifest=manifest.encode(),
-            wire=wire,
-        )
-
-    channel = AgentChannel(url, TOKEN, hello, handler)
-    channel.connect(60)
+    handler = HoldAt()
+    trainer = TrainerClient(
+        manifest=manifest,
+        parameters=lambda: parameters,
+        transport=transport,
+        controller=url,
+        token=TOKEN,
+        rank=index,
+        world_size=parts,
+        intercept=handler.intercept,
+    )
     say(event="ready", address=transport.endpoint().address)
 
     def publish(version: int, deadline_s: float) -> dict[str, Any]:
         for name, whole in truth(version, rows).items():
             memory[name][...] = whole[places[name]]
-        report = channel.announce(version, deadline_s)
-        if report.outcome is not RoundOutcome.PUBLISHED:
-            raise RoundAborted(report.reason)
+        report = trainer.publish(version, deadline_s=deadline_s)
         return {
             "left_out": sorted(report.left_out),
             "phase_s": {str(phase): s for phase, s in report.phase_s.items()},

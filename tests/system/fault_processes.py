@@ -24,14 +24,13 @@ from weight_rank import part_of  # type: ignore[import-not-found]
 import windlass
 from windlass.config import ControlConfig, PauseMode
 from windlass.control.agents import EngineAgent, TrainerAgent
-from windlass.control.client import AgentChannel
-from windlass.control.messages import PROTOCOL_VERSION, Hello, RoundOutcome
 from windlass.engines.client import EngineClient
+from windlass.errors import RoundAborted
 from windlass.execution.base import ParameterMemory
-from windlass.execution.sender import Sender
 from windlass.layout.manifest import Role
 from windlass.rollout import RolloutConfig, SamplingParams, StalenessPolicy
 from windlass.testing.kill_at import KillAt
+from windlass.training.client import TrainerClient
 from windlass.transports.configs import CmaConfig
 from windlass.transports.registry import create_transport
 
@@ -180,30 +179,26 @@ def run_engine(pipe: Connection, name: str, url: str, token_s: float) -> None:
 def run_trainer(pipe: Connection, index: int, url: str) -> None:
     """("arm", command, pid) or ("publish", version), answered with the outcome."""
     torch.set_num_threads(1)
-    worker = f"trainer/{index}"
-    part = part_of(worker, Role.TRAINER, index, NUM_TRAINERS)
-    manifest, memory = part.manifest, part.empty()
+    part = part_of(f"trainer/{index}", Role.TRAINER, index, NUM_TRAINERS)
+    memory = part.empty()
     parameters = [ParameterMemory(a.ctypes.data, a.nbytes) for a in memory.values()]
-    transport = create_transport(CmaConfig())
-    sender = Sender(transport, manifest, lambda: parameters)
-    agent = TrainerAgent(sender)
-    handler, wire, incarnation = KillAt(agent), transport.report(), os.urandom(8).hex()
+    handlers: list[KillAt] = []
 
-    def hello() -> Hello:
-        return Hello(
-            protocol_version=PROTOCOL_VERSION,
-            worker=worker,
-            incarnation=incarnation,
-            role=Role.TRAINER,
-            group="trainer",
-            rank=index,
-            world_size=NUM_TRAINERS,
-            manifest=manifest.encode(),
-            wire=wire,
-        )
+    def intercept(agent: TrainerAgent) -> KillAt:
+        handlers.append(KillAt(agent))
+        return handlers[0]
 
-    channel = AgentChannel(url, TOKEN, hello, handler)
-    channel.connect(60)
+    trainer = TrainerClient(
+        manifest=part.manifest,
+        parameters=lambda: parameters,
+        transport=create_transport(CmaConfig()),
+        controller=url,
+        token=TOKEN,
+        rank=index,
+        world_size=NUM_TRAINERS,
+        intercept=intercept,
+    )
+    (handler,) = handlers
     pipe.send("ready")
     while (message := pipe.recv()) is not None:
         if message[0] == "arm":
@@ -214,16 +209,14 @@ def run_trainer(pipe: Connection, index: int, url: str) -> None:
         for name, values in part.of(version).items():
             memory[name][...] = values
         try:
-            report = channel.announce(version, 60)
+            report = trainer.publish(version, deadline_s=60)
+        except RoundAborted as error:
+            pipe.send(("aborted", str(error), ()))
         except windlass.WindlassError as error:
             pipe.send((type(error).__name__, str(error), ()))
         else:
-            published = report.outcome is RoundOutcome.PUBLISHED
-            pipe.send(
-                ("published" if published else "aborted", report.reason, tuple(report.left_out))
-            )
-    channel.close()
-    agent.close()
+            pipe.send(("published", "", tuple(report.left_out)))
+    trainer.close()
 
 
 # --- the controller and its owner -----------------------------------------------------------

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, final
 
 from windlass.control.agents import TrainerAgent
-from windlass.control.client import AgentChannel
+from windlass.control.client import AgentChannel, CommandHandler
 from windlass.control.messages import PROTOCOL_VERSION, Hello, RoundOutcome, UpdateReport
 from windlass.errors import RoundAborted
 from windlass.execution.base import ParameterMemory
@@ -19,7 +19,7 @@ from windlass.execution.sender import Sender
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS, StackedRule
 from windlass.transports.addresses import own_address
-from windlass.transports.base import OneSidedTransport
+from windlass.transports.base import MemoryRegion, OneSidedTransport
 from windlass.transports.configs import TransportConfig, parse_transport
 from windlass.transports.registry import create_transport
 
@@ -38,7 +38,8 @@ class TrainerClient:
         transport: owned by the client from here on.
         controller: address. token: secret. group: name of the trainer job.
         rank, world_size: in that job. arena_nbytes: see `Sender`.
-        connect_deadline_s: how long to wait for the controller's welcome.
+        registered: see `Sender`. connect_deadline_s: how long to wait for the controller's welcome.
+        intercept: stands between channel and agent, for tests that inject faults.
 
     Raises:
         AuthenticationError, ProtocolError, PeerTimeout: see `AgentChannel.connect`.
@@ -56,10 +57,14 @@ class TrainerClient:
         rank: int = 0,
         world_size: int = 1,
         arena_nbytes: int = 0,
+        registered: Sequence[MemoryRegion] = (),
         connect_deadline_s: float = 60.0,
+        intercept: Callable[[TrainerAgent], CommandHandler] | None = None,
     ) -> None:
         self._transport = transport
-        self._sender = Sender(transport, manifest, parameters, arena_nbytes=arena_nbytes)
+        self._sender = Sender(
+            transport, manifest, parameters, arena_nbytes=arena_nbytes, registered=registered
+        )
         encoded = manifest.encode()
         incarnation = os.urandom(8).hex()
         wire = transport.report()
@@ -77,8 +82,9 @@ class TrainerClient:
                 wire=wire,
             )
 
-        self._agent = TrainerAgent(self._sender, host=own_address(controller))
-        self._channel = AgentChannel(controller, token, hello, self._agent)
+        self._agent = agent = TrainerAgent(self._sender, host=own_address(controller))
+        handler = agent if intercept is None else intercept(agent)
+        self._channel = AgentChannel(controller, token, hello, handler)
         try:
             self._channel.connect(connect_deadline_s)
         except BaseException:
