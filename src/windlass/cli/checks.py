@@ -170,7 +170,12 @@ def _checkpoint(folder: Path) -> Finding:
     try:
         specs = checkpoint_specs(folder)
     except WindlassError as error:
-        return Finding("checkpoint", Status.FAILS, str(error), "use an unquantised checkpoint")
+        return Finding(
+            "checkpoint",
+            Status.FAILS,
+            str(error),
+            "use a checkpoint in bfloat16, or in block float8 (docs/engines.md)",
+        )
     elements = sum(spec.numel for spec in specs)
     return Finding(
         "checkpoint",

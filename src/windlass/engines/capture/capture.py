@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from windlass.engines.capture.boxes import TooManyBoxes
-from windlass.engines.capture.codes import CheckpointSpec, Codes
+from windlass.engines.capture.codes import CheckpointSpec, Codes, bits_of, quantized_tensors
 from windlass.engines.capture.memory import Holding, Kind, fingerprint, held_by
 from windlass.engines.capture.numbers import Exact, Numbers, Parts, Rows, parts_of, rows_of
 from windlass.errors import UnsupportedLayout
@@ -60,7 +60,7 @@ class Repack:
 
     def apply(self) -> None:
         """Put the buffer's elements where the engine wants them."""
-        self.target[self.places] = self.buffer[self.elements]
+        bits_of(self.target)[self.places] = bits_of(self.buffer)[self.elements]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ def _observe(
         load(codes.digits(position))
         for name, holding in held_by(model, ignored).items():
             if name in numbers and holding.reach == held[name].reach:
-                numbers[name].observe(holding, position)
+                numbers[name].observe(holding, codes, position)
     load(codes.random(1))
     held = held_by(model, ignored)
     constants = tuple(n for n, h in held.items() if prints.get(n) == fingerprint(h.memory()))
@@ -226,19 +226,20 @@ class _Proof:
         """Compare every place of a tensor, just loaded from `random(seed)`."""
         if not self._numbers.is_consistent():
             return False
-        memory, end = holding.memory(), int(self._codes.starts[-1])
+        dtype, end = holding.tensor.dtype, int(self._codes.starts[-1])
+        memory = bits_of(holding.memory())
         for begin, numbers in self._numbers.chunks():
             found = memory[begin : begin + len(numbers)]
             empty = numbers < 0
             if len(found) != len(numbers) or bool((numbers >= end).any()):
                 return False
-            expected = self._codes.expected(numbers.clamp(min=0), seed, found.dtype)
+            expected = bits_of(self._codes.expected(numbers.clamp(min=0), seed, dtype))
             if bool(empty.any()):
                 padding = found[empty]
-                if not _same(self._padding.setdefault(begin, padding), padding):
+                if not torch.equal(self._padding.setdefault(begin, padding), padding):
                     return False
                 expected[empty] = padding
-            if not _same(expected, found):
+            if not torch.equal(expected, found):
                 return False
         return True
 
@@ -323,6 +324,9 @@ def _describe(seen: _Seen, codes: Codes, worker: str) -> Captured | frozenset[st
                 )
     if scattered:
         return frozenset(scattered)
+    for quantized in quantized_tensors(codes.specs):
+        if quantized.weight in placed and quantized.scale in placed:
+            builder.add_quantized(quantized)
     return Captured(
         manifest=builder.build(),
         addresses=tuple(addresses),

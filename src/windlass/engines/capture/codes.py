@@ -1,15 +1,16 @@
 """Checkpoint tensors whose elements say which element they are.
 
-Every element of every checkpoint tensor gets a number, from 1 on. A load carries one base-128
-digit of it, as a small integer that each supported type holds exactly; 0 never occurs in a load,
-so that zero padding reads as "no element". After as many loads as a number has digits, every
-place in the engine's memory tells which checkpoint element lies there.
+Every element of every checkpoint tensor gets a number, from 1 on. A load carries one digit of it,
+as a small integer that each type of the checkpoint holds exactly: base 128, or base 16 where a
+tensor is float8. 0 never occurs in a load, so that zero padding reads as "no element". After as
+many loads as a number has digits, every place in the engine's memory tells which checkpoint element
+lies there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,12 +21,22 @@ import torch
 from windlass.errors import ConfigError, UnsupportedLayout
 from windlass.frameworks.dtypes import torch_dtype
 from windlass.layout.dtypes import DType
+from windlass.layout.quantization import QuantizedTensor, scale_shape
 
-__all__ = ["CheckpointSpec", "Codes", "checkpoint_specs", "checkpoint_tensors"]
+__all__ = [
+    "CheckpointSpec",
+    "Codes",
+    "bits_of",
+    "checkpoint_specs",
+    "checkpoint_tensors",
+    "quantized_tensors",
+]
 
-BITS = 7
-BASE = 1 << BITS
+DIGIT_BITS = 7
 """Digits travel as 1 .. 128: exact in bfloat16, and no digit is 0."""
+
+FLOAT8_DIGIT_BITS = 4
+"""1 .. 16: exact in e4m3, whose integers are odd up to 15 only."""
 
 CHUNK = 1 << 26
 """Elements that are computed at a time: numbers take 8 bytes each."""
@@ -35,9 +46,17 @@ _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
-_EXACT = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
-_SAFETENSORS = {"F32": DType.FLOAT32, "BF16": DType.BFLOAT16, "F16": DType.FLOAT16}
+_EXACT = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8_E4M3)
+_SAFETENSORS = {
+    "F32": DType.FLOAT32,
+    "BF16": DType.BFLOAT16,
+    "F16": DType.FLOAT16,
+    "F8_E4M3": DType.FLOAT8_E4M3,
+}
+SCALE_SUFFIX = "_scale_inv"
+"""What the name of a float8 matrix gets to name its scales."""
 MAX_HEADER_NBYTES = 100 << 20
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +78,7 @@ def checkpoint_specs(folder: Path) -> tuple[CheckpointSpec, ...]:
 
     Raises:
         ConfigError: no safetensors files there, or one that is none.
-        UnsupportedLayout: a tensor of a type that codes cannot travel in (quantised checkpoints).
+        UnsupportedLayout: a tensor of a type that codes cannot travel in (packed integers, say).
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -75,6 +94,19 @@ def checkpoint_specs(folder: Path) -> tuple[CheckpointSpec, ...]:
             spec = CheckpointSpec(name, tuple(entry.shape), _SAFETENSORS[entry.dtype])
             found[name] = spec
     return tuple(found.values())
+
+
+def quantized_tensors(specs: Iterable[CheckpointSpec]) -> tuple[QuantizedTensor, ...]:
+    """The matrices in block float8 that have their scales beside them."""
+    by_name = {spec.name: spec for spec in specs}
+    found: list[QuantizedTensor] = []
+    for spec in by_name.values():
+        scale = by_name.get(spec.name + SCALE_SUFFIX)
+        if spec.dtype is not DType.FLOAT8_E4M3 or len(spec.shape) != 2 or scale is None:
+            continue
+        if scale.dtype is DType.FLOAT32 and scale.shape == scale_shape(spec.shape):
+            found.append(QuantizedTensor(spec.name, scale.name))
+    return tuple(found)
 
 
 def checkpoint_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -132,18 +164,24 @@ class Codes:
         sizes = np.array([spec.numel for spec in specs], np.int64)
         self.starts = np.concatenate([[0], np.cumsum(sizes)])
         total = int(self.starts[-1])
-        self.num_digits = 1
-        while BASE**self.num_digits < total:
-            self.num_digits += 1
+        narrow = any(spec.dtype is DType.FLOAT8_E4M3 for spec in specs)
+        self.digit_bits = FLOAT8_DIGIT_BITS if narrow else DIGIT_BITS
+        self.num_digits = max(1, -(-max(0, total - 1).bit_length() // self.digit_bits))
         self._dtypes = tuple(sorted({spec.dtype for spec in specs}))
+        self._kinds = torch.tensor([self._dtypes.index(s.dtype) for s in specs], device=self.device)
 
     def digits(self, position: int) -> Iterator[tuple[str, torch.Tensor]]:
         """One load: the digit at `position` of every element, tensor by tensor."""
-        return self._load(lambda numbers: ((numbers >> (BITS * position)) & (BASE - 1)) + 1)
+        shift, mask = self.digit_bits * position, (1 << self.digit_bits) - 1
+        # By float32, from which every type of a checkpoint has a conversion.
+        return self._load(lambda numbers, _: (((numbers >> shift) & mask) + 1).float())
 
     def random(self, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """One load of ordinary values, the same for the same seed: uniform, below 0.125."""
-        return self._load(lambda numbers: _ordinary(numbers, seed))
+        """One load of ordinary values, the same for the same seed.
+
+        Uniform, below 0.125; in float8 each of the 254 patterns that are a number.
+        """
+        return self._load(lambda numbers, dtype: _ordinary(numbers, seed, dtype))
 
     def expected(self, numbers: torch.Tensor, seed: int, dtype: torch.dtype) -> torch.Tensor:
         """What a copy of `random(seed)` leaves where the elements `numbers` lie.
@@ -156,18 +194,15 @@ class Codes:
         Returns:
             (n,) of `dtype`: each value in its tensor's type, then cast.
         """
-        values = _ordinary(numbers, seed)
         if len(self._dtypes) == 1:
-            return values.to(torch_dtype(self._dtypes[0])).to(dtype)
+            return _ordinary(numbers, seed, self._dtypes[0]).to(dtype)
         bounds = torch.from_numpy(self.starts[1:-1]).to(numbers.device)
         tensors = torch.searchsorted(bounds, numbers, right=True)
-        kinds = torch.tensor(
-            [self._dtypes.index(spec.dtype) for spec in self.specs], device=numbers.device
-        )[tensors]
+        kinds = self._kinds.to(numbers.device)[tensors]
         result = torch.empty(numbers.shape, dtype=dtype, device=numbers.device)
         for kind, stored in enumerate(self._dtypes):
             chosen = kinds == kind
-            result[chosen] = values[chosen].to(torch_dtype(stored)).to(dtype)
+            bits_of(result)[chosen] = bits_of(_ordinary(numbers[chosen], seed, stored).to(dtype))
         return result
 
     def tensor_of(
@@ -177,7 +212,7 @@ class Codes:
         return np.searchsorted(self.starts, numbers, side="right") - 1
 
     def _load(
-        self, values: Callable[[torch.Tensor], torch.Tensor]
+        self, values: Callable[[torch.Tensor, DType], torch.Tensor]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         for spec, start in zip(self.specs, self.starts[:-1].tolist(), strict=True):
             tensor = torch.empty(spec.numel, dtype=torch_dtype(spec.dtype), device=self.device)
@@ -185,14 +220,23 @@ class Codes:
                 part = tensor[begin : begin + CHUNK]
                 first = start + begin
                 numbers = torch.arange(first, first + len(part), device=self.device)
-                part.copy_(values(numbers))
+                part.copy_(values(numbers, spec.dtype))
             yield spec.name, tensor.reshape(spec.shape)
 
 
-def _ordinary(numbers: torch.Tensor, seed: int) -> torch.Tensor:
-    """A float32 for each number, the same on every device: 24 bits of splitmix64."""
+def bits_of(memory: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes as integers of its elements' size; not every operation knows float8."""
+    return memory.view(_INTEGERS[memory.element_size()])
+
+
+def _ordinary(numbers: torch.Tensor, seed: int, dtype: DType) -> torch.Tensor:
+    """A value of `dtype` for each number, the same on every device: 24 bits of splitmix64."""
     state = (numbers + 1) * _GOLDEN + seed * _MIX_1
     state = (state ^ (state >> 30)) * _MIX_1
     state = (state ^ (state >> 27)) * _MIX_2
     bits = ((state ^ (state >> 31)) >> 20) & 0xFFFFFF
-    return (bits - (1 << 23)).to(torch.float32) * 2.0**-26
+    if dtype is DType.FLOAT8_E4M3:
+        pattern = bits % 254
+        pattern += pattern >= 127  # 127 and 255 are no numbers
+        return pattern.to(torch.uint8).view(torch.float8_e4m3fn)
+    return ((bits - (1 << 23)).to(torch.float32) * 2.0**-26).to(torch_dtype(dtype))

@@ -8,6 +8,8 @@ from enum import StrEnum
 
 import torch
 
+from windlass.engines.capture.codes import bits_of
+
 __all__ = ["Holding", "Kind", "fingerprint", "fingerprints", "held_by"]
 
 
@@ -88,7 +90,6 @@ _CHUNK = 1 << 26
 # odd constants of splitmix64, as signed numbers
 _WEIGHT = 0xBF58476D1CE4E5B9 - (1 << 64)
 _STEP = 0x94D049BB133111EB - (1 << 64)
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(memory: torch.Tensor) -> int:
@@ -97,7 +98,7 @@ def fingerprint(memory: torch.Tensor) -> int:
     Args:
         memory: (n,) contiguous.
     """
-    words = memory.view(_INTEGERS[memory.element_size()])
+    words = bits_of(memory)
     total = 0
     for begin in range(0, len(words), _CHUNK):
         part = words[begin : begin + _CHUNK].to(torch.int64)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from windlass.engines.capture.boxes import Line, PlacedBox, TooManyBoxes, boxes_of, boxes_of_lines
-from windlass.engines.capture.codes import BASE, BITS, CHUNK, CheckpointSpec, Codes
+from windlass.engines.capture.codes import CHUNK, CheckpointSpec, Codes
 from windlass.engines.capture.memory import Holding
 
 __all__ = ["Exact", "Numbers", "Parts", "Rows", "parts_of", "rows_of"]
@@ -26,14 +26,14 @@ Int64Array = npt.NDArray[np.int64]
 Parts = list[tuple[CheckpointSpec, tuple[PlacedBox, ...]]]
 """Per checkpoint tensor, where its boxes lie in one tensor of the engine."""
 
-_NOTHING = -(1 << 60)
-"""Added for what is no digit: no number of digits makes the sum positive again."""
+_NOTHING = -(1 << 58)
+"""Added for what is no digit: no number of digits makes the sum positive again, or so low that it wraps."""
 
 
 class Numbers(Protocol):
     """Element numbers of one tensor, gathered digit by digit."""
 
-    def observe(self, holding: Holding, position: int) -> None:
+    def observe(self, holding: Holding, codes: Codes, position: int) -> None:
         """Take the digit at `position` from the tensor as it was just loaded."""
         ...
 
@@ -54,12 +54,13 @@ class Numbers(Protocol):
         ...
 
 
-def read_digit(values: torch.Tensor, position: int) -> torch.Tensor:
+def read_digit(values: torch.Tensor, bits: int, position: int) -> torch.Tensor:
     """Digits of any shape, shifted to their position; far below 0 where there is none."""
+    base = 1 << bits
     exact = values.double() if values.element_size() > 4 else values.float()
-    digit = exact.nan_to_num(nan=-1.0, posinf=-1.0, neginf=-1.0).round().clamp(-1, BASE + 1)
-    valid = (digit >= 1) & (digit <= BASE) & (digit == exact)
-    return torch.where(valid, (digit.to(torch.int64) - 1) << (BITS * position), _NOTHING)
+    digit = exact.nan_to_num(nan=-1.0, posinf=-1.0, neginf=-1.0).round().clamp(-1, base + 1)
+    valid = (digit >= 1) & (digit <= base) & (digit == exact)
+    return torch.where(valid, (digit.to(torch.int64) - 1) << (bits * position), _NOTHING)
 
 
 @final
@@ -69,9 +70,9 @@ class Exact:
     def __init__(self, reach: int, device: torch.device) -> None:
         self._numbers = torch.zeros(reach, dtype=torch.int64, device=device)
 
-    def observe(self, holding: Holding, position: int) -> None:
+    def observe(self, holding: Holding, codes: Codes, position: int) -> None:
         """See `Numbers.observe`."""
-        self._numbers += read_digit(holding.memory(), position)
+        self._numbers += read_digit(holding.memory(), codes.digit_bits, position)
 
     def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
         """See `Numbers.chunks`."""
@@ -146,11 +147,11 @@ class Rows:
             (groups, len(self._at), width), dtype=torch.int64, device=device
         )
 
-    def observe(self, holding: Holding, position: int) -> None:
+    def observe(self, holding: Holding, codes: Codes, position: int) -> None:
         """See `Numbers.observe`."""
         grid = holding.memory().view(self._shape)
-        self._heads += read_digit(grid[:, :, 0], position)
-        self._samples += read_digit(grid[:, self._at], position)
+        self._heads += read_digit(grid[:, :, 0], codes.digit_bits, position)
+        self._samples += read_digit(grid[:, self._at], codes.digit_bits, position)
 
     def is_consistent(self) -> bool:
         """Whether each group that holds an element has a sampled row that does."""

@@ -15,6 +15,7 @@ import msgspec
 
 from windlass.engines.attach import AgentSettings
 from windlass.engines.launch import check_placed, launch, serve
+from windlass.engines.quantised import require_followed
 
 CONNECT_DEADLINE_S = 600.0
 HOOK = "windlass.engines.sglang.hook.run"
@@ -26,7 +27,7 @@ UNSAFE = {
     "--pipeline-parallel-size": "ranks of later stages have no tensor-parallel number of their own",
     "--dp-size": "SGLang refuses tensor updates of data-parallel replicas",
     "--data-parallel-size": "SGLang refuses tensor updates of data-parallel replicas",
-    "--quantization": "quantised weights are computed from the checkpoint, not copied",
+    "--torchao-config": "it has SGLang quantise while it loads",
     "--enable-lora": "wrapped layers are rebuilt per adapter",
 }
 """Options of SGLang with which an update would be wrong, and why."""
@@ -38,6 +39,7 @@ def main() -> int:
 
 
 def _start(args: argparse.Namespace, rest: list[str]) -> int:
+    require_followed(Path(args.model), rest)
     command = [
         *(sys.executable, "-m", "sglang.launch_server", "--model-path", args.model),
         *("--host", args.host, "--port", str(args.port), "--tp-size", str(args.tp)),

@@ -15,6 +15,8 @@ import msgspec
 
 from windlass.engines.attach import AgentSettings, post
 from windlass.engines.launch import check_placed, launch, serve
+from windlass.engines.quantised import require_followed
+from windlass.envs import environment_value
 from windlass.errors import ConfigError
 
 CONNECT_DEADLINE_S = 600.0
@@ -22,7 +24,6 @@ EXTENSION = "windlass.engines.vllm.extension.WindlassExtension"
 ROUTE = "windlass.engines.vllm.generate_route.GenerateRoute"
 _STAGES = "ranks of later stages have no tensor-parallel number of their own"
 _REPLICAS = "replicas would join under one name: start a server for each"
-_QUANTISED = "quantised weights are computed from the checkpoint, not copied"
 UNSAFE = {
     "--enable-sleep-mode": "weights move and lose their registration when it sleeps",
     "--speculative-config": "the draft model's weights are not captured",
@@ -30,8 +31,7 @@ UNSAFE = {
     "-pp": _STAGES,
     "--data-parallel-size": _REPLICAS,
     "-dp": _REPLICAS,
-    "--quantization": _QUANTISED,
-    "-q": _QUANTISED,
+    "--quantization-config": "it has vLLM quantise while it loads",
     "--enable-lora": "wrapped layers are rebuilt per adapter",
     "--enable-eplb": "experts move between ranks while it serves",
     "--cpu-offload-gb": "weights are copied to the GPU for every step",
@@ -53,6 +53,7 @@ def main() -> int:
 
 
 def _start(args: argparse.Namespace, rest: list[str]) -> int:
+    quantised = require_followed(Path(args.model), rest)
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model),
         *("--host", args.host, "--port", str(args.port)),
@@ -62,6 +63,9 @@ def _start(args: argparse.Namespace, rest: list[str]) -> int:
     ]
     # The routes that pause an engine exist in this mode only.
     environment = {"VLLM_SERVER_DEV_MODE": "1"}
+    if quantised and not environment_value("VLLM_USE_DEEP_GEMM"):
+        # For this kernel vLLM computes other weights, with scales that are powers of two.
+        environment["VLLM_USE_DEEP_GEMM"] = "0"
     return serve(
         args,
         command,

@@ -154,6 +154,10 @@ class WindlassExtension:
         return self.windlass_membership
 
 
+_OF_KERNELS = ("moe_kernel", "moe_quant_config")
+"""What refers to tensors of experts: the kernel, and where its block scales lie."""
+
+
 @contextmanager
 def _experts_packed_anew(model: torch.nn.Module) -> Iterator[None]:
     """Have vLLM pack experts for their kernel while it loads weights again.
@@ -164,7 +168,7 @@ def _experts_packed_anew(model: torch.nn.Module) -> Iterator[None]:
     """
     held = [holder for module in model.modules() for holder in (module, _method_of(module))]
     kernels = [
-        (holder, vars(holder)["moe_kernel"])
+        (holder, {name: vars(holder)[name] for name in _OF_KERNELS if name in vars(holder)})
         for holder in {id(h): h for h in held if h is not None}.values()
         if vars(holder).get("moe_kernel") is not None
     ]
@@ -173,8 +177,8 @@ def _experts_packed_anew(model: torch.nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for holder, kernel in kernels:
-            vars(holder)["moe_kernel"] = kernel
+        for holder, found in kernels:
+            vars(holder).update(found)
 
 
 def _method_of(module: torch.nn.Module) -> object | None:

@@ -1,0 +1,137 @@
+"""What a checkpoint's config.json says about quantisation, and whether updates can follow it.
+
+Called by the launchers before an engine starts, so that a scheme which trainers cannot quantise to
+costs no start of an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+
+from windlass.errors import ConfigError
+from windlass.layout.quantization import BLOCK, CAPABILITIES, Scheme
+
+__all__ = ["require_followed"]
+
+_OPTIONS = ("--quantization", "-q")
+_ONLINE = "weights that the engine quantises while it loads are computed, not copied"
+_METHODS: Mapping[str, Scheme] = {
+    "ptpc_fp8": Scheme.FP8_CHANNEL,
+    "fbgemm_fp8": Scheme.FP8_CHANNEL,
+    "mxfp4": Scheme.MXFP4,
+    "modelopt_fp4": Scheme.NVFP4,
+    "w8a8_int8": Scheme.INT8,
+    "awq": Scheme.INT4_GROUPED,
+    "awq_marlin": Scheme.INT4_GROUPED,
+    "gptq": Scheme.INT4_GROUPED,
+    "gptq_marlin": Scheme.INT4_GROUPED,
+}
+_ALGORITHMS: Mapping[str, Scheme] = {"FP8": Scheme.FP8_TENSOR, "NVFP4": Scheme.NVFP4}
+"""Of modelopt, which has one method for several."""
+
+
+class _Quantisation(msgspec.Struct, frozen=True):
+    """The part of `quantization_config` that tells schemes apart."""
+
+    quant_method: str = ""
+    weight_block_size: tuple[int, ...] | None = None
+    scale_fmt: str | None = None
+    quant_algo: str | None = None
+
+
+class _Text(msgspec.Struct, frozen=True):
+    quantization_config: _Quantisation | None = None
+
+
+class _Config(msgspec.Struct, frozen=True):
+    quantization_config: _Quantisation | None = None
+    compression_config: _Quantisation | None = None
+    text_config: _Text | None = None
+
+
+class _Modelopt(msgspec.Struct, frozen=True):
+    quantization: _Quantisation
+
+
+def require_followed(folder: Path, rest: Sequence[str]) -> bool:
+    """Check that the weights of a checkpoint reach the engine as copies.
+
+    Args:
+        folder: of the checkpoint; without a config.json it counts as not quantised.
+        rest: of the command line, meant for the engine.
+
+    Returns:
+        Whether the checkpoint is in block float8.
+
+    Raises:
+        ConfigError: an option that has the engine quantise by itself, or a scheme of the checkpoint
+            that trainers cannot quantise to, with the reason; or a config.json that is none.
+    """
+    declared = _declared(folder)
+    for option, value in _asked(rest):
+        if declared is None:
+            raise ConfigError(f"{option} must not be given: {_ONLINE}")
+        if value != "fp8":
+            raise ConfigError(
+                f"{option} must be fp8 with this checkpoint, got {value!r}: {_ONLINE}"
+            )
+    if declared is None:
+        return False
+    scheme, what = _scheme(declared)
+    if scheme is None:
+        raise ConfigError(f"checkpoint: {folder}: {what}")
+    reason = next(row.reason for row in CAPABILITIES if row.scheme is scheme)
+    if reason:
+        raise ConfigError(f"checkpoint: {folder}: scheme {scheme} is not supported: {reason}")
+    return True
+
+
+def _declared(folder: Path) -> _Quantisation | None:
+    try:
+        modelopt = folder / "hf_quant_config.json"
+        if modelopt.exists():
+            found = msgspec.json.decode(modelopt.read_bytes(), type=_Modelopt).quantization
+            return msgspec.structs.replace(found, quant_method="modelopt")
+        path = folder / "config.json"
+        if not path.exists():
+            return None
+        config = msgspec.json.decode(path.read_bytes(), type=_Config)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"checkpoint: {folder}: config must say how it is quantised: {error}") from error  # fmt: skip
+    inner = config.text_config.quantization_config if config.text_config else None
+    return config.quantization_config or config.compression_config or inner
+
+
+def _asked(rest: Sequence[str]) -> list[tuple[str, str]]:
+    """Options that choose a quantisation, with their values, in either spelling."""
+    found = []
+    for word, following in pairwise([*rest, ""]):
+        option, equals, value = word.partition("=")
+        if option.replace("_", "-") in _OPTIONS:
+            found.append((option.replace("_", "-"), value if equals else following))
+    return found
+
+
+def _scheme(declared: _Quantisation) -> tuple[Scheme | None, str]:
+    """The scheme, or None and why it is none that is known."""
+    method = declared.quant_method.lower()
+    if method == "fp8":
+        if declared.weight_block_size is None:
+            return Scheme.FP8_TENSOR, ""
+        if declared.scale_fmt not in (None, "", "float32", "float"):
+            return Scheme.FP8_BLOCK_UE8M0, ""
+        if declared.weight_block_size == (BLOCK, BLOCK):
+            return Scheme.FP8_BLOCK, ""
+        blocks = list(declared.weight_block_size)
+        return None, f"weight_block_size must be [{BLOCK}, {BLOCK}], got {blocks}"
+    known = _METHODS.get(method)
+    if known is None and method.startswith("modelopt"):
+        known = _ALGORITHMS.get((declared.quant_algo or "").upper())
+    return known, (
+        f"quant_method must be fp8 in blocks, got {declared.quant_method!r}: trainers have no rule "
+        f"that gives its bytes"
+    )
