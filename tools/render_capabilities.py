@@ -1,4 +1,5 @@
-"""docs/capabilities.md out of what the live engine tests recorded in docs/capabilities.json.
+"""docs/capabilities.md out of what the live engine tests recorded in docs/capabilities.json, and of
+the table of releases in `windlass.engines.versions`.
 
 `render_capabilities.py` writes the page, `render_capabilities.py --check` fails if it is not the
 one that the records give.
@@ -11,6 +12,8 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+
+from windlass.engines.versions import ENGINES, EngineReleases, Feature
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 COLUMNS = [
@@ -32,6 +35,13 @@ the same tokens and logprobs. `refused` means that it is turned down with a reas
 are tiny and made from a configuration: `dense` and `tied` (Qwen3), `moe` (Qwen3-MoE), `mla`
 (DeepSeek-V3's attention and experts; not from Megatron-core, whose latent attention needs a GPU).
 Machines with GPUs are not in this table.
+"""
+
+RELEASES = """
+## Releases
+
+From `windlass.engines.versions`; read in the sources of the releases named. A launcher refuses an older one, warns of
+one that was never updated while it served, and says what the one that it starts lacks; so does `windlass doctor`.
 """
 
 Row = dict[str, str]
@@ -59,7 +69,29 @@ def render(rows: Sequence[Row]) -> str:
             f"| {engine} {version} | {model} | {what} | {reason} |\n"
             for engine, version, model, what, reason in refused
         ]
+    parts.append(RELEASES)
+    parts += [_releases(engine) for engine in ENGINES.values()]
     return "".join(parts)
+
+
+def _releases(engine: EngineReleases) -> str:
+    spelt = [".".join(map(str, release)) for release in engine.read]
+    shown = [engine.run.get(release, "no") for release in engine.read]
+    lines = [
+        f"\n| {engine.name} | {' | '.join(spelt)} | without it |\n",
+        "|" + "---|" * (len(spelt) + 2) + "\n",
+        f"| updated while it served, on | {' | '.join(shown)} | |\n",
+    ]
+    for feature in engine.features:
+        cells = ["yes" if release >= feature.since else "no" for release in engine.read]
+        lines.append(f"| {feature.name} | {' | '.join(cells)} | {_without(feature)} |\n")
+    return "".join(lines)
+
+
+def _without(feature: Feature) -> str:
+    if feature.needed:
+        return f"refused: {feature.without}"
+    return feature.without or "nothing that updates use"
 
 
 def _table(rows: Sequence[Row]) -> str:

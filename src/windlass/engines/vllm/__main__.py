@@ -16,6 +16,7 @@ import msgspec
 from windlass.engines.attach import AgentSettings, post
 from windlass.engines.launch import check_placed, launch, serve
 from windlass.engines.quantised import require_followed
+from windlass.engines.versions import VLLM
 from windlass.envs import environment_value
 from windlass.errors import ConfigError
 
@@ -49,7 +50,7 @@ class _Answer(msgspec.Struct, frozen=True):
 
 def main() -> int:
     """Run the server until it ends."""
-    return launch("windlass.engines.vllm", __doc__, unsafe=UNSAFE, connect=connect, start=_start)
+    return launch(VLLM, __doc__, unsafe=UNSAFE, connect=connect, start=_start)
 
 
 def _start(args: argparse.Namespace, rest: list[str]) -> int:

@@ -1,0 +1,94 @@
+"""What is said of a release of an engine before it is started."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from windlass.engines.versions import (
+    ENGINES,
+    SGLANG,
+    VLLM,
+    EngineReleases,
+    check_installed,
+    installed_version,
+    judge,
+)
+from windlass.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("engine", "version", "says"),
+    [
+        (SGLANG, "0.5.5", "must be 0.5.6 or later, got 0.5.5, which has no `/pause_generation`"),
+        (SGLANG, "0.5.5.post3", "must be 0.5.6 or later"),
+        (SGLANG, "0.4.10", "must be 0.5.2 or later, got 0.4.10, which has no `/update_weight"),
+        (SGLANG, "0.4.9", "must be 0.5.2 or later"),
+        (VLLM, "0.23.1", "must be 0.24 or later, got 0.23.1: nothing older was looked at"),
+    ],
+)
+def test_a_release_without_what_is_needed_is_refused(
+    engine: EngineReleases, version: str, says: str
+) -> None:
+    assert says in judge(engine, version).refused
+
+
+@pytest.mark.parametrize(
+    ("engine", "version", "says"),
+    [
+        (SGLANG, "0.5.23", []),
+        (SGLANG, "0.5.23.post1", []),
+        (SGLANG, "0.5.21", ["was never updated while it served; 0.5.16, 0.5.23 were"]),
+        (SGLANG, "0.5.16", ["no weight version per token: all tokens"]),
+        (SGLANG, "0.5.6", ["no table", "no weight version per token", "was never"]),
+        (SGLANG, "0.0.0.dev0", ["is no release"]),
+        (SGLANG, "unknown", ["is no release"]),
+        (VLLM, "0.32.0", []),
+        (VLLM, "0.32.0+cpu", []),
+        (VLLM, "0.24.0", ["no `/update_weight_version`", "no `--enable-scale-out`"]),
+        (VLLM, "0.24.1rc2", ["no `/update_weight_version`", "no `--enable-scale-out`"]),
+        (VLLM, "0.28.0", ["was never updated while it served; 0.24, 0.32 were"]),
+        (VLLM, "1.0", ["was never updated"]),
+    ],
+)
+def test_a_release_that_starts_says_what_it_lacks(
+    engine: EngineReleases, version: str, says: list[str]
+) -> None:
+    verdict = judge(engine, version)
+    assert not verdict.refused
+    assert len(verdict.warnings) == len(says)
+    for warning, part in zip(verdict.warnings, says, strict=True):
+        assert part in warning
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=str)
+def test_the_table_does_not_contradict_itself(engine: EngineReleases) -> None:
+    assert all(older < newer for older, newer in itertools.pairwise(engine.read))
+    assert engine.run.keys() <= set(engine.read)
+    for feature in engine.features:
+        assert feature.missing_in < feature.since
+        assert feature.without or not feature.needed
+        assert not feature.needed or feature.since <= engine.read[0]
+
+
+def test_the_release_of_this_environment_is_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = EngineReleases("Old", "old_engine", ("old-engine",), ((3, 1),), {(3, 1): "x"}, ())
+    with pytest.raises(ConfigError, match="Old must be installed in the environment of"):
+        check_installed(old)
+    (tmp_path / "old_engine").mkdir()
+    (tmp_path / "old_engine" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert installed_version(old) == "unknown"
+    assert "is no release" in check_installed(old)[0]
+    metadata = tmp_path / "old_engine-3.1.4.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: old-engine\nVersion: 3.1.4\n")
+    assert installed_version(old) == "3.1.4"
+    assert check_installed(old) == ()
+    metadata.write_text("Metadata-Version: 2.1\nName: old-engine\nVersion: 3.0\n")
+    with pytest.raises(ConfigError, match=r"must be 3\.1 or later, got 3\.0"):
+        check_installed(old)
