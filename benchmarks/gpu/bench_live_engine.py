@@ -1,12 +1,18 @@
 """A live engine under load, updated by Windlass and by the engine's own NCCL weight transfer.
 
     python benchmarks/gpu/bench_live_engine.py --engine vllm --json FILE [--model qwen3-32b] [--cuda-graphs]
+        [--quantization fp8-block]
 
 Half of the GPUs serve (tensor parallel), half train: FSDP2 ranks that hold a Qwen3 model in
 transformers' own layout and rewrite every weight before each update. Clients stream tokens all the time; what an
 update costs is what they saw: the longest silence of each stream around it, beside the usual time
 between two tokens. At the end both ways deliver the same weights, and every tensor of the engine
 must have the same fingerprint after either, and the tokens must be the same.
+
+With `--quantization fp8-block` the engine serves a checkpoint in block float8 and the trainers, in
+bfloat16, quantise while they store. In the end the full bfloat16 weights are quantised by the engine's
+own function and saved; a fresh server that loads them must hold the same bytes and give the same tokens.
+On fewer GPUs than ranks the trainers share those of the engine, and times mean little.
 """
 
 from __future__ import annotations
@@ -35,6 +41,9 @@ import torch.distributed as dist
 import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import block_float8
+
 import windlass
 from harness import Row, median_p95, parser, report
 from windlass.config import ControlConfig, PauseMode, UpdateMode
@@ -73,6 +82,7 @@ class Shape:
 
 SHAPES = {
     "qwen3-30b-a3b": Shape(2048, 768, 48, 32, 4, 128),
+    "qwen3-4b": Shape(2560, 9728, 36, 32, 8),
     "qwen3-32b": Shape(5120, 25600, 64, 64, 8),
 }
 
@@ -142,16 +152,33 @@ def checkpoint_names(model: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "lm_head.weight", (vocab, hidden)
 
 
-def write_model_folder(model: str, folder: Path) -> None:
+def checkpoint_entries(
+    model: str, *, quantised: bool
+) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
+    """Name, safetensors type, shape and bytes."""
+    for name, shape in checkpoint_names(model):
+        if quantised:
+            yield from block_float8.entries(name, shape)
+        else:
+            yield name, "BF16", shape, 2 * _numel(shape)
+
+
+def write_config(model: str, folder: Path, *, quantised: bool) -> None:
+    folder.mkdir(exist_ok=True)
+    config, shape = model_config(model), SHAPES[model]
+    if quantised:
+        settings = block_float8.settings(shape.layers, routed=bool(shape.num_experts))
+        config["quantization_config"] = settings
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def write_model_folder(model: str, folder: Path, *, quantised: bool) -> None:
     """config.json, and a safetensors file that has a header and no data: names, shapes, types."""
-    (folder / "config.json").write_text(json.dumps(model_config(model)))
+    write_config(model, folder, quantised=quantised)
     header: dict[str, Any] = {}
     at = 0
-    for name, shape in checkpoint_names(model):
-        nbytes = 2
-        for size in shape:
-            nbytes *= size
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, at + nbytes]}
+    for name, dtype, shape, nbytes in checkpoint_entries(model, quantised=quantised):
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
         at += nbytes
     encoded = json.dumps(header).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(encoded)) + encoded)
@@ -208,6 +235,19 @@ class TrainerRank:
                 self.full.extend(unstack(name, gathered))
         torch.cuda.synchronize()
         return len(self.full)
+
+    def save_quantised(self, engine: str, folder: str) -> str:
+        """The full weights as a checkpoint in block float8; says whose quantiser it was."""
+        name_of_quantiser, quantise = block_float8.engines_own(engine)
+        writer = block_float8.Writer(Path(folder), quantise)
+        for name, parameter in self.module.named_parameters():
+            gathered = parameter.full_tensor().detach()
+            if self.rank == 0:
+                for part_name, part in unstack(name, gathered):
+                    writer.add(part_name, part)
+        if self.rank == 0:
+            writer.flush()
+        return name_of_quantiser
 
     def own_init(self, engine: str, port: int, world_size: int) -> None:
         if self.rank != 0:
@@ -408,10 +448,12 @@ async def post(session: aiohttp.ClientSession, url: str, body: Any) -> Any:
 
 
 def common_flags(options: argparse.Namespace, folder: str, controller: str) -> list[str]:
+    """Without a controller: a server that loads the checkpoint and stays as it is."""
     return [
         *("--name", options.engine, "--model", folder, "--port", str(options.port)),
         *("--tp", str(options.tp), "--controller", controller, "--transport", "cuda_ipc"),
-        *("--load-format", "dummy", "--dtype", "bfloat16", "--skip-tokenizer-init"),
+        *(("--load-format", "dummy") if controller else ()),
+        *("--dtype", "bfloat16", "--skip-tokenizer-init"),
     ]
 
 
@@ -603,14 +645,23 @@ async def run(options: argparse.Namespace) -> list[Row]:
         print(f"[{time.monotonic() - began:6.1f} s] {text}", flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
-        write_model_folder(options.model, Path(folder))
-        nbytes = 2 * sum(_numel(shape) for _, shape in checkpoint_names(options.model))
-        devices = list(range(options.tp, options.tp + options.trainers))
+        quantised = options.quantization == "fp8-block"
+        write_model_folder(options.model, Path(folder), quantised=quantised)
+        plain, saved = Path(folder) / "plain", Path(folder) / "saved"
+        write_config(options.model, plain, quantised=False)
+        write_config(options.model, saved, quantised=True)
+        entries = checkpoint_entries(options.model, quantised=quantised)
+        nbytes = sum(entry[3] for entry in entries)
+        num_devices = torch.cuda.device_count()
+        shared = options.tp + options.trainers > num_devices
+        devices = [(options.tp + i) % num_devices for i in range(options.trainers)]
+        say(f"{num_devices} GPUs, trainers on {devices}; an update is {nbytes / 1e9:.1f} GB")
         os.environ.update(ENGINES[options.engine].environment)
-        trainers = Trainers(devices, f"{folder}/store", folder)
+        trainers = Trainers(devices, f"{folder}/store", str(plain))
         journal = Path(folder) / "journal"
         session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600))
         process = None
+        ours: Held = ([], [])
         log = options.log
         try:
             first = ControlConfig(mode=UpdateMode.IN_PLACE, pause_mode=PauseMode.IN_PLACE)
@@ -619,8 +670,11 @@ async def run(options: argparse.Namespace) -> list[Row]:
             ) as controller:
                 port = int(controller.url.rsplit(":", 1)[1])
                 server = ENGINES[options.engine](options, session)
+                if shared:  # engines measure what memory is free when they start
+                    await trainers.receive()
                 process = await start_server(server, folder, controller.url, log)
-                await trainers.receive()
+                if not shared:
+                    await trainers.receive()
                 say("trainers are up")
                 await trainers.all("fill", 1)
                 await trainers.all("connect", controller.url)
@@ -646,8 +700,26 @@ async def run(options: argparse.Namespace) -> list[Row]:
                 rows += await measure(
                     options, "staged", server, trainers, LATER_VERSION + 1, nbytes, say
                 )
-                rows += await compare(options, server, trainers, rows, say)
+                if quantised:
+                    ours = await settle(server, trainers)
+                    seconds, quantiser = (
+                        await trainers.all("save_quantised", options.engine, str(saved))
+                    )[0]
+                    say(f"weights quantised by {quantiser} and saved in {seconds:.1f} s")
+                else:
+                    rows += await compare(options, server, trainers, rows, say)
             await trainers.all("end")
+            if quantised:
+                process.terminate()
+                await process.wait()
+                options.port += 1
+                server = ENGINES[options.engine](options, session)
+                log = options.log.with_suffix(".fresh.log")
+                process = await start_server(server, str(saved), "", log)
+                assert process.stdout is not None
+                ready = await asyncio.wait_for(process.stdout.readline(), 400)
+                assert ready, "the fresh engine did not start"
+                require_fresh(ours, (await server.fingerprints(), await server.tokens()), say)
         except Exception:
             say("failed; the end of the engine's log:")
             print(tail(log), flush=True)
@@ -725,7 +797,8 @@ async def measure(
         for name, value in (("median", median), ("p95", p95)):
             rows.append(
                 Row(
-                    case=f"{options.engine} TP{options.tp}, {options.model} ({nbytes / 1e9:.1f} GB), "
+                    case=f"{options.engine} TP{options.tp}, {options.model} "
+                    f"({nbytes / 1e9:.1f} GB{_label(options)}), "
                     f"{mode}, {options.load} streams, decode {'by graphs' if options.cuda_graphs else 'eager'}",
                     metric=f"{metric}, {name}",
                     value=value,
@@ -738,6 +811,40 @@ async def measure(
                 )
             )
     return rows
+
+
+Held = tuple[list[dict[str, str]], list[int]]
+"""Fingerprints per rank, and greedy tokens."""
+
+
+async def settle(server: Vllm | Sglang, trainers: Trainers) -> Held:
+    """Weights that can be made again, after others."""
+    await trainers.all("fill", 8)
+    await trainers.all("publish", 500)
+    other = await server.fingerprints()
+    await trainers.all("fill", 7)
+    await trainers.all("publish", 501)
+    held = await server.fingerprints()
+    assert held != other, "other weights must be other fingerprints"
+    return held, await server.tokens()
+
+
+def require_fresh(ours: Held, fresh: Held, say: Any) -> None:
+    """What a module keeps besides parameters and buffers is told, and not required."""
+    different = [
+        f"rank {rank}: {name}"
+        for rank, (a, b) in enumerate(zip(ours[0], fresh[0], strict=True))
+        for name in sorted(a.keys() | b.keys())
+        if a.get(name) != b.get(name)
+    ]
+    required = [name for name in different if ": attribute:" not in name]
+    say(f"attributes of modules that differ: {len(different) - len(required)} {different[:5]}")
+    assert not required, f"{len(required)} tensors differ from a fresh load: {required[:5]}"
+    assert ours[1] == fresh[1], f"tokens differ: {ours[1]} and {fresh[1]}"
+    say(
+        f"{sum(map(len, ours[0]))} tensors and the tokens {ours[1][:8]} are those of a fresh server "
+        f"that loaded the quantised checkpoint"
+    )
 
 
 async def compare(
@@ -786,6 +893,10 @@ async def compare(
     ]
 
 
+def _label(options: argparse.Namespace) -> str:
+    return ", bfloat16 -> block float8" if options.quantization == "fp8-block" else ""
+
+
 def _numel(shape: tuple[int, ...]) -> int:
     total = 1
     for size in shape:
@@ -803,6 +914,9 @@ def main() -> None:
     options.add_argument("--model", choices=list(SHAPES), default="qwen3-30b-a3b")
     options.add_argument(
         "--cuda-graphs", action="store_true", help="decode by CUDA graphs, as engines usually do"
+    )
+    options.add_argument(
+        "--quantization", choices=("none", "fp8-block"), default="none", help="of the engine"
     )
     options.add_argument("--tp", type=int, default=2)
     options.add_argument("--trainers", type=int, default=2)

@@ -1,0 +1,102 @@
+"""Block float8 checkpoints for `bench_live_engine.py`: which tensors, whose quantiser, which bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+BLOCK = 128
+FILE_NBYTES = 4 << 30
+PROJECTIONS = tuple(f".{name}_proj.weight" for name in ("q", "k", "v", "o", "gate", "up", "down"))
+
+Quantise = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""A matrix in bfloat16 -> its values in e4m3, and a float32 scale per block."""
+
+
+def is_quantised(name: str) -> bool:
+    """As in the published checkpoints: projections, but not embeddings, norms and routers."""
+    return name.endswith(PROJECTIONS)
+
+
+def settings(num_layers: int, *, routed: bool) -> dict[str, Any]:
+    """`quantization_config` of config.json."""
+    routers = [f"model.layers.{layer}.mlp.gate" for layer in range(num_layers)] if routed else []
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": ["lm_head", *routers],
+    }
+
+
+def entries(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
+    """Name, safetensors type, shape and bytes of what a checkpoint holds for one tensor."""
+    numel = 1
+    for size in shape:
+        numel *= size
+    if not is_quantised(name):
+        yield name, "BF16", shape, 2 * numel
+        return
+    blocks = (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK))
+    yield name, "F8_E4M3", shape, numel
+    yield f"{name}_scale_inv", "F32", blocks, 4 * blocks[0] * blocks[1]
+
+
+def engines_own(engine: str) -> tuple[str, Quantise]:
+    """The engine's quantiser, and its name.
+
+    SGLang 0.5.16 has one for scales that are powers of two only; for it, DeepGEMM's own formula.
+    """
+    if engine == "vllm":
+        from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+        return "vllm.utils.deep_gemm.per_block_cast_to_fp8", per_block_cast_to_fp8
+    return "per_block_cast_to_fp8 of DeepGEMM", _deepgemm
+
+
+def _deepgemm(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, columns = weight.shape
+    padded = weight.new_zeros(-(-rows // BLOCK) * BLOCK, -(-columns // BLOCK) * BLOCK)
+    padded[:rows, :columns] = weight
+    view = padded.view(-1, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+    amax = view.abs().float().amax(dim=(1, 3), keepdim=True).clamp(1e-4)
+    scales = amax / 448.0
+    values = (view * (1.0 / scales)).to(torch.float8_e4m3fn).view_as(padded)
+    return values[:rows, :columns].contiguous(), scales.view(view.shape[0], view.shape[2])
+
+
+class Writer:
+    """A checkpoint that grows tensor by tensor, in files of some gigabytes."""
+
+    def __init__(self, folder: Path, quantise: Quantise) -> None:
+        self._folder, self._quantise = folder, quantise
+        self._pending: dict[str, torch.Tensor] = {}
+        self._nbytes = self._number = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """A tensor in bfloat16, on any device."""
+        if is_quantised(name):
+            values, scales = self._quantise(tensor)
+            self._keep(name, values)
+            self._keep(f"{name}_scale_inv", scales)
+        else:
+            self._keep(name, tensor)
+        if self._nbytes >= FILE_NBYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is pending."""
+        from safetensors.torch import save_file
+
+        if self._pending:
+            path = self._folder / f"model-{self._number:05}.safetensors"
+            save_file(self._pending, path, metadata={"format": "pt"})
+        self._pending, self._nbytes, self._number = {}, 0, self._number + 1
+
+    def _keep(self, name: str, tensor: torch.Tensor) -> None:
+        self._pending[name] = tensor.detach().contiguous().cpu()
+        self._nbytes += tensor.nbytes
