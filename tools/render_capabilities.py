@@ -1,4 +1,5 @@
-"""docs/capabilities.md out of what the live engine tests recorded in docs/capabilities.json, and of
+"""docs/capabilities.md out of what the live engine tests recorded in docs/capabilities.json, of the
+tables of schemes and kernels in `windlass.layout.quantization` and `windlass.engines.quantised`, and of
 the table of releases in `windlass.engines.versions`.
 
 `render_capabilities.py` writes the page, `render_capabilities.py --check` fails if it is not the
@@ -11,9 +12,12 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import astuple
 from pathlib import Path
 
+from windlass.engines.quantised import LAYOUTS
 from windlass.engines.versions import ENGINES, EngineReleases, Feature
+from windlass.layout.quantization import CAPABILITIES, Capability
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 COLUMNS = [
@@ -37,6 +41,22 @@ are tiny and made from a configuration: `dense` and `tied` (Qwen3), `moe` (Qwen3
 Machines with GPUs are not in this table.
 """
 
+QUANTISED = """
+## Quantised engines
+
+Trainers in the types named quantise while they pack, to a checkpoint's own scheme; from
+`windlass.layout.quantization.CAPABILITIES`. Launchers read config.json and refuse before the engine starts.
+
+| scheme | trainers hold | outcome |
+|---|---|---|
+"""
+LAYOUT_HEAD = """
+How an engine's kernels want block float8; from `windlass.engines.quantised.LAYOUTS`. Whatever the table says, every
+rank's capture proves its layout bit for bit or refuses it by name.
+
+| engine | kernels | layout in memory | outcome |
+|---|---|---|---|
+"""
 RELEASES = """
 ## Releases
 
@@ -69,6 +89,8 @@ def render(rows: Sequence[Row]) -> str:
             f"| {engine} {version} | {model} | {what} | {reason} |\n"
             for engine, version, model, what, reason in refused
         ]
+    parts += [QUANTISED, *(_scheme(row) for row in CAPABILITIES)]
+    parts += [LAYOUT_HEAD, *(f"| {' | '.join(astuple(layout))} |\n" for layout in LAYOUTS)]
     parts.append(RELEASES)
     parts += [_releases(engine) for engine in ENGINES.values()]
     return "".join(parts)
@@ -92,6 +114,12 @@ def _without(feature: Feature) -> str:
     if feature.needed:
         return f"refused: {feature.without}"
     return feature.without or "nothing that updates use"
+
+
+def _scheme(row: Capability) -> str:
+    sources = ", ".join(row.source_dtypes) or "-"
+    outcome = "supported" if row.supported else f"refused: {row.reason}"
+    return f"| {row.scheme} | {sources} | {outcome} |\n"
 
 
 def _table(rows: Sequence[Row]) -> str:
