@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from windlass.cli.checks import Status, run_checks
+from windlass.cli import checks
+from windlass.cli.checks import Status, check_flags, run_checks
 from windlass.cli.main import main
 
 
@@ -27,3 +30,75 @@ def test_expandable_segments_and_a_folder_without_safetensors_are_refused_with_t
     assert "PYTORCH_CUDA_ALLOC_CONF" in findings["allocator"].remedy
     assert findings["checkpoint"].status is Status.FAILS
     assert "safetensors" in findings["checkpoint"].found
+
+
+def test_every_finding_that_does_not_work_says_what_to_do() -> None:
+    findings = run_checks()
+    assert {"cma", "shm", "mooncake", "/dev/shm", "locked memory", "RDMA"} <= {
+        finding.name for finding in findings
+    }
+    nothing_to_mend = {"CUDA peer access"}  # a machine without a GPU
+    for finding in findings:
+        silent = finding.status is Status.WORKS or finding.name in nothing_to_mend
+        assert silent or finding.remedy, finding
+
+
+@pytest.mark.parametrize(
+    ("state", "device", "status"),
+    [
+        ("4: ACTIVE", True, Status.WORKS),
+        ("1: DOWN", True, Status.FAILS),
+        ("4: ACTIVE", False, Status.FAILS),
+    ],
+)
+def test_a_network_card_must_be_up_and_open_to_this_user(
+    state: str, device: bool, status: Status, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = tmp_path / "class" / "mlx5_0" / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "state").write_text(f"{state}\n")
+    (tmp_path / "verbs").mkdir()
+    if device:
+        (tmp_path / "verbs" / "uverbs0").touch()
+    monkeypatch.setattr(checks, "_RDMA_FOLDER", tmp_path / "class")
+    monkeypatch.setattr(checks, "_VERBS_FOLDER", tmp_path / "verbs")
+    (found,) = (finding for finding in run_checks() if finding.name == "RDMA")
+    assert found.status is status
+    assert found.found.startswith(f"mlx5_0:1 {state.split()[-1]}")
+
+
+def test_options_that_an_update_does_not_survive_are_named_with_the_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert check_flags("vllm --max-model-len 99").status is Status.WORKS
+    refused = check_flags("vllm --max-model-len 99 --enable-sleep-mode")
+    assert refused.status is Status.FAILS
+    assert "lose their registration" in refused.found
+    assert check_flags("sglang --enable-memory-saver").status is Status.FAILS
+    assert main(["doctor", "--engine-flags", "nothing"]) == 2
+    assert "--engine-flags must begin with one of" in capsys.readouterr().err
+
+
+def test_an_engine_is_looked_for_with_its_own_interpreter(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    engine = tmp_path / "vllm-0.24.0.dist-info"
+    engine.mkdir()
+    (engine / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.24.0\n")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path}:$PYTHONPATH exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho No module named windlass >&2\nexit 1\n")
+    broken.chmod(0o755)
+    paths = [str(python), str(broken), str(tmp_path / "nowhere")]
+    options = [word for path in paths for word in ("--engine-python", path)]
+    assert main(["doctor", "--json", *options]) == 0
+    report = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert list(report) == [sys.executable, *paths]
+    there, without_windlass, nowhere = (report[path] for path in paths)
+    (found,) = (finding for finding in there if finding["name"] == "vLLM")
+    assert found["status"] == "limited"
+    assert "no `/update_weight_version`" in found["found"]
+    assert "No module named windlass" in without_windlass[0]["found"]
+    assert nowhere[0]["status"] == "fails"

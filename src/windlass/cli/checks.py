@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import shlex
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from windlass.engines.versions import ENGINES, EngineReleases, installed_version, judge
+from windlass.engines.launch import refuse_unsafe
+from windlass.engines.sglang.__main__ import UNSAFE as SGLANG_UNSAFE
+from windlass.engines.versions import (
+    ENGINES,
+    SGLANG,
+    VLLM,
+    EngineReleases,
+    installed_version,
+    judge,
+)
+from windlass.engines.vllm.__main__ import UNSAFE as VLLM_UNSAFE
 from windlass.envs import environment_value
-from windlass.errors import WindlassError
+from windlass.errors import ConfigError, WindlassError
 from windlass.transports.configs import parse_transport
 from windlass.transports.registry import create_transport
 
-__all__ = ["Finding", "Status", "run_checks"]
+__all__ = ["Finding", "Status", "check_flags", "run_checks"]
 
 _RDMA_FOLDER = Path("/sys/class/infiniband")
+_VERBS_FOLDER = Path("/dev/infiniband")
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at, not written
+_CAP_IPC_LOCK = 14
+_USUAL_CONTAINER_MIB = 64
+"""What Docker gives a container."""
+_UNSAFE = {VLLM.package: VLLM_UNSAFE, SGLANG.package: SGLANG_UNSAFE}
 
 
 class Status(StrEnum):
@@ -45,11 +63,12 @@ def run_checks(checkpoint: Path | None = None) -> tuple[Finding, ...]:
         _transport("mooncake", "pip install 'windlass[mooncake]' and the package libibverbs1"),
         _transport("nixl", "pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1"),
         _ptrace(),
+        _shared_memory(),
         _locked_memory(),
         _network_cards(),
         _allocator(),
-        _cuda(),
-        *(_engine(engine) for engine in ENGINES.values()),
+        *_cuda(),
+        *_engines(),
     ]
     if checkpoint is not None:
         findings.append(_checkpoint(checkpoint))
@@ -88,6 +107,10 @@ def _locked_memory() -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return Finding("locked memory", Status.WORKS, "unlimited")
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    capabilities = int(status.partition("CapEff:")[2].split()[0], 16)
+    if capabilities >> _CAP_IPC_LOCK & 1:
+        return Finding("locked memory", Status.WORKS, "unlimited, by CAP_IPC_LOCK")
     return Finding(
         "locked memory",
         Status.LIMITED,
@@ -96,16 +119,52 @@ def _locked_memory() -> Finding:
     )
 
 
+def _shared_memory() -> Finding:
+    name = str(_SHARED_MEMORY)
+    if not _SHARED_MEMORY.is_dir():
+        return Finding(name, Status.FAILS, "is not there", "mount a tmpfs at /dev/shm")
+    space = os.statvfs(_SHARED_MEMORY)
+    total, free = space.f_blocks * space.f_frsize >> 20, space.f_bavail * space.f_frsize >> 20
+    found = f"{free} of {total} MiB free"
+    if total < _USUAL_CONTAINER_MIB * 2:
+        return Finding(
+            name,
+            Status.LIMITED,
+            f"{found}: shm holds whole shards there, engines talk through it",
+            "--shm-size for a container, or mount -o remount,size=50% /dev/shm",
+        )
+    return Finding(name, Status.WORKS, found)
+
+
 def _network_cards() -> Finding:
-    cards = sorted(p.name for p in _RDMA_FOLDER.iterdir()) if _RDMA_FOLDER.is_dir() else []
-    if cards:
-        return Finding("RDMA", Status.WORKS, ", ".join(cards))
-    return Finding(
-        "RDMA",
-        Status.LIMITED,
-        "no device: mooncake uses TCP between hosts",
-        "expose /dev/infiniband to this container, if the host has cards",
-    )
+    cards = sorted(_RDMA_FOLDER.iterdir()) if _RDMA_FOLDER.is_dir() else []
+    if not cards:
+        return Finding(
+            "RDMA",
+            Status.LIMITED,
+            "no device: mooncake and nixl use TCP between hosts",
+            "expose /dev/infiniband to this container, if the host has cards",
+        )
+    ports = {f"{p.parent.parent.name}:{p.name}": p for c in cards for p in c.glob("ports/*")}
+    said = {n: (p / "state").read_text().split(":")[-1].strip() for n, p in sorted(ports.items())}
+    found = ", ".join(f"{name} {state}" for name, state in said.items())
+    usable = [p for p in _VERBS_FOLDER.glob("uverbs*") if os.access(p, os.R_OK | os.W_OK)]
+    if not usable:
+        return Finding(
+            "RDMA",
+            Status.FAILS,
+            f"{found}; no /dev/infiniband/uverbs* that this user may open",
+            "expose /dev/infiniband to this container, and give this user read and write access",
+        )
+    if "ACTIVE" not in said.values():
+        return Finding(
+            "RDMA", Status.FAILS, f"{found}: no port is active", "see to cable, switch and ip link"
+        )
+    if any(state != "ACTIVE" for state in said.values()):
+        return Finding(
+            "RDMA", Status.LIMITED, found, "name the active ones as device of mooncake and nixl"
+        )
+    return Finding("RDMA", Status.WORKS, found)
 
 
 def _allocator() -> Finding:
@@ -122,7 +181,14 @@ def _allocator() -> Finding:
     return Finding(name, Status.WORKS, "no expandable segments asked for")
 
 
-def _cuda() -> Finding:
+def _cuda() -> tuple[Finding, ...]:
+    peers = _peer_access()
+    if peers.status is Status.LIMITED and "devices" not in peers.found:
+        return (peers,)
+    return _transport("cuda_ipc", "containers of one host must share their IPC namespace"), peers
+
+
+def _peer_access() -> Finding:
     name = "CUDA peer access"
     try:
         import torch
@@ -130,7 +196,9 @@ def _cuda() -> Finding:
         return Finding(name, Status.LIMITED, "torch is not installed", "pip install torch")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
-        return Finding(name, Status.LIMITED, f"torch {torch.__version__}, no CUDA device")
+        return Finding(
+            name, Status.LIMITED, f"torch {torch.__version__}, no CUDA device: no cuda_ipc"
+        )
     blocked = [
         f"{a}-{b}"
         for a in range(count)
@@ -147,28 +215,49 @@ def _cuda() -> Finding:
     return Finding(name, Status.WORKS, f"{count} devices, every pair")
 
 
-def _engine(engine: EngineReleases) -> Finding:
-    version = installed_version(engine)
-    if not version:
-        return Finding(
-            engine.name,
+def _engines() -> list[Finding]:
+    versions = {engine.package: installed_version(engine) for engine in ENGINES.values()}
+    if any(versions.values()):
+        return [_engine(ENGINES[name], found) for name, found in versions.items() if found]
+    return [
+        Finding(
+            " and ".join(engine.name for engine in ENGINES.values()),
             Status.LIMITED,
             "not in this environment",
-            "run this with the engine's interpreter",
+            "--engine-python PATH looks into theirs",
         )
+    ]
+
+
+def _engine(engine: EngineReleases, version: str) -> Finding:
     verdict = judge(engine, version)
     if verdict.refused:
-        return Finding(
-            engine.name, Status.FAILS, verdict.refused, "install a release of docs/capabilities.md"
-        )
+        remedy = f"install one of {', '.join(f'{engine.name} {r}' for r in engine.proven)}"
+        return Finding(engine.name, Status.FAILS, verdict.refused, remedy)
     if verdict.warnings:
-        return Finding(
-            engine.name,
-            Status.LIMITED,
-            "; ".join(verdict.warnings),
-            "docs/capabilities.md says what each release has",
-        )
+        remedy = "docs/capabilities.md says what each release has"
+        return Finding(engine.name, Status.LIMITED, "; ".join(verdict.warnings), remedy)
     return Finding(engine.name, Status.WORKS, version)
+
+
+def check_flags(command: str) -> Finding:
+    """Whether an engine may be started with these options.
+
+    Args:
+        command: name of the engine and its options, as in a shell: `vllm --enable-sleep-mode`.
+
+    Raises:
+        ConfigError: it names no engine of the table.
+    """
+    engine, *options = shlex.split(command) or [""]
+    if engine not in _UNSAFE:
+        raise ConfigError(f"--engine-flags must begin with one of {list(_UNSAFE)}, got {command!r}")
+    name = f"{engine} flags"
+    try:
+        refuse_unsafe(options, _UNSAFE[engine])
+    except ConfigError as error:
+        return Finding(name, Status.FAILS, str(error), "leave it out")
+    return Finding(name, Status.WORKS, " ".join(options))
 
 
 def _checkpoint(folder: Path) -> Finding:

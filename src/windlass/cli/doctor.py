@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from windlass.cli.checks import Finding, Status, run_checks
+from windlass.cli.checks import Finding, Status, check_flags, run_checks
 
 __all__ = ["add_arguments", "run"]
 
 _STYLES = {Status.WORKS: "green", Status.LIMITED: "yellow", Status.FAILS: "red"}
+_ELSEWHERE_DEADLINE_S = 180.0
+
+Report = dict[str, tuple[Finding, ...]]
+"""Interpreter -> findings."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,21 +33,75 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--checkpoint", type=Path, metavar="DIR",
         help="also say whether the layout of this checkpoint can be captured",
     )  # fmt: skip
+    parser.add_argument(
+        "--engine-python", action="append", default=[], metavar="PATH",
+        help="also look into the environment of this interpreter, an engine's; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--engine-flags", action="append", default=[], metavar="'ENGINE OPTIONS'",
+        help="also say whether updates survive these options: 'vllm --enable-sleep-mode'",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print every finding; 1 when a required one is not there."""
-    findings = run_checks(args.checkpoint)
-    table = Table(box=None, pad_edge=False)
-    for column in ("check", "", "found", "what to do"):
-        table.add_column(column, overflow="fold")
-    for finding in findings:
-        style = _STYLES[finding.status]
-        table.add_row(finding.name, f"[{style}]{finding.status}[/]", finding.found, finding.remedy)
-    Console().print(table)
-    return 1 if _missing(findings, args.require) else 0
+    flags = tuple(check_flags(command) for command in args.engine_flags)
+    here = run_checks(args.checkpoint)
+    report: Report = {sys.executable: here + flags}
+    for path in args.engine_python:
+        report[path] = _look_elsewhere(path)
+    if args.json:
+        sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
+    else:
+        _print(report)
+    return 1 if _missing(report, args.require) else 0
 
 
-def _missing(findings: tuple[Finding, ...], required: list[str]) -> list[str]:
-    works = {f.name for f in findings if f.status is Status.WORKS}
+def _print(report: Mapping[str, Sequence[Finding]]) -> None:
+    for path, findings in report.items():
+        table = Table(box=None, pad_edge=False, title=path, title_justify="left")
+        for column in ("check", "", "found", "what to do"):
+            table.add_column(column, overflow="fold")
+        for finding in findings:
+            style = _STYLES[finding.status]
+            status = f"[{style}]{finding.status}[/]"
+            table.add_row(finding.name, status, finding.found, finding.remedy)
+        Console().print(table)
+
+
+def _look_elsewhere(path: str) -> tuple[Finding, ...]:
+    """The same checks, made by another interpreter."""
+    command = [path, "-m", "windlass.cli.main", "doctor", "--json"]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_ELSEWHERE_DEADLINE_S,
+            check=False,
+        )
+    except OSError as error:
+        return (Finding("interpreter", Status.FAILS, str(error), "name an engine's python"),)
+    except subprocess.TimeoutExpired:
+        found = f"no answer within {_ELSEWHERE_DEADLINE_S:.0f} s"
+        return (Finding("interpreter", Status.FAILS, found),)
+    lines = done.stdout.splitlines()
+    if done.returncode != 0 or not lines:
+        said = done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        return (
+            Finding(
+                "windlass",
+                Status.FAILS,
+                f"does not run there: {said[-1]}",
+                f"{path} -m pip install windlass, or put its src and its light dependencies "
+                "(docs/engines.md) on PYTHONPATH",
+            ),
+        )
+    (findings,) = msgspec.json.decode(lines[-1], type=Report).values()
+    return findings
+
+
+def _missing(report: Mapping[str, Sequence[Finding]], required: list[str]) -> list[str]:
+    works = {f.name for there in report.values() for f in there if f.status is Status.WORKS}
     return [name for name in required if name not in works]

@@ -68,6 +68,11 @@ class EngineReleases:
     run: dict[Release, str]
     features: tuple[Feature, ...]
 
+    @property
+    def proven(self) -> tuple[str, ...]:
+        """Releases that were updated while they served, as they are written."""
+        return tuple(map(_spelt, self.run))
+
 
 SGLANG = EngineReleases(
     name="SGLang",
@@ -200,7 +205,7 @@ def judge(engine: EngineReleases, version: str) -> Verdict:
     if not any(release[: len(run)] == run for run in engine.run):
         warnings.append(
             f"{engine.name} {version} was never updated while it served; "
-            f"{', '.join(map(_spelt, engine.run))} were"
+            f"{', '.join(engine.proven)} were"
         )
     return Verdict(warnings=tuple(warnings))
 
