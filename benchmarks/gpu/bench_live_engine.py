@@ -9,7 +9,7 @@ update costs is what they saw: the longest silence of each stream around it, bes
 between two tokens. At the end both ways deliver the same weights, and every tensor of the engine
 must have the same fingerprint after either, and the tokens must be the same.
 
-With `--quantization fp8-block` the engine serves a checkpoint in block float8 and the trainers, in
+With `--quantization fp8-block` the engine starts from a checkpoint in block float8 and the trainers, in
 bfloat16, quantise while they store. In the end the full bfloat16 weights are quantised by the engine's
 own function and saved; a fresh server that loads them must hold the same bytes and give the same tokens.
 On fewer GPUs than ranks the trainers share those of the engine, and times mean little.
@@ -172,12 +172,12 @@ def write_config(model: str, folder: Path, *, quantised: bool) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def write_model_folder(model: str, folder: Path, *, quantised: bool) -> None:
+def write_model_folder(model: str, folder: Path) -> None:
     """config.json, and a safetensors file that has a header and no data: names, shapes, types."""
-    write_config(model, folder, quantised=quantised)
+    write_config(model, folder, quantised=False)
     header: dict[str, Any] = {}
     at = 0
-    for name, dtype, shape, nbytes in checkpoint_entries(model, quantised=quantised):
+    for name, dtype, shape, nbytes in checkpoint_entries(model, quantised=False):
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
         at += nbytes
     encoded = json.dumps(header).encode()
@@ -448,11 +448,11 @@ async def post(session: aiohttp.ClientSession, url: str, body: Any) -> Any:
 
 
 def common_flags(options: argparse.Namespace, folder: str, controller: str) -> list[str]:
-    """Without a controller: a server that loads the checkpoint and stays as it is."""
+    """Without a controller: a server that stays as it is."""
     return [
         *("--name", options.engine, "--model", folder, "--port", str(options.port)),
         *("--tp", str(options.tp), "--controller", controller, "--transport", "cuda_ipc"),
-        *(("--load-format", "dummy") if controller else ()),
+        *(() if options.quantization == "fp8-block" else ("--load-format", "dummy")),
         *("--dtype", "bfloat16", "--skip-tokenizer-init"),
     ]
 
@@ -646,10 +646,13 @@ async def run(options: argparse.Namespace) -> list[Row]:
 
     with tempfile.TemporaryDirectory() as folder:
         quantised = options.quantization == "fp8-block"
-        write_model_folder(options.model, Path(folder), quantised=quantised)
-        plain, saved = Path(folder) / "plain", Path(folder) / "saved"
+        started, plain, saved = (Path(folder) / name for name in ("started", "plain", "saved"))
         write_config(options.model, plain, quantised=False)
-        write_config(options.model, saved, quantised=True)
+        if quantised:
+            write_config(options.model, started, quantised=True)
+            write_config(options.model, saved, quantised=True)
+        else:
+            write_model_folder(options.model, started)
         entries = checkpoint_entries(options.model, quantised=quantised)
         nbytes = sum(entry[3] for entry in entries)
         num_devices = torch.cuda.device_count()
@@ -670,13 +673,16 @@ async def run(options: argparse.Namespace) -> list[Row]:
             ) as controller:
                 port = int(controller.url.rsplit(":", 1)[1])
                 server = ENGINES[options.engine](options, session)
-                if shared:  # engines measure what memory is free when they start
+                if shared or quantised:  # engines measure what memory is free when they start
                     await trainers.receive()
-                process = await start_server(server, folder, controller.url, log)
-                if not shared:
+                    await trainers.all("fill", 1)
+                if quantised:
+                    await save(options, trainers, started, say)
+                process = await start_server(server, str(started), controller.url, log)
+                if not (shared or quantised):
                     await trainers.receive()
+                    await trainers.all("fill", 1)
                 say("trainers are up")
-                await trainers.all("fill", 1)
                 await trainers.all("connect", controller.url)
                 assert process.stdout is not None
                 ready = await asyncio.wait_for(process.stdout.readline(), 400)
@@ -702,10 +708,7 @@ async def run(options: argparse.Namespace) -> list[Row]:
                 )
                 if quantised:
                     ours = await settle(server, trainers)
-                    seconds, quantiser = (
-                        await trainers.all("save_quantised", options.engine, str(saved))
-                    )[0]
-                    say(f"weights quantised by {quantiser} and saved in {seconds:.1f} s")
+                    await save(options, trainers, saved, say)
                 else:
                     rows += await compare(options, server, trainers, rows, say)
             await trainers.all("end")
@@ -815,6 +818,12 @@ async def measure(
 
 Held = tuple[list[dict[str, str]], list[int]]
 """Fingerprints per rank, and greedy tokens."""
+
+
+async def save(options: argparse.Namespace, trainers: Trainers, folder: Path, say: Any) -> None:
+    answers = await trainers.all("save_quantised", options.engine, str(folder))
+    seconds, quantiser = answers[0]
+    say(f"weights quantised by {quantiser} and saved in {seconds:.1f} s")
 
 
 async def settle(server: Vllm | Sglang, trainers: Trainers) -> Held:

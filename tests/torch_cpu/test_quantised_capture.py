@@ -235,6 +235,20 @@ def test_what_has_no_block_scales_beside_it_is_not_declared(
     assert captured.manifest.num_shards == 2
 
 
+def test_a_scalar_setting_that_no_load_writes_is_a_constant_and_stays() -> None:
+    engine = Plain(_parameter(8, 8, torch.float32), torch.nn.Parameter(torch.tensor(0.5)))
+    taken: list[float] = []  # as SGLang takes the scale of its key-value cache
+
+    def load(tensors: Weights) -> None:
+        for _, tensor in tensors:
+            engine.weight.data.copy_(tensor)
+        taken.append(engine.scale.item())
+
+    captured = capture(engine, [CheckpointSpec("w", (8, 8), DType.FLOAT32)], load, worker="e/0")
+    assert captured.constants == ("scale",)
+    assert set(taken) == {0.5}
+
+
 def test_only_checkpoints_with_float8_need_more_loads() -> None:
     wide = CheckpointSpec("w", (1 << 20,), DType.BFLOAT16)
     narrow = CheckpointSpec("v", (3,), DType.FLOAT8_E4M3)

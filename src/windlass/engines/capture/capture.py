@@ -120,8 +120,8 @@ def capture(
             bytes each) only if that does not prove right. The proof visits every place of all.
 
     Raises:
-        UnsupportedLayout: a tensor that is computed and not copied, a parameter that the loader
-            does not write, memory that moves with every load; names all of them.
+        UnsupportedLayout: a tensor that is computed and not copied, a parameter (other than a
+            scalar) that the loader does not write, memory that moves with every load; names all of them.
     """
     held = held_by(model, ignored)
     before = _copies(held)
@@ -182,7 +182,7 @@ def _observe(
     changing = [name for name in held if name not in constants]
     proofs = {n: _Proof(codes, numbers[n]) for n in changing if n in numbers}
     right = {n for n, proof in proofs.items() if proof.holds(held[n], 1)}
-    idle = {n: held[n].memory().clone() for n in constants if held[n].kind is Kind.PARAMETER}
+    idle = {n: held[n].memory().clone() for n in constants if _is_weight(held[n])}
     for name in idle:
         held[name].memory().view(torch.uint8).fill_(0x55)
     load(codes.random(0))
@@ -207,6 +207,15 @@ def _observe(
     if computed:
         raise UnsupportedLayout(f"{computed}: tensors that the engine computes from the checkpoint")
     return _Seen(held, {n: numbers[n] for n in changing}, constants, unproven)
+
+
+def _is_weight(holding: Holding) -> bool:
+    """A parameter that loads must write.
+
+    Not a scalar: engines have some that are settings (scales of key-value caches), from which they
+    take plain numbers, so that these must not be changed for a trial.
+    """
+    return holding.kind is Kind.PARAMETER and holding.tensor.dim() > 0
 
 
 def _numbers_for(holding: Holding, exact_numel: int) -> Numbers:
