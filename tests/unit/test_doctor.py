@@ -32,6 +32,13 @@ def test_expandable_segments_and_a_folder_without_safetensors_are_refused_with_t
     assert "safetensors" in findings["checkpoint"].found
 
 
+def test_a_checkpoint_that_no_update_can_follow_is_told_by_its_scheme(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
+    (finding,) = (f for f in run_checks(tmp_path) if f.name == "checkpoint")
+    assert finding.status is Status.FAILS
+    assert "int4_grouped" in finding.found
+
+
 def test_every_finding_that_does_not_work_says_what_to_do() -> None:
     findings = run_checks()
     assert {"cma", "shm", "mooncake", "/dev/shm", "locked memory", "RDMA"} <= {

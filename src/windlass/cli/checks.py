@@ -262,8 +262,10 @@ def check_flags(command: str) -> Finding:
 
 def _checkpoint(folder: Path) -> Finding:
     from windlass.engines.capture.codes import checkpoint_specs
+    from windlass.engines.quantised import require_followed
 
     try:
+        quantised = require_followed(folder, ())
         specs = checkpoint_specs(folder)
     except WindlassError as error:
         return Finding(
@@ -276,5 +278,5 @@ def _checkpoint(folder: Path) -> Finding:
     return Finding(
         "checkpoint",
         Status.WORKS,
-        f"{len(specs)} tensors; capture needs up to {elements * 8 >> 20} MiB per engine rank",
+        f"{len(specs)} tensors{' in block float8' if quantised else ''}; capture needs up to {elements * 8 >> 20} MiB per engine rank",
     )
