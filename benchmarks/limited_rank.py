@@ -18,13 +18,8 @@ from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.testing.resting_engine import RestingEngine
-from windlass.transports.base import (
-    MemoryRegion,
-    OneSidedTransport,
-    PeerEndpoint,
-    WireReport,
-    WriteBatch,
-)
+from windlass.testing.wrapped_transport import WrappedTransport
+from windlass.transports.base import OneSidedTransport, WriteBatch
 from windlass.transports.configs import CmaConfig
 from windlass.transports.registry import create_transport
 
@@ -48,14 +43,15 @@ def manifest(worker: str, role: Role, first: int, stop: int, num_rows: int) -> S
     return builder.build()
 
 
-class LimitedLink:
+class LimitedLink(WrappedTransport):
     """What this process sends goes through one link, in the order in which it is handed in.
 
     A write takes its bytes over `rate` after all earlier ones, and lands when it is through.
     """
 
     def __init__(self, inner: OneSidedTransport, rate: float) -> None:
-        self._inner, self._rate = inner, rate
+        super().__init__(inner)
+        self._rate = rate
         self._lock = threading.Lock()
         self._free_at = 0.0
 
@@ -65,25 +61,7 @@ class LimitedLink:
             self._free_at = begin + batch.total_nbytes / self._rate
             through = self._free_at
         time.sleep(max(through - time.monotonic(), 0.0))
-        self._inner.write(batch, deadline_s=deadline_s)
-
-    def report(self) -> WireReport:
-        return self._inner.report()
-
-    def endpoint(self) -> PeerEndpoint:
-        return self._inner.endpoint()
-
-    def register(self, address: int, nbytes: int) -> MemoryRegion:
-        return self._inner.register(address, nbytes)
-
-    def unregister(self, region: MemoryRegion) -> None:
-        self._inner.unregister(region)
-
-    def fence(self, *, deadline_s: float) -> None:
-        self._inner.fence(deadline_s=deadline_s)
-
-    def close(self) -> None:
-        self._inner.close()
+        super().write(batch, deadline_s=deadline_s)
 
 
 def link(rate: float) -> LimitedLink:

@@ -37,7 +37,8 @@ from windlass.rollout.runner import WorkerRunner
 from windlass.telemetry.clock import Deadline
 from windlass.testing.simulated_loop import Lane
 from windlass.testing.simulated_network import SimulatedHost
-from windlass.transports.base import MemoryRegion, PeerEndpoint, WireReport, WriteBatch
+from windlass.testing.wrapped_transport import WrappedTransport
+from windlass.transports.base import WireReport, WriteBatch
 from windlass.transports.memory import MemoryTransport
 
 if TYPE_CHECKING:
@@ -62,32 +63,14 @@ class Inline(Executor):
         return
 
 
-class ChaosTransport:
+class ChaosTransport(WrappedTransport):
     """A memory transport whose next writes suffer what the schedule says."""
 
     def __init__(self, world: World, host: SimulatedHost) -> None:
         self._world, self._host = world, host
         # A name per process: a dead one must not be taken for its successor.
-        self._inner = MemoryTransport(world.fabric, f"{host.name}#{world.next_number()}")
+        super().__init__(MemoryTransport(world.fabric, f"{host.name}#{world.next_number()}"))
         self.faults: dict[str, deque[WireFault]] = {}
-
-    def report(self) -> WireReport:
-        return self._inner.report()
-
-    def endpoint(self) -> PeerEndpoint:
-        return self._inner.endpoint()
-
-    def register(self, address: int, nbytes: int) -> MemoryRegion:
-        return self._inner.register(address, nbytes)
-
-    def unregister(self, region: MemoryRegion) -> None:
-        self._inner.unregister(region)
-
-    def fence(self, *, deadline_s: float) -> None:
-        self._inner.fence(deadline_s=deadline_s)
-
-    def close(self) -> None:
-        self._inner.close()
 
     def vanish(self) -> None:
         """The process is dead: its memory is nobody's."""
@@ -96,7 +79,7 @@ class ChaosTransport:
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
         waiting = self.faults.get(batch.endpoint.address.partition("#")[0])
         if not waiting:
-            self._inner.write(batch, deadline_s=deadline_s)
+            self.inner.write(batch, deadline_s=deadline_s)
             return
         fault = waiting.popleft()
         self._world.injected[f"wire {fault}"] += 1
@@ -124,7 +107,7 @@ class ChaosTransport:
         """All pieces but the last, and half of that."""
         nbytes = batch.nbytes.copy()
         nbytes[-1] //= 2
-        self._inner.write(replace(batch, nbytes=nbytes), deadline_s=deadline_s)
+        self.inner.write(replace(batch, nbytes=nbytes), deadline_s=deadline_s)
 
     def _flipped(self, batch: WriteBatch, deadline_s: float) -> None:
         """One bit of one byte is wrong when it arrives."""

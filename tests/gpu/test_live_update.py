@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import windlass
-from windlass.config import ControlConfig, PauseMode, UpdateMode
+from windlass.config import ControlConfig, UpdateMode
 from windlass.engines.client import EngineClient
 from windlass.frameworks.dtensor import describe_module, parameter_addresses
 from windlass.layout.manifest import Role
+from windlass.testing.resting_engine import RestingEngine
 from windlass.transports.configs import CudaIpcConfig
 from windlass.transports.registry import create_transport
 
@@ -81,18 +82,6 @@ def train(rank: int, url: str, store: str, weights: str, pipe: Connection) -> No
     dist.destroy_process_group()
 
 
-class Hooks:
-    """An engine that only holds weights: it is always at rest."""
-
-    def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None: ...
-
-    def resume(self) -> None: ...
-
-    def finalise(self) -> None: ...
-
-    def set_version(self, version: int) -> None: ...
-
-
 def serve(name: str, device: int, dtype: torch.dtype, url: str, pipe: Connection) -> None:
     torch.cuda.set_device(device)
     model = build().to(dtype).cuda().requires_grad_(requires_grad=False)
@@ -108,7 +97,7 @@ def serve(name: str, device: int, dtype: torch.dtype, url: str, pipe: Connection
         addresses=addresses,
         regions=regions,
         transport=transport,
-        hooks=Hooks(),
+        hooks=RestingEngine(),
         controller=url,
         token=TOKEN,
         group=name,

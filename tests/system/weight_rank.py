@@ -28,13 +28,8 @@ from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.layout.mesh import chunk
 from windlass.testing.resting_engine import RestingEngine
-from windlass.transports.base import (
-    MemoryRegion,
-    OneSidedTransport,
-    PeerEndpoint,
-    WireReport,
-    WriteBatch,
-)
+from windlass.testing.wrapped_transport import WrappedTransport
+from windlass.transports.base import OneSidedTransport, WriteBatch
 from windlass.transports.configs import parse_transport
 from windlass.transports.registry import create_transport
 
@@ -133,11 +128,11 @@ def damage(folder: Path, version: int) -> None:
     files[-1].write_bytes(files[-1].read_bytes()[:-7])
 
 
-class FaultyWrites:
+class FaultyWrites(WrappedTransport):
     """A transport that counts what it writes, and misbehaves in one write."""
 
     def __init__(self, inner: OneSidedTransport, fault: str) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.nbytes = 0
         self._kind, _, at = fault.partition(":")
         self._left = int(at) if self._kind in ("kill", "stop", "spoil") else 0
@@ -162,25 +157,7 @@ class FaultyWrites:
                 nbytes=np.minimum(nbytes, batch.nbytes) if len(nbytes) == 1 else nbytes,
                 regions=batch.regions,
             )
-        self.inner.write(batch, deadline_s=deadline_s)
-
-    def report(self) -> WireReport:
-        return self.inner.report()
-
-    def endpoint(self) -> PeerEndpoint:
-        return self.inner.endpoint()
-
-    def register(self, address: int, nbytes: int) -> MemoryRegion:
-        return self.inner.register(address, nbytes)
-
-    def unregister(self, region: MemoryRegion) -> None:
-        self.inner.unregister(region)
-
-    def fence(self, *, deadline_s: float) -> None:
-        self.inner.fence(deadline_s=deadline_s)
-
-    def close(self) -> None:
-        self.inner.close()
+        super().write(batch, deadline_s=deadline_s)
 
 
 @dataclass

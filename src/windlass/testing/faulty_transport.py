@@ -13,12 +13,11 @@ from typing import final
 import numpy as np
 
 from windlass.errors import ConfigError, TransferFailed, TransferOutcomeUnknown
+from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.transports.base import (
     AllocatingTransport,
-    MemoryRegion,
     OneSidedTransport,
     PeerEndpoint,
-    WireReport,
     WriteBatch,
 )
 
@@ -68,7 +67,7 @@ class Fault:
             )
 
 
-class FaultyTransport:
+class FaultyTransport(WrappedTransport):
     """Wraps a transport; everything but the named writes passes through. Thread-safe.
 
     Make it with `make_faulty`, which keeps an `AllocatingTransport` one.
@@ -79,7 +78,7 @@ class FaultyTransport:
     """
 
     def __init__(self, inner: OneSidedTransport, faults: Mapping[int, Fault]) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._faults = dict(faults)
         self._lock = threading.Lock()
         self._num_writes = 0
@@ -91,22 +90,6 @@ class FaultyTransport:
         with self._lock:
             return self._num_writes
 
-    def report(self) -> WireReport:
-        """See `OneSidedTransport.report`."""
-        return self._inner.report()
-
-    def endpoint(self) -> PeerEndpoint:
-        """See `OneSidedTransport.endpoint`."""
-        return self._inner.endpoint()
-
-    def register(self, address: int, nbytes: int) -> MemoryRegion:
-        """See `OneSidedTransport.register`."""
-        return self._inner.register(address, nbytes)
-
-    def unregister(self, region: MemoryRegion) -> None:
-        """See `OneSidedTransport.unregister`."""
-        self._inner.unregister(region)
-
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
         """See `OneSidedTransport.write`; goes wrong when its number is in the script."""
         with self._lock:
@@ -114,36 +97,32 @@ class FaultyTransport:
             self._num_writes += 1
             fault = self._faults.get(number)
         if fault is None or fault.endpoint not in (None, batch.endpoint):
-            self._inner.write(batch, deadline_s=deadline_s)
+            self.inner.write(batch, deadline_s=deadline_s)
             return
         what = f"write {number}: scripted {fault.kind.value}"
         match fault.kind:
             case FaultKind.FAIL_BEFORE:
                 raise TransferFailed(what)
             case FaultKind.FAIL_HALFWAY:
-                self._inner.write(_head(batch, len(batch.nbytes) // 2), deadline_s=deadline_s)
+                self.inner.write(_head(batch, len(batch.nbytes) // 2), deadline_s=deadline_s)
                 raise TransferFailed(what)
             case FaultKind.DROP_PIECE:
-                self._inner.write(_head(batch, len(batch.nbytes) - 1), deadline_s=deadline_s)
+                self.inner.write(_head(batch, len(batch.nbytes) - 1), deadline_s=deadline_s)
             case FaultKind.FLIP_BYTE:
-                self._inner.write(batch, deadline_s=deadline_s)
+                self.inner.write(batch, deadline_s=deadline_s)
                 self._flip_first_byte(batch, deadline_s)
             case FaultKind.UNKNOWN:
                 raise TransferOutcomeUnknown(what)
             case FaultKind.UNKNOWN_LANDED:
-                self._inner.write(batch, deadline_s=deadline_s)
+                self.inner.write(batch, deadline_s=deadline_s)
                 raise TransferOutcomeUnknown(what)
             case FaultKind.DELAY:
                 self._delay(batch, deadline_s, fault.delay_s, what)
 
-    def fence(self, *, deadline_s: float) -> None:
-        """See `OneSidedTransport.fence`."""
-        self._inner.fence(deadline_s=deadline_s)
-
     def close(self) -> None:
         """See `OneSidedTransport.close`; ends delays at once."""
         self._cancelled.set()
-        self._inner.close()
+        super().close()
 
     def _delay(self, batch: WriteBatch, deadline_s: float, delay_s: float, what: str) -> None:
         start = time.monotonic()
@@ -151,16 +130,16 @@ class FaultyTransport:
         left = deadline_s - (time.monotonic() - start)
         if delay_s >= deadline_s or left <= 0:
             raise TransferOutcomeUnknown(what)
-        self._inner.write(batch, deadline_s=left)
+        self.inner.write(batch, deadline_s=left)
 
     def _flip_first_byte(self, batch: WriteBatch, deadline_s: float) -> None:
         if len(batch.nbytes) == 0:
             return
         wrong = np.array([ctypes.c_uint8.from_address(int(batch.local_addresses[0])).value], "u1")
         np.invert(wrong, out=wrong)
-        region = self._inner.register(int(wrong.ctypes.data), 1)
+        region = self.inner.register(int(wrong.ctypes.data), 1)
         try:
-            self._inner.write(
+            self.inner.write(
                 replace(
                     batch,
                     local_addresses=np.array([wrong.ctypes.data], np.uint64),
@@ -170,7 +149,7 @@ class FaultyTransport:
                 deadline_s=deadline_s,
             )
         finally:
-            self._inner.unregister(region)
+            self.inner.unregister(region)
 
 
 @final
