@@ -12,12 +12,13 @@ engine parameter is compared with what it must be after every run.
 from __future__ import annotations
 
 import ctypes
+import functools
 import multiprocessing as mp
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from nixl_agent import NixlAgent
+
 from harness import Row, median_p95, parser, report, save
 from windlass.config import UpdateMode
 from windlass.execution.base import ParameterMemory
@@ -39,13 +42,18 @@ from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
 from windlass.transports.base import RemoteRegion
 from windlass.transports.cuda.ipc import CudaIpcTransport, MappedRegion
-from windlass.transports.cuda.kernels import PIECE, PieceTable
+from windlass.transports.cuda.kernels import PIECE, Kernels, PieceTable
 
 PIECE_BYTES = (2 << 10, 16 << 10, 128 << 10, 1 << 20, 16 << 20, 1 << 30)
 SUITE_BYTES = 2 << 30
 FP8_ROWS = 8192
 ALIGNMENT = 256
 RUNS = 11
+BUDGET_PIECE = 128 << 10
+BUDGETS = (2, 4, 8, 16, 32, 64)
+"""Multiprocessors that a write may occupy."""
+MAX_NIXL_PIECES = 16384
+"""A pass of NIXL over more takes seconds; the kernel writes the others, untimed."""
 BUCKET_NBYTES = 1 << 30
 QWEN3_30B_A3B = """
 name = "qwen3-30b-a3b"
@@ -74,6 +82,8 @@ nic_gbytes_per_s = 390.0
 class Rank:
     """One process, one GPU. Methods are called by name through a pipe."""
 
+    bind_device = True
+
     def __init__(self, ordinal: int, world_size: int, store: str) -> None:
         self.ordinal = ordinal
         torch.cuda.set_device(ordinal)
@@ -84,7 +94,7 @@ class Rank:
             init_method=f"file://{store}",
             rank=ordinal,
             world_size=world_size,
-            device_id=torch.device("cuda", ordinal),
+            device_id=torch.device("cuda", ordinal) if self.bind_device else None,
         )
         self.memory = torch.empty(0, dtype=torch.int16, device="cuda")
         self.bucket = torch.empty(0, dtype=torch.uint8, device="cuda")
@@ -172,15 +182,26 @@ class Rank:
                 index = index[..., None] * extent + torch.arange(start, start + size, device="cuda")
             values = index.reshape(sizes) * 40503 + hash_name(spec.name)
             parameter = manifest.parameters[int(table.parameter[row])]
-            offset = self.offsets[int(table.parameter[row])] + int(table.offset_bytes[row])
+            memory, start = self.elements(int(table.parameter[row]))
+            offset = start + int(table.offset_bytes[row])
             itemsize = parameter.dtype.itemsize
-            base = self.memory.view(torch.float32) if itemsize == 4 else self.memory
+            base = memory.view(torch.float32) if itemsize == 4 else memory
             view = base.as_strided(sizes, [s // itemsize for s in strides], offset // itemsize)
             if source_is_float or self.casting:
                 # Integers up to 256 are exact in bfloat16, so the cast can be checked exactly.
                 yield view, ((values >> 2) + self.round) % 256
             else:
                 yield view, ((values >> 2) + self.round).to(torch.int16)
+
+    def elements(self, parameter: int) -> tuple[torch.Tensor, int]:
+        """Flat memory that a parameter lies in, and where it begins there, in bytes."""
+        return self.memory, self.offsets[parameter]
+
+    def located(self) -> Sequence[ParameterMemory]:
+        return [
+            ParameterMemory(self.address + offset, parameter.nbytes)
+            for offset, parameter in zip(self.offsets, self.manifest.parameters, strict=True)
+        ]
 
     casting = False
 
@@ -201,12 +222,8 @@ class Rank:
         return self.receiver.connect(TransferPlan.decode(encoded), UpdateMode.IN_PLACE)
 
     def connect_trainer(self, encoded: bytes, bindings: list[DestinationBinding]) -> int:
-        memory = [
-            ParameterMemory(self.address + offset, parameter.nbytes)
-            for offset, parameter in zip(self.offsets, self.manifest.parameters, strict=True)
-        ]
         free, _ = torch.cuda.mem_get_info()
-        self.sender = DeviceSender(self.transport, self.manifest, lambda: memory)
+        self.sender = DeviceSender(self.transport, self.manifest, self.located)
         self.sender.connect(TransferPlan.decode(encoded), bindings)
         self.sender.prepare(0)
         return free - torch.cuda.mem_get_info()[0]
@@ -303,11 +320,30 @@ class Rank:
             "kernel": lambda: kernels.put(table, stream),
             "kernel with digest": lambda: kernels.put(table, stream, digest),
         }
+        self.shares: dict[str, tuple[int, Callable[[], None]]] = {}
+        others: list[PieceTable] = []
         if kind == "contiguous":
             self.methods["cudaMemcpyBatchAsync"] = batch_copy(piece, pieces, stream)
+            if self.nixl is not None:
+                whole = pieces[:: max(piece // (64 << 10), 1)]
+                first = whole[:MAX_NIXL_PIECES]
+                there = first["dst"].astype(np.int64) - self.mapped.shift
+                self.methods["NIXL"] = self.nixl.put(first["src"], there, piece)
+                if len(first) < len(whole):
+                    rest = PieceTable(self.transport.device, pieces[len(first) :], kernel, itemsize)
+                    others.append(rest)
+                    put_rest = functools.partial(kernels.put, rest, stream)
+                    self.shares["NIXL"] = (len(first) * piece, put_rest)
+        if kind == "contiguous" and piece == BUDGET_PIECE:
+            for budget in BUDGETS:
+                few = Kernels(self.transport.device, budget)
+                self.methods[f"kernel with digest on {budget} multiprocessors"] = functools.partial(
+                    few.put, table, stream, digest
+                )
 
         def unload() -> None:
-            table.close()
+            for one in (table, *others):
+                one.close()
             self.transport.device.free(digest)
 
         self.unload = unload
@@ -328,8 +364,26 @@ class Rank:
         stream.record().wait()
         return (time.perf_counter() - began) / 4
 
-    def put_pieces(self, name: str) -> float:
-        """Seconds of one pass, of three."""
+    def start_nixl(self) -> str:
+        """The wheel's own agent for this GPU; empty, or why it does not start."""
+        try:
+            self.nixl = NixlAgent(self.ordinal)
+        except Exception as error:  # noqa: BLE001 - its classes derive from nothing common
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    nixl: NixlAgent | None = None
+
+    def publish_nixl(self) -> bytes:
+        assert self.nixl is not None
+        return self.nixl.register(self.address, self.nbytes)
+
+    def join_nixl(self, metadata: bytes, peer_ordinal: int) -> None:
+        assert self.nixl is not None
+        self.nixl.join(metadata, peer_ordinal)
+
+    def put_pieces(self, name: str, nbytes: int) -> float:
+        """GB/s over three passes."""
         method = self.methods[name]
         method()
         self.transport.stream.record().wait()
@@ -337,7 +391,12 @@ class Rank:
         for _ in range(3):
             method()
         self.transport.stream.record().wait()
-        return (time.perf_counter() - began) / 3
+        seconds = (time.perf_counter() - began) / 3
+        if name in self.shares:
+            nbytes, finish = self.shares[name]
+            finish()
+            self.transport.stream.record().wait()
+        return nbytes / seconds / 1e9
 
     def unload_pieces(self) -> None:
         self.unload()
@@ -479,9 +538,9 @@ def as_tensor(address: int, nbytes: int, ordinal: int) -> torch.Tensor:
 # --- processes ------------------------------------------------------------------------------------
 
 
-def serve(ordinal: int, world_size: int, store: str, pipe: Connection) -> None:
+def serve(kind: type[Rank], ordinal: int, world_size: int, store: str, pipe: Connection) -> None:
     try:
-        rank = Rank(ordinal, world_size, store)
+        rank = kind(ordinal, world_size, store)
         pipe.send(("ok", None))
         while (request := pipe.recv()) is not None:
             name, arguments = request
@@ -495,7 +554,7 @@ def serve(ordinal: int, world_size: int, store: str, pipe: Connection) -> None:
 class Host:
     """All ranks: the first half trains, the second half serves."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, kind: type[Rank] = Rank) -> None:
         self.world_size, self.half = world_size, world_size // 2
         context = mp.get_context("spawn")
         store = f"/tmp/windlass-nvlink-{os.getpid()}"
@@ -503,7 +562,7 @@ class Host:
         self.processes = []
         for ordinal in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(ordinal, world_size, store, theirs))
+            process = context.Process(target=serve, args=(kind, ordinal, world_size, store, theirs))
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
@@ -556,16 +615,24 @@ def ceiling(host: Host, nbytes: int, pairs: int = 0) -> float:
     return nbytes / max(seconds) / 1e9
 
 
-def bench_pieces(host: Host) -> list[Row]:
+def bench_pieces(host: Host, kinds: Sequence[str], *, with_nixl: bool) -> list[Row]:
     everyone = range(host.world_size)
     regions = host.call(everyone, "take_suite", SUITE_BYTES)
     host.call(host.trainers, "map_peer", {t: regions[t + host.half] for t in host.trainers})
     sender, receiver = [0], [host.half]
+    if with_nixl:
+        if any(why := host.call([*sender, *receiver], "start_nixl")):
+            raise SystemExit(f"NIXL does not start: {why}")
+        host.call(sender, "publish_nixl")
+        metadata = host.call(receiver, "publish_nixl")[0]
+        host.call(sender, "join_nixl", metadata, host.half)
+        print("NIXL's agents know each other", flush=True)
     rows = []
     cases = [("contiguous", piece) for piece in PIECE_BYTES]
     cases += [(kind, piece) for kind in ("strided", "cast") for piece in PIECE_BYTES[:4]]
     cases += [("host", piece) for piece in PIECE_BYTES[:4:2]]
-    for kind, piece in (*cases, ("fp8", 128 * 128)):
+    cases += [("fp8", 128 * 128)]
+    for kind, piece in [case for case in cases if case[0] in kinds]:
         names, nbytes = host.call(sender, "load_pieces", kind, piece)[0]
         found: dict[str, list[float]] = {name: [] for name in names}
         tops = []
@@ -578,13 +645,16 @@ def bench_pieces(host: Host) -> list[Row]:
             host.call(receiver, "expect_pieces", kind, piece, run)
             for name in names:
                 host.call(receiver, "spoil")
-                found[name].append(nbytes / host.call(sender, "put_pieces", name)[0] / 1e9)
+                found[name] += host.call(sender, "put_pieces", name, nbytes)
                 if wrong := host.call(receiver, "check_pieces")[0]:
                     raise SystemExit(f"{kind} {piece} {name}: {wrong} wrong bytes in run {run}")
         host.call(sender, "unload_pieces")
         top, _ = median_p95(tops)
         size = f"{piece >> 10} KiB" if piece < 1 << 20 else f"{piece >> 20} MiB"
         for name, rates in found.items():
+            print(
+                f"{kind} {size}, {name}: {median_p95(rates)[0]:.1f} of {top:.1f} GB/s", flush=True
+            )
             reference = "copy engine, host to own GPU" if kind == "host" else "copy engine"
             rows += rates_rows(f"{kind} pieces of {size}, {name}", rates, reference, top)
     return rows
@@ -600,12 +670,25 @@ def rates_rows(case: str, rates: list[float], reference: str, value: float) -> l
     ]  # fmt: skip
 
 
-def bench_update(host: Host, topology: Topology, label: str) -> list[Row]:
-    began = time.perf_counter()
+def bench_topology(host: Host, topology: Topology, label: str) -> list[Row]:
+    casting = topology.trainer.dtype != topology.engine.dtype
     sources, targets = trainer_manifests(topology), engine_manifests(topology)
+    return bench_update(host, sources, targets, label, casting=casting)
+
+
+def bench_update(
+    host: Host,
+    sources: Sequence[ShardManifest],
+    targets: Sequence[ShardManifest],
+    label: str,
+    *,
+    casting: bool,
+    last: Callable[[], None] | None = None,
+) -> list[Row]:
+    """Updates of a whole model; `last` is called at the end, while all are connected."""
+    began = time.perf_counter()
     plan = plan_transfer(sources, targets)
     planned_s = time.perf_counter() - began
-    casting = topology.trainer.dtype != topology.engine.dtype
     by_rank = {r: m.encode() for r, m in enumerate((*sources, *targets))}
     host.call(range(host.world_size), "lay_out", by_rank)
     host.call(range(host.world_size), "set_casting", casting)
@@ -667,6 +750,8 @@ def bench_update(host: Host, topology: Topology, label: str) -> list[Row]:
         unit = "GB" if "memory" in metric else "s"
         rows.append(Row(case=case, metric=metric, value=value, unit=unit, reference=reference,
                         reference_value=other, ratio=value / other))  # fmt: skip
+    if last is not None:
+        last()
     host.call(range(host.world_size), "disconnect")
     host.call(range(host.world_size), "release")
     return rows + bench_collectives(host, plan.nbytes, case, wire)
@@ -706,12 +791,19 @@ def main() -> None:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--layers", type=int, default=48, help="of Qwen3-30B-A3B")
     arguments.add_argument("--skip-pieces", action="store_true")
+    arguments.add_argument("--kinds", default="contiguous,strided,cast,host,fp8", help="of pieces")
+    arguments.add_argument("--skip-updates", action="store_true")
+    arguments.add_argument("--nixl", action="store_true", help="compare with NIXL, if installed")
     args = arguments.parse_args()
     host = Host(torch.cuda.device_count() // 2 * 2)
     rows: list[Row] = []
     if not args.skip_pieces:
-        rows += bench_pieces(host)
+        rows += bench_pieces(host, args.kinds.split(","), with_nixl=args.nixl)
         save(rows, args.json)
+    if args.skip_updates:
+        host.close()
+        report(rows, args.json, f"NVLink: {torch.cuda.get_device_name(0)} x {host.world_size}")
+        return
     half = host.half
     fsdp = f'kind = "fsdp"\nworld_size = {half}'
     megatron = f'kind = "megatron"\nworld_size = {half}\ntp = {half}\nep = {half}'
@@ -729,7 +821,7 @@ def main() -> None:
         ),
     ):
         text = QWEN3_30B_A3B.format(half=half, dtype=dtype, layers=layers, trainer=trainer, ep=ep)
-        rows += bench_update(host, parse_topology(text), label)
+        rows += bench_topology(host, parse_topology(text), label)
         save(rows, args.json)  # should a later case fail
     host.close()
     report(rows, args.json, f"NVLink: {torch.cuda.get_device_name(0)} x {host.world_size}")

@@ -101,14 +101,19 @@ class NixlConfig(msgspec.Struct, frozen=True, tag="nixl", forbid_unknown_fields=
             striped over those that are named.
         max_registration_nbytes: larger regions are registered in steps of this; 0 for one
             registration per region.
+        gpu: ordinal of the GPU whose memory is registered; -1 for host memory. Work on that memory
+            must be over before a write begins.
     """
 
     host: str = ""
     wire: NixlWire = NixlWire.AUTO
     device: str = ""
     max_registration_nbytes: int = 0
+    gpu: int = -1
 
     def __post_init__(self) -> None:
+        if self.gpu < -1:
+            raise ConfigError(f"gpu: must be -1 or the ordinal of a GPU, got {self.gpu}")
         _check_registration(self.max_registration_nbytes)
 
 

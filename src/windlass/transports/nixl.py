@@ -1,4 +1,4 @@
-"""NIXL over UCX: cross memory attach, TCP, or verbs (reliable or datagram), as UCX finds them.
+"""NIXL over UCX: cross memory attach, TCP, verbs, or CUDA IPC between GPUs, as UCX finds them.
 
 What NIXL lacks is done here. Its transfers have no deadline and its calls are not thread-safe. A
 handle released in flight does not stop the bytes, so a transfer that ran out of time is kept, with
@@ -14,7 +14,7 @@ import binascii
 import mmap
 import secrets
 import threading
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import msgspec
 import numpy as np
@@ -50,6 +50,9 @@ from windlass.transports.nixl_native import (
 from windlass.transports.regions import RegionTable, check_batch
 from windlass.transports.splitting import cut_at_edges, edges_of, merge_adjacent, split_pieces
 
+if TYPE_CHECKING:
+    from windlass.transports.cuda.driver import Device
+
 __all__ = ["NixlTransport"]
 
 MAX_CALL_NBYTES = 128 << 20
@@ -68,12 +71,13 @@ _STRANDED: list[object] = []
 class _Key(msgspec.Struct, frozen=True, array_like=True):
     """`RemoteRegion.key`: NIXL's metadata for one region, and a word that peers may write first.
 
-    `step_nbytes`: the region is registered in steps of it; 0 for at once.
+    `step_nbytes`: the region is registered in steps of it; 0 for at once. `gpu`: -1 for host memory.
     """
 
     metadata: bytes
     scratch: int
     step_nbytes: int = 0
+    gpu: int = -1
 
 
 @final
@@ -84,6 +88,7 @@ class _Peer:
         self.doorway = doorway
         self.keys: dict[str, int] = {}
         """Regions that are known, and the steps in which they are registered."""
+        self.gpu = -1
         self.confirmed = False
         self.open: NativeHandle | None = None
         self.poison = ""
@@ -105,6 +110,9 @@ class NixlTransport:
     def __init__(self, config: NixlConfig) -> None:
         self._config = config
         self._step_nbytes = config.max_registration_nbytes
+        self._gpu = None if config.gpu < 0 else _gpu(config.gpu)
+        if self._gpu is not None:
+            self._gpu.use()  # UCX looks for GPUs in the thread that starts it
         self._name = secrets.token_hex(INCARNATION_NBYTES // 2)
         self._agent, self._log, self._detail = start_agent(config, self._name)
         self._errors = native_errors()
@@ -120,7 +128,7 @@ class NixlTransport:
         self._page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
         self._scratch = int(self._page.ctypes.data)
         try:
-            self._scratch_native = self._register_native(self._scratch, self._page.nbytes)
+            self._scratch_native = self._register_native(self._scratch, self._page.nbytes, -1)
         except RegionError as error:
             self._door.close()
             raise TransportUnavailable(f"nixl: no memory can be registered: {error}") from error
@@ -147,7 +155,7 @@ class NixlTransport:
             probe = MemoryRegion(address, nbytes, RemoteRegion(self._endpoint, address, nbytes))
             self._table.add(probe)  # refuses what overlaps before anything is pinned
             self._table.remove(probe)
-            native = self._register_native(address, nbytes)
+            native = self._register_native(address, nbytes, self._config.gpu)
             try:
                 key = self._key_of(native, nbytes)
             except self._errors as error:
@@ -223,16 +231,19 @@ class NixlTransport:
             peer.doorway.close()
         self._door.close()
 
-    def _register_native(self, address: int, nbytes: int) -> object:
-        if may_use_verbs(self._config.wire):
+    def _register_native(self, address: int, nbytes: int, gpu: int) -> object:
+        if self._gpu is not None:
+            self._gpu.use()
+        elif may_use_verbs(self._config.wire):
             check_lockable(nbytes + OWN_PINNED_NBYTES, f"register: {address:#x}")
         try:
             starts = [address, *edges_of(address, nbytes, self._step_nbytes)]
             stops = (*starts[1:], address + nbytes)
             parts = [
-                (start, stop - start, 0, "") for start, stop in zip(starts, stops, strict=True)
+                (start, stop - start, max(gpu, 0), "")
+                for start, stop in zip(starts, stops, strict=True)
             ]
-            return self._agent.register_memory(parts, "DRAM", ["UCX"])
+            return self._agent.register_memory(parts, _kind(gpu), ["UCX"])
         except self._errors as error:
             raise RegionError(
                 f"register: [{address:#x}, {address + nbytes:#x}) is refused ({error}); over verbs "
@@ -243,8 +254,10 @@ class NixlTransport:
         """Each key is complete by itself, so regions may be passed on one by one, in any order."""
         step = self._step_nbytes if 0 < self._step_nbytes < nbytes else 0
         keys = [
-            _Key(self._agent.get_partial_agent_metadata(one, True, ["UCX"]), self._scratch, step)
-            for one in (native, self._scratch_native)
+            _Key(
+                self._agent.get_partial_agent_metadata(one, True, ["UCX"]), self._scratch, step, gpu
+            )
+            for one, gpu in ((native, self._config.gpu), (self._scratch_native, -1))
         ]
         return base64.b64encode(msgspec.msgpack.encode(keys)).decode()
 
@@ -279,6 +292,7 @@ class NixlTransport:
                     raise RegionError(f"nixl: key of {region.address:#x} is of another process")
                 scratch = key.scratch
             peer.keys[region.key] = max(key.step_nbytes for key in keys)
+            peer.gpu = max(key.gpu for key in keys)  # one agent registers one kind of memory
         if peer.confirmed or not scratch:
             return
         try:
@@ -300,7 +314,8 @@ class NixlTransport:
     ) -> None:
         one = np.array([_SCRATCH_NBYTES], np.uint64)
         here = np.array([self._scratch + mmap.PAGESIZE // 2], np.uint64)
-        handle = self._post(peer, endpoint, (here, np.array([scratch], np.uint64), one), deadline)
+        there = np.array([scratch], np.uint64)
+        handle = self._post(peer, endpoint, (here, there, one), deadline, (-1, -1))
         while not self._look(peer, handle, deadline):
             if deadline.remaining_s == 0:
                 self._give_up(peer, handle, deadline)
@@ -317,7 +332,7 @@ class NixlTransport:
         try:
             self._refuse_open(peer, deadline)
             deadline.check_before_more()
-            handle = self._post(peer, endpoint, pieces, deadline)
+            handle = self._post(peer, endpoint, pieces, deadline, (self._config.gpu, peer.gpu))
             done = self._look(peer, handle, deadline)
         finally:
             self._lock.release()
@@ -342,16 +357,21 @@ class NixlTransport:
         endpoint: PeerEndpoint,
         pieces: tuple[UInt64Array, UInt64Array, UInt64Array],
         deadline: Deadline,
+        gpus: tuple[int, int],
     ) -> NativeHandle:
+        """Begin a transfer. `gpus`: here and there, -1 for host memory."""
         local, remote, nbytes = pieces
-        zeros = np.zeros_like(nbytes)
+        if self._gpu is not None:
+            self._gpu.use()
         try:
-            handle = self._agent.initialize_xfer(
-                "WRITE",
-                self._agent.get_xfer_descs(np.stack([local, nbytes, zeros], axis=1), "DRAM"),
-                self._agent.get_xfer_descs(np.stack([remote, nbytes, zeros], axis=1), "DRAM"),
-                endpoint.incarnation,
+            here, there = (
+                self._agent.get_xfer_descs(
+                    np.stack([addresses, nbytes, np.full_like(nbytes, max(gpu, 0))], axis=1),
+                    _kind(gpu),
+                )
+                for addresses, gpu in zip((local, remote), gpus, strict=True)
             )
+            handle = self._agent.initialize_xfer("WRITE", here, there, endpoint.incarnation)
         except self._errors as error:
             if peer.doorway.wait_ended(_GRACE_S):
                 raise PeerUnreachable(f"{deadline.purpose}: the process is gone") from error
@@ -440,6 +460,16 @@ class NixlTransport:
                 f"{deadline.purpose}: other writes took the deadline of {deadline.seconds} s; "
                 "nothing more was sent"
             )
+
+
+def _gpu(ordinal: int) -> Device:
+    from windlass.transports.cuda.driver import Device
+
+    return Device(ordinal)
+
+
+def _kind(gpu: int) -> str:
+    return "DRAM" if gpu < 0 else "VRAM"
 
 
 def _decode_key(region: RemoteRegion) -> list[_Key]:

@@ -48,7 +48,7 @@ _ALLOWED = {
     NixlWire.RC: frozenset({"rc_verbs", "rc_mlx5"}),
     NixlWire.UD: frozenset({"ud_verbs", "ud_mlx5"}),
 }
-_ONE_SIDED = frozenset({"cma", "rc_verbs", "rc_mlx5", "dc_mlx5"})
+_ONE_SIDED = frozenset({"cma", "cuda_ipc", "rc_verbs", "rc_mlx5", "dc_mlx5"})
 _PROGRESS_REST_US = 100
 _BUILDS = ("nixl_cu12", "nixl_cu13")
 _LOG_NAME = "windlass-ucx"
