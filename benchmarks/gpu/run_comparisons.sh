@@ -12,7 +12,7 @@ step() { # seconds, name, command
   local limit=$1 name=$2 began=$SECONDS
   shift 2
   echo "--- $name"
-  timeout "$limit" "$@" 2>&1 | grep -v -E 'Warning:|warnings.warn' | tail -n 150 | tee "$OUT/$name.txt" || failed=1
+  timeout "$limit" "$@" 2>&1 | grep --line-buffered -v -E 'Warning:|warnings.warn' | tee "$OUT/$name.txt" || failed=1
   echo "--- $name: $((SECONDS - began)) s"
 }
 # Compiled helpers of Megatron would take longer than the step that uses them.
