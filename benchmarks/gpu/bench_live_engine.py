@@ -4,9 +4,11 @@
         [--quantization fp8-block]
 
 Half of the GPUs serve (tensor parallel), half train: FSDP2 ranks that hold a Qwen3 model in
-transformers' own layout and rewrite every weight before each update. Clients stream tokens all the time; what an
+transformers' own layout, or Megatron-core ranks (TP and EP over all of them), which rewrite every
+weight before each update. Clients stream tokens all the time; what an
 update costs is what they saw: the longest silence of each stream around it, beside the usual time
-between two tokens. At the end both ways deliver the same weights, and every tensor of the engine
+between two tokens; and the rate of tokens while bytes are on the wire, beside the rate just before, at
+two budgets of the trainers' multiprocessors. At the end both ways deliver the same weights, and every tensor of the engine
 must have the same fingerprint after either, and the tokens must be the same.
 
 With `--quantization fp8-block` the engine starts from a checkpoint in block float8 and the trainers, in
@@ -46,6 +48,7 @@ import block_float8
 
 import windlass
 from harness import Row, median_p95, parser, report
+from harness import save as save_rows
 from windlass.config import ControlConfig, PauseMode, UpdateMode
 from windlass.transports.configs import CudaIpcConfig
 
@@ -54,6 +57,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROMPT = [5, 6, 7, 8]
 BUCKET_NBYTES = 1 << 30
 LATER_VERSION = 100
+BEFORE_S = 0.4
 WARM_TOKENS = 100
 """A stream that has brought so many has seen its kernels compiled."""
 ENVIRONMENT = {
@@ -216,13 +220,16 @@ class TrainerRank:
             parameter.data.to_local().normal_(0, 0.02, generator=generator)
         torch.cuda.synchronize()
 
-    def connect(self, controller: str) -> None:
+    def connect(self, controller: str, num_multiprocessors: int = 0) -> None:
         self.client = windlass.connect_trainer(
             self.module,
             controller=controller,
             token=TOKEN,
-            transport=CudaIpcConfig(device=self.device),
+            transport=CudaIpcConfig(device=self.device, num_multiprocessors=num_multiprocessors),
         )
+
+    def disconnect(self) -> None:
+        self.client.close()
 
     def publish(self, version: int) -> windlass.UpdateReport:
         return self.client.publish(version)
@@ -305,8 +312,87 @@ class TrainerRank:
         dist.destroy_process_group()
 
 
-def train(rank: int, device: int, world: int, store: str, model: str, pipe: Connection) -> None:
-    trainer = TrainerRank(rank, device, world, store, model)
+class MegatronRank(TrainerRank):
+    """The same as a rank of Megatron-core, with TP and EP over all ranks."""
+
+    def __init__(self, rank: int, device: int, world: int, store: str, model: str) -> None:
+        import megatron_model
+
+        from windlass.training.megatron import describe_megatron_trainer
+
+        self.rank, self.device = rank, device
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=world)
+        config = json.loads((Path(model) / "config.json").read_text())
+        self.family, self.vocab = config["model_type"], config["vocab_size"]
+        experts = config.get("num_experts", 0)
+        sizes = megatron_model.Sizes(
+            hidden=config["hidden_size"],
+            inner=config["moe_intermediate_size"] if experts else config["intermediate_size"],
+            layers=config["num_hidden_layers"],
+            heads=config["num_attention_heads"],
+            key_value_heads=config["num_key_value_heads"],
+            num_experts=experts,
+            vocab=self.vocab,
+            head=config["head_dim"],
+        )
+        megatron_model.start_parallel(world, world if experts else 1)
+        self.module = megatron_model.build(sizes, world, world if experts else 1)
+        self.described = describe_megatron_trainer(
+            self.module, family=self.family, vocab_size=self.vocab
+        )
+        by_address = {p.data_ptr(): p.detach() for p in self.module.parameters()}
+        self.tensors = [by_address[memory.address] for memory in self.described.parameters()]
+        self.full = []
+        self.own = None
+
+    def fill(self, seed: int) -> None:
+        """Other weights in every place; what all ranks hold whole is the same in all."""
+        for index, tensor in enumerate(self.tensors):
+            name = self.described.manifest.parameters[index].name
+            replicated = tensor.dim() == 1 or "router" in name
+            generator = torch.Generator("cuda")
+            generator.manual_seed((seed * 1000 + index) * 64 + (0 if replicated else self.rank))
+            tensor.normal_(0, 0.02, generator=generator)
+        torch.cuda.synchronize()
+
+    def connect(self, controller: str, num_multiprocessors: int = 0) -> None:
+        from windlass.training.megatron import connect_megatron_trainer
+
+        self.client = connect_megatron_trainer(
+            self.module,
+            family=self.family,
+            vocab_size=self.vocab,
+            controller=controller,
+            token=TOKEN,
+            transport=CudaIpcConfig(device=self.device, num_multiprocessors=num_multiprocessors),
+        )
+
+    def gather(self) -> int:
+        import megatron_model
+
+        full = megatron_model.gather(self.described, self.tensors)
+        self.full = full if self.rank == 0 else []
+        return len(self.full)
+
+    def save_quantised(self, engine: str, folder: str) -> str:
+        name_of_quantiser, quantise = block_float8.engines_own(engine)
+        writer = block_float8.Writer(Path(folder), quantise)
+        self.gather()
+        for name, tensor in self.full:
+            writer.add(name, tensor)
+        self.full = []
+        writer.flush()
+        return name_of_quantiser
+
+
+TRAINERS: dict[str, type[TrainerRank]] = {"fsdp": TrainerRank, "megatron": MegatronRank}
+
+
+def train(
+    kind: str, rank: int, device: int, world: int, store: str, model: str, pipe: Connection
+) -> None:
+    trainer = TRAINERS[kind](rank, device, world, store, model)
     pipe.send((0.0, "ready"))
     command = ""
     while command != "end":
@@ -334,14 +420,14 @@ def unstack(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
 class Trainers:
     """All trainer ranks; a command goes to every one."""
 
-    def __init__(self, devices: list[int], store: str, model: str) -> None:
+    def __init__(self, kind: str, devices: list[int], store: str, model: str) -> None:
         context = mp.get_context("spawn")
         self.pipes: list[Connection] = []
         self.processes = []
         for rank, device in enumerate(devices):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=train, args=(rank, device, len(devices), store, model, theirs)
+                target=train, args=(kind, rank, device, len(devices), store, model, theirs)
             )
             process.start()
             self.pipes.append(ours)
@@ -365,8 +451,12 @@ class Trainers:
 # --- load ----------------------------------------------------------------------------------------
 
 
+Arrivals = list[list[list[float]]]
+"""Times of tokens: stream, request, token."""
+
+
 def load(url: str, engine: str, streams: int, vocab: int, pipe: Connection) -> None:
-    """Clients that stream tokens until told to end; then sends every stream's arrival times."""
+    """Clients that stream tokens until told to end; then sends arrival times, per stream and request."""
     asyncio.run(_load(url, engine, streams, vocab, pipe))
 
 
@@ -384,7 +474,7 @@ def generate_request(
 
 async def _load(url: str, engine: str, streams: int, vocab: int, pipe: Connection) -> None:
     ended, warm = asyncio.Event(), asyncio.Event()
-    arrivals: list[list[float]] = [[] for _ in range(streams)]
+    arrivals: Arrivals = [[] for _ in range(streams)]
     errors: list[str] = []
 
     async def client(index: int, session: aiohttp.ClientSession) -> None:
@@ -393,6 +483,8 @@ async def _load(url: str, engine: str, streams: int, vocab: int, pipe: Connectio
             number += 1
             prompt = [(index * 7919 + number * 104729 + k * 31) % vocab for k in range(64)]
             path, body = generate_request(engine, prompt, 512, 1.0, stream=True)
+            times: list[float] = []
+            arrivals[index].append(times)
             try:
                 async with session.post(url + path, json=body) as response:
                     if response.status != 200:
@@ -400,8 +492,8 @@ async def _load(url: str, engine: str, streams: int, vocab: int, pipe: Connectio
                         return
                     async for line in response.content:
                         if line.startswith(b"data: {"):
-                            arrivals[index].append(time.monotonic())
-                            if min(map(len, arrivals)) >= WARM_TOKENS:
+                            times.append(time.monotonic())
+                            if min(len(requests[0]) for requests in arrivals) >= WARM_TOKENS:
                                 warm.set()
                         if ended.is_set():
                             return
@@ -423,13 +515,24 @@ async def _load(url: str, engine: str, streams: int, vocab: int, pipe: Connectio
     pipe.send((arrivals, errors))
 
 
-def silences(arrivals: list[list[float]], windows: list[tuple[float, float]]) -> list[list[float]]:
-    """Per window: the longest time between two tokens that overlaps it, of every stream."""
+def gaps_of(requests: list[list[float]]) -> Iterator[tuple[float, float]]:
+    """Pairs of arrivals that follow each other in the same request."""
+    return itertools.chain.from_iterable(itertools.pairwise(times) for times in requests)
+
+
+def turns_of(requests: list[list[float]]) -> Iterator[tuple[float, float]]:
+    """The last arrival of a request and the first of the next one in its stream."""
+    begun = [times for times in requests if times]
+    return ((a[-1], b[0]) for a, b in itertools.pairwise(begun))
+
+
+def silences(arrivals: Arrivals, windows: list[tuple[float, float]]) -> list[list[float]]:
+    """Per window: the longest time between two tokens of a request that overlaps it, of every stream."""
     found = []
     for begin, end in windows:
         longest = []
-        for times in arrivals:
-            gaps = [b - a for a, b in itertools.pairwise(times) if b > begin and a < end]
+        for requests in arrivals:
+            gaps = [b - a for a, b in gaps_of(requests) if b > begin and a < end]
             if gaps:
                 longest.append(max(gaps))
         found.append(longest)
@@ -637,6 +740,23 @@ async def start_server(
 ENGINES: dict[str, type[Vllm] | type[Sglang]] = {"vllm": Vllm, "sglang": Sglang}
 
 
+@dataclass(frozen=True)
+class Stage:
+    """Updates of one kind. `num_multiprocessors`: that the trainers' stores may occupy; 0 for all."""
+
+    label: str
+    mode: UpdateMode
+    num_multiprocessors: int = 0
+
+
+def plan_of(options: argparse.Namespace) -> list[Stage]:
+    stages = [Stage("in_place", UpdateMode.IN_PLACE), Stage("staged", UpdateMode.STAGED)]
+    if options.budget:
+        label = f"staged by {options.budget} multiprocessors"
+        stages.append(Stage(label, UpdateMode.STAGED, options.budget))
+    return stages
+
+
 async def run(options: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     began = time.monotonic()
@@ -660,59 +780,64 @@ async def run(options: argparse.Namespace) -> list[Row]:
         devices = [(options.tp + i) % num_devices for i in range(options.trainers)]
         say(f"{num_devices} GPUs, trainers on {devices}; an update is {nbytes / 1e9:.1f} GB")
         os.environ.update(ENGINES[options.engine].environment)
-        trainers = Trainers(devices, f"{folder}/store", str(plain))
-        journal = Path(folder) / "journal"
+        trainers = Trainers(options.trainer, devices, f"{folder}/store", str(plain))
         session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600))
         process = None
         ours: Held = ([], [])
         log = options.log
+        server = ENGINES[options.engine](options, session)
+        port, used = 0, 0
+        stages = plan_of(options)
         try:
-            first = ControlConfig(mode=UpdateMode.IN_PLACE, pause_mode=PauseMode.IN_PLACE)
-            async with windlass.Controller(
-                token=TOKEN, config=first, journal_path=journal
-            ) as controller:
-                port = int(controller.url.rsplit(":", 1)[1])
-                server = ENGINES[options.engine](options, session)
-                if shared or quantised:  # engines measure what memory is free when they start
-                    await trainers.receive()
-                    await trainers.all("fill", 1)
-                if quantised:
-                    await save(options, trainers, started, say)
-                process = await start_server(server, str(started), controller.url, log)
-                if not (shared or quantised):
-                    await trainers.receive()
-                    await trainers.all("fill", 1)
-                say("trainers are up")
-                await trainers.all("connect", controller.url)
-                assert process.stdout is not None
-                ready = await asyncio.wait_for(process.stdout.readline(), 400)
-                assert ready, "the engine did not start"
-                say("engine is up, captured and connected")
-                await controller.wait_for_fleet(
-                    num_trainers=options.trainers, engines=(options.engine,), deadline_s=60
-                )
-                seconds, _ = (await trainers.all("publish", 1))[0]
-                say(f"first version published in {seconds:.2f} s (plans and tables included)")
-                rows += await measure(options, "in_place", server, trainers, 2, nbytes, say)
-            second = ControlConfig(mode=UpdateMode.STAGED, pause_mode=PauseMode.IN_PLACE)
-            async with windlass.Controller(
-                token=TOKEN, config=second, journal_path=journal, port=port
-            ) as controller:
-                await controller.wait_for_fleet(
-                    num_trainers=options.trainers, engines=(options.engine,), deadline_s=120
-                )
-                seconds, _ = (await trainers.all("publish", LATER_VERSION))[0]
-                say(f"first staged version published in {seconds:.2f} s")
-                rows += await measure(
-                    options, "staged", server, trainers, LATER_VERSION + 1, nbytes, say
-                )
-                if quantised:
-                    ours = await settle(server, trainers)
-                    await save(options, trainers, saved, say)
-                else:
-                    rows += await compare(options, server, trainers, rows, say)
+            for number, stage in enumerate(stages):
+                config = ControlConfig(mode=stage.mode, pause_mode=PauseMode.IN_PLACE)
+                async with windlass.Controller(
+                    token=TOKEN, config=config, journal_path=Path(folder) / "journal", port=port
+                ) as controller:
+                    port = int(controller.url.rsplit(":", 1)[1])
+                    if process is None:
+                        if (
+                            shared or quantised
+                        ):  # engines measure what memory is free when they start
+                            await trainers.receive()
+                            await trainers.all("fill", 1)
+                        if quantised:
+                            await save(options, trainers, started, say)
+                        process = await start_server(server, str(started), controller.url, log)
+                        if not (shared or quantised):
+                            await trainers.receive()
+                            await trainers.all("fill", 1)
+                        say("trainers are up")
+                        await trainers.all("connect", controller.url)
+                        assert process.stdout is not None
+                        ready = await asyncio.wait_for(process.stdout.readline(), 400)
+                        assert ready, "the engine did not start"
+                        say("engine is up, captured and connected")
+                    elif stage.num_multiprocessors != used:
+                        used = stage.num_multiprocessors
+                        await trainers.all("connect", controller.url, used)
+                    await controller.wait_for_fleet(
+                        num_trainers=options.trainers, engines=(options.engine,), deadline_s=120
+                    )
+                    version = 1 + number * LATER_VERSION
+                    seconds, _ = (await trainers.all("publish", version))[0]
+                    say(
+                        f"{stage.label}: first version in {seconds:.2f} s, plans and tables included"
+                    )
+                    rows += await measure(
+                        options, stage, server, trainers, version + 1, nbytes, say
+                    )
+                    save_rows(rows, options.json)
+                    if number + 1 < len(stages):
+                        if stages[number + 1].num_multiprocessors != used:
+                            await trainers.all("disconnect")
+                    elif quantised:
+                        ours = await settle(server, trainers)
+                        await save(options, trainers, saved, say)
+                    elif options.own:
+                        rows += await compare(options, server, trainers, rows, say)
             await trainers.all("end")
-            if quantised:
+            if quantised and process is not None:
                 process.terminate()
                 await process.wait()
                 options.port += 1
@@ -739,7 +864,7 @@ async def run(options: argparse.Namespace) -> list[Row]:
 
 async def measure(
     options: argparse.Namespace,
-    mode: str,
+    stage: Stage,
     server: Vllm | Sglang,
     trainers: Trainers,
     version: int,
@@ -747,6 +872,7 @@ async def measure(
     say: Any,
 ) -> list[Row]:
     """Updates under load."""
+    mode = stage.label
     ours, theirs = mp.get_context("spawn").Pipe()
     clients = mp.get_context("spawn").Process(
         target=load, args=(server.url, options.engine, options.load, 151936, theirs)
@@ -773,19 +899,31 @@ async def measure(
         say(f"{mode}: clients saw {len(errors)} errors, first: {errors[0]}")
     usual = statistics.median(
         b - a
-        for times in arrivals
-        for a, b in itertools.pairwise(times)
+        for requests in arrivals
+        for a, b in gaps_of(requests)
         if quiet[0] <= a and b <= quiet[1]
     )
+    touched: dict[bool, list[float]] = {True: [], False: []}
+    for requests in arrivals:
+        for a, b in turns_of(requests):
+            touched[any(b > begin and a < end for begin, end in windows)].append(b - a)
+    for during, turns in touched.items():
+        if turns:
+            say(
+                f"{mode}: from a request to the next {'over an update' if during else 'otherwise'}: "
+                f"median {statistics.median(turns):.3f} s, worst {max(turns):.3f} s, of {len(turns)}"
+            )
+    worst_by_update = [round(max(stream), 3) for stream in silences(arrivals, windows) if stream]
+    say(f"{mode}: longest silence by update: {worst_by_update}")
     seen = [statistics.median(stream) for stream in silences(arrivals, windows) if stream]
     worst = [max(stream) for stream in silences(arrivals, windows) if stream]
-    rate = sum(1 for t in arrivals for a in t if quiet[0] <= a < quiet[1]) / 3.0
+    rate = count_between(arrivals, [quiet]) / (quiet[1] - quiet[0])
     say(f"{mode}: {rate:.0f} tokens/s, {1e3 * usual:.1f} ms between tokens without updates")
     assert all(report.digest_ok for report in reports), "a digest differs"
     last = reports[-1]
     say(f"{mode}: phases {json.dumps({k: round(v, 4) for k, v in last.phase_s.items()})}")
     say(f"{mode}: left out {last.left_out}, {last.nbytes / 1e9:.1f} GB")
-    rows = []
+    rows = during_the_wire(options, stage, arrivals, windows, reports, say)
     ceiling = options.ceiling * 1e9 * options.trainers
     for metric, values in (
         ("wire", [r.wire_s for r in reports]),
@@ -800,9 +938,7 @@ async def measure(
         for name, value in (("median", median), ("p95", p95)):
             rows.append(
                 Row(
-                    case=f"{options.engine} TP{options.tp}, {options.model} "
-                    f"({nbytes / 1e9:.1f} GB{_label(options)}), "
-                    f"{mode}, {options.load} streams, decode {'by graphs' if options.cuda_graphs else 'eager'}",
+                    case=case_of(options, stage, nbytes),
                     metric=f"{metric}, {name}",
                     value=value,
                     unit="s",
@@ -854,6 +990,76 @@ def require_fresh(ours: Held, fresh: Held, say: Any) -> None:
         f"{sum(map(len, ours[0]))} tensors and the tokens {ours[1][:8]} are those of a fresh server "
         f"that loaded the quantised checkpoint"
     )
+
+
+def case_of(options: argparse.Namespace, stage: Stage, nbytes: int) -> str:
+    decode = "by graphs" if options.cuda_graphs else "eager"
+    return (
+        f"{options.trainer} -> {options.engine} TP{options.tp}, {options.model} "
+        f"({nbytes / 1e9:.1f} GB{_label(options)}), {stage.label}, {options.load} streams, decode {decode}"
+    )
+
+
+def count_between(arrivals: Arrivals, spans: list[tuple[float, float]]) -> int:
+    """Tokens that arrived within any of `spans`."""
+    times = [t for requests in arrivals for one in requests for t in one]
+    return sum(1 for t in times for a, b in spans if a <= t < b)
+
+
+def during_the_wire(
+    options: argparse.Namespace,
+    stage: Stage,
+    arrivals: Arrivals,
+    windows: list[tuple[float, float]],
+    reports: list[windlass.UpdateReport],
+    say: Any,
+) -> list[Row]:
+    """What the streams got while bytes travelled, beside the time just before each update."""
+    if stage.mode is not UpdateMode.STAGED:
+        return []
+    wire, before = [], []
+    for (begin, end), found in zip(windows, reports, strict=True):
+        start = end - found.update_s
+        for phase, seconds in found.phase_s.items():
+            if phase == "write":
+                break
+            start += seconds
+        wire.append((start, start + found.phase_s["write"]))
+        before.append((begin - BEFORE_S, begin))
+    rows = []
+    nbytes = reports[-1].nbytes
+    figures = {}
+    for name, spans in (("before", before), ("wire", wire)):
+        count = count_between(arrivals, spans)
+        gaps = [
+            y - x
+            for requests in arrivals
+            for x, y in gaps_of(requests)
+            if any(a <= x and y <= b for a, b in spans)
+        ]
+        figures[name] = (count / sum(b - a for a, b in spans), statistics.median(gaps))
+        mean = statistics.fmean(gaps)
+        say(
+            f"{stage.label}: {name}: {figures[name][0]:.0f} tokens/s over "
+            f"{sum(b - a for a, b in spans):.2f} s; between tokens {1e3 * figures[name][1]:.2f} ms "
+            f"median, {1e3 * mean:.2f} mean, of {len(gaps)}"
+        )
+    for index, (metric, unit) in enumerate(
+        (("tokens per second during the wire phase", "1/s"), ("time between tokens during it", "s"))
+    ):
+        value, reference = figures["wire"][index], figures["before"][index]
+        rows.append(
+            Row(
+                case=case_of(options, stage, nbytes),
+                metric=metric,
+                value=value,
+                unit=unit,
+                reference=f"{BEFORE_S} s before each update",
+                reference_value=reference,
+                ratio=value / reference,
+            )
+        )
+    return rows
 
 
 async def compare(
@@ -926,6 +1132,10 @@ def main() -> None:
     )
     options.add_argument(
         "--quantization", choices=("none", "fp8-block"), default="none", help="of the engine"
+    )
+    options.add_argument("--trainer", choices=list(TRAINERS), default="fsdp")
+    options.add_argument(
+        "--budget", type=int, default=0, help="multiprocessors of a third series of updates"
     )
     options.add_argument("--tp", type=int, default=2)
     options.add_argument("--trainers", type=int, default=2)
