@@ -796,23 +796,9 @@ async def run(options: argparse.Namespace) -> list[Row]:
                 ) as controller:
                     port = int(controller.url.rsplit(":", 1)[1])
                     if process is None:
-                        if (
-                            shared or quantised
-                        ):  # engines measure what memory is free when they start
-                            await trainers.receive()
-                            await trainers.all("fill", 1)
-                        if quantised:
-                            await save(options, trainers, started, say)
-                        process = await start_server(server, str(started), controller.url, log)
-                        if not (shared or quantised):
-                            await trainers.receive()
-                            await trainers.all("fill", 1)
-                        say("trainers are up")
-                        await trainers.all("connect", controller.url)
-                        assert process.stdout is not None
-                        ready = await asyncio.wait_for(process.stdout.readline(), 400)
-                        assert ready, "the engine did not start"
-                        say("engine is up, captured and connected")
+                        process = await bring_up(
+                            options, server, trainers, (started, controller.url, shared), say
+                        )
                     elif stage.num_multiprocessors != used:
                         used = stage.num_multiprocessors
                         await trainers.all("connect", controller.url, used)
@@ -860,6 +846,39 @@ async def run(options: argparse.Namespace) -> list[Row]:
             for rank in trainers.processes:
                 rank.kill()
     return rows
+
+
+async def bring_up(
+    options: argparse.Namespace,
+    server: Vllm | Sglang,
+    trainers: Trainers,
+    place: tuple[Path, str, bool],
+    say: Any,
+) -> asyncio.subprocess.Process:
+    """`place`: the engine's checkpoint, the controller, whether both sides share GPUs."""
+    folder, url, shared = place
+    quantised = options.quantization == "fp8-block"
+    if shared or quantised:  # engines measure what memory is free when they start
+        await trainers.receive()
+        await trainers.all("fill", 1)
+    if quantised:
+        await save(options, trainers, folder, say)
+    process = await start_server(server, str(folder), url, options.log)
+    try:
+        if not (shared or quantised):
+            await trainers.receive()
+            await trainers.all("fill", 1)
+        say("trainers are up")
+        await trainers.all("connect", url)
+        assert process.stdout is not None
+        ready = await asyncio.wait_for(process.stdout.readline(), 400)
+        assert ready, "the engine did not start"
+        say("engine is up, captured and connected")
+    except BaseException:  # nobody else knows the process yet
+        process.terminate()
+        await process.wait()
+        raise
+    return process
 
 
 async def measure(
@@ -923,7 +942,7 @@ async def measure(
     last = reports[-1]
     say(f"{mode}: phases {json.dumps({k: round(v, 4) for k, v in last.phase_s.items()})}")
     say(f"{mode}: left out {last.left_out}, {last.nbytes / 1e9:.1f} GB")
-    rows = during_the_wire(options, stage, arrivals, windows, reports, say)
+    rows = during_the_wire(options, stage, arrivals, windows, reports, nbytes, say)
     ceiling = options.ceiling * 1e9 * options.trainers
     for metric, values in (
         ("wire", [r.wire_s for r in reports]),
@@ -1012,6 +1031,7 @@ def during_the_wire(
     arrivals: Arrivals,
     windows: list[tuple[float, float]],
     reports: list[windlass.UpdateReport],
+    nbytes: int,
     say: Any,
 ) -> list[Row]:
     """What the streams got while bytes travelled, beside the time just before each update."""
@@ -1027,7 +1047,6 @@ def during_the_wire(
         wire.append((start, start + found.phase_s["write"]))
         before.append((begin - BEFORE_S, begin))
     rows = []
-    nbytes = reports[-1].nbytes
     figures = {}
     for name, spans in (("before", before), ("wire", wire)):
         count = count_between(arrivals, spans)
