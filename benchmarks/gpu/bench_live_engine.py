@@ -814,14 +814,15 @@ async def run(options: argparse.Namespace) -> list[Row]:
                         options, stage, server, trainers, version + 1, nbytes, say
                     )
                     save_rows(rows, options.json)
-                    if number + 1 < len(stages):
-                        if stages[number + 1].num_multiprocessors != used:
-                            await trainers.all("disconnect")
-                    elif quantised:
-                        ours = await settle(server, trainers)
-                        await save(options, trainers, saved, say)
-                    elif options.own:
-                        rows += await compare(options, server, trainers, rows, say)
+                    if number == 1 and options.own and not quantised:
+                        rows += await compare(options, server, trainers, rows, version + 50, say)
+                        save_rows(rows, options.json)
+                    if number + 1 == len(stages):
+                        if quantised:
+                            ours = await settle(server, trainers)
+                            await save(options, trainers, saved, say)
+                    elif stages[number + 1].num_multiprocessors != used:
+                        await trainers.all("disconnect")
             await trainers.all("end")
             if quantised and process is not None:
                 process.terminate()
@@ -1086,14 +1087,15 @@ async def compare(
     server: Vllm | Sglang,
     trainers: Trainers,
     rows: list[Row],
+    version: int,
     say: Any,
 ) -> list[Row]:
     """The same weights by either way; vLLM's own is timed without load, in its favour."""
     await trainers.all("fill", 7)
-    await trainers.all("publish", 500)
+    await trainers.all("publish", version)
     ours = (await server.fingerprints(), await server.tokens())
     await trainers.all("fill", 8)
-    await trainers.all("publish", 501)
+    await trainers.all("publish", version + 1)
     assert await server.fingerprints() != ours[0], "other weights must be other fingerprints"
     await trainers.all("fill", 7)
     gather_s, num_tensors = (await trainers.all("gather"))[0]

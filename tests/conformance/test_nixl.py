@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from windlass.errors import (
+    ConfigError,
     PeerUnreachable,
     RegionError,
     TransferOutcomeUnknown,
@@ -44,6 +45,12 @@ class TestNixlCma(ProcessConformance):
     def test_a_wire_that_is_not_there_is_refused(self) -> None:
         with pytest.raises(TransportUnavailable, match="wire rc"):
             create_transport(NixlConfig(wire=NixlWire.RC, device="none0:1"))
+
+    def test_a_gpu_is_a_number_and_must_be_there(self) -> None:
+        with pytest.raises(ConfigError, match="gpu: must be -1 or"):
+            NixlConfig(gpu=-2)
+        with pytest.raises(TransportUnavailable, match="GPU 99|NVIDIA driver"):
+            create_transport(NixlConfig(gpu=99))
 
     def test_a_host_that_is_not_this_one_is_refused(self) -> None:
         with pytest.raises(TransportUnavailable, match="must be an address of this machine"):
