@@ -49,7 +49,7 @@ class TestNixlCma(ProcessConformance):
     def test_a_gpu_is_a_number_and_must_be_there(self) -> None:
         with pytest.raises(ConfigError, match="gpu: must be -1 or"):
             NixlConfig(gpu=-2)
-        with pytest.raises(TransportUnavailable, match="GPU 99|NVIDIA driver"):
+        with pytest.raises(TransportUnavailable, match=r"GPU 99|NVIDIA driver"):
             create_transport(NixlConfig(gpu=99))
 
     def test_a_host_that_is_not_this_one_is_refused(self) -> None:
