@@ -243,6 +243,16 @@ class TrainerRank:
         torch.cuda.synchronize()
         return len(self.full)
 
+    def check_quantiser(self, engine: str) -> tuple[int, int]:
+        """How many values and scales of a matrix Windlass and the engine's function do not share."""
+        weight = torch.randn(1000, 1000, device="cuda", dtype=torch.bfloat16)
+        theirs = block_float8.engines_own(engine)[1](weight)
+        ours = block_float8.windlass_own(weight.cpu())
+        return tuple(  # type: ignore[return-value]
+            int((a.cpu().view(torch.uint8) != b.view(torch.uint8)).sum())
+            for a, b in zip(theirs, ours, strict=True)
+        )
+
     def save_quantised(self, engine: str, folder: str) -> str:
         """The full weights as a checkpoint in block float8; says whose quantiser it was."""
         name_of_quantiser, quantise = block_float8.engines_own(engine)
@@ -977,6 +987,8 @@ Held = tuple[list[dict[str, str]], list[int]]
 
 
 async def save(options: argparse.Namespace, trainers: Trainers, folder: Path, say: Any) -> None:
+    differ = (await trainers.all("check_quantiser", options.engine))[0][1]
+    assert differ == (0, 0), f"bytes of values and scales that differ: {differ}"
     answers = await trainers.all("save_quantised", options.engine, str(folder))
     seconds, quantiser = answers[0]
     say(f"weights quantised by {quantiser} and saved in {seconds:.1f} s")
@@ -1141,7 +1153,9 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 
 def tail(log: Path) -> str:
-    return log.read_bytes()[-6000:].decode(errors="replace")
+    """What is no warning and no list of routes."""
+    lines = log.read_text(errors="replace").splitlines()
+    return "\n".join(x for x in lines if " WARNING " not in x and "Route:" not in x)[-6000:]
 
 
 def main() -> None:

@@ -69,6 +69,30 @@ def _deepgemm(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values[:rows, :columns].contiguous(), scales.view(view.shape[0], view.shape[2])
 
 
+def windlass_own(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a trainer with its weights in host memory sends."""
+    from windlass.layout.dtypes import DType
+    from windlass.memory.quantize import pack_quantized
+    from windlass.planning.plan import Transform
+
+    blocks = [-(-size // BLOCK) for size in weight.shape]
+    values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(blocks, dtype=torch.float32)
+    for transform, out in (
+        (Transform.FP8_BLOCK_VALUES, values),
+        (Transform.FP8_BLOCK_SCALES, scales),
+    ):
+        pack_quantized(
+            transform=transform,
+            sizes=weight.shape,
+            src_address=weight.data_ptr(),
+            src_strides=[2 * step for step in weight.stride()],
+            src_dtype=DType.BFLOAT16,
+            dst_address=out.data_ptr(),
+        )
+    return values, scales
+
+
 class Writer:
     """A checkpoint that grows tensor by tensor, in files of some gigabytes."""
 

@@ -5,8 +5,10 @@ float8 parameters, its scales in float32 parameters of their own, and a `Quantiz
 two names. A source that holds the weight in bfloat16 then quantises while it packs.
 
 The one scheme, after DeepSeek-V3: blocks of 128 x 128 elements of the checkpoint tensor (smaller at
-its ends); `scale = max(amax, 1e-4) / 448` in float32 and `value = e4m3(w * (1 / scale))`, as
-`per_block_cast_to_fp8` of DeepGEMM, SGLang and vLLM compute it. Float32 weights are rounded to
+its ends); `scale = max(amax, 1e-4) * (1 / 448)` in float32 and `value = e4m3(w * (1 / scale))`, as
+`per_block_cast_to_fp8` of DeepGEMM and vLLM computes it on a GPU, where torch divides by a number
+as a product with its reciprocal (on a CPU it divides, and half of the scales differ in their last bit).
+Float32 weights are rounded to
 bfloat16 first, so that the result is that of the bfloat16 checkpoint.
 """
 

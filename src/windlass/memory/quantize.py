@@ -1,7 +1,7 @@
 """The quantising pack kernel: strided bfloat16 or float32 in, contiguous float8 or scales out.
 
 Works through a matrix by rows of blocks, so scratch memory is some 128 rows of float32. The values
-are those of `per_block_cast_to_fp8` (DeepGEMM) on the whole matrix, bit for bit.
+are those of `per_block_cast_to_fp8` (DeepGEMM) on the whole matrix on a GPU, bit for bit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["pack_quantized"]
 
-_MAX = 448.0
+_PER_MAX = 1.0 / 448.0
 _FLOOR = 1e-4
 
 
@@ -69,4 +69,4 @@ def _scales(part: torch.Tensor) -> torch.Tensor:
     columns = part.shape[1]
     amax = part.abs().amax(dim=0)
     padded = torch.nn.functional.pad(amax, (0, -columns % BLOCK))
-    return padded.view(-1, BLOCK).amax(dim=1).clamp(_FLOOR) / _MAX
+    return padded.view(-1, BLOCK).amax(dim=1).clamp(_FLOOR) * _PER_MAX

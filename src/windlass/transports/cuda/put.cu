@@ -229,7 +229,8 @@ __device__ __forceinline__ float block_max(float mine) {
     return partial[0];
 }
 
-__device__ __forceinline__ float scale_of(float amax) { return fmaxf(amax, 1e-4f) / 448.0f; }
+// As torch divides by a number on a GPU: by its reciprocal, which rounds differently.
+__device__ __forceinline__ float scale_of(float amax) { return fmaxf(amax, 1e-4f) * (1.0f / 448.0f); }
 
 __device__ __forceinline__ u32 to_e4m3(float f) {
     u16 pair;
