@@ -32,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
@@ -1168,6 +1168,7 @@ def main() -> None:
     options.add_argument(
         "--quantization", choices=("none", "fp8-block"), default="none", help="of the engine"
     )
+    options.add_argument("--layers", type=int, default=0, help="fewer than the model has")
     options.add_argument("--trainer", choices=list(TRAINERS), default="fsdp")
     options.add_argument(
         "--budget", type=int, default=0, help="multiprocessors of a third series of updates"
@@ -1184,6 +1185,8 @@ def main() -> None:
     )
     options.add_argument("--log", type=Path, default=Path("engine.log"))
     parsed = options.parse_args()
+    if parsed.layers:
+        SHAPES[parsed.model] = replace(SHAPES[parsed.model], layers=parsed.layers)
     report(asyncio.run(run(parsed)), parsed.json, f"updates of a live {parsed.engine} server")
 
 
