@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import time
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -14,9 +14,14 @@ from windlass.errors import (
     TransferOutcomeUnknown,
     TransportUnavailable,
 )
+from windlass.telemetry.clock import Deadline
 from windlass.testing.peer_process import PeerProcess
 from windlass.testing.transport_conformance import NBYTES, ProcessConformance, Rig
+from windlass.transports.base import WriteBatch
 from windlass.transports.configs import NixlConfig, NixlWire
+from windlass.transports.inbound import cut_marked
+from windlass.transports.nixl import NixlTransport
+from windlass.transports.nixl_native import TCP_MARK
 from windlass.transports.registry import create_transport
 
 CMA = NixlConfig(wire=NixlWire.CMA)
@@ -57,6 +62,73 @@ class TestNixlCma(ProcessConformance):
             create_transport(NixlConfig(host="192.0.2.77"))
 
 
+class Ends:
+    """Two transports of this process, each with memory, and writes in both directions."""
+
+    def __init__(self, config: NixlConfig) -> None:
+        self.transports = [create_transport(config), create_transport(config)]
+        self.memory = [np.zeros(1 << 15, np.uint64), np.zeros(1 << 15, np.uint64)]
+        self.regions = [
+            t.register(m.ctypes.data, m.nbytes)
+            for t, m in zip(self.transports, self.memory, strict=True)
+        ]
+
+    def write(self, source: int, first: int) -> None:
+        """New values from one end to the other, and a look at every element."""
+        target = 1 - source
+        self.memory[source][:] = np.arange(first, first + (1 << 15), dtype=np.uint64)
+        batch = WriteBatch(
+            endpoint=self.transports[target].endpoint(),
+            local_addresses=np.array([self.memory[source].ctypes.data], np.uint64),
+            remote_addresses=np.array([self.memory[target].ctypes.data], np.uint64),
+            nbytes=np.array([self.memory[source].nbytes], np.uint64),
+            regions=(self.regions[target].remote,),
+        )
+        self.transports[source].write(batch, deadline_s=20.0)
+        assert np.array_equal(self.memory[0], self.memory[1])
+
+    def close(self) -> None:
+        for transport in self.transports:
+            transport.close()
+
+
+def num_connections() -> int:
+    """Of UCX in this process; none is left."""
+    return cut_marked(TCP_MARK, Deadline.after(10.0, "test"))
+
+
+@pytest.mark.parametrize("config", [TCP, NixlConfig()], ids=["tcp", "auto"])
+def test_nothing_lands_over_a_connection_from_before_a_fence_and_peers_find_their_way_back(
+    config: NixlConfig,
+) -> None:
+    ends = Ends(config)
+    try:
+        ends.transports[1].fence(deadline_s=10.0)  # nothing to cut yet
+        first = 1
+        for fenced in (1, 0, 1):
+            for source in (0, 1, 0):
+                ends.write(source, first)
+                first += 1 << 20
+            ends.transports[fenced].fence(deadline_s=10.0)
+            assert num_connections() == 0
+        ends.write(0, first)
+        assert num_connections() > 0
+    finally:
+        ends.close()
+
+
+def stop_between_word_and_batch(monkeypatch: pytest.MonkeyPatch, process: PeerProcess) -> None:
+    """The peer is there when the next write begins, and stands still when the first byte goes."""
+    reach = NixlTransport._reach
+
+    def reach_and_stop(*args: Any) -> None:
+        monkeypatch.undo()
+        reach(*args)
+        process.stop()
+
+    monkeypatch.setattr(NixlTransport, "_reach", reach_and_stop)
+
+
 @pytest.mark.nixl
 class TestNixlTcp(ProcessConformance):
     config: ClassVar[NixlConfig] = TCP
@@ -67,11 +139,17 @@ class TestNixlTcp(ProcessConformance):
         assert (report.protocol, report.one_sided) == ("tcp", False)
         assert "lo" in report.detail
 
-    def test_a_write_that_ran_out_of_time_is_unknown_until_it_is_over(self, mortal: Rig) -> None:
+    def test_a_write_that_ran_out_of_time_is_unknown_until_it_is_over(
+        self, mortal: Rig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         batch = mortal.batch([0], [0], [NBYTES])
         mortal.write(mortal.batch([64], [0], [8]))
         process = self.process(mortal)
         process.stop()
+        mortal.refused(batch, PeerUnreachable, within_s=2.0, deadline_s=0.5)  # nothing was sent
+        process.resume()
+        mortal.write(mortal.batch([64], [0], [8]))
+        stop_between_word_and_batch(monkeypatch, process)
         mortal.refused(batch, TransferOutcomeUnknown, within_s=2.0, deadline_s=0.5)
         source = np.full(4096, 5, np.uint8)
         region = mortal.transport.register(int(source.ctypes.data), source.nbytes)
@@ -87,11 +165,13 @@ class TestNixlTcp(ProcessConformance):
                 continue
         mortal.check_peer(mortal.arena.bytes, "after it went on")
 
-    def test_a_peer_that_dies_under_an_open_write_is_gone(self, mortal: Rig) -> None:
+    def test_a_peer_that_dies_under_an_open_write_is_gone(
+        self, mortal: Rig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         batch = mortal.batch([0], [0], [NBYTES])
         mortal.write(mortal.batch([64], [0], [8]))
         process = self.process(mortal)
-        process.stop()
+        stop_between_word_and_batch(monkeypatch, process)
         mortal.refused(batch, TransferOutcomeUnknown, within_s=2.0, deadline_s=0.5)
         process.kill()
         start = time.monotonic()

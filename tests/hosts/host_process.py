@@ -138,6 +138,11 @@ class Engine:
                         self.seen.append(self._version)
             threading.Event().wait(LOOK_S)
 
+    @property
+    def paused(self) -> bool:
+        with self._lock:
+            return self._paused
+
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
         with self._lock:
             self._paused = True
@@ -206,6 +211,7 @@ def run_engine(name: str, url: str, transport_name: str, rows: int, advertised: 
             "served": agent.served_version,
             "held": engine.held(),
             "tainted": agent.tainted,
+            "paused": engine.paused,
             "wrong": engine.wrong,
             "seen": engine.seen,
             "num_looks": engine.num_looks,

@@ -27,6 +27,7 @@ from windlass.control.messages import (
     Write,
     Written,
 )
+from windlass.control.relay_round import time_to_act_s
 from windlass.control.round_types import (
     AgentLost,
     DeadlinePassed,
@@ -698,3 +699,30 @@ def test_the_fakes_show_a_mixture_when_there_is_one() -> None:
     rank.live[1, 2] += 1
     assert rank.live_versions == {3, CORRUPT}
     assert payload_digest(payload(3, 0)) != payload_digest(payload(3, 1))
+
+
+@pytest.mark.parametrize(
+    ("deadline_s", "to_act_s"), [(0.5, 0.35), (2.0, 1.4), (10.0, 8.0), (20.0, 18.0), (120.0, 108.0)]
+)
+def test_whoever_writes_has_time_left_to_say_how_that_ended(
+    deadline_s: float, to_act_s: float
+) -> None:
+    assert time_to_act_s(deadline_s) == pytest.approx(to_act_s)
+    links = frozenset({("trainer/0", "a/0")})
+    spec = RoundSpec(
+        version=1,
+        mode=UpdateMode.STAGED,
+        pause_mode=PauseMode.ABORT,
+        trainers=("trainer/0",),
+        engines={"a": ("a/0",)},
+        links=links,
+        max_rewrites=0,
+        pause_s=1.0,
+        write_s=deadline_s,
+    )
+    machine = RoundMachine(spec)
+    (prepare,) = (i for i in machine.start() if isinstance(i, Send))
+    sent = machine.handle(Replied("trainer/0", prepare.seq, Done()))
+    (write,) = (i.command for i in sent if isinstance(i, Send))
+    assert isinstance(write, Write)
+    assert write.deadline_s == pytest.approx(to_act_s)

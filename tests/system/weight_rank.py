@@ -2,7 +2,8 @@
 
 What it does wrong is one word, `fault`. Commands of an engine: `die` (inside `Receive`), `skip`
 (one `Receive`), `damage:FOLDER` (files before `Verify`). Writes of either: `kill:N`, `stop:N`
-(this process, before write N) or `spoil:N` (write N brings wrong bytes), N from 1.
+(this process, before write N), `tear:N` (it is killed after half of write N) or `spoil:N` (write N
+brings wrong bytes), N from 1.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class FaultyWrites(WrappedTransport):
         super().__init__(inner)
         self.nbytes = 0
         self._kind, _, at = fault.partition(":")
-        self._left = int(at) if self._kind in ("kill", "stop", "spoil") else 0
+        self._left = int(at) if self._kind in ("kill", "stop", "tear", "spoil") else 0
         self._lock = threading.Lock()
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
@@ -143,8 +144,17 @@ class FaultyWrites(WrappedTransport):
             self.nbytes += batch.total_nbytes
             self._left -= 1
             now = self._left == 0
-        if now and self._kind in ("kill", "stop"):
-            os.kill(os.getpid(), signal.SIGKILL if self._kind == "kill" else signal.SIGSTOP)
+        if now and self._kind == "tear":
+            half = WriteBatch(
+                endpoint=batch.endpoint,
+                local_addresses=batch.local_addresses,
+                remote_addresses=batch.remote_addresses,
+                nbytes=batch.nbytes // np.uint64(8) * np.uint64(4),
+                regions=batch.regions,
+            )
+            self.inner.write(half, deadline_s=deadline_s)
+        if now and self._kind in ("kill", "stop", "tear"):
+            os.kill(os.getpid(), signal.SIGSTOP if self._kind == "stop" else signal.SIGKILL)
             threading.Event().wait()  # other threads may take the signal: this one goes no further
         if now and self._kind == "spoil":
             # From where it reads in truth, but shifted: the first piece brings other elements.

@@ -17,7 +17,7 @@ from typing import final
 
 from aiohttp import web
 
-from windlass.config import ControlConfig, P2pBackend
+from windlass.config import ControlConfig
 from windlass.control.announcements import KEPT_REPORTS, Announcements, Standing, given_up
 from windlass.control.binding import (
     Binding,
@@ -29,7 +29,7 @@ from windlass.control.binding import (
 )
 from windlass.control.by_hand import HandDrivenUpdates
 from windlass.control.by_hand_gate import HandDrivenGate
-from windlass.control.catch_up import find_donor
+from windlass.control.catch_up import CatchUps
 from windlass.control.changes import Changes
 from windlass.control.conclusion import attempt_until_whole, note_fates
 from windlass.control.driver import RoundDriver, RoundResult, report_of, spec_of
@@ -49,6 +49,8 @@ from windlass.control.round_types import AgentLost, EngineFate, Phase
 from windlass.control.server import ControlServer
 from windlass.control.session import AgentSession, probe_held, report_to
 from windlass.errors import PeerUnreachable, PlanError, ProtocolError, WindlassError
+from windlass.layout.manifest import Role
+from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
 from windlass.telemetry.logs import log_fields
 
@@ -94,7 +96,7 @@ class Coordinator(HandDrivenGate):
         self._sessions: dict[str, AgentSession] = {}
         self._announcements = Announcements()
         self._binding: Binding | None = None
-        self._catch_ups: dict[str, tuple[frozenset[Identity], int]] = {}
+        self._catch_ups = CatchUps(self, self._fleet, config, planner)
         self._late = Counter[Identity]()
         self._driver: RoundDriver | None = None
         self._lock = asyncio.Lock()
@@ -220,7 +222,7 @@ class Coordinator(HandDrivenGate):
     async def admitted(self, session: AgentSession) -> None:  # noqa: ARG002
         """See `AgentOwner.admitted`."""
         await self._changes.notify()
-        self._spawn(self._settle())
+        self.settle_soon()
 
     async def received(self, session: AgentSession, frame: Announce | Withdraw | Reply) -> None:
         """See `AgentOwner.received`."""
@@ -233,12 +235,13 @@ class Coordinator(HandDrivenGate):
                 if self._fleet.settle(session.agent.identity, place, frame.seq, frame.result):
                     self._record_poison()
                     await self._changes.notify()
+                    self.settle_soon()
             case Announce():
                 self._on_announce(session, frame)
             case Withdraw():
                 self._announcements.give_up(session.worker, frame.attempt)
 
-    async def lost(self, session: AgentSession, reason: str) -> None:
+    async def lost(self, session: AgentSession, reason: str, *, ended: bool = False) -> None:
         """See `AgentOwner.lost`."""
         worker = session.worker
         if self._sessions.get(worker) is not session:
@@ -246,6 +249,9 @@ class Coordinator(HandDrivenGate):
         del self._sessions[worker]
         self._announcements.withdraw(worker)
         self._fleet.remove(session.agent)
+        self._catch_ups.forget(session.agent.hello.group)
+        if ended and session.agent.hello.role is Role.ENGINE:
+            self._catch_ups.lost(session.agent.identity)
         session.fail_waiting(reason)
         if self._driver is not None:
             self._driver.post(AgentLost(worker, reason))
@@ -258,8 +264,7 @@ class Coordinator(HandDrivenGate):
         """As soon as no round runs: bring newcomers up, and bind, so that the next round need not."""
         await probe_held(self._fleet, self._sessions)
         async with self._lock:
-            for engine in self._fleet.writable_engines():
-                await self._catch_up(engine)
+            await self._catch_ups.bring_up()
             trainers = self._fleet.trainers()
             if trainers is None or not trainers.complete or not self._fleet.writable_engines():
                 return
@@ -268,31 +273,17 @@ class Coordinator(HandDrivenGate):
             except WindlassError as error:
                 _log.warning("binding failed, the next round tries again: %s", error)
 
-    async def _catch_up(self, newcomer: Group) -> None:
-        """Have an engine written the published version by one that serves it, if one can."""
-        version = self._published
-        donors, trainers = self._fleet.serving(version), self._fleet.trainers()
-        attempt = (newcomer.identities, version)
-        # Once: what failed is not tried again before the next version.
-        if newcomer in donors or not donors or self._catch_ups.get(newcomer.name) == attempt:
-            return
-        if newcomer.tainted and (trainers is None or not trainers.complete):
-            return  # a trainer that is away may have been writing it
-        self._catch_ups[newcomer.name] = attempt
-        truth = trainers.manifests if trainers is not None else ()
-        try:
-            found = await asyncio.to_thread(find_donor, newcomer, donors, truth, self._planner)
-            if found is None or not isinstance(self._config.backend, P2pBackend):
-                return
-            donor, plan = found
-            self._binding = None  # the newcomer's memory is bound to another plan now
-            binding = await self._bind(donor, (newcomer,), lambda _sources, _destinations: plan)
-            report = await self._run_round(version, binding)
-        except WindlassError as error:
-            _log.warning("%s does not catch up before the next version: %s", newcomer.name, error)
-            return
-        _log.info("%s caught up from %s: %s", newcomer.name, donor.name, report.outcome)
+    async def copy(self, donor: Group, newcomer: Group, plan: TransferPlan) -> UpdateReport:
+        """See `CatchUpOwner.copy`."""
+        self._binding = None  # the newcomer's memory is bound to another plan now
+        binding = await self._bind(donor, (newcomer,), lambda _sources, _destinations: plan)
+        report = await self._run_round(self._published, binding)
         await self._changes.notify()
+        return report
+
+    def settle_soon(self) -> None:
+        """See `CatchUpOwner.settle_soon`."""
+        self._spawn(self._settle())
 
     async def _ensure_bound(self) -> Binding:
         trainers, engines = self._fleet.trainers(), self._fleet.writable_engines()
@@ -404,7 +395,7 @@ class Coordinator(HandDrivenGate):
         for trainer, answer in answers:
             await report_to(self._sessions, trainer, answer)
         if report.left_out:
-            self._spawn(self._settle())
+            self.settle_soon()
 
     def _forget_binding(self) -> None:
         self._binding = None
@@ -491,6 +482,7 @@ class Coordinator(HandDrivenGate):
     async def close(self) -> None:
         """Stop rounds and close every connection. Idempotent."""
         await self._by_hand.close()
+        self._catch_ups.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -231,6 +231,10 @@ class Fleet:
         """
         self._holds[trainer] = _Hold(place, engines)
 
+    def release(self, source: Identity) -> bool:
+        """`source` has ended, and its write with it; whether anybody was held for it."""
+        return self._holds.pop(source, None) is not None
+
     @property
     def held(self) -> dict[Identity, tuple[int, int]]:
         """Trainers that have not answered a write, and the place of its round."""

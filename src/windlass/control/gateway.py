@@ -58,8 +58,11 @@ class AgentOwner(Protocol):
         """
         ...
 
-    async def lost(self, session: AgentSession, reason: str) -> None:
-        """The connection is over. May come more than once."""
+    async def lost(self, session: AgentSession, reason: str, *, ended: bool = False) -> None:
+        """The connection is over. May come more than once.
+
+        `ended` by the agent's side, as it is when a process ends; not because of its silence.
+        """
         ...
 
 
@@ -73,7 +76,7 @@ async def serve_agent(
     await socket.prepare(request)
     request.app[OPEN_SOCKETS].add(socket)
     session: AgentSession | None = None
-    reason = "connection closed"
+    reason, ended = "connection closed", False
     try:
         hello = await _read_hello(socket, config.heartbeat_s)
         _check_role(hello, CALLER.get())
@@ -94,6 +97,7 @@ async def serve_agent(
             await owner.received(session, frame)
         if socket.exception() is not None:
             reason = f"connection broke: {socket.exception()}"
+        ended = not isinstance(socket.exception(), TimeoutError)  # which is what a heartbeat raises
     except _Garbled as error:
         reason = str(error)
         await _refuse(socket, reason, final=False)
@@ -107,7 +111,7 @@ async def serve_agent(
         reason = f"connection broke: {error}"
     finally:
         if session is not None:
-            await owner.lost(session, reason)
+            await owner.lost(session, reason, ended=ended)
         await socket.close()
     return socket
 

@@ -11,10 +11,18 @@ from typing import final
 
 from windlass.control.links import Link
 
-__all__ = ["DEADLINE_SHARE", "RelayPass"]
+__all__ = ["RelayPass", "time_to_act_s"]
 
-DEADLINE_SHARE = 0.9
-"""Of the time for writing: members end before the round does, and can say how far they came."""
+ANSWER_S = 2.0
+
+
+def time_to_act_s(deadline_s: float) -> float:
+    """What whoever is asked may take, so that its answer is there by the deadline.
+
+    It must be able to say how far it came even where an engine that cannot be reached took all of
+    its time: silence would end the round for everybody.
+    """
+    return deadline_s - max(0.1 * deadline_s, min(0.3 * deadline_s, ANSWER_S))
 
 
 @final

@@ -53,7 +53,7 @@ from windlass.control.messages import (
     Written,
 )
 from windlass.control.relay_messages import Feed, Forgo, Relay, Relayed
-from windlass.control.relay_round import DEADLINE_SHARE, RelayPass
+from windlass.control.relay_round import RelayPass, time_to_act_s
 from windlass.control.round_types import (
     AgentLost,
     Blocked,
@@ -305,10 +305,10 @@ class RoundMachine:
             self._send_receives(links)
         relayed = self._relay.begin(self._active_workers())
         # Less than the phase has: one link that is stuck must not cost the answer about the others.
-        within_s = self._spec.write_s * DEADLINE_SHARE
+        within_s = time_to_act_s(self._spec.write_s)
         if relayed:
             for worker in self._relay.members:
-                self._send(worker, Relay(self._spec.version, within_s * DEADLINE_SHARE))
+                self._send(worker, Relay(self._spec.version, time_to_act_s(within_s)))
         for trainer, destinations in links.items():
             self._links.ask(trainer, destinations)
             kind = Feed if relayed else Write
@@ -321,7 +321,7 @@ class RoundMachine:
             for worker in destinations:
                 groups.setdefault(worker, {})[source] = destinations
         for worker, of_worker in groups.items():
-            within_s = self._spec.write_s * DEADLINE_SHARE
+            within_s = time_to_act_s(self._spec.write_s)
             command = Receive(self._spec.version, of_worker, within_s)
             self._send(worker, command, expects_reply=False)
 

@@ -1,4 +1,4 @@
-"""Ends connections that others have opened to ports of this process, whoever in it accepted them.
+"""Ends connections over which others write into this process, whoever in it reads them.
 
 A process that dies leaves the bytes in its kernel's send buffers behind, and that kernel goes on
 delivering them: after a partition minutes later. A TCP receiver that must be sure that nothing old
@@ -13,15 +13,16 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from windlass.errors import TransferFailed
 from windlass.telemetry.clock import Deadline
 
-__all__ = ["cut_inbound", "listening_ports"]
+__all__ = ["cut_inbound", "cut_marked", "listening_ports", "new_mark"]
 
 FIRST_BACKOFF_S = 0.001
+MAX_SYN_RETRIES = 127
 
 
 def listening_ports() -> frozenset[int]:
@@ -40,11 +41,39 @@ def cut_inbound(ports: frozenset[int], deadline: Deadline) -> int:
     Raises:
         TransferFailed: a reader still holds one after `deadline`.
     """
+    return _cut(lambda own: own.getsockname()[1] in ports, deadline)
+
+
+def new_mark() -> int:
+    """A number of SYN retries that sockets do not have by themselves.
+
+    A library that can be told this number, and nothing else by which its sockets are known, marks
+    them by it: those that it opens and those that it accepts.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as fresh:
+        default: int = fresh.getsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT)
+    return default + 1 if default < MAX_SYN_RETRIES else default - 1
+
+
+def cut_marked(mark: int, deadline: Deadline) -> int:
+    """As `cut_inbound`, but every connection that has the mark.
+
+    Raises:
+        TransferFailed: a reader still holds one after `deadline`.
+    """
+
+    def is_marked(own: socket.socket) -> bool:
+        return bool(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT) == mark)
+
+    return _cut(is_marked, deadline)
+
+
+def _cut(is_meant: Callable[[socket.socket], bool], deadline: Deadline) -> int:
     cut = set()
     for own in _sockets():
         with contextlib.suppress(OSError):  # of another family, or not connected
             listens = own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            if not listens and own.getsockname()[1] in ports:
+            if not listens and is_meant(own):
                 own.getpeername()
                 own.shutdown(socket.SHUT_RDWR)
                 cut.add(os.fstat(own.fileno()).st_ino)

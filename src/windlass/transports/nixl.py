@@ -5,22 +5,23 @@ handle released in flight does not stop the bytes, so a transfer that ran out of
 its descriptors, until it ends; the peer is closed to other writes until then, and local memory
 under it stays registered. Withdrawing memory at the target does not stop a peer that knows it: UCX
 keeps the pages registered, so a region that a peer may still write must stay mapped.
+
+Over TCP bytes of a process that has ended may still arrive, so `fence` ends every TCP connection
+of UCX, in either direction, since UCX writes over one in both. Whoever writes next over a wire
+that may be TCP finds that out by a word which it writes first, and connects anew.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import mmap
 import secrets
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
-import msgspec
 import numpy as np
 
 from windlass.errors import (
-    DECODE_ERRORS,
     PeerUnreachable,
     RegionError,
     TransferFailed,
@@ -38,15 +39,20 @@ from windlass.transports.base import (
 )
 from windlass.transports.configs import NixlConfig
 from windlass.transports.door import INCARNATION_NBYTES, Door, Doorway
+from windlass.transports.inbound import cut_marked
 from windlass.transports.lockable import check_lockable
 from windlass.transports.nixl_native import (
+    TCP_MARK,
     NativeHandle,
     UInt64Array,
-    allowed_wires,
+    may_use_tcp,
     may_use_verbs,
+    memory_kind,
     native_errors,
+    new_write,
     start_agent,
 )
+from windlass.transports.nixl_peer import NixlKey, NixlPeer, decode_keys, encode_keys
 from windlass.transports.regions import RegionTable, check_batch
 from windlass.transports.splitting import cut_at_edges, edges_of, merge_adjacent, split_pieces
 
@@ -58,41 +64,15 @@ __all__ = ["NixlTransport"]
 MAX_CALL_NBYTES = 128 << 20
 """Per native call: between calls a passed deadline is a clean failure, inside one it is unknown."""
 MAX_PIECES = 8192
+CONNECTIONS = 3
+"""To one peer, in one write, before it counts as unreachable."""
 OWN_PINNED_NBYTES = 128 << 20
 """Room for what UCX pins for itself over verbs: 66 MB per agent were seen."""
-_MAX_KEY_CHARS = 1 << 20
 _GRACE_S = 0.25
 """How long after an error the kernel may take to tell that the peer's process has ended."""
-_SCRATCH_NBYTES = 8
+_WORD_NBYTES = np.array([8], np.uint64)
 _STRANDED: list[object] = []
 """Agents with transfers that never ended: freeing one would free memory under a late write."""
-
-
-class _Key(msgspec.Struct, frozen=True, array_like=True):
-    """`RemoteRegion.key`: NIXL's metadata for one region, and a word that peers may write first.
-
-    `step_nbytes`: the region is registered in steps of it; 0 for at once. `gpu`: -1 for host memory.
-    """
-
-    metadata: bytes
-    scratch: int
-    step_nbytes: int = 0
-    gpu: int = -1
-
-
-@final
-class _Peer:
-    """One incarnation of one peer. Guarded by the transport's lock, but for `doorway`."""
-
-    def __init__(self, doorway: Doorway) -> None:
-        self.doorway = doorway
-        self.keys: dict[str, int] = {}
-        """Regions that are known, and the steps in which they are registered."""
-        self.gpu = -1
-        self.confirmed = False
-        self.open: NativeHandle | None = None
-        self.poison = ""
-        self.late = False
 
 
 @final
@@ -122,7 +102,7 @@ class NixlTransport:
         self._table = RegionTable()
         self._native: dict[int, object] = {}
         self._lock = threading.Lock()
-        self._peers: dict[PeerEndpoint, _Peer] = {}
+        self._peers: dict[PeerEndpoint, NixlPeer] = {}
         self._withdrawn: list[object] = []
         self._closed = False
         self._page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
@@ -189,10 +169,18 @@ class NixlTransport:
             if self._closed:
                 raise TransferFailed(f"{deadline.purpose}: the transport is closed")
             self._refuse_open(peer, deadline)
-            self._load(peer, batch, deadline)
-            steps = [(r.address, r.nbytes, peer.keys[r.key]) for r in batch.regions]
+            self._load(peer, batch)
+            steps = [
+                (r.address, r.nbytes, max(key.step_nbytes for key in peer.keys[r.key]))
+                for r in batch.regions
+            ]
         finally:
             self._lock.release()
+        if may_use_tcp(self._config.wire) or not peer.confirmed:
+            self._reach(peer, batch.endpoint, deadline)
+        if not peer.confirmed:
+            self._log.check(self._config.wire)
+            peer.confirmed = True
         pieces = cut_at_edges(
             merge_adjacent(batch.local_addresses, batch.remote_addresses, batch.nbytes),
             local=[e for s, n in self._table.spans() for e in edges_of(s, n, self._step_nbytes)],
@@ -209,7 +197,9 @@ class NixlTransport:
             start, written = stop, int(cumulative[stop - 1])
 
     def fence(self, *, deadline_s: float) -> None:
-        """See `OneSidedTransport.fence`: over UCX's TCP there is no way to, see docs/hosts.md."""
+        """See `OneSidedTransport.fence`; over other wires than TCP a process takes its writes along."""
+        if may_use_tcp(self._config.wire):
+            cut_marked(TCP_MARK, Deadline.after(deadline_s, "nixl fence"))
 
     def close(self) -> None:
         """See `OneSidedTransport.close`; an agent with an open write is kept until the process ends."""
@@ -219,7 +209,7 @@ class NixlTransport:
             self._closed = True
             peers, self._peers = list(self._peers.values()), {}
             self._table.clear()
-            if any(self._is_open(peer) for peer in peers):
+            if any(self._is_open(peer) or peer.words for peer in peers):
                 _STRANDED.append((self._agent, peers, self._page))
             else:
                 for native in (*self._native.values(), *self._withdrawn, self._scratch_native):
@@ -243,7 +233,7 @@ class NixlTransport:
                 (start, stop - start, max(gpu, 0), "")
                 for start, stop in zip(starts, stops, strict=True)
             ]
-            return self._agent.register_memory(parts, _kind(gpu), ["UCX"])
+            return self._agent.register_memory(parts, memory_kind(gpu), ["UCX"])
         except self._errors as error:
             raise RegionError(
                 f"register: [{address:#x}, {address + nbytes:#x}) is refused ({error}); over verbs "
@@ -254,75 +244,117 @@ class NixlTransport:
         """Each key is complete by itself, so regions may be passed on one by one, in any order."""
         step = self._step_nbytes if 0 < self._step_nbytes < nbytes else 0
         keys = [
-            _Key(
+            NixlKey(
                 self._agent.get_partial_agent_metadata(one, True, ["UCX"]), self._scratch, step, gpu
             )
             for one, gpu in ((native, self._config.gpu), (self._scratch_native, -1))
         ]
-        return base64.b64encode(msgspec.msgpack.encode(keys)).decode()
+        return encode_keys(keys)
 
-    def _peer(self, endpoint: PeerEndpoint, deadline: Deadline) -> _Peer:
+    def _peer(self, endpoint: PeerEndpoint, deadline: Deadline) -> NixlPeer:
         with self._lock:
             found = self._peers.get(endpoint)
         if found is None:
             doorway = Doorway(endpoint, deadline)
             with self._lock:
-                found = self._peers.setdefault(endpoint, _Peer(doorway))
+                found = self._peers.setdefault(endpoint, NixlPeer(doorway))
             if found.doorway is not doorway:
                 doorway.close()
         if found.doorway.has_ended():
             raise PeerUnreachable(f"{deadline.purpose}: the process is gone")
         return found
 
-    def _load(self, peer: _Peer, batch: WriteBatch, deadline: Deadline) -> None:
-        """Learn the regions, and see once that the wire is the right one. Holds the lock."""
-        scratch = 0
+    def _load(self, peer: NixlPeer, batch: WriteBatch) -> None:
+        """Learn the regions. Holds the lock."""
         for region in batch.regions:
             if region.key in peer.keys:
                 continue
-            keys = _decode_key(region)
-            for key in keys:
-                try:
-                    name = self._agent.add_remote_agent(key.metadata)
-                except self._errors as error:
-                    raise RegionError(f"nixl: key of {region.address:#x}: {error}") from error
-                if (name.decode() if isinstance(name, bytes) else name) != (
-                    batch.endpoint.incarnation
-                ):
-                    raise RegionError(f"nixl: key of {region.address:#x} is of another process")
-                scratch = key.scratch
-            peer.keys[region.key] = max(key.step_nbytes for key in keys)
+            keys = decode_keys(region)
+            self._add(keys, batch.endpoint)
+            peer.scratch = keys[-1].scratch
+            peer.keys[region.key] = tuple(keys)
             peer.gpu = max(key.gpu for key in keys)  # one agent registers one kind of memory
-        if peer.confirmed or not scratch:
-            return
-        try:
-            self._confirm(peer, batch.endpoint, scratch, deadline)
-        except TransferOutcomeUnknown as error:  # a late write goes to the word kept for that
-            raise PeerUnreachable(f"{error}; nothing of the batch was sent") from error
-        allowed = allowed_wires(self._config.wire)
-        wires = self._log.put_wires()
-        strange = sorted({wire.name for wire in wires} - allowed)
-        if (allowed and strange) or not wires:
-            raise TransportUnavailable(
-                f"nixl: wire must be {self._config.wire.value}, UCX chose "
-                f"{', '.join(strange) or 'one that it does not name'}; nothing was sent"
-            )
-        peer.confirmed = True
 
-    def _confirm(
-        self, peer: _Peer, endpoint: PeerEndpoint, scratch: int, deadline: Deadline
-    ) -> None:
-        one = np.array([_SCRATCH_NBYTES], np.uint64)
+    def _add(self, keys: Sequence[NixlKey], endpoint: PeerEndpoint) -> None:
+        for key in keys:
+            try:
+                name = self._agent.add_remote_agent(key.metadata)
+            except self._errors as error:
+                raise RegionError(f"nixl: key of {endpoint.address}: {error}") from error
+            if (name.decode() if isinstance(name, bytes) else name) != endpoint.incarnation:
+                raise RegionError(f"nixl: key of {endpoint.address} is of another process")
+
+    def _reach(self, peer: NixlPeer, endpoint: PeerEndpoint, deadline: Deadline) -> None:
+        """See that the connection is whole, or make another: the peer may have cut it.
+
+        Raises:
+            PeerUnreachable: neither; nothing of the batch was sent.
+        """
+        for _ in range(CONNECTIONS):
+            connection = peer.connection
+            if self._word_arrives(peer, endpoint, deadline):
+                return
+            if not may_use_tcp(self._config.wire):
+                break
+            self._reconnect(peer, endpoint, connection, deadline)
+        raise PeerUnreachable(
+            f"{deadline.purpose}: no connection holds; nothing of the batch was sent"
+        )
+
+    def _word_arrives(self, peer: NixlPeer, endpoint: PeerEndpoint, deadline: Deadline) -> bool:
+        """Whether a word that nobody reads gets there; a late one does no harm.
+
+        Raises:
+            PeerUnreachable: the process is gone, or it was not there by the deadline.
+        """
         here = np.array([self._scratch + mmap.PAGESIZE // 2], np.uint64)
-        there = np.array([scratch], np.uint64)
-        handle = self._post(peer, endpoint, (here, there, one), deadline, (-1, -1))
-        while not self._look(peer, handle, deadline):
-            if deadline.remaining_s == 0:
-                self._give_up(peer, handle, deadline)
+        there = np.array([peer.scratch], np.uint64)
+        handle: NativeHandle | None = None
+        pause_s, state = 20e-6, ""
+        while state != "DONE":
+            self._acquire(deadline)
+            try:
+                if handle is None:
+                    self._refuse_open(peer, deadline)
+                    handle = self._initialize(endpoint, (here, there, _WORD_NBYTES), (-1, -1))
+                    self._agent.transfer(handle)
+                state = self._agent.check_xfer_state(handle)
+            except self._errors:
+                state = "ERR"
+            finally:
+                self._lock.release()
+            if peer.doorway.wait_ended(_GRACE_S if state == "ERR" else pause_s):
+                raise PeerUnreachable(f"{deadline.purpose}: the process is gone")
+            if state == "ERR":
+                return False
+            if handle is not None and state != "DONE" and deadline.remaining_s == 0:
+                peer.words.append(handle)
+                raise PeerUnreachable(
+                    f"{deadline.purpose}: no answer within {deadline.seconds} s; nothing of the "
+                    "batch was sent"
+                )
+            pause_s = min(pause_s * 2, 1e-3)
+        return True
+
+    def _reconnect(
+        self, peer: NixlPeer, endpoint: PeerEndpoint, connection: int, deadline: Deadline
+    ) -> None:
+        self._acquire(deadline)
+        try:
+            if peer.connection != connection:
+                return  # another thread has
+            peer.connection += 1
+            self._agent.remove_remote_agent(endpoint.incarnation)
+            for keys in peer.keys.values():
+                self._add(keys, endpoint)
+        except self._errors as error:
+            raise PeerUnreachable(f"{deadline.purpose}: {error}; nothing was sent") from error
+        finally:
+            self._lock.release()
 
     def _call(
         self,
-        peer: _Peer,
+        peer: NixlPeer,
         endpoint: PeerEndpoint,
         pieces: tuple[UInt64Array, UInt64Array, UInt64Array],
         deadline: Deadline,
@@ -332,7 +364,7 @@ class NixlTransport:
         try:
             self._refuse_open(peer, deadline)
             deadline.check_before_more()
-            handle = self._post(peer, endpoint, pieces, deadline, (self._config.gpu, peer.gpu))
+            handle = self._post(peer, endpoint, pieces, deadline)
             done = self._look(peer, handle, deadline)
         finally:
             self._lock.release()
@@ -353,25 +385,14 @@ class NixlTransport:
 
     def _post(
         self,
-        peer: _Peer,
+        peer: NixlPeer,
         endpoint: PeerEndpoint,
         pieces: tuple[UInt64Array, UInt64Array, UInt64Array],
         deadline: Deadline,
-        gpus: tuple[int, int],
     ) -> NativeHandle:
-        """Begin a transfer. `gpus`: here and there, -1 for host memory."""
-        local, remote, nbytes = pieces
-        if self._gpu is not None:
-            self._gpu.use()
         try:
-            here, there = (
-                self._agent.get_xfer_descs(
-                    np.stack([addresses, nbytes, np.full_like(nbytes, max(gpu, 0))], axis=1),
-                    _kind(gpu),
-                )
-                for addresses, gpu in zip((local, remote), gpus, strict=True)
-            )
-            handle = self._agent.initialize_xfer("WRITE", here, there, endpoint.incarnation)
+            gpus = (self._config.gpu, peer.gpu)
+            handle = self._initialize(endpoint, pieces, gpus)
         except self._errors as error:
             if peer.doorway.wait_ended(_GRACE_S):
                 raise PeerUnreachable(f"{deadline.purpose}: the process is gone") from error
@@ -382,7 +403,14 @@ class NixlTransport:
             self._explain(peer, handle, deadline, error)
         return handle
 
-    def _look(self, peer: _Peer, handle: NativeHandle, deadline: Deadline) -> bool:
+    def _initialize(
+        self, endpoint: PeerEndpoint, pieces: Sequence[UInt64Array], gpus: tuple[int, int]
+    ) -> NativeHandle:
+        if self._gpu is not None:
+            self._gpu.use()
+        return new_write(self._agent, endpoint.incarnation, pieces, gpus)
+
+    def _look(self, peer: NixlPeer, handle: NativeHandle, deadline: Deadline) -> bool:
         """Whether the transfer is done. Holds the lock."""
         try:
             state = self._agent.check_xfer_state(handle)
@@ -394,7 +422,7 @@ class NixlTransport:
         return state == "DONE"
 
     def _explain(
-        self, peer: _Peer, handle: NativeHandle, deadline: Deadline, error: Exception | None
+        self, peer: NixlPeer, handle: NativeHandle, deadline: Deadline, error: Exception | None
     ) -> None:
         """The one place where a native error in mid-transfer becomes one of ours."""
         peer.open = handle
@@ -404,7 +432,7 @@ class NixlTransport:
         peer.poison = f"{deadline.purpose}: {error or 'error'}; bytes may still land"
         raise TransferOutcomeUnknown(peer.poison) from error
 
-    def _give_up(self, peer: _Peer, handle: NativeHandle, deadline: Deadline) -> None:
+    def _give_up(self, peer: NixlPeer, handle: NativeHandle, deadline: Deadline) -> None:
         """The deadline has passed in mid-transfer. Holds the lock."""
         peer.open, peer.late = handle, True
         peer.poison = (
@@ -412,7 +440,7 @@ class NixlTransport:
         )
         raise TransferOutcomeUnknown(peer.poison)
 
-    def _is_open(self, peer: _Peer) -> bool:
+    def _is_open(self, peer: NixlPeer) -> bool:
         """Whether a transfer that was given up may still be going on; closes it when it is done."""
         if peer.open is None:
             return False
@@ -424,7 +452,7 @@ class NixlTransport:
             peer.open, peer.poison, peer.late = None, "", False
         return not done
 
-    def _wait_for_late(self, peer: _Peer, deadline: Deadline) -> None:
+    def _wait_for_late(self, peer: NixlPeer, deadline: Deadline) -> None:
         """Give an earlier transfer that is only late the time of this one to end."""
         pause_s = 20e-6
         while deadline.remaining_s > 0:
@@ -438,7 +466,7 @@ class NixlTransport:
                 return
             pause_s = min(pause_s * 2, 1e-2)
 
-    def _refuse_open(self, peer: _Peer, deadline: Deadline) -> None:
+    def _refuse_open(self, peer: NixlPeer, deadline: Deadline) -> None:
         if not self._is_open(peer):
             self._drop_withdrawn()
             return
@@ -466,20 +494,3 @@ def _gpu(ordinal: int) -> Device:
     from windlass.transports.cuda.driver import Device
 
     return Device(ordinal)
-
-
-def _kind(gpu: int) -> str:
-    return "DRAM" if gpu < 0 else "VRAM"
-
-
-def _decode_key(region: RemoteRegion) -> list[_Key]:
-    if len(region.key) > _MAX_KEY_CHARS:
-        raise RegionError(f"nixl: key must be <= {_MAX_KEY_CHARS} chars, got {len(region.key)}")
-    try:
-        raw = base64.b64decode(region.key, validate=True)
-        keys = msgspec.msgpack.decode(raw, type=list[_Key])
-    except (binascii.Error, *DECODE_ERRORS, ValueError) as error:
-        raise RegionError(f"nixl: key of {region.address:#x} cannot be read: {error}") from error
-    if not keys or any(0 < k.step_nbytes < mmap.PAGESIZE or k.step_nbytes < 0 for k in keys):
-        raise RegionError(f"nixl: key of {region.address:#x} must name steps >= {mmap.PAGESIZE}")
-    return keys

@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -24,14 +24,18 @@ import numpy.typing as npt
 from windlass.envs import set_defaults, temporary_values
 from windlass.errors import TransportUnavailable
 from windlass.transports.configs import NixlConfig, NixlWire
+from windlass.transports.inbound import new_mark
 
 __all__ = [
+    "TCP_MARK",
     "NativeAgent",
     "PutWire",
     "WireLog",
-    "allowed_wires",
+    "may_use_tcp",
     "may_use_verbs",
+    "memory_kind",
     "native_errors",
+    "new_write",
     "start_agent",
 ]
 
@@ -50,6 +54,8 @@ _ALLOWED = {
 }
 _ONE_SIDED = frozenset({"cma", "cuda_ipc", "rc_verbs", "rc_mlx5", "dc_mlx5"})
 _PROGRESS_REST_US = 100
+TCP_MARK = new_mark()
+"""On every TCP connection of UCX in this process, whoever opened it."""
 _BUILDS = ("nixl_cu12", "nixl_cu13")
 _LOG_NAME = "windlass-ucx"
 _HEADER = re.compile(r"\| (\S+) .*cfg#\d+ +\|")
@@ -76,6 +82,7 @@ class NativeAgent(Protocol):
         self, regions: object, with_connection: bool, backends: list[str], /
     ) -> bytes: ...
     def add_remote_agent(self, metadata: bytes, /) -> bytes | str: ...
+    def remove_remote_agent(self, name: str, /) -> None: ...
     def get_xfer_descs(self, pieces: UInt64Array, kind: str, /) -> object: ...
     def initialize_xfer(
         self, operation: str, local: object, remote: object, peer: str, /
@@ -141,10 +148,24 @@ class WireLog:
                 found.update(PutWire(n, d, emulated) for n, d in _WIRE.findall(line))
         return frozenset(found)
 
+    def check(self, wire: NixlWire) -> None:
+        """See that UCX took what was asked for, after a first write.
 
-def allowed_wires(wire: NixlWire) -> frozenset[str]:
-    """UCX's names of what was asked for; empty where anything may be taken."""
-    return _ALLOWED.get(wire, frozenset())
+        Raises:
+            TransportUnavailable: it took another wire, or does not name it.
+        """
+        allowed, wires = _ALLOWED.get(wire, frozenset[str]()), self.put_wires()
+        strange = sorted({taken.name for taken in wires} - allowed)
+        if (allowed and strange) or not wires:
+            raise TransportUnavailable(
+                f"nixl: wire must be {wire.value}, UCX chose "
+                f"{', '.join(strange) or 'one that it does not name'}; nothing was sent"
+            )
+
+
+def may_use_tcp(wire: NixlWire) -> bool:
+    """Whether bytes may go through a kernel's TCP."""
+    return wire in {NixlWire.TCP, NixlWire.AUTO}
 
 
 def may_use_verbs(wire: NixlWire) -> bool:
@@ -193,7 +214,7 @@ def start_agent(config: NixlConfig, name: str) -> tuple[NativeAgent, WireLog, st
         raise TransportUnavailable(f"nixl: cannot be loaded ({error})") from error
     _quiet()
     # NIXL's own parameter for UCX settings stops at the first comma.
-    settings = {"UCX_TLS": _TLS[config.wire]}
+    settings = {"UCX_TLS": _TLS[config.wire], "UCX_TCP_SYN_CNT": str(TCP_MARK)}
     if config.device:
         settings["UCX_NET_DEVICES"] = config.device
         settings["UCX_MAX_RMA_RAILS"] = str(config.device.count(",") + 1)
@@ -210,6 +231,33 @@ def start_agent(config: NixlConfig, name: str) -> tuple[NativeAgent, WireLog, st
         ) from error
     log = WireLog(name, Path(values["UCX_LOG_FILE"].replace("%p", str(os.getpid()))))
     return agent, log, detail
+
+
+def memory_kind(gpu: int) -> str:
+    """NIXL's name of the memory of a GPU, or of the host for -1."""
+    return "DRAM" if gpu < 0 else "VRAM"
+
+
+def new_write(
+    agent: NativeAgent, peer: str, pieces: Sequence[UInt64Array], gpus: tuple[int, int]
+) -> NativeHandle:
+    """A transfer to be begun.
+
+    Args:
+        agent: writes.
+        peer: name of an agent that it knows.
+        pieces: local addresses, remote addresses, sizes; (n,) each.
+        gpus: here and there, -1 for host memory.
+    """
+    local, remote, nbytes = pieces
+    here, there = (
+        agent.get_xfer_descs(
+            np.stack([addresses, nbytes, np.full_like(nbytes, max(gpu, 0))], axis=1),
+            memory_kind(gpu),
+        )
+        for addresses, gpu in zip((local, remote), gpus, strict=True)
+    )
+    return agent.initialize_xfer("WRITE", here, there, peer)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,74 @@
+"""One peer of the NIXL transport, and the keys of its regions: NIXL's metadata."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import mmap
+from collections.abc import Sequence
+from typing import final
+
+import msgspec
+
+from windlass.errors import DECODE_ERRORS, RegionError
+from windlass.transports.base import RemoteRegion
+from windlass.transports.door import Doorway
+from windlass.transports.nixl_native import NativeHandle
+
+__all__ = ["NixlKey", "NixlPeer", "decode_keys", "encode_keys"]
+
+_MAX_KEY_CHARS = 1 << 20
+
+
+class NixlKey(msgspec.Struct, frozen=True, array_like=True):
+    """NIXL's metadata for one region, and a word that peers may write first.
+
+    `step_nbytes`: the region is registered in steps of it; 0 for at once. `gpu`: -1 for host memory.
+    """
+
+    metadata: bytes
+    scratch: int
+    step_nbytes: int = 0
+    gpu: int = -1
+
+
+@final
+class NixlPeer:
+    """One incarnation of one peer. Guarded by the transport's lock, but for `doorway`."""
+
+    def __init__(self, doorway: Doorway) -> None:
+        self.doorway = doorway
+        self.keys: dict[str, tuple[NixlKey, ...]] = {}
+        """Regions that are known."""
+        self.scratch = 0
+        self.connection = 1
+        self.gpu = -1
+        self.confirmed = False
+        self.open: NativeHandle | None = None
+        self.poison = ""
+        self.late = False
+        self.words: list[NativeHandle] = []
+        """Late ones, which nobody waits for."""
+
+
+def encode_keys(keys: Sequence[NixlKey]) -> str:
+    """`RemoteRegion.key`."""
+    return base64.b64encode(msgspec.msgpack.encode(keys)).decode()
+
+
+def decode_keys(region: RemoteRegion) -> list[NixlKey]:
+    """The keys of a region; at least one.
+
+    Raises:
+        RegionError: it has none that can be read.
+    """
+    if len(region.key) > _MAX_KEY_CHARS:
+        raise RegionError(f"nixl: key must be <= {_MAX_KEY_CHARS} chars, got {len(region.key)}")
+    try:
+        raw = base64.b64decode(region.key, validate=True)
+        keys = msgspec.msgpack.decode(raw, type=list[NixlKey])
+    except (binascii.Error, *DECODE_ERRORS, ValueError) as error:
+        raise RegionError(f"nixl: key of {region.address:#x} cannot be read: {error}") from error
+    if not keys or any(0 < k.step_nbytes < mmap.PAGESIZE or k.step_nbytes < 0 for k in keys):
+        raise RegionError(f"nixl: key of {region.address:#x} must name steps >= {mmap.PAGESIZE}")
+    return keys
