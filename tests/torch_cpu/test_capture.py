@@ -11,7 +11,9 @@ import torch
 
 from windlass.engines.capture.boxes import boxes_of
 from windlass.engines.capture.capture import EXACT_NUMEL, Captured, capture
-from windlass.engines.capture.codes import CheckpointSpec, checkpoint_specs
+from windlass.engines.capture.codes import CheckpointSpec, Codes, checkpoint_specs
+from windlass.engines.capture.factors import factors_of
+from windlass.engines.capture.memory import held_by
 from windlass.errors import UnsupportedLayout
 from windlass.frameworks.dtypes import torch_dtype
 from windlass.layout.dtypes import DType
@@ -289,3 +291,74 @@ def test_a_checkpoint_is_described_by_its_headers(tmp_path: Path) -> None:
     save_file({"q": torch.zeros(2, dtype=torch.int8)}, tmp_path / "m.safetensors")
     with pytest.raises(UnsupportedLayout, match=r"'q'.*got I8"):
         checkpoint_specs(tmp_path)
+
+
+LOW_RANK, MAX_RANK, ROWS = 4, 8, 12
+ADAPTER = [
+    CheckpointSpec("q.lora_A", (LOW_RANK, HIDDEN), DType.FLOAT32),
+    CheckpointSpec("q.lora_B", (2 * ROWS, LOW_RANK), DType.FLOAT32),
+    CheckpointSpec("v.lora_B", (2 * ROWS, LOW_RANK), DType.FLOAT32),
+]
+
+
+class Slots(torch.nn.Module):
+    """Rank 1 of 2 that serves an adapter: B cut by rows and multiplied, ranks padded, as vLLM's."""
+
+    def __init__(self, factors: dict[str, float], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.factors = factors
+        self.a = torch.nn.Buffer(torch.zeros(1, 1, MAX_RANK, HIDDEN, dtype=dtype))
+        self.b = torch.nn.Buffer(torch.zeros(1, 1, 2 * ROWS, MAX_RANK, dtype=dtype))
+        self.unused = torch.nn.Buffer(torch.zeros(1, 1, 3, MAX_RANK, dtype=dtype))
+
+    def load(self, weights: Weights) -> None:
+        for name, tensor in weights:
+            layer, part = name.split(".lora_")
+            cast = tensor.to(self.a.dtype)
+            if part == "A":
+                self.a[0, 0, :LOW_RANK] = cast
+            else:
+                cast *= self.factors[layer]
+                at = 0 if layer == "q" else ROWS
+                self.b[0, 0, at : at + ROWS, :LOW_RANK] = cast[ROWS:]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("factor", [2.0, 1.5, 1 / 3, 16 / 8**0.5, 0.0371, 100.0])
+def test_what_an_engine_multiplies_while_it_loads_is_multiplied_after_every_update(
+    factor: float, dtype: torch.dtype
+) -> None:
+    engine, fresh = (Slots({"q": factor, "v": factor}, dtype) for _ in range(2))
+    captured = capture(engine, ADAPTER, engine.load, worker="e/1", multiplied=True)
+    assert captured.repacked == ("b",)
+    assert captured.constants == ("unused",)
+    assert not captured.unplaced
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(2):
+        checkpoint = {s.name: torch.randn(s.shape, generator=generator) for s in ADAPTER}
+        fresh.load(iter((n, t.clone()) for n, t in checkpoint.items()))
+        deliver(captured, checkpoint)
+        for name, tensor in fresh.named_buffers():
+            assert torch.equal(engine.get_buffer(name), tensor), name
+
+
+def test_a_factor_that_is_found_acts_on_every_value_as_the_engines_does() -> None:
+    generator = torch.Generator().manual_seed(6)
+    every = torch.arange(128, 256).bfloat16() / 128
+    drawn = (torch.rand(50, generator=generator).double() * 8 + 0.01).tolist()
+    for factor in (*drawn, 193 / 128, 257 / 256, 129 / 64, 7 / 3, 1 / 3, 1.5, 16 / 8**0.5):
+        engine = Slots({"q": factor, "v": factor}, torch.bfloat16)
+        found = factors_of(Codes(ADAPTER), engine.load, lambda engine=engine: held_by(engine))
+        assert torch.equal(every * found["b"], every * factor), factor
+
+
+def test_a_tensor_of_two_factors_is_refused_by_name() -> None:
+    engine = Slots({"q": 2.0, "v": 4.0}, torch.bfloat16)
+    with pytest.raises(UnsupportedLayout, match=r"'b'.*computes"):
+        capture(engine, ADAPTER, engine.load, worker="e/1", multiplied=True)
+
+
+def test_a_factor_is_not_looked_for_unasked() -> None:
+    engine = Slots({"q": 1.5, "v": 1.5}, torch.bfloat16)
+    with pytest.raises(UnsupportedLayout, match=r"'b'.*computes"):
+        capture(engine, ADAPTER, engine.load, worker="e/1")

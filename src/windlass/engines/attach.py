@@ -56,7 +56,9 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         name: identity in the fleet; ranks are called `name/rank`.
         controller: address. transport: name of the transport that receives weights.
         url: of the engine's own HTTP server.
-        checkpoint: folder with safetensors files of the model's names, shapes and types.
+        checkpoint: folder with safetensors files of the model's names, shapes and types; of the
+            adapter's, where updates are of one.
+        adapter: name of the adapter that updates reach; empty if they reach the model.
         loaded: whether the engine started with the weights of `checkpoint`; if not, nothing can be
             compared with them.
         world_size: ranks of this engine.
@@ -69,6 +71,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: str
     world_size: int
     loaded: bool = True
+    adapter: str = ""
 
     def reference(self) -> Callable[[], Iterator[tuple[str, torch.Tensor]]] | None:
         """See `capture`."""

@@ -16,6 +16,7 @@ from types import FrameType
 
 import msgspec
 
+from windlass.engines.adapters import adapter_of
 from windlass.engines.attach import AgentSettings
 from windlass.engines.versions import EngineReleases, check_installed
 from windlass.envs import control_token, environment_value, inherited_environment
@@ -67,7 +68,7 @@ def launch(
     parser = arguments(f"windlass.engines.{engine.package}", description)
     args, rest = parser.parse_known_args()
     try:
-        refuse_unsafe(rest, unsafe)
+        refuse_unsafe([*rest, *(["--adapter"] if args.adapter else [])], unsafe)
         place(args)
         if args.attach:
             return attach_running(args, connect)
@@ -84,6 +85,13 @@ def arguments(program: str, description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=program, description=description)
     parser.add_argument("--name", required=True, help="identity in the fleet")
     parser.add_argument("--model", required=True, help="checkpoint folder (safetensors)")
+    parser.add_argument(
+        "--adapter",
+        default="",
+        metavar="NAME=FOLDER",
+        help="serve this one LoRA adapter (a folder that PEFT saved) too, and update it instead of "
+        "the model",
+    )
     parser.add_argument("--controller", default="", help="address; none serves what it loaded")
     parser.add_argument("--transport", default="cma")
     parser.add_argument("--tp", type=int, default=1)
@@ -136,18 +144,23 @@ def attach_running(args: argparse.Namespace, connect: Connect) -> int:
     """
     if not args.controller:
         raise ConfigError("--attach: --controller must be given")
-    connect(
-        AgentSettings(
-            name=args.name,
-            controller=args.controller,
-            transport=args.transport,
-            url=args.attach,
-            checkpoint=args.model,
-            world_size=args.tp,
-        )
-    )
+    connect(_settings(args, args.attach))
     os.write(1, msgspec.json.encode({"name": args.name, "url": args.attach}) + b"\n")
     return 0
+
+
+def _settings(args: argparse.Namespace, url: str, *, loaded: bool = True) -> AgentSettings:
+    adapter = adapter_of(args.adapter)
+    return AgentSettings(
+        name=args.name,
+        controller=args.controller,
+        transport=args.transport,
+        url=url,
+        checkpoint=args.model if adapter is None else str(adapter.folder),
+        world_size=args.tp,
+        loaded=loaded or adapter is not None,  # an adapter is always read from its folder
+        adapter="" if adapter is None else adapter.name,
+    )
 
 
 def place(args: argparse.Namespace) -> None:
@@ -209,17 +222,7 @@ def serve(
         if server.poll() is None:
             _reach(args.host, args.port)
             if args.controller:
-                connect(
-                    AgentSettings(
-                        name=args.name,
-                        controller=args.controller,
-                        transport=args.transport,
-                        url=url,
-                        checkpoint=args.model,
-                        world_size=args.tp,
-                        loaded=not starts_with_random_weights(command),
-                    )
-                )
+                connect(_settings(args, url, loaded=not starts_with_random_weights(command)))
             os.write(1, msgspec.json.encode({"name": args.name, "url": url}) + b"\n")
     except WindlassError as error:
         sys.stderr.write(f"engine {args.name}: {type(error).__name__}: {error}\n")

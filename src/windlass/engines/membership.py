@@ -46,9 +46,17 @@ class Membership:
         Raises:
             UnsupportedLayout: there was none.
         """
+        return self._first()[1]
+
+    @property
+    def settings(self) -> AgentSettings:
+        """Of the first `join`; raises as `captured` does."""
+        return self._first()[0]
+
+    def _first(self) -> tuple[AgentSettings, Captured, RankHooks]:
         if self._learnt is None:
             raise UnsupportedLayout("this rank has not joined a fleet")
-        return self._learnt[1]
+        return self._learnt
 
     def join(
         self,

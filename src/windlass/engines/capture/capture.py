@@ -21,6 +21,7 @@ import torch
 
 from windlass.engines.capture.boxes import TooManyBoxes
 from windlass.engines.capture.codes import CheckpointSpec, Codes, bits_of, quantized_tensors
+from windlass.engines.capture.factors import factors_of, scaled
 from windlass.engines.capture.memory import Holding, Kind, fingerprint, held_by
 from windlass.engines.capture.numbers import Exact, Numbers, Parts, Rows, parts_of, rows_of
 from windlass.errors import UnsupportedLayout
@@ -42,7 +43,9 @@ MAX_BOXES = 256
 
 @dataclass(frozen=True, slots=True)
 class Repack:
-    """A parameter whose element order is no set of boxes: filled from a buffer after every update.
+    """A parameter that no copy fills: filled from a buffer after every update.
+
+    Its element order is no set of boxes, or the engine multiplies its elements while it loads.
 
     Attributes:
         name: of the parameter.
@@ -50,6 +53,7 @@ class Repack:
         buffer: (n,) what updates write instead, in checkpoint order.
         places: (n,) index into `target` of every element of `buffer`[`elements`].
         elements: (n,) index into `buffer`.
+        factor: of every element, multiplied in the type of `target`.
     """
 
     name: str
@@ -57,10 +61,12 @@ class Repack:
     buffer: torch.Tensor
     places: torch.Tensor
     elements: torch.Tensor
+    factor: float = 1.0
 
     def apply(self) -> None:
         """Put the buffer's elements where the engine wants them."""
-        bits_of(self.target)[self.places] = bits_of(self.buffer)[self.elements]
+        values = scaled(self.buffer, self.factor)
+        bits_of(self.target)[self.places] = bits_of(values)[self.elements]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +107,7 @@ def capture(
     ignored: frozenset[int] = frozenset(),
     reference: Callable[[], Iterator[tuple[str, torch.Tensor]]] | None = None,
     exact_numel: int = EXACT_NUMEL,
+    multiplied: bool = False,
 ) -> Captured:
     """Learn the layout of a model that serves nobody yet. Its weights are restored at the end.
 
@@ -118,6 +125,8 @@ def capture(
             bytes after it are not those of the first load, the layout is refused.
         exact_numel: tensors of more elements are read row by row first, and place by place (8
             bytes each) only if that does not prove right. The proof visits every place of all.
+        multiplied: look for tensors that the engine multiplies by a factor of their own; those
+            are received in a buffer and multiplied by `finalise`. A few loads more.
 
     Raises:
         UnsupportedLayout: a tensor that is computed and not copied, a parameter (other than a
@@ -127,9 +136,10 @@ def capture(
     before = _copies(held)
     codes = Codes(specs, _device(held))
     try:
-        scattered: frozenset[str] = frozenset()
+        factors = factors_of(codes, load, lambda: held_by(model, ignored)) if multiplied else {}
+        scattered = frozenset(factors)
         while True:
-            seen = _observe(model, codes, load, ignored, exact_numel, scattered)
+            seen = _observe(model, codes, load, ignored, exact_numel, scattered, factors)
             described = _describe(seen, codes, worker)
             if isinstance(described, Captured):
                 break
@@ -151,6 +161,7 @@ class _Seen:
 
     holdings: Mapping[str, Holding]
     numbers: Mapping[str, Numbers]
+    factors: Mapping[str, float]
     constants: tuple[str, ...]
     unproven: frozenset[str]
 
@@ -162,6 +173,7 @@ def _observe(
     ignored: frozenset[int],
     exact_numel: int,
     scattered: frozenset[str],
+    factors: Mapping[str, float],
 ) -> _Seen:
     load(codes.random(0))
     held = held_by(model, ignored)
@@ -175,12 +187,12 @@ def _observe(
         load(codes.digits(position))
         for name, holding in held_by(model, ignored).items():
             if name in numbers and holding.reach == held[name].reach:
-                numbers[name].observe(holding, codes, position)
+                numbers[name].observe(holding, codes, position, factors.get(name, 1.0))
     load(codes.random(1))
     held = held_by(model, ignored)
     constants = tuple(n for n, h in held.items() if prints.get(n) == fingerprint(h.memory()))
     changing = [name for name in held if name not in constants]
-    proofs = {n: _Proof(codes, numbers[n]) for n in changing if n in numbers}
+    proofs = {n: _Proof(codes, numbers[n], factors.get(n, 1.0)) for n in changing if n in numbers}
     right = {n for n, proof in proofs.items() if proof.holds(held[n], 1)}
     idle = {n: held[n].memory().clone() for n in constants if _is_weight(held[n])}
     for name in idle:
@@ -206,7 +218,7 @@ def _observe(
     computed = [n for n in changing if n not in right and n not in unproven] + too_large
     if computed:
         raise UnsupportedLayout(f"{computed}: tensors that the engine computes from the checkpoint")
-    return _Seen(held, {n: numbers[n] for n in changing}, constants, unproven)
+    return _Seen(held, {n: numbers[n] for n in changing}, factors, constants, unproven)
 
 
 def _is_weight(holding: Holding) -> bool:
@@ -227,8 +239,8 @@ def _numbers_for(holding: Holding, exact_numel: int) -> Numbers:
 class _Proof:
     """Whether loads of ordinary values lie where the numbers say, and nothing else changes."""
 
-    def __init__(self, codes: Codes, numbers: Numbers) -> None:
-        self._codes, self._numbers = codes, numbers
+    def __init__(self, codes: Codes, numbers: Numbers, factor: float) -> None:
+        self._codes, self._numbers, self._factor = codes, numbers, factor
         self._padding: dict[int, torch.Tensor] = {}
 
     def holds(self, holding: Holding, seed: int) -> bool:
@@ -242,7 +254,8 @@ class _Proof:
             empty = numbers < 0
             if len(found) != len(numbers) or bool((numbers >= end).any()):
                 return False
-            expected = bits_of(self._codes.expected(numbers.clamp(min=0), seed, dtype))
+            copied = self._codes.expected(numbers.clamp(min=0), seed, dtype)
+            expected = bits_of(scaled(copied, self._factor))
             if bool(empty.any()):
                 padding = found[empty]
                 if not torch.equal(self._padding.setdefault(begin, padding), padding):
@@ -302,14 +315,16 @@ def _describe(seen: _Seen, codes: Codes, worker: str) -> Captured | frozenset[st
         holding = seen.holdings[name]
         itemsize = holding.tensor.element_size()
         dtype = dtype_of(holding.tensor)
-        try:
-            parts = numbers.parts(codes, MAX_BOXES)
+        factor = seen.factors.get(name, 1.0)
+        copied = _boxes(numbers, codes) if factor == 1.0 else None
+        if copied is not None:
+            parts = copied
             address, extent = holding.address, holding.reach
-        except TooManyBoxes:
+        else:
             if not isinstance(numbers, Exact):
                 scattered.add(name)
                 continue
-            repack, parts = _repack(name, holding, codes, numbers)
+            repack, parts = _repack(name, holding, codes, numbers, factor)
             repacks.append(repack)
             address, extent = repack.buffer.data_ptr(), len(repack.buffer)
         placed.update(spec.name for spec, _ in parts)
@@ -345,7 +360,16 @@ def _describe(seen: _Seen, codes: Codes, worker: str) -> Captured | frozenset[st
     )
 
 
-def _repack(name: str, holding: Holding, codes: Codes, numbers: Exact) -> tuple[Repack, Parts]:
+def _boxes(numbers: Numbers, codes: Codes) -> Parts | None:
+    try:
+        return numbers.parts(codes, MAX_BOXES)
+    except TooManyBoxes:
+        return None
+
+
+def _repack(
+    name: str, holding: Holding, codes: Codes, numbers: Exact, factor: float
+) -> tuple[Repack, Parts]:
     """A buffer that holds the parameter's elements in checkpoint order, each once."""
     values, written = numbers.placed()
     unique, elements = np.unique(values, return_inverse=True)
@@ -362,5 +386,6 @@ def _repack(name: str, holding: Holding, codes: Codes, numbers: Exact) -> tuple[
         buffer=torch.zeros(len(unique), dtype=torch_dtype(dtype_of(holding.tensor)), device=device),
         places=torch.from_numpy(written).to(device),
         elements=torch.from_numpy(elements.reshape(-1)).to(device),
+        factor=factor,
     )
     return repack, parts

@@ -176,6 +176,12 @@ class Codes:
         # By float32, from which every type of a checkpoint has a conversion.
         return self._load(lambda numbers, _: (((numbers >> shift) & mask) + 1).float())
 
+    def constant(self, value: float) -> Iterator[tuple[str, torch.Tensor]]:
+        """One load of the same value everywhere."""
+        return self._load(
+            lambda numbers, _: torch.full(numbers.shape, value, device=numbers.device)
+        )
+
     def random(self, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
         """One load of ordinary values, the same for the same seed.
 

@@ -18,6 +18,7 @@ import torch
 
 from windlass.engines.capture.boxes import Line, PlacedBox, TooManyBoxes, boxes_of, boxes_of_lines
 from windlass.engines.capture.codes import CHUNK, CheckpointSpec, Codes
+from windlass.engines.capture.factors import scaled
 from windlass.engines.capture.memory import Holding
 
 __all__ = ["Exact", "Numbers", "Parts", "Rows", "parts_of", "rows_of"]
@@ -33,8 +34,8 @@ _NOTHING = -(1 << 58)
 class Numbers(Protocol):
     """Element numbers of one tensor, gathered digit by digit."""
 
-    def observe(self, holding: Holding, codes: Codes, position: int) -> None:
-        """Take the digit at `position` from the tensor as it was just loaded."""
+    def observe(self, holding: Holding, codes: Codes, position: int, factor: float = 1.0) -> None:
+        """Take the digit at `position` from the tensor, which the loader multiplies by `factor`."""
         ...
 
     def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
@@ -54,12 +55,18 @@ class Numbers(Protocol):
         ...
 
 
-def read_digit(values: torch.Tensor, bits: int, position: int) -> torch.Tensor:
-    """Digits of any shape, shifted to their position; far below 0 where there is none."""
+def read_digit(values: torch.Tensor, bits: int, position: int, factor: float = 1.0) -> torch.Tensor:
+    """Digits of any shape, shifted to their position; far below 0 where there is none.
+
+    A product of a digit and `factor` is rounded, but no two of them to the same value: digits have
+    eight bits at most, as many as the coarsest type that is multiplied.
+    """
     base = 1 << bits
-    exact = values.double() if values.element_size() > 4 else values.float()
-    digit = exact.nan_to_num(nan=-1.0, posinf=-1.0, neginf=-1.0).round().clamp(-1, base + 1)
-    valid = (digit >= 1) & (digit <= base) & (digit == exact)
+    exact = values.double() if values.element_size() > 4 or factor != 1.0 else values.float()
+    digit = (exact / factor).nan_to_num(nan=-1.0, posinf=-1.0, neginf=-1.0)
+    digit = digit.round().clamp(-1, base + 1)
+    spelt = digit == exact if factor == 1.0 else scaled(digit.to(values.dtype), factor) == values
+    valid = (digit >= 1) & (digit <= base) & spelt
     return torch.where(valid, (digit.to(torch.int64) - 1) << (bits * position), _NOTHING)
 
 
@@ -70,9 +77,9 @@ class Exact:
     def __init__(self, reach: int, device: torch.device) -> None:
         self._numbers = torch.zeros(reach, dtype=torch.int64, device=device)
 
-    def observe(self, holding: Holding, codes: Codes, position: int) -> None:
+    def observe(self, holding: Holding, codes: Codes, position: int, factor: float = 1.0) -> None:
         """See `Numbers.observe`."""
-        self._numbers += read_digit(holding.memory(), codes.digit_bits, position)
+        self._numbers += read_digit(holding.memory(), codes.digit_bits, position, factor)
 
     def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
         """See `Numbers.chunks`."""
@@ -147,11 +154,11 @@ class Rows:
             (groups, len(self._at), width), dtype=torch.int64, device=device
         )
 
-    def observe(self, holding: Holding, codes: Codes, position: int) -> None:
+    def observe(self, holding: Holding, codes: Codes, position: int, factor: float = 1.0) -> None:
         """See `Numbers.observe`."""
         grid = holding.memory().view(self._shape)
-        self._heads += read_digit(grid[:, :, 0], codes.digit_bits, position)
-        self._samples += read_digit(grid[:, self._at], codes.digit_bits, position)
+        self._heads += read_digit(grid[:, :, 0], codes.digit_bits, position, factor)
+        self._samples += read_digit(grid[:, self._at], codes.digit_bits, position, factor)
 
     def is_consistent(self) -> bool:
         """Whether each group that holds an element has a sampled row that does."""

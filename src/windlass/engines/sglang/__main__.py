@@ -20,6 +20,10 @@ from windlass.engines.versions import SGLANG
 
 CONNECT_DEADLINE_S = 600.0
 HOOK = "windlass.engines.sglang.hook.run"
+_ADAPTERS = (
+    "updates of adapters have not been shown: SGLang 0.5.23 serves none on a CPU (its LoRA layers "
+    "allocate pinned memory, which torch refuses without an accelerator)"
+)
 UNSAFE = {
     "--enable-memory-saver": "weights move and lose their registration when memory is released",
     "--speculative-algorithm": "the draft model's weights are not captured",
@@ -29,7 +33,9 @@ UNSAFE = {
     "--dp-size": "SGLang refuses tensor updates of data-parallel replicas",
     "--data-parallel-size": "SGLang refuses tensor updates of data-parallel replicas",
     "--torchao-config": "it has SGLang quantise while it loads",
-    "--enable-lora": "wrapped layers are rebuilt per adapter",
+    "--enable-lora": _ADAPTERS,
+    "--lora-paths": _ADAPTERS,
+    "--adapter": _ADAPTERS,
 }
 """Options of SGLang with which an update would be wrong, and why."""
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from windlass.engines.adapters import Adapter, adapter_of
 from windlass.engines.attach import AgentSettings, post
 from windlass.engines.launch import check_placed, launch, serve
 from windlass.engines.quantised import require_followed
@@ -25,6 +27,10 @@ EXTENSION = "windlass.engines.vllm.extension.WindlassExtension"
 ROUTE = "windlass.engines.vllm.generate_route.GenerateRoute"
 _STAGES = "ranks of later stages have no tensor-parallel number of their own"
 _REPLICAS = "replicas would join under one name: start a server for each"
+_ONE_SLOT = (
+    "--adapter NAME=FOLDER says which one adapter is served and updated, in a slot of its own"
+)
+_EVICTED = "an adapter that shares slots can be evicted and is then read again from its folder"
 UNSAFE = {
     "--enable-sleep-mode": "weights move and lose their registration when it sleeps",
     "--speculative-config": "the draft model's weights are not captured",
@@ -33,11 +39,19 @@ UNSAFE = {
     "--data-parallel-size": _REPLICAS,
     "-dp": _REPLICAS,
     "--quantization-config": "it has vLLM quantise while it loads",
-    "--enable-lora": "wrapped layers are rebuilt per adapter",
+    "--enable-lora": _ONE_SLOT,
+    "--lora-modules": _ONE_SLOT,
+    "--default-mm-loras": _ONE_SLOT,
+    "--max-loras": _EVICTED,
+    "--max-cpu-loras": _EVICTED,
+    "--fully-sharded-loras": "adapters that are cut along their rank have not been shown",
     "--enable-eplb": "experts move between ranks while it serves",
     "--cpu-offload-gb": "weights are copied to the GPU for every step",
 }
 """Options of vLLM with which an update would be wrong, and why."""
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Of slots, as vLLM makes them; adapters of lower rank are padded."""
+LOADS_WHILE_IT_RUNS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
 
 class _Joined(msgspec.Struct, frozen=True):
@@ -55,11 +69,13 @@ def main() -> int:
 
 def _start(args: argparse.Namespace, rest: list[str]) -> int:
     quantised = require_followed(Path(args.model), rest)
+    served = adapter_options(adapter_of(args.adapter), rest)
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model),
         *("--host", args.host, "--port", str(args.port)),
         *("--tensor-parallel-size", str(args.tp), "--worker-extension-cls", EXTENSION),
         *_generate_options(),
+        *served,
         *rest,
     ]
     # The routes that pause an engine exist in this mode only.
@@ -74,6 +90,35 @@ def _start(args: argparse.Namespace, rest: list[str]) -> int:
         ready_line="Application startup complete",
         connect=connect,
     )
+
+
+def adapter_options(adapter: Adapter | None, rest: Sequence[str]) -> tuple[str, ...]:
+    """Options of vLLM for one adapter that stays in its slot.
+
+    Args:
+        adapter: None serves none.
+        rest: of the command line; `--max-lora-rank` there counts.
+
+    Raises:
+        ConfigError: the adapter's rank is none that vLLM can serve, or vLLM was asked to load other
+            adapters while it runs.
+    """
+    if adapter is None:
+        return ()
+    if environment_value(LOADS_WHILE_IT_RUNS).lower() in ("1", "true"):
+        raise ConfigError(f"{LOADS_WHILE_IT_RUNS} must not be set with --adapter: {_EVICTED}")
+    options = (
+        *("--enable-lora", "--lora-modules", f"{adapter.name}={adapter.folder}"),
+        *("--max-loras", "1", "--max-cpu-loras", "1"),
+    )
+    if any(word.partition("=")[0].replace("_", "-") == "--max-lora-rank" for word in rest):
+        return options
+    rank = next((rank for rank in RANKS if rank >= adapter.rank), None)
+    if rank is None:
+        raise ConfigError(
+            f"--adapter {adapter.name}: its rank must be at most {RANKS[-1]}, got {adapter.rank}"
+        )
+    return (*options, "--max-lora-rank", str(rank))
 
 
 def _generate_options() -> tuple[str, ...]:

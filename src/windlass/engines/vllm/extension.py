@@ -21,6 +21,7 @@ from windlass.engines.capture.capture import Captured, capture
 from windlass.engines.capture.codes import checkpoint_specs
 from windlass.engines.capture.memory import fingerprints, held_by
 from windlass.engines.membership import Membership
+from windlass.engines.vllm.adapter import LoraWorker, Slot, capture_adapter, keep_adapter
 from windlass.errors import ConfigError
 
 __all__ = ["VllmApi", "WindlassExtension"]
@@ -114,6 +115,9 @@ class WindlassExtension:
                 worker.reload_weights(weights_iterator=weights, is_checkpoint_format=True)
 
         def learn() -> Captured:
+            if settings.adapter:
+                model = worker.model_runner.get_model()
+                return capture_adapter(cast("LoraWorker", self), model, settings)
             return capture(
                 worker.model_runner.get_model(),
                 checkpoint_specs(Path(settings.checkpoint)),
@@ -135,18 +139,26 @@ class WindlassExtension:
 
     def windlass_at_rest(self, pause_id: str) -> None:
         """Called in the main loop once it is paused."""
+        self._windlass_keep()
         self._windlass_membership().gate.at_rest(pause_id)
 
     def windlass_hold(self, pause_id: str, deadline_s: str) -> None:
         """Called in the main loop between two steps; it stays until the pause ends."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        self._windlass_keep()
         self._windlass_membership().gate.hold(pause_id, float(deadline_s))
 
     def windlass_digests(self) -> dict[str, str]:
-        """A fingerprint of every tensor that the model of this rank holds, by name."""
+        """A fingerprint of every tensor that the model of this rank holds, and its adapter."""
         worker = cast("_Worker", self)
-        return fingerprints(held_by(worker.model_runner.get_model(), _cache_storages(worker)))
+        model = worker.model_runner.get_model()
+        held = held_by(model, _cache_storages(worker))
+        return fingerprints(held) | fingerprints(held_by(Slot(model)))
+
+    def _windlass_keep(self) -> None:
+        if self._windlass_membership().settings.adapter:
+            keep_adapter(cast("LoraWorker", self))
 
     def _windlass_membership(self) -> Membership:
         if "windlass_membership" not in vars(self):

@@ -37,6 +37,8 @@ class _Request(msgspec.Struct, frozen=True):
     input_ids: list[int]
     sampling_params: _Sampling = _Sampling()
     rid: str = ""
+    lora_path: str = ""
+    """Name of a served adapter, as in SGLang's requests; empty asks the model itself."""
 
 
 class _Candidate(msgspec.Struct, frozen=True):
@@ -149,6 +151,8 @@ def _to_inner(request: _Request) -> bytes:
             "detokenize": False,
         },
     }
+    if request.lora_path:
+        body["model"] = request.lora_path
     if request.rid:
         body["request_id"] = request.rid
     return msgspec.json.encode(body)

@@ -1,0 +1,114 @@
+"""The slot in which a vLLM worker keeps the adapter that it serves.
+
+Layers that vLLM wraps for adapters keep their low-rank weights in tuples of tensors, one row per
+slot; they are neither parameters nor buffers. vLLM fills them from a folder, multiplies B by
+alpha / rank, splits and pads. The same capture that learns a model's layout learns theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol, final
+
+import torch
+
+from windlass.engines.adapters import saved
+from windlass.engines.attach import AgentSettings
+from windlass.engines.capture.capture import Captured, capture
+from windlass.engines.capture.codes import checkpoint_specs
+from windlass.errors import UnsupportedLayout
+
+__all__ = ["LoraWorker", "Slot", "capture_adapter", "keep_adapter"]
+
+
+class LoraWorker(Protocol):
+    """The part of vLLM's worker that is about adapters."""
+
+    rank: int
+
+    def add_lora(self, lora_request: object) -> bool: ...
+
+    def remove_lora(self, lora_id: int) -> bool: ...
+
+    def pin_lora(self, lora_id: int) -> bool: ...
+
+    def list_loras(self) -> set[int]: ...
+
+
+@final
+class Slot(torch.nn.Module):
+    """A view of a model's slots: buffers that share the memory of the wrapped layers.
+
+    Args:
+        model: that vLLM has wrapped; with another one the slot is empty.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        from vllm.lora.layers import BaseLayerWithLoRA
+
+        super().__init__()
+        found = [
+            (f"adapter/{path}/{attribute}/{index}".replace(".", "/"), tensor)
+            for path, module in model.named_modules()
+            if isinstance(module, BaseLayerWithLoRA)
+            for attribute, value in vars(module).items()
+            if isinstance(value, tuple | list)
+            for index, tensor in enumerate(value)
+            if isinstance(tensor, torch.Tensor)
+        ]
+        # Of tensors that share memory (views of experts) the whole one must come first.
+        for name, tensor in sorted(found, key=lambda item: -item[1].numel()):
+            self.register_buffer(name, tensor)
+
+
+def capture_adapter(
+    worker: LoraWorker, model: torch.nn.Module, settings: AgentSettings
+) -> Captured:
+    """Learn where the tensors of the one served adapter lie. Called in the worker's main loop.
+
+    vLLM's own copy of the adapter in host memory is that of its folder afterwards.
+
+    Raises:
+        UnsupportedLayout: no adapter is served, or several; see `capture` too.
+    """
+    from vllm.lora.request import LoRARequest
+
+    folder, number = Path(settings.checkpoint), _the_only(worker)
+
+    def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        with saved(weights, folder) as place:
+            worker.remove_lora(number)
+            worker.add_lora(LoRARequest(settings.adapter, number, str(place)))
+
+    captured = capture(
+        Slot(model),
+        checkpoint_specs(folder),
+        load,
+        worker=f"{settings.name}/{worker.rank}",
+        reference=settings.reference(),
+        multiplied=True,
+    )
+    keep_adapter(worker)
+    return captured
+
+
+def keep_adapter(worker: LoraWorker) -> None:
+    """Have the adapter stay in its slot: what is written there must not be replaced by vLLM's copy.
+
+    Called before every update. Should vLLM have put its own copy into the slot meanwhile, the
+    update, which is of the whole adapter, writes over that.
+
+    Raises:
+        UnsupportedLayout: see `capture_adapter`.
+    """
+    worker.pin_lora(_the_only(worker))
+
+
+def _the_only(worker: LoraWorker) -> int:
+    numbers = worker.list_loras()
+    if len(numbers) != 1:
+        raise UnsupportedLayout(
+            f"adapter: the engine must serve one, from its start on, got {sorted(numbers)}"
+        )
+    return next(iter(numbers))
