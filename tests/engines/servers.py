@@ -109,6 +109,25 @@ def save(kind: str, seed: int, folder: Path) -> Path:
     return folder
 
 
+ADAPTER = "tuned"
+"""The name that requests give."""
+
+_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def adapted(model: Any, seed: int) -> Any:
+    """With a LoRA adapter of distinct random weights; alpha / rank is no power of two."""
+    from peft import LoraConfig, get_peft_model
+
+    peft = get_peft_model(model, LoraConfig(r=4, lora_alpha=6, target_modules=list(_LINEAR)))
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape) * 0.1)
+    return peft
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -142,6 +161,7 @@ class Server:
     engine: str
     tp: int
     model: Path
+    adapter: Path | None = None
 
     def post(self, path: str, body: object) -> Any:
         request = urllib.request.Request(
@@ -155,7 +175,8 @@ class Server:
         {"vllm": connect_vllm, "sglang": connect_sglang}[self.engine](
             AgentSettings(
                 name="engine", controller=controller, transport=transport, url=self.url,
-                checkpoint=str(self.model), world_size=self.tp,
+                checkpoint=str(self.adapter or self.model), world_size=self.tp,
+                adapter=ADAPTER if self.adapter else "",
             )
         )  # fmt: skip
 
@@ -178,10 +199,17 @@ class Server:
             order_ranks(self.url, order, self.tp, 120.0, hook="sglang_fresh.run")
             return [json.loads((Path(folder) / str(r)).read_text()) for r in range(self.tp)]
 
-    def sample(self, prompt: list[int], count: int) -> Sample:
+    def digests_of_fresh_adapter(self, adapter: Path) -> list[dict[str, str]]:
+        """Per rank: of the slots of a new model into which vLLM's own loader put an adapter."""
+        body = {"method": "fresh_adapter_digests", "args": [str(adapter)]}
+        return list(self.post("/collective_rpc", body)["results"])
+
+    def sample(self, prompt: list[int], count: int, *, adapter: str = "") -> Sample:
         """A greedy answer, in SGLang's words, which both engines understand."""
         sampling = {"temperature": 0.0, "max_new_tokens": count, "ignore_eos": True}
         body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+        if adapter:
+            body["lora_path"] = adapter
         answer = self.post("/generate", body)
         meta = answer["meta_info"]
         versions = [
@@ -224,7 +252,14 @@ _ENVIRONMENT = {
 
 @contextmanager
 def serving(
-    engine: str, model: Path, log: Path, *, tp: int, controller: str = "", transport: str = "cma"
+    engine: str,
+    model: Path,
+    log: Path,
+    *,
+    tp: int,
+    controller: str = "",
+    transport: str = "cma",
+    adapter: Path | None = None,
 ) -> Iterator[Server]:
     """A server that has joined the controller's fleet, or a plain one without a controller."""
     port = free_port()
@@ -234,6 +269,7 @@ def serving(
                 *(str(VENVS[engine] / "bin/python"), "-m", f"windlass.engines.{engine}"),
                 *("--name", "engine", "--model", str(model), "--port", str(port)),
                 *("--tp", str(tp), "--controller", controller, "--transport", transport),
+                *(("--adapter", f"{ADAPTER}={adapter}") if adapter else ()),
                 *_FLAGS[engine],
             ],
             env={
@@ -253,7 +289,7 @@ def serving(
             assert process.stdout is not None
             line = process.stdout.readline()
             assert line, log.read_text()[-6000:]
-            yield Server(process, json.loads(line)["url"], engine, tp, model)
+            yield Server(process, json.loads(line)["url"], engine, tp, model, adapter)
         finally:
             process.terminate()
             process.wait(60)

@@ -122,11 +122,11 @@ def row(live: Live, trainer: Trainer, way: Way, outcome: str = "proven") -> Show
 @pytest.fixture(autouse=True, scope="session")
 def matrix(request: pytest.FixtureRequest) -> None:
     """What is not shown is untested."""
-    request.config.stash[MATRIX] = [
+    request.config.stash.setdefault(MATRIX, []).extend(
         asdict(row(live, trainer, way, "untested"))
         for live in EVERYTHING
         for trainer, way in live.cells()
-    ]
+    )
 
 
 @pytest.mark.parametrize("live", EVERYTHING if FULL else COVERING, ids=str)

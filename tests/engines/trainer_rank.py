@@ -18,9 +18,10 @@ import msgspec
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from servers import CONFIGS, build
+from servers import CONFIGS, adapted, build
 
 import windlass
+from windlass.layout.naming.adapters import adapter_names
 from windlass.training.client import TrainerClient
 
 NUM_TOKENS = 16
@@ -58,7 +59,7 @@ def main() -> None:
     torch.set_num_threads(1)
     store = f"file://{folder}/store-{name}-{'-'.join(layout)}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
-    trained: Trained = Fsdp(kind) if name == "fsdp2" else Megatron(kind, layout, folder)
+    trained = trained_by(name, kind, layout, folder)
     for line in sys.stdin:
         order = msgspec.json.decode(line, type=Order)
         trained.step()
@@ -69,6 +70,14 @@ def main() -> None:
             report = client.publish(order.version)
         os.write(1, msgspec.json.encode({"digest_ok": report.digest_ok}) + b"\n")
     dist.destroy_process_group()
+
+
+def trained_by(name: str, kind: str, layout: Mapping[str, Any], folder: Path) -> Trained:
+    """Kinds of models that end in `+lora` train an adapter and publish it alone."""
+    if name == "megatron":
+        return Megatron(kind, layout, folder)
+    base = kind.removesuffix("+lora")
+    return Fsdp(kind) if base == kind else FsdpAdapter(base)
 
 
 class Fsdp:
@@ -109,6 +118,48 @@ class Fsdp:
         return windlass.connect_trainer(
             self._model, controller=url, token=os.environ["WINDLASS_TOKEN"], transport=transport
         )
+
+
+class FsdpAdapter:
+    """A PEFT adapter in float32 over frozen weights, sharded with them; AdamW."""
+
+    def __init__(self, kind: str) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        self._model = adapted(build(kind, seed=1).float(), seed=2)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in self._model.get_base_model().model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self._model, mesh=mesh)
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        self._optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE)
+        self._plain = adapted(build(kind, seed=1).float(), seed=3)
+
+    def step(self) -> None:
+        ids = torch.arange(NUM_TOKENS).reshape(1, -1) * 7 % 250
+        self._optimizer.zero_grad()
+        self._model(input_ids=ids, labels=ids).loss.backward()
+        self._optimizer.step()
+
+    @torch.no_grad()
+    def save(self, folder: Path) -> None:
+        """As PEFT saves it."""
+        from torch.distributed.tensor import DTensor
+
+        targets = dict(self._plain.named_parameters())
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                assert isinstance(parameter, DTensor), name
+                targets[name].copy_(parameter.full_tensor())
+        if dist.get_rank() == 0:
+            self._plain.save_pretrained(folder)
+
+    def connect(self, url: str, transport: str) -> TrainerClient:
+        return windlass.connect_trainer(
+            self._model, controller=url, token=os.environ["WINDLASS_TOKEN"], transport=transport,
+            name_map=adapter_names(),
+        )  # fmt: skip
 
 
 class Megatron:

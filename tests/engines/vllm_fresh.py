@@ -6,6 +6,7 @@ import copy
 from typing import Any, cast
 
 from windlass.engines.capture.memory import fingerprints, held_by
+from windlass.engines.vllm.adapter import Slot
 from windlass.engines.vllm.extension import WindlassExtension
 
 
@@ -14,6 +15,34 @@ class FreshLoads(WindlassExtension):
 
     def fresh_digests(self, checkpoint: str) -> dict[str, str]:
         """Of a model loaded from `checkpoint`, beside the one that serves."""
+        return fingerprints(held_by(self._fresh(checkpoint)[0]))
+
+    def fresh_adapter_digests(self, adapter: str) -> dict[str, str]:
+        """Of the slots of a new model of the same weights, into which vLLM loads an adapter."""
+        from vllm.config import set_current_vllm_config
+        from vllm.lora.request import LoRARequest
+        from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+
+        worker = cast("Any", self)
+        model, config = self._fresh(worker.vllm_config.model_config.model)
+        with set_current_vllm_config(config):
+            manager = LRUCacheWorkerLoRAManager(config, worker.device, model.embedding_modules)
+            wrapped = manager.create_lora_manager(model, config)
+        manager.add_adapter(LoRARequest("fresh", 1, adapter))
+        return fingerprints(held_by(Slot(wrapped)))
+
+    def load_another_adapter(self, adapter: str) -> str:
+        """What vLLM says to an adapter for which the one that serves would have to go."""
+        from vllm.lora.request import LoRARequest
+
+        try:
+            cast("Any", self).add_lora(LoRARequest("another", 7, adapter))
+        except RuntimeError as error:
+            return str(error)
+        return "loaded"
+
+    def _fresh(self, checkpoint: str) -> tuple[Any, Any]:
+        """A model and its configuration."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader import get_model
 
@@ -25,4 +54,4 @@ class FreshLoads(WindlassExtension):
         config.compilation_config.static_all_moe_layers = []
         with set_current_vllm_config(config):
             model = get_model(vllm_config=config)
-        return fingerprints(held_by(model))
+        return model, config
