@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -348,7 +349,7 @@ def test_a_factor_that_is_found_acts_on_every_value_as_the_engines_does() -> Non
     drawn = (torch.rand(50, generator=generator).double() * 8 + 0.01).tolist()
     for factor in (*drawn, 193 / 128, 257 / 256, 129 / 64, 7 / 3, 1 / 3, 1.5, 16 / 8**0.5):
         engine = Slots({"q": factor, "v": factor}, torch.bfloat16)
-        found = factors_of(Codes(ADAPTER), engine.load, lambda engine=engine: held_by(engine))
+        found = factors_of(Codes(ADAPTER), engine.load, partial(held_by, engine))
         assert torch.equal(every * found["b"], every * factor), factor
 
 
