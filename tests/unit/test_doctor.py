@@ -39,6 +39,15 @@ def test_a_checkpoint_that_no_update_can_follow_is_told_by_its_scheme(tmp_path: 
     assert "int4_grouped" in finding.found
 
 
+def test_what_is_printed_keeps_its_brackets(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "[extra]expandable_segments:True")
+    assert main(["doctor"]) == 0
+    assert "[extra]" in capsys.readouterr().out
+
+
 def test_every_finding_that_does_not_work_says_what_to_do() -> None:
     findings = run_checks()
     assert {"cma", "shm", "mooncake", "/dev/shm", "locked memory", "RDMA"} <= {

@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         rows = len(json.loads(target.read_text())) if status == 0 else 0
         result = str(target) if status == 0 else f"failed with {status}"
         summary.add_row(name, result, f"{time.monotonic() - start:.0f}", str(rows))
-    Console().print(summary)
+    Console(markup=False).print(summary)
     return int(failed)
 
 

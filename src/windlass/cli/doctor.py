@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from windlass.cli.checks import Finding, Status, check_flags, run_checks
 
@@ -65,9 +66,9 @@ def _print(report: Mapping[str, Sequence[Finding]]) -> None:
             table.add_column(column, overflow="fold")
         for finding in findings:
             style = _STYLES[finding.status]
-            status = f"[{style}]{finding.status}[/]"
+            status = Text(finding.status, style=style)
             table.add_row(finding.name, status, finding.found, finding.remedy)
-        Console().print(table)
+        Console(markup=False).print(table)
 
 
 def _look_elsewhere(path: str) -> tuple[Finding, ...]:

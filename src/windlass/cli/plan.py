@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     links_at_once = args.links_at_once if args.simulate else 0
     topology, shape = parse_topology(text), RelayShape(args.relay)
     measured = _measure(topology, args.direct_min_run_bytes, links_at_once, shape)
-    _show(measured, Console())
+    _show(measured, Console(markup=False))
     if args.json is not None:
         try:
             args.json.write_bytes(msgspec.json.format(msgspec.json.encode(_figures(measured))))

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(msgspec.json.encode(view).decode())
         return 0
-    _show(view, Console())
+    _show(view, Console(markup=False))
     return 0
 
 

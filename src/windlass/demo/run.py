@@ -62,7 +62,7 @@ async def run_demo(settings: DemoSettings, *, json_path: Path | None, plain: boo
     if settings.engine in REAL_ENGINES:
         await asyncio.to_thread(prepare_real_engine, settings)
     record = DemoRecord(ceiling_gbps=measure_memcpy_gbps())
-    console = Console()
+    console = Console(markup=False)
     live = None if plain or not console.is_terminal else Live(console=console, auto_refresh=False)
     began = time.perf_counter()
     demo = _Demo(settings, settings_path, record, _shower(settings, record, live, console))
