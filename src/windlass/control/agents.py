@@ -234,6 +234,7 @@ class EngineAgent:
     def _take_part(self, command: RelayCommand) -> Result:
         if not isinstance(self._receiver, OneSidedReceiver):
             raise ProtocolError(f"{type(self._receiver).__name__} cannot take part in a relay")
+        self._refuse_elsewhere("a relay")
         match command:
             case OpenRelay():
                 return RelayOpened(self._relay.open())
@@ -297,6 +298,8 @@ class EngineAgent:
                 self._hooks.resume()
 
     def _choose(self, backend: UpdateBackend) -> None:
+        if not isinstance(backend, P2pBackend):
+            self._refuse_elsewhere(f"backend {type(backend).__name__}")
         if backend != self._backend or self._receiver is self._by_hand:
             if self._receiver is not self._by_hand:
                 self._receiver.close()
@@ -318,11 +321,19 @@ class EngineAgent:
 
     def _begin_by_hand(self) -> None:
         """The next update that comes by a plan binds it anew."""
+        self._refuse_elsewhere("an update by hand")
         if self._receiver is not self._by_hand:
             self._receiver.close()
         self._receiver = self._by_hand
         self._mode = UpdateMode.STAGED  # nothing touches live memory before `Apply`
         self._by_hand.begin()
+
+    def _refuse_elsewhere(self, what: str) -> None:
+        if self._one_sided.is_elsewhere:
+            raise ProtocolError(
+                f"{what} cannot reach this engine: its parameters are in a process without an "
+                "agent; use the backend p2p"
+            )
 
     def _publish(self, version: int) -> None:
         self._hooks.set_version(version)

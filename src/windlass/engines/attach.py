@@ -37,6 +37,7 @@ __all__ = [
     "RankHooks",
     "RestGate",
     "attach",
+    "get",
     "post",
 ]
 
@@ -327,22 +328,29 @@ def post(url: str, path: str, body: object, deadline_s: float | None = API_DEADL
         PeerTimeout: no answer within `deadline_s`.
         NoSuchRoute: 404. PeerUnreachable: no connection, or an answer that is not 200.
     """
+    return _ask("POST", url, path, msgspec.json.encode(body), deadline_s)
+
+
+def get(url: str, path: str, deadline_s: float = API_DEADLINE_S) -> bytes:
+    """As `post`, for what can be read."""
+    return _ask("GET", url, path, None, deadline_s)
+
+
+def _ask(method: str, url: str, path: str, body: bytes | None, deadline_s: float | None) -> bytes:
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=deadline_s)
     try:
-        connection.request(
-            "POST", path, msgspec.json.encode(body), {"Content-Type": "application/json"}
-        )
+        connection.request(method, path, body, {"Content-Type": "application/json"})
         response = connection.getresponse()
         answer = response.read()
     except TimeoutError as error:
-        raise PeerTimeout(f"POST {url}{path}: no answer within {deadline_s} s") from error
+        raise PeerTimeout(f"{method} {url}{path}: no answer within {deadline_s} s") from error
     except (OSError, http.client.HTTPException) as error:
-        raise PeerUnreachable(f"POST {url}{path}: {type(error).__name__}: {error}") from error
+        raise PeerUnreachable(f"{method} {url}{path}: {type(error).__name__}: {error}") from error
     finally:
         connection.close()
     if response.status == http.client.NOT_FOUND:
-        raise NoSuchRoute(f"POST {url}{path}: {response.status} {answer[:500]!r}")
+        raise NoSuchRoute(f"{method} {url}{path}: {response.status} {answer[:500]!r}")
     if response.status != http.client.OK:
-        raise PeerUnreachable(f"POST {url}{path}: {response.status} {answer[:500]!r}")
+        raise PeerUnreachable(f"{method} {url}{path}: {response.status} {answer[:500]!r}")
     return answer

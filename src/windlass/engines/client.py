@@ -11,7 +11,7 @@ from windlass.control.client import AgentChannel, CommandHandler
 from windlass.control.hooks import EngineHooks
 from windlass.control.messages import PROTOCOL_VERSION, Hello
 from windlass.execution.base import ParameterMemory
-from windlass.execution.receiver import Receiver
+from windlass.execution.receiver import Elsewhere, Receiver
 from windlass.execution.sender import Sender
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.transports.addresses import own_address
@@ -38,8 +38,10 @@ class EngineClient:
         rank: of this process in it, 0 to `world_size` - 1.
         world_size: ranks of the engine.
         url: where the engine serves requests; given by rank 0.
-        can_send: whether other engines may be brought up, or relayed to, from this one.
+        can_send: whether other engines may be brought up, or relayed to, from this one; not where
+            the parameters are elsewhere.
         connect_deadline_s: how long to wait for the controller.
+        elsewhere: the live parameters are another process's, and `addresses` are copies of them.
         intercept: stands between channel and agent, for tests that inject faults.
 
     Attributes:
@@ -65,6 +67,7 @@ class EngineClient:
         url: str = "",
         can_send: bool = True,
         connect_deadline_s: float = 60.0,
+        elsewhere: Elsewhere | None = None,
         intercept: Callable[[EngineAgent], CommandHandler] | None = None,
     ) -> None:
         memory = tuple(
@@ -72,7 +75,7 @@ class EngineClient:
             for address, parameter in zip(addresses, manifest.parameters, strict=True)
         )
         self._transport = transport
-        self._receiver = Receiver(transport, manifest, addresses, regions)
+        self._receiver = Receiver(transport, manifest, addresses, regions, elsewhere)
         self._sender = Sender(transport, manifest, lambda: memory, registered=regions)
         self.agent = agent = EngineAgent(
             self._receiver,

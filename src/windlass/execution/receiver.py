@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Mapping, Sequence
-from typing import final
+from typing import Protocol, final
 
 from windlass.config import UpdateMode
 from windlass.errors import PlanError
@@ -23,11 +23,37 @@ from windlass.memory.arena import Arena
 from windlass.memory.digest import hash_strided, new_digest
 from windlass.memory.packing import copy_strided
 from windlass.planning.plan import CopyMode, TransferPlan
-from windlass.transports.base import MemoryRegion, OneSidedTransport
+from windlass.transports.base import (
+    MemoryRegion,
+    OneSidedTransport,
+    PeerEndpoint,
+    RemoteRegion,
+)
 
-__all__ = ["Receiver"]
+__all__ = ["Elsewhere", "Receiver"]
 
 ALIGNMENT = 64
+
+
+class Elsewhere(Protocol):
+    """Live parameters of another process, which runs no code of ours; here are copies of them.
+
+    Attributes:
+        endpoint: of the other process. regions: what it has registered.
+        addresses: of the live parameters there, in manifest order.
+    """
+
+    endpoint: PeerEndpoint
+    regions: tuple[RemoteRegion, ...]
+    addresses: tuple[int, ...]
+
+    def fetch(self) -> None:
+        """Bring the copies up to date; blocks.
+
+        Raises:
+            TransferError: they may not be.
+        """
+        ...
 
 
 @final
@@ -39,6 +65,7 @@ class Receiver:
         manifest: of this rank.
         parameter_addresses: of the live parameters, in manifest order; they never move.
         regions: registered regions that contain every live parameter.
+        elsewhere: peers write these, and `parameter_addresses` are the copies that are verified.
     """
 
     def __init__(
@@ -47,6 +74,7 @@ class Receiver:
         manifest: ShardManifest,
         parameter_addresses: Sequence[int],
         regions: Sequence[MemoryRegion],
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         if len(parameter_addresses) != len(manifest.parameters):
             raise PlanError(
@@ -57,6 +85,7 @@ class Receiver:
         self._manifest = manifest
         self._live = tuple(parameter_addresses)
         self._regions = tuple(regions)
+        self._elsewhere = elsewhere
         self._targets = self._live
         self._shadow: Arena | None = None
         self._landing: Arena | None = None
@@ -72,6 +101,11 @@ class Receiver:
     def regions(self) -> tuple[MemoryRegion, ...]:
         """Registered regions that contain every live parameter."""
         return self._regions
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the live parameters are another process's; only one-sided writes reach those."""
+        return self._elsewhere is not None
 
     @property
     def manifest(self) -> ShardManifest:
@@ -113,6 +147,8 @@ class Receiver:
         if (plan.ops.mode == CopyMode.LOADER).any():
             raise PlanError(f"{self._manifest.worker}: this receiver has no loader for loader ops")
         self._programs = {p.peer: p for p in bind_links(plan, sending=False)}
+        if self._elsewhere is not None:
+            return self._bind_elsewhere(self._elsewhere, mode, plan.landing_nbytes[index])
         self._prepare_shadow(mode)
         self._written = _written_ranges(self._programs.values())
         self._prepare_landing(plan.landing_nbytes[index])
@@ -127,6 +163,8 @@ class Receiver:
 
     def verify(self, expected: Mapping[str, str]) -> tuple[str, ...]:
         """Sources whose bytes do not have the expected digest, or that send nothing here."""
+        if self._elsewhere is not None:
+            self._elsewhere.fetch()
         mismatched = []
         for source, digest in sorted(expected.items()):
             program = self._programs.get(source)
@@ -157,6 +195,25 @@ class Receiver:
             if arena is not None:
                 arena.close()
         self._shadow = self._landing = None
+
+    def _bind_elsewhere(
+        self, elsewhere: Elsewhere, mode: UpdateMode, landing_nbytes: int
+    ) -> DestinationBinding:
+        worker = self._manifest.worker
+        if mode is not UpdateMode.IN_PLACE:
+            raise PlanError(f"{worker}: mode must be in_place, as no shadow fits there, got {mode}")
+        if landing_nbytes:
+            raise PlanError(
+                f"{worker}: {landing_nbytes} bytes are strided there and would have to land in a "
+                "buffer of that process; use a trainer layout whose shards are not cut by columns, "
+                "or a lower PlanPolicy.direct_min_run_bytes"
+            )
+        return DestinationBinding(
+            worker=worker,
+            endpoint=elsewhere.endpoint,
+            regions=elsewhere.regions,
+            parameter_addresses=elsewhere.addresses,
+        )
 
     def _prepare_shadow(self, mode: UpdateMode) -> None:
         if mode is UpdateMode.IN_PLACE:

@@ -19,7 +19,7 @@ from pathlib import Path
 from windlass.errors import TransferFailed
 from windlass.telemetry.clock import Deadline
 
-__all__ = ["cut_inbound", "cut_marked", "listening_ports", "new_mark"]
+__all__ = ["cut_inbound", "cut_marked", "dialled", "listening_ports", "new_mark"]
 
 FIRST_BACKOFF_S = 0.001
 MAX_SYN_RETRIES = 127
@@ -32,6 +32,15 @@ def listening_ports() -> frozenset[int]:
         with contextlib.suppress(OSError):
             if own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 found.add(int(own.getsockname()[1]))
+    return frozenset(found)
+
+
+def dialled() -> frozenset[tuple[int, int]]:
+    """(own port, peer's port) of every TCP connection of this process, either way."""
+    found = set()
+    for own in _sockets():
+        with contextlib.suppress(OSError):  # not connected
+            found.add((int(own.getsockname()[1]), int(own.getpeername()[1])))
     return frozenset(found)
 
 

@@ -30,6 +30,7 @@ from windlass.transports.inbound import cut_inbound
 from windlass.transports.mooncake_native import MAX_PIECES, Started, start_engine
 from windlass.transports.mooncake_peer import (
     TOKEN_NBYTES,
+    Direction,
     MooncakePeer,
     door_name,
     format_incarnation,
@@ -148,15 +149,29 @@ class MooncakeTransport:
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
         """See `OneSidedTransport.write`."""
+        self._move(batch, deadline_s, Direction.WRITE)
+
+    def read(self, batch: WriteBatch, *, deadline_s: float) -> None:
+        """Read the pieces of a peer's memory into local registered memory; the batch's mirror image.
+
+        Raises:
+            RegionError, PeerUnreachable, TransferFailed: as `write`.
+            TransferOutcomeUnknown: bytes may still land in the local memory.
+        """
+        self._move(batch, deadline_s, Direction.READ)
+
+    def _move(self, batch: WriteBatch, deadline_s: float, direction: Direction) -> None:
         check_batch(self._table, batch, "mooncake")
-        deadline = Deadline.after(deadline_s, f"mooncake write to {batch.endpoint.address}")
+        deadline = Deadline.after(deadline_s, f"mooncake {direction} to {batch.endpoint.address}")
         peer = self._peer(batch.endpoint)
         peer.confirm(deadline)
         pieces = cut_at_edges(
             merge_adjacent(batch.local_addresses, batch.remote_addresses, batch.nbytes),
-            local=[e for s, n in self._table.spans() for e in edges_of(s, n, self._step_nbytes)],
+            local=[e for span in self._table.spans() for e in self._starts(*span)],
             remote=[
-                e for r in batch.regions for e in edges_of(r.address, r.nbytes, _step_of(r.key))
+                edge
+                for r in batch.regions
+                for edge in (r.address, *edges_of(r.address, r.nbytes, _step_of(r.key)))
             ],
         )
         local, remote, nbytes = split_pieces(*pieces, MAX_CALL_NBYTES)
@@ -165,7 +180,8 @@ class MooncakeTransport:
         while start < len(nbytes):
             fits = int(np.searchsorted(cumulative, written + MAX_CALL_NBYTES, "right"))
             stop = min(start + MAX_PIECES, max(start + 1, fits))
-            peer.write(
+            peer.move(
+                direction,
                 local[start:stop].tolist(),
                 remote[start:stop].tolist(),
                 nbytes[start:stop].tolist(),

@@ -26,6 +26,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from enum import StrEnum
 from typing import final
 
 import numpy as np
@@ -37,7 +38,7 @@ from windlass.transports.base import PeerEndpoint
 from windlass.transports.door import INCARNATION_NBYTES, Doorway
 from windlass.transports.mooncake_native import Started
 
-__all__ = ["TOKEN_NBYTES", "MooncakePeer", "format_incarnation"]
+__all__ = ["TOKEN_NBYTES", "Direction", "MooncakePeer", "door_name", "format_incarnation"]
 
 TOKEN_NBYTES = 16
 PROMPT_S = 2.0
@@ -46,12 +47,25 @@ CONNECT_S = 1.0
 READS = 4
 _OTHER_PROCESS = 1
 
-_INCARNATION = re.compile(r"([0-9a-f]{32})@([0-9a-f]{1,16})(?::([0-9]{1,5}))?")
+_INCARNATION = re.compile(r"(~?)([0-9a-f]{32})@([0-9a-f]{1,16})(?::([0-9]{1,5}))?")
+_VOUCHED = "~"
 
 
-def format_incarnation(token: bytes, address: int, door_port: int) -> str:
-    """A random token, where its owner keeps it for peers to read, and its door; 0 for none."""
-    return f"{token.hex()}@{address:x}" + (f":{door_port}" if door_port else "")
+class Direction(StrEnum):
+    """Which side's memory is the source."""
+
+    READ = "read"
+    WRITE = "write"
+
+
+def format_incarnation(token: bytes, address: int, door_port: int, *, vouched: bool = False) -> str:
+    """A random token, where its owner keeps it for peers to read, and its door; 0 for none.
+
+    `vouched`: the memory's owner knows nothing of the token, another process tells it at its door;
+    there is something to read at `address`, and that is all that a peer asks of the owner.
+    """
+    mark = _VOUCHED if vouched else ""
+    return f"{mark}{token.hex()}@{address:x}" + (f":{door_port}" if door_port else "")
 
 
 def door_name(token: bytes) -> str:
@@ -119,8 +133,11 @@ class MooncakePeer:
             )
         self.started = started
         self.endpoint = endpoint
-        self._token, self._token_address = bytes.fromhex(match[1]), int(match[2], 16)
-        self._door_port = int(match[3] or 0)
+        self._vouched = match[1] == _VOUCHED
+        self._token, self._token_address = bytes.fromhex(match[2]), int(match[3], 16)
+        self._door_port = int(match[4] or 0)
+        if self._vouched and not self._door_port:
+            raise PeerUnreachable(f"mooncake: nobody vouches for {endpoint.incarnation!r}")
         self._doorway: Doorway | None = None
         self._gone = False
         self._waiting: set[_Call] = set()
@@ -181,8 +198,13 @@ class MooncakePeer:
                 return code
         return code
 
-    def write(
-        self, local: list[int], remote: list[int], nbytes: list[int], deadline: Deadline
+    def move(
+        self,
+        direction: Direction,
+        local: list[int],
+        remote: list[int],
+        nbytes: list[int],
+        deadline: Deadline,
     ) -> None:
         """One native call.
 
@@ -193,8 +215,13 @@ class MooncakePeer:
         """
         self._refuse_poisoned(deadline)
         deadline.check_before_more()
-        write = self.started.engine.batch_transfer_sync_write
-        call = self._start(lambda: write(self.endpoint.address, local, remote, nbytes))
+        engine = self.started.engine
+        native = (
+            engine.batch_transfer_sync_write
+            if direction is Direction.WRITE
+            else engine.batch_transfer_sync_read
+        )
+        call = self._start(lambda: native(self.endpoint.address, local, remote, nbytes))
         if not call.done.wait(deadline.remaining_s):
             if call.withdraw():
                 self._refuse_poisoned(deadline)
@@ -301,6 +328,8 @@ class MooncakePeer:
         code = self.started.engine.transfer_sync_read(
             self.endpoint.address, self._page_address, self._token_address, TOKEN_NBYTES
         )
+        if self._vouched:
+            return code
         if code == 0 and self._page[:TOKEN_NBYTES].tobytes() != self._token:
             return _OTHER_PROCESS
         return code

@@ -26,7 +26,7 @@ from windlass.engines.capture.memory import fingerprints, held_by
 from windlass.engines.membership import Membership
 from windlass.errors import PeerUnreachable, UnsupportedLayout
 
-__all__ = ["AtRest", "Digests", "Join", "Joined", "SglangApi", "order_ranks", "run"]
+__all__ = ["AtRest", "Digests", "Join", "Joined", "SglangApi", "load_again", "order_ranks", "run"]
 
 HOOK = "windlass.engines.sglang.hook.run"
 
@@ -86,7 +86,7 @@ def _join(model: torch.nn.Module, order: Join, rank: int) -> None:
     settings = order.settings
 
     def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        _load(model, weights)
+        load_again(model, weights)
 
     def learn() -> Captured:
         return capture(
@@ -104,7 +104,7 @@ def _join(model: torch.nn.Module, order: Join, rank: int) -> None:
     (Path(order.folder) / str(rank)).write_bytes(msgspec.json.encode(joined))
 
 
-def _load(model: torch.nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+def load_again(model: torch.nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
     """As SGLang loads weights while it runs: unpack, load, post-process."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 

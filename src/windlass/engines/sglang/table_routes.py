@@ -1,0 +1,217 @@
+"""What an SGLang server tells of itself over HTTP: its settings, and where its weights lie.
+
+Started with `--remote-instance-weight-loader-start-seed-via-transfer-engine`, every tensor-parallel
+rank has registered its parameters with a Mooncake engine of its own, and the server tells the table.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import final
+
+import msgspec
+
+from windlass.config import PauseMode
+from windlass.engines.attach import get, post
+from windlass.errors import ConfigError, PeerUnreachable, UnsupportedLayout
+
+__all__ = ["ENABLING", "Entry", "ServerInfo", "TableRoutes", "WeightTable", "refuse_unsafe_server"]
+
+ENABLING = "--remote-instance-weight-loader-start-seed-via-transfer-engine"
+_ALL_NAMES = ""
+"""Is part of every name: a checksum that skips these tensors computes nothing."""
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """Where a parameter lies in the rank's process; `itemsize` in bytes."""
+
+    address: int
+    numel: int
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of all elements; SGLang tells no strides."""
+        return self.numel * self.itemsize
+
+
+class WeightTable(msgspec.Struct, frozen=True, array_like=True):
+    """Of one rank: address of its Mooncake engine, and its parameters by name."""
+
+    session: str
+    entries: dict[str, Entry]
+
+
+class _TableAnswer(msgspec.Struct, frozen=True):
+    rank: int
+    remote_instance_transfer_engine_info: WeightTable
+
+
+class ServerInfo(msgspec.Struct, frozen=True):
+    """The settings that matter here; names and meanings are SGLang's.
+
+    Attributes:
+        launch_command: options after the program's name, as a shell would read them.
+    """
+
+    version: str
+    device: str
+    launch_command: str | None = None
+    tp_size: int = 1
+    pp_size: int = 1
+    dp_size: int = 1
+    nnodes: int = 1
+    enable_memory_saver: bool = False
+    enable_lora: bool | None = None
+    enable_eplb: bool = False
+    enable_dp_attention: bool = False
+    quantization: str | None = None
+    speculative_algorithm: str | None = None
+    cpu_offload_gb: float = 0
+    load_format: str = "auto"
+
+    def arguments(self) -> tuple[str, ...]:
+        """What the server was started with, less what would start another table."""
+        words = shlex.split(self.launch_command or "")
+        return tuple(word for word in words if word != ENABLING)
+
+
+class _Rank(msgspec.Struct, frozen=True):
+    tp_rank: int
+
+
+class _Checksums(msgspec.Struct, frozen=True):
+    checksums: dict[str, str]
+    parallelism_info: list[_Rank]
+
+
+class _CheckerAnswer(msgspec.Struct, frozen=True):
+    success: bool
+    message: str = ""
+    ranks: list[_Checksums] = []
+
+
+def refuse_unsafe_server(info: ServerInfo, installed: str) -> None:
+    """Check what the server was started with.
+
+    Args:
+        info: of the server.
+        installed: version of SGLang in this environment.
+
+    Raises:
+        ConfigError: names a setting with which an update would be wrong, and why.
+    """
+    hidden = "its tensors are not in the table"
+    rules: Mapping[str, tuple[object, object, str]] = {
+        "version": (info.version, installed, "the layout is learnt from the model class here"),
+        "pp_size": (info.pp_size, 1, "the table knows tensor-parallel ranks only"),
+        "dp_size": (info.dp_size, 1, "the table knows tensor-parallel ranks only"),
+        "nnodes": (info.nnodes, 1, "every rank needs a process of this program on its host"),
+        "enable_memory_saver": (info.enable_memory_saver, False, "released memory moves"),
+        "enable_lora": (bool(info.enable_lora), False, "wrapped layers are rebuilt per adapter"),
+        "enable_eplb": (info.enable_eplb, False, "experts move between ranks"),
+        "enable_dp_attention": (info.enable_dp_attention, False, "ranks come to rest apart"),
+        "quantization": (info.quantization, None, "quantised weights are computed, not copied"),
+        "speculative_algorithm": (info.speculative_algorithm, None, f"of a draft model, {hidden}"),
+        "cpu_offload_gb": (info.cpu_offload_gb, 0, "offloaded weights move"),
+        "load_format": (
+            info.load_format in {"auto", "safetensors"},
+            True,
+            "no checkpoint to compare",
+        ),
+    }
+    for name, (found, wanted, reason) in rules.items():
+        if found != wanted:
+            raise ConfigError(f"server: {name} must be {wanted}, got {found}: {reason}")
+    if info.launch_command is None:
+        raise ConfigError(
+            "server: launch_command must be told in /server_info, so that its model can be built "
+            "here, got none: start it as a program, not as a library"
+        )
+
+
+@final
+class TableRoutes:
+    """Of one server.
+
+    Args:
+        url: of the server. world_size: its tensor-parallel ranks; 0 before they are known.
+    """
+
+    def __init__(self, url: str, world_size: int = 0) -> None:
+        self.url, self.world_size = url, world_size
+
+    def info(self) -> ServerInfo:
+        """Settings, as resolved by the server.
+
+        Raises:
+            PeerUnreachable, PeerTimeout: it does not answer, or not as SGLang does.
+        """
+        try:
+            return msgspec.json.decode(get(self.url, "/server_info"), type=ServerInfo)
+        except msgspec.DecodeError as error:
+            raise PeerUnreachable(
+                f"{self.url}/server_info: not SGLang's answer: {error}"
+            ) from error
+
+    def table(self, rank: int) -> WeightTable:
+        """Where the weights of a rank lie.
+
+        Raises:
+            UnsupportedLayout: the server has no table, or an empty one.
+            PeerTimeout: it does not answer.
+        """
+        path = f"/remote_instance_transfer_engine_info?rank={rank}"
+        try:
+            answer = msgspec.json.decode(get(self.url, path), type=_TableAnswer)
+        except (PeerUnreachable, msgspec.DecodeError) as error:
+            raise UnsupportedLayout(
+                f"rank {rank}: no table at {self.url}: start the server with {ENABLING}, a "
+                f"--engine-info-bootstrap-port of its own, and mooncake in its environment ({error})"
+            ) from error
+        table = answer.remote_instance_transfer_engine_info
+        if not table.session or not table.entries:
+            raise UnsupportedLayout(f"rank {rank}: the table at {self.url} is empty")
+        return table
+
+    def pause(self, mode: PauseMode, deadline_s: float) -> None:
+        """Return once no rank reads weights any more.
+
+        The server's checksum of no tensor at all is what proves it: every rank comes past in its
+        main loop, after every earlier step, synchronises its device, and is waited for by all.
+
+        Raises:
+            PeerUnreachable, PeerTimeout: it is not at rest.
+        """
+        post(self.url, "/pause_generation", {"mode": str(mode)}, deadline_s)
+        self.checksums(deadline_s, skip=(_ALL_NAMES,))
+        if mode is not PauseMode.IN_PLACE:
+            post(self.url, f"/flush_cache?timeout={deadline_s}", {}, deadline_s)
+
+    def resume(self) -> None:
+        """Go on generating."""
+        post(self.url, "/continue_generation", {})
+
+    def set_version(self, version: int) -> None:
+        """Running requests are not aborted."""
+        body = {"new_version": str(version), "abort_all_requests": False}
+        post(self.url, "/update_weight_version", body)
+
+    def checksums(self, deadline_s: float, skip: Sequence[str] = ()) -> dict[int, dict[str, str]]:
+        """By rank and name, of what the model holds, computed by SGLang.
+
+        Raises:
+            PeerUnreachable: a rank did not take part.
+        """
+        body = {"action": "checksum", "selector": "target", "skip_tensor_list": list(skip)}
+        answer = msgspec.json.decode(
+            post(self.url, "/weights_checker", body, deadline_s), type=_CheckerAnswer
+        )
+        found = {r.parallelism_info[0].tp_rank: r.checksums for r in answer.ranks}
+        if not answer.success or sorted(found) != list(range(self.world_size)):
+            raise PeerUnreachable(
+                f"{self.url}/weights_checker: ranks must be 0..{self.world_size - 1}, got "
+                f"{sorted(found)}: {answer.message}"
+            )
+        return found
