@@ -225,7 +225,7 @@ VENVS = {
     "vllm": Path(os.environ.get("WINDLASS_VLLM_VENV", ROOT / ".venv-vllm")),
     "sglang": Path(os.environ.get("WINDLASS_SGLANG_VENV", ROOT / ".venv-sglang")),
 }
-_FLAGS = {
+FLAGS = {
     "vllm": [
         *("--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "128"),
         *("--max-num-seqs", "4", "--max-num-batched-tokens", "256", "--skip-tokenizer-init"),
@@ -236,7 +236,6 @@ _FLAGS = {
         *("--sampling-backend", "pytorch", "--disable-cuda-graph", "--skip-server-warmup"),
         *("--max-total-tokens", "4096", "--disable-overlap-schedule", "--skip-tokenizer-init"),
         *("--mem-fraction-static", "0.5", "--dtype", "bfloat16"),
-        *("--custom-weight-loader", HOOK, "sglang_fresh.run"),
     ],
 }
 _ENVIRONMENT = {
@@ -248,6 +247,23 @@ _ENVIRONMENT = {
     },
     "sglang": {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_HOST_IP": "127.0.0.1"},
 }
+_ORACLE: dict[str, tuple[str, ...]] = {
+    "vllm": (),
+    "sglang": ("--custom-weight-loader", HOOK, "sglang_fresh.run"),
+}
+
+
+def environment(engine: str, tp: int, python_path: str) -> dict[str, str]:
+    """Of an engine's processes."""
+    return {
+        **os.environ,
+        **_ENVIRONMENT[engine],
+        **({"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if tp == 2 else {}),
+        "PYTHONPATH": python_path,
+        "WINDLASS_TOKEN": TOKEN,
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 @contextmanager
@@ -270,17 +286,10 @@ def serving(
                 *("--name", "engine", "--model", str(model), "--port", str(port)),
                 *("--tp", str(tp), "--controller", controller, "--transport", transport),
                 *(("--adapter", f"{ADAPTER}={adapter}") if adapter else ()),
-                *_FLAGS[engine],
+                *FLAGS[engine],
+                *_ORACLE[engine],
             ],
-            env={
-                **os.environ,
-                **_ENVIRONMENT[engine],
-                **({"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if tp == 2 else {}),
-                "PYTHONPATH": f"{ROOT / 'src'}:{Path(__file__).parent}",
-                "WINDLASS_TOKEN": TOKEN,
-                "HF_HUB_OFFLINE": "1",
-                "TOKENIZERS_PARALLELISM": "false",
-            },
+            env=environment(engine, tp, f"{ROOT / 'src'}:{Path(__file__).parent}"),
             stdout=subprocess.PIPE,
             stderr=stream,
             text=True,

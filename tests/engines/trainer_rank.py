@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,19 +23,25 @@ from servers import CONFIGS, adapted, build
 
 import windlass
 from windlass.layout.naming.adapters import adapter_names
+from windlass.telemetry.clock import Deadline
 from windlass.training.client import TrainerClient
+from windlass.transports.mooncake_peer import Direction, MooncakePeer
 
 NUM_TOKENS = 16
 LEARNING_RATE = 0.02
 
 
 class Order(msgspec.Struct, frozen=True):
-    """Train a step, write the weights to `checkpoint`, publish them as `version`."""
+    """Train a step, write the weights to `checkpoint`, publish them as `version`.
+
+    dies: rank 0 kills itself when half of its first write to an engine has arrived (Mooncake).
+    """
 
     url: str
     transport: str
     version: int
     checkpoint: str
+    dies: bool = False
 
 
 class Trained(Protocol):
@@ -66,6 +73,8 @@ def main() -> None:
         trained.save(Path(order.checkpoint))
         if rank == 0:
             shutil.copy(folder / "config.json", order.checkpoint)
+        if order.dies and rank == 0:
+            die_in_mid_write()
         with trained.connect(order.url, order.transport) as client:
             report = client.publish(order.version)
         os.write(1, msgspec.json.encode({"digest_ok": report.digest_ok}) + b"\n")
@@ -78,6 +87,26 @@ def trained_by(name: str, kind: str, layout: Mapping[str, Any], folder: Path) ->
         return Megatron(kind, layout, folder)
     base = kind.removesuffix("+lora")
     return Fsdp(kind) if base == kind else FsdpAdapter(base)
+
+
+def die_in_mid_write() -> None:
+    """Every Mooncake write of this process from now on is its last."""
+    move = MooncakePeer.move
+
+    def half(
+        peer: MooncakePeer,
+        direction: Direction,
+        local: list[int],
+        remote: list[int],
+        nbytes: list[int],
+        deadline: Deadline,
+    ) -> None:
+        count = max(len(nbytes) // 2, 1)
+        sizes = nbytes[:count] if len(nbytes) > 1 else [max(nbytes[0] // 2, 1)]
+        move(peer, direction, local[:count], remote[:count], sizes, deadline)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(MooncakePeer, "move", half)  # noqa: B010 - a method of a final class
 
 
 class Fsdp:

@@ -111,19 +111,15 @@ class MooncakeSession:
         Raises:
             TransferFailed: such a connection is there after `deadline_s`.
         """
-        if self._inner.report().protocol == "rdma":
-            return
-        deadline = Deadline.after(deadline_s, f"fence of {self._endpoint.address}")
-        self._connect(deadline)
-        backoff_s = FIRST_BACKOFF_S
-        while num := self._doubtful():
-            if deadline.remaining_s == 0:
-                raise TransferFailed(
-                    f"{deadline.purpose}: {num} connections from other hosts are open; end the "
-                    "trainers that made them, or start the engine anew"
-                )
-            threading.Event().wait(backoff_s)  # nothing tells when another process closes a socket
-            backoff_s *= 2
+        self._wait_alone(Deadline.after(deadline_s, f"fence of {self._endpoint.address}"), True)
+
+    def require_alone(self, *, deadline_s: float) -> None:
+        """As `fence`, for a process that has just come and does not know who wrote before it.
+
+        Raises:
+            TransferFailed: somebody else is connected after `deadline_s`, alive or not.
+        """
+        self._wait_alone(Deadline.after(deadline_s, f"join of {self._endpoint.address}"), False)
 
     def close(self) -> None:
         """See `OneSidedTransport.close`; the other process keeps its registration."""
@@ -134,12 +130,26 @@ class MooncakeSession:
         self._inner.close()
         os.close(self._process)
 
-    def _doubtful(self) -> int:
-        """Connections to the other engine of which nobody knows whether their sender lives."""
+    def _wait_alone(self, deadline: Deadline, trust_the_living: bool) -> None:
+        if self._inner.report().protocol == "rdma":
+            return
+        self._connect(deadline)
+        backoff_s = FIRST_BACKOFF_S
+        while num := self._num_others(trust_the_living):
+            if deadline.remaining_s == 0:
+                raise TransferFailed(
+                    f"{deadline.purpose}: {num} connections are open over which bytes may come; end "
+                    "the trainers that made them, or start the engine anew"
+                )
+            threading.Event().wait(backoff_s)  # nothing tells when another process closes a socket
+            backoff_s *= 2
+
+    def _num_others(self, trust_the_living: bool) -> int:
+        """Connections to where the other engine takes bytes."""
         listening = listening_ports_of(self._owner) - {self._session_port}
         own = {mine: theirs for mine, theirs in dialled() if theirs in listening}
         return sum(
-            connection.port not in own and not connection.peer_lives
+            connection.port not in own and not (trust_the_living and connection.peer_lives)
             for port in set(own.values())
             for connection in connections_to(port)
         )

@@ -27,6 +27,7 @@ from windlass.envs import control_token
 from windlass.errors import WindlassError
 
 CONNECT_DEADLINE_S = 60.0
+ALONE_DEADLINE_S = 10.0
 ENGINE_ENDED = 3
 
 
@@ -84,6 +85,7 @@ def _prove(order: RankOrder) -> tuple[TableRank, RankReport]:
 
 
 def _join(order: RankOrder, rank: TableRank) -> EngineClient:
+    rank.session.require_alone(deadline_s=ALONE_DEADLINE_S)
     return EngineClient(
         manifest=rank.captured.manifest,
         addresses=rank.captured.addresses,

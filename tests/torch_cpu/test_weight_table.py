@@ -1,0 +1,222 @@
+"""A server's own table of weights is compared with what was learnt, and unsafe servers are refused."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from windlass.config import PauseMode, UpdateMode
+from windlass.control.agents import EngineAgent
+from windlass.control.messages import BeginByHand
+from windlass.control.relay_messages import OpenRelay
+from windlass.engines.capture.capture import Captured
+from windlass.engines.sglang.table_proof import check_agreement
+from windlass.engines.sglang.table_routes import (
+    ENABLING,
+    Entry,
+    ServerInfo,
+    TableRoutes,
+    WeightTable,
+    refuse_unsafe_server,
+)
+from windlass.errors import (
+    ConfigError,
+    PeerUnreachable,
+    PlanError,
+    ProtocolError,
+    UnsupportedLayout,
+)
+from windlass.execution.receiver import Receiver
+from windlass.layout.box import Box
+from windlass.layout.dtypes import DType
+from windlass.layout.manifest import ManifestBuilder, Role
+from windlass.memory.digest import new_digest
+from windlass.planning.planner import plan_transfer
+from windlass.testing.resting_engine import RestingEngine
+from windlass.transports.base import PeerEndpoint, RemoteRegion
+from windlass.transports.memory import MemoryTransport
+
+SAFE: dict[str, Any] = {
+    "version": "0.5.23",
+    "device": "cpu",
+    "launch_command": f"--model-path '/a b' {ENABLING} --tp-size 2",
+}
+
+
+def captured(*names: str) -> Captured:
+    builder = ManifestBuilder("a/0", Role.ENGINE)
+    for name in names:
+        builder.add_parameter(name, nbytes=24, dtype=DType.FLOAT32, padding_nbytes=0)
+        builder.add_shard(name, (6,), Box((0,), (6,)), name, offset_bytes=0, strides_bytes=(4,))
+    addresses = tuple(range(4096, 4096 + 64 * len(names), 64))
+    return Captured(builder.build(), addresses, (), (), ())
+
+
+def table(**entries: Entry) -> WeightTable:
+    return WeightTable("127.0.0.1:1", entries)
+
+
+MODEL = {"a": torch.zeros(6), "b": torch.zeros(6)}
+SIX = Entry(4096, 6, 4)
+
+
+def test_a_table_of_the_same_names_and_sizes_agrees() -> None:
+    check_agreement(table(a=SIX, b=SIX), MODEL, captured("a"))
+
+
+@pytest.mark.parametrize(
+    ("told", "learnt", "words"),
+    [
+        (table(a=SIX), captured("a"), "missing in the table: ['b']"),
+        (table(a=SIX, b=SIX, c=SIX), captured("a"), "in the table only: ['c']"),
+        (table(a=SIX, b=Entry(1, 6, 2)), captured("a"), "b (6, 2) instead of (6, 4)"),
+        (table(a=SIX, b=SIX), captured("w_kc"), "not in the table: ['w_kc']"),
+    ],
+)
+def test_what_the_table_lacks_or_has_otherwise_is_refused_by_name(
+    told: WeightTable, learnt: Captured, words: str
+) -> None:
+    with pytest.raises(UnsupportedLayout) as refused:
+        check_agreement(told, MODEL, learnt)
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("version", "0.5.22"),
+        ("pp_size", 2),
+        ("dp_size", 2),
+        ("nnodes", 2),
+        ("enable_memory_saver", True),
+        ("enable_lora", True),
+        ("enable_eplb", True),
+        ("enable_dp_attention", True),
+        ("quantization", "fp8"),
+        ("speculative_algorithm", "EAGLE"),
+        ("cpu_offload_gb", 1),
+        ("load_format", "dummy"),
+        ("launch_command", None),
+    ],
+)
+def test_a_server_with_a_setting_that_updates_cannot_survive_is_refused(
+    name: str, value: object
+) -> None:
+    refuse_unsafe_server(msgspec.convert(SAFE, ServerInfo), "0.5.23")
+    with pytest.raises(ConfigError, match=f"server: {name} must be"):
+        refuse_unsafe_server(msgspec.convert({**SAFE, name: value}, ServerInfo), "0.5.23")
+
+
+def test_the_model_is_built_with_the_servers_own_options() -> None:
+    info = msgspec.convert(SAFE, ServerInfo)
+    assert info.arguments() == ("--model-path", "/a b", "--tp-size", "2")
+
+
+@contextmanager
+def answering(answers: dict[str, object]) -> Iterator[tuple[str, list[str]]]:
+    """A server that answers these routes with JSON, 400 the rest, and notes what it was asked."""
+    asked: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            answer = answers.get(self.path)
+            body = json.dumps(answer).encode()
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(400 if answer is None else 200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET  # noqa: N815 - the base class's name
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", asked
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def test_a_server_without_a_table_is_refused_with_the_option_that_makes_one() -> None:
+    with answering({}) as (url, _), pytest.raises(UnsupportedLayout, match=ENABLING):
+        TableRoutes(url, 1).table(0)
+
+
+def test_an_engine_is_at_rest_only_if_every_rank_has_answered() -> None:
+    rank = {"checksums": {}, "parallelism_info": [{"tp_rank": 0}]}
+    answers: dict[str, object] = {
+        "/pause_generation": {},
+        "/weights_checker": {"success": True, "message": "", "ranks": [rank]},
+        "/flush_cache?timeout=5.0": {},
+    }
+    with answering(answers) as (url, asked):
+        TableRoutes(url, 1).pause(PauseMode.RETRACT, 5.0)
+        assert asked == list(answers)
+        with pytest.raises(PeerUnreachable, match=r"ranks must be 0\.\.1"):
+            TableRoutes(url, 2).pause(PauseMode.RETRACT, 5.0)
+
+
+class There:
+    """Parameters of another process, which this test only names."""
+
+    def __init__(self) -> None:
+        self.endpoint = PeerEndpoint("memory", "there", "1")
+        self.regions: tuple[RemoteRegion, ...] = (RemoteRegion(self.endpoint, 4096, 24),)
+        self.addresses: tuple[int, ...] = (4096,)
+        self.num_fetched = 0
+
+    def fetch(self) -> None:
+        self.num_fetched += 1
+
+
+def test_an_engine_without_an_agent_takes_part_in_no_relay_and_no_update_by_hand() -> None:
+    transport, learnt = MemoryTransport(), captured("a")
+    receiver = Receiver(transport, learnt.manifest, learnt.addresses, (), There())
+    agent = EngineAgent(receiver, RestingEngine())
+    try:
+        for command in (BeginByHand(), OpenRelay()):
+            with pytest.raises(ProtocolError, match="a process without an agent"):
+                agent.handle(command, epoch=1, round_number=1)
+    finally:
+        agent.close()
+        transport.close()
+
+
+def test_parameters_of_another_process_are_written_in_place_and_verified_as_copies() -> None:
+    transport, learnt, there = MemoryTransport(), captured("a"), There()
+    copies = torch.arange(6, dtype=torch.float32)
+    receiver = Receiver(transport, learnt.manifest, (copies.data_ptr(),), (), there)
+    trainer = ManifestBuilder("t/0", Role.TRAINER)
+    trainer.add_parameter("a", nbytes=24, dtype=DType.FLOAT32, padding_nbytes=0)
+    trainer.add_shard("a", (6,), Box((0,), (6,)), "a", offset_bytes=0, strides_bytes=(4,))
+    plan = plan_transfer([trainer.build()], [learnt.manifest]).for_destination("a/0")
+    with pytest.raises(PlanError, match="mode must be in_place"):
+        receiver.connect(plan, UpdateMode.STAGED)
+    binding = receiver.connect(plan, UpdateMode.IN_PLACE)
+    assert (binding.endpoint, binding.regions, binding.parameter_addresses) == (
+        there.endpoint,
+        there.regions,
+        there.addresses,
+    )
+    digest = new_digest()
+    digest.update(copies.numpy().tobytes())
+    assert receiver.verify({"t/0": digest.hexdigest()}) == ()
+    assert there.num_fetched == 1
+    copies[3] = 9
+    assert receiver.verify({"t/0": digest.hexdigest()}) == ("t/0",)
+    transport.close()
