@@ -159,15 +159,22 @@ def publish_all(server: Server, controller: windlass.Controller, old: Path, fold
                 ranks.publish(Order(controller.url, "mooncake", version, str(checkpoint)))
                 assert routable(controller) == {NAME: version}
                 check_answers(server, checkpoint, old, version)
+            before = checksums(server)
             with pytest.raises(AssertionError):  # no answer
                 ranks.publish(Order(controller.url, "mooncake", 3, str(folder / "3"), dies=True))
             wait_until_mixed(controller)
+            assert checksums(server) != before  # half of a write has arrived
         assert routable(controller) == {}
         successor = save("dense", 1, folder / "successor")
         with training(FSDP, "dense", successor) as ranks:
             ranks.publish(Order(controller.url, "mooncake", 4, str(folder / "4")))
         assert routable(controller) == {NAME: 4}
         check_answers(server, folder / "4", old, 4)
+
+
+def checksums(server: Server) -> object:
+    """SGLang's own, of every parameter on every rank; a paused server tells them too."""
+    return server.post("/weights_checker", {"action": "checksum"})["per_engine_checksum"]
 
 
 def routable(controller: windlass.Controller) -> dict[str, int]:

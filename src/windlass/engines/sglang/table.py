@@ -87,7 +87,7 @@ def _orders(args: argparse.Namespace, rest: Sequence[str]) -> list[RankOrder]:
             name=args.name,
             url=args.url,
             checkpoint=args.model,
-            arguments=(*info.arguments(), *rest),
+            arguments=(*info.arguments(), "--model-path", args.model, *rest),
             rank=rank,
             world_size=info.tp_size,
             dist_port=dist_port,

@@ -72,6 +72,8 @@ def _prove(order: RankOrder) -> tuple[TableRank, RankReport]:
         reference=lambda: checkpoint_tensors(folder),
     )
     rank = TableRank(order.transport, routes, order.rank, table, model, captured)
+    if order.controller:  # nobody whom this rank does not know may write from here on
+        rank.session.require_alone(deadline_s=ALONE_DEADLINE_S)
     rank.require_equal()
     info = routes.info()
     return rank, RankReport(
@@ -85,7 +87,6 @@ def _prove(order: RankOrder) -> tuple[TableRank, RankReport]:
 
 
 def _join(order: RankOrder, rank: TableRank) -> EngineClient:
-    rank.session.require_alone(deadline_s=ALONE_DEADLINE_S)
     return EngineClient(
         manifest=rank.captured.manifest,
         addresses=rank.captured.addresses,

@@ -16,7 +16,7 @@ class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
         name: of the engine in the fleet. url: of the server. checkpoint: folder with what the
             engine holds now. arguments: of the server's command line, for the model.
         rank, world_size: tensor-parallel. dist_port: where the ranks of this program meet.
-        controller: address. transport: of this rank's own Mooncake engine.
+        controller: address, empty for a look only. transport: of this rank's own Mooncake engine.
     """
 
     name: str
