@@ -84,13 +84,15 @@ def test_a_network_card_must_be_up_and_open_to_this_user(
 
 
 def test_options_that_an_update_does_not_survive_are_named_with_the_reason(
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert check_flags("vllm --max-model-len 99").status is Status.WORKS
     refused = check_flags("vllm --max-model-len 99 --enable-sleep-mode")
     assert refused.status is Status.FAILS
     assert "lose their registration" in refused.found
     assert check_flags("sglang --enable-memory-saver").status is Status.FAILS
+    assert check_flags("vllm --quantization fp8").status is Status.LIMITED
+    assert check_flags("vllm --quantization fp8", tmp_path).status is Status.FAILS
     assert main(["doctor", "--engine-flags", "nothing"]) == 2
     assert "--engine-flags must begin with one of" in capsys.readouterr().err
 

@@ -10,6 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from windlass.engines.launch import refuse_unsafe
+from windlass.engines.quantised import require_followed
 from windlass.engines.sglang.__main__ import UNSAFE as SGLANG_UNSAFE
 from windlass.engines.versions import (
     ENGINES,
@@ -240,11 +241,12 @@ def _engine(engine: EngineReleases, version: str) -> Finding:
     return Finding(engine.name, Status.WORKS, version)
 
 
-def check_flags(command: str) -> Finding:
+def check_flags(command: str, checkpoint: Path | None = None) -> Finding:
     """Whether an engine may be started with these options.
 
     Args:
         command: name of the engine and its options, as in a shell: `vllm --enable-sleep-mode`.
+        checkpoint: that the engine would serve; whether it may quantise depends on it.
 
     Raises:
         ConfigError: it names no engine of the table.
@@ -255,14 +257,18 @@ def check_flags(command: str) -> Finding:
     name = f"{engine} flags"
     try:
         refuse_unsafe(options, _UNSAFE[engine])
+        if checkpoint is not None:
+            require_followed(checkpoint, options)
     except ConfigError as error:
         return Finding(name, Status.FAILS, str(error), "leave it out")
+    if checkpoint is None and any(o.startswith(("--quant", "-q")) for o in options):
+        found = f"{' '.join(options)}: whether it may quantise depends on the checkpoint"
+        return Finding(name, Status.LIMITED, found, "add --checkpoint DIR")
     return Finding(name, Status.WORKS, " ".join(options))
 
 
 def _checkpoint(folder: Path) -> Finding:
     from windlass.engines.capture.codes import checkpoint_specs
-    from windlass.engines.quantised import require_followed
 
     try:
         quantised = require_followed(folder, ())

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print every finding; 1 when a required one is not there."""
-    flags = tuple(check_flags(command) for command in args.engine_flags)
+    flags = tuple(check_flags(command, args.checkpoint) for command in args.engine_flags)
     here = run_checks(args.checkpoint)
     report: Report = {sys.executable: here + flags}
     for path in args.engine_python:
