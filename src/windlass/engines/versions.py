@@ -147,6 +147,11 @@ VLLM = EngineReleases(
             needed=True,
         ),
         Feature(
+            "adapters that a worker adds, pins and lists (`pin_lora`)",
+            since=(0, 24),
+            without="`--adapter` cannot be served",
+        ),
+        Feature(
             "`/update_weight_version`, weight version per token",
             since=(0, 32),
             missing_in=(0, 24),
