@@ -114,7 +114,10 @@ def factors_of(
         load: see `capture`.
         held: by name, what the model holds now.
     """
-    loaded = min(_MANTISSA_BITS[torch_dtype(spec.dtype)] for spec in codes.specs)
+    kinds = {torch_dtype(spec.dtype) for spec in codes.specs}
+    if not kinds or not kinds <= _MANTISSA_BITS.keys():
+        return {}
+    loaded = min(_MANTISSA_BITS[kind] for kind in kinds)
     between: dict[str, _Between] = {}
     load(codes.constant(1.0))
     for name, holding in held().items():
