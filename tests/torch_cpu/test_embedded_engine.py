@@ -176,6 +176,7 @@ def test_the_version_is_on_every_token(engine: Engine) -> None:
         ({"sampling_params": {"temperature": -1.0}}, "temperature must be >= 0, got -1.0"),
         ({"sampling_params": {"max_new_tokens": 512}}, "must fit into 512 positions, got 515"),
         ({"stream": True}, "stream must be false"),
+        ({"lora_path": "math"}, "lora_path must be empty"),
         ({"input_ids": "five"}, "Expected `array`, got `str`"),
     ],
 )

@@ -9,7 +9,6 @@ import pytest
 
 from windlass.engines.adapters import Adapter, adapter_of
 from windlass.engines.vllm.__main__ import adapter_options
-from windlass.engines.vllm.generate_route import _Request, _to_inner
 from windlass.errors import ConfigError, UnsupportedLayout
 
 
@@ -75,9 +74,3 @@ def test_what_vllm_could_load_over_an_adapter_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
     with pytest.raises(ConfigError, match="must not be set"):
         adapter_options(Adapter("math", Path("/a"), 4), [])
-
-
-def test_a_request_names_its_adapter_in_the_words_of_either_engine() -> None:
-    asked = json.loads(_to_inner(_Request(input_ids=[1], lora_path="math")))
-    assert asked["model"] == "math"
-    assert "model" not in json.loads(_to_inner(_Request(input_ids=[1])))

@@ -100,7 +100,9 @@ async def test_nonsense_is_refused_before_vllm_sees_it() -> None:
     assert (status, app.asked) == (422, [])
 
 
-async def answered(spans: list[dict[str, Any]]) -> tuple[int, ...]:
+async def answered(
+    spans: list[dict[str, Any]], *, adapter: str = "", asked: list[Any] | None = None
+) -> tuple[int, ...]:
     """Versions that a rollout worker reads out of an engine's answer of three tokens."""
     meta = {
         "finish_reason": {"type": "length"},
@@ -109,7 +111,9 @@ async def answered(spans: list[dict[str, Any]]) -> tuple[int, ...]:
         "weight_versions": spans,
     }
 
-    async def serve(_: web.Request) -> web.Response:
+    async def serve(request: web.Request) -> web.Response:
+        if asked is not None:
+            asked.append(await request.json())
         return web.json_response({"output_ids": [4, 7, 9], "meta_info": meta})
 
     app = web.Application()
@@ -126,7 +130,7 @@ async def answered(spans: list[dict[str, Any]]) -> tuple[int, ...]:
                 attempt=1,
                 engine=EngineTarget(name="e", url=f"http://{host}:{port}"),
                 prompt_ids=(1,),
-                sampling=SamplingParams(max_new_tokens=3),
+                sampling=SamplingParams(max_new_tokens=3, adapter=adapter),
                 deadline_s=10.0,
             )
             return (await generate(session, task)).tokens.versions
@@ -141,3 +145,14 @@ async def test_every_token_carries_the_version_of_its_span() -> None:
 async def test_spans_with_a_gap_are_refused() -> None:
     with pytest.raises(AttemptError, match="must follow one another"):
         await answered([{"version": "4", "start": 1, "end": 3}])
+
+
+async def test_a_rollout_that_names_an_adapter_is_answered_by_it() -> None:
+    asked: list[Any] = []
+    spans: Any = CHOICE["weight_versions"]
+    await answered(spans, adapter="math", asked=asked)
+    await answered(spans, asked=asked)
+    inner = Vllm(200, {"choices": [CHOICE]})
+    for request in asked:
+        await ask(inner, json.dumps(request).encode())
+    assert [body.get("model") for _, body in inner.asked] == ["math", None]

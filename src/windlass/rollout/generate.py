@@ -170,7 +170,7 @@ class _Progress:
 
     def _request(self) -> dict[str, Any]:
         task, sampling = self.task, self.task.sampling
-        return {
+        request = {
             "rid": f"{task.task_id}-{task.attempt}-{self.num_calls}",
             "input_ids": task.prompt_ids + self.tokens.output_ids,
             "return_logprob": True,
@@ -183,6 +183,7 @@ class _Progress:
                 "ignore_eos": sampling.ignore_eos,
             },
         }
+        return {**request, "lora_path": sampling.adapter} if sampling.adapter else request
 
     def _tokens_of(self, answer: _Answer) -> Partial:
         meta, ids = answer.meta_info, tuple(answer.output_ids)

@@ -82,6 +82,7 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         top_p: in (0, 1]. top_k: -1 for all.
         stop_token_ids: generation ends after any of these.
         ignore_eos: go on after the model's end token.
+        adapter: name of the served LoRA adapter that answers; empty asks the model.
     """
 
     max_new_tokens: int
@@ -90,6 +91,7 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:

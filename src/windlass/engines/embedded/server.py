@@ -48,6 +48,7 @@ class _Generate(msgspec.Struct, frozen=True):
     return_logprob: bool = False
     rid: str = ""
     stream: bool = False
+    lora_path: str = ""
 
 
 class _Pause(msgspec.Struct, frozen=True):
@@ -171,6 +172,8 @@ class EngineServer:
         body = msgspec.json.decode(await http.read(), type=_Generate)
         if body.stream:
             raise ConfigError("stream must be false, got true")
+        if body.lora_path:
+            raise ConfigError(f"lora_path must be empty, got {body.lora_path!r}: no adapter here")
         self._check_tokens("input_ids", body.input_ids)
         sampling = body.sampling_params
         stops = set(sampling.stop_token_ids or ())
