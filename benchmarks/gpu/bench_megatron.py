@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -146,8 +147,15 @@ def whole(manifests: list[ShardManifest]) -> set[str]:
     return {name for name, _ in set.intersection(*boxes)}
 
 
-def train_and_send(host: Host, sources: list[ShardManifest], targets: list[ShardManifest]) -> None:
+def train_and_send(
+    host: Host,
+    sources: list[ShardManifest],
+    targets: list[ShardManifest],
+    path: Path | None,
+    rows: list[Row],
+) -> None:
     """A training step, an update, and sums of every tensor on either side."""
+    save(rows, path)  # should a step fail
     losses = host.call(host.trainers, "train")
     print(f"losses of two steps, by rank: {losses}", flush=True)
     assert all(math.isfinite(loss) for pair in losses for loss in pair), losses
@@ -196,8 +204,10 @@ def main() -> None:
         )
         targets = engine_manifests(parse_topology(text))
         case = f"Qwen3-30B-A3B bf16, live Megatron-core TP{half} EP{half} -> {label}{half}"
-        last = functools.partial(train_and_send, host, sources, targets) if ep == 1 else None
-        rows += bench_update(host, sources, targets, case, casting=False, last=last)
+        last = functools.partial(train_and_send, host, sources, targets, args.json)
+        rows += bench_update(
+            host, sources, targets, case, casting=False, last=last if ep == 1 else None
+        )
         save(rows, args.json)
         say(f"{label} engine: done")
     found = host.call(host.trainers, "gathered")

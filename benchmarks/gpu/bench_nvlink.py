@@ -681,9 +681,9 @@ def bench_update(
     label: str,
     *,
     casting: bool,
-    last: Callable[[], None] | None = None,
+    last: Callable[[list[Row]], None] | None = None,
 ) -> list[Row]:
-    """Updates of a whole model; `last` is called at the end, while all are connected."""
+    """Updates of a whole model; `last` gets the rows at the end, while all are connected."""
     began = time.perf_counter()
     plan = plan_transfer(sources, targets)
     planned_s = time.perf_counter() - began
@@ -749,7 +749,7 @@ def bench_update(
         rows.append(Row(case=case, metric=metric, value=value, unit=unit, reference=reference,
                         reference_value=other, ratio=value / other))  # fmt: skip
     if last is not None:
-        last()
+        last(rows)
     host.call(range(host.world_size), "disconnect")
     host.call(range(host.world_size), "release")
     return rows + bench_collectives(host, plan.nbytes, case, wire)

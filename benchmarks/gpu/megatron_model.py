@@ -114,7 +114,11 @@ def train_step(model: torch.nn.Module, vocab: int, learning_rate: float) -> floa
     without Transformer Engine has none. No layer has dropout, so nothing else differs.
     """
     from megatron.core import parallel_state
+    from megatron.core.transformer.moe import moe_utils
 
+    vars(moe_utils).setdefault(
+        "te_general_gemm", None
+    )  # read, and not set without Transformer Engine
     model.eval()
     ids = torch.arange(64, device="cuda").reshape(1, -1) * 31 % vocab
     mask = torch.triu(torch.ones(1, 1, 64, 64, dtype=torch.bool, device="cuda"), 1)

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
@@ -151,7 +152,8 @@ class GpuPeer:
     def close(self) -> None:
         if self.process.is_alive():
             self.send_signal(signal.SIGCONT)
-            self.pipe.send(None)
+            with suppress(BrokenPipeError):  # it may die at this very moment
+                self.pipe.send(None)
             self.process.join(ANSWER_S)
         self.kill()
 
