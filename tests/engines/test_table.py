@@ -17,6 +17,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,6 +40,7 @@ NUM_RANKS = 2
 NAME = "hookless"
 PYTHON = str(VENVS["sglang"] / "bin/python")
 START_S = 300.0
+HTTP_S = 120.0
 
 
 @contextmanager
@@ -156,7 +158,11 @@ def publish_all(server: Server, controller: windlass.Controller, old: Path, fold
         with training(FSDP, "dense", old, ends_well=False) as ranks:
             for version in (1, 2):
                 checkpoint = folder / str(version)
-                ranks.publish(Order(controller.url, "mooncake", version, str(checkpoint)))
+                with traffic(server) as answers:
+                    ranks.publish(Order(controller.url, "mooncake", version, str(checkpoint)))
+                spoken = [token for answer in answers for token in answer]
+                assert spoken == sorted(spoken)
+                assert {-1, *range(1, version + 1)}.issuperset(spoken)
                 assert routable(controller) == {NAME: version}
                 check_answers(server, checkpoint, old, version)
             before = checksums(server)
@@ -170,6 +176,25 @@ def publish_all(server: Server, controller: windlass.Controller, old: Path, fold
             ranks.publish(Order(controller.url, "mooncake", 4, str(folder / "4")))
         assert routable(controller) == {NAME: 4}
         check_answers(server, folder / "4", old, 4)
+
+
+@contextmanager
+def traffic(server: Server) -> Iterator[list[list[int]]]:
+    """One request after the other meanwhile; the versions of their tokens."""
+    answers: list[list[int]] = []
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            answers.append(server.sample(PROMPT, 8 * NUM_TOKENS).versions)
+
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask)
+        try:
+            yield answers
+        finally:
+            over.set()
+        asking.result(HTTP_S)
 
 
 def checksums(server: Server) -> object:
