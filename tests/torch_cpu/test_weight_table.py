@@ -162,13 +162,16 @@ def test_an_engine_is_at_rest_only_if_every_rank_has_answered() -> None:
     answers: dict[str, object] = {
         "/pause_generation": {},
         "/weights_checker": {"success": True, "message": "", "ranks": [rank]},
-        "/flush_cache?timeout=5.0": {},
+        "/flush_cache": {},
     }
     with answering(answers) as (url, asked):
         TableRoutes(url, 1).pause(PauseMode.RETRACT, 5.0)
         assert asked == list(answers)
         with pytest.raises(PeerUnreachable, match=r"ranks must be 0\.\.1"):
             TableRoutes(url, 2).pause(PauseMode.RETRACT, 5.0)
+        asked.clear()
+        TableRoutes(url, 1).pause(PauseMode.IN_PLACE, 5.0)
+        assert asked == ["/pause_generation", "/weights_checker"]
 
 
 class There:

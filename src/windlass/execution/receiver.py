@@ -205,8 +205,8 @@ class Receiver:
         if landing_nbytes:
             raise PlanError(
                 f"{worker}: {landing_nbytes} bytes are strided there and would have to land in a "
-                "buffer of that process; use a trainer layout whose shards are not cut by columns, "
-                "or a lower PlanPolicy.direct_min_run_bytes"
+                "buffer of that process: use a trainer layout that cuts no columns, or the engine's "
+                "tensor-parallel size"
             )
         return DestinationBinding(
             worker=worker,

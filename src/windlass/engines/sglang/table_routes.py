@@ -186,7 +186,9 @@ class TableRoutes:
         """
         post(self.url, "/pause_generation", {"mode": str(mode)}, deadline_s)
         self.checksums(deadline_s, skip=(_ALL_NAMES,))
-        if mode is not PauseMode.IN_PLACE:
+        if mode is PauseMode.RETRACT:  # one with a timeout waits for what was retracted, in vain
+            post(self.url, "/flush_cache", {}, deadline_s)
+        elif mode is PauseMode.ABORT:
             post(self.url, f"/flush_cache?timeout={deadline_s}", {}, deadline_s)
 
     def resume(self) -> None:
