@@ -1059,39 +1059,42 @@ def during_the_wire(
             start += seconds
         wire.append((start, start + found.phase_s["write"]))
         before.append((begin - BEFORE_S, begin))
-    rows = []
-    figures = {}
+    figures: dict[str, tuple[float, float]] = {}
     for name, spans in (("before", before), ("wire", wire)):
-        count = count_between(arrivals, spans)
+        rate = count_between(arrivals, spans) / sum(b - a for a, b in spans)
         gaps = [
             y - x
             for requests in arrivals
             for x, y in gaps_of(requests)
             if any(a <= x and y <= b for a, b in spans)
         ]
-        figures[name] = (count / sum(b - a for a, b in spans), statistics.median(gaps))
-        mean = statistics.fmean(gaps)
+        if not gaps:
+            say(f"{stage.label}: {name}: too short for two tokens of a stream")
+            return []
+        figures[name] = (rate, statistics.median(gaps))
         say(
-            f"{stage.label}: {name}: {figures[name][0]:.0f} tokens/s over "
+            f"{stage.label}: {name}: {rate:.0f} tokens/s over "
             f"{sum(b - a for a, b in spans):.2f} s; between tokens {1e3 * figures[name][1]:.2f} ms "
-            f"median, {1e3 * mean:.2f} mean, of {len(gaps)}"
+            f"median, {1e3 * statistics.fmean(gaps):.2f} mean, of {len(gaps)}"
         )
-    for index, (metric, unit) in enumerate(
-        (("tokens per second during the wire phase", "1/s"), ("time between tokens during it", "s"))
-    ):
-        value, reference = figures["wire"][index], figures["before"][index]
-        rows.append(
-            Row(
-                case=case_of(options, stage, nbytes),
-                metric=metric,
-                value=value,
-                unit=unit,
-                reference=f"{BEFORE_S} s before each update",
-                reference_value=reference,
-                ratio=value / reference,
-            )
+    metrics = (
+        ("tokens per second during the wire phase", "1/s"),
+        ("time between tokens during it", "s"),
+    )
+    return [
+        Row(
+            case=case_of(options, stage, nbytes),
+            metric=metric,
+            value=value,
+            unit=unit,
+            reference=f"{BEFORE_S} s before each update",
+            reference_value=reference,
+            ratio=value / reference,
         )
-    return rows
+        for (metric, unit), value, reference in zip(
+            metrics, figures["wire"], figures["before"], strict=True
+        )
+    ]
 
 
 async def compare(
