@@ -1161,7 +1161,7 @@ def tail(log: Path) -> str:
     return "\n".join(x for x in lines if " WARNING " not in x and "Route:" not in x)[-6000:]
 
 
-def main() -> None:
+def options_of(words: list[str]) -> argparse.Namespace:
     options = parser(__doc__ or "")
     options.add_argument("--engine", choices=list(ENGINES), default="vllm")
     options.add_argument("--model", choices=list(SHAPES), default="qwen3-30b-a3b")
@@ -1187,9 +1187,14 @@ def main() -> None:
         "--ceiling", type=float, default=397.0, help="GB/s of one link (bench_nvlink)"
     )
     options.add_argument("--log", type=Path, default=Path("engine.log"))
-    parsed = options.parse_args()
+    parsed = options.parse_args(words)
     if parsed.layers:
         SHAPES[parsed.model] = replace(SHAPES[parsed.model], layers=parsed.layers)
+    return parsed
+
+
+def main() -> None:
+    parsed = options_of(sys.argv[1:])
     report(asyncio.run(run(parsed)), parsed.json, f"updates of a live {parsed.engine} server")
 
 
