@@ -731,11 +731,11 @@ class Sglang:
 
 
 async def start_server(
-    server: Vllm | Sglang, folder: str, controller: str, log: Path
+    server: Vllm | Sglang, folder: str, controller: str, log: Path, extra: tuple[str, ...] = ()
 ) -> asyncio.subprocess.Process:
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", *server.command(folder, controller)),
+        *(sys.executable, "-m", *server.command(folder, controller), *extra),
         env={
             **os.environ,
             **ENVIRONMENT,

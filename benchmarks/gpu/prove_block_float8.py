@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -27,6 +28,12 @@ import bench_live_engine as live
 import windlass
 from harness import Row, median_p95, report
 from windlass.config import ControlConfig, PauseMode, UpdateMode
+
+SMALL = {
+    "vllm": ("--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", str(2 << 30)),
+    "sglang": (),
+}
+"""For two servers and the trainers on one GPU: vLLM would count the memory of the others as its own."""
 
 
 async def prove(options: argparse.Namespace) -> list[Row]:
@@ -40,7 +47,8 @@ async def prove(options: argparse.Namespace) -> list[Row]:
         started, plain, saved = (Path(folder) / name for name in ("started", "plain", "saved"))
         for path in (started, plain, saved):
             live.write_config(options.model, path, quantised=path is not plain)
-        devices = list(range(options.tp, options.tp + options.trainers))
+        num_devices = torch.cuda.device_count()
+        devices = [(options.tp + i) % num_devices for i in range(options.trainers)]
         os.environ.update(live.ENGINES[options.engine].environment)
         trainers = live.Trainers(options.trainer, devices, f"{folder}/store", str(plain))
         session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600))
@@ -48,28 +56,39 @@ async def prove(options: argparse.Namespace) -> list[Row]:
         logs = [options.log, options.log.with_suffix(".fresh.log")]
         servers = [live.ENGINES[options.engine](o, session) for o in (options, other)]
         processes: list[asyncio.subprocess.Process] = []
-        config = ControlConfig(mode=UpdateMode.IN_PLACE, pause_mode=PauseMode.IN_PLACE)
+        rows: list[Row] = []
+        journal = Path(folder) / "journal"
         try:
             await trainers.receive()
             for seed, path in ((7, saved), (1, started)):
                 await trainers.all("fill", seed)
                 await live.save(options, trainers, path, say)
-            async with windlass.Controller(token=live.TOKEN, config=config) as controller:
-                processes.append(
-                    await live.start_server(servers[0], str(started), controller.url, logs[0])
-                )
-                os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
-                processes.append(await live.start_server(servers[1], str(saved), "", logs[1]))
-                await trainers.all("connect", controller.url)
+            async with controller_of(UpdateMode.IN_PLACE, journal, 0) as controller:
+                url = controller.url
+                for server, what, path, at in zip(
+                    servers, ("live", "fresh"), (started, saved), (url, ""), strict=True
+                ):
+                    if what == "fresh":
+                        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+                    log = logs[len(processes)]
+                    flags = SMALL[options.engine]
+                    processes.append(await live.start_server(server, str(path), at, log, flags))
+                await trainers.all("connect", url)
                 for process, what in zip(processes, ("live", "fresh"), strict=True):
                     assert process.stdout is not None
                     ready = await asyncio.wait_for(process.stdout.readline(), 300)
                     assert ready, f"the {what} engine did not start"
                     say(f"the {what} engine is up")
-                await controller.wait_for_fleet(
-                    num_trainers=options.trainers, engines=(options.engine,), deadline_s=60
-                )
-                return await publish_and_compare(options, trainers, servers, say)
+                await wait(controller, options)
+                rows += await publish(options, "in_place", trainers, 1, say)
+                before = await servers[0].fingerprints()
+            port = int(url.rsplit(":", 1)[1])
+            async with controller_of(UpdateMode.STAGED, journal, port) as controller:
+                await wait(controller, options)
+                rows += await publish(options, "staged", trainers, 101, say)
+                held, fresh = [(await s.fingerprints(), await s.tokens()) for s in servers]
+            assert held[0] != before, "other weights must be other fingerprints"
+            live.require_fresh(held, fresh, say)
         except Exception:
             for log in logs:
                 say(f"failed; the end of {log}:")
@@ -84,36 +103,44 @@ async def prove(options: argparse.Namespace) -> list[Row]:
                     await process.wait()
             for rank in trainers.processes:
                 rank.kill()
+    return rows
 
 
-async def publish_and_compare(
-    options: argparse.Namespace, trainers: live.Trainers, servers: list[Any], say: Any
+def controller_of(mode: UpdateMode, journal: Path, port: int) -> windlass.Controller:
+    config = ControlConfig(mode=mode, pause_mode=PauseMode.IN_PLACE)
+    return windlass.Controller(token=live.TOKEN, config=config, journal_path=journal, port=port)
+
+
+async def wait(controller: windlass.Controller, options: argparse.Namespace) -> None:
+    await controller.wait_for_fleet(
+        num_trainers=options.trainers, engines=(options.engine,), deadline_s=60
+    )
+
+
+async def publish(
+    options: argparse.Namespace, mode: str, trainers: live.Trainers, first: int, say: Any
 ) -> list[Row]:
+    """Other weights each time; the last are those of the fresh engine."""
     updates, wires = [], []
-    before = await servers[0].fingerprints()
-    for version in range(1, options.updates + 2):
-        await trainers.all("fill", 7 if version > options.updates else 100 + version)
-        _, done = (await trainers.all("publish", version))[0]
+    for number in range(options.updates + 1):
+        seed = 7 if number == options.updates and mode == "staged" else first + 10 + number
+        await trainers.all("fill", seed)
+        _, done = (await trainers.all("publish", first + number))[0]
         assert done.digest_ok, "a digest differs"
         updates.append(done.update_s)
         wires.append(done.wire_s)
-        if version == options.updates:
-            before = await servers[0].fingerprints()
-    held, fresh = [(await s.fingerprints(), await s.tokens()) for s in servers]
-    assert held[0] != before, "other weights must be other fingerprints"
-    live.require_fresh(held, fresh, say)
     entries = live.checkpoint_entries(options.model, quantised=True)
     nbytes = sum(entry[3] for entry in entries)
     reference = nbytes / (options.ceiling * 1e9 * options.trainers)
     rows = []
     for metric, values in (("wire", wires[1:]), ("update", updates[1:])):
         for name, value in zip(("median", "p95"), median_p95(values), strict=True):
-            say(f"{metric}, {name}: {1e3 * value:.1f} ms of {nbytes / 1e9:.1f} GB")
+            say(f"{mode}: {metric}, {name}: {1e3 * value:.1f} ms of {nbytes / 1e9:.1f} GB")
             rows.append(
                 Row(
                     case=f"{options.trainer} -> {options.engine} TP{options.tp}, {options.model}, "
                     f"{live.SHAPES[options.model].layers} layers ({nbytes / 1e9:.1f} GB, bfloat16 -> "
-                    "block float8), in_place, no load",
+                    f"block float8), {mode}, no load",
                     metric=f"{metric}, {name}",
                     value=value,
                     unit="s",

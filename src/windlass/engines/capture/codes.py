@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,7 +75,11 @@ class CheckpointSpec:
 
 
 def checkpoint_specs(folder: Path) -> tuple[CheckpointSpec, ...]:
-    """What the safetensors files of a checkpoint hold, from their headers alone.
+    """What the safetensors files of a checkpoint hold, from their headers alone; ordered by name.
+
+    Files are ordered by type first, which parts scales from their weights. vLLM keeps what it has
+    of every layer until the layer is complete, and counts all of it at each tensor: tensors of one
+    layer must come together.
 
     Raises:
         ConfigError: no safetensors files there, or one that is none.
@@ -93,7 +98,7 @@ def checkpoint_specs(folder: Path) -> tuple[CheckpointSpec, ...]:
                 )
             spec = CheckpointSpec(name, tuple(entry.shape), _SAFETENSORS[entry.dtype])
             found[name] = spec
-    return tuple(found.values())
+    return tuple(found[name] for name in sorted(found))
 
 
 def quantized_tensors(specs: Iterable[CheckpointSpec]) -> tuple[QuantizedTensor, ...]:
@@ -110,13 +115,18 @@ def quantized_tensors(specs: Iterable[CheckpointSpec]) -> tuple[QuantizedTensor,
 
 
 def checkpoint_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors themselves, file by file; each belongs to the caller."""
+    """The tensors themselves, in the order of `checkpoint_specs`; each belongs to the caller."""
     from safetensors import safe_open
 
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as stored:
-            for name in stored.keys():  # noqa: SIM118 - not a mapping
-                yield name, stored.get_tensor(name)
+    with ExitStack() as opened:
+        found = {
+            name: stored
+            for file in sorted(folder.glob("*.safetensors"))
+            for stored in [opened.enter_context(safe_open(file, framework="pt"))]
+            for name in stored.keys()  # noqa: SIM118 - not a mapping
+        }
+        for name in sorted(found):
+            yield name, found[name].get_tensor(name)
 
 
 class _Entry(msgspec.Struct, frozen=True):
