@@ -161,6 +161,20 @@ class Plain(torch.nn.Module):
         self.scale = weight if scale is None else scale
 
 
+def test_a_weight_and_its_scales_come_together_whatever_the_files_say(tmp_path: Path) -> None:
+    full = quantised(weights(torch.bfloat16))
+    first = ("up_scale_inv", "down", "gate")
+    for number in (0, 1):
+        part = {name: t for name, t in full.items() if (name in first) == (number == 0)}
+        save_file(part, tmp_path / f"model-{number}.safetensors")
+    expected = sorted(full)
+    assert [spec.name for spec in checkpoint_specs(tmp_path)] == expected
+    loaded = list(checkpoint_tensors(tmp_path))
+    assert [name for name, _ in loaded] == expected
+    for name, tensor in loaded:
+        assert torch.equal(tensor.view(torch.uint8), full[name].view(torch.uint8)), name
+
+
 def _powers_of_two(engine: Engine) -> None:
     engine.down_scale.data.copy_(torch.exp2(torch.ceil(torch.log2(engine.down_scale.abs()))))
 
