@@ -170,7 +170,7 @@ def test_a_living_sender_of_this_host_passes_the_fence_but_not_a_newcomer(
         assert b"written\n" in lines
         session.fence(deadline_s=DEADLINE_S)
         with pytest.raises(TransferFailed, match="connections are open"):
-            session.require_alone(deadline_s=0.2)
+            session.require_alone(deadline_s=3.0)
         sender.kill()
     session.fence(deadline_s=DEADLINE_S)
     session.require_alone(deadline_s=DEADLINE_S)
