@@ -103,6 +103,7 @@ def test_what_the_table_lacks_or_has_otherwise_is_refused_by_name(
         ("quantization", "fp8"),
         ("speculative_algorithm", "EAGLE"),
         ("cpu_offload_gb", 1),
+        ("disaggregation_mode", "prefill"),
         ("load_format", "dummy"),
         ("launch_command", None),
     ],

@@ -70,6 +70,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
     speculative_algorithm: str | None = None
     cpu_offload_gb: float = 0
     load_format: str = "auto"
+    disaggregation_mode: str = "null"
 
     def arguments(self) -> tuple[str, ...]:
         """What the server was started with, less what would start another table."""
@@ -115,6 +116,7 @@ def refuse_unsafe_server(info: ServerInfo, installed: str) -> None:
         "quantization": (info.quantization, None, "quantised weights are computed, not copied"),
         "speculative_algorithm": (info.speculative_algorithm, None, f"of a draft model, {hidden}"),
         "cpu_offload_gb": (info.cpu_offload_gb, 0, "offloaded weights move"),
+        "disaggregation_mode": (info.disaggregation_mode, "null", "its loops rest in other ways"),
         "load_format": (
             info.load_format in {"auto", "safetensors"},
             True,
