@@ -10,11 +10,11 @@ from weight_fleet import TOKEN, Fleet, Rank  # type: ignore[import-not-found]
 import windlass
 from windlass.config import ControlConfig, PhaseDeadlines, UpdateMode
 
-DEADLINES = PhaseDeadlines(connect_s=20, write_s=3, fleet_s=20)
-WAIT_S = 60.0
+DEADLINES = PhaseDeadlines(connect_s=20, write_s=6, fleet_s=30)
+WAIT_S = 90.0
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(220)
 @pytest.mark.parametrize(
     ("mode", "fault", "left"),
     [

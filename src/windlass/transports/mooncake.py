@@ -42,6 +42,8 @@ __all__ = ["MooncakeTransport"]
 
 MAX_CALL_NBYTES = 256 << 20
 """Per native call: between calls a passed deadline is a clean failure, inside one it is unknown."""
+REQUEST_NBYTES = 1 << 20
+"""Of one piece where there are several NICs: the engine sends each through one, picked at random."""
 _OVERLAP = -7
 _MAX_KEY_CHARS = 20
 _PAGE = 4096
@@ -174,7 +176,10 @@ class MooncakeTransport:
                 for edge in (r.address, *edges_of(r.address, r.nbytes, _step_of(r.key)))
             ],
         )
-        local, remote, nbytes = split_pieces(*pieces, MAX_CALL_NBYTES)
+        several = self._engines[0].started.num_nics > 1
+        local, remote, nbytes = split_pieces(
+            *pieces, REQUEST_NBYTES if several else MAX_CALL_NBYTES
+        )
         cumulative = np.cumsum(nbytes)
         start, written = 0, 0
         while start < len(nbytes):

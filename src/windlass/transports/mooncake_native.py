@@ -79,6 +79,7 @@ class Started:
         ordered: one TCP connection per peer, so that writes are handled in order.
         detail: distribution, version, NICs.
         ports: on which it listens.
+        num_nics: that it writes through; 0 over TCP.
         max_registration_nbytes: what the engine registers at once over verbs; 0 for no limit.
     """
 
@@ -88,6 +89,7 @@ class Started:
     detail: str
     max_registration_nbytes: int
     ports: frozenset[int]
+    num_nics: int
 
 
 def start_engine(config: MooncakeConfig) -> Started:
@@ -141,7 +143,13 @@ def start_engine(config: MooncakeConfig) -> Started:
     ordered = wire == "tcp" and values["MC_TCP_LANES_PER_PEER"] == "1"
     limit = _registration_limit(nics) if wire == "rdma" else 0
     return Started(
-        engine, wire, ordered, f"{detail}, NICs: {', '.join(nics) or 'none'}", limit, ports
+        engine=engine,
+        wire=wire,
+        ordered=ordered,
+        detail=f"{detail}, NICs: {', '.join(nics) or 'none'}",
+        ports=ports,
+        max_registration_nbytes=limit,
+        num_nics=len(nics),
     )
 
 
