@@ -166,7 +166,7 @@ def train_and_send(
     sent = host.everywhere(calls)
     for rank, target in zip(host.engines, targets, strict=True):
         expected = {sources[r].worker: sent[r][1][target.worker] for r in host.trainers}
-        mismatched = host.call([rank], "verify", expected)[0][1]
+        mismatched = host.call([rank], "verify", {rank: expected})[0][1]
         assert not mismatched, mismatched
     ours = distinct(host.call(host.trainers, "sums"), whole(sources))
     theirs = distinct(host.call(host.engines, "sums"), whole(targets))
