@@ -49,12 +49,18 @@ def entries(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, str, tuple
 def engines_own(engine: str) -> tuple[str, Quantise]:
     """The engine's quantiser, and its name.
 
+    vLLM's is compiled by torch.compile, whose kernels divide approximately: here it runs as written.
     SGLang 0.5.16 has one for scales that are powers of two only; for it, DeepGEMM's own formula.
     """
     if engine == "vllm":
         from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
-        return "vllm.utils.deep_gemm.per_block_cast_to_fp8", per_block_cast_to_fp8
+        def as_written(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            with torch.compiler.set_stance("force_eager"):
+                values, scales = per_block_cast_to_fp8(weight)
+            return values, scales
+
+        return "vllm.utils.deep_gemm.per_block_cast_to_fp8, not compiled", as_written
     return "per_block_cast_to_fp8 of DeepGEMM", _deepgemm
 
 
