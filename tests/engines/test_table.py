@@ -42,7 +42,7 @@ PYTHON = str(VENVS["sglang"] / "bin/python")
 START_S = 300.0
 HTTP_S = 120.0
 PAUSE_MODE = PauseMode(os.environ.get("WINDLASS_TABLE_PAUSE", "retract"))
-"""The others hold as well; by hand, because each costs a server."""
+"""Other modes by hand: each costs a server."""
 
 
 @contextmanager
@@ -53,6 +53,7 @@ def plain_server(model: Path, log: Path) -> Iterator[Server]:
         *(PYTHON, "-m", "sglang.launch_server", "--model-path", str(model)),
         *("--host", "127.0.0.1", "--port", str(port), "--tp-size", str(NUM_RANKS)),
         *(ENABLING, "--engine-info-bootstrap-port", str(bootstrap), *FLAGS["sglang"]),
+        "--sleep-on-idle",  # or its ranks take the processors of everybody else
     ]
     with log.open("w") as stream:
         process = subprocess.Popen(
@@ -121,6 +122,8 @@ def compare(server: Server, checkpoint: Path) -> tuple[int, str]:
 
 
 def check_answers(server: Server, checkpoint: Path, old: Path, version: int) -> None:
+    if PAUSE_MODE is PauseMode.IN_PLACE:  # which keeps the prompt's cache, of older weights
+        urllib.request.urlopen(f"{server.url}/flush_cache", timeout=HTTP_S).close()
     sample = server.sample(PROMPT, NUM_TOKENS)
     assert sample.versions == [version] * NUM_TOKENS
     logprobs = expected(checkpoint, sample)
