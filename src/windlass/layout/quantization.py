@@ -9,7 +9,7 @@ its ends); `scale = max(amax, 1e-4) * (1 / 448)` in float32 and `value = e4m3(w 
 `per_block_cast_to_fp8` of DeepGEMM and vLLM says, as torch computes it on a GPU operation by operation:
 dividing by a number is a product with its reciprocal there (on a CPU it divides, and half of the scales
 differ in their last bit), and `1 / scale` is rounded correctly (kernels of torch.compile, by which vLLM
-runs it, divide approximately, and about one value in tens of millions differs).
+runs it, divide approximately).
 Float32 weights are rounded to
 bfloat16 first, so that the result is that of the bfloat16 checkpoint.
 """
