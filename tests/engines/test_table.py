@@ -32,7 +32,7 @@ from trainers import FSDP, training
 
 import windlass
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
-from windlass.engines.sglang.table_routes import ENABLING
+from windlass.engines.sglang.table.routes import ENABLING
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
 

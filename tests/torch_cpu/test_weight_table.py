@@ -18,8 +18,8 @@ from windlass.control.agents import EngineAgent
 from windlass.control.messages import BeginByHand
 from windlass.control.relay_messages import OpenRelay
 from windlass.engines.capture.capture import Captured
-from windlass.engines.sglang.table_proof import check_agreement
-from windlass.engines.sglang.table_routes import (
+from windlass.engines.sglang.table.proof import check_agreement
+from windlass.engines.sglang.table.routes import (
     ENABLING,
     Entry,
     ServerInfo,

@@ -25,13 +25,13 @@ from typing import final
 import msgspec
 
 from windlass.engines.launch import check_placed
-from windlass.engines.sglang.table_routes import TableRoutes, refuse_unsafe_server
-from windlass.engines.sglang.table_wire import RankOrder, RankReport
+from windlass.engines.sglang.table.routes import TableRoutes, refuse_unsafe_server
+from windlass.engines.sglang.table.wire import RankOrder, RankReport
 from windlass.envs import control_token
 from windlass.errors import ConfigError, PeerUnreachable, WindlassError
 from windlass.transports.configs import MooncakeConfig, parse_transport
 
-RANK = "windlass.engines.sglang.table_rank"
+RANK = "windlass.engines.sglang.table.rank"
 
 
 def main() -> int:

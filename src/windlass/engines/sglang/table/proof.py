@@ -15,8 +15,8 @@ import torch
 
 from windlass.config import PauseMode
 from windlass.engines.capture.capture import Captured
-from windlass.engines.sglang.table_model import checksum
-from windlass.engines.sglang.table_routes import Entry, TableRoutes, WeightTable
+from windlass.engines.sglang.table.model import checksum
+from windlass.engines.sglang.table.routes import Entry, TableRoutes, WeightTable
 from windlass.errors import PeerUnreachable, TransferFailed, UnsupportedLayout
 from windlass.transports.base import MemoryRegion, WriteBatch
 from windlass.transports.configs import MooncakeConfig

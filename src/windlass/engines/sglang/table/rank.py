@@ -19,10 +19,10 @@ from windlass.engines.capture.capture import capture
 from windlass.engines.capture.codes import checkpoint_specs, checkpoint_tensors
 from windlass.engines.client import EngineClient
 from windlass.engines.sglang.hook import load_again
-from windlass.engines.sglang.table_model import build_model
-from windlass.engines.sglang.table_proof import TableRank
-from windlass.engines.sglang.table_routes import TableRoutes
-from windlass.engines.sglang.table_wire import RankOrder, RankReport
+from windlass.engines.sglang.table.model import build_model
+from windlass.engines.sglang.table.proof import TableRank
+from windlass.engines.sglang.table.routes import TableRoutes
+from windlass.engines.sglang.table.wire import RankOrder, RankReport
 from windlass.envs import control_token
 from windlass.errors import WindlassError
 
