@@ -120,6 +120,7 @@ class Controller:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self._server.stop_listening()
         self._operations.close()
         await self.rollouts.close()
         await self.coordinator.close()

@@ -22,6 +22,9 @@ CALLER = ContextVar("CALLER", default=Access.OWNER)
 OPEN_SOCKETS = web.AppKey("OPEN_SOCKETS", WeakSet[web.WebSocketResponse])
 """Of the application: connections that are ended when the server closes, however far they have come."""
 
+ACCEPT_TURNS = 3
+"""Of the loop, from a connection that asyncio has accepted to one that aiohttp knows."""
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -93,8 +96,21 @@ class ControlServer:
         await self._runner.setup()
         await web.SockSite(self._runner, listener, backlog=1024).start()
 
+    async def stop_listening(self) -> None:
+        """Let nobody new in; those who are served go on to be. Idempotent.
+
+        Called before anything else closes: whoever is sent away tries to come back at once, and a
+        connection that is taken while aiohttp ends those that it knows is never ended.
+        """
+        if self._runner is not None:
+            for site in list(self._runner.sites):
+                await site.stop()
+        for _ in range(ACCEPT_TURNS):
+            await asyncio.sleep(0)
+
     async def close(self) -> None:
         """Stop serving. Idempotent."""
+        await self.stop_listening()
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
