@@ -9,7 +9,7 @@ from __future__ import annotations
 import http.client
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, final
@@ -39,6 +39,7 @@ __all__ = [
     "attach",
     "get",
     "post",
+    "stretches",
 ]
 
 logger = logging.getLogger(__name__)
@@ -302,21 +303,26 @@ def _transport_config(name: str) -> TransportConfig:
 
 
 def _register(transport: OneSidedTransport, captured: Captured) -> tuple[MemoryRegion, ...]:
-    """One region per stretch of memory; parameters that overlap share one.
+    spans = (
+        (address, parameter.nbytes)
+        for address, parameter in zip(captured.addresses, captured.manifest.parameters, strict=True)
+    )
+    return tuple(transport.register(address, nbytes) for address, nbytes in stretches(spans))
+
+
+def stretches(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(address, nbytes) of what is registered at once: spans that overlap share a stretch.
 
     Those that only touch do not: on GPUs they may belong to different allocations.
     """
-    spans = sorted(
-        (address, address + parameter.nbytes)
-        for address, parameter in zip(captured.addresses, captured.manifest.parameters, strict=True)
-    )
     joined: list[tuple[int, int]] = []
-    for begin, end in spans:
-        if joined and begin < joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+    for begin, nbytes in sorted(spans):
+        if joined and begin < sum(joined[-1]):
+            first = joined[-1][0]
+            joined[-1] = first, max(sum(joined[-1]), begin + nbytes) - first
         else:
-            joined.append((begin, end))
-    return tuple(transport.register(begin, end - begin) for begin, end in joined)
+            joined.append((begin, nbytes))
+    return joined
 
 
 def post(url: str, path: str, body: object, deadline_s: float | None = API_DEADLINE_S) -> bytes:

@@ -18,7 +18,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
 from typing import final
 
@@ -27,6 +26,7 @@ import msgspec
 from windlass.engines.launch import check_placed
 from windlass.engines.sglang.table.routes import TableRoutes, refuse_unsafe_server
 from windlass.engines.sglang.table.wire import RankOrder, RankReport
+from windlass.engines.versions import SGLANG, installed_version
 from windlass.envs import control_token
 from windlass.errors import ConfigError, PeerUnreachable, WindlassError
 from windlass.transports.configs import MooncakeConfig, parse_transport
@@ -99,12 +99,12 @@ def _orders(args: argparse.Namespace, rest: Sequence[str]) -> list[RankOrder]:
 
 
 def _installed() -> str:
-    try:
-        return version("sglang")
-    except PackageNotFoundError as error:
+    found = installed_version(SGLANG)
+    if not found:
         raise ConfigError(
             f"SGLang must be installed in the environment of {sys.executable}, of the server's version"
-        ) from error
+        )
+    return found
 
 
 def _refused(name: str, error: WindlassError) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from windlass.config import PauseMode
+from windlass.engines.attach import stretches
 from windlass.engines.capture.capture import Captured
 from windlass.engines.sglang.table.model import checksum
 from windlass.engines.sglang.table.routes import Entry, TableRoutes, WeightTable
@@ -125,7 +126,10 @@ class TableRank:
         spans = [(entry.address, entry.nbytes) for entry in entries.values()]
         self.session = MooncakeSession(config, table.session, spans)
         self.local_regions: tuple[MemoryRegion, ...] = tuple(
-            self.session.register(address, nbytes) for address, nbytes in self._stretches()
+            self.session.register(address, nbytes)
+            for address, nbytes in stretches(
+                (p.data_ptr(), p.nbytes) for p in self._parameters.values()
+            )
         )
         there = [entries[p.name] for p in captured.manifest.parameters]
         self.mirror = Mirror(self.session, captured.addresses, there)
@@ -205,17 +209,6 @@ class TableRank:
                 f"{self.captured.manifest.worker}: {differing or 'no parameter'}: SGLang's checksums "
                 "must be those of the bytes at the table's addresses"
             )
-
-    def _stretches(self) -> list[tuple[int, int]]:
-        """(address, nbytes) of this process's parameters; those that overlap are one."""
-        joined: list[tuple[int, int]] = []
-        for begin, nbytes in sorted((p.data_ptr(), p.nbytes) for p in self._parameters.values()):
-            if joined and begin < sum(joined[-1]):
-                first = joined[-1][0]
-                joined[-1] = first, max(sum(joined[-1]), begin + nbytes) - first
-            else:
-                joined.append((begin, nbytes))
-        return joined
 
 
 def _bytes(parameter: torch.Tensor) -> torch.Tensor:
