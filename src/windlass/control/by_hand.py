@@ -2,7 +2,7 @@
 
     pause_generation      of the first head: no round runs from now on; every engine comes to rest
     init group, update    one at a time, to all engines at once
-    continue_generation   of the last head: apply and publish everywhere, or nowhere
+    continue_generation   of the last head: every engine says that all came, then apply and publish
 
 Engines gather what comes in a shadow, so that a call that fails leaves the old version whole: the
 last `continue_generation` then aborts, and says which call failed. Collectives go one at a time,
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Protocol, assert_never, final
 
@@ -48,6 +48,8 @@ from windlass.control.messages import (
     Result,
     TakeFiles,
     TakeTensors,
+    Verified,
+    Verify,
 )
 from windlass.control.session import AgentSession
 from windlass.errors import DECODE_ERRORS, PeerUnreachable, RoundAborted, WindlassError
@@ -104,6 +106,7 @@ class _Update:
         self.stages: dict[str, int] = {}
         self.failure = ""
         self.seq = 0
+        self.ending = False
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.timer: asyncio.TimerHandle | None = None
 
@@ -158,7 +161,20 @@ class _Update:
     @property
     def workers(self) -> tuple[str, ...]:
         """All engine ranks, in an order that is the same for everybody."""
-        return tuple(worker for name in sorted(self.engines) for worker in self.engines[name])
+        return self.ranks(())
+
+    def ranks(self, without: Collection[str]) -> tuple[str, ...]:
+        """The ranks of all engines but these, in the order of `workers`."""
+        names = [name for name in sorted(self.engines) if name not in without]
+        return tuple(worker for name in names for worker in self.engines[name])
+
+    def blame(self, failed: Mapping[str, str]) -> dict[str, str]:
+        """Engine -> why, of the ranks that failed."""
+        return {
+            name: _listed({w: failed[w] for w in workers if w in failed})
+            for name, workers in self.engines.items()
+            if failed.keys() & set(workers)
+        }
 
 
 @final
@@ -247,16 +263,21 @@ class HandDrivenUpdates:
         return self._update
 
     async def _pause(self, head: str, call: PauseCall, deadline_s: float) -> None:
-        update = self._update
-        if update is None:
-            place, groups, sessions = await self._owner.begin_by_hand()
-            self._update = update = _Update(place, groups, sessions)
-            update.timer = asyncio.get_running_loop().call_later(
-                call.session_s, self._expire, update
-            )
+        if self._update is not None:
+            self._update.join(head, call.stage, call.num_stages)
+            return
+        place, groups, sessions = await self._owner.begin_by_hand()
+        self._update = update = _Update(place, groups, sessions)
+        update.timer = asyncio.get_running_loop().call_later(call.session_s, self._expire, update)
+        try:
             await self._tell(update, BeginByHand(), deadline_s)
             await self._tell(update, Pause(self._config.pause_mode, deadline_s), deadline_s)
-        update.join(head, call.stage, call.num_stages)
+            update.join(head, call.stage, call.num_stages)
+        except (
+            BaseException
+        ):  # whatever it was, the deadline too: nobody has joined, nobody ends it
+            self._give_up_soon(update, "pause_generation failed")
+            raise
 
     async def _tell_all(self, asked: CallbackRequest, command: Command) -> None:
         """One collective at a time: the order is the same at every engine."""
@@ -268,55 +289,76 @@ class HandDrivenUpdates:
 
     async def _tell(self, update: _Update, command: Command, deadline_s: float) -> None:
         results = await self._call(update, update.workers, command, deadline_s)
-        failed = [f"{w}: {_why(r)}" for w, r in results.items() if not isinstance(r, Done)]
-        if failed:
-            raise RoundAborted("; ".join(failed))
+        if failed := _unlike(results, Done):
+            raise RoundAborted(_listed(failed))
 
     async def _continue(self, head: str, version: int, deadline_s: float) -> None:
         update = self._running()
-        if update.leave(head):
-            async with self._lane:
-                if self._update is update:
-                    await self._finish(update, version, deadline_s)
+        if update.leave(head) and not update.ending:
+            # A task of its own: were it to end with the caller's deadline, an engine that has
+            # applied could go on with weights of one version under the name of another.
+            update.ending = True
+            self._answers[f"end/{update.place}"] = asyncio.create_task(
+                self._finish(update, version, deadline_s)
+            )
         failure = await asyncio.shield(update.ended)
         if failure:
             raise RoundAborted(f"version {version} was not published: {failure}")
 
-    async def _finish(self, update: _Update, version: int, deadline_s: float) -> None:
-        if not update.failure:
-            try:
-                self._owner.check_version(version)
-            except RoundAborted as error:
-                update.failure = str(error)
-        if update.failure:
-            await self._abort(update, update.failure)
-            return
-        applied = await self._call(update, update.workers, Apply(version), deadline_s)
-        bad = {w: _why(r) for w, r in applied.items() if not isinstance(r, Done)}
-        if len(bad) == len(update.workers):
-            await self._abort(update, "; ".join(f"{w}: {r}" for w, r in bad.items()))
-            return
-        lost = {name for name, workers in update.engines.items() if set(workers) & set(bad)}
-        good = [w for name, ws in update.engines.items() if name not in lost for w in ws]
-        published = await self._call(update, good, Publish(version), deadline_s)
-        for name, workers in update.engines.items():
-            if any(not isinstance(published.get(w), Done) for w in workers):
-                lost.add(name)
-        for name in lost:
-            for worker in update.engines[name]:
-                await self._farewell(update, worker, "could not apply the update", tainted=True)
-        served = tuple(sorted(set(update.engines) - lost))
-        await self._end(update, version if served else None, served, tuple(sorted(lost)), "")
+    async def _finish(self, update: _Update, version: int, deadline_s: float) -> CallbackAnswer:
+        async with self._lane:
+            if self._update is not update:
+                return CallbackAnswer()
+            away: dict[str, str] = {}
+            mixed: dict[str, str] = {}
+            reason = update.failure
+            if not reason:
+                reason = await self._find_incomplete(update, version, away, deadline_s)
+            if not reason:
+                reason = self._refusal(version)
+            if reason:
+                await self._abort(update, reason)
+                return CallbackAnswer()
+            for command in (Apply(version), Publish(version)):
+                ranks = update.ranks({*away, *mixed})
+                results = await self._call(update, ranks, command, deadline_s)
+                mixed |= update.blame(_unlike(results, Done))
+            for name, tainted in (*((n, False) for n in away), *((n, True) for n in mixed)):
+                for worker in update.engines[name]:
+                    await self._farewell(update, worker, "is not updated", tainted=tainted)
+            served = tuple(sorted(set(update.engines) - {*away, *mixed}))
+            reason = "" if served else f"no engine could apply it: {_listed(mixed)}"
+            await self._end(update, version, served, tuple(sorted(mixed)), reason)
+        return CallbackAnswer()
+
+    async def _find_incomplete(
+        self, update: _Update, version: int, away: dict[str, str], deadline_s: float
+    ) -> str:
+        """Why nothing may be applied; empty when all came. `away`: engines that do not answer."""
+        results = await self._call(update, update.workers, Verify(version, {}), deadline_s)
+        refused = {w: r.message for w, r in results.items() if isinstance(r, Failure)}
+        if refused:
+            return _listed(refused)
+        away |= update.blame(_unlike(results, Verified))
+        return "" if len(away) < len(update.engines) else f"no engine is left: {_listed(away)}"
+
+    def _refusal(self, version: int) -> str:
+        """Why the version must not be published; it is on record if it may."""
+        try:
+            self._owner.check_version(version)
+        except RoundAborted as error:
+            return str(error)
+        return ""
 
     async def _abort(self, update: _Update, reason: str) -> None:
         for worker in update.workers:
             await self._farewell(update, worker, reason, tainted=False)
-        await self._end(update, None, (), (), reason)
+        await self._end(update, -1, (), (), reason)
 
     async def _end(
         self,
         update: _Update,
-        version: int | None,
+        version: int,
         served: tuple[str, ...],
         tainted: tuple[str, ...],
         reason: str,
@@ -324,23 +366,23 @@ class HandDrivenUpdates:
         if update.timer is not None:
             update.timer.cancel()
         self._update = None
-        if version is None and not reason:
-            reason = f"no engine could apply it: {', '.join(tainted)}"
         update.ended.set_result(reason)
-        await self._owner.end_by_hand(version, served, tainted)
+        await self._owner.end_by_hand(version if served else None, served, tainted)
 
     def _expire(self, update: _Update) -> None:
         """The heads have vanished: nobody will end this."""
         if self._update is update:
-            key = f"expired/{update.place}"
-            self._answers[key] = asyncio.create_task(self._give_up(update))
+            self._give_up_soon(update, "the heads did not continue within the session's deadline")
 
-    async def _give_up(self, update: _Update) -> CallbackAnswer:
+    def _give_up_soon(self, update: _Update, reason: str) -> None:
+        self._answers[f"given up/{update.place}"] = asyncio.create_task(
+            self._give_up(update, reason)
+        )
+
+    async def _give_up(self, update: _Update, reason: str) -> CallbackAnswer:
         async with self._lane:
             if self._update is update:
-                await self._abort(
-                    update, "the heads did not continue within the session's deadline"
-                )
+                await self._abort(update, reason)
         return CallbackAnswer()
 
     async def _farewell(self, update: _Update, worker: str, reason: str, *, tainted: bool) -> None:
@@ -357,7 +399,7 @@ class HandDrivenUpdates:
     async def _call(
         self,
         update: _Update,
-        workers: tuple[str, ...] | list[str],
+        workers: tuple[str, ...],
         command: Command,
         deadline_s: float,
     ) -> dict[str, Result | str]:
@@ -383,6 +425,15 @@ class HandDrivenUpdates:
             return str(error)
         finally:
             session.forget(key)
+
+
+def _unlike(results: Mapping[str, Result | str], kind: type[Result]) -> dict[str, str]:
+    """Rank -> why, of those that did not answer as they should."""
+    return {w: _why(r) for w, r in results.items() if not isinstance(r, kind)}
+
+
+def _listed(reasons: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}: {why}" for name, why in reasons.items())
 
 
 def _why(result: Result | str) -> str:

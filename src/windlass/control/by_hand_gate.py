@@ -60,7 +60,10 @@ class HandDrivenGate:
         newest = max(self._published, self._spent)
         if version <= newest:
             raise RoundAborted(f"version must be > {newest}, got {version}")
-        self._journal_round(JournalKind.PUBLISHING, version, ())
+        try:
+            self._journal_round(JournalKind.PUBLISHING, version, ())
+        except OSError as error:
+            raise RoundAborted(f"version {version} cannot be recorded: {error}") from error
         self._spent = version
 
     def _record_poison(self) -> None:

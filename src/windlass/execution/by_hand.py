@@ -142,16 +142,7 @@ class HandDrivenReceiver:
         Raises:
             PlanError: some tensor did not come; nothing is changed.
         """
-        if self._missing:
-            missing = sorted(
-                name
-                for name, rows in self._shards.items()
-                if any(r in self._missing for r, _ in rows)
-            )
-            raise PlanError(
-                f"{self._manifest.worker}: {len(missing)} tensors did not come, the first is "
-                f"{missing[0]!r}"
-            )
+        self._check_complete()
         self._memory.copy_over()
 
     def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:  # noqa: ARG002
@@ -167,8 +158,13 @@ class HandDrivenReceiver:
         raise ProtocolError("a hand-driven update takes tensors by name")
 
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:  # noqa: ARG002
-        """No links here."""
-        raise ProtocolError("a hand-driven update has no links")
+        """No links here, but everything must have come.
+
+        Raises:
+            PlanError: some tensor did not come.
+        """
+        self._check_complete()
+        return ()
 
     def nbytes_from(self, sources: Mapping[str, str]) -> int:  # noqa: ARG002
         """No links here."""
@@ -180,6 +176,18 @@ class HandDrivenReceiver:
             group.abort()
         self._groups = {}
         self._memory.close()
+
+    def _check_complete(self) -> None:
+        if self._missing:
+            missing = sorted(
+                name
+                for name, rows in self._shards.items()
+                if any(r in self._missing for r, _ in rows)
+            )
+            raise PlanError(
+                f"{self._manifest.worker}: {len(missing)} tensors did not come, the first is "
+                f"{missing[0]!r}"
+            )
 
     def _check(self, tensors: Sequence[WireTensor]) -> None:
         shapes = {spec.name: spec.shape for spec in self._manifest.tensors}

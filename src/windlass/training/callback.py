@@ -134,7 +134,7 @@ class RolloutCallback:
         Raises:
             RoundAborted: some call of some head had failed, or tensors are missing: the old version
                 is served, everywhere.
-            PeerTimeout: no answer within the deadline.
+            PeerTimeout: no answer within the deadline; the version may be served all the same.
             AuthenticationError: wrong token.
         """
         self._call(ContinueCall(version), deadline_s)

@@ -1,0 +1,130 @@
+"""Updates by hand end whole at every engine, whichever call fails and whoever stops waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from windlass.control.journal import Journal, JournalEntry, JournalKind
+from windlass.control.messages import Apply, Command, Pause, Verify
+from windlass.errors import PeerTimeout, PlanError, RoundAborted
+from windlass.testing.fake_fleet import TOKEN, FakeFleet
+from windlass.training.callback import RolloutCallback
+
+WITHIN_S = 20.0
+
+
+@asynccontextmanager
+async def serving_version_0(
+    b_does: Callable[[Command], None],
+) -> AsyncIterator[tuple[FakeFleet, RolloutCallback]]:
+    """Engines a and b serve version 0; what b is told afterwards passes `b_does` first."""
+    armed = threading.Event()
+
+    def on_command(command: Command) -> None:
+        if armed.is_set():
+            b_does(command)
+
+    async with FakeFleet() as rig:
+        await rig.start({"a": 1})
+        await rig.add_engine("b", on_command=on_command)
+        await rig.publish(0)
+        armed.set()
+        with RolloutCallback(rig.server.url, TOKEN, deadline_s=WITHIN_S) as head:
+            yield rig, head
+
+
+def nothing(_command: Command) -> None:
+    return
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WITHIN_S):
+        while not holds():  # noqa: ASYNC110 - a fake tells nobody
+            await asyncio.sleep(0.01)
+
+
+async def serves(rig: FakeFleet, *names: str) -> None:
+    """Return once these ranks have carried out what the end of an update tells them."""
+    await until(lambda: all(rig.engines[name].serving for name in names))
+
+
+async def test_an_engine_that_has_applied_is_published_though_its_head_waits_no_longer() -> None:
+    """It must not go on with new weights under the old version when the session is given up."""
+    go_on = threading.Event()
+
+    def hang(command: Command) -> None:
+        if isinstance(command, Apply):
+            go_on.wait(WITHIN_S)
+
+    async with serving_version_0(hang) as (rig, head):
+        await asyncio.to_thread(head.pause_generation, session_s=2.0)
+        with pytest.raises(PeerTimeout):
+            await asyncio.to_thread(head.continue_generation, 1, deadline_s=1.0)
+        await rig.coordinator.wait_for_version(1, deadline_s=WITHIN_S)
+        await serves(rig, "a/0")
+        a, b = rig.engines["a/0"], rig.engines["b/0"]
+        assert (a.version, a.handled[-1]) == (1, "Publish")
+        assert rig.routable == {"a": 1}
+        go_on.set()
+        await until(lambda: b.tainted)
+        assert not b.serving
+
+
+async def test_a_pause_that_fails_leaves_no_engine_paused_and_no_round_waiting() -> None:
+    refusals = [RoundAborted("b cannot pause now")]
+
+    def refuse_once(command: Command) -> None:
+        if isinstance(command, Pause) and refusals:
+            raise refusals.pop()
+
+    async with serving_version_0(refuse_once) as (rig, head):
+        with pytest.raises(RoundAborted, match="b cannot pause now"):
+            await asyncio.to_thread(head.pause_generation, session_s=600.0)
+        await serves(rig, "a/0", "b/0")
+        async with asyncio.timeout(WITHIN_S):
+            assert set((await rig.publish(1)).engines) == {"a", "b"}
+
+
+async def test_what_one_engine_lacks_is_applied_nowhere_and_spends_no_version() -> None:
+    lacking = [PlanError("b/0: 3 tensors did not come")]
+
+    def lack_once(command: Command) -> None:
+        if isinstance(command, Verify) and lacking:
+            raise lacking.pop()
+
+    async with serving_version_0(lack_once) as (rig, head):
+        await asyncio.to_thread(head.pause_generation)
+        with pytest.raises(RoundAborted, match="3 tensors did not come"):
+            await asyncio.to_thread(head.continue_generation, 1)
+        await serves(rig, "a/0", "b/0")
+        assert rig.engines["a/0"].handled[-2:] == ["Verify", "Abort"]
+        assert rig.routable == {"a": 0, "b": 0}
+        await asyncio.to_thread(head.pause_generation)
+        await asyncio.to_thread(head.continue_generation, 1)
+        assert rig.routable == {"a": 1, "b": 1}
+
+
+async def test_a_version_that_cannot_be_recorded_is_not_published_by_hand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    append = Journal.append
+
+    def full(journal: Journal, entry: JournalEntry) -> None:
+        if entry.kind is JournalKind.PUBLISHING:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(journal, entry)
+
+    async with serving_version_0(nothing) as (rig, head):
+        await asyncio.to_thread(head.pause_generation, session_s=600.0)
+        monkeypatch.setattr(Journal, "append", full)
+        with pytest.raises(RoundAborted, match="No space left on device"):
+            await asyncio.to_thread(head.continue_generation, 1)
+        await serves(rig, "a/0", "b/0")
+        assert "Apply" not in rig.engines["a/0"].handled[-3:]
+        assert rig.routable == {"a": 0, "b": 0}
