@@ -1,0 +1,1 @@
+"""Live vLLM and SGLang servers on GPUs, and the trainers that update them."""

@@ -1,0 +1,130 @@
+"""The models of `prove_live_engine.py`: few layers, and sizes that the engines' GPU kernels accept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import block_float8
+
+LAYERS = 3
+HEAD = 128
+_COMMON: dict[str, Any] = {
+    "vocab_size": 32010,  # engines pad it
+    "hidden_size": 1024,
+    "num_hidden_layers": LAYERS,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "initializer_range": 0.02,
+    "use_cache": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_QWEN3: dict[str, Any] = {
+    **_COMMON,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": HEAD,
+    "rope_theta": 1e6,
+    "use_sliding_window": False,
+}
+_QWEN3_EXPERTS: dict[str, Any] = {
+    **_QWEN3,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 16,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+    "router_aux_loss_coef": 0.001,
+}
+_DEEPSEEK: dict[str, Any] = {
+    **_COMMON,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "intermediate_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": 1024,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": HEAD,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": HEAD,
+    "head_dim": 64,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 512,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 2.0,
+        "original_max_position_embeddings": 2048,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, how an engine cuts it, and which trainers can hold it.
+
+    Attributes:
+        config: of transformers and of the engines.
+        quantised: the engines hold it in block float8.
+        flags: of an engine's server -> its words.
+        megatron: whether `megatron_model.py` builds it.
+    """
+
+    config: Mapping[str, Any]
+    quantised: bool = False
+    flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    megatron: bool = True
+
+    def write_config(self, folder: Path, *, quantised: bool) -> None:
+        """Make `folder` and its config.json."""
+        folder.mkdir()
+        config = dict(self.config)
+        if quantised:
+            config["quantization_config"] = block_float8.settings(
+                config["num_hidden_layers"], routed="num_experts" in config
+            )
+        (folder / "config.json").write_text(json.dumps(config))
+
+
+CASES: Mapping[str, Case] = {
+    "dense": Case(_QWEN3),
+    "experts": Case(_QWEN3_EXPERTS),
+    "expert-parallel": Case(
+        _QWEN3_EXPERTS,
+        flags={"vllm": ("--enable-expert-parallel",), "sglang": ("--ep-size", "2")},
+    ),
+    "tied": Case({**_QWEN3, "tie_word_embeddings": True}, megatron=False),
+    "latent": Case(_DEEPSEEK, megatron=False),
+    "block-fp8": Case(_QWEN3_EXPERTS, quantised=True),
+}

@@ -1,0 +1,159 @@
+"""Trainer ranks of `prove_live_engine.py`: any small model that transformers or Megatron-core builds."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from bench_live_engine import TOKEN, MegatronRank, TrainerRank, Trainers, unstack
+
+import windlass
+
+
+class FsdpProof(TrainerRank):
+    """One FSDP2 rank. Tied parameters stay tied; buffers that a checkpoint holds are trained too."""
+
+    def __init__(self, rank: int, device: int, world: int, store: str, model: str) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        self.rank, self.device = rank, device
+        self.kind = "cpu" if device < 0 else "cuda"
+        if device >= 0:
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "gloo" if device < 0 else "nccl",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world,
+        )
+        config = transformers.AutoConfig.from_pretrained(model)
+        torch.manual_seed(1)
+        with torch.device(self.kind):
+            self.module = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=torch.bfloat16
+            )
+        mesh = init_device_mesh(self.kind, (world,))
+        for layer in self.module.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.module, mesh=mesh)
+        for buffer in self._buffers().values():  # engines hold them in float32
+            buffer.data = buffer.data.float()
+        self.full: list[tuple[str, torch.Tensor]] = []
+        self.own: Any = None
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        saved = self.module.state_dict().keys()
+        return {name: buffer for name, buffer in self.module.named_buffers() if name in saved}
+
+    @torch.no_grad()
+    def fill(self, seed: int) -> None:
+        """Other values in every place; those of norms are near 1."""
+        generator = torch.Generator(self.kind)
+        for index, parameter in enumerate(self.module.parameters()):
+            generator.manual_seed((seed * 1000 + index) * 64 + self.rank)
+            mean = 1.0 if parameter.dim() == 1 else 0.0
+            parameter.to_local().normal_(mean, 0.03, generator=generator)
+        for index, buffer in enumerate(self._buffers().values()):  # the same on every rank
+            generator.manual_seed((seed * 1000 + 999 - index) * 64)
+            buffer.normal_(0.0, 0.03, generator=generator)
+        if self.kind == "cuda":
+            torch.cuda.synchronize()
+
+    def connect(self, controller: str, num_multiprocessors: int = 0) -> None:
+        if self.kind == "cuda":
+            super().connect(controller, num_multiprocessors)
+            return
+        self.client = windlass.connect_trainer(
+            self.module, controller=controller, token=TOKEN, transport="cma"
+        )
+
+    def save(self, folder: str) -> None:
+        """The full weights as a checkpoint; collective."""
+        write(self.rank, self._full(), Path(folder))
+
+    def _full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.module.named_parameters():
+            yield from unstack(name, parameter.full_tensor().detach())
+        yield from self._buffers().items()
+
+
+class MegatronProof(MegatronRank):
+    """One rank of Megatron-core."""
+
+    def save(self, folder: str) -> None:
+        """See `FsdpProof.save`."""
+        self.gather()
+        write(self.rank, iter(self.full), Path(folder))
+        self.full = []
+
+
+def write(rank: int, tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) -> None:
+    """All ranks read `tensors`, rank 0 writes."""
+    from safetensors.torch import save_file
+
+    held = {name: tensor.cpu().contiguous() for name, tensor in tensors}
+    if rank == 0:
+        save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+RANKS: dict[str, type[FsdpProof] | type[MegatronProof]] = {
+    "fsdp": FsdpProof,
+    "megatron": MegatronProof,
+}
+
+
+def train(
+    kind: str,
+    rank: int,
+    device: int,
+    world: int,
+    store: str,
+    model: str,
+    log: str,
+    pipe: Connection,
+) -> None:
+    """Main program of a rank; what it says goes to a file."""
+    with Path(log).open("a") as sink:
+        os.dup2(sink.fileno(), sys.stdout.fileno())
+        os.dup2(sink.fileno(), sys.stderr.fileno())
+    trainer = RANKS[kind](rank, device, world, store, model)
+    pipe.send((0.0, "ready"))
+    command = ""
+    while command != "end":
+        command, *arguments = pipe.recv()
+        started = time.perf_counter()
+        answer = getattr(trainer, command)(*arguments)
+        pipe.send((time.perf_counter() - started, answer))
+
+
+class ProofTrainers(Trainers):
+    """As `Trainers`, with a log."""
+
+    def __init__(self, kind: str, devices: list[int], store: str, model: str, log: Path) -> None:
+        context = mp.get_context("spawn")
+        self.pipes, self.processes = [], []
+        for rank, device in enumerate(devices):
+            ours, theirs = context.Pipe()
+            arguments = (kind, rank, device, len(devices), store, model, str(log), theirs)
+            process = context.Process(target=train, args=arguments, daemon=True)
+            process.start()
+            theirs.close()  # so that the end of a rank is seen
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def kill(self) -> None:
+        """At once; for those that have ended already, nothing."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(10)

@@ -1,0 +1,354 @@
+"""Live engines against fresh ones, case by case: every tensor and greedy tokens; no load.
+
+    python benchmarks/gpu/prove_live_engine.py --engine vllm --case dense --case latent --json FILE
+        [--trainer megatron] [--at-once 2] [--logs FOLDER]
+
+A case is a small model, so that servers start quickly. Two servers of the same release start side by
+side: the live one from other weights, and on the trainers' GPUs the fresh one from the checkpoint that
+the trainers saved of their last weights. Updates of other weights follow, `in_place` and then `staged`,
+each series ending in those last weights; after either, every tensor of every rank of the live server
+(parameters, buffers and what modules keep besides, as absorbed projections) must have the fingerprint
+that it has in the fresh one, and greedy tokens must be equal. A case that fails does not end the
+others; the exit status is 1 then, and the last lines say why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch
+from live_engine.cases import CASES, Case
+from live_engine.proof_ranks import RANKS, ProofTrainers
+from live_engine.proof_servers import TOKEN, Held, ProofServer, engine_version, reasons, tail
+
+import windlass
+from harness import median_p95, parser
+from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
+
+LAST_SEED = 7
+PORTS_PER_CASE = 1000
+"""Engines take further ports above their own."""
+
+
+@dataclass
+class Proof:
+    """One row: what was shown of a case.
+
+    Attributes:
+        outcome: `proven`, `failed` or `not run`. detail: why, if it is not proven.
+        num_tensors: of all ranks, compared after either series. num_attributes: those among them
+            that are neither parameters nor buffers. attributes: their last names.
+        update_s, wire_s, pause_s: median by mode, the first update left out.
+    """
+
+    case: str
+    engine: str
+    engine_version: str
+    engine_ranks: str
+    trainer: str
+    outcome: str = "failed"
+    detail: str = ""
+    seconds: float = 0.0
+    nbytes: int = 0
+    num_tensors: int = 0
+    num_attributes: int = 0
+    attributes: list[str] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)
+    equal_after: list[str] = field(default_factory=list)
+    update_s: dict[str, float] = field(default_factory=dict)
+    wire_s: dict[str, float] = field(default_factory=dict)
+    pause_s: dict[str, float] = field(default_factory=dict)
+
+
+class Run:
+    """One case from start to end; `row` grows with what was shown."""
+
+    def __init__(self, options: argparse.Namespace, name: str, number: int, folder: Path) -> None:
+        self.options, self.name, self.folder = options, name, folder
+        self.case: Case = CASES[name]
+        self.began = time.monotonic()
+        self.row = Proof(
+            case=name,
+            engine=options.engine,
+            engine_version=engine_version(options.engine),
+            engine_ranks=f"TP{options.tp}",
+            trainer=f"{options.trainer}, {options.trainers} ranks",
+        )
+        self.port = options.port + PORTS_PER_CASE * number
+        stem = f"{options.engine}-{options.trainer}-{name}"
+        self.logs = {
+            what: options.logs / f"{stem}.{what}.log" for what in ("live", "fresh", "trainers")
+        }
+        self.version = 0
+
+    def say(self, text: str) -> None:
+        """On one line."""
+        seconds = time.monotonic() - self.began
+        print(f"[{self.name}, {seconds:5.1f} s] {text}", flush=True)
+
+    async def prove(self) -> Proof:
+        """Never raises but when cancelled."""
+        try:
+            async with asyncio.timeout(self.options.case_s):
+                await self._all()
+            self.row.outcome = "proven"
+        except Exception as error:  # noqa: BLE001 - a case that fails must not end the others
+            why = str(error) or f"after {time.monotonic() - self.began:.0f} s"
+            self.row.detail = f"{type(error).__name__}: {why}"[:2000]
+            self._tell(error)
+        self.row.seconds = round(time.monotonic() - self.began, 1)
+        self.say(f"{self.row.outcome} {self.row.detail[:300]}")
+        return self.row
+
+    def _tell(self, error: Exception) -> None:
+        self.say(f"failed: {type(error).__name__}: {str(error)[:1500]}")
+        for what, log in self.logs.items():
+            named = reasons(log)
+            if named:
+                self.row.detail += f" | {what}: {' / '.join(named)}"[:3000]
+            for line in named or tail(log):
+                print(f"    {what}: {line}", flush=True)
+
+    async def _all(self) -> None:
+        paths = {name: self.folder / name for name in ("plain", "first", "last")}
+        for name, path in paths.items():
+            self.case.write_config(path, quantised=self.case.quantised and name != "plain")
+        on_cpu = self.options.on_cpu
+        count = max(torch.cuda.device_count(), 1)
+        devices = [
+            -1 if on_cpu else (self.options.tp + i) % count for i in range(self.options.trainers)
+        ]
+        trainers = ProofTrainers(
+            self.options.trainer,
+            devices,
+            str(self.folder / "store"),
+            str(paths["plain"]),
+            self.logs["trainers"],
+        )
+        timeout = aiohttp.ClientTimeout(total=180)
+        try:
+            async with aiohttp.ClientSession(timeout=timeout) as session:
+                live, fresh = (
+                    ProofServer(self.options, self.case, session, self.port + offset)
+                    for offset in (0, PORTS_PER_CASE // 2)
+                )
+                try:
+                    await self._checkpoints(trainers, paths)
+                    visible = "" if on_cpu else ",".join(map(str, devices[: self.options.tp]))
+                    await self._updates(trainers, live, fresh, paths, visible)
+                finally:
+                    await asyncio.gather(live.end(), fresh.end())
+        finally:
+            trainers.kill()
+
+    async def _checkpoints(self, trainers: ProofTrainers, paths: dict[str, Path]) -> None:
+        await trainers.receive(120)
+        for seed, name in ((LAST_SEED, "last"), (1, "first")):
+            await trainers.all("fill", seed)
+            if self.case.quantised:
+                differ = (await trainers.all("check_quantiser", self.options.engine))[0][1]
+                assert differ == (0, 0), f"bytes of values and scales that differ: {differ}"
+                await trainers.all("save_quantised", self.options.engine, str(paths[name]))
+            else:
+                await trainers.all("save", str(paths[name]))
+        self.say("checkpoints are written")
+
+    async def _updates(
+        self,
+        trainers: ProofTrainers,
+        live: ProofServer,
+        fresh: ProofServer,
+        paths: dict[str, Path],
+        visible: str,
+    ) -> None:
+        async with self._controller(UpdateMode.IN_PLACE, 0) as controller:
+            url = controller.url
+            await live.start(paths["first"], url, self.logs["live"], "")
+            if self.options.on_cpu:
+                await live.ready(self.options.start_s)
+            await fresh.start(paths["last"], "", self.logs["fresh"], visible)
+            await trainers.all("connect", url)
+            for what, server in (("live", live), ("fresh", fresh)):
+                if what == "live" and self.options.on_cpu:
+                    continue
+                await server.ready(self.options.start_s)
+                self.say(f"the {what} engine is up")
+            await self._wait(controller)
+            wanted, before = await fresh.held(), await live.held()
+            self._describe(wanted)
+            self._require_other(before, wanted, "before the updates")
+            await self._series("in_place", trainers, live, wanted)
+        async with self._controller(UpdateMode.STAGED, int(url.rsplit(":", 1)[1])) as controller:
+            await self._wait(controller)
+            await self._series("staged", trainers, live, wanted)
+            assert await fresh.held() == wanted, "the fresh server has changed"
+
+    def _controller(self, mode: UpdateMode, port: int) -> windlass.Controller:
+        deadlines = PhaseDeadlines(pause_s=60)
+        config = ControlConfig(mode=mode, pause_mode=self.options.pause_mode, deadlines=deadlines)
+        journal = self.folder / "journal"
+        return windlass.Controller(token=TOKEN, config=config, journal_path=journal, port=port)
+
+    async def _wait(self, controller: windlass.Controller) -> None:
+        await controller.wait_for_fleet(
+            num_trainers=self.options.trainers, engines=(self.options.engine,), deadline_s=60
+        )
+
+    async def _series(
+        self, mode: str, trainers: ProofTrainers, live: ProofServer, wanted: Held
+    ) -> None:
+        """Other weights each time; the last are those of the fresh server."""
+        reports: list[windlass.UpdateReport] = []
+        for number in range(self.options.updates + 1):
+            self.version += 1
+            last = number == self.options.updates
+            await trainers.all("fill", LAST_SEED if last else 10 + self.version)
+            _, report = (await trainers.all("publish", self.version))[0]
+            assert report.digest_ok, f"{mode}: a digest differs"
+            assert not report.left_out, f"{mode}: left out {report.left_out}"
+            reports.append(report)
+            if number == 0:
+                self._require_other(await live.held(), wanted, f"{mode}, after other weights")
+        held = await live.held()
+        different = held.different(wanted)
+        assert not different, f"{mode}: {len(different)} tensors differ: {different[:8]}"
+        assert held.tokens == wanted.tokens, f"{mode}: tokens {held.tokens} and {wanted.tokens}"
+        self.row.equal_after.append(mode)
+        self.row.nbytes = reports[-1].nbytes
+        for name, values in (
+            ("update_s", [r.update_s for r in reports[1:]]),
+            ("wire_s", [r.wire_s for r in reports[1:]]),
+            ("pause_s", [r.pause_s for r in reports[1:]]),
+        ):
+            vars(self.row)[name][mode] = median_p95(values)[0]
+        self.say(
+            f"{mode}: all equal after {len(reports)} updates of {self.row.nbytes / 1e6:.0f} MB, "
+            f"{1e3 * self.row.update_s[mode]:.1f} ms each (wire {1e3 * self.row.wire_s[mode]:.2f})"
+        )
+
+    def _require_other(self, held: Held, wanted: Held, when: str) -> None:
+        """Else equal fingerprints would say nothing."""
+        same = [
+            name
+            for name in wanted.fingerprints[0]
+            if "proj" in name and held.fingerprints[0].get(name) == wanted.fingerprints[0][name]
+        ]
+        assert not same, f"{when}: other weights must be other fingerprints: {same[:5]}"
+
+    def _describe(self, wanted: Held) -> None:
+        names = [name for rank in wanted.fingerprints for name in rank]
+        attributes = [name for name in names if name.startswith("attribute:")]
+        self.row.num_tensors, self.row.num_attributes = len(names), len(attributes)
+        self.row.attributes = sorted({name.rpartition(".")[2] for name in attributes})
+        self.row.tokens = wanted.tokens
+
+
+async def run(options: argparse.Namespace) -> list[Proof]:
+    """All cases, at most `at_once` at the same time; rows as they come."""
+    rows: list[Proof] = []
+    turn = asyncio.Semaphore(options.at_once)
+    ends = time.monotonic() + options.deadline_s
+
+    async def one(number: int, name: str, folder: Path) -> None:
+        async with turn:
+            case = Run(options, name, number, folder)
+            left = ends - time.monotonic()
+            if options.trainer == "megatron" and not CASES[name].megatron:
+                case.row.outcome, case.row.detail = "not run", "megatron_model.py does not build it"
+                rows.append(case.row)
+            elif left < options.least_s:
+                case.row.outcome, case.row.detail = "not run", f"{left:.0f} s left"
+                rows.append(case.row)
+            else:
+                options_left = argparse.Namespace(**vars(options))
+                options_left.case_s = min(options.case_s, left)
+                case.options = options_left
+                rows.append(await case.prove())
+            if options.json is not None:
+                options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+
+    with tempfile.TemporaryDirectory() as folder:
+        tasks = []
+        for number, name in enumerate(options.case):
+            place = Path(folder) / str(number)
+            place.mkdir()
+            tasks.append(one(number, name, place))
+        await asyncio.gather(*tasks)
+    return rows
+
+
+async def until_told(options: argparse.Namespace) -> list[Proof]:
+    """As `run`; SIGTERM ends the servers too."""
+    this = asyncio.current_task()
+    assert this is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
+    return await run(options)
+
+
+def options_of(words: list[str]) -> argparse.Namespace:
+    """The command line."""
+    options = parser(__doc__ or "")
+    options.formatter_class = argparse.RawDescriptionHelpFormatter
+    options.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
+    options.add_argument(
+        "--case", action="append", choices=[*CASES, "all"], required=True, help="may be repeated"
+    )
+    options.add_argument("--trainer", choices=list(RANKS), default="fsdp")
+    options.add_argument("--tp", type=int, default=2)
+    options.add_argument("--trainers", type=int, default=2)
+    options.add_argument("--updates", type=int, default=3, help="of each mode, after the first")
+    options.add_argument("--cuda-graphs", action="store_true")
+    options.add_argument(
+        "--pause-mode", type=PauseMode, choices=list(PauseMode), default=PauseMode.IN_PLACE
+    )
+    options.add_argument("--at-once", type=int, default=1, help="cases on the same GPUs")
+    options.add_argument("--logs", type=Path, default=Path("."), help="folder of the servers' logs")
+    options.add_argument("--start-s", type=float, default=150.0, help="until a server serves")
+    options.add_argument("--case-s", type=float, default=240.0, help="for a whole case")
+    options.add_argument("--deadline-s", type=float, default=540.0, help="for all cases")
+    options.add_argument("--least-s", type=float, default=60.0, help="to begin another case")
+    options.add_argument("--port", type=int, default=18123)
+    options.add_argument(
+        "--on-cpu", action="store_true", help="rehearse on a CPU, with an engine built for CPUs"
+    )
+    options.add_argument("--python", default=sys.executable, help="of the engine's environment")
+    parsed = options.parse_args(words)
+    if "all" in parsed.case:
+        parsed.case = list(CASES)
+    parsed.logs.mkdir(parents=True, exist_ok=True)
+    return parsed
+
+
+def main() -> int:
+    """0 if every case that ran is proven."""
+    parsed = options_of(sys.argv[1:])
+    rows = asyncio.run(until_told(parsed))
+    print("\n--- what was shown ---")
+    for row in sorted(rows, key=lambda row: row.outcome == "proven", reverse=True):
+        shown = f"{row.num_tensors} tensors ({row.num_attributes} of modules: {row.attributes})"
+        what = shown if row.outcome == "proven" else row.detail[:700]
+        after = f", equal after {' and '.join(row.equal_after)}" if row.equal_after else ""
+        print(
+            f"{row.outcome}: {row.engine} {row.engine_version} {row.engine_ranks}, {row.case}, "
+            f"{row.trainer}, {row.seconds} s{after}: {what}"
+        )
+    return int(any(row.outcome == "failed" for row in rows))
+
+
+if __name__ == "__main__":
+    status: Any = main()
+    sys.exit(status)
