@@ -85,6 +85,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "num_nextn_predict_layers": 0,
     },
+    # Its norms are weight + 1, which SGLang's loader adds.
+    "offset": {
+        "model_type": "gemma",
+        **_COMMON,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    },
+    # State space layers beside attention: A = -exp(A_log), which vLLM's loader computes.
+    "recurrent": {
+        "model_type": "bamba",
+        **_COMMON,
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 32,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 16,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_chunk_size": 16,
+    },
 }
 
 

@@ -67,6 +67,7 @@ TRAINERS = {
     "tied": (FSDP, MEGATRON_PP),
     "moe": (FSDP, MEGATRON_EP),
     "mla": (FSDP,),
+    "offset": (FSDP,),
 }
 
 
@@ -98,7 +99,7 @@ EVERYTHING = [
     for kind in ("dense", "moe", "mla", "tied")
     for tp in (1, 2)
     for engine in ("sglang", "vllm")
-]
+] + [Live(engine, kind, tp) for engine, kind in (("sglang", "offset"),) for tp in (1, 2)]
 COVERING = [
     Live(engine, kind, tp, fresh=fresh)
     for kind, tp, fresh in (
@@ -108,7 +109,7 @@ COVERING = [
         ("tied", 1, False),
     )
     for engine in ("sglang", "vllm")
-]
+] + [Live("sglang", "offset", 1, fresh=False)]
 
 
 def row(live: Live, trainer: Trainer, way: Way, outcome: str = "proven") -> Shown:

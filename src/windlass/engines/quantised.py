@@ -52,7 +52,7 @@ class Layout:
 _UNTESTED = "untested"
 _LIVE = "captured and updated live; a few values differed by rounding (docs/gpu.md)"
 _AMX = "untested: the kernels need a CPU with AMX tiles"
-_POWERS = "refused by capture, as the source is read: scales become powers of two"
+_POWERS = "untested: scales become powers of two, which capture leaves to the engine's loader"
 LAYOUTS = (
     Layout("vLLM 0.24", "CUTLASS and Triton, Hopper (the launcher's default)", "as in the checkpoint", _LIVE),
     Layout("vLLM 0.24", "DeepGEMM, Hopper", "requantised", _POWERS),
@@ -63,7 +63,7 @@ LAYOUTS = (
     Layout("SGLang 0.5.16", "DeepGEMM, Hopper", "as in the checkpoint", _UNTESTED),
     Layout("SGLang 0.5.23", "CPU", "packed for AMX", _AMX),
     Layout("both", "DeepGEMM, Blackwell", "requantised", _POWERS),
-    Layout("both", "latent attention", "kv_b_proj dequantised to bfloat16", "refused by capture, as the source is read: computed"),
+    Layout("both", "latent attention", "kv_b_proj dequantised to bfloat16", "untested live: capture leaves it to the engine's loader"),
 )  # fmt: skip
 """Read in the sources of the releases named, or proven by `benchmarks/gpu/bench_live_engine.py`."""
 

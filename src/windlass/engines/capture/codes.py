@@ -27,6 +27,7 @@ from windlass.layout.quantization import QuantizedTensor, scale_shape
 __all__ = [
     "CheckpointSpec",
     "Codes",
+    "Load",
     "bits_of",
     "checkpoint_specs",
     "checkpoint_tensors",
@@ -38,6 +39,9 @@ DIGIT_BITS = 7
 
 FLOAT8_DIGIT_BITS = 4
 """1 .. 16: exact in e4m3, whose integers are odd up to 15 only."""
+
+LOUDNESS = 16.0
+"""Of values that must show in a maximum over others too."""
 
 CHUNK = 1 << 26
 """Elements that are computed at a time: numbers take 8 bytes each."""
@@ -58,6 +62,10 @@ SCALE_SUFFIX = "_scale_inv"
 """What the name of a float8 matrix gets to name its scales."""
 MAX_HEADER_NBYTES = 100 << 20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+Load = Callable[[Iterator[tuple[str, torch.Tensor]]], None]
+"""Loads a checkpoint into the model; the tensors belong to it from then on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,28 +205,46 @@ class Codes:
 
         Uniform, below 0.125; in float8 each of the 254 patterns that are a number.
         """
-        return self._load(lambda numbers, dtype: _ordinary(numbers, seed, dtype))
+        return self._load(lambda numbers, spec: _ordinary(numbers, seed, spec.dtype))
 
-    def expected(self, numbers: torch.Tensor, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    def some(self, chosen: frozenset[str], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Part of a load: the tensors named `chosen`, of larger values, below 2."""
+        return self._load(lambda numbers, spec: _loud(numbers, seed, spec.dtype), chosen)
+
+    def mixed(self, chosen: frozenset[str], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """One load: `chosen` as in `some`, the others as in `random(0)`."""
+        return self._load(
+            lambda numbers, spec: (
+                _loud(numbers, seed, spec.dtype)
+                if spec.name in chosen
+                else _ordinary(numbers, 0, spec.dtype)
+            )
+        )
+
+    def expected(
+        self, numbers: torch.Tensor, seed: int, dtype: torch.dtype, *, loud: bool = False
+    ) -> torch.Tensor:
         """What a copy of `random(seed)` leaves where the elements `numbers` lie.
 
         Args:
             numbers: (n,) int64, on any device.
             seed: of the load.
             dtype: of the engine's tensor.
+            loud: the load was `some` or `mixed`, of these elements.
 
         Returns:
             (n,) of `dtype`: each value in its tensor's type, then cast.
         """
+        values = _loud if loud else _ordinary
         if len(self._dtypes) == 1:
-            return _ordinary(numbers, seed, self._dtypes[0]).to(dtype)
+            return values(numbers, seed, self._dtypes[0]).to(dtype)
         bounds = torch.from_numpy(self.starts[1:-1]).to(numbers.device)
         tensors = torch.searchsorted(bounds, numbers, right=True)
         kinds = self._kinds.to(numbers.device)[tensors]
         result = torch.empty(numbers.shape, dtype=dtype, device=numbers.device)
         for kind, stored in enumerate(self._dtypes):
             chosen = kinds == kind
-            bits_of(result)[chosen] = bits_of(_ordinary(numbers[chosen], seed, stored).to(dtype))
+            bits_of(result)[chosen] = bits_of(values(numbers[chosen], seed, stored).to(dtype))
         return result
 
     def tensor_of(
@@ -228,15 +254,19 @@ class Codes:
         return np.searchsorted(self.starts, numbers, side="right") - 1
 
     def _load(
-        self, values: Callable[[torch.Tensor, DType], torch.Tensor]
+        self,
+        values: Callable[[torch.Tensor, CheckpointSpec], torch.Tensor],
+        chosen: frozenset[str] | None = None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         for spec, start in zip(self.specs, self.starts[:-1].tolist(), strict=True):
+            if chosen is not None and spec.name not in chosen:
+                continue
             tensor = torch.empty(spec.numel, dtype=torch_dtype(spec.dtype), device=self.device)
             for begin in range(0, spec.numel, CHUNK):
                 part = tensor[begin : begin + CHUNK]
                 first = start + begin
                 numbers = torch.arange(first, first + len(part), device=self.device)
-                part.copy_(values(numbers, spec.dtype))
+                part.copy_(values(numbers, spec))
             yield spec.name, tensor.reshape(spec.shape)
 
 
@@ -245,9 +275,20 @@ def bits_of(memory: torch.Tensor) -> torch.Tensor:
     return memory.view(_INTEGERS[memory.element_size()])
 
 
+def _signed(number: int) -> int:
+    """As 64 bits hold it."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _loud(numbers: torch.Tensor, seed: int, dtype: DType) -> torch.Tensor:
+    """Every value of float8 is as large as it gets; others are multiplied, which is exact."""
+    values = _ordinary(numbers, seed, dtype)
+    return values if dtype is DType.FLOAT8_E4M3 else values * LOUDNESS
+
+
 def _ordinary(numbers: torch.Tensor, seed: int, dtype: DType) -> torch.Tensor:
     """A value of `dtype` for each number, the same on every device: 24 bits of splitmix64."""
-    state = (numbers + 1) * _GOLDEN + seed * _MIX_1
+    state = (numbers + 1) * _GOLDEN + _signed(seed * _MIX_1)
     state = (state ^ (state >> 30)) * _MIX_1
     state = (state ^ (state >> 27)) * _MIX_2
     bits = ((state ^ (state >> 31)) >> 20) & 0xFFFFFF

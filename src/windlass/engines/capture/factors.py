@@ -9,13 +9,13 @@ What is found is a claim about values of that kind; the proof with ordinary valu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import final
 
 import torch
 
-from windlass.engines.capture.codes import Codes
-from windlass.engines.capture.memory import Holding
+from windlass.engines.capture.codes import Codes, Load
+from windlass.engines.capture.memory import Held, Holding
 from windlass.frameworks.dtypes import torch_dtype
 
 __all__ = ["factors_of", "scaled"]
@@ -23,8 +23,6 @@ __all__ = ["factors_of", "scaled"]
 _MANTISSA_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
 _FEW_BITS = 11
 """Types of more are told from one value alone: its product is the factor."""
-
-Load = Callable[[Iterator[tuple[str, torch.Tensor]]], None]
 
 
 @final
@@ -104,9 +102,7 @@ class _Between:
         return self._seen[0][1] if self._bits > _FEW_BITS else self._consistent()[0]
 
 
-def factors_of(
-    codes: Codes, load: Load, held: Callable[[], Mapping[str, Holding]]
-) -> dict[str, float]:
+def factors_of(codes: Codes, load: Load, held: Held) -> dict[str, float]:
     """Per tensor that shows one factor throughout, which is not 1; it holds loads afterwards.
 
     Args:

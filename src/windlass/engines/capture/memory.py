@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -10,7 +10,7 @@ import torch
 
 from windlass.engines.capture.codes import bits_of
 
-__all__ = ["Holding", "Kind", "fingerprint", "fingerprints", "held_by"]
+__all__ = ["Held", "Holding", "Kind", "fingerprint", "fingerprints", "held_by"]
 
 
 class Kind(StrEnum):
@@ -48,6 +48,10 @@ class Holding:
     def memory(self) -> torch.Tensor:
         """Its elements as they lie, gaps included: (reach,)."""
         return self.tensor.detach().as_strided((self.reach,), (1,))
+
+
+Held = Callable[[], Mapping[str, Holding]]
+"""By name, what a model holds now; see `held_by`."""
 
 
 def held_by(model: torch.nn.Module, ignored: frozenset[int] = frozenset()) -> Mapping[str, Holding]:

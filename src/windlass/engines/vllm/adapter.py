@@ -88,6 +88,7 @@ def capture_adapter(
         worker=f"{settings.name}/{worker.rank}",
         reference=settings.reference(),
         multiplied=True,
+        recompute=False,  # vLLM loads an adapter as a whole, from a folder
     )
     keep_adapter(worker)
     return captured

@@ -30,7 +30,8 @@ _MODES: Mapping[PauseMode, str] = {PauseMode.ABORT: "abort", PauseMode.IN_PLACE:
 
 
 class _Runner(Protocol):
-    kv_caches: list[torch.Tensor]
+    kv_caches: list[torch.Tensor | list[torch.Tensor]]
+    """Recurrent layers have several."""
 
     def get_model(self) -> torch.nn.Module: ...
 
@@ -199,4 +200,6 @@ def _method_of(module: torch.nn.Module) -> object | None:
 
 
 def _cache_storages(worker: _Worker) -> frozenset[int]:
-    return frozenset(cache.untyped_storage().data_ptr() for cache in worker.model_runner.kv_caches)
+    caches = worker.model_runner.kv_caches
+    found = [t for c in caches for t in ([c] if isinstance(c, torch.Tensor) else c)]
+    return frozenset(tensor.untyped_storage().data_ptr() for tensor in found)

@@ -70,6 +70,7 @@ def _prove(order: RankOrder) -> tuple[TableRank, RankReport]:
         lambda weights: load_again(model, weights),
         worker=f"{order.name}/{order.rank}",
         reference=lambda: checkpoint_tensors(folder),
+        recompute=False,  # the live engine's loader is in another process
     )
     rank = TableRank(order.transport, routes, order.rank, table, model, captured)
     if order.controller:  # nobody whom this rank does not know may write from here on

@@ -1,0 +1,136 @@
+"""From which checkpoint tensors an engine computes what is no copy of any.
+
+Loads that differ in some tensors only are compared. Names that differ in their numbers alone (the
+same tensor of every layer) are changed together, and the groups that matter are found by halving;
+then every tensor of the engine tells which of the numbers it depends on, one binary digit of them
+per load, all layers at once. A last load changes everything else: nothing computed may follow.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import final
+
+from windlass.engines.capture.codes import Codes, Load
+from windlass.errors import UnsupportedLayout
+
+__all__ = ["sources_of"]
+
+_SEED = 2
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""A part of a dotted name."""
+
+Numbers = tuple[int, ...]
+
+
+def sources_of(
+    codes: Codes, load: Load, prints: Callable[[], Mapping[str, int]], base: Mapping[str, int]
+) -> frozenset[str]:
+    """The checkpoint tensors that change one of the computed tensors.
+
+    Takes about 2 log2 of the number of kinds of names per kind that matters, and log2 of the
+    number of layers (or layers times experts), in loads.
+
+    Args:
+        codes: of the checkpoint.
+        load: see `capture`.
+        prints: fingerprints of the computed tensors, now.
+        base: after a load of `codes.random(0)`.
+
+    Raises:
+        UnsupportedLayout: tensors whose sources cannot be told; names them.
+    """
+    return _Search(codes, load, prints, base).sources()
+
+
+@final
+class _Search:
+    def __init__(
+        self,
+        codes: Codes,
+        load: Load,
+        prints: Callable[[], Mapping[str, int]],
+        base: Mapping[str, int],
+    ) -> None:
+        self._codes, self._load, self._prints, self._base = codes, load, prints, base
+        self._all = frozenset(spec.name for spec in codes.specs)
+        self._kinds: dict[str, list[str]] = {}
+        for spec in codes.specs:
+            self._kinds.setdefault(_NUMBER.sub("*", spec.name), []).append(spec.name)
+
+    def sources(self) -> frozenset[str]:
+        """See `sources_of`."""
+        deaf = sorted(self._base.keys() - self._changed(self._all))
+        if deaf:
+            raise UnsupportedLayout(
+                f"{deaf}: tensors that the engine computes, and not from the checkpoint alone"
+            )
+        kinds = [tuple(names) for names in self._kinds.values()]
+        members = frozenset().union(*self._mattering(kinds, known=True))
+        found = self._numbered(members)
+        if not self._changed(self._all - found):
+            return found
+        if members == found or self._changed(self._all - members):
+            raise UnsupportedLayout(
+                f"{sorted(self._base)}: tensors that the engine computes from checkpoint tensors "
+                f"that cannot be told apart"
+            )
+        return members
+
+    def _changed(self, names: frozenset[str]) -> frozenset[str]:
+        """The computed tensors that differ once these checkpoint tensors do."""
+        if not names:
+            return frozenset()
+        self._load(self._codes.mixed(names, _SEED))
+        now = self._prints()
+        return frozenset(name for name, value in self._base.items() if now.get(name) != value)
+
+    def _mattering(
+        self, groups: Sequence[tuple[str, ...]], *, known: bool
+    ) -> Iterator[tuple[str, ...]]:
+        """Groups that change something; `known`: one of them does."""
+        if not known and not self._changed(frozenset().union(*groups)):
+            return
+        if len(groups) == 1:
+            yield groups[0]
+            return
+        half = len(groups) // 2
+        first = list(self._mattering(groups[:half], known=False))
+        yield from first
+        yield from self._mattering(groups[half:], known=not first)
+
+    def _numbered(self, members: frozenset[str]) -> frozenset[str]:
+        """Those whose numbers are the ones that a computed tensor depends on."""
+        keys = sorted({_numbers(name) for name in members})
+        index = {key: at for at, key in enumerate(keys)}
+        by_digit = [
+            frozenset(name for name in members if index[_numbers(name)] >> digit & 1)
+            for digit in range((len(keys) - 1).bit_length())
+        ]
+        ones = [self._changed(names) for names in by_digit]
+        told = {
+            tensor: sum((tensor in changed) << digit for digit, changed in enumerate(ones))
+            for tensor in self._base
+        }
+        chosen = frozenset(n for n in members if index[_numbers(n)] in set(told.values()))
+        several = self._changed(members - chosen)
+        if not several:
+            return chosen
+        zeros = [self._changed(members - names) for names in by_digit]
+        further = {
+            at
+            for at in range(len(keys))
+            if any(
+                all(
+                    tensor in (ones if at >> digit & 1 else zeros)[digit]
+                    for digit in range(len(by_digit))
+                )
+                for tensor in several
+            )
+        }
+        return chosen | {n for n in members if index[_numbers(n)] in further}
+
+
+def _numbers(name: str) -> Numbers:
+    return tuple(int(number) for number in _NUMBER.findall(name))

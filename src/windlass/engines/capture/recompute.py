@@ -1,0 +1,285 @@
+"""State that an engine computes from checkpoint tensors, computed anew by its own loader.
+
+The checkpoint tensors that it depends on are received whole, in checkpoint order. After an update
+the engine's own way of loading gets exactly these, while the engine is at rest. At capture it is
+proven, with updates on trial, that writing the copies and loading the part leaves what a load of
+everything would: every tensor of the model, bit for bit, and at its address.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from windlass.engines.capture.codes import CheckpointSpec, Codes, Load, bits_of
+from windlass.engines.capture.dependence import sources_of
+from windlass.engines.capture.factors import scaled
+from windlass.engines.capture.memory import Held, fingerprint
+from windlass.engines.capture.numbers import Numbers
+from windlass.errors import UnsupportedLayout, WindlassError
+from windlass.frameworks.dtypes import torch_dtype
+
+__all__ = ["Recompute", "Surroundings", "learn"]
+
+_SEEDS = (2, 3)
+PREFIX = "loader/"
+"""Of the manifest's names of buffers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What torch keeps per thread; `load` runs as it ran at capture."""
+
+    inference: bool
+    default_device: torch.device
+    cuda_device: int | None
+
+    @classmethod
+    def here(cls, model: torch.device) -> Surroundings:
+        """Of this thread; `model`: where the weights are."""
+        cuda = torch.cuda.current_device() if model.type == "cuda" else None
+        return cls(torch.is_inference_mode_enabled(), torch.get_default_device(), cuda)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Work as in the thread that they are of."""
+        with ExitStack() as stack:
+            if self.cuda_device is not None:
+                stack.enter_context(torch.cuda.device(self.cuda_device))
+            stack.enter_context(self.default_device)
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.inference_mode(self.inference))
+            yield
+            if self.cuda_device is not None:
+                torch.cuda.synchronize()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """What the engine's loader does after every update.
+
+    Attributes:
+        names: of the engine's tensors that it fills: the computed ones, and copies of the same
+            checkpoint tensors.
+        buffers: the checkpoint tensors that it is given, in checkpoint order; updates write them.
+        load: see `capture`. held: what the model holds now.
+        fixed: addresses of the tensors that updates write directly.
+    """
+
+    names: tuple[str, ...]
+    buffers: tuple[tuple[CheckpointSpec, torch.Tensor], ...]
+    load: Load
+    held: Held
+    fixed: Mapping[str, int]
+    surroundings: Surroundings
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The manifest's names of the buffers."""
+        return tuple(PREFIX + spec.name for spec, _ in self.buffers)
+
+    def run(self) -> None:
+        """Load the buffers. The engine is at rest; called in any thread.
+
+        Raises:
+            UnsupportedLayout: the loader failed, or moved what updates write directly.
+        """
+        with self.surroundings.entered():
+            try:
+                self.load((s.name, b.clone().reshape(s.shape)) for s, b in self.buffers)
+            except WindlassError:
+                raise
+            except Exception as error:
+                raise UnsupportedLayout(
+                    f"{list(self.names)}: the engine's loader failed: {type(error).__name__}: {error}"
+                ) from error
+        held = self.held()
+        moved = [n for n, at in self.fixed.items() if n not in held or held[n].address != at]
+        if moved:
+            raise UnsupportedLayout(f"{moved}: tensors that the engine's loader has moved")
+
+    def filling(
+        self, weights: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same tensors; those that have a buffer are copied there on the way."""
+        buffers = {spec.name: buffer for spec, buffer in self.buffers}
+        for name, tensor in weights:
+            if name in buffers:
+                buffers[name].copy_(tensor.reshape(-1))
+            yield name, tensor
+
+
+def learn(
+    computed: frozenset[str],
+    numbers: Mapping[str, Numbers],
+    factors: Mapping[str, float],
+    codes: Codes,
+    load: Load,
+    held: Held,
+) -> Recompute:
+    """Find what the loader has to be given, and prove that it can be given that alone.
+
+    Where a load of a part leaves other tensors wrong (a layer that is made anew as a whole), it is
+    given theirs too: first of the tensors themselves, then of everything in their modules, then in
+    the modules around these.
+
+    Args:
+        computed: names of tensors that are no copies.
+        numbers: of the copies.
+        factors: of those that are multiplied.
+        codes: of the checkpoint.
+        load: see `capture`.
+        held: what the model holds now.
+
+    Raises:
+        UnsupportedLayout: tensors whose sources cannot be told, or that no load of a part fills
+            right, or that the same load fills otherwise; names them.
+    """
+
+    def prints() -> dict[str, int]:
+        return {n: fingerprint(h.memory()) for n, h in held().items() if n in computed}
+
+    load(codes.random(0))
+    base = prints()
+    load(codes.random(0))
+    unsteady = sorted(name for name, value in prints().items() if base.get(name) != value)
+    if unsteady:
+        raise UnsupportedLayout(
+            f"{unsteady}: tensors that the engine computes, and otherwise each time"
+        )
+    part = _Part(computed, numbers, factors, codes, load, held)
+    sources = sources_of(codes, load, prints, base)
+    bad = part.disturbed(sources)
+    for level in range(part.depth + 1):
+        wider = sources | part.sources_near(bad, level)
+        if bad and wider != sources:
+            sources = wider
+            bad = part.disturbed(sources)
+    if bad:
+        raise UnsupportedLayout(
+            f"{sorted(bad)}: tensors that the engine's loader does not leave right when it computes "
+            f"{sorted(computed)} again"
+        )
+    return part.recompute(sources)
+
+
+@final
+class _Part:
+    """Loads of some checkpoint tensors, compared with loads of all."""
+
+    def __init__(
+        self,
+        computed: frozenset[str],
+        numbers: Mapping[str, Numbers],
+        factors: Mapping[str, float],
+        codes: Codes,
+        load: Load,
+        held: Held,
+    ) -> None:
+        self._computed, self._codes, self._load, self._held = computed, codes, load, held
+        self._numbers, self._factors = numbers, factors
+        self._copied = {name: _tensors_in(found, codes) for name, found in numbers.items()}
+        self.depth = max(len(name.split(".")) for name in [*computed, *self._copied])
+
+    def disturbed(self, sources: frozenset[str]) -> frozenset[str]:
+        """What is wrong, or was moved though updates write it, after two updates on trial."""
+        self._load(self._codes.random(0))
+        before = self._fixed(sources)
+        try:
+            with _nothing_left_over():
+                for seed in _SEEDS:
+                    self._write(before, seed)
+                    self._load(self._codes.some(sources, seed))
+        except Exception:  # noqa: BLE001 - an engine's loader raises what it likes where it misses tensors
+            return self._computed
+        found = self._prints()
+        after = self._fixed(sources)
+        moved = {name for name, at in before.items() if after.get(name) != at}
+        self._load(self._codes.mixed(frozenset(s.name for s in self._codes.specs), _SEEDS[-1]))
+        wrong = {name for name, value in self._prints().items() if found.get(name) != value}
+        return frozenset(wrong | moved)
+
+    def _write(self, names: Iterable[str], seed: int) -> None:
+        """What an update writes itself, as it lies once it is finalised."""
+        held = self._held()
+        for name in names:
+            memory = held[name].memory()
+            for begin, numbers in self._numbers[name].chunks():
+                filled = numbers >= 0
+                values = self._codes.expected(numbers[filled], seed, memory.dtype, loud=True)
+                part = bits_of(memory[begin : begin + len(numbers)])
+                part[filled] = bits_of(scaled(values, self._factors.get(name, 1.0)))
+
+    def sources_near(self, names: frozenset[str], level: int) -> frozenset[str]:
+        """Of the tensors themselves (level 0), or of all in the modules that many levels up."""
+        if level == 0:
+            chosen = names & self._copied.keys()
+        else:
+            modules = tuple({_module(name, level) for name in names})
+            chosen = frozenset(name for name in self._copied if name.startswith(modules))
+        return frozenset().union(*(self._copied[name] for name in chosen))
+
+    def recompute(self, sources: frozenset[str]) -> Recompute:
+        """What has been proven."""
+        return Recompute(
+            names=tuple(sorted(self._filled(sources))),
+            buffers=tuple(
+                (s, torch.zeros(s.numel, dtype=torch_dtype(s.dtype), device=self._codes.device))
+                for s in self._codes.specs
+                if s.name in sources
+            ),
+            load=self._load,
+            held=self._held,
+            fixed=self._fixed(sources),
+            surroundings=Surroundings.here(self._codes.device),
+        )
+
+    def _filled(self, sources: frozenset[str]) -> frozenset[str]:
+        """What such a load fills: all of it comes from these checkpoint tensors."""
+        return self._computed | {n for n, found in self._copied.items() if found <= sources}
+
+    def _fixed(self, sources: frozenset[str]) -> dict[str, int]:
+        written = self._copied.keys() - self._filled(sources)
+        return {name: h.address for name, h in self._held().items() if name in written}
+
+    def _prints(self) -> dict[str, int]:
+        return {name: fingerprint(h.memory()) for name, h in self._held().items()}
+
+
+def _module(name: str, level: int) -> str:
+    """Of a tensor; with its last dot, so that nothing else begins like it."""
+    parts = name.split(".")[:-level]
+    return "".join(f"{part}." for part in parts)
+
+
+def _tensors_in(numbers: Numbers, codes: Codes) -> frozenset[str]:
+    """The checkpoint tensors of which a tensor of the engine holds elements."""
+    bounds = torch.from_numpy(codes.starts[1:-1])
+    found: set[int] = set()
+    for _, part in numbers.chunks():
+        filled = part[part >= 0]
+        tensors = torch.searchsorted(bounds.to(filled.device), filled, right=True)
+        found.update(torch.unique(tensors).tolist())
+    return frozenset(codes.specs[index].name for index in found)
+
+
+@contextmanager
+def _nothing_left_over() -> Iterator[None]:
+    """Have what is made without values hold NaN, not what lay there before, which may be right."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
