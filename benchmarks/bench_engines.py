@@ -27,7 +27,7 @@ from typing import IO
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "engines"))
 
 import torch
-from servers import CONFIGS, TOKEN, VENVS, Server, engine_version, save, serving
+from servers import CONFIGS, TOKEN, VENVS, Layout, Server, engine_version, save, serving
 from transformers import AutoModelForCausalLM
 
 import windlass
@@ -148,7 +148,9 @@ async def bench(engine: str, mode: UpdateMode, runs: int, folder: Path) -> list[
 
         def run() -> tuple[list[UpdateReport], dict[str, list[dict[str, float]]]]:
             log = folder / "server.log"
-            with serving(engine, folders[0], log, tp=1, controller=controller.url) as server:
+            with serving(
+                engine, folders[0], log, layout=Layout(), controller=controller.url
+            ) as server:
                 return measure(engine, server, controller.url, folders, runs)
 
         ours, theirs = await asyncio.to_thread(run)

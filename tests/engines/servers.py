@@ -8,8 +8,10 @@ import os
 import socket
 import subprocess
 import tempfile
+import threading
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,8 @@ from windlass.engines.vllm.__main__ import connect as connect_vllm
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "secret of the test"
+HTTP_S = 120.0
+NUM_BUSY_TOKENS = 64
 _COMMON = {
     "vocab_size": 250,  # padded by both engines
     "hidden_size": 128,
@@ -173,21 +177,51 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Layout:
+    """Tensor-parallel ranks, pipeline stages, data-parallel replicas; `ep`: experts over all ranks."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def is_more_than_tensor_parallel(self) -> bool:
+        return self.pp * self.dp > 1
+
+    def __str__(self) -> str:
+        sizes = ("tp", self.tp), ("pp", self.pp), ("dp", self.dp)
+        experts = f" ep{self.tp * self.dp}" if self.ep else ""
+        return " ".join(f"{n}{size}" for n, size in sizes if size > 1 or n == "tp") + experts
+
+    def options(self, engine: str) -> tuple[str, ...]:
+        sizes = ("--tp", str(self.tp), "--pp", str(self.pp), "--dp", str(self.dp))
+        experts = {"vllm": ("--enable-expert-parallel",), "sglang": ("--ep-size", str(self.tp))}
+        return (*sizes, *(experts[engine] if self.ep else ()))
+
+
+@dataclass(frozen=True)
 class Server:
     """A running engine."""
 
     process: subprocess.Popen[str]
     url: str
     engine: str
-    tp: int
+    layout: Layout
     model: Path
     adapter: Path | None = None
 
-    def post(self, path: str, body: object) -> Any:
+    def post(self, path: str, body: object, **headers: str) -> Any:
         request = urllib.request.Request(
-            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+            self.url + path,
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json", **headers},
         )
-        with urllib.request.urlopen(request, timeout=120) as response:
+        with urllib.request.urlopen(request, timeout=HTTP_S) as response:
             return json.loads(response.read())
 
     def join(self, controller: str, transport: str) -> None:
@@ -195,42 +229,50 @@ class Server:
         {"vllm": connect_vllm, "sglang": connect_sglang}[self.engine](
             AgentSettings(
                 name="engine", controller=controller, transport=transport, url=self.url,
-                checkpoint=str(self.adapter or self.model), world_size=self.tp,
+                checkpoint=str(self.adapter or self.model), world_size=self.layout.world_size,
                 adapter=ADAPTER if self.adapter else "",
             )
         )  # fmt: skip
 
     def digests(self) -> list[dict[str, str]]:
         """Per rank: a digest of every tensor that its model holds."""
-        if self.engine == "vllm":
-            answer = self.post("/collective_rpc", {"method": "windlass_digests"})
-            return list(answer["results"])
         with tempfile.TemporaryDirectory() as folder:
-            order_ranks(self.url, Digests(folder), self.tp, 120.0)
-            return [json.loads((Path(folder) / str(r)).read_text()) for r in range(self.tp)]
+            if self.engine == "vllm":
+                self.post("/collective_rpc", {"method": "write_digests", "args": ["", folder]})
+            else:
+                order_ranks(self.url, Digests(folder), self.layout.tp, 120.0)
+            return self._written(folder)
+
+    def _written(self, folder: str) -> list[dict[str, str]]:
+        ranks = range(self.layout.world_size)
+        return [json.loads((Path(folder) / str(rank)).read_text()) for rank in ranks]
 
     def digests_of_fresh_load(self, checkpoint: Path) -> list[dict[str, str]]:
         """As `digests`, of a model that the engine's own loader makes anew in every rank."""
-        if self.engine == "vllm":
-            body = {"method": "fresh_digests", "args": [str(checkpoint)]}
-            return list(self.post("/collective_rpc", body)["results"])
         with tempfile.TemporaryDirectory() as folder:
-            order = LoadAfresh(str(checkpoint), folder)
-            order_ranks(self.url, order, self.tp, 120.0, hook="sglang_fresh.run")
-            return [json.loads((Path(folder) / str(r)).read_text()) for r in range(self.tp)]
+            if self.engine == "vllm":
+                body = {"method": "write_digests", "args": [str(checkpoint), folder]}
+                self.post("/collective_rpc", body)
+            else:
+                order = LoadAfresh(str(checkpoint), folder)
+                order_ranks(self.url, order, self.layout.tp, 120.0, hook="sglang_fresh.run")
+            return self._written(folder)
 
     def digests_of_fresh_adapter(self, adapter: Path) -> list[dict[str, str]]:
         """Per rank: of the slots of a new model into which vLLM's own loader put an adapter."""
         body = {"method": "fresh_adapter_digests", "args": [str(adapter)]}
         return list(self.post("/collective_rpc", body)["results"])
 
-    def sample(self, prompt: list[int], count: int, *, adapter: str = "") -> Sample:
+    def sample(
+        self, prompt: list[int], count: int, *, adapter: str = "", replica: int = 0
+    ) -> Sample:
         """A greedy answer, in SGLang's words, which both engines understand."""
         sampling = {"temperature": 0.0, "max_new_tokens": count, "ignore_eos": True}
         body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
         if adapter:
             body["lora_path"] = adapter
-        answer = self.post("/generate", body)
+        chosen = {"X-data-parallel-rank": str(replica)} if self.layout.dp > 1 else {}
+        answer = self.post("/generate", body, **chosen)
         meta = answer["meta_info"]
         versions = [
             int(span["version"]) if span["version"].isdigit() else -1
@@ -239,6 +281,34 @@ class Server:
         ]
         logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
         return Sample(list(answer["output_ids"]), logprobs, versions)
+
+
+@contextmanager
+def traffic(
+    server: Server, prompt: list[int], replica: int = 0, *, after: Path | None = None
+) -> Iterator[list[list[int]]]:
+    """One request after the other meanwhile; the versions of their tokens.
+
+    after: nothing is asked before this file is there. It leaves processors to those who make it.
+    """
+    answers: list[list[int]] = []
+    over = threading.Event()
+
+    def ask() -> None:
+        while after is not None and not after.exists() and not over.wait(0.02):
+            pass
+        while True:
+            answers.append(server.sample(prompt, NUM_BUSY_TOKENS, replica=replica).versions)
+            if over.is_set():
+                return
+
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask)
+        try:
+            yield answers
+        finally:
+            over.set()
+        asking.result(HTTP_S)
 
 
 VENVS = {
@@ -292,7 +362,7 @@ def serving(
     model: Path,
     log: Path,
     *,
-    tp: int,
+    layout: Layout,
     controller: str = "",
     transport: str = "cma",
     adapter: Path | None = None,
@@ -304,12 +374,13 @@ def serving(
             [
                 *(str(VENVS[engine] / "bin/python"), "-m", f"windlass.engines.{engine}"),
                 *("--name", "engine", "--model", str(model), "--port", str(port)),
-                *("--tp", str(tp), "--controller", controller, "--transport", transport),
+                *layout.options(engine),
+                *("--controller", controller, "--transport", transport),
                 *(("--adapter", f"{ADAPTER}={adapter}") if adapter else ()),
                 *FLAGS[engine],
                 *_ORACLE[engine],
             ],
-            env=environment(engine, tp, f"{ROOT / 'src'}:{Path(__file__).parent}"),
+            env=environment(engine, layout.tp, f"{ROOT / 'src'}:{Path(__file__).parent}"),
             stdout=subprocess.PIPE,
             stderr=stream,
             text=True,
@@ -318,7 +389,12 @@ def serving(
             assert process.stdout is not None
             line = process.stdout.readline()
             assert line, log.read_text()[-6000:]
-            yield Server(process, json.loads(line)["url"], engine, tp, model, adapter)
+            server = Server(process, json.loads(line)["url"], engine, layout, model, adapter)
+            if layout.pp > 1:
+                # vLLM 0.32 on CPUs makes what later stages receive in a warm-up that is left out
+                # where it does not compile, and dies with its first request.
+                server.post("/collective_rpc", {"method": "execute_dummy_batch"})
+            yield server
         finally:
             process.terminate()
             process.wait(60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -34,6 +35,7 @@ def run(_model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
     # SGLang's attention in plain torch, the only one on a CPU without kernels, reads the latent
     # cache; SGLang sends prompts to it that want another. Absorbed attention suits it.
     AttentionBackendRegistry.register("torch_native", _dispatch_mla_subtype)
+    drop_experts_of_other_ranks()
     order = msgspec.json.decode(named_tensors[0][0], type=LoadAfresh)
     config = ModelConfig.from_server_args(get_server_args(), model_path=order.checkpoint)
     model = get_model(
@@ -41,3 +43,21 @@ def run(_model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
     )
     digests = msgspec.json.encode(fingerprints(held_by(model)))
     (Path(order.folder) / str(dist.get_rank())).write_bytes(digests)
+
+
+def drop_experts_of_other_ranks() -> None:
+    """SGLang marks them by -1, which its experts in plain torch take for a place ("index -1 is out of
+    bounds"): give them no weight."""
+    from sglang.srt.layers.moe import fused_moe_native
+
+    forward = fused_moe_native.moe_forward_native
+    if forward.__module__ == __name__:
+        return
+
+    def dropping(layer: Any, x: torch.Tensor, topk: Any, config: Any) -> torch.Tensor:
+        weights, numbers, logits = topk
+        chosen = weights * (numbers >= 0), numbers.clamp(min=0), logits
+        out: torch.Tensor = forward(layer, x, chosen, config)
+        return out
+
+    fused_moe_native.moe_forward_native = dropping

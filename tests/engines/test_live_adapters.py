@@ -22,7 +22,7 @@ import pytest
 import torch
 import transformers
 from rows import MATRIX, Record, Shown
-from servers import ADAPTER, Sample, Server, adapted, build, engine_version, save, serving
+from servers import ADAPTER, Layout, Sample, Server, adapted, build, engine_version, save, serving
 from test_live_servers import (
     ALL_WAYS,
     BFLOAT16_MEAN_DISTANCE,
@@ -68,7 +68,7 @@ async def test_an_updated_adapter_is_a_freshly_loaded_one(
 ) -> None:
     base, old = save(KIND, 1, tmp_path / "base"), tmp_path / "adapter"
     adapted(build(KIND, 1).float(), seed=4).save_pretrained(old)
-    with serving("vllm", base, tmp_path / "live.log", tp=tp, adapter=old) as server:
+    with serving("vllm", base, tmp_path / "live.log", layout=Layout(tp), adapter=old) as server:
         model, answer = parts(server.digests())[0], server.sample(PROMPT, NUM_TOKENS)
         version, adapter = 0, old
         with training(FSDP, f"{KIND}+lora", base) as ranks:

@@ -9,6 +9,9 @@ of these the server leaves the fleet and joins the next. After every update
 2. the greedy tokens are those of transformers with these weights, within bfloat16;
 3. so are their logprobs; and the tokens carry the version.
 
+Where ranks are more than tensor-parallel ones, requests run on every replica meanwhile, and updates
+pause them in turn by `abort` and `in_place`; 2 and 3 hold for every replica.
+
 At the end of those with experts or latent attention, where engines derive and repack most, and of all
 in the full run, a fresh server, loaded from the last checkpoint, must hold the same bytes, give the
 same tokens and the same logprobs.
@@ -19,7 +22,8 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +31,7 @@ import pytest
 import torch
 import transformers
 from rows import MATRIX, Record, Shown
-from servers import TOKEN, Sample, Server, engine_version, save, serving
+from servers import TOKEN, Layout, Sample, Server, engine_version, save, serving, traffic
 from trainer_rank import Order
 from trainers import FSDP, MEGATRON_EP, MEGATRON_PP, MEGATRON_TP, Ranks, Trainer, training
 
@@ -55,6 +59,7 @@ class Way:
 
     transport: str
     mode: UpdateMode
+    pause: PauseMode = PauseMode.ABORT
 
 
 CMA_IN_PLACE = Way("cma", UpdateMode.IN_PLACE)
@@ -62,6 +67,13 @@ CMA_STAGED = Way("cma", UpdateMode.STAGED)
 MOONCAKE_IN_PLACE = Way("mooncake", UpdateMode.IN_PLACE)
 MOONCAKE_STAGED = Way("mooncake", UpdateMode.STAGED)
 ALL_WAYS = (CMA_IN_PLACE, MOONCAKE_STAGED, CMA_STAGED, MOONCAKE_IN_PLACE)
+BUSY_WAYS = (
+    Way("cma", UpdateMode.IN_PLACE, PauseMode.IN_PLACE),
+    MOONCAKE_STAGED,
+    Way("cma", UpdateMode.STAGED, PauseMode.IN_PLACE),
+    MOONCAKE_IN_PLACE,
+)
+"""With requests running."""
 TRAINERS = {
     "dense": (FSDP, MEGATRON_TP, MEGATRON_PP),
     "tied": (FSDP, MEGATRON_PP),
@@ -81,12 +93,12 @@ class Live:
 
     engine: str
     kind: str
-    tp: int
+    layout: Layout
     ways: Sequence[Way] = ALL_WAYS
     fresh: bool = True
 
     def __str__(self) -> str:
-        return f"{self.engine}-{self.kind}-tp{self.tp}"
+        return "-".join((self.engine, self.kind, *str(self.layout).split()))
 
     def cells(self) -> Iterator[tuple[Trainer, Way]]:
         for trainer in TRAINERS[self.kind]:
@@ -94,14 +106,24 @@ class Live:
                 yield trainer, way
 
 
+MANY = [
+    Live("vllm", "moe", Layout(dp=2, ep=True), BUSY_WAYS),
+    Live("vllm", "tied", Layout(pp=2), BUSY_WAYS),
+    Live("vllm", "dense", Layout(dp=2), BUSY_WAYS),
+    Live("vllm", "moe", Layout(tp=2, ep=True)),
+    Live("vllm", "dense", Layout(pp=2), BUSY_WAYS),
+    Live("sglang", "moe", Layout(tp=2, ep=True)),
+]
+"""Replicas, stages, and experts that are spread over ranks."""
 EVERYTHING = [
-    Live(engine, kind, tp)
+    Live(engine, kind, Layout(tp))
     for kind in ("dense", "moe", "mla", "tied")
     for tp in (1, 2)
     for engine in ("sglang", "vllm")
-] + [Live(engine, kind, tp) for engine, kind in (("sglang", "offset"),) for tp in (1, 2)]
+]
+EVERYTHING += [Live("sglang", "offset", Layout(tp)) for tp in (1, 2)] + MANY
 COVERING = [
-    Live(engine, kind, tp, fresh=fresh)
+    Live(engine, kind, Layout(tp), fresh=fresh)
     for kind, tp, fresh in (
         ("dense", 2, False),
         ("moe", 2, True),
@@ -109,13 +131,15 @@ COVERING = [
         ("tied", 1, False),
     )
     for engine in ("sglang", "vllm")
-] + [Live("sglang", "offset", 1, fresh=False)]
+]
+COVERING += [Live("sglang", "offset", Layout(1), fresh=False)]
+COVERING += [replace(live, ways=live.ways[:2], fresh=False) for live in MANY[:2]]
 
 
 def row(live: Live, trainer: Trainer, way: Way, outcome: str = "proven") -> Shown:
     return Shown(
         trainer=str(trainer), engine=live.engine, engine_version=engine_version(live.engine),
-        engine_parallelism=f"tp{live.tp}", model=live.kind, dtype="float32 -> bfloat16",
+        engine_parallelism=str(live.layout), model=live.kind, dtype="float32 -> bfloat16",
         transport=way.transport, mode=str(way.mode), outcome=outcome,
     )  # fmt: skip
 
@@ -134,7 +158,7 @@ def matrix(request: pytest.FixtureRequest) -> None:
 async def test_an_updated_engine_is_a_fresh_one(live: Live, tmp_path: Path, shown: Record) -> None:
     old = save(live.kind, 1, tmp_path / "old")
     checkpoint, version, rows = old, 0, []
-    with serving(live.engine, old, tmp_path / "live.log", tp=live.tp) as server:
+    with serving(live.engine, old, tmp_path / "live.log", layout=live.layout) as server:
         for trainer in TRAINERS[live.kind]:
             with training(trainer, live.kind, old) as ranks:
                 for way in live.ways:
@@ -145,7 +169,7 @@ async def test_an_updated_engine_is_a_fresh_one(live: Live, tmp_path: Path, show
                     rows.append(row(live, trainer, way))
         updated = server.digests(), server.sample(PROMPT, NUM_TOKENS)
     if live.fresh:
-        with serving(live.engine, checkpoint, tmp_path / "fresh.log", tp=live.tp) as server:
+        with serving(live.engine, checkpoint, tmp_path / "fresh.log", layout=live.layout) as server:
             assert server.digests() == updated[0]
             assert server.digests_of_fresh_load(checkpoint) == updated[0]
             sample = server.sample(PROMPT, NUM_TOKENS)
@@ -154,13 +178,39 @@ async def test_an_updated_engine_is_a_fresh_one(live: Live, tmp_path: Path, show
         shown(proven)
 
 
+@contextmanager
+def busy(server: Server, checkpoint: Path) -> Iterator[list[list[int]]]:
+    """Requests run on every replica where there are replicas or stages: versions of their tokens.
+
+    They begin when the trainers have trained and written the checkpoint.
+    """
+    answers: list[list[int]] = []
+    with ExitStack() as running:
+        replicas = range(server.layout.dp) if server.layout.is_more_than_tensor_parallel else ()
+        spoken = [
+            running.enter_context(
+                traffic(server, PROMPT, replica, after=checkpoint / "config.json")
+            )
+            for replica in replicas
+        ]
+        yield answers
+    answers += [answer for replica in spoken for answer in replica]
+    assert all(spoken)
+
+
 async def publish(server: Server, ranks: Ranks, way: Way, version: int, checkpoint: Path) -> None:
     """In a fleet of its own."""
-    config = ControlConfig(mode=way.mode, deadlines=PhaseDeadlines(pause_s=120))
+    config = ControlConfig(
+        mode=way.mode, pause_mode=way.pause, deadlines=PhaseDeadlines(pause_s=120)
+    )
     async with windlass.Controller(token=TOKEN, config=config) as controller:
         await asyncio.to_thread(server.join, controller.url, way.transport)
         order = Order(controller.url, way.transport, version, str(checkpoint))
-        await asyncio.to_thread(ranks.publish, order)
+        with busy(server, checkpoint) as answers:
+            await asyncio.to_thread(ranks.publish, order)
+    for spoken in answers:
+        assert spoken == sorted(spoken)
+        assert {-1, *range(1, version + 1)}.issuperset(spoken)
 
 
 def check(
@@ -169,13 +219,14 @@ def check(
     held = server.digests()
     assert all(a != b for a, b in zip(before, held, strict=True))
     assert held == server.digests_of_fresh_load(checkpoint)
-    sample = server.sample(PROMPT, NUM_TOKENS)
-    assert sample.versions == [version] * NUM_TOKENS
-    logprobs = expected(checkpoint, sample)
-    chosen = logprobs.gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
-    assert float((logprobs.max(1).values - chosen).max()) < 2 * BFLOAT16_MEAN_DISTANCE
-    assert distance(logprobs, sample) < BFLOAT16_MEAN_DISTANCE
-    assert distance(expected(old, sample), sample) > 4 * BFLOAT16_MEAN_DISTANCE
+    for replica in range(server.layout.dp):
+        sample = server.sample(PROMPT, NUM_TOKENS, replica=replica)
+        assert sample.versions == [version] * NUM_TOKENS
+        logprobs = expected(checkpoint, sample)
+        chosen = logprobs.gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
+        assert float((logprobs.max(1).values - chosen).max()) < 2 * BFLOAT16_MEAN_DISTANCE
+        assert distance(logprobs, sample) < BFLOAT16_MEAN_DISTANCE
+        assert distance(expected(old, sample), sample) > 4 * BFLOAT16_MEAN_DISTANCE
 
 
 @torch.no_grad()
@@ -212,7 +263,7 @@ def test_no_engine_starts_with_an_option_that_updates_cannot_survive(
 
 def test_vllm_is_not_asked_to_retract(shown: Record) -> None:
     with pytest.raises(ConfigError, match="pause_mode must be one of"):
-        VllmApi("http://127.0.0.1:1", pipelined=False).pause(PauseMode.RETRACT, 1.0)
+        VllmApi("http://127.0.0.1:1", can_hold=False).pause(PauseMode.RETRACT, 1.0)
     shown(refusal("vllm", "pause_mode retract", "vLLM has abort and keep (in_place) only"))
 
 

@@ -17,14 +17,24 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from rows import Record, Shown
-from servers import FLAGS, ROOT, VENVS, Server, engine_version, environment, free_port, save
+from servers import (
+    FLAGS,
+    ROOT,
+    VENVS,
+    Layout,
+    Server,
+    engine_version,
+    environment,
+    free_port,
+    save,
+    traffic,
+)
 from servers import TOKEN as SECRET
 from test_live_servers import BFLOAT16_MEAN_DISTANCE, NUM_TOKENS, PROMPT, distance, expected
 from trainer_rank import Order
@@ -60,7 +70,7 @@ def plain_server(model: Path, log: Path) -> Iterator[Server]:
             command, stdout=stream, stderr=stream, text=True, start_new_session=True,
             env=environment("sglang", NUM_RANKS, str(Path(__file__).parent / "cpu_allocator")),
         )  # fmt: skip
-    server = Server(process, f"http://127.0.0.1:{port}", "sglang", NUM_RANKS, model)
+    server = Server(process, f"http://127.0.0.1:{port}", "sglang", Layout(NUM_RANKS), model)
     try:
         wait_until_it_serves(server, log)
         yield server
@@ -163,7 +173,7 @@ def publish_all(server: Server, controller: windlass.Controller, old: Path, fold
         with training(FSDP, "dense", old, ends_well=False) as ranks:
             for version in (1, 2):
                 checkpoint = folder / str(version)
-                with traffic(server) as answers:
+                with traffic(server, PROMPT) as answers:
                     ranks.publish(Order(controller.url, "mooncake", version, str(checkpoint)))
                 spoken = [token for answer in answers for token in answer]
                 assert spoken == sorted(spoken)
@@ -181,25 +191,6 @@ def publish_all(server: Server, controller: windlass.Controller, old: Path, fold
             ranks.publish(Order(controller.url, "mooncake", 4, str(folder / "4")))
         assert routable(controller) == {NAME: 4}
         check_answers(server, folder / "4", old, 4)
-
-
-@contextmanager
-def traffic(server: Server) -> Iterator[list[list[int]]]:
-    """One request after the other meanwhile; the versions of their tokens."""
-    answers: list[list[int]] = []
-    over = threading.Event()
-
-    def ask() -> None:
-        while not over.is_set():
-            answers.append(server.sample(PROMPT, 8 * NUM_TOKENS).versions)
-
-    with ThreadPoolExecutor(1) as pool:
-        asking = pool.submit(ask)
-        try:
-            yield answers
-        finally:
-            over.set()
-        asking.result(HTTP_S)
 
 
 def checksums(server: Server) -> object:

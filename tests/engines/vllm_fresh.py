@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any, cast
+
+import msgspec
+import vllm_cpu_experts
 
 from windlass.engines.capture.memory import fingerprints, held_by
 from windlass.engines.vllm.adapter import Slot
 from windlass.engines.vllm.extension import WindlassExtension
 
+vllm_cpu_experts.install()
+
 
 class FreshLoads(WindlassExtension):
     """What the fleet uses, and the oracle."""
+
+    def write_digests(self, checkpoint: str, folder: str) -> None:
+        """`windlass_digests`, or `fresh_digests` of a checkpoint, to `folder`/rank.
+
+        vLLM answers for its first replica only.
+        """
+        digests = self.fresh_digests(checkpoint) if checkpoint else self.windlass_digests()
+        (Path(folder) / str(self.windlass_rank())).write_bytes(msgspec.json.encode(digests))
 
     def fresh_digests(self, checkpoint: str) -> dict[str, str]:
         """Of a model loaded from `checkpoint`, beside the one that serves."""

@@ -33,11 +33,32 @@ def test_attach_has_a_running_server_join_another_controller(
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        ["--tp", "2", "--pp", "3", "--dp", "4"],
+        ["-tp", "2", "-pp", "3", "-dp", "4"],
+        ["--tp-size=2", "--pp-size=3", "--dp-size=4"],
+        ["--tensor-parallel-size=2", "--pipeline_parallel_size=3", "--data-parallel-size", "4"],
+    ],
+)
+def test_the_ranks_of_an_engine_are_those_of_all_stages_and_replicas(words: list[str]) -> None:
+    joined: list[AgentSettings] = []
+    words = ["--name", "a", "--model", "/m", "--attach", "http://h:1", "--controller", "c", *words]
+    args, rest = arguments("program", None).parse_known_args(words)
+    attach_running(args, joined.append)
+    assert joined[0].world_size == 24
+    assert rest == []
+
+
+@pytest.mark.parametrize(
     ("words", "reason"),
     [
         ([*WORDS, "--controller", "http://127.0.0.1:1"], "must be stopped"),
         (WORDS, "--controller must be given"),
         ([*WORDS, "--enable-it"], "it moves"),
+        ([*WORDS, "--dp", "2"], "--data-parallel-size must not be given: no replicas"),
+        ([*WORDS, "-pp", "2"], "--pipeline-parallel-size must not be given: no stages"),
+        ([*WORDS, "--pp", "0"], "--pp must be 1 or more, got 0"),
         (WORDS[:-2], "nothing here must be installed in the environment of"),
     ],
 )
@@ -54,7 +75,11 @@ def test_a_launcher_says_in_one_line_why_it_ends(
         raise AssertionError
 
     monkeypatch.setattr("sys.argv", ["program", *words])
-    unsafe = {"--enable-it": "it moves"}
+    unsafe = {
+        "--enable-it": "it moves",
+        "--data-parallel-size": "no replicas",
+        "--pipeline-parallel-size": "no stages",
+    }
     engine = EngineReleases("nothing here", "no_such_package", (), ((1,),), {}, ())
     assert launch(engine, None, unsafe=unsafe, connect=refuse, start=start) == 2
     said = capsys.readouterr().err

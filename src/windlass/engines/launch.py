@@ -37,6 +37,16 @@ __all__ = [
 ]
 
 REACH_DEADLINE_S = 30.0
+_PARALLEL = (
+    ("tp", "tensor", ("--tensor-parallel-size", "--tensor_parallel_size", "--tp-size", "-tp")),
+    (
+        "pp",
+        "pipeline",
+        ("--pipeline-parallel-size", "--pipeline_parallel_size", "--pp-size", "-pp"),
+    ),
+    ("dp", "data", ("--data-parallel-size", "--data_parallel_size", "--dp-size", "-dp")),
+)
+"""Sizes of which the ranks of an engine are the product, and how the engines spell them."""
 
 Connect = Callable[[AgentSettings], None]
 """Makes every rank of the running server join; raises a `WindlassError` when one cannot."""
@@ -68,7 +78,7 @@ def launch(
     parser = arguments(f"windlass.engines.{engine.package}", description)
     args, rest = parser.parse_known_args()
     try:
-        refuse_unsafe([*rest, *(["--adapter"] if args.adapter else [])], unsafe)
+        refuse_unsafe([*rest, *_own_words(args)], unsafe)
         place(args)
         if args.attach:
             return attach_running(args, connect)
@@ -78,6 +88,22 @@ def launch(
     except WindlassError as error:
         sys.stderr.write(f"engine {args.name}: {type(error).__name__}: {error}\n")
         return 2
+
+
+def _own_words(args: argparse.Namespace) -> list[str]:
+    """Options that every engine has here, but that not every engine can be given.
+
+    Raises:
+        ConfigError: a number of ranks is none.
+    """
+    for name in ("tp", "pp", "dp"):
+        if vars(args)[name] < 1:
+            raise ConfigError(f"--{name} must be 1 or more, got {vars(args)[name]}")
+    return [
+        *(["--adapter"] if args.adapter else []),
+        *(["--pipeline-parallel-size"] if args.pp > 1 else []),
+        *(["--data-parallel-size"] if args.dp > 1 else []),
+    ]
 
 
 def arguments(program: str, description: str | None) -> argparse.ArgumentParser:
@@ -94,7 +120,8 @@ def arguments(program: str, description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--controller", default="", help="address; none serves what it loaded")
     parser.add_argument("--transport", default="cma")
-    parser.add_argument("--tp", type=int, default=1)
+    for short, name, spelt in _PARALLEL:
+        parser.add_argument(f"--{short}", *spelt, type=int, default=1, help=f"{name}-parallel size")
     parser.add_argument("--host", default="", help="to bind; see docs/hosts.md")
     parser.add_argument("--advertise-host", default="", help="what others connect to")
     parser.add_argument("--port", type=int, default=0, help="of the engine's server")
@@ -157,7 +184,7 @@ def _settings(args: argparse.Namespace, url: str, *, loaded: bool = True) -> Age
         transport=args.transport,
         url=url,
         checkpoint=args.model if adapter is None else str(adapter.folder),
-        world_size=args.tp,
+        world_size=args.tp * args.pp * args.dp,
         loaded=loaded or adapter is not None,  # an adapter is always read from its folder
         adapter="" if adapter is None else adapter.name,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,8 +26,7 @@ from windlass.errors import ConfigError
 CONNECT_DEADLINE_S = 600.0
 EXTENSION = "windlass.engines.vllm.extension.WindlassExtension"
 ROUTE = "windlass.engines.vllm.generate_route.GenerateRoute"
-_STAGES = "ranks of later stages have no tensor-parallel number of their own"
-_REPLICAS = "replicas would join under one name: start a server for each"
+_REPLICAS = "only replicas of one server, all on its host, switch together: --dp N"
 _ONE_SLOT = (
     "--adapter NAME=FOLDER says which one adapter is served and updated, in a slot of its own"
 )
@@ -34,10 +34,25 @@ _EVICTED = "an adapter that shares slots can be evicted and is then read again f
 UNSAFE = {
     "--enable-sleep-mode": "weights move and lose their registration when it sleeps",
     "--speculative-config": "the draft model's weights are not captured",
-    "--pipeline-parallel-size": _STAGES,
-    "-pp": _STAGES,
-    "--data-parallel-size": _REPLICAS,
-    "-dp": _REPLICAS,
+    "--data-parallel-rank": _REPLICAS,
+    "-dpn": _REPLICAS,
+    "--data-parallel-start-rank": _REPLICAS,
+    "-dpr": _REPLICAS,
+    "--data-parallel-size-local": _REPLICAS,
+    "-dpl": _REPLICAS,
+    "--data-parallel-address": _REPLICAS,
+    "-dpa": _REPLICAS,
+    "--data-parallel-backend": _REPLICAS,
+    "-dpb": _REPLICAS,
+    "--data-parallel-hybrid-lb": _REPLICAS,
+    "-dph": _REPLICAS,
+    "--data-parallel-external-lb": _REPLICAS,
+    "-dpe": _REPLICAS,
+    "--data-parallel-multi-port-external-lb": _REPLICAS,
+    "-dpm": _REPLICAS,
+    "--enable-elastic-ep": "ranks come and go, and experts move with them",
+    "--prefill-context-parallel-size": "its ranks have not been shown",
+    "-pcp": "its ranks have not been shown",
     "--quantization-config": "it has vLLM quantise while it loads",
     "--enable-lora": _ONE_SLOT,
     "--lora-modules": _ONE_SLOT,
@@ -74,6 +89,8 @@ def _start(args: argparse.Namespace, rest: list[str]) -> int:
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model),
         *("--host", args.host, "--port", str(args.port)),
         *("--tensor-parallel-size", str(args.tp), "--worker-extension-cls", EXTENSION),
+        *(("--pipeline-parallel-size", str(args.pp)) if args.pp > 1 else ()),
+        *(("--data-parallel-size", str(args.dp)) if args.dp > 1 else ()),
         *_generate_options(),
         *served,
         *rest,
@@ -134,15 +151,37 @@ def _generate_options() -> tuple[str, ...]:
 def connect(settings: AgentSettings) -> None:
     """Have the ranks of a running server join a fleet, after leaving the one before.
 
+    Every data-parallel replica carries out a call, but vLLM answers for the first one only: the
+    ranks of the others leave what they have to say in a folder.
+
     Raises:
-        ConfigError: a checkpoint tensor is in the memory of no rank.
+        ConfigError: a checkpoint tensor is in the memory of no rank, or not all ranks that were
+            announced are of this server and on this host.
         PeerUnreachable: the server is not there, or a rank refused; says why. PeerTimeout.
     """
     encoded = msgspec.json.encode(settings).decode()
-    body = {"method": "windlass_connect", "args": [encoded], "timeout": CONNECT_DEADLINE_S}
-    answer = post(settings.url, "/collective_rpc", body, CONNECT_DEADLINE_S)
-    joined = msgspec.json.decode(answer, type=_Answer).results
+    with tempfile.TemporaryDirectory() as folder:
+        body = {"method": "windlass_connect", "args": [encoded, folder]}
+        answer = post(
+            settings.url,
+            "/collective_rpc",
+            {**body, "timeout": CONNECT_DEADLINE_S},
+            CONNECT_DEADLINE_S,
+        )
+        joined = msgspec.json.decode(answer, type=_Answer).results
+        if len(joined) < settings.world_size:
+            joined = [_left_in(folder, rank) for rank in range(settings.world_size)]
     check_placed(settings.name, [rank.unplaced for rank in joined])
+
+
+def _left_in(folder: str, rank: int) -> _Joined:
+    try:
+        return msgspec.json.decode((Path(folder) / str(rank)).read_bytes(), type=_Joined)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"rank {rank} of the engine must be one of this server and of this host, got no answer "
+            f"of it (--tp, --pp and --dp must be those with which the server was started)"
+        ) from error
 
 
 if __name__ == "__main__":

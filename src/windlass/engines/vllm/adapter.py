@@ -25,8 +25,6 @@ __all__ = ["LoraWorker", "Slot", "capture_adapter", "keep_adapter"]
 class LoraWorker(Protocol):
     """The part of vLLM's worker that is about adapters."""
 
-    rank: int
-
     def add_lora(self, lora_request: object) -> bool: ...
 
     def remove_lora(self, lora_id: int) -> bool: ...
@@ -63,7 +61,7 @@ class Slot(torch.nn.Module):
 
 
 def capture_adapter(
-    worker: LoraWorker, model: torch.nn.Module, settings: AgentSettings
+    worker: LoraWorker, model: torch.nn.Module, settings: AgentSettings, rank: int
 ) -> Captured:
     """Learn where the tensors of the one served adapter lie. Called in the worker's main loop.
 
@@ -85,7 +83,7 @@ def capture_adapter(
         Slot(model),
         checkpoint_specs(folder),
         load,
-        worker=f"{settings.name}/{worker.rank}",
+        worker=f"{settings.name}/{rank}",
         reference=settings.reference(),
         multiplied=True,
         recompute=False,  # vLLM loads an adapter as a whole, from a folder

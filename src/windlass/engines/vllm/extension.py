@@ -38,6 +38,14 @@ class _Runner(Protocol):
 
 class _ParallelConfig(Protocol):
     pipeline_parallel_size: int
+    data_parallel_size: int
+    """1 for dense models: their replicas know nothing of each other."""
+
+    data_parallel_index: int
+    """Of the replica, dense or not."""
+
+    world_size: int
+    """Ranks of a replica."""
 
 
 class _Worker(Protocol):
@@ -57,12 +65,11 @@ class VllmApi:
 
     Args:
         url: of the server.
-        pipelined: a step is spread over stages, so that no turn of one rank's loop lies between
-            two steps of the engine.
+        can_hold: whether the loop of every rank may be held between two steps; see `_can_hold`.
     """
 
-    def __init__(self, url: str, *, pipelined: bool) -> None:
-        self._url, self._pipelined = url, pipelined
+    def __init__(self, url: str, *, can_hold: bool) -> None:
+        self._url, self._can_hold = url, can_hold
 
     def pause(self, mode: PauseMode, deadline_s: float) -> None:
         """`abort` also empties the prefix cache; `in_place` keeps requests and their caches."""
@@ -72,7 +79,7 @@ class VllmApi:
 
     def holds(self, mode: PauseMode) -> bool:
         """See `EngineApi.holds`: /pause sleeps for 20 ms after it is done (0.24, 0.32)."""
-        return mode is PauseMode.IN_PLACE and not self._pipelined
+        return mode is PauseMode.IN_PLACE and self._can_hold
 
     def hold(self, pause_id: str, deadline_s: float) -> None:
         """See `EngineApi.hold`."""
@@ -99,16 +106,17 @@ class WindlassExtension:
 
     windlass_membership: Membership
 
-    def windlass_connect(self, encoded: str) -> dict[str, list[str]]:
+    def windlass_connect(self, encoded: str, folder: str) -> dict[str, list[str]]:
         """Capture the layout and join the fleet.
 
         Args:
             encoded: `AgentSettings` as JSON.
+            folder: where a rank of this host writes what it returns, too, under its number.
 
         Returns:
             Checkpoint tensors that left no trace on this rank, constants, repacked parameters.
         """
-        worker = cast("_Worker", self)
+        worker, rank = cast("_Worker", self), self.windlass_rank()
         settings = msgspec.json.decode(encoded, type=AgentSettings)
 
         def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -118,25 +126,36 @@ class WindlassExtension:
         def learn() -> Captured:
             if settings.adapter:
                 model = worker.model_runner.get_model()
-                return capture_adapter(cast("LoraWorker", self), model, settings)
+                return capture_adapter(cast("LoraWorker", self), model, settings, rank)
             return capture(
                 worker.model_runner.get_model(),
                 checkpoint_specs(Path(settings.checkpoint)),
                 load,
-                worker=f"{settings.name}/{worker.rank}",
+                worker=f"{settings.name}/{rank}",
                 reference=settings.reference(),
                 ignored=_cache_storages(worker),
             )
 
-        pipelined = worker.parallel_config.pipeline_parallel_size > 1
         captured = self._windlass_membership().join(
-            settings, worker.rank, learn, lambda: VllmApi(settings.url, pipelined=pipelined)
+            settings,
+            rank,
+            learn,
+            lambda: VllmApi(settings.url, can_hold=_can_hold(worker.parallel_config)),
         )
-        return {
+        joined = {
             "unplaced": list(captured.unplaced),
             "constants": list(captured.constants),
             "repacked": list(captured.repacked),
         }
+        if Path(folder).is_dir():
+            (Path(folder) / str(rank)).write_bytes(msgspec.json.encode(joined))
+        return joined
+
+    def windlass_rank(self) -> int:
+        """Of this process among all of the server's: replicas, stages, tensor-parallel ranks."""
+        worker = cast("_Worker", self)
+        parallel = worker.parallel_config
+        return parallel.data_parallel_index * parallel.world_size + worker.rank
 
     def windlass_at_rest(self, pause_id: str) -> None:
         """Called in the main loop once it is paused."""
@@ -165,6 +184,19 @@ class WindlassExtension:
         if "windlass_membership" not in vars(self):
             self.windlass_membership = Membership()
         return self.windlass_membership
+
+
+def _can_hold(parallel: _ParallelConfig) -> bool:
+    """Whether the loop of a rank may be held between two steps while weights change.
+
+    Not where a step is spread over stages, or is one of several replicas (experts): another rank
+    may be in mid-step then, and waits for this one. Not where tokens are stamped (0.32): the
+    version is set by the core's loop, which is waiting for the ranks that are held.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    shared = parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1
+    return not shared and "set_weight_version" not in vars(EngineCore)
 
 
 _OF_KERNELS = ("moe_kernel", "moe_quant_config")
