@@ -23,7 +23,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import bench_live_engine as live
+from bench_live_engine import options_of
+from live_engine.checks import require_fresh, save
+from live_engine.servers import ENGINES, start_server, tail
+from live_engine.shapes import SHAPES, checkpoint_entries, write_config
+from live_engine.surroundings import TOKEN
+from live_engine.trainers import Trainers
 
 import windlass
 from harness import Row, median_p95, report
@@ -46,15 +51,15 @@ async def prove(options: argparse.Namespace) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         started, plain, saved = (Path(folder) / name for name in ("started", "plain", "saved"))
         for path in (started, plain, saved):
-            live.write_config(options.model, path, quantised=path is not plain)
+            write_config(options.model, path, quantised=path is not plain)
         num_devices = torch.cuda.device_count()
         devices = [(options.tp + i) % num_devices for i in range(options.trainers)]
-        os.environ.update(live.ENGINES[options.engine].environment)
-        trainers = live.Trainers(options.trainer, devices, f"{folder}/store", str(plain))
+        os.environ.update(ENGINES[options.engine].environment)
+        trainers = Trainers(options.trainer, devices, f"{folder}/store", str(plain))
         session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600))
         other = argparse.Namespace(**{**vars(options), "port": options.port + 500})
         logs = [options.log, options.log.with_suffix(".fresh.log")]
-        servers = [live.ENGINES[options.engine](o, session) for o in (options, other)]
+        servers = [ENGINES[options.engine](o, session) for o in (options, other)]
         processes: list[asyncio.subprocess.Process] = []
         rows: list[Row] = []
         journal = Path(folder) / "journal"
@@ -62,7 +67,7 @@ async def prove(options: argparse.Namespace) -> list[Row]:
             await trainers.receive()
             for seed, path in ((7, saved), (1, started)):
                 await trainers.all("fill", seed)
-                await live.save(options, trainers, path, say)
+                await save(options, trainers, path, say)
             async with controller_of(UpdateMode.IN_PLACE, journal, 0) as controller:
                 url = controller.url
                 for server, what, path, at in zip(
@@ -72,7 +77,7 @@ async def prove(options: argparse.Namespace) -> list[Row]:
                         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
                     log = logs[len(processes)]
                     flags = SMALL[options.engine]
-                    processes.append(await live.start_server(server, str(path), at, log, flags))
+                    processes.append(await start_server(server, str(path), at, log, flags))
                 await trainers.all("connect", url)
                 for process, what in zip(processes, ("live", "fresh"), strict=True):
                     assert process.stdout is not None
@@ -88,12 +93,12 @@ async def prove(options: argparse.Namespace) -> list[Row]:
                 rows += await publish(options, "staged", trainers, 101, say)
                 held, fresh = [(await s.fingerprints(), await s.tokens()) for s in servers]
             assert held[0] != before, "other weights must be other fingerprints"
-            live.require_fresh(held, fresh, say)
+            require_fresh(held, fresh, say)
         except Exception:
             for log in logs:
                 say(f"failed; the end of {log}:")
                 if log.exists():
-                    print(live.tail(log), flush=True)
+                    print(tail(log), flush=True)
             raise
         finally:
             await session.close()
@@ -108,7 +113,7 @@ async def prove(options: argparse.Namespace) -> list[Row]:
 
 def controller_of(mode: UpdateMode, journal: Path, port: int) -> windlass.Controller:
     config = ControlConfig(mode=mode, pause_mode=PauseMode.IN_PLACE)
-    return windlass.Controller(token=live.TOKEN, config=config, journal_path=journal, port=port)
+    return windlass.Controller(token=TOKEN, config=config, journal_path=journal, port=port)
 
 
 async def wait(controller: windlass.Controller, options: argparse.Namespace) -> None:
@@ -118,7 +123,7 @@ async def wait(controller: windlass.Controller, options: argparse.Namespace) -> 
 
 
 async def publish(
-    options: argparse.Namespace, mode: str, trainers: live.Trainers, first: int, say: Any
+    options: argparse.Namespace, mode: str, trainers: Trainers, first: int, say: Any
 ) -> list[Row]:
     """Other weights each time; the last are those of the fresh engine."""
     updates, wires = [], []
@@ -129,7 +134,7 @@ async def publish(
         assert done.digest_ok, "a digest differs"
         updates.append(done.update_s)
         wires.append(done.wire_s)
-    entries = live.checkpoint_entries(options.model, quantised=True)
+    entries = checkpoint_entries(options.model, quantised=True)
     nbytes = sum(entry[3] for entry in entries)
     reference = nbytes / (options.ceiling * 1e9 * options.trainers)
     rows = []
@@ -139,7 +144,7 @@ async def publish(
             rows.append(
                 Row(
                     case=f"{options.trainer} -> {options.engine} TP{options.tp}, {options.model}, "
-                    f"{live.SHAPES[options.model].layers} layers ({nbytes / 1e9:.1f} GB, bfloat16 -> "
+                    f"{SHAPES[options.model].layers} layers ({nbytes / 1e9:.1f} GB, bfloat16 -> "
                     f"block float8), {mode}, no load",
                     metric=f"{metric}, {name}",
                     value=value,
@@ -153,5 +158,5 @@ async def publish(
 
 
 if __name__ == "__main__":
-    given = live.options_of(sys.argv[1:])
+    given = options_of(sys.argv[1:])
     report(asyncio.run(prove(given)), given.json, f"a live {given.engine} server in block float8")

@@ -33,7 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 from live_engine.cases import CASES, Case
 from live_engine.proof_ranks import RANKS, ProofTrainers
-from live_engine.proof_servers import TOKEN, Held, ProofServer, engine_version, reasons, tail
+from live_engine.proof_servers import Held, ProofServer, engine_version, reasons, tail
+from live_engine.surroundings import TOKEN
 
 import windlass
 from harness import median_p95, parser

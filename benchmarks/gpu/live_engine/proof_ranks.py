@@ -14,9 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from bench_live_engine import TOKEN, MegatronRank, TrainerRank, Trainers, unstack
 
 import windlass
+from live_engine.surroundings import TOKEN
+from live_engine.trainers import MegatronRank, TrainerRank, Trainers, unstack
 
 
 class FsdpProof(TrainerRank):

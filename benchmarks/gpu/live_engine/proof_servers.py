@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
-from bench_live_engine import ENGINES, ENVIRONMENT, ROOT, Sglang, Vllm, generate_request
-from bench_live_engine import TOKEN as TOKEN
 
 from live_engine.cases import Case
+from live_engine.load import generate_request
+from live_engine.servers import ENGINES, Sglang, Vllm
+from live_engine.surroundings import ENVIRONMENT, ROOT, TOKEN
 
 PROMPTS = ([5, 6, 7, 8], [9] * 40, list(range(100, 170)), [31999, 3, 1500])
 NUM_TOKENS = 16

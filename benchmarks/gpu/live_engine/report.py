@@ -1,0 +1,37 @@
+"""How the rows of a run are called."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from windlass.config import UpdateMode
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Updates of one kind. `num_multiprocessors`: that the trainers' stores may occupy; 0 for all."""
+
+    label: str
+    mode: UpdateMode
+    num_multiprocessors: int = 0
+
+
+def plan_of(options: argparse.Namespace) -> list[Stage]:
+    stages = [Stage("in_place", UpdateMode.IN_PLACE), Stage("staged", UpdateMode.STAGED)]
+    if options.budget:
+        label = f"staged by {options.budget} multiprocessors"
+        stages.append(Stage(label, UpdateMode.STAGED, options.budget))
+    return stages
+
+
+def case_of(options: argparse.Namespace, stage: Stage, nbytes: int) -> str:
+    decode = "by graphs" if options.cuda_graphs else "eager"
+    return (
+        f"{options.trainer} -> {options.engine} TP{options.tp}, {options.model} "
+        f"({nbytes / 1e9:.1f} GB{_label(options)}), {stage.label}, {options.load} streams, decode {decode}"
+    )
+
+
+def _label(options: argparse.Namespace) -> str:
+    return ", bfloat16 -> block float8" if options.quantization == "fp8-block" else ""

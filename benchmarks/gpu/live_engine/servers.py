@@ -1,0 +1,226 @@
+"""Servers of the engines, and their own ways to be updated."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+import aiohttp
+
+from live_engine.load import generate_request
+from live_engine.surroundings import ENVIRONMENT, ROOT, TOKEN
+from live_engine.trainers import Trainers
+
+PROMPT = [5, 6, 7, 8]
+
+
+async def post(session: aiohttp.ClientSession, url: str, body: Any) -> Any:
+    async with session.post(url, json=body) as response:
+        text = await response.text()
+        if response.status != 200:
+            raise RuntimeError(f"{url}: {response.status} {text[:500]}")
+        return json.loads(text or "null")
+
+
+def common_flags(options: argparse.Namespace, folder: str, controller: str) -> list[str]:
+    """Without a controller: a server that stays as it is."""
+    return [
+        *("--name", options.engine, "--model", folder, "--port", str(options.port)),
+        *("--tp", str(options.tp), "--controller", controller, "--transport", "cuda_ipc"),
+        *(() if options.quantization == "fp8-block" else ("--load-format", "dummy")),
+        *("--dtype", "bfloat16", "--skip-tokenizer-init"),
+    ]
+
+
+class Vllm:
+    """vLLM 0.24."""
+
+    environment: ClassVar[dict[str, str]] = {
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_USE_DEEP_GEMM": "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+    def __init__(self, options: argparse.Namespace, session: aiohttp.ClientSession) -> None:
+        self.options, self.session = options, session
+        self.url = f"http://127.0.0.1:{options.port}"
+
+    def command(self, folder: str, controller: str) -> list[str]:
+        return [
+            *("windlass.engines.vllm", *common_flags(self.options, folder, controller)),
+            *self._graphs(),
+            *("--max-model-len", "1024", "--max-num-seqs", str(self.options.load)),
+            *("--gpu-memory-utilization", "0.4", "--disable-custom-all-reduce"),
+            *("--no-enable-prefix-caching", "--seed", "0", "--disable-uvicorn-access-log"),
+            *("--weight-transfer-config", '{"backend": "nccl"}', "--tokens-only"),
+        ]
+
+    def _graphs(self) -> list[str]:
+        if not self.options.cuda_graphs:
+            return ["--enforce-eager"]
+        settings = {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": [self.options.load],
+        }
+        return ["--compilation-config", json.dumps(settings)]
+
+    async def post(self, path: str, body: Any) -> Any:
+        return await post(self.session, self.url + path, body)
+
+    async def tokens(self) -> list[int]:
+        answer = await self.post(*generate_request("vllm", PROMPT, 16, 0.0, stream=False))
+        return list(answer["choices"][0]["token_ids"])
+
+    async def fingerprints(self) -> list[dict[str, str]]:
+        found = await self.post("/collective_rpc", {"method": "windlass_digests"})
+        return list(found["results"])
+
+    async def own_init(self, trainers: Trainers, port: int) -> None:
+        world = self.options.tp + 1
+        joining = asyncio.create_task(trainers.all("own_init", "vllm", port, world))
+        info = {
+            "master_address": "127.0.0.1",
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": world,
+        }
+        await self.post("/init_weight_transfer_engine", {"init_info": info})
+        await joining
+        self.names = [n for b in (await trainers.all("bucket_names"))[0][1] for n in b]
+
+    async def own_update(self, trainers: Trainers) -> float:
+        started = time.monotonic()
+        await self.post("/pause?mode=keep", {})
+        await self.post("/start_weight_update", {})
+        info = {
+            "names": [name for name, _ in self.names],
+            "dtype_names": ["bfloat16"] * len(self.names),
+            "shapes": [shape for _, shape in self.names],
+            "packed": True,
+        }
+        sending = asyncio.create_task(trainers.all("own_send"))
+        await self.post("/update_weights", {"update_info": info})
+        await sending
+        await self.post("/finish_weight_update", {})
+        await self.post("/resume", {})
+        return time.monotonic() - started
+
+
+class Sglang:
+    """SGLang 0.5.16; its own way with flattened buckets of 1 GiB."""
+
+    environment: ClassVar[dict[str, str]] = {
+        "SGLANG_HOST_IP": "127.0.0.1",
+        "FLASHINFER_DISABLE_VERSION_CHECK": "1",
+        "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
+        # SGLang sets this for itself; ranks of a NCCL group must agree on it.
+        "NCCL_CUMEM_ENABLE": "0",
+    }
+
+    def __init__(self, options: argparse.Namespace, session: aiohttp.ClientSession) -> None:
+        self.options, self.session = options, session
+        self.url = f"http://127.0.0.1:{options.port}"
+
+    def command(self, folder: str, controller: str) -> list[str]:
+        return [
+            *("windlass.engines.sglang", *common_flags(self.options, folder, controller)),
+            *("--context-length", "1024", "--attention-backend", "triton"),
+            *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
+            *self._graphs(),
+            *("--enforce-disable-flashinfer-allreduce-fusion", "--mem-fraction-static", "0.4"),
+            *("--max-running-requests", "64", "--max-total-tokens", "98304"),
+            *("--chunked-prefill-size", "1024", "--disable-custom-all-reduce"),
+            *("--random-seed", "0", "--skip-server-warmup", "--moe-runner-backend", "triton"),
+            *("--disable-radix-cache", "--log-level", "info"),
+        ]
+
+    def _graphs(self) -> list[str]:
+        if not self.options.cuda_graphs:
+            return ["--disable-decode-cuda-graph", "--disable-prefill-cuda-graph"]
+        return ["--cuda-graph-bs-decode", str(self.options.load), "--disable-prefill-cuda-graph"]
+
+    async def post(self, path: str, body: Any) -> Any:
+        return await post(self.session, self.url + path, body)
+
+    async def tokens(self) -> list[int]:
+        answer = await self.post(*generate_request("sglang", PROMPT, 16, 0.0, stream=False))
+        return list(answer["output_ids"])
+
+    async def fingerprints(self) -> list[dict[str, str]]:
+        from windlass.engines.sglang.hook import Digests, order_ranks
+
+        tp = self.options.tp
+        with tempfile.TemporaryDirectory() as folder:
+            await asyncio.to_thread(order_ranks, self.url, Digests(folder), tp, 60.0)
+            return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(tp)]
+
+    async def own_init(self, trainers: Trainers, port: int) -> None:
+        world = self.options.tp + 1
+        joining = asyncio.create_task(trainers.all("own_init", "sglang", port, world))
+        body = {
+            "master_address": "127.0.0.1",
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": world,
+            "group_name": "own",
+            "backend": "nccl",
+        }
+        await self.post("/init_weights_update_group", body)
+        await joining
+        self.buckets = (await trainers.all("bucket_names"))[0][1]
+
+    async def own_update(self, trainers: Trainers) -> float:
+        started = time.monotonic()
+        await self.post("/pause_generation", {"mode": "in_place"})
+        for index, names in enumerate(self.buckets):
+            body = {
+                "names": [name for name, _ in names],
+                "dtypes": ["bfloat16"] * len(names),
+                "shapes": [shape for _, shape in names],
+                "group_name": "own",
+                "flush_cache": False,
+                "load_format": "flattened_bucket",
+            }
+            sending = asyncio.create_task(trainers.all("own_send", index))
+            await self.post("/update_weights_from_distributed", body)
+            await sending
+        await self.post("/continue_generation", {})
+        return time.monotonic() - started
+
+
+async def start_server(
+    server: Vllm | Sglang, folder: str, controller: str, log: Path, extra: tuple[str, ...] = ()
+) -> asyncio.subprocess.Process:
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", *server.command(folder, controller), *extra),
+        env={
+            **os.environ,
+            **ENVIRONMENT,
+            "PYTHONPATH": path,
+            "WINDLASS_TOKEN": TOKEN,
+        },
+        stdout=subprocess.PIPE,
+        stderr=log.open("wb"),
+    )
+
+
+ENGINES: dict[str, type[Vllm] | type[Sglang]] = {"vllm": Vllm, "sglang": Sglang}
+
+
+def tail(log: Path) -> str:
+    """What is no warning and no list of routes."""
+    lines = log.read_text(errors="replace").splitlines()
+    return "\n".join(x for x in lines if " WARNING " not in x and "Route:" not in x)[-6000:]

@@ -1,0 +1,290 @@
+"""Trainer ranks in processes of their own, driven by commands."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing as mp
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import block_float8
+import torch
+import torch.distributed as dist
+import transformers
+
+import windlass
+from live_engine.surroundings import TOKEN
+from windlass.transports.configs import CudaIpcConfig
+
+BUCKET_NBYTES = 1 << 30
+
+
+class TrainerRank:
+    """One FSDP2 rank. Methods are called by name through a pipe, in all ranks together."""
+
+    def __init__(self, rank: int, device: int, world: int, store: str, model: str) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        self.rank, self.device = rank, device
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=world)
+        config = transformers.AutoConfig.from_pretrained(model)
+        with torch.device("meta"):
+            self.module = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=torch.bfloat16
+            )
+        for layer in self.module.model.layers:
+            fully_shard(layer)
+        fully_shard(self.module)
+        self.module.to_empty(device="cuda")
+        self.full: list[tuple[str, torch.Tensor]] = []
+        self.own: Any = None
+
+    def fill(self, seed: int) -> None:
+        """Other weights in every place."""
+        for index, parameter in enumerate(self.module.parameters()):
+            generator = torch.Generator("cuda")
+            generator.manual_seed((seed * 1000 + index) * 64 + self.rank)
+            parameter.data.to_local().normal_(0, 0.02, generator=generator)
+        torch.cuda.synchronize()
+
+    def connect(self, controller: str, num_multiprocessors: int = 0) -> None:
+        self.client = windlass.connect_trainer(
+            self.module,
+            controller=controller,
+            token=TOKEN,
+            transport=CudaIpcConfig(device=self.device, num_multiprocessors=num_multiprocessors),
+        )
+
+    def disconnect(self) -> None:
+        self.client.close()
+
+    def publish(self, version: int) -> windlass.UpdateReport:
+        return self.client.publish(version)
+
+    def gather(self) -> int:
+        """All full tensors on rank 0, as the engines' own transfers want them."""
+        for name, parameter in self.module.named_parameters():
+            gathered = parameter.full_tensor().detach()
+            if self.rank == 0:
+                self.full.extend(unstack(name, gathered))
+        torch.cuda.synchronize()
+        return len(self.full)
+
+    def check_quantiser(self, engine: str) -> tuple[int, int]:
+        """How many values and scales of a matrix Windlass and the engine's function do not share."""
+        weight = torch.randn(1000, 1000, device="cuda", dtype=torch.bfloat16)
+        theirs = block_float8.engines_own(engine)[1](weight)
+        ours = block_float8.windlass_own(weight.cpu())
+        return tuple(  # type: ignore[return-value]
+            int((a.cpu().view(torch.uint8) != b.view(torch.uint8)).sum())
+            for a, b in zip(theirs, ours, strict=True)
+        )
+
+    def save_quantised(self, engine: str, folder: str) -> str:
+        """The full weights as a checkpoint in block float8; says whose quantiser it was."""
+        name_of_quantiser, quantise = block_float8.engines_own(engine)
+        writer = block_float8.Writer(Path(folder), quantise)
+        for name, parameter in self.module.named_parameters():
+            gathered = parameter.full_tensor().detach()
+            if self.rank == 0:
+                for part_name, part in unstack(name, gathered):
+                    writer.add(part_name, part)
+        if self.rank == 0:
+            writer.flush()
+        return name_of_quantiser
+
+    def own_init(self, engine: str, port: int, world_size: int) -> None:
+        if self.rank != 0:
+            return
+        self.engine = engine
+        if engine == "vllm":
+            from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+            self.own = NCCLWeightTransferEngine.trainer_init(
+                {"master_address": "127.0.0.1", "master_port": port, "world_size": world_size}
+            )
+        else:
+            from sglang.srt.utils import init_custom_process_group
+
+            self.own = init_custom_process_group(
+                backend="nccl",
+                init_method=f"tcp://127.0.0.1:{port}",
+                world_size=world_size,
+                rank=0,
+                group_name="own",
+            )
+
+    def own_send(self, bucket: int = 0) -> None:
+        if self.rank != 0:
+            return
+        if self.engine == "vllm":
+            from vllm.distributed.weight_transfer.nccl_engine import (
+                NCCLTrainerSendWeightsArgs,
+                NCCLWeightTransferEngine,
+            )
+
+            arguments = NCCLTrainerSendWeightsArgs(group=self.own, packed=True)
+            NCCLWeightTransferEngine.trainer_send_weights(iter(self.full), arguments)
+        else:
+            parts = [tensor.reshape(-1).view(torch.uint8) for _, tensor in self.buckets()[bucket]]
+            dist.broadcast(torch.cat(parts), src=0, group=self.own)
+        torch.cuda.synchronize()
+
+    def buckets(self) -> list[list[tuple[str, torch.Tensor]]]:
+        found: list[list[tuple[str, torch.Tensor]]] = [[]]
+        nbytes = 0
+        for name, tensor in self.full:
+            if nbytes and nbytes + tensor.nbytes > BUCKET_NBYTES:
+                found.append([])
+                nbytes = 0
+            found[-1].append((name, tensor))
+            nbytes += tensor.nbytes
+        return found
+
+    def bucket_names(self) -> list[list[tuple[str, list[int]]]]:
+        return [[(name, list(t.shape)) for name, t in bucket] for bucket in self.buckets()]
+
+    def end(self) -> None:
+        self.client.close()
+        dist.destroy_process_group()
+
+
+class MegatronRank(TrainerRank):
+    """The same as a rank of Megatron-core, with TP and EP over all ranks."""
+
+    def __init__(self, rank: int, device: int, world: int, store: str, model: str) -> None:
+        import megatron_model
+
+        from windlass.training.megatron import describe_megatron_trainer
+
+        self.rank, self.device = rank, device
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=world)
+        config = json.loads((Path(model) / "config.json").read_text())
+        self.family, self.vocab = config["model_type"], config["vocab_size"]
+        experts = config.get("num_experts", 0)
+        sizes = megatron_model.Sizes(
+            hidden=config["hidden_size"],
+            inner=config["moe_intermediate_size"] if experts else config["intermediate_size"],
+            layers=config["num_hidden_layers"],
+            heads=config["num_attention_heads"],
+            key_value_heads=config["num_key_value_heads"],
+            num_experts=experts,
+            vocab=self.vocab,
+            head=config["head_dim"],
+        )
+        megatron_model.start_parallel(world, world if experts else 1)
+        self.module = megatron_model.build(sizes, world, world if experts else 1)
+        self.described = describe_megatron_trainer(
+            self.module, family=self.family, vocab_size=self.vocab
+        )
+        by_address = {p.data_ptr(): p.detach() for p in self.module.parameters()}
+        self.tensors = [by_address[memory.address] for memory in self.described.parameters()]
+        self.full = []
+        self.own = None
+
+    def fill(self, seed: int) -> None:
+        """Other weights in every place; what all ranks hold whole is the same in all."""
+        for index, tensor in enumerate(self.tensors):
+            name = self.described.manifest.parameters[index].name
+            replicated = tensor.dim() == 1 or "router" in name
+            generator = torch.Generator("cuda")
+            generator.manual_seed((seed * 1000 + index) * 64 + (0 if replicated else self.rank))
+            tensor.normal_(0, 0.02, generator=generator)
+        torch.cuda.synchronize()
+
+    def connect(self, controller: str, num_multiprocessors: int = 0) -> None:
+        from windlass.training.megatron import connect_megatron_trainer
+
+        self.client = connect_megatron_trainer(
+            self.module,
+            family=self.family,
+            vocab_size=self.vocab,
+            controller=controller,
+            token=TOKEN,
+            transport=CudaIpcConfig(device=self.device, num_multiprocessors=num_multiprocessors),
+        )
+
+    def gather(self) -> int:
+        import megatron_model
+
+        full = megatron_model.gather(self.described, self.tensors)
+        self.full = full if self.rank == 0 else []
+        return len(self.full)
+
+    def save_quantised(self, engine: str, folder: str) -> str:
+        name_of_quantiser, quantise = block_float8.engines_own(engine)
+        writer = block_float8.Writer(Path(folder), quantise)
+        self.gather()
+        for name, tensor in self.full:
+            writer.add(name, tensor)
+        self.full = []
+        writer.flush()
+        return name_of_quantiser
+
+
+TRAINERS: dict[str, type[TrainerRank]] = {"fsdp": TrainerRank, "megatron": MegatronRank}
+
+
+def train(
+    kind: str, rank: int, device: int, world: int, store: str, model: str, pipe: Connection
+) -> None:
+    trainer = TRAINERS[kind](rank, device, world, store, model)
+    pipe.send((0.0, "ready"))
+    command = ""
+    while command != "end":
+        command, *arguments = pipe.recv()
+        started = time.perf_counter()
+        answer = getattr(trainer, command)(*arguments)
+        pipe.send((time.perf_counter() - started, answer))
+
+
+def unstack(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
+    """transformers' stacked experts as the checkpoint's matrices."""
+    at, _, kind = name.rpartition(".")
+    if kind == "gate_up_proj":
+        inner = tensor.shape[1] // 2
+        for expert in range(tensor.shape[0]):
+            yield f"{at}.{expert}.gate_proj.weight", tensor[expert, :inner]
+            yield f"{at}.{expert}.up_proj.weight", tensor[expert, inner:]
+    elif kind == "down_proj":
+        for expert in range(tensor.shape[0]):
+            yield f"{at}.{expert}.down_proj.weight", tensor[expert]
+    else:
+        yield name, tensor
+
+
+class Trainers:
+    """All trainer ranks; a command goes to every one."""
+
+    def __init__(self, kind: str, devices: list[int], store: str, model: str) -> None:
+        context = mp.get_context("spawn")
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank, device in enumerate(devices):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=train, args=(kind, rank, device, len(devices), store, model, theirs)
+            )
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    async def receive(self, deadline_s: float = 300.0) -> list[Any]:
+        found = []
+        for pipe in self.pipes:
+            there = await asyncio.to_thread(pipe.poll, deadline_s)
+            if not there:
+                raise TimeoutError("a trainer rank does not answer")
+            found.append(await asyncio.to_thread(pipe.recv))
+        return found
+
+    async def all(self, *command: Any) -> list[Any]:
+        for pipe in self.pipes:
+            pipe.send(command)
+        return await self.receive()
