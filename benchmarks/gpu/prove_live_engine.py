@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 from live_engine.cases import CASES, Case
-from live_engine.proof_ranks import RANKS, ProofTrainers
-from live_engine.proof_servers import Held, ProofServer, engine_version, reasons, tail
+from live_engine.proof_ranks import ProofTrainers
+from live_engine.proof_servers import MODEL, Held, ProofServer, engine_version, reasons, tail
 from live_engine.surroundings import TOKEN
 
 import windlass
@@ -125,16 +125,14 @@ class Run:
                 print(f"    {what}: {line}", flush=True)
 
     async def _all(self) -> None:
-        paths = {name: self.folder / name for name in ("plain", "first", "last")}
+        paths = {name: self.folder / name for name in ("plain", "first", "last", MODEL)}
         for name, path in paths.items():
             self.case.write_config(path, quantised=self.case.quantised and name != "plain")
         on_cpu = self.options.on_cpu
-        count = max(torch.cuda.device_count(), 1)
-        devices = [
-            -1 if on_cpu else (self.options.tp + i) % count for i in range(self.options.trainers)
-        ]
+        count, tp = max(torch.cuda.device_count(), 1), self.options.tp
+        devices = [-1 if on_cpu else (tp + i) % count for i in range(self.options.trainers)]
         trainers = ProofTrainers(
-            self.options.trainer,
+            "fsdp-adapter" if self.case.adapter else self.options.trainer,
             devices,
             str(self.folder / "store"),
             str(paths["plain"]),
@@ -149,7 +147,7 @@ class Run:
                 )
                 try:
                     await self._checkpoints(trainers, paths)
-                    visible = "" if on_cpu else ",".join(map(str, devices[: self.options.tp]))
+                    visible = "" if on_cpu else ",".join(str((tp + i) % count) for i in range(tp))
                     await self._updates(trainers, live, fresh, paths, visible)
                 finally:
                     await asyncio.gather(live.end(), fresh.end())
@@ -158,6 +156,8 @@ class Run:
 
     async def _checkpoints(self, trainers: ProofTrainers, paths: dict[str, Path]) -> None:
         await trainers.receive(120)
+        if self.case.adapter:
+            await trainers.all("save_model", str(paths[MODEL]))
         for seed, name in ((LAST_SEED, "last"), (1, "first")):
             await trainers.all("fill", seed)
             if self.case.quantised:
@@ -246,7 +246,8 @@ class Run:
         same = [
             name
             for name in wanted.fingerprints[0]
-            if "proj" in name and held.fingerprints[0].get(name) == wanted.fingerprints[0][name]
+            if ("adapter/" if self.case.adapter else "proj") in name
+            and held.fingerprints[0].get(name) == wanted.fingerprints[0][name]
         ]
         assert not same, f"{when}: other weights must be other fingerprints: {same[:5]}"
 
@@ -268,8 +269,9 @@ async def run(options: argparse.Namespace) -> list[Proof]:
         async with turn:
             case = Run(options, name, number, folder)
             left = ends - time.monotonic()
-            if options.trainer == "megatron" and not CASES[name].megatron:
-                case.row.outcome, case.row.detail = "not run", "megatron_model.py does not build it"
+            obstacle = CASES[name].obstacle(options.engine, options.trainer)
+            if obstacle:
+                case.row.outcome, case.row.detail = "not run", obstacle
                 rows.append(case.row)
             elif left < options.least_s:
                 case.row.outcome, case.row.detail = "not run", f"{left:.0f} s left"
@@ -308,7 +310,7 @@ def options_of(words: list[str]) -> argparse.Namespace:
     options.add_argument(
         "--case", action="append", choices=[*CASES, "all"], required=True, help="may be repeated"
     )
-    options.add_argument("--trainer", choices=list(RANKS), default="fsdp")
+    options.add_argument("--trainer", choices=("fsdp", "megatron"), default="fsdp")
     options.add_argument("--tp", type=int, default=2)
     options.add_argument("--trainers", type=int, default=2)
     options.add_argument("--updates", type=int, default=3, help="of each mode, after the first")

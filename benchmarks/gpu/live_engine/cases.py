@@ -99,12 +99,22 @@ class Case:
         quantised: the engines hold it in block float8.
         flags: of an engine's server -> its words.
         megatron: whether `megatron_model.py` builds it.
+        adapter: the engines serve a LoRA adapter beside it, and updates reach that one.
     """
 
     config: Mapping[str, Any]
     quantised: bool = False
     flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     megatron: bool = True
+    adapter: bool = False
+
+    def obstacle(self, engine: str, trainer: str) -> str:
+        """Why it cannot be run; empty if it can."""
+        if trainer == "megatron" and not self.megatron:
+            return "megatron_model.py does not build it"
+        if self.adapter and engine == "sglang":
+            return "Windlass refuses --adapter for SGLang"
+        return ""
 
     def write_config(self, folder: Path, *, quantised: bool) -> None:
         """Make `folder` and its config.json."""
@@ -127,4 +137,5 @@ CASES: Mapping[str, Case] = {
     "tied": Case({**_QWEN3, "tie_word_embeddings": True}, megatron=False),
     "latent": Case(_DEEPSEEK, megatron=False),
     "block-fp8": Case(_QWEN3_EXPERTS, quantised=True),
+    "adapter": Case(_QWEN3, megatron=False, adapter=True),
 }

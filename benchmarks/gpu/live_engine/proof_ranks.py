@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing as mp
 import os
 import sys
@@ -18,10 +19,30 @@ import transformers
 import windlass
 from live_engine.surroundings import TOKEN
 from live_engine.trainers import MegatronRank, TrainerRank, Trainers, unstack
+from windlass.frameworks.dtensor import NameMap
+from windlass.layout.naming.adapters import adapter_names
+from windlass.transports.configs import CudaIpcConfig
+
+RANK = 8
+ADAPTER_CONFIG = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "base_model_name_or_path": "",
+    "r": RANK,
+    "lora_alpha": 12,
+    "lora_dropout": 0.0,
+    "bias": "none",
+    "target_modules": [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")],
+    "use_dora": False,
+    "use_rslora": False,
+}
+"""alpha / rank is no power of two."""
 
 
 class FsdpProof(TrainerRank):
     """One FSDP2 rank. Tied parameters stay tied; buffers that a checkpoint holds are trained too."""
+
+    spread = 0.03
 
     def __init__(self, rank: int, device: int, world: int, store: str, model: str) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -63,7 +84,7 @@ class FsdpProof(TrainerRank):
         for index, parameter in enumerate(self.module.parameters()):
             generator.manual_seed((seed * 1000 + index) * 64 + self.rank)
             mean = 1.0 if parameter.dim() == 1 else 0.0
-            parameter.to_local().normal_(mean, 0.03, generator=generator)
+            parameter.to_local().normal_(mean, self.spread, generator=generator)
         for index, buffer in enumerate(self._buffers().values()):  # the same on every rank
             generator.manual_seed((seed * 1000 + 999 - index) * 64)
             buffer.normal_(0.0, 0.03, generator=generator)
@@ -71,12 +92,20 @@ class FsdpProof(TrainerRank):
             torch.cuda.synchronize()
 
     def connect(self, controller: str, num_multiprocessors: int = 0) -> None:
+        transport: CudaIpcConfig | str = "cma"
         if self.kind == "cuda":
-            super().connect(controller, num_multiprocessors)
-            return
+            transport = CudaIpcConfig(device=self.device, num_multiprocessors=num_multiprocessors)
         self.client = windlass.connect_trainer(
-            self.module, controller=controller, token=TOKEN, transport="cma"
+            self.module,
+            controller=controller,
+            token=TOKEN,
+            transport=transport,
+            name_map=self.names(),
         )
+
+    def names(self) -> NameMap | None:
+        """From names in the module to the checkpoint's."""
+        return None
 
     def save(self, folder: str) -> None:
         """The full weights as a checkpoint; collective."""
@@ -86,6 +115,60 @@ class FsdpProof(TrainerRank):
         for name, parameter in self.module.named_parameters():
             yield from unstack(name, parameter.full_tensor().detach())
         yield from self._buffers().items()
+
+
+class AdapterProof(FsdpProof):
+    """One FSDP2 rank that trains a LoRA adapter alone, under PEFT's names; its model stays as it is."""
+
+    spread = 0.2
+
+    def __init__(self, rank: int, device: int, world: int, store: str, model: str) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        super().__init__(rank, device, world, store, model)
+        self.model = self.module
+        self.module = torch.nn.Module()
+        for name, parameter in self.model.named_parameters():
+            path = name.removesuffix(".weight")
+            if not path.endswith("_proj"):
+                continue
+            rows, columns = parameter.shape
+            for part, shape in (("lora_A", (RANK, columns)), ("lora_B", (rows, RANK))):
+                low = torch.empty(shape, dtype=torch.bfloat16, device=self.kind)
+                put(self.module, f"base_model.model.{path}.{part}.default.weight", low)
+        fully_shard(self.module, mesh=init_device_mesh(self.kind, (world,)))
+
+    def names(self) -> NameMap | None:
+        """See `FsdpProof.names`."""
+        return adapter_names()
+
+    def save_model(self, folder: str) -> None:
+        """What the adapter is for."""
+        self.module, adapter = self.model, self.module
+        super().fill(99)
+        super().save(folder)
+        self.module = adapter
+
+    def save(self, folder: str) -> None:
+        """As PEFT saves it; collective."""
+        held = (
+            (name.replace(".default.", "."), parameter.full_tensor().detach())
+            for name, parameter in self.module.named_parameters()
+        )
+        write(self.rank, held, Path(folder), "adapter_model.safetensors")
+        if self.rank == 0:
+            (Path(folder) / "adapter_config.json").write_text(json.dumps(ADAPTER_CONFIG))
+
+
+def put(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """A parameter under a dotted name; modules on the way are made."""
+    *path, last = name.split(".")
+    for part in path:
+        if part not in dict(module.named_children()):
+            module.add_module(part, torch.nn.Module())
+        module = module.get_submodule(part)
+    module.register_parameter(last, torch.nn.Parameter(tensor))
 
 
 class MegatronProof(MegatronRank):
@@ -98,17 +181,23 @@ class MegatronProof(MegatronRank):
         self.full = []
 
 
-def write(rank: int, tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) -> None:
+def write(
+    rank: int,
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    folder: Path,
+    file: str = "model.safetensors",
+) -> None:
     """All ranks read `tensors`, rank 0 writes."""
     from safetensors.torch import save_file
 
     held = {name: tensor.cpu().contiguous() for name, tensor in tensors}
     if rank == 0:
-        save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(held, folder / file, metadata={"format": "pt"})
 
 
 RANKS: dict[str, type[FsdpProof] | type[MegatronProof]] = {
     "fsdp": FsdpProof,
+    "fsdp-adapter": AdapterProof,
     "megatron": MegatronProof,
 }
 

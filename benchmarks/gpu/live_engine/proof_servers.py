@@ -24,6 +24,10 @@ from live_engine.surroundings import ENVIRONMENT, ROOT, TOKEN
 
 PROMPTS = ([5, 6, 7, 8], [9] * 40, list(range(100, 170)), [31999, 3, 1500])
 NUM_TOKENS = 16
+ADAPTER = "tuned"
+"""The name that requests give."""
+MODEL = "model"
+"""Folder of the model that adapters are for, beside theirs."""
 SMALL = {
     "vllm": ("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(1 << 30)),
     "sglang": (),
@@ -88,9 +92,12 @@ class ProofServer:
     def command(self, folder: Path, controller: str) -> list[str]:
         """Of `python -m`."""
         engine, extra = self.options.engine, self.case.flags.get(self.options.engine, ())
-        if not self.options.on_cpu:
-            return [*self.engine.command(str(folder), controller), *SMALL[engine], *extra]
+        if self.case.adapter:
+            extra = (*extra, "--adapter", f"{ADAPTER}={folder}")
+            folder = folder.parent / MODEL
         words = self.engine.command(str(folder), controller)
+        if not self.options.on_cpu:
+            return [*words, *SMALL[engine], *extra]
         words = words[: words.index("--transport")]
         return [*words, "--transport", "cma", *ON_CPU[engine], *extra]
 
@@ -130,6 +137,8 @@ class ProofServer:
             route, body = generate_request(
                 self.options.engine, list(prompt), NUM_TOKENS, 0.0, stream=False
             )
+            if self.case.adapter:
+                body["model"] = ADAPTER
             answer = await self.engine.post(route, body)
             found = (
                 answer["choices"][0]["token_ids"] if "choices" in answer else answer["output_ids"]
