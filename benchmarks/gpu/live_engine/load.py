@@ -32,6 +32,30 @@ def generate_request(
     return "/generate", {"input_ids": prompt, "sampling_params": sampling, "stream": stream}
 
 
+async def _meet(
+    url: str, engine: str, streams: int, vocab: int, session: aiohttp.ClientSession
+) -> None:
+    """Batches in which prompts meet requests that decode, in several shares.
+
+    Engines compile kernels by the shape of a batch at its first use, for a second or so. An update
+    can part the requests of one batch, and the compilation would count as its silence.
+    """
+
+    async def answer(index: int, count: int) -> None:
+        prompt = [(index * 7919 + k * 31) % vocab for k in range(64)]
+        path, body = generate_request(engine, prompt, count, 1.0, stream=False)
+        async with session.post(url + path, json=body) as response:
+            await response.read()
+
+    async def late(indices: range) -> None:
+        await answer(streams, 4)
+        await asyncio.gather(*(answer(index, 8) for index in indices))
+
+    for early in (1, streams // 5, streams // 2, streams - 2):
+        decoding = [answer(index, 64) for index in range(early)]
+        await asyncio.gather(*decoding, late(range(early, streams)))
+
+
 async def _load(url: str, engine: str, streams: int, vocab: int, pipe: Connection) -> None:
     ended, warm = asyncio.Event(), asyncio.Event()
     arrivals: Arrivals = [[] for _ in range(streams)]
@@ -64,6 +88,7 @@ async def _load(url: str, engine: str, streams: int, vocab: int, pipe: Connectio
     async with aiohttp.ClientSession(
         timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
     ) as session:
+        await _meet(url, engine, streams, vocab, session)
         clients = [asyncio.create_task(client(index, session)) for index in range(streams)]
         await warm.wait()
         pipe.send("warm")
