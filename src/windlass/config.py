@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 
 import msgspec
@@ -19,7 +20,27 @@ __all__ = [
     "UpdateBackend",
     "UpdateMode",
     "XcclBackend",
+    "take_names",
 ]
+
+
+def take_names(settings: msgspec.Struct, kinds: Mapping[str, type[StrEnum]]) -> None:
+    """Accept the name of a member (`mode="staged"`) where settings hold an enumeration.
+
+    Called by `__post_init__`: elsewhere members are told apart by identity, and a mere string would
+    be none of them.
+
+    Raises:
+        ConfigError: no such member.
+    """
+    for field, kind in kinds.items():
+        value = msgspec.structs.asdict(settings)[field]
+        try:
+            msgspec.structs.force_setattr(settings, field, kind(value))
+        except ValueError:
+            raise ConfigError(
+                f"{type(settings).__name__}: {field} must be one of {[*map(str, kind)]}, got {value!r}"
+            ) from None
 
 
 class UpdateMode(StrEnum):
@@ -108,6 +129,7 @@ class P2pBackend(msgspec.Struct, frozen=True, tag="p2p", omit_defaults=True):
     relay_chunk_nbytes: int = 4 << 20
 
     def __post_init__(self) -> None:
+        take_names(self, {"relay": RelayShape})
         if self.relay_chunk_nbytes < 1:
             raise ConfigError(
                 f"P2pBackend: relay_chunk_nbytes must be >= 1, got {self.relay_chunk_nbytes}"
@@ -128,6 +150,7 @@ class XcclBackend(msgspec.Struct, frozen=True, tag="xccl"):
     num_buffers: int = 2
 
     def __post_init__(self) -> None:
+        take_names(self, {"fabric": CollectiveFabric})
         if self.bucket_nbytes < 64 or self.bucket_nbytes % 64:
             raise ConfigError(
                 f"XcclBackend: bucket_nbytes must be a positive multiple of 64, got {self.bucket_nbytes}"
@@ -180,6 +203,22 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_message_nbytes: int = 256 << 20
 
     def __post_init__(self) -> None:
+        take_names(self, {"mode": UpdateMode, "pause_mode": PauseMode})
+        if not isinstance(self.backend, UpdateBackend):
+            raise ConfigError(
+                "ControlConfig: backend must be a P2pBackend, XcclBackend or DiskBackend, "
+                f"got {self.backend!r}"
+            )
+        if not isinstance(self.deadlines, PhaseDeadlines):
+            raise ConfigError(
+                f"ControlConfig: deadlines must be PhaseDeadlines, got {self.deadlines!r}"
+            )
+        if not self.heartbeat_s > 0:
+            raise ConfigError(f"ControlConfig: heartbeat_s must be > 0, got {self.heartbeat_s}")
+        if self.max_message_nbytes < 1:
+            raise ConfigError(
+                f"ControlConfig: max_message_nbytes must be >= 1, got {self.max_message_nbytes}"
+            )
         if self.max_rewrites < 0:
             raise ConfigError(f"ControlConfig: max_rewrites must be >= 0, got {self.max_rewrites}")
         if self.min_engines < 1:

@@ -16,6 +16,7 @@ from typing import final
 from windlass.control.conversation import AgentConversation, CommandHandler
 from windlass.control.messages import Command, Hello, UpdateReport
 from windlass.errors import PeerTimeout
+from windlass.transports.addresses import check_url
 
 __all__ = ["AgentChannel", "CommandHandler"]
 
@@ -35,6 +36,9 @@ class AgentChannel:
         on_command: called in the channel's thread with a command, its epoch and its round, as it
             comes in and before it waits for its turn; must not block.
         reconnect: whether to connect again after a loss.
+
+    Raises:
+        ConfigError: `url` is no URL.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class AgentChannel:
         on_command: Callable[[Command, int, int], None] | None = None,
         reconnect: bool = True,
     ) -> None:
+        check_url(url, "controller")
         self._url = url.rstrip("/")
         self._worker = ThreadPoolExecutor(1, "windlass-commands")
         self._loop = asyncio.new_event_loop()

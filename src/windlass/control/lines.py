@@ -41,7 +41,7 @@ class LineFile(Generic[EntryT]):
     """
 
     def __init__(self, path: Path, kind: type[EntryT]) -> None:
-        self.path = path
+        self.path = path = Path(path)
         self._encoder = msgspec.json.Encoder()
         self._pending: list[bytes] = []
         self._descriptor = -1

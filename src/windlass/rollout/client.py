@@ -6,7 +6,7 @@ import http.client
 import threading
 import time
 from typing import Self
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import urlencode
 
 from windlass.errors import (
     AuthenticationError,
@@ -17,6 +17,7 @@ from windlass.errors import (
 )
 from windlass.rollout._http import authorization
 from windlass.rollout.messages import TrainingBatch, decode
+from windlass.transports.addresses import check_url
 
 __all__ = ["BatchClient"]
 
@@ -37,12 +38,10 @@ class BatchClient:
     """
 
     def __init__(self, url: str, token: str) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in {"http", "https"} or parts.hostname is None:
-            raise ConfigError(f"BatchClient: url must be http(s)://host[:port], got {url!r}")
+        parts = check_url(url, "BatchClient: url")
         self._url = url
         self._secure = parts.scheme == "https"
-        self._host, self._port = parts.hostname, parts.port
+        self._host, self._port = parts.hostname or "", parts.port
         self._path = parts.path.rstrip("/") + "/v1/batches"
         self._headers = authorization(token)
         self._connection: http.client.HTTPConnection | None = None

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from windlass.config import take_names
 from windlass.errors import ConfigError
 from windlass.rollout.messages import OnAbort, Turn
 
@@ -61,12 +62,26 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True):
     journal_compact_nbytes: int = 64 << 20
 
     def __post_init__(self) -> None:
+        take_names(self, {"on_abort": OnAbort})
+        for name, least in _LEAST.items():
+            if not (value := msgspec.structs.asdict(self)[name]) >= least:
+                raise ConfigError(f"RolloutConfig: {name} must be >= {least}, got {value}")
+        for name in ("attempt_deadline_s", "worker_lease_s", "journal_sync_s"):
+            if not (value := msgspec.structs.asdict(self)[name]) > 0:
+                raise ConfigError(f"RolloutConfig: {name} must be > 0, got {value}")
         if self.acknowledge and self.journal is None:
             raise ConfigError("RolloutConfig: acknowledge needs a journal, got None")
-        if not self.journal_sync_s > 0:
-            raise ConfigError(
-                f"RolloutConfig: journal_sync_s must be > 0, got {self.journal_sync_s}"
-            )
+
+
+_LEAST = {
+    "max_attempts": 1,
+    "retry_backoff_s": 0,
+    "engine_grace_s": 0,
+    "worker_grace_s": 0,
+    "max_rejections": 1,
+    "affinity_slack": 0,
+    "journal_compact_nbytes": 0,
+}
 
 
 @dataclass(frozen=True, slots=True)

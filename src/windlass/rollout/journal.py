@@ -59,7 +59,7 @@ class RolloutJournal:
     ) -> None:
         self.on = path is not None
         self.keep_delivered = self.on and keep_delivered
-        self._path = path
+        self._path = None if path is None else Path(path)
         self._sync_s, self._compact_nbytes = sync_s, compact_nbytes
         self._file: LineFile[Entry] | None = None
         self._flush_scheduled = False

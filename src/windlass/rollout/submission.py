@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 from collections.abc import Callable, Sequence
 
-from windlass.errors import ConfigError, PeerTimeout
+import msgspec
+
+from windlass.errors import DECODE_ERRORS, ConfigError, PeerTimeout
 from windlass.rollout.book import Group, Record
 from windlass.rollout.handles import GroupHandle, Rollout, RolloutGroup, RolloutHandle
 from windlass.rollout.lifecycle import Lifecycle
@@ -34,6 +37,7 @@ class Submissions:
         self._next_task = 0
         self._next_group = 0
         self._closed = False
+        self._sampling: SamplingParams | None = None
 
     def submit(
         self,
@@ -52,13 +56,12 @@ class Submissions:
             deadline_s: seconds from its first dispatch after which it fails; None for never.
 
         Raises:
-            ConfigError: an empty prompt, a deadline that is not positive, a closed controller,
+            ConfigError: a prompt that is empty or no integers, sampling of wrong types, a deadline that is not positive, a closed controller,
                 metadata that a journal cannot keep.
             RolloutError: the journal cannot be written any more.
         """
-        if not prompt_ids:
-            raise ConfigError("rollout: prompt_ids must not be empty")
-        return self._single(self._record(prompt_ids, sampling, metadata, deadline_s))
+        tokens = _token_ids(prompt_ids)
+        return self._single(self._record(tokens, sampling, metadata, deadline_s))
 
     def submit_workflow(
         self,
@@ -144,13 +147,11 @@ class Submissions:
         Raises:
             ConfigError: as `submit`; n < 1.
         """
-        if not prompt_ids:
-            raise ConfigError("rollout: prompt_ids must not be empty")
-        return self._group(prompt_ids, n, sampling, metadata, deadline_s)
+        return self._group(_token_ids(prompt_ids), n, sampling, metadata, deadline_s)
 
     def _group(
         self,
-        prompt_ids: Sequence[int],
+        prompt_ids: tuple[int, ...],
         n: int,
         sampling: SamplingParams,
         metadata: object,
@@ -227,7 +228,7 @@ class Submissions:
 
     def _record(
         self,
-        prompt_ids: Sequence[int],
+        prompt_ids: tuple[int, ...],
         sampling: SamplingParams,
         metadata: object,
         deadline_s: float | None,
@@ -238,10 +239,12 @@ class Submissions:
             raise ConfigError("rollout controller: submit needs an open controller, got closed")
         if deadline_s is not None and deadline_s <= 0:
             raise ConfigError(f"rollout: deadline_s must be > 0, got {deadline_s}")
+        if sampling is not self._sampling:
+            self._sampling = _checked(sampling)
         self._next_task += 1
         return Record(
             task_id=f"{self._prefix}-{self._next_task}",
-            prompt_ids=tuple(prompt_ids),
+            prompt_ids=prompt_ids,
             sampling=sampling,
             metadata=metadata,
             deadline_s=deadline_s,
@@ -249,6 +252,26 @@ class Submissions:
             workflow=workflow,
             arguments=arguments,
         )
+
+
+def _token_ids(prompt_ids: Sequence[int]) -> tuple[int, ...]:
+    """Plain integers, also of an array or a tensor: what a worker cannot decode would be sent for ever."""
+    try:
+        tokens = tuple(map(operator.index, prompt_ids))
+    except TypeError as error:
+        raise ConfigError(f"rollout: prompt_ids must be integers: {error}") from error
+    if not tokens:
+        raise ConfigError("rollout: prompt_ids must not be empty")
+    return tokens
+
+
+def _checked(sampling: SamplingParams) -> SamplingParams:
+    """The same object, if a worker can decode it."""
+    try:
+        msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=SamplingParams)
+    except (TypeError, OverflowError, *DECODE_ERRORS) as error:
+        raise ConfigError(f"rollout: sampling must be SamplingParams: {error}") from error
+    return sampling
 
 
 def _workflow_arguments(workflow: str, arguments: object) -> bytes:

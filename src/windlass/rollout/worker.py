@@ -28,7 +28,7 @@ from windlass.rollout.messages import WorkerHello
 from windlass.rollout.runner import WorkerRunner
 from windlass.rollout.workflows import Workflow, check_workflows
 from windlass.telemetry.logs import configure_logging
-from windlass.transports.addresses import listen, own_address, published_host, url_of
+from windlass.transports.addresses import check_url, listen, own_address, published_host, url_of
 
 __all__ = ["WorkerSettings", "main", "run_rollout_worker", "run_worker"]
 
@@ -88,6 +88,7 @@ async def run_worker(
     """
     if not token:
         raise ConfigError("worker: token must not be empty, got ''")
+    check_url(settings.controller, "worker: controller")
     bound = settings.host or own_address(settings.controller)
     host = published_host(bound, settings.advertise_host, "worker")
     listener = listen(bound, settings.port, "worker")

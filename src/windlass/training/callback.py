@@ -20,7 +20,6 @@ import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, final
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -36,9 +35,7 @@ from windlass.control.callback_messages import (
     MembersCall,
     PauseCall,
 )
-from windlass.control.messages import (
-    UpdateReport,
-)
+from windlass.control.messages import UpdateReport
 from windlass.errors import (
     AuthenticationError,
     ConfigError,
@@ -51,8 +48,8 @@ from windlass.execution.by_hand import signature_of_group, wire_offsets
 from windlass.execution.collective_group import Rendezvous, join_group
 from windlass.layout.dtypes import DType
 from windlass.telemetry.clock import Deadline
-from windlass.training.client import TrainerClient
-from windlass.transports.addresses import own_address
+from windlass.training.client import TrainerClient, version_number
+from windlass.transports.addresses import check_url, own_address
 
 if TYPE_CHECKING:
     import torch
@@ -94,11 +91,7 @@ class RolloutCallback:
         num_stages: int = 0,
         deadline_s: float = 120.0,
     ) -> None:
-        parts = urlsplit(controller)
-        if parts.scheme != "http" or parts.hostname is None:
-            raise ConfigError(
-                f"RolloutCallback: controller must be http://host:port, got {controller!r}"
-            )
+        parts = check_url(controller, "RolloutCallback: controller", schemes=("http",))
         if num_stages and not 0 <= stage < num_stages:
             raise ConfigError(
                 f"RolloutCallback: stage must be in [0, num_stages={num_stages}), got {stage}"
@@ -106,7 +99,7 @@ class RolloutCallback:
         self.url, self.head = controller, head
         self._stage, self._num_stages = stage, num_stages
         self._lock, self._num_calls = threading.Lock(), 0
-        self._address = (parts.hostname, parts.port or 80)
+        self._address = (parts.hostname or "", parts.port or 80)
         self._token, self._client, self._deadline_s = token, client, deadline_s
         self._pool = ThreadPoolExecutor(NUM_THREADS, "windlass-callback")
         self._closed = threading.Event()
@@ -137,7 +130,7 @@ class RolloutCallback:
             PeerTimeout: no answer within the deadline; the version may be served all the same.
             AuthenticationError: wrong token.
         """
-        self._call(ContinueCall(version), deadline_s)
+        self._call(ContinueCall(version_number(version, "continue_generation")), deadline_s)
 
     def engine_ranks(self, *, deadline_s: float | None = None) -> tuple[str, ...]:
         """The receiving members of every group, in rank order; valid until the update ends."""
@@ -264,6 +257,7 @@ class WeightGroup:
         fabric: CollectiveFabric = CollectiveFabric.GLOO,
         deadline_s: float = 60.0,
     ) -> None:
+        fabric = CollectiveFabric(fabric)
         self._callback, self.name, self._deadline_s = callback, name, deadline_s
         self._bucket_nbytes = bucket_nbytes
         host = own_address(callback.url)

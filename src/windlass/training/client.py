@@ -6,19 +6,21 @@ with windlass.connect_trainer(model, controller=url, token=token) as trainer:
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, final
 
 from windlass.control.agents import TrainerAgent
 from windlass.control.client import AgentChannel, CommandHandler
 from windlass.control.messages import PROTOCOL_VERSION, Hello, RoundOutcome, UpdateReport
-from windlass.errors import RoundAborted
+from windlass.errors import ConfigError, RoundAborted
 from windlass.execution.base import ParameterMemory
 from windlass.execution.sender import Sender
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS, StackedRule
-from windlass.transports.addresses import own_address
+from windlass.transports.addresses import check_url, own_address
 from windlass.transports.base import MemoryRegion, OneSidedTransport
 from windlass.transports.configs import TransportConfig, parse_transport
 from windlass.transports.registry import create_transport
@@ -26,7 +28,22 @@ from windlass.transports.registry import create_transport
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["TrainerClient", "connect_trainer"]
+__all__ = ["TrainerClient", "connect_trainer", "version_number"]
+
+
+def version_number(version: int, what: str) -> int:
+    """A plain integer, also of a counter that is a numpy or torch scalar.
+
+    Raises:
+        ConfigError: no integer >= 0.
+    """
+    try:
+        number = operator.index(version)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ConfigError(f"{what}: version must be an integer >= 0, got {version!r}")
+    return number
 
 
 @final
@@ -42,7 +59,9 @@ class TrainerClient:
         intercept: stands between channel and agent, for tests that inject faults.
 
     Raises:
-        AuthenticationError, ProtocolError, PeerTimeout: see `AgentChannel.connect`.
+        ConfigError: `controller` is no URL, or `arena_nbytes` is too small.
+        AuthenticationError, ProtocolError, PeerTimeout: see `AgentChannel.connect`. The transport is
+            closed, whatever it was.
     """
 
     def __init__(
@@ -62,34 +81,31 @@ class TrainerClient:
         intercept: Callable[[TrainerAgent], CommandHandler] | None = None,
     ) -> None:
         self._transport = transport
-        self._sender = Sender(
-            transport, manifest, parameters, arena_nbytes=arena_nbytes, registered=registered
-        )
-        encoded = manifest.encode()
-        incarnation = os.urandom(8).hex()
-        wire = transport.report()
-
-        def hello() -> Hello:
-            return Hello(
+        with ExitStack() as undo:
+            undo.callback(transport.close)
+            check_url(controller, "controller")
+            self._sender = Sender(
+                transport, manifest, parameters, arena_nbytes=arena_nbytes, registered=registered
+            )
+            undo.callback(self._sender.close)
+            self._agent = agent = TrainerAgent(self._sender, host=own_address(controller))
+            undo.callback(agent.close)
+            hello = Hello(
                 protocol_version=PROTOCOL_VERSION,
                 worker=manifest.worker,
-                incarnation=incarnation,
+                incarnation=os.urandom(8).hex(),
                 role=Role.TRAINER,
                 group=group,
                 rank=rank,
                 world_size=world_size,
-                manifest=encoded,
-                wire=wire,
+                manifest=manifest.encode(),
+                wire=transport.report(),
             )
-
-        self._agent = agent = TrainerAgent(self._sender, host=own_address(controller))
-        handler = agent if intercept is None else intercept(agent)
-        self._channel = AgentChannel(controller, token, hello, handler)
-        try:
+            handler = agent if intercept is None else intercept(agent)
+            self._channel = AgentChannel(controller, token, lambda: hello, handler)
+            undo.callback(self._channel.close)
             self._channel.connect(connect_deadline_s)
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def publish(self, version: int, *, deadline_s: float = 600.0) -> UpdateReport:
         """Publish the weights as they are now; return once the fleet serves them.
@@ -103,9 +119,11 @@ class TrainerClient:
             deadline_s: how long to wait for the round to end.
 
         Raises:
+            ConfigError: `version` is no integer >= 0.
             RoundAborted: not published, with the reason; the old version goes on being served.
             PeerTimeout: no answer within `deadline_s`; the weights must still not change.
         """
+        version = version_number(version, "publish")
         report = self._channel.announce(version, deadline_s)
         if report.outcome is not RoundOutcome.PUBLISHED:
             raise RoundAborted(f"version {version} was not published: {report.reason}")
@@ -155,6 +173,7 @@ def connect_trainer(
         connect_deadline_s: how long to wait for the controller.
 
     Raises:
+        ConfigError: `controller` is no URL, `transport` no transport, or `arena_nbytes` too small.
         UnsupportedLayout: a parameter whose placement cannot be described.
         TransportUnavailable, AuthenticationError, ProtocolError, PeerTimeout: see there.
     """

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from urllib.parse import urlsplit
+from collections.abc import Collection
+from urllib.parse import SplitResult, urlsplit
 
 from windlass.envs import environment_value
 from windlass.errors import ConfigError, PeerUnreachable
@@ -16,6 +17,7 @@ from windlass.errors import ConfigError, PeerUnreachable
 __all__ = [
     "HOST_VARIABLE",
     "address_towards",
+    "check_url",
     "is_loopback",
     "is_wildcard",
     "join_host_port",
@@ -38,6 +40,23 @@ def join_host_port(host: str, port: int) -> str:
 def url_of(host: str, port: int) -> str:
     """`http://host:port`."""
     return f"http://{join_host_port(host, port)}"
+
+
+def check_url(url: str, what: str, *, schemes: Collection[str] = ("http", "https")) -> SplitResult:
+    """The parts of the URL of a controller.
+
+    Raises:
+        ConfigError: it has another scheme, no host, or a port that is none.
+    """
+    rule = f"{what} must be {' or '.join(schemes)}://host[:port], got {url!r}"
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in schemes and parts.hostname is not None and parts.port != 0
+    except ValueError as error:
+        raise ConfigError(rule) from error
+    if not known:
+        raise ConfigError(rule)
+    return parts
 
 
 def split_host_port(address: str) -> tuple[str, int]:

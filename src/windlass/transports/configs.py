@@ -6,6 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
+from windlass.config import take_names
 from windlass.errors import ConfigError
 
 __all__ = [
@@ -66,6 +67,7 @@ class MooncakeConfig(msgspec.Struct, frozen=True, tag="mooncake", forbid_unknown
     max_registration_nbytes: int = 0
 
     def __post_init__(self) -> None:
+        take_names(self, {"protocol": MooncakeProtocol})
         _check_registration(self.max_registration_nbytes)
 
 
@@ -112,6 +114,7 @@ class NixlConfig(msgspec.Struct, frozen=True, tag="nixl", forbid_unknown_fields=
     gpu: int = -1
 
     def __post_init__(self) -> None:
+        take_names(self, {"wire": NixlWire})
         if self.gpu < -1:
             raise ConfigError(f"gpu: must be -1 or the ordinal of a GPU, got {self.gpu}")
         _check_registration(self.max_registration_nbytes)

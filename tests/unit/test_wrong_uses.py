@@ -1,0 +1,149 @@
+"""What is easily given wrong is refused at once, with the argument, the rule and the value."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import windlass
+from windlass.config import CollectiveFabric, PauseMode, RelayShape, UpdateMode
+from windlass.errors import ConfigError
+from windlass.rollout.controller import RolloutController
+from windlass.rollout.directory import StaticEngines
+from windlass.rollout.handles import RolloutConfig
+from windlass.rollout.messages import OnAbort
+from windlass.training.client import version_number
+from windlass.transports.cma import CmaTransport
+from windlass.transports.configs import (
+    MooncakeConfig,
+    MooncakeProtocol,
+    NixlConfig,
+    NixlWire,
+    parse_transport,
+)
+
+TOKEN = "a token"
+SAMPLING = windlass.SamplingParams(max_new_tokens=1)
+
+
+def test_a_name_of_a_member_is_the_member_and_another_name_is_refused() -> None:
+    """Members are told apart by identity: with a mere string no engine would ever be paused."""
+    config = windlass.ControlConfig(mode="staged", pause_mode="retract")  # type: ignore[arg-type]
+    assert config.mode is UpdateMode.STAGED
+    assert config.pause_mode is PauseMode.RETRACT
+    assert windlass.P2pBackend(relay="chain").relay is RelayShape.CHAIN  # type: ignore[arg-type]
+    xccl = windlass.XcclBackend(fabric="gloo")  # type: ignore[arg-type]
+    assert xccl.fabric is CollectiveFabric.GLOO
+    assert RolloutConfig(on_abort="retry").on_abort is OnAbort.RETRY  # type: ignore[arg-type]
+    mooncake = MooncakeConfig(protocol="tcp")  # type: ignore[arg-type]
+    assert mooncake.protocol is MooncakeProtocol.TCP
+    assert NixlConfig(wire="rc").wire is NixlWire.RC  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"mode must be one of \['in_place', 'staged'\], got 'x'"):
+        windlass.ControlConfig(mode="x")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: windlass.ControlConfig(backend="p2p"), "backend must be a P2pBackend.* got 'p2p'"),  # type: ignore[arg-type]
+        (lambda: windlass.ControlConfig(deadlines=5.0), "deadlines must be PhaseDeadlines"),  # type: ignore[arg-type]
+        (lambda: windlass.ControlConfig(heartbeat_s=0.0), "heartbeat_s must be > 0, got 0.0"),
+        (lambda: windlass.ControlConfig(max_message_nbytes=0), "max_message_nbytes must be >= 1"),
+        (lambda: RolloutConfig(max_attempts=0), "max_attempts must be >= 1, got 0"),
+        (lambda: RolloutConfig(attempt_deadline_s=0.0), "attempt_deadline_s must be > 0, got 0.0"),
+        (lambda: RolloutConfig(affinity_slack=-1), "affinity_slack must be >= 0, got -1"),
+        (lambda: windlass.BatchClient("localhost:1", TOKEN), r"url must be http.* got 'localhost:1'"),
+        (lambda: windlass.RolloutCallback("https://h", TOKEN), "controller must be http://host"),
+        (lambda: windlass.RolloutCallback("http://h:99999", TOKEN), "controller must be http"),
+        (lambda: parse_transport("cmaa"), "transport must be one of .* got 'cmaa'"),
+        (lambda: version_number("v1", "publish"), "publish: version must be an integer >= 0, got 'v1'"),  # type: ignore[arg-type]
+        (lambda: version_number(-1, "publish"), "version must be an integer >= 0, got -1"),
+        (lambda: version_number(1.0, "publish"), "version must be an integer >= 0, got 1.0"),  # type: ignore[arg-type]
+    ],
+)  # fmt: skip
+def test_a_value_that_cannot_be_meant_is_refused(make: Callable[[], object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make()
+
+
+@pytest.mark.parametrize("version", [np.int64(7), torch.tensor(7), 7])
+def test_a_version_may_be_any_integer_scalar(version: int) -> None:
+    """A counter of a training loop often is one; a frame with it could not be encoded."""
+    assert type(version_number(version, "publish")) is int
+
+
+class Watched:
+    """A transport that notes whether it was closed."""
+
+    def __init__(self) -> None:
+        self.num_closed = 0
+        self._inner = CmaTransport()
+        self.report, self.endpoint = self._inner.report, self._inner.endpoint
+        self.register, self.unregister = self._inner.register, self._inner.unregister
+        self.write, self.fence = self._inner.write, self._inner.fence
+
+    def close(self) -> None:
+        self.num_closed += 1
+        self._inner.close()
+
+
+@contextmanager
+def trainer_transport(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    transport = Watched()
+    monkeypatch.setattr("windlass.training.client.create_transport", lambda *_, **__: transport)
+    yield transport
+    assert transport.num_closed == 1
+
+
+@pytest.mark.parametrize(
+    ("controller", "arena_nbytes", "says"),
+    [
+        ("localhost:8000", 0, "controller must be http or https://host.* got 'localhost:8000'"),
+        ("http://127.0.0.1:8000", 5, "arena_nbytes: must be 0 or at least 128, got 5"),
+    ],
+)
+def test_a_trainer_that_cannot_be_made_leaves_no_transport_open(
+    monkeypatch: pytest.MonkeyPatch, controller: str, arena_nbytes: int, says: str
+) -> None:
+    with trainer_transport(monkeypatch), pytest.raises(ConfigError, match=says):
+        windlass.connect_trainer(
+            torch.nn.Linear(2, 2), controller=controller, token=TOKEN, arena_nbytes=arena_nbytes
+        )
+
+
+async def test_paths_may_be_strings(tmp_path: Path) -> None:
+    rounds, rollouts = str(tmp_path / "rounds"), str(tmp_path / "rollouts")
+    async with windlass.Controller(
+        token=TOKEN,
+        journal_path=rounds,  # type: ignore[arg-type]
+        rollout_config=RolloutConfig(journal=rollouts),  # type: ignore[arg-type]
+    ):
+        pass
+    assert all(len(path.read_bytes()) > 0 for path in (Path(rounds), Path(rollouts)))
+
+
+async def test_a_prompt_is_plain_integers_or_refused() -> None:
+    """What a worker cannot decode would be sent to it for ever, with all that goes with it."""
+    policy = windlass.StalenessPolicy.unbounded(1)
+    async with RolloutController(StaticEngines(), policy) as rollouts:
+        for prompt in ([1, 2], np.array([1, 2]), torch.tensor([1, 2])):
+            handle = rollouts.submit(prompt, SAMPLING)  # type: ignore[arg-type]
+            record = rollouts._book.records[handle.task_id]
+            assert record.prompt_ids == (1, 2)
+            assert {type(token) for token in record.prompt_ids} == {int}
+        for wrong in ("a text", [1.5], [[1, 2]]):
+            with pytest.raises(ConfigError, match="prompt_ids must be integers"):
+                rollouts.submit_group(wrong, 2, SAMPLING)  # type: ignore[arg-type]
+        for empty in ((), np.array([], np.int64)):
+            with pytest.raises(ConfigError, match="prompt_ids must not be empty"):
+                rollouts.submit(empty, SAMPLING)  # type: ignore[arg-type]
+        odd = windlass.SamplingParams(max_new_tokens=1, temperature=np.float32(1))  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="sampling must be SamplingParams"):
+            rollouts.submit([1], odd)
+        await asyncio.sleep(0)
