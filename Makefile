@@ -51,7 +51,8 @@ unit: setup
 
 test: lint types imports unit
 
-# More Megatron-core layouts on four processes, and mbridge as an independent converter.
+# More Megatron-core layouts on four processes, trained steps of every family with transformers as the
+# oracle of their logits, and mbridge as an independent converter.
 test-megatron: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target build/converter mbridge==0.15.1 einops==0.8.2
 	PYTHONPATH=build/converter $(BIN)/pytest -m megatron tests/megatron

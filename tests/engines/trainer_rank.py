@@ -197,7 +197,8 @@ class Megatron:
     def __init__(self, kind: str, layout: Mapping[str, Any], folder: Path) -> None:
         sys.path.insert(0, str(Path(__file__).parents[1] / "megatron"))
         from cpu_shim import install
-        from megatron_rank import Case, checkpoint, fill, spec_of
+        from hf_settings import spec_of
+        from megatron_rank import Case, checkpoint, fill
         from megatron_rank import build as build_megatron
 
         install()

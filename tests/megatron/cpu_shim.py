@@ -7,8 +7,11 @@ experts; none of it touches a weight.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 
 class _Stream:
@@ -45,3 +48,35 @@ def install() -> None:
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     vars(moe_utils).setdefault("te_general_gemm", None)
+
+
+class _OnCpu(TorchFunctionMode):
+    """Tensors that are asked for on CUDA devices, or pinned, are plain ones."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def without_cuda_tensors() -> Iterator[None]:
+    """For Megatron's schedules and optimizers, which name CUDA devices and CUDA types."""
+    kind = torch.Tensor.type
+
+    def as_on_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return kind(tensor, *args, **kwargs)
+        name = str(kind(tensor))
+        return name if "cuda" in name else name.replace("torch.", "torch.cuda.", 1)
+
+    torch.Tensor.type = as_on_cuda  # type: ignore[method-assign,assignment]
+    try:
+        with _OnCpu():
+            yield
+    finally:
+        torch.Tensor.type = kind  # type: ignore[method-assign]

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from cpu_shim import install
-from megatron_rank import Case, all_tensors, build, checkpoint, fill, spec_of
+from cpu_shim import install, without_cuda_tensors
+from hf_settings import spec_of
+from megatron_rank import Case, build, checkpoint, fill
+from real_step import RealTraining
 
 NUM_TOKENS = 16
 
 
 def main() -> None:
-    rank, world_size, store, layout, url, folder = (
+    rank, world_size, store, options, url, folder = (
         *(int(sys.argv[1]), int(sys.argv[2])),
         *sys.argv[3:7],
     )
@@ -28,57 +30,41 @@ def main() -> None:
 
     from windlass.training.megatron import connect_megatron_trainer
 
-    spec = spec_of(json.loads(Path(folder, "config.json").read_text()))
-    case = Case("live", spec, **json.loads(layout))
+    config = json.loads(Path(folder, "config.json").read_text())
+    spec, layout = spec_of(config), json.loads(options)
+    distributed = layout.pop("distributed", False)
+    case = Case("live", spec, config=config, **layout)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vpp,
+        context_parallel_size=case.cp,
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=case.etp,
     )
     model_parallel_cuda_manual_seed(1)
-    (model,) = build(case)
+    chunks = build(case)
     generator = torch.Generator().manual_seed(3)
-    fill(
-        model,
-        {
-            name: torch.randn(tensor.shape, generator=generator) * 0.2 + (tensor.dim() == 1)
-            for name, tensor in checkpoint(spec).items()
-        },
-    )
-    ids = torch.arange(NUM_TOKENS).reshape(1, -1) * 3 % spec.vocab_size
-    mask = torch.triu(torch.ones(1, 1, NUM_TOKENS, NUM_TOKENS, dtype=torch.bool), 1)
-    place = torch.arange(NUM_TOKENS).reshape(1, -1)
-
-    def loss() -> torch.Tensor:
-        result: torch.Tensor = model(ids, place, mask, labels=ids.roll(-1)).mean()
-        return result
-
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    weights = {
+        name: torch.randn(tensor.shape, generator=generator) * 0.2 + ("norm" in name)
+        for name, tensor in checkpoint(spec).items()
+    }
+    for chunk in chunks:
+        fill(chunk, weights)
+    with without_cuda_tensors():
+        training = RealTraining(chunks, num_tokens=NUM_TOKENS, lr=0.01, distributed=distributed)
     with connect_megatron_trainer(
-        model,
+        training.models if len(chunks) > 1 else training.models[0],
         family=spec.family,
         vocab_size=spec.vocab_size,
         controller=url,
         token=os.environ["WINDLASS_TOKEN"],
     ) as trainer:
         for version in range(2):
-            optimizer.zero_grad()
-            before = loss()
-            before.backward()  # type: ignore[no-untyped-call]
-            for name, parameter in model.named_parameters():
-                if "q_layernorm" in name or "k_layernorm" in name:  # of the rank's heads only
-                    dist.all_reduce(
-                        parameter.grad, group=parallel_state.get_tensor_model_parallel_group()
-                    )
-            optimizer.step()
-            with torch.no_grad():
-                after = loss()
-            state = {
-                "loss": float(after),
-                "before": float(before.detach()),
-                "tensors": [t.detach().clone() for t in all_tensors([model])],
-            }
+            with without_cuda_tensors():
+                before = training.loss()
+                training.step()
+                state = {"loss": training.loss(), "before": before}
             torch.save(state, f"{folder}/{version}-{rank}.pt")
             trainer.publish(version)
         sys.stdin.read()  # the engine is looked at while the trainers live

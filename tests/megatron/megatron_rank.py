@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from hf_settings import Settings, settings_of
+from local_modules import with_attention, with_norms
 
 from windlass.layout.families import ModelSpec, modules
 
@@ -21,7 +23,11 @@ PADDED_TO = 8
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its parallel layout."""
+    """A model and its parallel layout.
+
+    Attributes:
+        config: `config.json` of the model, where more than bytes must be right.
+    """
 
     name: str
     spec: ModelSpec
@@ -33,24 +39,8 @@ class Case:
     cp: int = 1
     wrapped: bool = False
     main_params: bool = False
-
-
-def spec_of(config: dict[str, Any]) -> ModelSpec:
-    """From the `config.json` of a Qwen3 model."""
-    sparse = config["model_type"] == "qwen3_moe"
-    return ModelSpec(
-        family=config["model_type"],
-        num_hidden_layers=config["num_hidden_layers"],
-        hidden_size=config["hidden_size"],
-        vocab_size=config["vocab_size"],
-        num_attention_heads=config["num_attention_heads"],
-        intermediate_size=0 if sparse else config["intermediate_size"],
-        num_key_value_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
-        n_routed_experts=config.get("num_experts", 0),
-        moe_intermediate_size=config.get("moe_intermediate_size", 0),
-        tie_word_embeddings=config["tie_word_embeddings"],
-    )
+    config: dict[str, Any] | None = None
+    dtype: torch.dtype = torch.float32
 
 
 def checkpoint(spec: ModelSpec) -> dict[str, torch.Tensor]:
@@ -129,13 +119,6 @@ def run(rank: int, world_size: int, cases: list[Case], folder: str) -> None:
     dist.destroy_process_group()
 
 
-class WeightlessAttention(torch.nn.Module):
-    """In place of the attention kernel, which for latent attention needs Transformer Engine."""
-
-    def __init__(self, **kwargs: object) -> None:
-        super().__init__()
-
-
 def all_tensors(chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
     found = [p for chunk in chunks for p in chunk.parameters()]
     return found + [
@@ -145,10 +128,7 @@ def all_tensors(chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
 
 def build(case: Case) -> list[torch.nn.Module]:
     from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_decoder_block_spec,
-        get_gpt_layer_local_spec,
-    )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import (
         MLATransformerConfig,
@@ -156,21 +136,62 @@ def build(case: Case) -> list[torch.nn.Module]:
     )
 
     spec = case.spec
-    sizes: dict[str, object] = {
+    settings = Settings(
+        {"qk_layernorm": True, "rope_type": "rope"} if spec.kv_lora_rank else {"qk_layernorm": True}
+    )
+    if case.config is not None:
+        settings = settings_of(case.config)
+    sizes = sizes_of(case) | settings.config
+    make = MLATransformerConfig if spec.kv_lora_rank else TransformerConfig
+    config = make(**sizes)
+    padded = -(-spec.vocab_size // (PADDED_TO * case.tp)) * PADDED_TO * case.tp
+    chunks = []
+    for stage in range(case.vpp or 1):
+        vp_stage = stage if case.vpp else None
+        block = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
+        )
+        if spec.kv_lora_rank or case.cp > 1:
+            with_attention(block.layer_specs)
+        if config.sequence_parallel:
+            with_norms(block)
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+        chunks.append(
+            GPTModel(
+                config=config,
+                transformer_layer_spec=block,
+                vocab_size=padded,
+                max_sequence_length=32,
+                pre_process=first,
+                post_process=last,
+                position_embedding_type="rope",
+                share_embeddings_and_output_weights=spec.tie_word_embeddings,
+                vp_stage=vp_stage,
+                **settings.model,
+            )
+        )
+    return chunks
+
+
+def sizes_of(case: Case) -> dict[str, Any]:
+    """Arguments of Megatron's configuration."""
+    spec = case.spec
+    sizes: dict[str, Any] = {
         "num_layers": spec.num_hidden_layers,
         "hidden_size": spec.hidden_size,
         "num_attention_heads": spec.num_attention_heads,
         "ffn_hidden_size": spec.intermediate_size or spec.moe_intermediate_size,
         "use_cpu_initialization": True,
-        "pipeline_dtype": torch.float32,
-        "params_dtype": torch.float32,
+        "pipeline_dtype": case.dtype,
+        "params_dtype": case.dtype,
+        "bf16": case.dtype is torch.bfloat16,
         "add_bias_linear": False,
         "gated_linear_unit": True,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "activation_func": torch.nn.functional.silu,
         "normalization": "RMSNorm",
-        "qk_layernorm": True,
         "gradient_accumulation_fusion": False,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
@@ -180,6 +201,9 @@ def build(case: Case) -> list[torch.nn.Module]:
         "virtual_pipeline_model_parallel_size": case.vpp,
         "expert_model_parallel_size": case.ep,
         "expert_tensor_parallel_size": case.etp,
+        "context_parallel_size": case.cp,
+        # Without it Megatron trains no experts on tensor-parallel ranks.
+        "sequence_parallel": case.tp > 1 and spec.n_routed_experts > 0,
     }
     if spec.n_routed_experts:
         dense = spec.first_k_dense_replace
@@ -193,53 +217,19 @@ def build(case: Case) -> list[torch.nn.Module]:
             "moe_router_load_balancing_type": "none",
             "moe_layer_freq": [0] * dense + [1] * (spec.num_hidden_layers - dense),
         }
-    mla = spec.kv_lora_rank > 0
-    if mla:
-        sizes |= {
-            "q_lora_rank": spec.q_lora_rank,
-            "kv_lora_rank": spec.kv_lora_rank,
-            "qk_head_dim": spec.qk_nope_head_dim,
-            "qk_pos_emb_head_dim": spec.qk_rope_head_dim,
-            "v_head_dim": spec.v_head_dim,
-            "moe_router_enable_expert_bias": True,
-            "moe_router_score_function": "sigmoid",
-            "moe_shared_expert_intermediate_size": spec.moe_intermediate_size
-            * spec.n_shared_experts,
-            "multi_latent_attention": True,
-            "rope_type": "rope",
-        }
-        config = MLATransformerConfig(**sizes)
-    else:
-        sizes |= {"num_query_groups": spec.num_key_value_heads, "kv_channels": spec.head_dim}
-        config = TransformerConfig(**sizes)
-    padded = -(-spec.vocab_size // (PADDED_TO * case.tp)) * PADDED_TO * case.tp
-    chunks = []
-    for stage in range(case.vpp or 1):
-        vp_stage = stage if case.vpp else None
-        layers = (
-            get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
-            if spec.n_routed_experts
-            else get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
-        )
-        if mla:
-            for layer in layers.layer_specs:
-                layer.submodules.self_attention.submodules.core_attention = WeightlessAttention
-        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
-        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-        chunks.append(
-            GPTModel(
-                config=config,
-                transformer_layer_spec=layers,
-                vocab_size=padded,
-                max_sequence_length=32,
-                pre_process=first,
-                post_process=last,
-                position_embedding_type="rope",
-                share_embeddings_and_output_weights=spec.tie_word_embeddings,
-                vp_stage=vp_stage,
-            )
-        )
-    return chunks
+    if not spec.kv_lora_rank:
+        return sizes | {"num_query_groups": spec.num_key_value_heads, "kv_channels": spec.head_dim}
+    return sizes | {
+        "q_lora_rank": spec.q_lora_rank or None,
+        "kv_lora_rank": spec.kv_lora_rank,
+        "qk_head_dim": spec.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": spec.qk_rope_head_dim,
+        "v_head_dim": spec.v_head_dim,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_score_function": "sigmoid",
+        "moe_shared_expert_intermediate_size": spec.moe_intermediate_size * spec.n_shared_experts,
+        "multi_latent_attention": True,
+    }
 
 
 def fill(chunk: torch.nn.Module, hf: dict[str, torch.Tensor]) -> None:

@@ -201,10 +201,10 @@ def _eos_token_ids(configured: Any) -> frozenset[int]:
 
 
 def _read_weight(shard: ModelShard, name: str) -> list[Any]:
-    parameters = dict(shard.module.named_parameters(remove_duplicate=False))
-    if name not in parameters:
-        raise ConfigError(f"name must be a parameter of the model, got {name!r}")
-    parameter = parameters[name]
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    held = shard.module.state_dict()
+    if name not in held:
+        raise ConfigError(f"name must be a parameter or persistent buffer, got {name!r}")
+    tensor = held[name]
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     values: list[Any] = local.detach().float().tolist()
     return values

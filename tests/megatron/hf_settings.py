@@ -1,0 +1,97 @@
+"""What Megatron-core must be told to compute what a `config.json` of Hugging Face says. Tests only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from windlass.layout.families import ModelSpec
+
+LATENT = ("deepseek_v3", "kimi_k2")
+BIASED_QKV = ("qwen2", "glm4_moe")
+NORMED_HEADS = ("qwen3", "qwen3_moe", "glm4_moe", *LATENT)
+BIASED_ROUTER = ("glm4_moe", *LATENT)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments beyond those that sizes alone give.
+
+    Attributes:
+        config: for Megatron's configuration. model: for `GPTModel`.
+    """
+
+    config: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+
+
+def num_experts(config: Mapping[str, Any]) -> int:
+    for name in ("n_routed_experts", "num_experts", "num_local_experts"):
+        if name in config:
+            return int(config[name])
+    return 0
+
+
+def spec_of(config: Mapping[str, Any]) -> ModelSpec:
+    """Sizes, under one name each."""
+    experts = num_experts(config)
+    inner = config["intermediate_size"]
+    sizes = {
+        name: config.get(name) or 0
+        for name in (
+            *("first_k_dense_replace", "n_shared_experts", "q_lora_rank", "kv_lora_rank"),
+            *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+        )
+    }
+    latent = sizes["kv_lora_rank"] > 0
+    return ModelSpec(
+        family=config["model_type"],
+        num_hidden_layers=config["num_hidden_layers"],
+        hidden_size=config["hidden_size"],
+        vocab_size=config["vocab_size"],
+        num_attention_heads=config["num_attention_heads"],
+        intermediate_size=0 if experts and not sizes["first_k_dense_replace"] else inner,
+        num_key_value_heads=0 if latent else config["num_key_value_heads"],
+        head_dim=0 if latent else config["head_dim"],
+        n_routed_experts=experts,
+        moe_intermediate_size=config.get("moe_intermediate_size", inner) if experts else 0,
+        tie_word_embeddings=config["tie_word_embeddings"],
+        **sizes,
+    )
+
+
+def settings_of(config: Mapping[str, Any]) -> Settings:
+    """Norms, biases, routing and rotary embeddings."""
+    kind = config["model_type"]
+    rope = config.get("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})
+    own: dict[str, Any] = {
+        "layernorm_epsilon": config.get("rms_norm_eps", 1e-6),
+        "qk_layernorm": kind in NORMED_HEADS,
+        "add_qkv_bias": kind in BIASED_QKV,
+    }
+    if num_experts(config):
+        own["moe_router_topk"] = config["num_experts_per_tok"]
+    if kind in BIASED_ROUTER:
+        own |= {
+            "moe_router_enable_expert_bias": True,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_topk_scaling_factor": config.get("routed_scaling_factor", 2.5),
+            "moe_shared_expert_intermediate_size": config["moe_intermediate_size"]
+            * config["n_shared_experts"],
+        }
+        if config["n_group"] > 1:
+            own["moe_router_num_groups"] = config["n_group"]
+            own["moe_router_group_topk"] = config["topk_group"]
+    if kind in LATENT:
+        own |= {"rotary_base": rope["rope_theta"], "rope_type": "rope"}
+        if rope["rope_type"] == "yarn":
+            own |= {
+                "rope_type": "yarn",
+                "rotary_scaling_factor": rope["factor"],
+                "original_max_position_embeddings": rope["original_max_position_embeddings"],
+                **{x: rope[x] for x in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")},
+            }
+        return Settings(own)
+    percent = rope.get("partial_rotary_factor", 1.0)
+    return Settings(own, {"rotary_base": rope["rope_theta"], "rotary_percent": percent})
