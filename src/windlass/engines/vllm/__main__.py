@@ -84,7 +84,7 @@ def main() -> int:
 
 def _start(args: argparse.Namespace, rest: list[str]) -> int:
     quantised = require_followed(Path(args.model), rest)
-    served = adapter_options(adapter_of(args.adapter), rest)
+    served = adapter_options(adapter_of(args.adapter), rest, pp=args.pp, dp=args.dp)
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model),
         *("--host", args.host, "--port", str(args.port)),
@@ -109,19 +109,28 @@ def _start(args: argparse.Namespace, rest: list[str]) -> int:
     )
 
 
-def adapter_options(adapter: Adapter | None, rest: Sequence[str]) -> tuple[str, ...]:
+def adapter_options(
+    adapter: Adapter | None, rest: Sequence[str], *, pp: int = 1, dp: int = 1
+) -> tuple[str, ...]:
     """Options of vLLM for one adapter that stays in its slot.
 
     Args:
         adapter: None serves none.
         rest: of the command line; `--max-lora-rank` there counts.
+        pp: pipeline stages.
+        dp: replicas.
 
     Raises:
         ConfigError: the adapter's rank is none that vLLM can serve, or vLLM was asked to load other
-            adapters while it runs.
+            adapters while it runs, or the engine has stages or replicas.
     """
     if adapter is None:
         return ()
+    if pp * dp > 1:
+        raise ConfigError(
+            f"--adapter: --pp and --dp must be 1, got {pp} and {dp}: adapters on stages and on "
+            f"replicas have not been shown"
+        )
     if environment_value(LOADS_WHILE_IT_RUNS).lower() in ("1", "true"):
         raise ConfigError(f"{LOADS_WHILE_IT_RUNS} must not be set with --adapter: {_EVICTED}")
     options = (
