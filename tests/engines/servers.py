@@ -98,9 +98,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     # State space layers beside attention: A = -exp(A_log), which vLLM's loader computes.
     "recurrent": {
-        "model_type": "bamba",
+        "model_type": "falcon_h1",
         **_COMMON,
-        "attn_layer_indices": [1],
+        "mamba_d_ssm": 256,
         "mamba_n_heads": 8,
         "mamba_d_head": 32,
         "mamba_n_groups": 2,

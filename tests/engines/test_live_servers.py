@@ -80,6 +80,7 @@ TRAINERS = {
     "moe": (FSDP, MEGATRON_EP),
     "mla": (FSDP,),
     "offset": (FSDP,),
+    "recurrent": (FSDP,),
 }
 
 
@@ -121,7 +122,12 @@ EVERYTHING = [
     for tp in (1, 2)
     for engine in ("sglang", "vllm")
 ]
-EVERYTHING += [Live("sglang", "offset", Layout(tp)) for tp in (1, 2)] + MANY
+EVERYTHING += [
+    Live(engine, kind, Layout(tp))
+    for engine, kind in (("sglang", "offset"), ("vllm", "recurrent"))
+    for tp in (1, 2)
+]
+EVERYTHING += MANY
 COVERING = [
     Live(engine, kind, Layout(tp), fresh=fresh)
     for kind, tp, fresh in (
@@ -133,6 +139,7 @@ COVERING = [
     for engine in ("sglang", "vllm")
 ]
 COVERING += [Live("sglang", "offset", Layout(1), fresh=False)]
+COVERING += [Live("vllm", "recurrent", Layout(2), fresh=False)]
 COVERING += [replace(live, ways=live.ways[:2], fresh=False) for live in MANY[1:2]]
 
 

@@ -7,7 +7,14 @@ import argparse
 import pytest
 
 from windlass.engines.attach import AgentSettings
-from windlass.engines.launch import arguments, attach_running, launch, refuse_unsafe, serve
+from windlass.engines.launch import (
+    arguments,
+    attach_running,
+    launch,
+    refuse_unsafe,
+    serve,
+    tell_buffers,
+)
 from windlass.engines.versions import EngineReleases
 from windlass.errors import ConfigError, PeerUnreachable
 
@@ -106,3 +113,14 @@ def test_a_server_needs_a_port(capsys: pytest.CaptureFixture[str]) -> None:
     status = serve(args, ["false"], environment={}, ready_line="", connect=lambda _: None)
     assert status == 2
     assert "--port must be given" in capsys.readouterr().err
+
+
+def test_the_cost_of_buffers_is_told_where_there_are_some(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tell_buffers("a", [(0, ()), (0, ())])
+    assert capsys.readouterr().err == ""
+    tell_buffers("a", [(0, ()), (96, ("A", "D"))])
+    assert (
+        "engine a: buffers of 96 bytes stay on a rank; 2 of its tensors" in capsys.readouterr().err
+    )

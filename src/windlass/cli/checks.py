@@ -284,5 +284,5 @@ def _checkpoint(folder: Path) -> Finding:
     return Finding(
         "checkpoint",
         Status.WORKS,
-        f"{len(specs)} tensors{' in block float8' if quantised else ''}; capture needs up to {elements * 8 >> 20} MiB per engine rank",
+        f"{len(specs)} tensors{' in block float8' if quantised else ''}; capture needs up to {elements * 8 >> 20} MiB per engine rank; tensors from which an engine computes others stay there a second time, in buffers",
     )

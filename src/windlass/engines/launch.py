@@ -34,6 +34,7 @@ __all__ = [
     "refuse_unsafe",
     "serve",
     "starts_with_random_weights",
+    "tell_buffers",
 ]
 
 REACH_DEADLINE_S = 30.0
@@ -318,4 +319,20 @@ def check_placed(engine: str, unplaced_by_rank: Sequence[Sequence[str]]) -> None
         raise ConfigError(
             f"engine {engine}: checkpoint tensors must be found in the memory of a rank, "
             f"got none of {sorted(nowhere)}"
+        )
+
+
+def tell_buffers(engine: str, ranks: Sequence[tuple[int, Sequence[str]]]) -> None:
+    """Say on stderr what updates cost that go through buffers, if any do.
+
+    Args:
+        engine: its name.
+        ranks: bytes of buffers, and names of tensors that the engine's loader computes.
+    """
+    nbytes = max(nbytes for nbytes, _ in ranks)
+    if nbytes:
+        sys.stderr.write(
+            f"engine {engine}: buffers of {nbytes} bytes stay on a rank; "
+            f"{max(len(names) for _, names in ranks)} of its tensors are filled by the engine's own "
+            f"loader after every update\n"
         )

@@ -69,7 +69,7 @@ class Recompute:
             checkpoint tensors.
         buffers: the checkpoint tensors that it is given, in checkpoint order; updates write them.
         load: see `capture`. held: what the model holds now.
-        fixed: addresses of the tensors that updates write directly.
+        fixed: addresses of tensors that it must not move.
     """
 
     names: tuple[str, ...]
@@ -88,7 +88,7 @@ class Recompute:
         """Load the buffers. The engine is at rest; called in any thread.
 
         Raises:
-            UnsupportedLayout: the loader failed, or moved what updates write directly.
+            UnsupportedLayout: the loader failed, or moved what must stay where it is.
         """
         with self.surroundings.entered():
             try:
@@ -194,7 +194,7 @@ class _Part:
         try:
             with _nothing_left_over():
                 for seed in _SEEDS:
-                    self._write(before, seed)
+                    self._write(self._written(sources), seed)
                     self._load(self._codes.some(sources, seed))
         except Exception:  # noqa: BLE001 - an engine's loader raises what it likes where it misses tensors
             return self._computed
@@ -244,9 +244,18 @@ class _Part:
         """What such a load fills: all of it comes from these checkpoint tensors."""
         return self._computed | {n for n, found in self._copied.items() if found <= sources}
 
+    def _written(self, sources: frozenset[str]) -> frozenset[str]:
+        """What updates write directly."""
+        return frozenset(self._copied.keys() - self._filled(sources))
+
     def _fixed(self, sources: frozenset[str]) -> dict[str, int]:
-        written = self._copied.keys() - self._filled(sources)
-        return {name: h.address for name, h in self._held().items() if name in written}
+        """Addresses that must stay: those, and on GPUs, whose graphs know them, what is filled."""
+        written, filled = self._written(sources), self._filled(sources)
+        return {
+            name: h.address
+            for name, h in self._held().items()
+            if name in written or (name in filled and h.tensor.is_cuda)
+        }
 
     def _prints(self) -> dict[str, int]:
         return {name: fingerprint(h.memory()) for name, h in self._held().items()}
@@ -272,14 +281,11 @@ def _tensors_in(numbers: Numbers, codes: Codes) -> frozenset[str]:
 @contextmanager
 def _nothing_left_over() -> Iterator[None]:
     """Have what is made without values hold NaN, not what lay there before, which may be right."""
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.set_deterministic_debug_mode(before)

@@ -14,7 +14,12 @@ from pathlib import Path
 import msgspec
 
 from windlass.engines.attach import AgentSettings
-from windlass.engines.launch import check_placed, launch, serve
+from windlass.engines.launch import (
+    check_placed,
+    launch,
+    serve,
+    tell_buffers,
+)
 from windlass.engines.quantised import require_followed
 from windlass.engines.versions import SGLANG
 
@@ -74,6 +79,7 @@ def connect(settings: AgentSettings) -> None:
             for rank in range(settings.world_size)
         ]
     check_placed(settings.name, [rank.unplaced for rank in joined])
+    tell_buffers(settings.name, [(rank.buffer_nbytes, rank.recomputed) for rank in joined])
 
 
 if __name__ == "__main__":

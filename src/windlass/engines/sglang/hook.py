@@ -51,11 +51,13 @@ class Digests(msgspec.Struct, frozen=True, tag="digests"):
 
 
 class Joined(msgspec.Struct, frozen=True):
-    """Checkpoint tensors that left no trace on this rank, constants, repacked parameters."""
+    """Checkpoint tensors that left no trace on this rank, and see `Captured`."""
 
     unplaced: tuple[str, ...]
     constants: tuple[str, ...]
     repacked: tuple[str, ...]
+    recomputed: tuple[str, ...]
+    buffer_nbytes: int
 
 
 Order = Join | AtRest | Digests
@@ -100,7 +102,13 @@ def _join(model: torch.nn.Module, order: Join, rank: int) -> None:
     captured = _membership.join(
         settings, rank, learn, lambda: SglangApi(settings.url, settings.world_size)
     )
-    joined = Joined(captured.unplaced, captured.constants, captured.repacked)
+    joined = Joined(
+        unplaced=captured.unplaced,
+        constants=captured.constants,
+        repacked=captured.repacked,
+        recomputed=captured.recomputed,
+        buffer_nbytes=captured.buffer_nbytes,
+    )
     (Path(order.folder) / str(rank)).write_bytes(msgspec.json.encode(joined))
 
 

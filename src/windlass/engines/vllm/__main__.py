@@ -17,7 +17,12 @@ import msgspec
 
 from windlass.engines.adapters import Adapter, adapter_of
 from windlass.engines.attach import AgentSettings, post
-from windlass.engines.launch import check_placed, launch, serve
+from windlass.engines.launch import (
+    check_placed,
+    launch,
+    serve,
+    tell_buffers,
+)
 from windlass.engines.quantised import require_followed
 from windlass.engines.versions import VLLM
 from windlass.envs import environment_value
@@ -71,6 +76,8 @@ LOADS_WHILE_IT_RUNS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
 class _Joined(msgspec.Struct, frozen=True):
     unplaced: list[str]
+    recomputed: list[str]
+    buffer_nbytes: int
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -181,6 +188,7 @@ def connect(settings: AgentSettings) -> None:
         if len(joined) < settings.world_size:
             joined = [_left_in(folder, rank) for rank in range(settings.world_size)]
     check_placed(settings.name, [rank.unplaced for rank in joined])
+    tell_buffers(settings.name, [(rank.buffer_nbytes, rank.recomputed) for rank in joined])
 
 
 def _left_in(folder: str, rank: int) -> _Joined:

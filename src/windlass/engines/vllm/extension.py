@@ -7,6 +7,7 @@ vLLM makes this a base class of its worker, so `self` is the worker. The two met
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -106,7 +107,7 @@ class WindlassExtension:
 
     windlass_membership: Membership
 
-    def windlass_connect(self, encoded: str, folder: str) -> dict[str, list[str]]:
+    def windlass_connect(self, encoded: str, folder: str) -> dict[str, list[str] | int]:
         """Capture the layout and join the fleet.
 
         Args:
@@ -114,13 +115,13 @@ class WindlassExtension:
             folder: where a rank of this host writes what it returns, too, under its number.
 
         Returns:
-            Checkpoint tensors that left no trace on this rank, constants, repacked parameters.
+            Checkpoint tensors that left no trace on this rank, and see `Captured`.
         """
         worker, rank = cast("_Worker", self), self.windlass_rank()
         settings = msgspec.json.decode(encoded, type=AgentSettings)
 
         def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-            with _experts_packed_anew(worker.model_runner.get_model()):
+            with _experts_packed_anew(worker.model_runner.get_model()), _no_warnings_of_parts():
                 worker.reload_weights(weights_iterator=weights, is_checkpoint_format=True)
 
         def learn() -> Captured:
@@ -142,10 +143,12 @@ class WindlassExtension:
             learn,
             lambda: VllmApi(settings.url, can_hold=_can_hold(worker.parallel_config)),
         )
-        joined = {
+        joined: dict[str, list[str] | int] = {
             "unplaced": list(captured.unplaced),
             "constants": list(captured.constants),
             "repacked": list(captured.repacked),
+            "recomputed": list(captured.recomputed),
+            "buffer_nbytes": captured.buffer_nbytes,
         }
         if Path(folder).is_dir():
             (Path(folder) / str(rank)).write_bytes(msgspec.json.encode(joined))
@@ -224,6 +227,23 @@ def _experts_packed_anew(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for holder, found in kernels:
             vars(holder).update(found)
+
+
+_RELOAD = "vllm.model_executor.model_loader.reload"
+
+
+@contextmanager
+def _no_warnings_of_parts() -> Iterator[None]:
+    """VLLM warns of every layer for which a load has nothing; capture proves what loads leave."""
+    loggers = [logging.getLogger(f"{_RELOAD}.{name}") for name in ("layerwise", "inplace")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _method_of(module: torch.nn.Module) -> object | None:
