@@ -47,7 +47,7 @@ def run(_model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
 
 def drop_experts_of_other_ranks() -> None:
     """SGLang marks them by -1, which its experts in plain torch take for a place ("index -1 is out of
-    bounds"): give them no weight."""
+    bounds"): give them no weight. These count an expert once per token, so every choice goes alone."""
     from sglang.srt.layers.moe import fused_moe_native
 
     forward = fused_moe_native.moe_forward_native
@@ -56,8 +56,14 @@ def drop_experts_of_other_ranks() -> None:
 
     def dropping(layer: Any, x: torch.Tensor, topk: Any, config: Any) -> torch.Tensor:
         weights, numbers, logits = topk
-        chosen = weights * (numbers >= 0), numbers.clamp(min=0), logits
-        out: torch.Tensor = forward(layer, x, chosen, config)
+        if not bool((numbers < 0).any()):
+            every: torch.Tensor = forward(layer, x, topk, config)
+            return every
+        kept, places = weights * (numbers >= 0), numbers.clamp(min=0)
+        out = torch.zeros_like(x)
+        for choice in range(numbers.shape[1]):
+            alone = slice(choice, choice + 1)
+            out += forward(layer, x, (kept[:, alone], places[:, alone], logits), config)
         return out
 
     fused_moe_native.moe_forward_native = dropping
