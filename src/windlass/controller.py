@@ -112,6 +112,7 @@ class Controller:
         self.coordinator.mount(self._server)
         self._operations.mount(self._server)
         async with AsyncExitStack() as undo:
+            undo.push_async_callback(self.coordinator.close)
             # Whoever is let in must find what an earlier process has left.
             undo.push_async_callback(self.rollouts.close)
             await self.rollouts.__aenter__()
@@ -120,8 +121,9 @@ class Controller:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._server.stop_listening()
-        self._operations.close()
-        await self.rollouts.close()
-        await self.coordinator.close()
-        await self._server.close()
+        async with AsyncExitStack() as closing:  # from the last to the first, whatever one raises
+            closing.push_async_callback(self._server.close)
+            closing.push_async_callback(self.coordinator.close)
+            closing.push_async_callback(self.rollouts.close)
+            closing.callback(self._operations.close)
+            await self._server.stop_listening()

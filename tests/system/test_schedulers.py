@@ -8,10 +8,12 @@ import os
 import select
 import shlex
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from slurm_cluster import missing_reason, slurm_cluster  # type: ignore[import-not-found]
@@ -197,3 +199,21 @@ async def test_what_runs_ends_with_an_owner_that_was_killed(kind: str, tmp_path:
         owner.kill()
         await owner.wait()
     assert_dead(handles, deadline_s=30)
+
+
+async def test_a_number_that_another_process_has_now_is_not_killed(tmp_path: Path) -> None:
+    """Of a long job some process ended hours ago, and the kernel has given its number away."""
+    other = subprocess.Popen((sys.executable, "-c", STAY), start_new_session=True)  # noqa: ASYNC220
+    try:
+        async with LocalScheduler(tmp_path) as scheduler:
+            await scheduler.start(python("short", "pass"))
+            await scheduler.wait("short")
+            ended = scheduler._processes["short"]
+            reused = SimpleNamespace(pid=other.pid, returncode=ended.returncode)
+            scheduler._processes["short"] = reused  # type: ignore[assignment]
+            await scheduler.delete("short")
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(0.2)
+    finally:
+        other.kill()
+        other.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -164,3 +165,24 @@ def test_a_connection_that_is_still_read_after_the_deadline_is_a_named_error() -
             accepted, _ = listener.accept()
             with accepted, pytest.raises(TransferFailed, match="still read"):
                 cut_inbound(frozenset({port}), Deadline.after(0.05, "test"))
+
+
+def test_a_door_outlives_a_visitor_that_it_could_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too many open files for a moment must not make every later peer wait in vain."""
+    name, accept, failures = "n" * INCARNATION_NBYTES, socket.socket.accept, [errno.EMFILE]
+
+    def scarce(listener: socket.socket) -> tuple[socket.socket, object]:
+        if failures:
+            raise OSError(failures[0], os.strerror(failures.pop()))
+        return accept(listener)
+
+    door = Door("127.0.0.1", name, "nixl")
+    try:
+        endpoint = PeerEndpoint("nixl", f"127.0.0.1:{door.port}", name)
+        Doorway(endpoint, Deadline.after(20.0, "first")).close()  # inside `accept` already
+        monkeypatch.setattr(socket.socket, "accept", scarce)
+        for _ in range(2):
+            Doorway(endpoint, Deadline.after(20.0, "later")).close()
+        assert not failures
+    finally:
+        door.close()

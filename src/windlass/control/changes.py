@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import final
+import logging
+from collections.abc import Callable, Iterable
+from typing import TypeVarTuple, final
 
 from windlass.errors import PeerTimeout
 
-__all__ = ["Changes"]
+__all__ = ["Changes", "tell"]
+
+_log = logging.getLogger(__name__)
+_Ts = TypeVarTuple("_Ts")
+
+
+def tell(listeners: Iterable[Callable[[*_Ts], None]], *args: *_Ts) -> None:
+    """Call all listeners; what one of them raises is logged, and touches nobody else."""
+    for listener in listeners:
+        try:
+            listener(*args)
+        # The boundary of a listener: trainers would wait for their report, engines stay paused.
+        except Exception:  # noqa: BLE001
+            _log.exception("listener %s", listener)
 
 
 @final
@@ -27,8 +41,7 @@ class Changes:
         """Something has changed."""
         async with self._changed:
             self._changed.notify_all()
-        for listener in self._listeners:
-            listener()
+        tell(self._listeners)
 
     async def until(
         self, holds: Callable[[], bool], deadline_s: float, message: Callable[[], str]

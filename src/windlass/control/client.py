@@ -127,6 +127,8 @@ class AgentChannel:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._cancel)
             self._thread.join(10.0)
+        elif self._task is None:  # `connect` was never called
+            self._loop.close()
         self._worker.shutdown(wait=False, cancel_futures=True)
 
     def __enter__(self) -> AgentChannel:

@@ -262,8 +262,7 @@ class AgentConversation:
                     was_connected, self._socket = self._socket is not None, None
                     self._store.void()
                     if was_connected and self._on_disconnect is not None:
-                        with self._carrying_out:  # whatever begins after this is refused
-                            self._on_disconnect()
+                        self._disconnected_from_controller(self._on_disconnect)
                     self.disconnected.set()
                 if was_connected:
                     backoff_s = FIRST_BACKOFF_S
@@ -272,6 +271,14 @@ class AgentConversation:
                 # Waiting for a controller that is away: nothing can signal its return.
                 await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # noqa: S311
                 backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
+
+    def _disconnected_from_controller(self, on_disconnect: Callable[[], None]) -> None:
+        with self._carrying_out:  # whatever begins after this is refused
+            try:
+                on_disconnect()
+            # The boundary of the engine: one that cannot be resumed now must come back all the same.
+            except Exception:  # noqa: BLE001
+                _log.exception("on_disconnect")
 
     async def _converse(self, http: aiohttp.ClientSession) -> None:
         try:

@@ -30,7 +30,7 @@ from windlass.control.binding import (
 from windlass.control.by_hand import HandDrivenUpdates
 from windlass.control.by_hand_gate import HandDrivenGate
 from windlass.control.catch_up import CatchUps
-from windlass.control.changes import Changes
+from windlass.control.changes import Changes, tell
 from windlass.control.conclusion import attempt_until_whole, note_fates
 from windlass.control.driver import RoundDriver, RoundResult, report_of, spec_of
 from windlass.control.fleet import EngineInfo, Fleet, Group, Identity
@@ -390,8 +390,7 @@ class Coordinator(HandDrivenGate):
         self.num_updates += 1
         answers = [(rank.trainer, self._announcements.answer(rank, report)) for rank in standing]
         await self._changes.notify()
-        for listener in self._update_listeners:
-            listener(report)
+        tell(self._update_listeners, report)
         for trainer, answer in answers:
             await report_to(self._sessions, trainer, answer)
         if report.left_out:
@@ -438,8 +437,7 @@ class Coordinator(HandDrivenGate):
             # On disk before any engine can serve it.
             self._journal_round(JournalKind.PUBLISHING, version, ())
             self._spent = version
-        for listener in self._phase_listeners:
-            listener(version, phase)
+        tell(self._phase_listeners, version, phase)
 
     async def _bind_enough(self) -> Binding:
         while True:
@@ -486,6 +484,7 @@ class Coordinator(HandDrivenGate):
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for session in list(self._sessions.values()):
-            await session.close()
+        # Side by side: an agent that does not answer costs its deadline, and each would.
+        closing = (session.close() for session in list(self._sessions.values()))
+        await asyncio.gather(*closing, return_exceptions=True)
         self._journal.close()

@@ -121,9 +121,16 @@ class LineFile(Generic[EntryT]):
         self._torn, self._moved = False, True
 
     def close(self) -> None:
-        """Write what was added, and close. Idempotent."""
-        if self._descriptor >= 0:
+        """Write what was added, and close. Idempotent.
+
+        Raises:
+            OSError: as `write`; it is closed all the same.
+        """
+        if self._descriptor < 0:
+            return
+        try:
             self.write()
+        finally:
             os.close(self._descriptor)
             self._descriptor = -1
 

@@ -124,7 +124,10 @@ class RolloutController(Submissions):
         """
         if self._closed:
             return
-        await self._journal.close()
+        try:
+            await self._journal.close()
+        except OSError as error:  # the rest is closed all the same
+            logger.error("what was added last is not in the journal: %s", error)  # noqa: TRY400
         for record in list(self._book.records.values()):
             self._life.cancel(record)
         self._closed = True
@@ -132,6 +135,7 @@ class RolloutController(Submissions):
             timer.cancel()
         for waiter in (*self._room, *self._worker_joined):
             waiter.cancel()
+        self._life.ready.set()
         for link in list(self._links.values()):
             self._stop(link)
         await asyncio.gather(*self._stopping, return_exceptions=True)
@@ -176,7 +180,7 @@ class RolloutController(Submissions):
         Concurrent callers are served in order of their calls.
 
         Raises:
-            ConfigError: num_groups < 1.
+            ConfigError: num_groups < 1, or the controller is closed, meanwhile too.
             PeerTimeout: there were not enough within `deadline_s`; none is taken.
             RolloutError: the journal cannot be written any more.
         """
@@ -185,6 +189,8 @@ class RolloutController(Submissions):
         try:
             async with asyncio.timeout(deadline_s), self._batch_turn:
                 while len(self._book.ready) < num_groups:
+                    self._check_open("next_batch")
+                    self._journal.check()
                     self._life.ready.clear()
                     await self._life.ready.wait()
                 self._journal.check()

@@ -196,6 +196,10 @@ class Submissions:
             self._life.deliver(record)
         return recovered
 
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise ConfigError(f"rollout controller: {what} needs an open controller, got closed")
+
     async def wait(
         self, handles: Sequence[RolloutHandle], *, deadline_s: float
     ) -> tuple[Rollout, ...]:
@@ -235,8 +239,7 @@ class Submissions:
         workflow: str = "",
         arguments: bytes = b"",
     ) -> Record:
-        if self._closed:
-            raise ConfigError("rollout controller: submit needs an open controller, got closed")
+        self._check_open("submit")
         if deadline_s is not None and deadline_s <= 0:
             raise ConfigError(f"rollout: deadline_s must be > 0, got {deadline_s}")
         if sampling is not self._sampling:

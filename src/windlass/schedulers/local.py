@@ -171,9 +171,18 @@ async def _end(processes: Sequence[asyncio.subprocess.Process], grace_s: float) 
     if waits:
         await asyncio.wait(waits, timeout=grace_s)
     for process in processes:
-        _signal_group(process.pid, signal.SIGKILL)  # also what a dead leader left behind
+        if process.returncode is None or not _is_alive(process.pid):
+            _signal_group(process.pid, signal.SIGKILL)  # also what a dead leader left behind
     if waits:
         await asyncio.wait(waits)
+
+
+def _is_alive(pid: int) -> bool:
+    """Of a process that has ended: whether its number is another's now, and so is its group's.
+
+    The kernel gives a number away again only when no process is left in the group of that number.
+    """
+    return os.path.exists(f"/proc/{pid}")
 
 
 def _signal_group(pid: int, signal_number: int) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 import aiohttp
-from aiohttp import web
+from aiohttp import WSCloseCode, web
 
 from windlass.control.access import Access, role_environment
 from windlass.control.server import ControlServer
@@ -40,8 +40,11 @@ _log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 20.0
 MAX_MESSAGE_NBYTES = 1 << 30
+MAX_REASON_NBYTES = 120
 LOG_LINES = 20
 DEATH_GRACE_S = 1.0
+BROKEN_GRACE_S = 1.0
+"""Ranks that may stand in a half-entered collective do not end by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,12 +197,18 @@ class TrainController:
         await self._collective([Save(path)] * len(self._ranks), deadline_s)
 
     async def close(self, *, grace_s: float = 10.0) -> None:
-        """Ask all ranks to stop, then end what is left. Idempotent."""
+        """Ask all ranks to stop, then end what is left. Idempotent.
+
+        Args:
+            grace_s: for ranks to stop, and then to end; after a failure at most `BROKEN_GRACE_S`.
+        """
         started = [rank for rank in self._ranks if rank.watch is not None]
+        broken = bool(self._failure)
         if started and not self._failure:
             try:
                 await self._collective([Stop()] * len(self._ranks), grace_s)
             except TrainerError as error:
+                broken = True
                 _log.warning("trainer ranks did not stop: %s", error)
         self._failure = self._failure or "closed"
         for rank in started:
@@ -207,25 +216,26 @@ class TrainController:
                 rank.watch.cancel()
                 await asyncio.gather(rank.watch, return_exceptions=True)
                 rank.watch = None
-            await self._scheduler.delete(rank.name, grace_s=grace_s if not self._failure else 1.0)
+            grace = min(grace_s, BROKEN_GRACE_S) if broken else grace_s
+            await self._scheduler.delete(rank.name, grace_s=grace)
             if rank.socket is not None:
                 await rank.socket.close()
 
     async def _collective(
         self, commands: Sequence[TrainCommand], deadline_s: float
     ) -> tuple[Done, ...]:
-        if self._failure:
-            raise TrainerError(self._failure)
         async with self._lock:
+            if self._failure:  # of the call before this one, too
+                raise TrainerError(self._failure)
             loop = asyncio.get_running_loop()
             self._last_request += 1
             replies: list[asyncio.Future[Done]] = []
-            for rank, command in zip(self._ranks, commands, strict=True):
-                rank.reply = loop.create_future()
-                rank.outstanding = Call(self._last_request, command)
-                replies.append(rank.reply)
-                await self._send(rank)
             try:
+                for rank, command in zip(self._ranks, commands, strict=True):
+                    rank.reply = loop.create_future()
+                    rank.outstanding = Call(self._last_request, command)
+                    replies.append(rank.reply)
+                    await self._send(rank)
                 what = type(commands[0]).__name__
                 await self._settle(replies, loop.time() + deadline_s, deadline_s, what)
                 return tuple(reply.result() for reply in replies)
@@ -333,6 +343,8 @@ class TrainController:
                         raise ProtocolError("train worker: a reply before its Joined")
         except WindlassError as error:
             _log.warning("train worker refused: %s", error)
+            reason = str(error).encode("ascii", "replace")[:MAX_REASON_NBYTES]
+            await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=reason)
         finally:
             if rank is not None and rank.socket is socket:
                 rank.socket = None

@@ -20,7 +20,7 @@ from typing import Protocol, final
 import aiohttp
 
 from windlass.envs import control_token, environment_value
-from windlass.errors import AuthenticationError, ConfigError, PeerUnreachable
+from windlass.errors import AuthenticationError, ConfigError, PeerUnreachable, ProtocolError
 from windlass.execution.collective_group import Rendezvous
 from windlass.rollout.messages import TrainingSample
 from windlass.telemetry.logs import configure_logging, log_fields
@@ -108,7 +108,8 @@ def run_train_worker(engine: TrainEngine) -> None:
 
     Raises:
         ConfigError: WINDLASS_TRAIN_URL, RANK or WORLD_SIZE are missing: not started by a controller.
-        AuthenticationError: wrong token. PeerUnreachable: the controller is gone.
+        AuthenticationError: wrong token. ProtocolError: the controller refuses this rank.
+        PeerUnreachable: the controller is gone.
     """
     url = environment_value("WINDLASS_TRAIN_URL")
     numbers = [environment_value(name) for name in ("RANK", "WORLD_SIZE")]
@@ -211,8 +212,10 @@ class _Worker:
                         heartbeat=HEARTBEAT_S,
                         max_msg_size=MAX_MESSAGE_NBYTES,
                     ) as socket:
-                        await self._converse(socket)
-                        give_up_at = self._loop.time() + RECONNECT_DEADLINE_S
+                        try:
+                            await self._converse(socket)
+                        finally:
+                            give_up_at = self._loop.time() + RECONNECT_DEADLINE_S
                 except aiohttp.WSServerHandshakeError as error:
                     raise AuthenticationError(
                         f"train worker {self._rank}: {self._url} refused: {error.status}"
@@ -243,6 +246,10 @@ class _Worker:
                 await self._receive(decode_call(message.data))
         finally:
             self._socket = None
+        if socket.close_code == aiohttp.WSCloseCode.POLICY_VIOLATION:
+            raise ProtocolError(
+                f"train worker {self._rank}: {self._url} refuses this rank; its log says why"
+            )
 
     async def _receive(self, call: Call) -> None:
         if call.request_id in self._replies:

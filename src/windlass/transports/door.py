@@ -9,6 +9,7 @@ with the process.
 from __future__ import annotations
 
 import contextlib
+import logging
 import select
 import socket
 import threading
@@ -24,6 +25,9 @@ __all__ = ["INCARNATION_NBYTES", "Door", "Doorway"]
 INCARNATION_NBYTES = 16
 """Characters of an incarnation, all ASCII."""
 _MAX_VISITORS = 4096
+ACCEPT_AGAIN_S = 0.1
+
+_log = logging.getLogger(__name__)
 
 
 @final
@@ -54,12 +58,14 @@ class Door:
             ) from error
         self.port = int(self._listener.getsockname()[1])
         self._incarnation = incarnation.encode()
+        self._closed = threading.Event()
         self._visitors: list[socket.socket] = []
         self._thread = threading.Thread(target=self._serve, name=f"{transport}-door", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stop listening; peers see this transport as gone. Idempotent."""
+        self._closed.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -72,9 +78,13 @@ class Door:
         while True:
             try:
                 visitor, _ = self._listener.accept()
-            except OSError:
-                return
-            self._visitors = [one for one in self._visitors if not _has_ended(one)]
+            except OSError as error:
+                # Too many open files, or a visitor that left at once, is no reason to stop.
+                if self._closed.wait(ACCEPT_AGAIN_S):
+                    return
+                _log.warning("door at port %s: %s", self.port, error)
+                continue
+            self._see_out()
             if len(self._visitors) >= _MAX_VISITORS:
                 visitor.close()
                 continue
@@ -85,6 +95,16 @@ class Door:
                 visitor.close()
                 continue
             self._visitors.append(visitor)
+
+    def _see_out(self) -> None:
+        """Close the connections of visitors that have left."""
+        staying = []
+        for visitor in self._visitors:
+            if _has_ended(visitor):
+                visitor.close()
+            else:
+                staying.append(visitor)
+        self._visitors = staying
 
 
 @final

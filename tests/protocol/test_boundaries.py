@@ -1,0 +1,145 @@
+"""What goes wrong at an edge stays there: listeners, hooks, closing, a port that is taken."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+import windlass
+from windlass.control import lines
+from windlass.control.client import AgentChannel
+from windlass.control.journal import JournalEntry, JournalKind
+from windlass.control.lines import LineFile
+from windlass.control.messages import RoundOutcome
+from windlass.control.session import AgentSession
+from windlass.errors import ConfigError
+from windlass.rollout.controller import RolloutController
+from windlass.rollout.directory import StaticEngines
+from windlass.rollout.journal import RolloutJournal
+from windlass.testing.fake_agents import FakeEngineRank, engine_manifest, fake_hello
+from windlass.testing.fake_fleet import TOKEN, FakeFleet
+
+WITHIN_S = 20.0
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WITHIN_S):
+        while not holds():  # noqa: ASYNC110 - a fake tells nobody
+            await asyncio.sleep(0.01)
+
+
+async def test_listeners_that_raise_hold_up_no_round_and_no_report() -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a listener")
+
+    async with FakeFleet() as rig:
+        rig.coordinator.on_phase(broken)
+        rig.coordinator.on_update(broken)
+        rig.coordinator.subscribe(broken)
+        await rig.start({"a": 1})
+        for version in range(2):
+            async with asyncio.timeout(WITHIN_S):
+                report = await rig.publish(version)
+            assert report.outcome is RoundOutcome.PUBLISHED
+        assert rig.engines["a/0"].serving
+
+
+async def test_agents_that_do_not_answer_a_close_cost_one_deadline_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    close, together = AgentSession.close, asyncio.Barrier(3)
+
+    async def slow(session: AgentSession) -> None:
+        async with asyncio.timeout(WITHIN_S):
+            await together.wait()
+        await close(session)
+
+    async with FakeFleet() as rig:
+        await rig.start({"a": 1})
+        monkeypatch.setattr(AgentSession, "close", slow)
+        async with asyncio.timeout(WITHIN_S):
+            await rig.coordinator.close()
+
+
+async def test_a_controller_that_cannot_listen_lets_its_journal_go(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        first = windlass.Controller(token=TOKEN, port=port, journal_path=tmp_path / "rounds")
+        with pytest.raises(ConfigError, match=f"port {port} cannot be bound"):
+            await first.__aenter__()
+    async with windlass.Controller(token=TOKEN, journal_path=tmp_path / "rounds"):
+        pass
+
+
+async def test_a_controller_stops_serving_whatever_fails_while_it_closes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def full(_journal: RolloutJournal) -> None:
+        raise FULL
+
+    async def broken() -> None:
+        raise ZeroDivisionError("closing")
+
+    monkeypatch.setattr(RolloutJournal, "close", full)
+    controller = windlass.Controller(token=TOKEN)
+    await controller.__aenter__()
+    monkeypatch.setattr(controller.coordinator, "close", broken)
+    with pytest.raises(ZeroDivisionError):
+        await controller.__aexit__()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", urlsplit(controller.url).port or 0)).close()
+
+
+def test_a_journal_that_cannot_be_written_is_closed_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_descriptor: int, _data: bytes) -> None:
+        raise FULL
+
+    file = LineFile(tmp_path / "lines", JournalEntry)
+    file.add(JournalEntry(JournalKind.STARTED, 1, 0, -1))
+    with monkeypatch.context() as patch:
+        patch.setattr(lines, "_write_all", full)
+        with pytest.raises(OSError, match="No space left"):
+            file.close()
+    LineFile(tmp_path / "lines", JournalEntry).close()
+
+
+async def test_whoever_waits_for_a_batch_is_told_that_the_controller_closes() -> None:
+    policy = windlass.StalenessPolicy.unbounded(1)
+    async with RolloutController(StaticEngines(), policy) as rollouts:
+        waiting = [asyncio.create_task(rollouts.next_batch(1, deadline_s=600)) for _ in range(2)]
+        await asyncio.sleep(0)  # they wait; if not yet, they are refused as well
+    async with asyncio.timeout(WITHIN_S):
+        for each in waiting:
+            with pytest.raises(ConfigError, match="next_batch needs an open controller"):
+                await each
+
+
+async def test_an_engine_that_cannot_resume_alone_comes_back_to_its_controller() -> None:
+    def broken() -> None:
+        raise ConnectionRefusedError("the engine's HTTP server is away")
+
+    async with FakeFleet() as rig:
+        rank = FakeEngineRank("a/0", rig.num_trainers)
+        hello = fake_hello(engine_manifest("a/0", rig.num_trainers), group="a")
+        await rig.connect(hello, rank, on_disconnect=broken)
+        sessions = rig.coordinator._sessions
+        await until(lambda: "a/0" in sessions)
+        first = sessions["a/0"]
+        await first.close()
+        await until(lambda: sessions.get("a/0") not in (None, first))
+
+
+def test_a_channel_that_was_never_connected_leaves_no_loop_open() -> None:
+    hello = fake_hello(engine_manifest("a/0", 1), group="a")
+    channel = AgentChannel("http://127.0.0.1:1", TOKEN, lambda: hello, FakeEngineRank("a/0", 1))
+    channel.close()
+    assert channel._loop.is_closed()
