@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
 
 import windlass
@@ -19,6 +20,8 @@ from windlass.control.lines import LineFile
 from windlass.control.messages import RoundOutcome
 from windlass.control.session import AgentSession
 from windlass.errors import ConfigError
+from windlass.execution import disk
+from windlass.execution.base import ParameterMemory
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.directory import StaticEngines
 from windlass.rollout.journal import RolloutJournal
@@ -143,3 +146,16 @@ def test_a_channel_that_was_never_connected_leaves_no_loop_open() -> None:
     channel = AgentChannel("http://127.0.0.1:1", TOKEN, lambda: hello, FakeEngineRank("a/0", 1))
     channel.close()
     assert channel._loop.is_closed()
+
+
+def test_old_versions_that_cannot_be_removed_fail_no_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(disk, "prune", refused)
+    manifest = engine_manifest("trainer/0", 1)
+    memory = np.zeros(manifest.parameters[0].nbytes, np.uint8)
+    where = [ParameterMemory(int(memory.ctypes.data), memory.nbytes)]
+    disk.DiskSender(windlass.DiskBackend(str(tmp_path)), manifest, lambda: where).prepare(1)

@@ -70,7 +70,10 @@ class DiskSender:
         began = time.perf_counter()
         self._source.locate()
         self._digests = self._source.digests()
-        prune(self._folder, version, self._source.manifest.worker, self._config.keep_versions)
+        try:
+            prune(self._folder, version, self._source.manifest.worker, self._config.keep_versions)
+        except OSError as error:  # a disk that is really ill shows in `write`
+            _log.warning("old versions are not removed: %s", error)
         self._pack_s = time.perf_counter() - began
 
     def write(

@@ -56,7 +56,8 @@ class Submissions:
             deadline_s: seconds from its first dispatch after which it fails; None for never.
 
         Raises:
-            ConfigError: a prompt that is empty or no integers, sampling of wrong types, a deadline that is not positive, a closed controller,
+            ConfigError: a prompt that is empty or no integers, sampling of wrong types, a deadline
+                that is not positive, a closed controller,
                 metadata that a journal cannot keep.
             RolloutError: the journal cannot be written any more.
         """
