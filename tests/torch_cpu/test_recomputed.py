@@ -16,7 +16,7 @@ from test_membership import Api
 from test_quantized_updates import Rank, reference, update
 
 import windlass
-from windlass.config import ControlConfig, UpdateMode
+from windlass.config import ControlConfig, PauseMode, UpdateMode
 from windlass.engines.attach import AgentSettings
 from windlass.engines.capture.capture import Captured, capture
 from windlass.engines.capture.codes import (
@@ -27,7 +27,7 @@ from windlass.engines.capture.codes import (
 )
 from windlass.engines.capture.dependence import sources_of
 from windlass.engines.membership import Membership
-from windlass.errors import UnsupportedLayout
+from windlass.errors import PeerTimeout, UnsupportedLayout, WindlassError
 from windlass.frameworks.dtypes import torch_dtype
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
@@ -599,12 +599,18 @@ class Fleeting:
         self.model = Engine()
         self.model.load(checkpoint_tensors(checkpoint))
         self.membership = Membership()
+        self.api = Api(self.membership.gate)
+        self.loads = 0
+
+    def _load(self, weights: Weights) -> None:
+        self.loads += 1
+        self.model.load(weights)
 
     def _capture(self) -> Captured:
         return capture(
             self.model,
             checkpoint_specs(self.checkpoint),
-            self.model.load,
+            self._load,
             worker=f"{self.name}/0",
             reference=lambda: checkpoint_tensors(self.checkpoint),
         )
@@ -614,7 +620,7 @@ class Fleeting:
             name=self.name, controller=url, transport="cma", url="http://engine", world_size=1,
             checkpoint=str(self.checkpoint),
         )  # fmt: skip
-        self.membership.join(told, 0, self._capture, lambda: Api(self.membership.gate))
+        self.membership.join(told, 0, self._capture, lambda: self.api)
 
     def leave(self) -> None:
         assert self.membership._attachment is not None
@@ -663,3 +669,39 @@ async def test_engines_of_a_fleet_and_a_newcomer_brought_up_by_them_compute_alik
         require_equal(late.model, fresh)
     first.leave()
     late.leave()
+
+
+class Stuck(Api):
+    """An engine that does not come to rest when it is told not to."""
+
+    fails = True
+
+    def pause(self, mode: PauseMode, deadline_s: float) -> None:
+        if self.fails:
+            raise PeerTimeout("it does not come to rest")
+
+
+@pytest.mark.parametrize("mode", UpdateMode)
+async def test_an_update_that_is_aborted_never_calls_the_loader(
+    mode: UpdateMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WINDLASS_TOKEN", TOKEN)
+    save_file(values(SPECS, 1), tmp_path / "model.safetensors")
+    engine, fresh = Fleeting("engine", tmp_path), Engine()
+    engine.api = stuck = Stuck(engine.membership.gate)
+    before = bytes_of(engine.model)
+    async with windlass.Controller(token=TOKEN, config=ControlConfig(mode=mode)) as controller:
+        await asyncio.to_thread(engine.join, controller.url)
+        loads = engine.loads
+        with pytest.raises(WindlassError):
+            await asyncio.to_thread(publish, trainer_of(values(SPECS, 2)), controller.url, 1)
+        assert engine.loads == loads
+        for name, tensor in bytes_of(engine.model).items():
+            assert torch.equal(tensor, before[name]), name
+        stuck.fails = False
+        checkpoint = values(SPECS, 3)
+        await asyncio.to_thread(publish, trainer_of(checkpoint), controller.url, 2)
+        assert engine.loads == loads + 1
+        fresh.load(copies(checkpoint))
+        require_equal(engine.model, fresh)
+    engine.leave()
