@@ -228,12 +228,17 @@ def check(
     assert held == server.digests_of_fresh_load(checkpoint)
     for replica in range(server.layout.dp):
         sample = server.sample(PROMPT, NUM_TOKENS, replica=replica)
-        assert sample.versions == [version] * NUM_TOKENS
-        logprobs = expected(checkpoint, sample)
-        chosen = logprobs.gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
-        assert float((logprobs.max(1).values - chosen).max()) < 2 * BFLOAT16_MEAN_DISTANCE
-        assert distance(logprobs, sample) < BFLOAT16_MEAN_DISTANCE
-        assert distance(expected(old, sample), sample) > 4 * BFLOAT16_MEAN_DISTANCE
+        check_answer(sample, checkpoint, version, old=old)
+
+
+def check_answer(sample: Sample, checkpoint: Path, version: int, *, old: Path) -> None:
+    """It is greedy, of the weights of `checkpoint`, not of `old`, and says so."""
+    assert sample.versions == [version] * NUM_TOKENS
+    logprobs = expected(checkpoint, sample)
+    chosen = logprobs.gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
+    assert float((logprobs.max(1).values - chosen).max()) < 2 * BFLOAT16_MEAN_DISTANCE
+    assert distance(logprobs, sample) < BFLOAT16_MEAN_DISTANCE
+    assert distance(expected(old, sample), sample) > 4 * BFLOAT16_MEAN_DISTANCE
 
 
 @torch.no_grad()

@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 from rows import Record, Shown
 from servers import (
     FLAGS,
@@ -36,7 +35,7 @@ from servers import (
     traffic,
 )
 from servers import TOKEN as SECRET
-from test_live_servers import BFLOAT16_MEAN_DISTANCE, NUM_TOKENS, PROMPT, distance, expected
+from test_live_servers import NUM_TOKENS, PROMPT, check_answer
 from trainer_rank import Order
 from trainers import FSDP, training
 
@@ -134,13 +133,7 @@ def compare(server: Server, checkpoint: Path) -> tuple[int, str]:
 def check_answers(server: Server, checkpoint: Path, old: Path, version: int) -> None:
     if PAUSE_MODE is PauseMode.IN_PLACE:  # which keeps the prompt's cache, of older weights
         urllib.request.urlopen(f"{server.url}/flush_cache", timeout=HTTP_S).close()
-    sample = server.sample(PROMPT, NUM_TOKENS)
-    assert sample.versions == [version] * NUM_TOKENS
-    logprobs = expected(checkpoint, sample)
-    chosen = logprobs.gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
-    assert float((logprobs.max(1).values - chosen).max()) < 2 * BFLOAT16_MEAN_DISTANCE
-    assert distance(logprobs, sample) < BFLOAT16_MEAN_DISTANCE
-    assert distance(expected(old, sample), sample) > 4 * BFLOAT16_MEAN_DISTANCE
+    check_answer(server.sample(PROMPT, NUM_TOKENS), checkpoint, version, old=old)
 
 
 async def test_a_server_without_our_code_is_updated_through_its_own_table(
