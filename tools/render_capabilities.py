@@ -37,7 +37,7 @@ best one of transformers within bfloat16, (3) logprobs agree with transformers w
 for `moe` and `mla`, that a fresh server of the last of these checkpoints held the same bytes and gave
 the same tokens and logprobs. `refused` means that it is turned down with a reason; `untested` means what it says. Models
 are tiny and made from a configuration: `dense` and `tied` (Qwen3), `moe` (Qwen3-MoE), `mla`
-(DeepSeek-V3's attention and experts; not from Megatron-core, whose latent attention needs a GPU), and two of which
+(DeepSeek-V3's attention and experts; from Megatron-core with torch's attention in its layer spec), and two of which
 the engine's loader computes tensors: `offset` (Gemma: norms of weight + 1, in SGLang) and `recurrent` (Falcon-H1: A =
 -exp(A_log) of its state space layers, in vLLM).
 Machines with GPUs are not in this table. Engine ranks: `tp` tensor-parallel ranks, `pp` stages, `dp` replicas of one server,

@@ -29,6 +29,8 @@ from windlass.transports.mooncake_peer import Direction, MooncakePeer
 
 NUM_TOKENS = 16
 LEARNING_RATE = 0.02
+IN_FLOAT32 = "e_score_correction_bias"
+"""In every checkpoint that has it."""
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -66,7 +68,7 @@ def main() -> None:
     torch.set_num_threads(1)
     store = f"file://{folder}/store-{name}-{'-'.join(layout)}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
-    trained = trained_by(name, kind, layout, folder)
+    trained = trained_by(name, kind, layout)
     for line in sys.stdin:
         order = msgspec.json.decode(line, type=Order)
         trained.step()
@@ -81,10 +83,10 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def trained_by(name: str, kind: str, layout: Mapping[str, Any], folder: Path) -> Trained:
+def trained_by(name: str, kind: str, layout: Mapping[str, Any]) -> Trained:
     """Kinds of models that end in `+lora` train an adapter and publish it alone."""
     if name == "megatron":
-        return Megatron(kind, layout, folder)
+        return Megatron(kind, layout)
     base = kind.removesuffix("+lora")
     return Fsdp(kind) if base == kind else FsdpAdapter(base)
 
@@ -192,89 +194,58 @@ class FsdpAdapter:
 
 
 class Megatron:
-    """float32 parameters in Megatron's own layout, SGD."""
+    """float32 parameters in Megatron's own layout, its own wrapper, schedule and AdamW."""
 
-    def __init__(self, kind: str, layout: Mapping[str, Any], folder: Path) -> None:
+    def __init__(self, kind: str, layout: Mapping[str, Any]) -> None:
         sys.path.insert(0, str(Path(__file__).parents[1] / "megatron"))
-        from cpu_shim import install
+        from cpu_shim import install, without_cuda_tensors
         from hf_settings import spec_of
-        from megatron_rank import Case, checkpoint, fill
+        from megatron_rank import Case, all_tensors, checkpoint, fill
         from megatron_rank import build as build_megatron
+        from real_step import RealTraining
 
         install()
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-        self._folder = folder
         self._spec = spec_of(CONFIGS[kind])
-        case = Case("live", self._spec, **layout)
+        case = Case("live", self._spec, config=CONFIGS[kind], **layout)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=case.tp,
             pipeline_model_parallel_size=case.pp,
+            context_parallel_size=case.cp,
             expert_model_parallel_size=case.ep,
             expert_tensor_parallel_size=case.etp,
         )
-        self._state = parallel_state
         model_parallel_cuda_manual_seed(1)
         chunks: Any = build_megatron(case)
-        (self._model,) = chunks
+        (model,) = chunks
+        self._tensors: Sequence[torch.Tensor] = all_tensors(chunks)
         self._numbered = checkpoint(self._spec)
-        fill(self._model, self._numbered)  # which element of the checkpoint lies where
-        self._numbers = [p.detach().long().clone() for p in self._model.parameters()]
+        fill(model, self._numbered)  # which element of the checkpoint lies where
+        self._numbers = [tensor.detach().long().clone() for tensor in self._tensors]
         generator = torch.Generator().manual_seed(3)
         weights = {
-            name: torch.randn(tensor.shape, generator=generator) * 0.05 + (tensor.dim() == 1)
+            name: torch.randn(tensor.shape, generator=generator) * 0.05 + ("norm" in name)
             for name, tensor in self._numbered.items()
         }
-        fill(self._model, weights)
-        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=LEARNING_RATE)
+        fill(model, weights)
+        self._on_cpu = without_cuda_tensors
+        with self._on_cpu():
+            self._training = RealTraining(chunks, num_tokens=NUM_TOKENS, lr=LEARNING_RATE)
 
     def step(self) -> None:
-        self._optimizer.zero_grad()
-        self._backward()
-        for name, parameter in self._model.named_parameters():
-            if "q_layernorm" in name or "k_layernorm" in name:  # of the rank's heads only
-                group = self._state.get_tensor_model_parallel_group()
-                dist.all_reduce(parameter.grad, group=group)
-        self._optimizer.step()
-
-    def _backward(self) -> None:
-        """Through all stages of the pipeline, one micro-batch."""
-        ids = torch.arange(NUM_TOKENS).reshape(1, -1) * 7 % self._spec.vocab_size
-        mask = torch.triu(torch.ones(1, 1, NUM_TOKENS, NUM_TOKENS, dtype=torch.bool), 1)
-        place = torch.arange(NUM_TOKENS).reshape(1, -1)
-        state, num_stages = self._state, self._state.get_pipeline_model_parallel_world_size()
-        labels = ids.roll(-1)
-        if num_stages == 1:
-            self._model(ids, place, mask, labels=labels).mean().backward()
-            return
-        assert num_stages == 2
-        other = 1 - state.get_pipeline_model_parallel_rank()
-        if other == 1:
-            hidden = self._model(ids, place, mask)
-            dist.send(hidden.detach().contiguous(), other)
-            gradient = torch.empty_like(hidden)
-            dist.recv(gradient, other)
-            hidden.backward(gradient)
-        else:
-            received = torch.empty(NUM_TOKENS, 1, self._spec.hidden_size)
-            dist.recv(received, other)
-            received.requires_grad_()
-            self._model.set_input_tensor(received)
-            self._model(ids, place, mask, labels=labels).mean().backward()
-            assert received.grad is not None
-            dist.send(received.grad.contiguous(), other)
-        if self._spec.tie_word_embeddings:  # both stages hold the embedding
-            dist.all_reduce(self._model.shared_embedding_or_output_weight().grad)
+        with self._on_cpu():
+            self._training.step()
 
     def save(self, folder: Path) -> None:
-        save_numbered(folder, self._numbered, self._numbers, list(self._model.parameters()))
+        save_numbered(folder, self._numbered, self._numbers, self._tensors)
 
     def connect(self, url: str, transport: str) -> TrainerClient:
         from windlass.training.megatron import connect_megatron_trainer
 
         return connect_megatron_trainer(
-            self._model, family=self._spec.family, vocab_size=self._spec.vocab_size,
+            self._training.models[0], family=self._spec.family, vocab_size=self._spec.vocab_size,
             controller=url, token=os.environ["WINDLASS_TOKEN"], transport=transport,
         )  # fmt: skip
 
@@ -301,7 +272,10 @@ def save_numbered(
             assert same.all(), "replicas of a parameter must be equal"
             flat[number[real]] = value[real]
     assert not flat[1:].isnan().any(), "every element of the checkpoint must lie on a rank"
-    tensors = {n: flat[t.long()].to(torch.bfloat16).contiguous() for n, t in numbered.items()}
+    tensors = {
+        n: flat[t.long()].to(torch.float32 if n.endswith(IN_FLOAT32) else torch.bfloat16)
+        for n, t in numbered.items()
+    }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 

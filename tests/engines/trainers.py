@@ -21,19 +21,25 @@ NUM_RANKS = 2
 
 @dataclass(frozen=True)
 class Trainer:
-    """A framework and its parallel layout over two processes."""
+    """A framework and its parallel layout over two processes.
+
+    Attributes:
+        axes: of two ranks each; expert parallelism may lie over the ranks of another.
+    """
 
     name: str
-    axis: str
+    axes: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.name} {self.axis}{NUM_RANKS}"
+        return " ".join((self.name, *(f"{axis}{NUM_RANKS}" for axis in self.axes)))
 
 
-FSDP = Trainer("fsdp2", "dp")
-MEGATRON_TP = Trainer("megatron", "tp")
-MEGATRON_PP = Trainer("megatron", "pp")
-MEGATRON_EP = Trainer("megatron", "ep")
+FSDP = Trainer("fsdp2", ("dp",))
+MEGATRON_TP = Trainer("megatron", ("tp",))
+MEGATRON_PP = Trainer("megatron", ("pp",))
+MEGATRON_EP = Trainer("megatron", ("ep",))
+MEGATRON_CP = Trainer("megatron", ("cp",))
+MEGATRON_TP_EP = Trainer("megatron", ("tp", "ep"))
 
 
 @dataclass(frozen=True)
@@ -62,12 +68,12 @@ def training(
 ) -> Iterator[Ranks]:
     """Args: folder: has `config.json` of the model. ends_well: whether every rank lives to the end."""
     script = str(Path(__file__).with_name("trainer_rank.py"))
-    layout = json.dumps({trainer.axis: NUM_RANKS})
+    layout = json.dumps(dict.fromkeys(trainer.axes, NUM_RANKS))
     environment = {
         **os.environ, "WINDLASS_TOKEN": TOKEN, "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT / "src"),
     }  # fmt: skip
-    logs = tuple(folder / f"{trainer.name}-{trainer.axis}-{rank}.log" for rank in range(NUM_RANKS))
+    logs = tuple(folder / f"{trainer}-{rank}.log" for rank in range(NUM_RANKS))
     processes = []
     try:
         for rank, log in enumerate(logs):
