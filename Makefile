@@ -63,7 +63,7 @@ engines: setup
 	test -n "$(WINDLASS_VLLM_VENV)" || bash tools/engines/install.sh vllm .venv-vllm $(VENV)
 	test -n "$(WINDLASS_SGLANG_VENV)" || bash tools/engines/install.sh sglang .venv-sglang $(VENV)
 
-# Live servers on this machine's CPU: a choice that covers the matrix (about 25 minutes on two cores),
+# Live servers on this machine's CPU: a choice that covers the matrix (about 27 minutes on two cores),
 # or all of it with FULL=1. What was shown becomes docs/capabilities.md.
 test-engines: engines
 	WINDLASS_ENGINES_FULL=$(FULL) WINDLASS_CAPABILITIES=docs/capabilities.json \

@@ -160,7 +160,10 @@ COVERING = [
 ]
 COVERING += [Live("sglang", "offset", Layout(1), fresh=False)]
 COVERING += [Live("vllm", "recurrent", Layout(2), fresh=False)]
-COVERING += [replace(live, ways=live.ways[:2], fresh=False) for live in MANY[1:2]]
+COVERING += [
+    replace(live, ways=live.ways[:ways], fresh=False)
+    for live, ways in zip(MANY, (2, 1), strict=False)
+]
 
 
 def row(live: Live, trainer: Trainer, way: Way, outcome: str = "proven") -> Shown:
