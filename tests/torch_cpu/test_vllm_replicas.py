@@ -27,9 +27,13 @@ def server(unplaced: Mapping[int, list[str]], *, answers_for: int) -> Iterator[s
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             _, folder = body["args"]
-            for rank, names in unplaced.items():
-                (Path(folder) / str(rank)).write_text(json.dumps({"unplaced": names}))
-            results = [{"unplaced": unplaced[rank]} for rank in range(answers_for)]
+            said = {
+                rank: {"unplaced": names, "recomputed": [], "buffer_nbytes": 0}
+                for rank, names in unplaced.items()
+            }
+            for rank, joined in said.items():
+                (Path(folder) / str(rank)).write_text(json.dumps(joined))
+            results = [said[rank] for rank in range(answers_for)]
             answer = json.dumps({"results": results}).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(answer)))
