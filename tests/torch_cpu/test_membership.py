@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,11 +84,12 @@ class Rank:
 
 
 @pytest.fixture
-def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rank:
+def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     monkeypatch.setenv("WINDLASS_TOKEN", TOKEN)
     tensors = {n: torch.zeros(4, 6, dtype=torch.bfloat16) for n in ("a", "b")}
     save_file(tensors, tmp_path / "model.safetensors")
-    return Rank(tmp_path)
+    yield Rank(tmp_path)
+    gc.unfreeze()  # this process lives on, without an engine
 
 
 def weights(first: int) -> torch.nn.ParameterDict:
@@ -104,6 +106,7 @@ async def test_a_rank_joins_one_fleet_after_another_with_one_capture(rank: Rank)
             report = await asyncio.to_thread(publish, trainer, controller.url, 3 - fleet)
             assert report.digest_ok
             assert rank.holds(trainer)
+            assert gc.get_freeze_count() > 0, "a full collection would fall due in an update"
     assert rank.num_captures == 1
     assert rank.api.versions == [3, 2, 1]
     leave(rank)

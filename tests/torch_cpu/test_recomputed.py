@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -625,6 +626,7 @@ class Fleeting:
     def leave(self) -> None:
         assert self.membership._attachment is not None
         self.membership._attachment.leave(10.0)
+        gc.unfreeze()  # this process lives on, without an engine
 
 
 def publish(trainer: torch.nn.Module, url: str, version: int) -> None:
