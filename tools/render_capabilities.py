@@ -14,12 +14,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
 from windlass.engines.quantised import LAYOUTS
 from windlass.engines.versions import ENGINES, EngineReleases, Feature
 from windlass.layout.quantization import CAPABILITIES, Capability
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PROOFS = "benchmarks/results/prove_live_engine_*.json"
 COLUMNS = [
     ("cma", "in_place"),
     ("cma", "staged"),
@@ -40,7 +43,7 @@ are tiny and made from a configuration: `dense` and `tied` (Qwen3), `moe` (Qwen3
 (DeepSeek-V3's attention and experts; from Megatron-core with torch's attention in its layer spec), and two of which
 the engine's loader computes tensors: `offset` (Gemma: norms of weight + 1, in SGLang) and `recurrent` (Falcon-H1: A =
 -exp(A_log) of its state space layers, in vLLM).
-Machines with GPUs are not in this table. Engine ranks: `tp` tensor-parallel ranks, `pp` stages, `dp` replicas of one server,
+Machines with GPUs have a table of their own. Engine ranks: `tp` tensor-parallel ranks, `pp` stages, `dp` replicas of one server,
 `ep` ranks over which experts are spread. With `pp` and `dp`, updates come while requests run on every replica,
 and (2) and (3) hold for each; what builds for CPUs lack for `ep` and `pp` the tests put in its place (engines.md).
 """
@@ -77,11 +80,22 @@ trainer killed in mid-write left the engine out of routing until the next versio
 
 """
 
+HEAD_GPUS = """
+## On GPUs
+
+Out of what `benchmarks/gpu/prove_live_engine.py` recorded (`benchmarks/results/`): two trainer ranks, `cuda_ipc`, updates
+in both modes; `proven` means that after either every tensor of every rank has the fingerprint that it has in a fresh
+server of the same release, which loaded the trainers' checkpoint, and that greedy tokens are equal.
+
+| engine | model | engine ranks | trainer | tensors | outcome |
+|---|---|---|---|---|---|
+"""
+
 Row = dict[str, str]
 
 
-def render(rows: Sequence[Row]) -> str:
-    """The page."""
+def render(rows: Sequence[Row], proofs: Sequence[dict[str, Any]]) -> str:
+    """The page; `proofs` are of GPUs."""
     parts = [HEAD]
     modes = dict.fromkeys(c[1] for c in COLUMNS)
     elsewhere = [r for r in rows if r["mode"] in modes and not _has_column(r)]
@@ -93,6 +107,8 @@ def render(rows: Sequence[Row]) -> str:
         parts.append(f"\n## {engine} {version}\n\n{summary}.\n\n{_table(chosen)}")
     if elsewhere:
         parts.append(f"{HEAD_ELSEWHERE}{_list(elsewhere)}")
+    parts.append(HEAD_GPUS)
+    parts += sorted(_proof(row) for row in proofs)
     refused = sorted(
         (r["engine"], r["engine_version"], r["model"], r["mode"], r["detail"])
         for r in rows
@@ -111,6 +127,13 @@ def render(rows: Sequence[Row]) -> str:
     parts.append(RELEASES)
     parts += [_releases(engine) for engine in ENGINES.values()]
     return "".join(parts)
+
+
+def _proof(row: dict[str, Any]) -> str:
+    outcome = row["outcome"] if row["outcome"] == "proven" else f"{row['outcome']}: {row['detail']}"
+    cells = [f"{row['engine']} {row['engine_version']}", row["case"], row["engine_ranks"]]
+    cells += [row["trainer"], str(row["num_tensors"]), outcome]
+    return f"| {' | '.join(cells)} |\n"
 
 
 def _releases(engine: EngineReleases) -> str:
@@ -171,7 +194,8 @@ def _place(row: Row) -> tuple[str, str, str, str]:
 
 def main() -> int:
     """Write the page, or compare it."""
-    text = render(json.loads((DOCS / "capabilities.json").read_text()))
+    proofs = [row for file in sorted(ROOT.glob(PROOFS)) for row in json.loads(file.read_text())]
+    text = render(json.loads((DOCS / "capabilities.json").read_text()), proofs)
     page = DOCS / "capabilities.md"
     if "--check" not in sys.argv[1:]:
         page.write_text(text)

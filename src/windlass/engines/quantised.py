@@ -59,7 +59,7 @@ LAYOUTS = (
     Layout("vLLM 0.24", "DeepGEMM with VLLM_USE_DEEP_GEMM_E8M0=0", "scales by columns", _UNTESTED),
     Layout("vLLM 0.24", "Marlin, FlashInfer", "repacked or reordered", _UNTESTED),
     Layout("vLLM 0.32", "CPU", "packed for AMX", _AMX),
-    Layout("SGLang 0.5.16", "Triton, Hopper (SGLANG_ENABLE_JIT_DEEPGEMM=0)", "as in the checkpoint", _UNTESTED),
+    Layout("SGLang 0.5.16", "Triton, Hopper (SGLANG_ENABLE_JIT_DEEPGEMM=0)", "as in the checkpoint", _LIVE),
     Layout("SGLang 0.5.16", "DeepGEMM, Hopper", "as in the checkpoint", _UNTESTED),
     Layout("SGLang 0.5.23", "CPU", "packed for AMX", _AMX),
     Layout("both", "DeepGEMM, Blackwell", "requantised", _POWERS),
