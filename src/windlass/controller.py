@@ -16,6 +16,7 @@ from typing import final
 from windlass.config import ControlConfig
 from windlass.control.coordinator import Coordinator
 from windlass.control.server import ControlServer
+from windlass.errors import ConfigError
 from windlass.operations import Operations
 from windlass.rollout.batches import BatchQueue
 from windlass.rollout.controller import RolloutController
@@ -62,6 +63,7 @@ class Controller:
         journal_path: Path | None = None,
         rollout_config: RolloutConfig | None = None,
     ) -> None:
+        self._has_port = port != 0
         self._server = ControlServer(
             host=host, port=port, advertise_host=advertise_host, token=token
         )
@@ -75,7 +77,15 @@ class Controller:
 
     @property
     def url(self) -> str:
-        """The address that trainers, engines and workers are given."""
+        """The address that trainers, engines and workers are given.
+
+        Raises:
+            ConfigError: the system has not chosen the port yet: the controller is not entered.
+        """
+        if not self._has_port:
+            raise ConfigError(
+                "Controller: url is not known before the controller is entered, port=0"
+            )
         return self._server.url
 
     @property
@@ -93,8 +103,13 @@ class Controller:
         """Return once all trainer ranks and all ranks of the named engines are connected.
 
         Raises:
+            ConfigError: `engines` is one name.
             PeerTimeout: names who is missing after `deadline_s`.
         """
+        if isinstance(engines, str):  # every letter of it would be an engine
+            raise ConfigError(
+                f"wait_for_fleet: engines must be a sequence of names, got {engines!r}"
+            )
         await self.coordinator.wait_for_fleet(
             num_trainers=num_trainers, engines=engines, deadline_s=deadline_s
         )
@@ -117,6 +132,7 @@ class Controller:
             undo.push_async_callback(self.rollouts.close)
             await self.rollouts.__aenter__()
             await self._server.start()
+            self._has_port = True
             undo.pop_all()
         return self
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -22,6 +24,7 @@ from windlass.control.session import AgentSession
 from windlass.errors import ConfigError
 from windlass.execution import disk
 from windlass.execution.base import ParameterMemory
+from windlass.execution.relay_inlet import ACCEPT_AGAIN_S, RelayInlet
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.directory import StaticEngines
 from windlass.rollout.journal import RolloutJournal
@@ -159,3 +162,31 @@ def test_old_versions_that_cannot_be_removed_fail_no_round(
     memory = np.zeros(manifest.parameters[0].nbytes, np.uint8)
     where = [ParameterMemory(int(memory.ctypes.data), memory.nbytes)]
     disk.DiskSender(windlass.DiskBackend(str(tmp_path)), manifest, lambda: where).prepare(1)
+
+
+def test_a_relay_that_cannot_take_a_visitor_does_not_ask_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    accept, room, asked = socket.socket.accept, threading.Event(), threading.Semaphore(0)
+
+    def scarce(listener: socket.socket) -> tuple[socket.socket, object]:
+        asked.release()
+        if not room.is_set():
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", scarce)
+    inlet = RelayInlet("a/0", "127.0.0.1")
+    try:
+        began = time.monotonic()
+        with socket.create_connection(
+            ("127.0.0.1", inlet.address.port), timeout=WITHIN_S
+        ) as visitor:
+            for _ in range(4):
+                assert asked.acquire(timeout=WITHIN_S)
+            assert time.monotonic() - began >= 3 * ACCEPT_AGAIN_S
+            room.set()
+            visitor.sendall(b"\xff" * 64)  # no frame: whoever reads it closes
+            assert visitor.recv(1) == b""
+    finally:
+        inlet.close()

@@ -13,7 +13,7 @@ import torch
 
 import windlass
 from windlass.config import CollectiveFabric, PauseMode, RelayShape, UpdateMode
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, PeerTimeout
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.directory import StaticEngines
 from windlass.rollout.handles import RolloutConfig
@@ -147,3 +147,33 @@ async def test_a_prompt_is_plain_integers_or_refused() -> None:
         with pytest.raises(ConfigError, match="sampling must be SamplingParams"):
             rollouts.submit([1], odd)
         await asyncio.sleep(0)
+
+
+async def test_one_name_is_no_sequence_of_names_and_an_address_is_not_known_before_its_port() -> (
+    None
+):
+    controller = windlass.Controller(token=TOKEN)
+    with pytest.raises(ConfigError, match="url is not known before"):
+        _ = controller.url
+    async with controller:
+        with pytest.raises(
+            ConfigError, match="engines must be a sequence of names, got 'engine-a'"
+        ):
+            await controller.wait_for_fleet(num_trainers=0, engines="engine-a", deadline_s=1)
+
+
+async def test_a_rank_publishes_in_one_thread_at_a_time() -> None:
+    """The second announcement would take the place of the first, whose caller would wait in vain."""
+    async with windlass.Controller(token=TOKEN) as controller:
+
+        def publish_beside() -> None:
+            module = torch.nn.Linear(2, 2)
+            with windlass.connect_trainer(
+                module, controller=controller.url, token=TOKEN
+            ) as trainer:
+                with trainer._publishing, pytest.raises(ConfigError, match="another thread"):
+                    trainer.publish(1)
+                with pytest.raises(PeerTimeout):  # there is no engine
+                    trainer.publish(1, deadline_s=0.2)
+
+        await asyncio.to_thread(publish_beside)

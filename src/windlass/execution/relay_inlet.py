@@ -6,6 +6,7 @@ import contextlib
 import hmac
 import queue
 import secrets
+import select
 import selectors
 import socket
 import threading
@@ -28,6 +29,7 @@ __all__ = ["Arrived", "Ended", "Interrupted", "LaneEnded", "RelayEvent", "RelayI
 
 MAX_CONNECTIONS = 4096
 READ_NBYTES = 1 << 16
+ACCEPT_AGAIN_S = 0.1
 
 Place = tuple[int, int]
 
@@ -182,8 +184,12 @@ class RelayInlet:
     def _accept(self) -> None:
         try:
             accepted, _ = self._listener.accept()
-        except OSError:
+        except (BlockingIOError, ConnectionError):
             return  # it went away before we looked
+        except OSError:
+            # Too many open files: the listener stays readable, and must not be asked without end.
+            select.select([self._woken], [], [], ACCEPT_AGAIN_S)
+            return
         if len(self._connections) >= MAX_CONNECTIONS:
             accepted.close()
             return

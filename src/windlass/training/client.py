@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import os
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, final
@@ -81,6 +82,7 @@ class TrainerClient:
         intercept: Callable[[TrainerAgent], CommandHandler] | None = None,
     ) -> None:
         self._transport = transport
+        self._publishing = threading.Lock()
         with ExitStack() as undo:
             undo.callback(transport.close)
             check_url(controller, "controller")
@@ -119,12 +121,17 @@ class TrainerClient:
             deadline_s: how long to wait for the round to end.
 
         Raises:
-            ConfigError: `version` is no integer >= 0.
+            ConfigError: `version` is no integer >= 0, or another thread publishes.
             RoundAborted: not published, with the reason; the old version goes on being served.
             PeerTimeout: no answer within `deadline_s`; the weights must still not change.
         """
         version = version_number(version, "publish")
-        report = self._channel.announce(version, deadline_s)
+        if not self._publishing.acquire(blocking=False):
+            raise ConfigError(f"publish: version {version}: another thread of this rank publishes")
+        try:
+            report = self._channel.announce(version, deadline_s)
+        finally:
+            self._publishing.release()
         if report.outcome is not RoundOutcome.PUBLISHED:
             raise RoundAborted(f"version {version} was not published: {report.reason}")
         return report
