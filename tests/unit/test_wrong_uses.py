@@ -14,10 +14,12 @@ import torch
 import windlass
 from windlass.config import CollectiveFabric, PauseMode, RelayShape, UpdateMode
 from windlass.errors import ConfigError, PeerTimeout
+from windlass.layout.manifest import ManifestBuilder, Role
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.directory import StaticEngines
 from windlass.rollout.handles import RolloutConfig
 from windlass.rollout.messages import OnAbort
+from windlass.testing.resting_engine import RestingEngine
 from windlass.training.client import version_number
 from windlass.transports.cma import CmaTransport
 from windlass.transports.configs import (
@@ -115,6 +117,23 @@ def test_a_trainer_that_cannot_be_made_leaves_no_transport_open(
         windlass.connect_trainer(
             torch.nn.Linear(2, 2), controller=controller, token=TOKEN, arena_nbytes=arena_nbytes
         )
+
+
+def test_an_engine_that_cannot_be_made_leaves_no_transport_open() -> None:
+    transport = Watched()
+    builder = ManifestBuilder("engine/0", Role.ENGINE)
+    with pytest.raises(ConfigError, match="controller must be http or https://host"):
+        windlass.EngineClient(
+            manifest=builder.build(),
+            addresses=(),
+            regions=(),
+            transport=transport,
+            hooks=RestingEngine(),
+            controller="localhost:8000",
+            token=TOKEN,
+            group="engine",
+        )
+    assert transport.num_closed == 1
 
 
 async def test_paths_may_be_strings(tmp_path: Path) -> None:

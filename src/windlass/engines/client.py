@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import final
 
 from windlass.control.agents import EngineAgent
@@ -14,7 +15,7 @@ from windlass.execution.base import ParameterMemory
 from windlass.execution.receiver import Elsewhere, Receiver
 from windlass.execution.sender import Sender
 from windlass.layout.manifest import Role, ShardManifest
-from windlass.transports.addresses import own_address
+from windlass.transports.addresses import check_url, own_address
 from windlass.transports.base import MemoryRegion, OneSidedTransport
 
 __all__ = ["EngineClient"]
@@ -48,7 +49,9 @@ class EngineClient:
         agent: carries out what the controller asks.
 
     Raises:
-        AuthenticationError, ProtocolError, PeerTimeout: see `AgentChannel.connect`.
+        ConfigError: `controller` is no URL.
+        AuthenticationError, ProtocolError, PeerTimeout: see `AgentChannel.connect`. The transport is
+            closed, whatever it was.
     """
 
     def __init__(
@@ -70,54 +73,58 @@ class EngineClient:
         elsewhere: Elsewhere | None = None,
         intercept: Callable[[EngineAgent], CommandHandler] | None = None,
     ) -> None:
-        memory = tuple(
-            ParameterMemory(address, parameter.nbytes)
-            for address, parameter in zip(addresses, manifest.parameters, strict=True)
-        )
         self._transport = transport
-        self._receiver = Receiver(transport, manifest, addresses, regions, elsewhere)
-        self._sender = Sender(transport, manifest, lambda: memory, registered=regions)
-        self.agent = agent = EngineAgent(
-            self._receiver,
-            hooks,
-            self._sender if can_send else None,
-            host=own_address(controller),
-        )
-        encoded, wire, incarnation = manifest.encode(), transport.report(), os.urandom(8).hex()
-
-        def hello() -> Hello:
-            epoch, round_number = agent.place
-            return Hello(
-                protocol_version=PROTOCOL_VERSION,
-                worker=manifest.worker,
-                incarnation=incarnation,
-                role=Role.ENGINE,
-                group=group,
-                rank=rank,
-                world_size=world_size,
-                manifest=encoded,
-                wire=wire,
-                url=url,
-                served_version=agent.served_version,
-                epoch=epoch,
-                round=round_number,
-                tainted=agent.tainted,
-                can_send=can_send,
+        with ExitStack() as undo:
+            undo.callback(transport.close)
+            check_url(controller, "controller")
+            memory = tuple(
+                ParameterMemory(address, parameter.nbytes)
+                for address, parameter in zip(addresses, manifest.parameters, strict=True)
             )
+            self._receiver = Receiver(transport, manifest, addresses, regions, elsewhere)
+            undo.callback(self._receiver.close)
+            self._sender = Sender(transport, manifest, lambda: memory, registered=regions)
+            undo.callback(self._sender.close)
+            self.agent = agent = EngineAgent(
+                self._receiver,
+                hooks,
+                self._sender if can_send else None,
+                host=own_address(controller),
+            )
+            undo.callback(agent.close)
+            encoded, wire, incarnation = manifest.encode(), transport.report(), os.urandom(8).hex()
 
-        self._channel = AgentChannel(
-            controller,
-            token,
-            hello,
-            agent if intercept is None else intercept(agent),
-            on_disconnect=agent.on_disconnect,
-            on_command=agent.on_command,
-        )
-        try:
+            def hello() -> Hello:
+                epoch, round_number = agent.place
+                return Hello(
+                    protocol_version=PROTOCOL_VERSION,
+                    worker=manifest.worker,
+                    incarnation=incarnation,
+                    role=Role.ENGINE,
+                    group=group,
+                    rank=rank,
+                    world_size=world_size,
+                    manifest=encoded,
+                    wire=wire,
+                    url=url,
+                    served_version=agent.served_version,
+                    epoch=epoch,
+                    round=round_number,
+                    tainted=agent.tainted,
+                    can_send=can_send,
+                )
+
+            self._channel = AgentChannel(
+                controller,
+                token,
+                hello,
+                agent if intercept is None else intercept(agent),
+                on_disconnect=agent.on_disconnect,
+                on_command=agent.on_command,
+            )
+            undo.callback(self._channel.close)
             self._channel.connect(connect_deadline_s)
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def wait_disconnected(self, deadline_s: float) -> bool:
         """Whether no controller is connected, and the agent knows it, by then."""
