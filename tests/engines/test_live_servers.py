@@ -153,7 +153,7 @@ COVERING = [
     )
     for engine in ("sglang", "vllm")
 ]
-COVERED = {"dense": (FSDP, MEGATRON_TP, MEGATRON_PP), "mla": (FSDP,)}
+COVERED = {"dense": (FSDP, MEGATRON_TP, MEGATRON_PP), "vllm-mla-tp1": (FSDP,)}
 """By the kind of model or the server, where not every trainer is in the shorter run."""
 COVERING = [
     replace(live, only=COVERED.get(live.kind) or COVERED.get(str(live), ())) for live in COVERING
