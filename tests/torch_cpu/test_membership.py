@@ -38,8 +38,8 @@ class Api:
     def hold(self, pause_id: str, deadline_s: float) -> None:
         raise AssertionError
 
-    def pause(self, mode: PauseMode, deadline_s: float) -> None:
-        pass
+    def pause(self, mode: PauseMode, deadline_s: float) -> bool:
+        return True
 
     def rest(self, pause_id: str, deadline_s: float) -> None:
         self.gate.at_rest(pause_id)

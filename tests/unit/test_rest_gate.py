@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from windlass.engines.attach import RestGate
-from windlass.errors import PeerTimeout
+from windlass.errors import PeerTimeout, PeerUnreachable
 
 DEADLINE_S = 20.0
 
@@ -21,8 +21,10 @@ class Loop:
         self.gate = gate
         self.threads: list[threading.Thread] = []
 
-    def hold(self, pause_id: str, deadline_s: float = DEADLINE_S) -> threading.Thread:
-        thread = threading.Thread(target=self.gate.hold, args=(pause_id, deadline_s))
+    def hold(
+        self, pause_id: str, deadline_s: float = DEADLINE_S, longest_s: float | None = None
+    ) -> threading.Thread:
+        thread = threading.Thread(target=self.gate.hold, args=(pause_id, deadline_s, longest_s))
         thread.start()
         self.threads.append(thread)
         return thread
@@ -86,3 +88,34 @@ def test_a_rank_whose_agent_never_asks_goes_on_after_the_deadline(loop: Loop) ->
     started = time.monotonic()
     loop.hold("1.1", 0.2).join(DEADLINE_S)
     assert 0.2 <= time.monotonic() - started < DEADLINE_S
+
+
+def test_a_loop_that_is_paused_otherwise_leaves_in_the_end_whoever_asked(loop: Loop) -> None:
+    loop.gate.ask("1.1")
+    thread = loop.hold("1.1", longest_s=0.2)
+    loop.gate.wait("1.1", DEADLINE_S)
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+    assert not loop.gate.ask("1.2"), "it has to be brought to rest again"
+
+
+def test_a_pause_that_cannot_be_reached_says_why_at_once(loop: Loop) -> None:
+    loop.gate.ask("1.1")
+    loop.gate.fail("1.1", PeerUnreachable("refused"))
+    with pytest.raises(PeerUnreachable, match="refused"):
+        loop.gate.wait("1.1", DEADLINE_S)
+
+
+def test_a_failure_of_an_earlier_pause_is_not_that_of_a_later_one(loop: Loop) -> None:
+    loop.gate.fail("1.1", PeerUnreachable("refused"))
+    loop.gate.ask("1.2")
+    loop.hold("1.2")
+    loop.gate.wait("1.2", DEADLINE_S)
+
+
+def test_a_loop_that_was_reached_before_the_call_failed_is_at_rest(loop: Loop) -> None:
+    loop.gate.ask("1.1")
+    loop.hold("1.1")
+    loop.gate.wait("1.1", DEADLINE_S)
+    loop.gate.fail("1.1", PeerUnreachable("the connection ended"))
+    loop.gate.wait("1.1", DEADLINE_S)

@@ -83,20 +83,23 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
 class EngineApi(Protocol):
     """The engine's own way to be paused; called on rank 0 only, may block."""
 
+    def pause(self, mode: PauseMode, deadline_s: float) -> bool:
+        """Stop admission and treat running requests as `mode` says.
+
+        Returns:
+            Whether the engine is paused now, until `resume`; False where `hold` alone does `mode`.
+        """
+        ...
+
     def holds(self, mode: PauseMode) -> bool:
-        """Whether `mode` is done by `hold`, and not by `pause` and `rest`."""
+        """Whether loops come to rest by `hold`, and not by `rest`."""
         ...
 
     def hold(self, pause_id: str, deadline_s: float) -> None:
         """Make the main loop of every rank call its `RestGate.hold`; return when all have left it.
 
-        Running requests stay as they are, and no route of the engine takes part: as quick as one
-        turn of its loop.
+        A loop that is held neither runs steps nor takes the interpreter from the agent's thread.
         """
-        ...
-
-    def pause(self, mode: PauseMode, deadline_s: float) -> None:
-        """Stop admission and treat running requests as `mode` says."""
         ...
 
     def rest(self, pause_id: str, deadline_s: float) -> None:
@@ -104,7 +107,7 @@ class EngineApi(Protocol):
         ...
 
     def resume(self) -> None:
-        """Go on generating after `pause`."""
+        """Go on generating after `pause`, and after `hold` has returned, unless a loop is stuck."""
         ...
 
     def set_version(self, version: int) -> None:
@@ -124,6 +127,7 @@ class RestGate:
         self._changed = threading.Condition()
         self._reached = self._asked = self._ended = ""
         self._holding = False
+        self._failed: tuple[str, WindlassError] | None = None
 
     def at_rest(self, pause_id: str) -> None:
         """Called by the engine's main loop, which is paused already, after its last step."""
@@ -131,20 +135,27 @@ class RestGate:
             self._reached = pause_id
             self._changed.notify_all()
 
-    def hold(self, pause_id: str, deadline_s: float) -> None:
+    def hold(self, pause_id: str, deadline_s: float, longest_s: float | None = None) -> None:
         """Called by the main loop after its last step; it stays here until the pause ends.
 
         A pause that is asked for meanwhile takes the loop over as it is. It leaves if this rank's
-        agent has asked for none after `deadline_s`: then the pause has failed. Once asked it has
-        no deadline: to run on would be to serve weights that may be torn, and the agent ends the
-        pause when it loses its controller.
+        agent has asked for none after `deadline_s`: then the pause has failed. Once asked it stays;
+        to run on would be to serve weights that may be torn, and the agent ends the pause when it
+        loses its controller.
+
+        Args:
+            pause_id: that the hold is for.
+            deadline_s: for the agent to ask.
+            longest_s: where the engine itself is paused, so that its loop runs no step after this
+                either: the loop leaves this long after it was asked, whatever happens.
         """
         with self._changed:
             self._holding = True
             self._reached = self._asked or pause_id
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._asked or pause_id == self._ended, deadline_s)
-            self._changed.wait_for(lambda: not self._asked)
+            until_asked_s = deadline_s if longest_s is None else min(deadline_s, longest_s)
+            self._changed.wait_for(lambda: self._asked or pause_id == self._ended, until_asked_s)
+            self._changed.wait_for(lambda: not self._asked, longest_s)
             self._holding = False
 
     def ask(self, pause_id: str) -> bool:
@@ -163,17 +174,31 @@ class RestGate:
                 self._ended, self._asked = self._asked, ""
             self._changed.notify_all()
 
+    def fail(self, pause_id: str, error: WindlassError) -> None:
+        """The main loop will not come to rest for this pause; `wait` says why."""
+        with self._changed:
+            self._failed = pause_id, error
+            self._changed.notify_all()
+
     def wait(self, pause_id: str, deadline_s: float) -> None:
         """Return once the main loop is at rest for this pause.
 
         Raises:
             PeerTimeout: it was not within `deadline_s`.
+            WindlassError: that of `fail`.
         """
+
+        def failure() -> WindlassError | None:
+            failed = self._failed
+            return failed[1] if failed is not None and failed[0] == pause_id else None
+
         with self._changed:
-            if not self._changed.wait_for(lambda: self._reached == pause_id, deadline_s):
-                raise PeerTimeout(
-                    f"pause {pause_id}: the engine's loop is not at rest after {deadline_s} s"
-                )
+            self._changed.wait_for(lambda: self._reached == pause_id or failure(), deadline_s)
+            if self._reached == pause_id:
+                return
+            raise failure() or PeerTimeout(
+                f"pause {pause_id}: the engine's loop is not at rest after {deadline_s} s"
+            )
 
 
 @final
@@ -187,47 +212,59 @@ class RankHooks:
     def __init__(self, captured: Captured, gate: RestGate, api: EngineApi | None) -> None:
         self._captured, self._gate, self._api = captured, gate, api
         self._paused = False
+        self._held: threading.Thread | None = None
 
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
         """See `EngineHooks.pause`."""
         held = self._gate.ask(pause_id)
         try:
-            if held or self._api is None:
-                pass
-            elif self._api.holds(mode):
-                threading.Thread(
-                    target=self._hold, args=(self._api, pause_id, deadline_s), name="windlass-hold"
-                ).start()
-            else:
-                self._api.pause(mode, deadline_s)
-                self._paused = True
-                self._api.rest(pause_id, deadline_s)
+            if not held and self._api is not None:
+                self._stop(self._api, pause_id, mode, deadline_s)
             self._gate.wait(pause_id, deadline_s)
         except WindlassError:
             self._gate.end()
             raise
 
+    def _stop(self, api: EngineApi, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
+        self._paused |= api.pause(mode, deadline_s)
+        if not api.holds(mode):
+            api.rest(pause_id, deadline_s)
+            return
+        self._held = threading.Thread(
+            target=self._hold, args=(api, pause_id, deadline_s), name="windlass-hold"
+        )
+        self._held.start()
+
     def _hold(self, api: EngineApi, pause_id: str, deadline_s: float) -> None:
         """In a thread of its own: the call lasts as long as the pause."""
         try:
             api.hold(pause_id, deadline_s)
-        except WindlassError:
-            # The pause itself fails at its deadline if no rank came to rest.
+        except WindlassError as error:
             logger.warning("pause %s: the engine did not hold", pause_id, exc_info=True)
+            self._gate.fail(pause_id, error)
 
     def resume(self) -> None:
         """See `EngineHooks.resume`; an engine that was not paused is left alone."""
         self._gate.end()
-        if self._api is not None and self._paused:
-            self._api.resume()
-            self._paused = False
+        if self._api is None or not self._paused:
+            return
+        if self._held is not None:
+            self._held.join(API_DEADLINE_S)  # a loop that is stuck elsewhere hears `resume` later
+            self._held = None
+        self._api.resume()
+        self._paused = False
 
     def finalise(self) -> None:
         """See `EngineHooks.finalise`."""
         self._captured.finalise()
 
     def set_version(self, version: int) -> None:
-        """See `EngineHooks.set_version`."""
+        """See `EngineHooks.set_version`.
+
+        An engine that is paused by its own routes runs no step, and may need its loop for this.
+        """
+        if self._paused:
+            self._gate.end()
         if self._api is not None:
             self._api.set_version(version)
 

@@ -72,11 +72,14 @@ class VllmApi:
     def __init__(self, url: str, *, can_hold: bool) -> None:
         self._url, self._can_hold = url, can_hold
 
-    def pause(self, mode: PauseMode, deadline_s: float) -> None:
+    def pause(self, mode: PauseMode, deadline_s: float) -> bool:
         """`abort` also empties the prefix cache; `in_place` keeps requests and their caches."""
         if mode not in _MODES:
             raise ConfigError(f"vLLM: pause_mode must be one of {list(_MODES)}, got {mode}")
+        if self.holds(mode):
+            return False
         post(self._url, f"/pause?mode={_MODES[mode]}", {}, deadline_s)
+        return True
 
     def holds(self, mode: PauseMode) -> bool:
         """See `EngineApi.holds`: /pause sleeps for 20 ms after it is done (0.24, 0.32)."""

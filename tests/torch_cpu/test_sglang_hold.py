@@ -1,0 +1,188 @@
+"""What SGLang is asked to do around an update, in which order, and when its loops are held."""
+
+from __future__ import annotations
+
+import base64
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import msgspec
+import pytest
+
+from windlass.config import PauseMode
+from windlass.engines.attach import RankHooks, RestGate
+from windlass.engines.capture.capture import Captured
+from windlass.engines.sglang.hook import AtRest, Hold, SglangApi
+from windlass.errors import PeerUnreachable
+from windlass.layout.manifest import ManifestBuilder, Role
+
+DEADLINE_S = 20.0
+PAUSE, BEGIN, END = "/pause_generation", "/begin_weight_update", "/end_weight_update"
+FLUSH = "/flush_cache"
+STAMP, GO_ON = "/update_weight_version", "/continue_generation"
+
+
+@dataclass
+class Loops:
+    """The main loops of two ranks behind routes like SGLang's; orders reach both, one at a time.
+
+    Attributes:
+        seen: what was asked, in order; an order when its loops have left it.
+        refused: a route that answers with a refusal.
+    """
+
+    gates: tuple[RestGate, ...] = field(default_factory=lambda: (RestGate(), RestGate()))
+    seen: list[str] = field(default_factory=list)
+    refused: str = ""
+    busy: threading.Lock = field(default_factory=threading.Lock)
+
+    def answer(self, path: str, body: dict[str, Any]) -> bool:
+        if path in (PAUSE, GO_ON):  # these do not go through the loops
+            self.seen.append(path)
+        elif path == "/update_weights_from_tensor":
+            self.carry_out(body)
+        else:
+            with self.busy:
+                self.seen.append(path)
+        return path != self.refused
+
+    def carry_out(self, body: dict[str, Any]) -> None:
+        payload = base64.b64decode(body["serialized_named_tensors"][0])
+        [(name, _)] = ForkingPickler.loads(payload)
+        order: AtRest | Hold = msgspec.json.decode(name, type=AtRest | Hold)
+        with self.busy:
+            threads = [
+                threading.Thread(target=self.come_past, args=(gate, order)) for gate in self.gates
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            self.seen.append(type(order).__name__)
+
+    def come_past(self, gate: RestGate, order: AtRest | Hold) -> None:
+        if isinstance(order, Hold):
+            gate.hold(order.pause_id, order.deadline_s, DEADLINE_S)
+        elif isinstance(order, AtRest):
+            gate.at_rest(order.pause_id)
+
+
+@pytest.fixture
+def loops() -> Loops:
+    return Loops()
+
+
+@pytest.fixture
+def url(loops: Loops) -> Iterator[str]:
+    class Routes(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = msgspec.json.decode(self.rfile.read(int(self.headers["Content-Length"])))
+            answer = msgspec.json.encode({"success": loops.answer(self.path, body)})
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_request(self, code: int | str = "", size: int | str = "") -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Routes)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    for gate in loops.gates:
+        gate.end()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def hooks_of(loops: Loops, url: str, *, holds: bool) -> list[RankHooks]:
+    empty = ManifestBuilder("engine/0", Role.ENGINE).build()
+    captured = Captured(empty, (), (), (), ())
+    api = SglangApi(url, len(loops.gates), holds=holds)
+    return [
+        RankHooks(captured, gate, None if rank else api) for rank, gate in enumerate(loops.gates)
+    ]
+
+
+def together(*calls: Any) -> None:
+    """As agents of several ranks do."""
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+
+
+def pause(hooks: list[RankHooks], mode: PauseMode = PauseMode.IN_PLACE, number: int = 1) -> None:
+    together(*(lambda rank=rank: rank.pause(f"1.{number}", mode, DEADLINE_S) for rank in hooks))
+
+
+def publish(rank: RankHooks) -> None:
+    rank.set_version(1)
+    rank.resume()
+
+
+@pytest.mark.parametrize(
+    ("mode", "dropped"),
+    [
+        (PauseMode.IN_PLACE, []),
+        (PauseMode.RETRACT, [FLUSH]),
+        (PauseMode.ABORT, [FLUSH]),
+    ],
+)
+def test_loops_are_held_from_the_pause_until_the_stamp(
+    loops: Loops, url: str, mode: PauseMode, dropped: list[str]
+) -> None:
+    hooks = hooks_of(loops, url, holds=True)
+    pause(hooks, mode)
+    assert loops.busy.locked()
+    assert loops.seen == [PAUSE, BEGIN, *dropped]
+    together(*(lambda rank=rank: publish(rank) for rank in hooks))
+    after = loops.seen[2 + len(dropped) :]
+    assert after[0] == "Hold"
+    assert sorted(after[1:3]) == sorted([STAMP, END]), "in either order"
+    assert after[3:] == [GO_ON]
+
+
+def test_an_abort_lets_the_loops_go_before_the_engine_goes_on(loops: Loops, url: str) -> None:
+    hooks = hooks_of(loops, url, holds=True)
+    pause(hooks)
+    together(*(rank.resume for rank in hooks))
+    assert loops.seen == [PAUSE, BEGIN, "Hold", END, GO_ON]
+    pause(hooks, number=2)
+    together(*(rank.resume for rank in hooks))
+    assert loops.seen == [PAUSE, BEGIN, "Hold", END, GO_ON] * 2
+
+
+def test_a_torn_engine_stays_held_into_the_next_pause(loops: Loops, url: str) -> None:
+    hooks = hooks_of(loops, url, holds=True)
+    pause(hooks)
+    pause(hooks, number=2)
+    assert loops.busy.locked()
+    together(*(lambda rank=rank: publish(rank) for rank in hooks))
+    assert loops.seen.count(PAUSE) == loops.seen.count("Hold") == 1
+    assert loops.seen[-1] == GO_ON
+
+
+def test_a_refused_session_fails_the_pause_at_once(loops: Loops, url: str) -> None:
+    loops.refused = BEGIN
+    hooks = hooks_of(loops, url, holds=True)
+    with pytest.raises(PeerUnreachable, match=BEGIN):
+        hooks[0].pause("1.1", PauseMode.IN_PLACE, DEADLINE_S)
+    hooks[0].resume()
+    assert loops.seen == [PAUSE, BEGIN, GO_ON]
+
+
+def test_where_orders_touch_weights_the_loops_only_come_past(loops: Loops, url: str) -> None:
+    hooks = hooks_of(loops, url, holds=False)
+    pause(hooks, PauseMode.RETRACT)
+    assert not loops.busy.locked()
+    together(*(lambda rank=rank: publish(rank) for rank in hooks))
+    assert loops.seen == [PAUSE, BEGIN, "AtRest", END, FLUSH, STAMP, GO_ON]
