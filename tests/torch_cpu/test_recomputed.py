@@ -678,9 +678,10 @@ class Stuck(Api):
 
     fails = True
 
-    def pause(self, mode: PauseMode, deadline_s: float) -> None:
+    def pause(self, mode: PauseMode, deadline_s: float) -> bool:
         if self.fails:
             raise PeerTimeout("it does not come to rest")
+        return True
 
 
 @pytest.mark.parametrize("mode", UpdateMode)
