@@ -10,11 +10,11 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup demo test chaos test-megatron engines test-engines lint types imports unit bench clean test-nixl test-relay test-clusters test-rdma
+.PHONY: help setup demo test engine chaos test-megatron engines test-engines lint types imports unit bench clean test-nixl test-relay test-clusters test-rdma
 
 help:
 	@echo "make demo [ARGS='--steps 40 --transport cma --mode staged']   asynchronous GRPO on this machine"
-	@echo "make test                                                   lint, types, import contracts, tests"
+	@echo "make test                                                   lint, types, import contracts, tests, a live vLLM"
 	@echo "make bench [ARGS='planner update']                            benchmarks, into benchmarks/results/local"
 	@echo "make chaos | test-faults | test-relay | test-hosts            longer: generated faults, kills, relays, several hosts"
 	@echo "make test-megatron | test-nixl | test-clusters                longer: more layouts, wires, schedulers"
@@ -49,7 +49,12 @@ imports: setup
 unit: setup
 	$(BIN)/pytest
 
-test: lint types imports unit
+# One live server: vLLM with two tensor-parallel ranks, updated in both modes by FSDP2 ranks.
+engine: setup
+	test -n "$(WINDLASS_VLLM_VENV)" || bash tools/engines/install.sh vllm .venv-vllm $(VENV)
+	WINDLASS_ENGINES=one $(BIN)/pytest -m engines tests/engines/test_live_servers.py -k fresh_one
+
+test: lint types imports unit engine
 
 # More Megatron-core layouts on four processes, trained steps of every family with transformers as the
 # oracle of their logits, and mbridge as an independent converter.
@@ -66,7 +71,7 @@ engines: setup
 # Live servers on this machine's CPU: a choice that covers the matrix (about 27 minutes on two cores),
 # or all of it with FULL=1. What was shown becomes docs/capabilities.md.
 test-engines: engines
-	WINDLASS_ENGINES_FULL=$(FULL) WINDLASS_CAPABILITIES=docs/capabilities.json \
+	WINDLASS_ENGINES=$(if $(FULL),all) WINDLASS_CAPABILITIES=docs/capabilities.json \
 	  $(BIN)/pytest -m engines tests/engines $(ARGS)
 	$(BIN)/python tools/render_capabilities.py
 

@@ -41,7 +41,7 @@ pytestmark = [
 ]
 
 KIND = "dense"
-FULL = os.environ.get("WINDLASS_ENGINES_FULL", "") == "1"
+FULL = os.environ.get("WINDLASS_ENGINES", "") == "all"
 SLOT = "buffer:adapter/"
 Digests = list[dict[str, str]]
 
