@@ -16,10 +16,11 @@ import windlass
 from windlass.config import ControlConfig, PauseMode, UpdateMode
 from windlass.control.messages import UpdateReport
 from windlass.engines import membership
-from windlass.engines.attach import AgentSettings, RestGate
+from windlass.engines.attach import AgentSettings
 from windlass.engines.capture.capture import Captured, capture
 from windlass.engines.capture.codes import checkpoint_specs
 from windlass.engines.membership import Membership
+from windlass.engines.rest_gate import RestGate
 from windlass.errors import ConfigError, ProtocolError
 
 TOKEN = "secret of the test"

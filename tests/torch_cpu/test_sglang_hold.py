@@ -14,8 +14,9 @@ import msgspec
 import pytest
 
 from windlass.config import PauseMode
-from windlass.engines.attach import RankHooks, RestGate
+from windlass.engines.attach import RankHooks
 from windlass.engines.capture.capture import Captured
+from windlass.engines.rest_gate import RestGate
 from windlass.engines.sglang.hook import AtRest, Hold, SglangApi
 from windlass.errors import PeerUnreachable
 from windlass.layout.manifest import ManifestBuilder, Role
@@ -33,11 +34,15 @@ class Loops:
     Attributes:
         seen: what was asked, in order; an order when its loops have left it.
         refused: a route that answers with a refusal.
+        longest_hold_s: see `RestGate.hold`.
+        carried_out: an order has been.
     """
 
     gates: tuple[RestGate, ...] = field(default_factory=lambda: (RestGate(), RestGate()))
     seen: list[str] = field(default_factory=list)
     refused: str = ""
+    longest_hold_s: float = DEADLINE_S
+    carried_out: threading.Event = field(default_factory=threading.Event)
     busy: threading.Lock = field(default_factory=threading.Lock)
 
     def answer(self, path: str, body: dict[str, Any]) -> bool:
@@ -63,10 +68,11 @@ class Loops:
             for thread in threads:
                 thread.join()
             self.seen.append(type(order).__name__)
+        self.carried_out.set()
 
     def come_past(self, gate: RestGate, order: AtRest | Hold) -> None:
         if isinstance(order, Hold):
-            gate.hold(order.pause_id, order.deadline_s, DEADLINE_S)
+            gate.hold(order.pause_id, order.deadline_s, self.longest_hold_s)
         elif isinstance(order, AtRest):
             gate.at_rest(order.pause_id)
 
@@ -82,7 +88,7 @@ def url(loops: Loops) -> Iterator[str]:
         def do_POST(self) -> None:
             body = msgspec.json.decode(self.rfile.read(int(self.headers["Content-Length"])))
             answer = msgspec.json.encode({"success": loops.answer(self.path, body)})
-            self.send_response(200)
+            self.send_response(500 if self.path == PAUSE == loops.refused else 200)
             self.send_header("Content-Length", str(len(answer)))
             self.end_headers()
             self.wfile.write(answer)
@@ -104,7 +110,7 @@ def url(loops: Loops) -> Iterator[str]:
 def hooks_of(loops: Loops, url: str, *, holds: bool) -> list[RankHooks]:
     empty = ManifestBuilder("engine/0", Role.ENGINE).build()
     captured = Captured(empty, (), (), (), ())
-    api = SglangApi(url, len(loops.gates), holds=holds)
+    api = SglangApi(url, len(loops.gates), loops.gates[0], holds=holds)
     return [
         RankHooks(captured, gate, None if rank else api) for rank, gate in enumerate(loops.gates)
     ]
@@ -186,3 +192,29 @@ def test_where_orders_touch_weights_the_loops_only_come_past(loops: Loops, url: 
     assert not loops.busy.locked()
     together(*(lambda rank=rank: publish(rank) for rank in hooks))
     assert loops.seen == [PAUSE, BEGIN, "AtRest", END, FLUSH, STAMP, GO_ON]
+
+
+def test_a_session_outlives_a_loop_that_leaves_before_the_write_is_over(
+    loops: Loops, url: str
+) -> None:
+    loops.longest_hold_s = 0.01
+    hooks = hooks_of(loops, url, holds=True)
+    pause(hooks)
+    assert loops.carried_out.wait(DEADLINE_S)
+    held = hooks[0]._held
+    assert held is not None
+    held.join(0.05)
+    assert held.is_alive()
+    assert loops.seen == [PAUSE, BEGIN, "Hold"]
+    together(*(lambda rank=rank: publish(rank) for rank in hooks))
+    assert loops.seen.index(END) > loops.seen.index("Hold")
+    assert loops.seen[-1] == GO_ON
+
+
+def test_an_engine_that_does_not_answer_a_pause_is_resumed(loops: Loops, url: str) -> None:
+    loops.refused = PAUSE
+    hooks = hooks_of(loops, url, holds=True)
+    with pytest.raises(PeerUnreachable, match=PAUSE):
+        hooks[0].pause("1.1", PauseMode.IN_PLACE, DEADLINE_S)
+    hooks[0].resume()
+    assert loops.seen == [PAUSE, GO_ON]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from windlass.engines.attach import RestGate
+from windlass.engines.rest_gate import RestGate
 from windlass.errors import PeerTimeout, PeerUnreachable
 
 DEADLINE_S = 20.0

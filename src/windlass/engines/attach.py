@@ -21,6 +21,7 @@ from windlass.config import PauseMode
 from windlass.engines.capture.capture import Captured
 from windlass.engines.capture.codes import checkpoint_tensors
 from windlass.engines.client import EngineClient
+from windlass.engines.rest_gate import RestGate
 from windlass.errors import PeerTimeout, PeerUnreachable, ProtocolError, WindlassError
 from windlass.transports.base import MemoryRegion, OneSidedTransport
 from windlass.transports.configs import CudaIpcConfig, TransportConfig, parse_transport
@@ -35,7 +36,6 @@ __all__ = [
     "EngineApi",
     "NoSuchRoute",
     "RankHooks",
-    "RestGate",
     "attach",
     "get",
     "post",
@@ -44,6 +44,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 CONNECT_DEADLINE_S = 60.0
+RELEASE_S = 5.0
+"""For a loop that was let go; well within the deadline of the command that resumes the engine."""
 API_DEADLINE_S = 60.0
 
 
@@ -116,92 +118,6 @@ class EngineApi(Protocol):
 
 
 @final
-class RestGate:
-    """Where the engine's main loop and the agent's thread meet, in every rank.
-
-    The loop comes past (`at_rest`) or stays (`hold`) while the agent has asked for that pause. The
-    two may come in either order.
-    """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._reached = self._asked = self._ended = ""
-        self._holding = False
-        self._failed: tuple[str, WindlassError] | None = None
-
-    def at_rest(self, pause_id: str) -> None:
-        """Called by the engine's main loop, which is paused already, after its last step."""
-        with self._changed:
-            self._reached = pause_id
-            self._changed.notify_all()
-
-    def hold(self, pause_id: str, deadline_s: float, longest_s: float | None = None) -> None:
-        """Called by the main loop after its last step; it stays here until the pause ends.
-
-        A pause that is asked for meanwhile takes the loop over as it is. It leaves if this rank's
-        agent has asked for none after `deadline_s`: then the pause has failed. Once asked it stays;
-        to run on would be to serve weights that may be torn, and the agent ends the pause when it
-        loses its controller.
-
-        Args:
-            pause_id: that the hold is for.
-            deadline_s: for the agent to ask.
-            longest_s: where the engine itself is paused, so that its loop runs no step after this
-                either: the loop leaves this long after it was asked, whatever happens.
-        """
-        with self._changed:
-            self._holding = True
-            self._reached = self._asked or pause_id
-            self._changed.notify_all()
-            until_asked_s = deadline_s if longest_s is None else min(deadline_s, longest_s)
-            self._changed.wait_for(lambda: self._asked or pause_id == self._ended, until_asked_s)
-            self._changed.wait_for(lambda: not self._asked, longest_s)
-            self._holding = False
-
-    def ask(self, pause_id: str) -> bool:
-        """Called by the agent before it waits; whether the loop is held already."""
-        with self._changed:
-            self._asked = pause_id
-            if self._holding:
-                self._reached = pause_id
-            self._changed.notify_all()
-            return self._holding
-
-    def end(self) -> None:
-        """The pause that was asked for is over, or has failed. Idempotent."""
-        with self._changed:
-            if self._asked:
-                self._ended, self._asked = self._asked, ""
-            self._changed.notify_all()
-
-    def fail(self, pause_id: str, error: WindlassError) -> None:
-        """The main loop will not come to rest for this pause; `wait` says why."""
-        with self._changed:
-            self._failed = pause_id, error
-            self._changed.notify_all()
-
-    def wait(self, pause_id: str, deadline_s: float) -> None:
-        """Return once the main loop is at rest for this pause.
-
-        Raises:
-            PeerTimeout: it was not within `deadline_s`.
-            WindlassError: that of `fail`.
-        """
-
-        def failure() -> WindlassError | None:
-            failed = self._failed
-            return failed[1] if failed is not None and failed[0] == pause_id else None
-
-        with self._changed:
-            self._changed.wait_for(lambda: self._reached == pause_id or failure(), deadline_s)
-            if self._reached == pause_id:
-                return
-            raise failure() or PeerTimeout(
-                f"pause {pause_id}: the engine's loop is not at rest after {deadline_s} s"
-            )
-
-
-@final
 class RankHooks:
     """`EngineHooks` of one rank.
 
@@ -226,7 +142,10 @@ class RankHooks:
             raise
 
     def _stop(self, api: EngineApi, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
-        self._paused |= api.pause(mode, deadline_s)
+        if self._held is not None:  # it may still be on its way out
+            self._held.join(deadline_s)
+        before, self._paused = self._paused, True  # also if no answer comes: it may have stopped
+        self._paused = api.pause(mode, deadline_s) or before
         if not api.holds(mode):
             api.rest(pause_id, deadline_s)
             return
@@ -249,7 +168,7 @@ class RankHooks:
         if self._api is None or not self._paused:
             return
         if self._held is not None:
-            self._held.join(API_DEADLINE_S)  # a loop that is stuck elsewhere hears `resume` later
+            self._held.join(RELEASE_S)  # a loop that is stuck elsewhere hears `resume` later
             self._held = None
         self._api.resume()
         self._paused = False

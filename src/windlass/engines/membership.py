@@ -6,15 +6,9 @@ import gc
 from collections.abc import Callable
 from typing import final
 
-from windlass.engines.attach import (
-    AgentSettings,
-    Attachment,
-    EngineApi,
-    RankHooks,
-    RestGate,
-    attach,
-)
+from windlass.engines.attach import AgentSettings, Attachment, EngineApi, RankHooks, attach
 from windlass.engines.capture.capture import Captured
+from windlass.engines.rest_gate import RestGate
 from windlass.envs import control_token
 from windlass.errors import ConfigError, UnsupportedLayout
 

@@ -58,7 +58,7 @@ class Captured:
     """What was learnt of one rank.
 
     Attributes:
-        manifest: of the rank. addresses: of its parameters, in order. extents: (address, bytes).
+        manifest: of the rank. addresses: of its parameters, in order.
         repacks: to be applied after every update.
         constants: tensors that no checkpoint changes (rotary caches, scales of 1).
         unplaced: checkpoint tensors that left no trace on this rank (other ranks' experts, or a
@@ -99,6 +99,8 @@ class Captured:
         """
         for repack in self.repacks:
             repack.apply()
+        for device in {repack.target.device for repack in self.repacks if repack.target.is_cuda}:
+            torch.cuda.synchronize(device)  # the engine's next step may run on another stream
         if self.recompute is not None:
             self.recompute.run()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -27,7 +27,8 @@ from windlass.engines.capture.capture import Captured, capture
 from windlass.engines.capture.codes import checkpoint_specs
 from windlass.engines.capture.memory import fingerprints, held_by
 from windlass.engines.membership import Membership
-from windlass.errors import PeerUnreachable, UnsupportedLayout
+from windlass.engines.rest_gate import RestGate
+from windlass.errors import PeerTimeout, PeerUnreachable, UnsupportedLayout, WindlassError
 
 __all__ = [
     "AtRest",
@@ -43,7 +44,8 @@ __all__ = [
 
 HOOK = "windlass.engines.sglang.hook.run"
 LONGEST_HOLD_S = 20.0
-"""After that the paused loop spins as ever. Orders, which a held loop does not hear, wait so long."""
+"""After that the paused loop spins as ever. Orders, which a held loop does not hear, wait so long,
+or twice, if the agent has not asked yet."""
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
@@ -90,8 +92,8 @@ class _Rank:
     """This process; one model lives in it.
 
     Attributes:
-        can_be_held: what SGLang does around an order leaves weights alone, so that they may be
-            written meanwhile. The same in every rank, as all run one model.
+        can_be_held: it is the only rank, since more have not been shown, and what SGLang does around
+            an order leaves weights alone, so that they may be written meanwhile.
     """
 
     membership: Membership = field(default_factory=Membership)
@@ -136,12 +138,14 @@ def _join(model: torch.nn.Module, order: Join, rank: int) -> None:
             worker=f"{settings.name}/{rank}",
             reference=settings.reference(),
         )
-        _rank.can_be_held = _plain(captured) and _orders_change_nothing(model)
+        _rank.can_be_held = (
+            settings.world_size == 1 and _plain(captured) and _orders_change_nothing(model)
+        )
         return captured
 
     def api() -> SglangApi:
-        holds = _rank.can_be_held and settings.world_size == 1  # has not been shown with more
-        return SglangApi(settings.url, settings.world_size, holds=holds)
+        gate = _rank.membership.gate
+        return SglangApi(settings.url, settings.world_size, gate, holds=_rank.can_be_held)
 
     captured = _rank.membership.join(settings, rank, learn, api)
     joined = Joined(
@@ -255,6 +259,10 @@ def _session(url: str, deadline_s: float) -> Iterator[Mapping[str, str]]:
     except NoSuchRoute:  # 0.5.16: no sessions, and no draft model here
         yield {}
         return
+    except PeerTimeout:
+        with suppress(WindlassError):  # it opens later, and nobody else would close it
+            _call(url, "/end_weight_update", {}, deadline_s)
+        raise
     try:
         yield {"selector": "target"}
     finally:
@@ -293,11 +301,12 @@ class SglangApi:
     Args:
         url: of the server.
         world_size: tensor-parallel ranks.
+        gate: of rank 0.
         holds: whether weights may be written while an order runs.
     """
 
-    def __init__(self, url: str, world_size: int, *, holds: bool) -> None:
-        self._url, self._world_size, self._holds = url, world_size, holds
+    def __init__(self, url: str, world_size: int, gate: RestGate, *, holds: bool) -> None:
+        self._url, self._world_size, self._gate, self._holds = url, world_size, gate, holds
         self._flushes = True
 
     def pause(self, mode: PauseMode, deadline_s: float) -> bool:
@@ -315,6 +324,7 @@ class SglangApi:
         with _session(self._url, deadline_s) as selector:
             self._flush(deadline_s)  # a held loop does not hear it
             _order(self._url, Hold(pause_id, deadline_s), selector, self._world_size, None)
+            self._gate.wait_ended(pause_id)  # the end of a session works on weights
 
     def rest(self, pause_id: str, deadline_s: float) -> None:
         """See `EngineApi.rest`."""

@@ -1,6 +1,6 @@
 """What `--worker-extension-cls windlass.engines.vllm.extension.WindlassExtension` adds to a worker.
 
-vLLM makes this a base class of its worker, so `self` is the worker. The two methods are called by
+vLLM makes this a base class of its worker, so `self` is the worker. The methods are called by
 `collective_rpc` in the worker's main loop, after every earlier step.
 """
 
@@ -73,12 +73,17 @@ class VllmApi:
         self._url, self._can_hold = url, can_hold
 
     def pause(self, mode: PauseMode, deadline_s: float) -> bool:
-        """`abort` also empties the prefix cache; `in_place` keeps requests and their caches."""
+        """`abort` also empties the prefix cache; `in_place` keeps requests and their caches.
+
+        vLLM 0.32 says that `clear_cache` is ignored with `keep`, and drops the caches of running
+        requests unless told not to.
+        """
         if mode not in _MODES:
             raise ConfigError(f"vLLM: pause_mode must be one of {list(_MODES)}, got {mode}")
         if self.holds(mode):
             return False
-        post(self._url, f"/pause?mode={_MODES[mode]}", {}, deadline_s)
+        clears = str(mode is PauseMode.ABORT).lower()
+        post(self._url, f"/pause?mode={_MODES[mode]}&clear_cache={clears}", {}, deadline_s)
         return True
 
     def holds(self, mode: PauseMode) -> bool:
