@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import TypeVar
 
 import msgspec
 
@@ -20,8 +21,23 @@ __all__ = [
     "UpdateBackend",
     "UpdateMode",
     "XcclBackend",
+    "take_name",
     "take_names",
 ]
+
+NameT = TypeVar("NameT", bound=StrEnum)
+
+
+def take_name(what: str, value: str, kind: type[NameT]) -> NameT:
+    """The member of an enumeration that has this name, or is it.
+
+    Raises:
+        ConfigError: no such member; begins with `what`.
+    """
+    try:
+        return kind(value)
+    except ValueError:
+        raise ConfigError(f"{what} must be one of {[*map(str, kind)]}, got {value!r}") from None
 
 
 def take_names(settings: msgspec.Struct, kinds: Mapping[str, type[StrEnum]]) -> None:
@@ -35,12 +51,8 @@ def take_names(settings: msgspec.Struct, kinds: Mapping[str, type[StrEnum]]) -> 
     """
     for field, kind in kinds.items():
         value = msgspec.structs.asdict(settings)[field]
-        try:
-            msgspec.structs.force_setattr(settings, field, kind(value))
-        except ValueError:
-            raise ConfigError(
-                f"{type(settings).__name__}: {field} must be one of {[*map(str, kind)]}, got {value!r}"
-            ) from None
+        member = take_name(f"{type(settings).__name__}: {field}", value, kind)
+        msgspec.structs.force_setattr(settings, field, member)
 
 
 class UpdateMode(StrEnum):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
+import os
+import resource
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -21,10 +24,11 @@ from windlass.control.journal import JournalEntry, JournalKind
 from windlass.control.lines import LineFile
 from windlass.control.messages import RoundOutcome
 from windlass.control.session import AgentSession
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, PeerTimeout, RolloutError
 from windlass.execution import disk
 from windlass.execution.base import ParameterMemory
 from windlass.execution.relay_inlet import ACCEPT_AGAIN_S, RelayInlet
+from windlass.rollout import RolloutConfig, SamplingParams
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.directory import StaticEngines
 from windlass.rollout.journal import RolloutJournal
@@ -144,6 +148,46 @@ async def test_an_engine_that_cannot_resume_alone_comes_back_to_its_controller()
         await until(lambda: sessions.get("a/0") not in (None, first))
 
 
+async def test_an_engine_that_could_not_resume_alone_does_so_before_its_next_round() -> None:
+    told: list[str] = []
+
+    def away_once() -> None:
+        told.append("resume")
+        if len(told) == 1:
+            raise PeerTimeout("the engine's HTTP server is away")
+
+    async with FakeFleet() as rig:
+        rank = FakeEngineRank("a/0", rig.num_trainers, on_command=lambda c: told.append(str(c)))
+        hello = fake_hello(engine_manifest("a/0", rig.num_trainers), group="a")
+        await rig.connect(hello, rank, on_disconnect=away_once)
+        sessions = rig.coordinator._sessions
+        await until(lambda: "a/0" in sessions)
+        first = sessions["a/0"]
+        await first.close()
+        await until(lambda: sessions.get("a/0") not in (None, first))
+        await until(lambda: len(told) >= 2)
+        assert told[:2] == ["resume", "resume"]
+
+
+async def test_whoever_waits_for_a_batch_is_told_that_the_journal_broke(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise FULL
+
+    policy = windlass.StalenessPolicy.unbounded(1)
+    config = RolloutConfig(journal=tmp_path / "rollouts")
+    async with RolloutController(StaticEngines(), policy, config=config) as rollouts:
+        waiting = asyncio.create_task(rollouts.next_batch(1, deadline_s=600))
+        await asyncio.sleep(0)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", full)
+            rollouts.submit((1,), SamplingParams(max_new_tokens=1))
+            async with asyncio.timeout(WITHIN_S):
+                with pytest.raises(RolloutError, match="No space left"):
+                    await waiting
+
+
 def test_a_channel_that_was_never_connected_leaves_no_loop_open() -> None:
     hello = fake_hello(engine_manifest("a/0", 1), group="a")
     channel = AgentChannel("http://127.0.0.1:1", TOKEN, lambda: hello, FakeEngineRank("a/0", 1))
@@ -164,6 +208,26 @@ def test_old_versions_that_cannot_be_removed_fail_no_round(
     disk.DiskSender(windlass.DiskBackend(str(tmp_path)), manifest, lambda: where).prepare(1)
 
 
+@pytest.fixture
+def large_descriptors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A pair's second descriptor is too large for `select.select`, where the system allows it."""
+    pair = socket.socketpair
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_files = 1200 if hard == resource.RLIM_INFINITY else min(1200, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, hard))
+
+    def large() -> tuple[socket.socket, socket.socket]:
+        one, other = pair()
+        with other:
+            moved = fcntl.fcntl(other, fcntl.F_DUPFD_CLOEXEC, num_files - 50)
+        return one, socket.socket(fileno=moved)
+
+    monkeypatch.setattr(socket, "socketpair", large)
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("large_descriptors")
 def test_a_relay_that_cannot_take_a_visitor_does_not_ask_without_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -10,11 +10,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from windlass.control.by_hand import HandDrivenUpdates
+from windlass.control.callback_messages import CallbackRequest, PauseCall
 from windlass.control.journal import Journal, JournalEntry, JournalKind
 from windlass.control.messages import Apply, Command, Pause, Verify
-from windlass.errors import PeerTimeout, PlanError, RoundAborted
+from windlass.errors import ConfigError, PeerTimeout, PlanError, RoundAborted
 from windlass.testing.fake_fleet import TOKEN, FakeFleet
-from windlass.training.callback import RolloutCallback
+from windlass.training.callback import RolloutCallback, WeightGroup
 
 WITHIN_S = 20.0
 
@@ -128,3 +130,80 @@ async def test_a_version_that_cannot_be_recorded_is_not_published_by_hand(
         await serves(rig, "a/0", "b/0")
         assert "Apply" not in rig.engines["a/0"].handled[-3:]
         assert rig.routable == {"a": 0, "b": 0}
+
+
+async def test_a_head_that_comes_while_a_pause_fails_is_told_of_a_pause_that_lasts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    carry_out, pausing = HandDrivenUpdates._carry_out, asyncio.Semaphore(0)
+
+    async def counted(self: HandDrivenUpdates, asked: CallbackRequest) -> tuple[str, ...]:
+        if isinstance(asked.call, PauseCall):
+            pausing.release()
+        return await carry_out(self, asked)
+
+    monkeypatch.setattr(HandDrivenUpdates, "_carry_out", counted)
+    both_wait, refusals = threading.Event(), [RoundAborted("b cannot pause now")]
+
+    def refuse_once(command: Command) -> None:
+        if isinstance(command, Pause) and refusals:
+            both_wait.wait(WITHIN_S)
+            raise refusals.pop()
+
+    async with serving_version_0(refuse_once) as (rig, first):
+        failing = asyncio.create_task(asyncio.to_thread(first.pause_generation))
+        await pausing.acquire()
+        with RolloutCallback(rig.server.url, TOKEN, head="second", deadline_s=WITHIN_S) as second:
+            joining = asyncio.create_task(asyncio.to_thread(second.pause_generation))
+            await pausing.acquire()
+            await asyncio.sleep(0)  # it stands in line now
+            both_wait.set()
+            with pytest.raises(RoundAborted, match="b cannot pause now"):
+                await failing
+            await joining
+            assert not any(rig.engines[name].serving for name in ("a/0", "b/0"))
+            await asyncio.to_thread(second.continue_generation, 1)
+        assert rig.routable == {"a": 1, "b": 1}
+
+
+async def test_a_head_that_has_not_paused_cannot_send() -> None:
+    async with serving_version_0(nothing) as (rig, head):
+        await asyncio.to_thread(head.pause_generation)
+        with RolloutCallback(rig.server.url, TOKEN, head="other", deadline_s=WITHIN_S) as other:
+            sent = other.update_weights_from_disk("/nowhere")
+            with pytest.raises(RoundAborted, match="other must call pause_generation first"):
+                await asyncio.wrap_future(sent)
+        assert "TakeFiles" not in rig.engines["a/0"].handled
+
+
+async def test_a_version_that_is_none_lets_the_engines_go_on() -> None:
+    async with serving_version_0(nothing) as (rig, head):
+        await asyncio.to_thread(head.pause_generation)
+        with pytest.raises(ConfigError, match="must be an integer >= 0, got 'one'"):
+            await asyncio.to_thread(head.continue_generation, "one")  # type: ignore[arg-type]
+        await serves(rig, "a/0", "b/0")
+        assert rig.routable == {"a": 0, "b": 0}
+
+
+async def test_no_head_publishes_when_another_has_no_version() -> None:
+    async with serving_version_0(nothing) as (rig, head):
+        with RolloutCallback(rig.server.url, TOKEN, head="other", deadline_s=WITHIN_S) as other:
+            await asyncio.to_thread(head.pause_generation)
+            await asyncio.to_thread(other.pause_generation)
+            bad, good = await asyncio.gather(
+                asyncio.to_thread(head.continue_generation, -1),
+                asyncio.to_thread(other.continue_generation, 1),
+                return_exceptions=True,
+            )
+        assert isinstance(bad, ConfigError)
+        assert "head has no version to publish" in str(good)
+        await serves(rig, "a/0", "b/0")
+        assert rig.routable == {"a": 0, "b": 0}
+
+
+def test_a_group_of_an_unknown_fabric_is_refused_by_name() -> None:
+    with (
+        RolloutCallback("http://127.0.0.1:1", TOKEN) as head,
+        pytest.raises(ConfigError, match=r"WeightGroup: fabric must be one of .*, got 'ncc'"),
+    ):
+        WeightGroup(head, "weights", fabric="ncc")  # type: ignore[arg-type]

@@ -146,10 +146,10 @@ class _Update:
 
     def turn(self, head: str, number: int) -> AbstractAsyncContextManager[None]:
         """The turn of a call; at once when no order was declared."""
+        if head not in self.heads:
+            raise RoundAborted(f"callback: {head} must call pause_generation first")
         if self.order is None:
             return nullcontext()
-        if head not in self.stages:
-            raise RoundAborted(f"callback: {head} must call pause_generation first")
         return self.order.turn(self.stages[head], number)
 
     def fail(self, reason: str) -> None:
@@ -240,8 +240,8 @@ class HandDrivenUpdates:
         call, deadline_s = asked.call, asked.deadline_s
         match call:
             case PauseCall():
-                async with self._lane:
-                    await self._pause(asked.head, call, deadline_s)
+                while not await self._pause(asked.head, call, deadline_s):
+                    pass
             case ContinueCall():
                 await self._continue(asked.head, call.version, deadline_s)
             case MembersCall():
@@ -262,10 +262,21 @@ class HandDrivenUpdates:
             raise RoundAborted("callback: no update is under way: call pause_generation first")
         return self._update
 
-    async def _pause(self, head: str, call: PauseCall, deadline_s: float) -> None:
-        if self._update is not None:
-            self._update.join(head, call.stage, call.num_stages)
-            return
+    async def _pause(self, head: str, call: PauseCall, deadline_s: float) -> bool:
+        """Begin or join; False after waiting for the end of one that could not be joined."""
+        async with self._lane:
+            ending = self._update
+            if ending is None:
+                await self._begin(head, call, deadline_s)
+                return True
+            if not ending.ending:
+                ending.join(head, call.stage, call.num_stages)
+                return True
+        # Its engines go on soon, whatever becomes of it: nobody may take them for paused.
+        await asyncio.shield(ending.ended)
+        return False
+
+    async def _begin(self, head: str, call: PauseCall, deadline_s: float) -> None:
         place, groups, sessions = await self._owner.begin_by_hand()
         self._update = update = _Update(place, groups, sessions)
         update.timer = asyncio.get_running_loop().call_later(call.session_s, self._expire, update)
@@ -294,6 +305,8 @@ class HandDrivenUpdates:
 
     async def _continue(self, head: str, version: int, deadline_s: float) -> None:
         update = self._running()
+        if version < 0:
+            update.fail(f"{head} has no version to publish")
         if update.leave(head) and not update.ending:
             # A task of its own: were it to end with the caller's deadline, an engine that has
             # applied could go on with weights of one version under the name of another.
@@ -375,6 +388,7 @@ class HandDrivenUpdates:
             self._give_up_soon(update, "the heads did not continue within the session's deadline")
 
     def _give_up_soon(self, update: _Update, reason: str) -> None:
+        update.ending = True
         self._answers[f"given up/{update.place}"] = asyncio.create_task(
             self._give_up(update, reason)
         )

@@ -34,7 +34,7 @@ class PauseCall(msgspec.Struct, frozen=True, tag="pause"):
 
 
 class ContinueCall(msgspec.Struct, frozen=True, tag="continue"):
-    """This head has sent everything; the last one publishes."""
+    """This head has sent everything; the last one publishes. Nobody does if one is negative."""
 
     version: int
 

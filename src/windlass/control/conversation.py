@@ -171,6 +171,7 @@ class AgentConversation:
         self._announced: Announcement | None = None
         self._attempts = 0
         self._ended: Exception | None = None
+        self._owes_disconnect = False
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self.welcomed: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.disconnected = threading.Event()
@@ -261,8 +262,8 @@ class AgentConversation:
                 finally:
                     was_connected, self._socket = self._socket is not None, None
                     self._store.void()
-                    if was_connected and self._on_disconnect is not None:
-                        self._disconnected_from_controller(self._on_disconnect)
+                    if was_connected:
+                        self._disconnected_from_controller()
                     self.disconnected.set()
                 if was_connected:
                     backoff_s = FIRST_BACKOFF_S
@@ -272,12 +273,16 @@ class AgentConversation:
                 await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # noqa: S311
                 backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
 
-    def _disconnected_from_controller(self, on_disconnect: Callable[[], None]) -> None:
+    def _disconnected_from_controller(self) -> None:
+        if self._on_disconnect is None:
+            return
         with self._carrying_out:  # whatever begins after this is refused
             try:
-                on_disconnect()
+                self._on_disconnect()
+                self._owes_disconnect = False
             # The boundary of the engine: one that cannot be resumed now must come back all the same.
             except Exception:  # noqa: BLE001
+                self._owes_disconnect = True
                 _log.exception("on_disconnect")
 
     async def _converse(self, http: aiohttp.ClientSession) -> None:
@@ -305,6 +310,11 @@ class AgentConversation:
         frame = self._decode(data)
         match frame:
             case Welcome():
+                if self._owes_disconnect:
+                    # No command of this connection has been taken: no round is open here yet.
+                    await self._loop.run_in_executor(
+                        self._executor, self._disconnected_from_controller
+                    )
                 self.disconnected.clear()
                 self._socket = socket
                 if not self.welcomed.done():

@@ -6,10 +6,10 @@ import contextlib
 import hmac
 import queue
 import secrets
-import select
 import selectors
 import socket
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import assert_never, final
 
@@ -107,6 +107,7 @@ class RelayInlet:
         self._connections: dict[int, _Connection] = {}
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
+        self._listens_from: float | None = None
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="windlass-relay", daemon=True)
@@ -167,7 +168,7 @@ class RelayInlet:
     def _serve(self) -> None:
         try:
             while True:
-                for key, _ in self._selector.select():
+                for key, _ in self._selector.select(self._listen_again()):
                     if key.fileobj is self._woken:
                         return
                     if key.fileobj is self._listener:
@@ -181,14 +182,27 @@ class RelayInlet:
             self._woken.close()
             self._selector.close()
 
+    def _listen_again(self) -> float | None:
+        """Ask the listener again if it has rested; seconds that it still rests, None if it does not."""
+        if self._listens_from is None:
+            return None
+        rest_s = self._listens_from - time.monotonic()
+        if rest_s > 0:
+            return rest_s
+        self._listens_from = None
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        return None
+
     def _accept(self) -> None:
         try:
             accepted, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):
             return  # it went away before we looked
         except OSError:
-            # Too many open files: the listener stays readable, and must not be asked without end.
-            select.select([self._woken], [], [], ACCEPT_AGAIN_S)
+            # Too many open files: the listener stays readable, and must not be asked without end,
+            # nor hold up those who are in.
+            self._selector.unregister(self._listener)
+            self._listens_from = time.monotonic() + ACCEPT_AGAIN_S
             return
         if len(self._connections) >= MAX_CONNECTIONS:
             accepted.close()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import final
 
@@ -64,6 +64,7 @@ class RolloutJournal:
         self._file: LineFile[Entry] | None = None
         self._flush_scheduled = False
         self._broken = ""
+        self._when_broken: list[Callable[[], None]] = []
         self._unacknowledged: dict[str, tuple[str, ...]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._upkeep: asyncio.Task[None] | None = None
@@ -100,6 +101,10 @@ class RolloutJournal:
     def broken(self) -> bool:
         """Whether writing has failed; nothing may be started any more."""
         return bool(self._broken)
+
+    def when_broken(self, listener: Callable[[], None]) -> None:
+        """Call `listener` in the loop once writing has failed."""
+        self._when_broken.append(listener)
 
     def check(self) -> None:
         """Refuse work that cannot be made to last.
@@ -226,6 +231,8 @@ class RolloutJournal:
         except OSError as error:
             self._broken = f"cannot be written: {error}"
             logger.critical("journal %s: %s", self._path, self._broken)
+            for listener in self._when_broken:
+                listener()
             self._check_whole()
         if self._timer is None and self._upkeep is None:
             self._timer = asyncio.get_running_loop().call_later(self._sync_s, self._begin_upkeep)

@@ -52,6 +52,7 @@ class Lifecycle:
         self.first_attempt = 0
         self.book = Book()
         self.ready = asyncio.Event()
+        self.journal.when_broken(self.ready.set)
         self._policy = policy
         self._config = config
         self._take_back = take_back

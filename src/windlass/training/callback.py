@@ -13,6 +13,7 @@ caller's: a call that waited would keep it from entering.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import threading
 import time
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, final
 
 import msgspec
 
-from windlass.config import CollectiveFabric
+from windlass.config import CollectiveFabric, take_name
 from windlass.control.callback_messages import (
     CallbackAnswer,
     CallbackCall,
@@ -42,6 +43,7 @@ from windlass.errors import (
     PeerTimeout,
     ProtocolError,
     RoundAborted,
+    WindlassError,
 )
 from windlass.execution.bindings import GroupOffer, WireTensor
 from windlass.execution.by_hand import signature_of_group, wire_offsets
@@ -129,8 +131,16 @@ class RolloutCallback:
                 is served, everywhere.
             PeerTimeout: no answer within the deadline; the version may be served all the same.
             AuthenticationError: wrong token.
+            ConfigError: the version is no integer >= 0; the update has been ended as one that failed.
         """
-        self._call(ContinueCall(version_number(version, "continue_generation")), deadline_s)
+        try:
+            number = version_number(version, "continue_generation")
+        except ConfigError:
+            # Engines stand still: they must not wait for the end of the session.
+            with contextlib.suppress(WindlassError):
+                self._call(ContinueCall(-1), deadline_s)
+            raise
+        self._call(ContinueCall(number), deadline_s)
 
     def engine_ranks(self, *, deadline_s: float | None = None) -> tuple[str, ...]:
         """The receiving members of every group, in rank order; valid until the update ends."""
@@ -245,6 +255,7 @@ class WeightGroup:
         deadline_s: of forming it, and of every broadcast.
 
     Raises:
+        ConfigError: no such fabric.
         RoundAborted: an engine did not enter. PlanError, PeerTimeout, TransferFailed: own half.
     """
 
@@ -257,7 +268,7 @@ class WeightGroup:
         fabric: CollectiveFabric = CollectiveFabric.GLOO,
         deadline_s: float = 60.0,
     ) -> None:
-        fabric = CollectiveFabric(fabric)
+        fabric = take_name("WeightGroup: fabric", fabric, CollectiveFabric)
         self._callback, self.name, self._deadline_s = callback, name, deadline_s
         self._bucket_nbytes = bucket_nbytes
         host = own_address(callback.url)
