@@ -203,12 +203,22 @@ async def test_a_checkpoint_folder_is_read_by_boxes_and_a_torn_one_is_refused(
         await holds(fleet, (0, "0", False))
 
 
+def ask_for(head: windlass.RolloutCallback, seconds: float) -> None:
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        head.engine_ranks()
+        time.sleep(0.02)
+
+
 def vanish(url: str) -> None:
     with callback(url) as head:
         head.pause_generation(session_s=0.5)
-    with windlass.RolloutCallback(url, "wrong") as stranger, pytest.raises(AuthenticationError):
-        stranger.pause_generation()
-    two_versions(url)  # waits until the session of the head that vanished has ended
+        with windlass.RolloutCallback(url, "wrong") as stranger, pytest.raises(AuthenticationError):
+            stranger.pause_generation()
+        # Whoever paused before the session has ended would join it, and end with it.
+        with pytest.raises(RoundAborted, match="no update is under way"):
+            ask_for(head, DEADLINE_S)
+    two_versions(url)
 
 
 async def test_heads_that_vanish_hold_up_nobody_for_longer_than_their_session() -> None:
