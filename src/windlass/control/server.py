@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable, Iterable, MutableSequence
 from contextvars import ContextVar
 from typing import final
@@ -63,6 +64,7 @@ class ControlServer:
         self._app[OPEN_SOCKETS] = WeakSet()
         self._app.on_shutdown.append(_end_sockets)
         self._runner: web.AppRunner | None = None
+        self._listener: socket.socket | None = None
         self._public: set[str] = set()
 
     @property
@@ -90,7 +92,7 @@ class ControlServer:
         Raises:
             ConfigError: the address cannot be bound.
         """
-        listener = listen(self._host, self._port, "ControlServer")
+        self._listener = listener = listen(self._host, self._port, "ControlServer")
         self._port = listener.getsockname()[1]
         self._runner = web.AppRunner(self._app, access_log=None, shutdown_timeout=2.0)
         await self._runner.setup()
@@ -102,11 +104,11 @@ class ControlServer:
         Called before anything else closes: whoever is sent away tries to come back at once, and a
         connection that is taken while aiohttp ends those that it knows is never ended.
         """
+        if self._listener is not None:
+            await stop_accepting(self._listener)
         if self._runner is not None:
             for site in list(self._runner.sites):
                 await site.stop()
-        for _ in range(ACCEPT_TURNS):
-            await asyncio.sleep(0)
 
     async def close(self) -> None:
         """Stop serving. Idempotent."""
@@ -129,6 +131,18 @@ class ControlServer:
             return web.json_response({"error": refusal}, status=403)
         CALLER.set(role)
         return await handler(request)
+
+
+async def stop_accepting(listener: socket.socket) -> None:
+    """Have the loop accept nobody more; return once whoever was is known to aiohttp. Idempotent.
+
+    A server that is closed between accepting a connection and making its transport drops it without
+    closing it (asyncio, `Server._attach` of Python 3.11 to 3.13).
+    """
+    if listener.fileno() >= 0:
+        asyncio.get_running_loop().remove_reader(listener)
+    for _ in range(ACCEPT_TURNS):
+        await asyncio.sleep(0)
 
 
 async def _end_sockets(app: web.Application) -> None:

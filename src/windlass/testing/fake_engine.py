@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import msgspec
 from aiohttp import web
+
+from windlass.control.server import stop_accepting
+from windlass.transports.addresses import listen
 
 __all__ = ["FakeEngine", "expected_tokens"]
 
@@ -62,6 +66,7 @@ class FakeEngine:
         self._active: set[_Request] = set()
         self._changed = asyncio.Condition()
         self._runner: web.AppRunner | None = None
+        self._listener: socket.socket | None = None
 
     async def __aenter__(self) -> Self:
         app = web.Application(client_max_size=1 << 26)
@@ -70,8 +75,8 @@ class FakeEngine:
             app, access_log=None, handler_cancellation=True, shutdown_timeout=0.05
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0, backlog=4096)
-        await site.start()
+        self._listener = listen("127.0.0.1", 0, "FakeEngine")
+        await web.SockSite(self._runner, self._listener, backlog=4096).start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         return self
 
@@ -80,8 +85,9 @@ class FakeEngine:
 
     async def die(self) -> None:
         """Close every connection and the port. Idempotent."""
-        if self._runner is not None:
+        if self._runner is not None and self._listener is not None:
             runner, self._runner = self._runner, None
+            await stop_accepting(self._listener)
             await runner.cleanup()
 
     @property

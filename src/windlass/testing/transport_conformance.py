@@ -114,6 +114,18 @@ class Rig:
             batch, deadline_s=self.deadline_s if deadline_s is None else deadline_s
         )
 
+    def write_when_closed(self, batch: WriteBatch) -> None:
+        """Write once the outcome of an earlier write has become known."""
+        at_s = time.monotonic() + self.deadline_s
+        while True:
+            try:
+                self.write(batch)
+            except TransferOutcomeUnknown:
+                if time.monotonic() > at_s:
+                    raise
+            else:
+                return
+
     def write_until(self, batch: WriteBatch, at_s: float) -> None:
         """Write again and again, so that what happens at the peer falls into a write."""
         while time.monotonic() < at_s:
@@ -447,7 +459,7 @@ class ProcessConformance(TransportConformance):
             )
         self.process(mortal).resume()
         mortal.peer.read(0, 1)  # runs again
-        mortal.write(batch)
+        mortal.write_when_closed(batch)
         mortal.check_peer(mortal.arena.bytes, "after it went on")
 
 
