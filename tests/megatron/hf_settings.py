@@ -12,6 +12,40 @@ LATENT = ("deepseek_v3", "kimi_k2")
 BIASED_QKV = ("qwen2", "glm4_moe")
 NORMED_HEADS = ("qwen3", "qwen3_moe", "glm4_moe", *LATENT)
 BIASED_ROUTER = ("glm4_moe", *LATENT)
+SMALL: Mapping[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+"""Of a `config.json`; so are the two below."""
+SMALL_ROUTED: Mapping[str, Any] = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "n_group": 2,
+    "topk_group": 1,
+}
+SMALL_LATENT: Mapping[str, Any] = {
+    **SMALL_ROUTED,
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from cpu_shim import install, without_cuda_tensors
 from hf_settings import spec_of
-from megatron_rank import Case, build, checkpoint, fill
+from megatron_rank import Case, build, checkpoint, fill, start_parallel
 from real_step import RealTraining
 
 NUM_TOKENS = 16
@@ -34,14 +34,7 @@ def main() -> None:
     spec, layout = spec_of(config), json.loads(options)
     distributed = layout.pop("distributed", False)
     case = Case("live", spec, config=config, **layout)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=case.tp,
-        pipeline_model_parallel_size=case.pp,
-        virtual_pipeline_model_parallel_size=case.vpp,
-        context_parallel_size=case.cp,
-        expert_model_parallel_size=case.ep,
-        expert_tensor_parallel_size=case.etp,
-    )
+    start_parallel(case)
     model_parallel_cuda_manual_seed(1)
     chunks = build(case)
     generator = torch.Generator().manual_seed(3)

@@ -58,6 +58,20 @@ def checkpoint(spec: ModelSpec) -> dict[str, torch.Tensor]:
     return values
 
 
+def start_parallel(case: Case) -> None:
+    """Megatron's process groups, as the case cuts its model; collective."""
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=case.tp,
+        pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vpp,
+        context_parallel_size=case.cp,
+        expert_model_parallel_size=case.ep,
+        expert_tensor_parallel_size=case.etp,
+    )
+
+
 def run(rank: int, world_size: int, cases: list[Case], folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -75,14 +89,7 @@ def run(rank: int, world_size: int, cases: list[Case], folder: str) -> None:
     from windlass.training.megatron import describe_megatron_trainer
 
     for case in cases:
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=case.tp,
-            pipeline_model_parallel_size=case.pp,
-            virtual_pipeline_model_parallel_size=case.vpp,
-            context_parallel_size=case.cp,
-            expert_model_parallel_size=case.ep,
-            expert_tensor_parallel_size=case.etp,
-        )
+        start_parallel(case)
         chunks = build(case)
         hf = checkpoint(case.spec)
         for chunk in chunks:

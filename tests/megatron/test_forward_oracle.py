@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 import transformers
-from hf_settings import spec_of
+from hf_settings import SMALL, SMALL_LATENT, SMALL_ROUTED, spec_of
 from megatron_rank import Case
 from real_step import NUM_MICROBATCHES, microbatches
 from safetensors.torch import save_file
@@ -29,41 +29,11 @@ pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(400)]
 
 COMMON: dict[str, Any] = {
+    **SMALL,
     "vocab_size": 60,  # padded to 64
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
     "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
-ROUTED = {
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "first_k_dense_replace": 1,
-    "routed_scaling_factor": 2.5,
-    "norm_topk_prob": True,
-    "n_group": 2,
-    "topk_group": 1,
-}
-LATENT: dict[str, Any] = {
-    **COMMON,
-    **ROUTED,
-    "model_type": "deepseek_v3",
-    "num_key_value_heads": 4,
-    "head_dim": 4,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 20,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-}
+LATENT: dict[str, Any] = {**COMMON, **SMALL_LATENT}
 YARN = {
     **LATENT,
     "rope_parameters": {
@@ -82,7 +52,7 @@ QWEN3 = {**COMMON, "model_type": "qwen3"}
 QWEN3_MOE = {**COMMON, **SPARSE, "model_type": "qwen3_moe", "norm_topk_prob": True}
 GLM4_MOE = {
     **COMMON,
-    **ROUTED,
+    **SMALL_ROUTED,
     "model_type": "glm4_moe",
     "use_qk_norm": True,
     "attention_bias": True,

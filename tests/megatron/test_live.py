@@ -17,7 +17,7 @@ import aiohttp
 import pytest
 import torch
 import transformers
-from hf_settings import spec_of
+from hf_settings import SMALL, SMALL_LATENT, spec_of
 from live_trainer import NUM_TOKENS
 from megatron_rank import checkpoint
 from real_step import NUM_MICROBATCHES, microbatches
@@ -30,19 +30,11 @@ pytest.importorskip("megatron.core")
 TOKEN = "secret of the test"
 TRAINER = Path(__file__).with_name("live_trainer.py")
 DENSE = {
+    **SMALL,
     "model_type": "qwen3",
     "vocab_size": 64,  # no padding: Megatron counts padded logits into its loss
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
     "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
     "eos_token_id": None,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 SPARSE = {
     **DENSE,
@@ -52,26 +44,7 @@ SPARSE = {
     "moe_intermediate_size": 16,
     "norm_topk_prob": True,
 }
-LATENT = {
-    **DENSE,
-    "model_type": "deepseek_v3",
-    "num_key_value_heads": 4,
-    "head_dim": 4,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "first_k_dense_replace": 1,
-    "routed_scaling_factor": 2.5,
-    "n_group": 2,
-    "topk_group": 1,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 20,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-    "rms_norm_eps": 1e-6,
-}
+LATENT = {**DENSE, **SMALL_LATENT, "rms_norm_eps": 1e-6}
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron_rank import Case, build
+from megatron_rank import Case, build, start_parallel
 
 NUM_TOKENS = 16
 
@@ -55,14 +55,7 @@ def trained(row: Trained) -> dict[str, Any]:
     from windlass.training.megatron import describe_megatron_trainer
 
     case = row.case
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=case.tp,
-        pipeline_model_parallel_size=case.pp,
-        virtual_pipeline_model_parallel_size=case.vpp,
-        context_parallel_size=case.cp,
-        expert_model_parallel_size=case.ep,
-        expert_tensor_parallel_size=case.etp,
-    )
+    start_parallel(case)
     model_parallel_cuda_manual_seed(1)
     chunks = build(case)
     for chunk in chunks:

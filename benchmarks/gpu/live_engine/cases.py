@@ -10,23 +10,15 @@ from typing import Any
 
 import block_float8
 
+from live_engine.shapes import COMMON
+
 LAYERS = 3
 HEAD = 128
 _COMMON: dict[str, Any] = {
+    **COMMON,
     "vocab_size": 32010,  # engines pad it
     "hidden_size": 1024,
     "num_hidden_layers": LAYERS,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "initializer_range": 0.02,
-    "use_cache": True,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
 }
 _QWEN3: dict[str, Any] = {
     **_COMMON,

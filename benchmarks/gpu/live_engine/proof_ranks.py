@@ -6,7 +6,6 @@ import json
 import multiprocessing as mp
 import os
 import sys
-import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,7 +17,7 @@ import transformers
 
 import windlass
 from live_engine.surroundings import TOKEN
-from live_engine.trainers import MegatronRank, TrainerRank, Trainers, unstack
+from live_engine.trainers import MegatronRank, TrainerRank, Trainers, serve, unstack
 from windlass.frameworks.dtensor import NameMap
 from windlass.layout.naming.adapters import adapter_names
 from windlass.transports.configs import CudaIpcConfig
@@ -216,14 +215,7 @@ def train(
     with Path(log).open("a") as sink:
         os.dup2(sink.fileno(), sys.stdout.fileno())
         os.dup2(sink.fileno(), sys.stderr.fileno())
-    trainer = RANKS[kind](rank, device, world, store, model)
-    pipe.send((0.0, "ready"))
-    command = ""
-    while command != "end":
-        command, *arguments = pipe.recv()
-        started = time.perf_counter()
-        answer = getattr(trainer, command)(*arguments)
-        pipe.send((time.perf_counter() - started, answer))
+    serve(RANKS[kind](rank, device, world, store, model), pipe)
 
 
 class ProofTrainers(Trainers):

@@ -9,7 +9,6 @@ import importlib.metadata
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,8 +18,7 @@ import aiohttp
 
 from live_engine.cases import Case
 from live_engine.load import generate_request
-from live_engine.servers import ENGINES, Sglang, Vllm
-from live_engine.surroundings import ENVIRONMENT, ROOT, TOKEN
+from live_engine.servers import ENGINES, Sglang, Vllm, start
 
 PROMPTS = ([5, 6, 7, 8], [9] * 40, list(range(100, 170)), [31999, 3, 1500])
 NUM_TOKENS = 16
@@ -103,24 +101,10 @@ class ProofServer:
 
     async def start(self, folder: Path, controller: str, log: Path, devices: str) -> None:
         """Without `devices` all GPUs are visible, and the first ones are taken."""
-        path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
         own = ON_CPU_ENVIRONMENT if self.options.on_cpu else engine_environment(self.options.engine)
-        environment = {
-            **os.environ,
-            **ENVIRONMENT,
-            **own,
-            "PYTHONPATH": path,
-            "WINDLASS_TOKEN": TOKEN,
-        }
-        if devices:
-            environment["CUDA_VISIBLE_DEVICES"] = devices
-        with log.open("wb") as sink:
-            self.process = await asyncio.create_subprocess_exec(
-                *(self.options.python, "-m", *self.command(folder, controller)),
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=sink,
-            )
+        chosen = {"CUDA_VISIBLE_DEVICES": devices} if devices else {}
+        words = self.command(folder, controller)
+        self.process = await start(self.options.python, words, log, {**own, **chosen})
 
     async def ready(self, deadline_s: float) -> None:
         """Until it serves, and has joined if there is a controller."""

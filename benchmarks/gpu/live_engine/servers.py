@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,12 +23,20 @@ from live_engine.trainers import Trainers
 PROMPT = [5, 6, 7, 8]
 
 
-async def post(session: aiohttp.ClientSession, url: str, body: Any) -> Any:
-    async with session.post(url, json=body) as response:
-        text = await response.text()
-        if response.status != 200:
-            raise RuntimeError(f"{url}: {response.status} {text[:500]}")
-        return json.loads(text or "null")
+class _Routes:
+    """A server on a port of this machine."""
+
+    def __init__(self, options: argparse.Namespace, session: aiohttp.ClientSession) -> None:
+        self.options, self.session = options, session
+        self.url = f"http://127.0.0.1:{options.port}"
+
+    async def post(self, path: str, body: Any) -> Any:
+        """JSON to one of its routes; the answer."""
+        async with self.session.post(self.url + path, json=body) as response:
+            text = await response.text()
+            if response.status != 200:
+                raise RuntimeError(f"{self.url}{path}: {response.status} {text[:500]}")
+            return json.loads(text or "null")
 
 
 def common_flags(options: argparse.Namespace, folder: str, controller: str) -> list[str]:
@@ -40,7 +49,7 @@ def common_flags(options: argparse.Namespace, folder: str, controller: str) -> l
     ]
 
 
-class Vllm:
+class Vllm(_Routes):
     """vLLM 0.24."""
 
     environment: ClassVar[dict[str, str]] = {
@@ -51,10 +60,6 @@ class Vllm:
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_NO_USAGE_STATS": "1",
     }
-
-    def __init__(self, options: argparse.Namespace, session: aiohttp.ClientSession) -> None:
-        self.options, self.session = options, session
-        self.url = f"http://127.0.0.1:{options.port}"
 
     def command(self, folder: str, controller: str) -> list[str]:
         return [
@@ -75,9 +80,6 @@ class Vllm:
             "cudagraph_capture_sizes": [self.options.load],
         }
         return ["--compilation-config", json.dumps(settings)]
-
-    async def post(self, path: str, body: Any) -> Any:
-        return await post(self.session, self.url + path, body)
 
     async def tokens(self) -> list[int]:
         answer = await self.post(*generate_request("vllm", PROMPT, 16, 0.0, stream=False))
@@ -118,7 +120,7 @@ class Vllm:
         return time.monotonic() - started
 
 
-class Sglang:
+class Sglang(_Routes):
     """SGLang 0.5.16; its own way with flattened buckets of 1 GiB."""
 
     environment: ClassVar[dict[str, str]] = {
@@ -128,10 +130,6 @@ class Sglang:
         # SGLang sets this for itself; ranks of a NCCL group must agree on it.
         "NCCL_CUMEM_ENABLE": "0",
     }
-
-    def __init__(self, options: argparse.Namespace, session: aiohttp.ClientSession) -> None:
-        self.options, self.session = options, session
-        self.url = f"http://127.0.0.1:{options.port}"
 
     def command(self, folder: str, controller: str) -> list[str]:
         return [
@@ -150,9 +148,6 @@ class Sglang:
         if not self.options.cuda_graphs:
             return ["--disable-decode-cuda-graph", "--disable-prefill-cuda-graph"]
         return ["--cuda-graph-bs-decode", str(self.options.load), "--disable-prefill-cuda-graph"]
-
-    async def post(self, path: str, body: Any) -> Any:
-        return await post(self.session, self.url + path, body)
 
     async def tokens(self) -> list[int]:
         answer = await self.post(*generate_request("sglang", PROMPT, 16, 0.0, stream=False))
@@ -200,21 +195,31 @@ class Sglang:
         return time.monotonic() - started
 
 
+async def start(
+    python: str, words: Sequence[str], log: Path, environment: Mapping[str, str]
+) -> asyncio.subprocess.Process:
+    """`python -m words`, with this checkout's Windlass; it says on its stdout when it serves."""
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    with log.open("wb") as sink:
+        return await asyncio.create_subprocess_exec(
+            *(python, "-m", *words),
+            env={
+                **os.environ,
+                **ENVIRONMENT,
+                **environment,
+                "PYTHONPATH": path,
+                "WINDLASS_TOKEN": TOKEN,
+            },
+            stdout=subprocess.PIPE,
+            stderr=sink,
+        )
+
+
 async def start_server(
     server: Vllm | Sglang, folder: str, controller: str, log: Path, extra: tuple[str, ...] = ()
 ) -> asyncio.subprocess.Process:
-    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", *server.command(folder, controller), *extra),
-        env={
-            **os.environ,
-            **ENVIRONMENT,
-            "PYTHONPATH": path,
-            "WINDLASS_TOKEN": TOKEN,
-        },
-        stdout=subprocess.PIPE,
-        stderr=log.open("wb"),
-    )
+    """On the GPUs that are visible; the engine's own variables are this process's."""
+    return await start(sys.executable, [*server.command(folder, controller), *extra], log, {})
 
 
 ENGINES: dict[str, type[Vllm] | type[Sglang]] = {"vllm": Vllm, "sglang": Sglang}

@@ -24,6 +24,20 @@ class Shape:
     num_experts: int = 0
 
 
+COMMON: dict[str, Any] = {
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "initializer_range": 0.02,
+    "use_cache": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Of all models that are made here."""
 SHAPES = {
     "qwen3-30b-a3b": Shape(2048, 768, 48, 32, 4, 128),
     "qwen3-4b": Shape(2560, 9728, 36, 32, 8),
@@ -33,7 +47,7 @@ SHAPES = {
 
 def model_config(name: str) -> dict[str, Any]:
     shape = SHAPES[name]
-    common = {
+    common = COMMON | {
         "architectures": ["Qwen3MoeForCausalLM" if shape.num_experts else "Qwen3ForCausalLM"],
         "model_type": "qwen3_moe" if shape.num_experts else "qwen3",
         "hidden_size": shape.hidden,
@@ -43,19 +57,8 @@ def model_config(name: str) -> dict[str, Any]:
         "num_key_value_heads": shape.key_value_heads,
         "head_dim": 128,
         "vocab_size": 151936,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-6,
         "rope_theta": 1e6,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "use_cache": True,
         "use_sliding_window": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
     }
     if not shape.num_experts:
         return common

@@ -234,7 +234,12 @@ TRAINERS: dict[str, type[TrainerRank]] = {"fsdp": TrainerRank, "megatron": Megat
 def train(
     kind: str, rank: int, device: int, world: int, store: str, model: str, pipe: Connection
 ) -> None:
-    trainer = TRAINERS[kind](rank, device, world, store, model)
+    """Main program of a rank."""
+    serve(TRAINERS[kind](rank, device, world, store, model), pipe)
+
+
+def serve(trainer: TrainerRank, pipe: Connection) -> None:
+    """Carry out commands, names of methods, until `end`; each is answered with its seconds."""
     pipe.send((0.0, "ready"))
     command = ""
     while command != "end":

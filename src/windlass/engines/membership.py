@@ -94,10 +94,10 @@ class Membership:
 def _settle_heap() -> None:
     """Keep the collector of garbage from walking what lives as long as the engine.
 
-    The modules that vLLM or SGLang import are 650 000 objects; a full collection takes 0.4 to
-    0.8 s (2-core EPYC, 2026-11-21), holds the interpreter lock, and would fall due soon after a
-    capture: in the middle of an update as likely as not. vLLM's own core does so at its start
-    (`vllm/utils/gc_utils.py`, `freeze_gc_heap`), its workers do not.
+    The modules that vLLM or SGLang import are 650 000 objects; a full collection takes 0.4 s
+    (`benchmarks/bench_heap.py`, 2-core EPYC, idle, 2026-11-21), holds the interpreter lock, and
+    would fall due soon after a capture: in the middle of an update as likely as not. vLLM's own
+    core does so at its start (`vllm/utils/gc_utils.py`, `freeze_gc_heap`), its workers do not.
     """
     gc.collect()
     gc.freeze()

@@ -1,0 +1,50 @@
+"""A full collection of Python's garbage in a process of an engine, before and after its heap is frozen.
+
+    PYTHON_OF_AN_ENGINE benchmarks/bench_heap.py --modules vllm.v1.worker.gpu_worker --json FILE
+
+Run with the interpreter of the engine's environment, which must have `rich`. Only the modules are imported:
+no model, no requests. A collection holds the interpreter lock, so it is a pause wherever it falls.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import time
+
+from harness import Row, median_p95, parser, report
+
+
+def collections(count: int) -> list[float]:
+    """Seconds of each of `count` full collections."""
+    seconds = []
+    for _ in range(count):
+        began = time.perf_counter()
+        gc.collect()
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def main() -> None:
+    arguments = parser(__doc__ or "")
+    arguments.add_argument("--modules", required=True, help="comma-separated")
+    arguments.add_argument("--runs", type=int, default=7)
+    args = arguments.parse_args()
+    for name in args.modules.split(","):
+        importlib.import_module(name)
+    gc.collect()
+    num_objects = len(gc.get_objects())
+    whole = median_p95(collections(args.runs))
+    gc.freeze()
+    frozen = median_p95(collections(args.runs))
+    case = f"{args.modules}, {num_objects} objects"
+    rows = [
+        Row(case=case, metric=f"full collection, {name}", value=1e3 * value, unit="ms",
+            reference="the same, heap frozen", reference_value=1e3 * beside, ratio=value / beside)
+        for name, value, beside in zip(("median", "p95"), whole, frozen, strict=True)
+    ]  # fmt: skip
+    report(rows, args.json, "Collections of garbage")
+
+
+if __name__ == "__main__":
+    main()
