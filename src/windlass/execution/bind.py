@@ -18,7 +18,15 @@ from windlass.execution.bindings import DestinationBinding
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ShardManifest, contiguous_strides
 from windlass.layout.quantization import scale_shape
-from windlass.planning.plan import DTYPES, CopyMode, Link, OpTable, TransferPlan, Transform
+from windlass.planning.plan import (
+    DTYPES,
+    ITEMSIZES,
+    CopyMode,
+    Link,
+    OpTable,
+    TransferPlan,
+    Transform,
+)
 from windlass.transports.regions import check_inside
 
 __all__ = [
@@ -29,8 +37,6 @@ __all__ = [
     "check_binding",
     "check_part",
 ]
-
-ITEMSIZES = np.array([dtype.itemsize for dtype in DTYPES], np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

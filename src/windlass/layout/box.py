@@ -1,7 +1,6 @@
 """Boxes: axis-aligned index ranges of a tensor, and the algebra the planner needs.
 
-First file on a byte's way from a trainer's shard to an engine's parameter. A
-`Box` says which elements of a global (checkpoint) tensor are meant; it knows
+A `Box` says which elements of a global (checkpoint) tensor are meant; it knows
 nothing of memory. The vocabulary follows `torch.distributed.checkpoint`
 (`ChunkStorageMetadata(offsets, sizes)`).
 """

@@ -1,7 +1,7 @@
 """ShardManifest: which Box of which checkpoint tensor lies in which bytes of which parameter.
 
-What the adapters (stage 1 and 1') hand to the planner (stage 3), through the coordinator (stage 2). Trainers
-and engines use the same type, so a plan may lead from any of them to any other.
+What the adapters (stage 1) hand to the planner (stage 3), through the coordinator (stage 2).
+Trainers and engines use the same type, so a plan may lead from any of them to any other.
 
 A manifest is columnar: one row per shard in a `ShardTable` of numpy arrays, because a
 rank of a trillion-parameter model holds tens of thousands of shards and a fleet

@@ -4,14 +4,14 @@ A destination that holds a weight quantised says so in its manifest: the weight'
 float8 parameters, its scales in float32 parameters of their own, and a `QuantizedTensor` ties the
 two names. A source that holds the weight in bfloat16 then quantises while it packs.
 
-The one scheme, after DeepSeek-V3: blocks of 128 x 128 elements of the checkpoint tensor (smaller at
-its ends); `scale = max(amax, 1e-4) * (1 / 448)` in float32 and `value = e4m3(w * (1 / scale))`, as
-`per_block_cast_to_fp8` of DeepGEMM and vLLM says, as torch computes it on a GPU operation by operation:
-dividing by a number is a product with its reciprocal there (on a CPU it divides, and half of the scales
-differ in their last bit), and `1 / scale` is rounded correctly (kernels of torch.compile, by which vLLM
-runs it, divide approximately).
-Float32 weights are rounded to
-bfloat16 first, so that the result is that of the bfloat16 checkpoint.
+The one scheme is DeepSeek-V3's: blocks of 128 x 128 elements of the checkpoint tensor (smaller at
+its ends), `scale = max(amax, 1e-4) * (1 / 448)` in float32, `value = e4m3(w * (1 / scale))`. Float32
+weights are rounded to bfloat16 first, so that the result is that of the bfloat16 checkpoint.
+
+This is `per_block_cast_to_fp8` of DeepGEMM and vLLM as torch runs it on a GPU, operation by
+operation. There a division by 448 is a product with its reciprocal; on a CPU torch divides, and half
+of the scales differ in their last bit. `1 / scale` is rounded correctly; the torch.compile kernels
+by which vLLM runs it divide approximately.
 """
 
 from __future__ import annotations

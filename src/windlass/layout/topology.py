@@ -1,7 +1,7 @@
-"""A topology: one description of both sides, and the manifests it implies.
+"""A topology: one description of both sides and of the fabric between them, read from TOML.
 
-For planning ahead (`windlass plan`) and for benchmarks; running systems exchange the
-manifests of their adapters instead.
+For planning ahead (`windlass plan`) and for benchmarks; `layout.synthesis` makes the manifests
+that it implies. Running systems exchange the manifests of their adapters instead.
 """
 
 from __future__ import annotations
@@ -101,9 +101,9 @@ def parse_topology(text: str) -> Topology:
         topology = msgspec.convert(tomllib.loads(text), type=Topology)
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise ConfigError(f"topology: {error}") from error
-    for section in ("trainer", "engine", "fabric"):
-        values = msgspec.structs.asdict(msgspec.structs.asdict(topology)[section])
-        for key, value in values.items():
+    sections = {"trainer": topology.trainer, "engine": topology.engine, "fabric": topology.fabric}
+    for section, settings in sections.items():
+        for key, value in msgspec.structs.asdict(settings).items():
             if isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0:
                 if key == "nics_per_node" and value == 0:
                     continue

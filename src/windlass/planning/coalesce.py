@@ -1,50 +1,17 @@
-"""Op tables: made in one piece, and joined where neighbours are one copy.
+"""Ops of one link that are adjacent on both sides become one op.
 
-Ops of one link that are adjacent on both sides join: stacked experts and fused projections that both sides fuse alike become one long run.
+Stacked experts and fused projections that both sides fuse alike travel as one long run.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 
-from windlass.layout.manifest import MAX_DIMS
 from windlass.planning.plan import CopyMode, OpTable, Reason
 
-__all__ = ["coalesce", "empty_ops", "fill_ops"]
-
-
-_NARROW = {
-    "src": np.int32,
-    "dst": np.int32,
-    "tensor": np.int32,
-    "src_parameter": np.int32,
-    "dst_parameter": np.int32,
-    "mode": np.uint8,
-    "reason": np.uint8,
-    "src_dtype": np.uint8,
-    "dst_dtype": np.uint8,
-    "transform": np.uint8,
-}
-_WIDE = {"sizes", "src_strides", "dst_strides"}
-
-
-def empty_ops(num_ops: int) -> OpTable:
-    """Uninitialised columns, to be filled chunk by chunk: half the memory of joining chunks."""
-    columns = {
-        f.name: np.empty(
-            (num_ops, MAX_DIMS) if f.name in _WIDE else num_ops, _NARROW.get(f.name, np.int64)
-        )
-        for f in fields(OpTable)
-    }
-    return OpTable(**columns)
-
-
-def fill_ops(ops: OpTable, first: int, part: OpTable) -> None:
-    """Copy `part` into rows `first` and on of `ops`."""
-    for field in fields(OpTable):
-        getattr(ops, field.name)[first : first + len(part)] = getattr(part, field.name)
+__all__ = ["coalesce"]
 
 
 def coalesce(ops: OpTable) -> OpTable:

@@ -15,7 +15,7 @@ from windlass.layout.topology import Fabric
 from windlass.planning.plan import CopyMode, TransferPlan
 from windlass.planning.routing import RoutingReport
 
-__all__ = ["CostEstimate", "Fabric", "LinkSummary", "predict", "summarize_links"]
+__all__ = ["CostEstimate", "LinkSummary", "predict", "summarize_links"]
 
 _GB = 1e9
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from typing import NoReturn
 
 from windlass.errors import IncompleteCoverage
 from windlass.layout.box import Box
-from windlass.layout.manifest import MAX_DIMS, Int64Array
+from windlass.layout.manifest import MAX_DIMS, ShardManifest
 from windlass.planning.intersect import Atoms, box_of
-from windlass.planning.plan import CopyMode, Reason
+from windlass.planning.plan import ITEMSIZES, CopyMode, Reason
+from windlass.planning.rows import RowTable, TensorNames
 
 __all__ = ["CoverageReport", "find_hole", "refuse_hole"]
 
@@ -52,26 +52,25 @@ def find_hole(atoms: Atoms, box: Box) -> tuple[Box, ...]:
 
 
 def refuse_hole(
-    *,
-    tensor: str,
-    num_dims: int,
-    worker: str,
+    row: int,
+    dst: RowTable,
+    names: TensorNames,
+    destinations: Sequence[ShardManifest],
     atoms: Atoms,
-    offsets: Int64Array,
-    sizes: Int64Array,
-    itemsize: int,
-) -> None:
-    """Raise for a destination box with a hole.
+) -> NoReturn:
+    """Raise for a row of `dst` whose box the `atoms` of its tensor do not cover.
 
     Raises:
         IncompleteCoverage: always; names tensor, destination, the first hole and all bytes.
     """
-    holes = find_hole(atoms, box_of(offsets, sizes))
-    lead = MAX_DIMS - num_dims
+    name, itemsize = int(dst.name[row]), int(ITEMSIZES[dst.dtype[row]])
+    box = box_of(dst.offsets[row], dst.sizes[row])
+    holes = find_hole(atoms, box)
+    lead = MAX_DIMS - len(names.shapes[name])
     first = Box(holes[0].offsets[lead:], holes[0].sizes[lead:])
     missing = sum(hole.numel for hole in holes) * itemsize
-    total = int(np.prod(sizes)) * itemsize
     raise IncompleteCoverage(
-        f"tensor {tensor!r} of {worker}: box {first} has no source; {missing} of {total} bytes "
-        f"are uncovered in {len(holes)} hole(s)"
+        f"tensor {names.names[name]!r} of {destinations[int(dst.rank[row])].worker}: box {first} "
+        f"has no source; {missing} of {box.numel * itemsize} bytes are uncovered in "
+        f"{len(holes)} hole(s)"
     )

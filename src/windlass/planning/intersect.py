@@ -2,7 +2,7 @@
 
 A model has tens of thousands of tensors but few *patterns*: the set of boxes that the ranks
 of one side cut a tensor into. The box algebra runs once per pair of patterns; its
-result, a few `Piece` templates, is then gathered for every tensor with that pair.
+result, a few rows of `Pieces`, is then gathered for every tensor with that pair.
 
 Overlapping source boxes are first cut into disjoint *atoms*, each with every box that
 contains it, so that a destination byte has exactly one atom and an atom all its holders.

@@ -14,10 +14,9 @@ import numpy.typing as npt
 from windlass.errors import UnsupportedLayout
 from windlass.layout.manifest import Int64Array
 from windlass.layout.quantization import BLOCK
-from windlass.planning.coalesce import empty_ops, fill_ops
 from windlass.planning.intersect import Boxes, Holders, Pieces, ranges
 from windlass.planning.modes import Strided, choose_modes, collapse
-from windlass.planning.plan import DTYPES, CopyMode, OpTable, Transform
+from windlass.planning.plan import DTYPES, ITEMSIZES, CopyMode, OpTable, Transform
 from windlass.planning.quantize import (
     keep_blocks,
     payload_sizes,
@@ -28,9 +27,8 @@ from windlass.planning.quantize import (
 from windlass.planning.routing import Assignment
 from windlass.planning.rows import RowTable, TensorNames
 
-__all__ = ["ITEMSIZES", "Candidates", "RoutedPieces", "build_ops", "place_landing"]
+__all__ = ["Candidates", "RoutedPieces", "build_ops", "place_landing"]
 
-ITEMSIZES = np.array([dtype.itemsize for dtype in DTYPES], np.int64)
 _FLOATING = np.array([dtype.is_floating for dtype in DTYPES], np.bool_)
 _CHUNK_OPS = 1 << 18
 
@@ -120,10 +118,10 @@ def build_ops(given: RoutedPieces) -> OpTable:
     _refuse_casts(src, dst, src_row, dst_row, given.names)
     refuse_unquantized(src, dst, src_row, dst_row, given.names)
     order = _plan_order(src, dst, src_row, dst_row, routed)
-    ops = empty_ops(len(order))
+    ops = OpTable.empty(len(order))
     for first in range(0, len(order), _CHUNK_OPS):
         part = order[first : first + _CHUNK_OPS]
-        fill_ops(ops, first, _ops(given, part, src_row[part], dst_row[part]))
+        ops.fill(first, _ops(given, part, src_row[part], dst_row[part]))
     return ops
 
 

@@ -13,12 +13,10 @@ import numpy as np
 
 from windlass.errors import ManifestError
 from windlass.layout.manifest import Int64Array, ShardManifest
-from windlass.planning.plan import DTYPES
+from windlass.planning.plan import ITEMSIZES
 from windlass.planning.rows import RowTable, TensorNames
 
 __all__ = ["refuse_overlaps"]
-
-_ITEMSIZES = np.array([dtype.itemsize for dtype in DTYPES], np.int64)
 
 
 def refuse_overlaps(
@@ -32,7 +30,7 @@ def refuse_overlaps(
     Raises:
         ManifestError: two rows share memory; names worker, parameter and both tensors.
     """
-    itemsize = _ITEMSIZES[dst.dtype]
+    itemsize = ITEMSIZES[dst.dtype]
     reach = (dst.sizes - 1) * dst.strides_bytes
     low = dst.offset_bytes + np.minimum(reach, 0).sum(axis=1)
     high = dst.offset_bytes + np.maximum(reach, 0).sum(axis=1) + itemsize

@@ -33,20 +33,11 @@ from windlass.planning.intersect import (
     intersect_boxes,
     unique_boxes,
 )
-from windlass.planning.ops import ITEMSIZES, Candidates, RoutedPieces, build_ops, place_landing
+from windlass.planning.ops import Candidates, RoutedPieces, build_ops, place_landing
 from windlass.planning.overlap import refuse_overlaps
-from windlass.planning.plan import CopyMode, OpTable, Reason, TransferPlan
-from windlass.planning.quantize import (
-    payload_sizes,
-    widen_scales,
-)
-from windlass.planning.routing import (
-    RoutingReport,
-    assign,
-    certify,
-    group_by_holders,
-    pour,
-)
+from windlass.planning.plan import ITEMSIZES, CopyMode, OpTable, Reason, TransferPlan
+from windlass.planning.quantize import payload_sizes, widen_scales
+from windlass.planning.routing import RoutingReport, assign, certify, group_by_holders, pour
 from windlass.planning.rows import RowTable, TensorNames, gather_rows, resolve_names
 
 __all__ = ["PlanPolicy", "PlannedTransfer", "plan_transfer", "plan_with_reports"]
@@ -223,7 +214,7 @@ def _pieces(
             if len(holes):
                 hole = int(dst_boxes.start[members[0]]) + int(holes[0])
                 row = int(dst_boxes.rows[dst_boxes.row_start[hole]])
-                _refuse_hole_at(row, dst, names, destinations, of_pattern)
+                refuse_hole(row, dst, names, destinations, of_pattern)
             atom_parts.append((base[members][:, None] + atom).ravel())
             box_parts.append((dst_boxes.start[members][:, None] + box).ravel())
             template = num_templates + np.arange(len(atom))
@@ -239,22 +230,3 @@ def _pieces(
         sizes=np.concatenate(size_parts),
     )
     return pieces, holders, dst_boxes
-
-
-def _refuse_hole_at(
-    row: int,
-    dst: RowTable,
-    names: TensorNames,
-    destinations: Sequence[ShardManifest],
-    atoms: Atoms,
-) -> None:
-    name = int(dst.name[row])
-    refuse_hole(
-        tensor=names.names[name],
-        num_dims=len(names.shapes[name]),
-        worker=destinations[int(dst.rank[row])].worker,
-        atoms=atoms,
-        offsets=dst.offsets[row],
-        sizes=dst.sizes[row],
-        itemsize=int(ITEMSIZES[dst.dtype[row]]),
-    )
