@@ -34,7 +34,8 @@ from harness import Row, median_p95, parser, report, save
 from windlass.config import UpdateMode
 from windlass.execution.base import ParameterMemory
 from windlass.execution.bindings import DestinationBinding
-from windlass.execution.device import DeviceReceiver, DeviceSender
+from windlass.execution.device_receiver import DeviceReceiver
+from windlass.execution.device_sender import DeviceSender
 from windlass.layout.manifest import ShardManifest
 from windlass.layout.synthesis import engine_manifests, trainer_manifests
 from windlass.layout.topology import Topology, parse_topology
@@ -238,10 +239,11 @@ class Rank:
         dist.barrier()
         torch.cuda.synchronize()
 
-    def verify(self, expected: dict[str, str]) -> tuple[float, tuple[str, ...]]:
+    def verify(self, expected: dict[str, str]) -> tuple[float, tuple[str, ...], int]:
+        """Seconds, sources whose bytes differ, and bytes that were not hashed as they landed."""
         began = time.perf_counter()
         mismatched = self.receiver.verify(0, expected)
-        return time.perf_counter() - began, mismatched
+        return time.perf_counter() - began, mismatched, self.receiver.late_nbytes
 
     # --- alternatives and the ceiling ---------------------------------------------------------
 
@@ -704,7 +706,7 @@ def bench_update(
     regions = host.call(host.engines, "map_self")
     host.call(host.trainers, "map_peer", dict(zip(host.trainers, regions, strict=True)))
     least = min(m.nbytes for m in (*sources, *targets))
-    wires, verifies, tops = [], [], []
+    wires, verifies, hashes, lates, tops = [], [], [], [], []
     for run in range(RUNS + 1):
         host.call(host.trainers, "advance")
         host.call(host.engines, "advance_round")
@@ -719,20 +721,27 @@ def bench_update(
         for rank in host.trainers:
             for worker, digest in sent[rank][1].items():
                 expected[names[worker]][sources[rank].worker] = digest
-        verified = host.everywhere({r: ("verify", [expected[r]]) for r in host.engines})
-        if bad := [v[1] for v in verified.values() if v[1]]:
+        checks: dict[int, tuple[str, list[Any]]] = {
+            r: ("verify", [expected[r]]) for r in host.engines
+        }
+        verified = host.everywhere(checks)
+        hashed = host.everywhere(checks)  # once more: what landed was given out, all is hashed now
+        if bad := [v[1] for v in (*verified.values(), *hashed.values()) if v[1]]:
             raise SystemExit(f"{label}: digests differ: {bad}")
         if sum(wrong := host.call(host.engines, "check")):
             raise SystemExit(f"{label}: wrong elements {wrong} in run {run}")
         if run:
             wires.append(max(sent[r][0] for r in host.trainers))
             verifies.append(max(v[0] for v in verified.values()))
+            hashes.append(max(v[0] for v in hashed.values()))
+            lates.append(sum(v[2] for v in verified.values()))
         tops.append(ceiling(host, min(least, 4 << 30)))
     top, _ = median_p95(tops)
     per_link = plan.nbytes / host.half
     rates = [per_link / s / 1e9 for s in wires]
     case = f"{label}: {plan.nbytes / 1e9:.1f} GB, {host.half} -> {host.half} GPUs"
     print(f"{case}: plan {planned_s:.2f} s, connect {connect_s:.1f} s, extra bytes {extra}")
+    print(f"{case}: bytes hashed after the wire, per run: {sorted(lates)}")
     rows = rates_rows(f"{case}, per GPU, digests on", rates, "copy engine, pairs at once", top)
     wire, slow_wire = median_p95(wires)
     verify, slow_verify = median_p95(verifies)
@@ -741,6 +750,7 @@ def bench_update(
         ("wire, p95", slow_wire, per_link / top / 1e9),
         ("verify, median", verify, wire),
         ("verify, p95", slow_verify, wire),
+        ("verify if all is hashed after the wire, median", median_p95(hashes)[0], wire),
         ("extra trainer memory (tables)", max(extra) / 1e9, per_link / 1e9),
     ):
         reference = "bytes at the ceiling" if metric.startswith("wire") else (

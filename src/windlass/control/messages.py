@@ -67,7 +67,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class FailureKind(StrEnum):

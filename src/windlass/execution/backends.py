@@ -7,7 +7,8 @@ from typing import assert_never
 from windlass.config import DiskBackend, P2pBackend, UpdateBackend, XcclBackend
 from windlass.execution.base import ReceiverBackend, SenderBackend
 from windlass.execution.collective import CollectiveReceiver, CollectiveSender
-from windlass.execution.device import DeviceReceiver, DeviceSender
+from windlass.execution.device_receiver import DeviceReceiver
+from windlass.execution.device_sender import DeviceSender
 from windlass.execution.disk import DiskReceiver, DiskSender
 from windlass.execution.one_sided import OneSidedReceiver, OneSidedSender
 from windlass.execution.receiver import Receiver

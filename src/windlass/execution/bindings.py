@@ -37,6 +37,7 @@ class DestinationBinding(msgspec.Struct, frozen=True):
     regions: tuple[RemoteRegion, ...]
     parameter_addresses: tuple[int, ...]
     landing_address: int = 0
+    listener: str = ""
 
 
 class BucketPart(msgspec.Struct, frozen=True, array_like=True):

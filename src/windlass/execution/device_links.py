@@ -1,0 +1,71 @@
+"""A link's pieces on a GPU, and the words that its digest is added up in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import assert_never
+
+import numpy as np
+import numpy.typing as npt
+
+from windlass.execution.bind import LinkProgram
+from windlass.execution.blocks import PieceKind, block_tables
+from windlass.planning.plan import Transform
+from windlass.transports.cuda.ipc import CudaIpcTransport
+from windlass.transports.cuda.kernels import PieceTable, put_kernel
+
+__all__ = ["DIGEST_NBYTES", "DeviceLink", "UInt64Array", "load_link", "read_digest", "unload_links"]
+
+DIGEST_NBYTES = 16
+UInt64Array = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLink:
+    """A link on the device. `digest`: address of its two words.
+
+    `tables`: one per kind of piece, in the same order and with the same pieces at both ends.
+    """
+
+    program: LinkProgram
+    tables: tuple[PieceTable, ...]
+    digest: int
+
+
+def load_link(
+    transport: CudaIpcTransport, program: LinkProgram, sources: UInt64Array, targets: UInt64Array
+) -> DeviceLink:
+    """Cut the ops and upload the tables. `sources`, `targets`: see `block_tables`."""
+    tables = []
+    for kind, pieces in block_tables(program, sources, targets).items():
+        tables.append(
+            PieceTable(transport.device, pieces, _kernel_of(kind), kind.dst_dtype.itemsize)
+        )
+    return DeviceLink(program, tuple(tables), transport.device.allocate(DIGEST_NBYTES))
+
+
+def _kernel_of(kind: PieceKind) -> str:
+    match kind.transform:
+        case Transform.NONE:
+            return put_kernel(kind.src_dtype, kind.dst_dtype, kind.dst_dtype.itemsize)
+        case Transform.FP8_BLOCK_VALUES:
+            return f"fp8_values_{kind.src_dtype}"
+        case Transform.FP8_BLOCK_SCALES:
+            return f"fp8_scales_{kind.src_dtype}"
+        case _:
+            assert_never(kind.transform)
+
+
+def unload_links(transport: CudaIpcTransport, links: Mapping[str, DeviceLink]) -> None:
+    """Free their tables and words."""
+    for link in links.values():
+        for table in link.tables:
+            table.close()
+        transport.device.free(link.digest)
+
+
+def read_digest(transport: CudaIpcTransport, address: int) -> str:
+    """The two words at `address`, as links report them."""
+    a, b = np.frombuffer(transport.device.download(address, DIGEST_NBYTES), "<u8").tolist()
+    return f"{a:016x}{b:016x}"

@@ -1,0 +1,239 @@
+"""The trainer's half on GPUs of one host: kernels store every op straight into its place.
+
+No arena, no landing region, no copy at either end: the kernels read the parameters where they lie,
+cast or quantise in registers, hash what they store, and store it through NVLink into the engine.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import final
+
+import numpy as np
+
+from windlass.errors import (
+    PeerUnreachable,
+    PlanError,
+    ProtocolError,
+    RegionError,
+    RoundAborted,
+    TransferOutcomeUnknown,
+)
+from windlass.execution.base import ParameterMemory, SendResult
+from windlass.execution.bind import LinkProgram, bind_links, check_binding, check_part
+from windlass.execution.bindings import (
+    DestinationBinding,
+    GroupOffer,
+    LinkOutcome,
+    LinkStatus,
+)
+from windlass.execution.device_links import (
+    DIGEST_NBYTES,
+    DeviceLink,
+    UInt64Array,
+    load_link,
+    read_digest,
+    unload_links,
+)
+from windlass.execution.landings import Landed, LandingTeller
+from windlass.layout.manifest import ShardManifest
+from windlass.planning.plan import TransferPlan
+from windlass.transports.cuda.driver import Event
+from windlass.transports.cuda.ipc import CudaIpcTransport
+from windlass.transports.cuda.sources import SourceMemory
+from windlass.transports.processes import check_alive
+
+__all__ = ["DeviceSender"]
+
+
+@final
+class DeviceSender:
+    """One trainer rank whose parameters are on a GPU, or in host memory beside one. Not thread-safe.
+
+    Memory: the parameters must not change between `prepare` and the end of the round. Allocates
+    piece tables only; pins parameters that are in pageable host memory until they move.
+
+    Args:
+        transport: of the GPU that holds the parameters or reads them; the caller closes it.
+        manifest: of this rank.
+        parameters: where they lie now, in manifest order; asked at every `prepare` and at no
+            other time. Tables are built again when one has moved.
+    """
+
+    def __init__(
+        self,
+        transport: CudaIpcTransport,
+        manifest: ShardManifest,
+        parameters: Callable[[], Sequence[ParameterMemory]],
+    ) -> None:
+        self._transport = transport
+        self._manifest = manifest
+        self._parameters = parameters
+        self._sources = SourceMemory(transport.device)
+        self._located: tuple[ParameterMemory, ...] = ()
+        self._programs: dict[str, tuple[LinkProgram, UInt64Array]] = {}
+        self._links: dict[str, DeviceLink] = {}
+        self._bindings: dict[str, DestinationBinding] = {}
+        self._shift = 0
+        self._teller = LandingTeller()
+
+    def connect(
+        self, plan: TransferPlan, bindings: Sequence[DestinationBinding]
+    ) -> GroupOffer | None:
+        """Bind a plan part: check every address and map the peers' memory.
+
+        Raises:
+            PlanError: the plan was made for another layout, or a destination has no binding.
+            RegionError: a store would leave the published regions.
+        """
+        self._drop()
+        self._transport.keep_mapped(r for binding in bindings for r in binding.regions)
+        self._shift = check_part(self._manifest, plan.sources, plan.source_digests, "sources")
+        known = {binding.worker: binding for binding in bindings}
+        for program in bind_links(plan, sending=True):
+            binding = known.get(program.peer)
+            if binding is None:
+                raise PlanError(f"connect: destination {program.peer} of the plan has no binding")
+            check_binding(program, binding, landing=False)
+            self._bindings[program.peer] = binding
+            self._programs[program.peer] = (program, self._reach(program, binding))
+        return None
+
+    def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:  # noqa: ARG002
+        """No groups here."""
+        raise ProtocolError("p2p: one-sided writes have no groups to join")
+
+    def prepare(self, version: int) -> None:  # noqa: ARG002
+        """Look where the parameters lie; cut the ops and upload the tables if that is news.
+
+        Raises:
+            PlanError: parameters have another number or other sizes than when described.
+            RegionError: memory of another GPU.
+            TransferFailed: host memory that cannot be pinned.
+        """
+        located, specs = tuple(self._parameters()), self._manifest.parameters
+        if [memory.nbytes for memory in located] != [spec.nbytes for spec in specs]:
+            raise PlanError(
+                f"{self._manifest.worker}: parameters are not those that were described"
+            )
+        if located == self._located and self._links:
+            return
+        unload_links(self._transport, self._links)
+        self._links, self._located = {}, ()
+        reached = self._sources.reach([(memory.address, memory.nbytes) for memory in located])
+        sources = np.array(reached, np.uint64)
+        self._links = {
+            peer: load_link(self._transport, program, sources, targets)
+            for peer, (program, targets) in self._programs.items()
+        }
+        self._located = located
+
+    def _reach(self, program: LinkProgram, binding: DestinationBinding) -> UInt64Array:
+        """The peer's parameter addresses as this process reaches them.
+
+        Every op must stay in the region that its parameter begins in: another region of the peer
+        is mapped elsewhere here.
+        """
+        mapped = [self._transport.map_region(region) for region in binding.regions]
+        around = []
+        for address in binding.parameter_addresses:
+            inside = [m for m in mapped if m.start <= address < m.stop]
+            if not inside:
+                raise RegionError(
+                    f"connect: {binding.worker} published no region around parameter at {address:#x}"
+                )
+            around.append(inside[0])
+        for op in program.ops:
+            start = binding.parameter_addresses[op.dst_parameter] + op.dst_offset
+            reach = sum((n - 1) * s for n, s in zip(op.sizes, op.dst_strides, strict=True))
+            if start + reach + op.dst_dtype.itemsize > around[op.dst_parameter].stop:
+                raise RegionError(
+                    f"connect: {binding.worker}: parameter {op.dst_parameter} must lie in one region"
+                )
+        addresses = [
+            address + region.shift
+            for address, region in zip(binding.parameter_addresses, around, strict=True)
+        ]
+        return np.array(addresses, np.uint64)
+
+    def write(self, version: int, destinations: Sequence[str], deadline_s: float) -> SendResult:
+        """Store the links to `destinations`, the first one another in every rank. Idempotent.
+
+        Work that this process has queued on the GPU before, such as an optimiser step, is waited
+        for first.
+
+        Raises:
+            RoundAborted: a destination that this rank does not send to.
+            TransferFailed: the GPU reports an error; nothing more can be done with it.
+        """
+        unknown = [name for name in destinations if name not in self._links]
+        if unknown:
+            raise RoundAborted(f"write: this rank sends nothing to {', '.join(unknown)}")
+        self._transport.device.synchronize()
+        began = time.perf_counter()
+        shift = self._shift % max(len(destinations), 1)
+        gone = {name: why for name in destinations if (why := self._is_gone(name))}
+        write = secrets.token_hex(8)
+        queued = [
+            (self._bindings[name].listener, landed, event)
+            for name in (*destinations[shift:], *destinations[:shift])
+            if name not in gone
+            for landed, event in self._queue(name, version, write)
+        ]
+        late = self._follow(queued, began + deadline_s)
+        wire_s = time.perf_counter() - began
+        outcomes = tuple(self._outcome(name, gone.get(name, ""), late) for name in destinations)
+        return SendResult(outcomes, 0.0, wire_s)
+
+    def _queue(self, name: str, version: int, write: str) -> list[tuple[Landed, Event]]:
+        """Queue the stores of a link; what has landed when each event is reached."""
+        transport, stream, link = self._transport, self._transport.stream, self._links[name]
+        listens, source = bool(self._bindings[name].listener), self._manifest.worker
+        transport.device.clear(link.digest, DIGEST_NBYTES, stream)
+        queued = []
+        for number, table in enumerate(link.tables):
+            for part in table.parts if listens else (range(table.num_pieces),):
+                transport.kernels.put(table, stream, link.digest, part)
+                landed = Landed(source, version, write, number, part.start, part.stop)
+                queued.append((landed, stream.record()))
+        return queued
+
+    def _follow(self, queued: Sequence[tuple[str, Landed, Event]], deadline: float) -> str:
+        """Tell the peers as parts land; empty, or why it is not known whether all have."""
+        try:
+            for listener, landed, event in queued:
+                self._transport.wait(event, max(deadline - time.perf_counter(), 0.0))
+                if listener:
+                    self._teller.tell(listener, landed)
+        except TransferOutcomeUnknown as error:
+            return str(error)
+        return ""
+
+    def _is_gone(self, name: str) -> str:
+        try:
+            check_alive(self._bindings[name].endpoint)
+        except PeerUnreachable as error:
+            return str(error)
+        return ""
+
+    def _outcome(self, name: str, gone: str, late: str) -> LinkOutcome:
+        link = self._links[name]
+        if gone or (gone := self._is_gone(name)):
+            return LinkOutcome(name, LinkStatus.UNREACHABLE, 0, "", gone)
+        if late:
+            return LinkOutcome(name, LinkStatus.UNKNOWN, 0, "", late)
+        digest = read_digest(self._transport, link.digest)
+        return LinkOutcome(name, LinkStatus.OK, link.program.nbytes, digest)
+
+    def close(self) -> None:
+        """Free the tables, unmap the peers, let go of pinned memory. Idempotent."""
+        self._drop()
+        self._transport.keep_mapped(())
+        self._teller.close()
+
+    def _drop(self) -> None:
+        unload_links(self._transport, self._links)
+        self._sources.close()
+        self._links, self._bindings, self._programs, self._located = {}, {}, {}, ()
