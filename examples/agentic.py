@@ -128,14 +128,14 @@ async def control(steps: int, num_trainers: int) -> None:
 
         async def produce() -> None:
             for number in range(1_000_000):
-                await controller.rollouts.wait_for_room()
+                await controller.rollouts.wait_for_room(deadline_s=600)
                 controller.rollouts.submit_workflow_group(
                     "book_a_seat", number, SAMPLES_PER_TASK, sampling
                 )
 
         producer = asyncio.create_task(produce())
         for step in range(steps):
-            await controller.batches.requested(step)
+            await controller.batches.requested(step, deadline_s=600)
             groups = await controller.rollouts.next_batch(TASKS_PER_STEP, deadline_s=600)
             batch = [samples(group) for group in groups]
             await controller.batches.put(step, batch)

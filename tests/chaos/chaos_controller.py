@@ -93,7 +93,7 @@ class ControllerProcess(Process):
 
     async def _produce(self) -> None:
         while self.producing:
-            await self.rollouts.wait_for_room()
+            await self.rollouts.wait_for_room(deadline_s=3600.0)
             prompt = (1 + self._next_prompt % 500, self._next_prompt)
             self._next_prompt += 1
             sampling = SamplingParams(max_new_tokens=NUM_TOKENS)

@@ -251,7 +251,7 @@ class Run:
     async def _produce(self) -> None:
         number = 0
         while self._producing:
-            await self.rollouts.wait_for_room()
+            await self.rollouts.wait_for_room(deadline_s=600.0)
             number += 1
             prompt = (1 + number % 500, number)
             self.rollouts.submit_group(prompt, 2, SamplingParams(max_new_tokens=NUM_TOKENS))

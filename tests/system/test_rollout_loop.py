@@ -562,7 +562,7 @@ async def test_a_producer_that_waits_for_room_never_gets_ahead_of_the_bound(rig:
 
     async def produce() -> None:
         for index in range(1000):
-            await rig.controller.wait_for_room()
+            await rig.controller.wait_for_room(deadline_s=10)
             rig.controller.submit_group((index + 1, 5), 3, SAMPLING)
 
     producer = asyncio.create_task(produce())
@@ -579,6 +579,40 @@ async def test_a_producer_that_waits_for_room_never_gets_ahead_of_the_bound(rig:
     producer.cancel()
     await asyncio.gather(producer, return_exceptions=True)
     assert len(set(seen)) == 10
+
+
+async def test_room_that_never_comes_is_an_error_that_says_what_takes_it(rig: Rig) -> None:
+    rig.policy = StalenessPolicy(max_staleness=0, batch_size=2, max_concurrent=100)
+    await rig.up()
+    handles = [rig.controller.submit((index + 1, 5), SAMPLING) for index in range(2)]
+    await rig.controller.wait(handles, deadline_s=10)
+    with pytest.raises(
+        PeerTimeout,
+        match=r"wait_for_room: none within 0.05 s \(.*running 0.*accepted 2.*workers 1\)",
+    ):
+        await rig.controller.wait_for_room(deadline_s=0.05)
+
+
+async def test_closing_ends_every_wait_with_an_error_and_cancels_nobody(rig: Rig) -> None:
+    rig.policy = StalenessPolicy(max_staleness=0, batch_size=2, max_concurrent=100)
+    await rig.up(hold=0)
+    for index in range(2):
+        rig.controller.submit((index + 1, 5), SAMPLING)
+    waits = [
+        asyncio.create_task(rig.controller.wait_for_room(deadline_s=60)),
+        asyncio.create_task(rig.controller.wait_for_workers(9, deadline_s=60)),
+    ]
+    await asyncio.sleep(0)  # both wait now
+    await rig.controller.close()
+    for wait in waits:
+        with pytest.raises(ConfigError, match="needs an open controller, got closed"):
+            await wait
+
+
+async def test_a_step_that_no_rank_asks_for_is_a_named_error(rig: Rig) -> None:
+    await rig.up()
+    with pytest.raises(PeerTimeout, match=r"asked for step 3 within 0\.05 s; .*: none"):
+        await rig.batches.requested(3, deadline_s=0.05)
 
 
 async def test_a_deadline_ends_a_rollout_on_an_engine_that_never_answers(rig: Rig) -> None:
@@ -642,7 +676,7 @@ async def test_ranks_get_disjoint_shards_and_the_same_answer_again(rig: Rig) -> 
         return [(s.group_id, *s.prompt_ids) for s in batch.samples]
 
     asking = [asyncio.create_task(asyncio.to_thread(ask, rank)) for rank in (0, 1)]
-    await rig.batches.requested(0)
+    await rig.batches.requested(0, deadline_s=10)
     groups = await rig.controller.next_batch(6, deadline_s=10)
     await rig.batches.put(
         0, [training_samples(g, [sum(r.output_ids) for r in g.rollouts]) for g in groups]

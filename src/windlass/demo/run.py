@@ -213,18 +213,23 @@ class _Demo:
             producer.cancel()
             await asyncio.gather(producer, return_exceptions=True)
 
+    @property
+    def _turn_deadline_s(self) -> float:
+        """Of what waits for a trainer: it may have to start first, then it makes a step."""
+        return self._settings.start_deadline_s + self._settings.step_deadline_s
+
     async def _produce(self) -> None:
         """Prompts as fast as the staleness bound admits them."""
         settings, rollouts = self._settings, self._controller.rollouts
         generator = random.Random(settings.seed)  # noqa: S311 - prompts, not secrets
         sampling = SamplingParams(max_new_tokens=settings.max_new_tokens, ignore_eos=True)
         while True:
-            await rollouts.wait_for_room()
+            await rollouts.wait_for_room(deadline_s=self._turn_deadline_s)
             rollouts.submit_group(sample_prompt(generator), settings.samples_per_prompt, sampling)
 
     async def _step(self, step: int) -> None:
         controller, record = self._controller, self._record
-        await controller.batches.requested(step)
+        await controller.batches.requested(step, deadline_s=self._turn_deadline_s)
         groups = await controller.rollouts.next_batch(
             self._settings.prompts_per_step, deadline_s=self._settings.step_deadline_s
         )

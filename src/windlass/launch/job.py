@@ -320,8 +320,13 @@ class _Job:
     async def _produce(self) -> None:
         """Tasks as fast as the staleness bound admits them."""
         rollout, rollouts = self.config.rollout, self.controller.rollouts
+        trainer = self.config.trainer
+        # Room comes with a version: after a batch, its step, a checkpoint, and the update.
+        deadline_s = (
+            rollout.batch_deadline_s + 2 * trainer.step_deadline_s + trainer.publish_deadline_s
+        )
         for task in self.recipe.tasks():
-            await rollouts.wait_for_room()
+            await rollouts.wait_for_room(deadline_s=deadline_s)
             if task.workflow:
                 rollouts.submit_workflow_group(
                     task.workflow,

@@ -86,13 +86,23 @@ class BatchQueue:
         for listener in self._listeners:
             listener(samples)
 
-    async def requested(self, step: int) -> None:
+    async def requested(self, step: int, *, deadline_s: float) -> None:
         """Return once a rank has asked for `step`.
 
         An owner that draws the batch only then checks its age when it is really consumed.
+
+        Raises:
+            PeerTimeout: no rank asked within `deadline_s`.
         """
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._highest_requested >= step)
+        try:
+            async with asyncio.timeout(deadline_s), self._changed:
+                await self._changed.wait_for(lambda: self._highest_requested >= step)
+        except TimeoutError as error:
+            newest = "none" if self._highest_requested < 0 else f"step {self._highest_requested}"
+            raise PeerTimeout(
+                f"batch: no trainer rank asked for step {step} within {deadline_s} s; "
+                f"the newest that was asked for: {newest}"
+            ) from error
 
     async def take(
         self, step: int, rank: int, world_size: int, *, deadline_s: float

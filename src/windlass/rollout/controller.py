@@ -44,6 +44,7 @@ from windlass.rollout.messages import (
 from windlass.rollout.recovery import Recovered
 from windlass.rollout.staleness import StalenessPolicy
 from windlass.rollout.submission import Submissions
+from windlass.rollout.waiters import Waiters
 from windlass.rollout.workflows import Workflow, check_workflows
 
 __all__ = ["RolloutController"]
@@ -98,8 +99,7 @@ class RolloutController(Submissions):
         self._engine_timers: dict[str, asyncio.TimerHandle] = {}
         self._session: aiohttp.ClientSession | None = None
         self._batch_turn = asyncio.Lock()
-        self._room: set[asyncio.Future[None]] = set()
-        self._worker_joined: set[asyncio.Future[None]] = set()
+        self._room, self._worker_joined = Waiters(), Waiters()
         self._pump_scheduled = False
 
     async def __aenter__(self) -> Self:
@@ -133,8 +133,8 @@ class RolloutController(Submissions):
         self._closed = True
         for timer in (*self._engine_timers.values(), *self._absent.values()):
             timer.cancel()
-        for waiter in (*self._room, *self._worker_joined):
-            waiter.cancel()
+        self._room.notify()
+        self._worker_joined.notify()
         self._life.ready.set()
         for link in list(self._links.values()):
             self._stop(link)
@@ -218,40 +218,54 @@ class RolloutController(Submissions):
             self._life.acknowledge(task_id)
         self._journal.flush()
 
-    async def wait_for_room(self) -> None:
+    async def wait_for_room(self, *, deadline_s: float) -> None:
         """Return once another submission would be admitted at once.
 
         A producer that waits here before each submission draws prompts exactly as fast
         as the staleness bound, the workers and the trainer allow.
+
+        Args:
+            deadline_s: longer than a step of the trainer takes, which is what makes room.
+
+        Raises:
+            PeerTimeout: no room within `deadline_s`; says what takes it.
+            ConfigError: the controller is closed, meanwhile too.
         """
-        while self._policy.capacity() <= len(self._book.waiting):
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._room.add(waiter)
-            try:
-                await waiter
-            finally:
-                self._room.discard(waiter)
+
+        def there() -> bool:
+            self._check_open("wait_for_room")
+            return self._policy.capacity() > len(self._book.waiting)
+
+        def message() -> str:
+            stats, policy = self.stats(), self._policy
+            return (
+                f"wait_for_room: none within {deadline_s} s (version {stats.version}, running "
+                f"{stats.running}, waiting {stats.waiting}, accepted {policy.accepted}, consumed "
+                f"{policy.consumed}, workers {stats.workers})"
+            )
+
+        await self._room.until(there, deadline_s, message)
 
     async def wait_for_workers(self, num_workers: int, *, deadline_s: float) -> None:
         """Return once `num_workers` workers are registered.
 
         Raises:
             PeerTimeout: fewer were registered after `deadline_s` seconds.
+            ConfigError: the controller is closed, meanwhile too.
         """
-        try:
-            async with asyncio.timeout(deadline_s):
-                while len(self._links) < num_workers:
-                    waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                    self._worker_joined.add(waiter)
-                    try:
-                        await waiter
-                    finally:
-                        self._worker_joined.discard(waiter)
-        except TimeoutError as error:
-            raise PeerTimeout(
+
+        def there() -> bool:
+            self._check_open("wait_for_workers")
+            return len(self._links) >= num_workers
+
+        await self._worker_joined.until(
+            there,
+            deadline_s,
+            lambda: (
                 f"wait_for_workers: {num_workers} workers within {deadline_s} s, "
                 f"{len(self._links)} are registered ({', '.join(self._links) or 'none'})"
-            ) from error
+            ),
+        )
 
     def set_version(self, version: int) -> None:
         """The consumer holds `version` now. Held answers that grew too old are submitted again.
@@ -326,9 +340,7 @@ class RolloutController(Submissions):
             self._links[hello.name] = WorkerLink(
                 hello, self._session, self, self._config, self._left_with(hello.name)
             )
-            for waiter in self._worker_joined:
-                if not waiter.done():
-                    waiter.set_result(None)
+            self._worker_joined.notify()
             self._pump_soon()
         return WorkerWelcome(self.incarnation)
 
@@ -474,6 +486,4 @@ class RolloutController(Submissions):
         # Before a link sends anything of this turn.
         self._journal.flush()
         if self._room and self._policy.capacity() > len(self._book.waiting):
-            for waiter in self._room:
-                if not waiter.done():
-                    waiter.set_result(None)
+            self._room.notify()
