@@ -88,13 +88,15 @@ class Process(Submissions):
         self.journal.flush()
         self.world.at_workers.pop(key, None)
 
-    def hand_out(self, *, acknowledge: bool) -> None:
+    def hand_out(self, *, acknowledge: bool) -> list[list[str]]:
+        handed = []
         while self.book.ready:
             group = self._life.hand_out()
             self.journal.flush()
             for rollout in group.rollouts:
                 assert self.policy.version - min(rollout.versions) <= MAX_STALENESS
-            ids = frozenset(rollout.task_id for rollout in group.rollouts)
+            handed.append([rollout.task_id for rollout in group.rollouts])
+            ids = frozenset(handed[-1])
             if acknowledge:
                 # The owner has it in a store of its own, and says so.
                 assert ids not in self.world.stored
@@ -102,6 +104,7 @@ class Process(Submissions):
                 self.world.stored.append(ids)
                 self._life.acknowledge(next(iter(ids)))
                 self.journal.flush()
+        return handed
 
     def audit(self) -> None:
         book, counts, policy = self.book, self.book.counts, self.policy
@@ -155,6 +158,7 @@ STEPS = st.lists(
                 "reject",
                 "out",
                 "keep",
+                "decline",
                 "up",
                 "cancel",
                 "kill",
@@ -196,6 +200,10 @@ def test_after_any_kills_everything_is_delivered_once_and_the_bound_holds(
                     process.hand_out(acknowledge=True)
                 case "keep":
                     process.hand_out(acknowledge=False)
+                case "decline":
+                    for ids in process.hand_out(acknowledge=False):
+                        process._life.decline(ids)
+                        world.cancelled.add(frozenset(ids))
                 case "up":
                     process._life.set_version(version + 1 + number % 2)
                 case "kill":

@@ -25,7 +25,9 @@ from windlass.rollout.messages import (
 from windlass.rollout.staleness import StalenessPolicy
 
 EVENTS = st.lists(
-    st.sampled_from(["admit", "accept", "release", "discard", "consume", "version", "skip"]),
+    st.sampled_from(
+        ["admit", "accept", "release", "discard", "consume", "back", "version", "skip"]
+    ),
     max_size=200,
 )
 
@@ -47,6 +49,7 @@ def test_no_sequence_of_events_runs_further_ahead_than_the_bound(
         "release": policy.release,
         "discard": policy.discard,
         "consume": lambda: policy.consume(batch_size),
+        "back": lambda: policy.give_back(batch_size),
         "version": lambda: policy.set_version(policy.version + 1),
         "skip": lambda: policy.set_version(policy.version + 7),
     }
@@ -106,6 +109,7 @@ class Bench:
         self.at_worker: dict[str, int] = {}
         self.groups: list[Group] = []
         self.delivered: list[str] = []
+        self.handed: list[list[str]] = []
         self.versions: dict[str, int] = {}
         self.num = 0
 
@@ -156,6 +160,7 @@ class Bench:
     def hand_out(self) -> None:
         while self.life.book.ready:
             group = self.life.hand_out()
+            self.handed.append([rollout.task_id for rollout in group.rollouts])
             for rollout in group.rollouts:
                 assert self.policy.version - min(rollout.versions) <= self.policy.max_staleness
                 self.delivered.append(rollout.task_id)
@@ -204,6 +209,7 @@ STEPS = st.lists(
                 "error",
                 "reject",
                 "out",
+                "decline",
                 "up",
                 "cancel",
                 "restart",
@@ -239,6 +245,8 @@ def test_every_rollout_is_in_exactly_one_place_and_delivered_at_most_once(
                     bench.finish(OutcomeStatus.REJECTED, number, version)
                 case "out":
                     bench.hand_out()
+                case "decline" if bench.handed:
+                    bench.life.decline(bench.handed.pop(number % len(bench.handed)))
                 case "up":
                     bench.life.set_version(version + 1 + number % 2)
                 case "restart":
@@ -269,6 +277,37 @@ async def test_a_group_is_never_ready_before_its_last_sample() -> None:
         bench.finish(OutcomeStatus.ACCEPTED, 0, 0)
     assert list(bench.life.book.ready) == [0]
     assert all(record.state is State.HELD for record in bench.groups[0].records)
+
+
+async def test_groups_that_are_declined_leave_room_for_others_for_ever() -> None:
+    bench = Bench()  # 2 batches of 4 may be ahead, and the version never grows
+    for _ in range(20):
+        bench.add_group(4)
+        for _ in range(4):
+            bench.dispatch()
+            bench.finish(OutcomeStatus.ACCEPTED, 0, 0)
+        bench.hand_out()
+        bench.life.decline(bench.handed.pop())
+        bench.audit()
+    assert bench.life.book.counts.declined == len(bench.delivered) == 80
+    assert (bench.policy.accepted, bench.policy.consumed, bench.policy.capacity()) == (0, 0, 6)
+
+
+async def test_only_what_was_handed_out_together_can_be_declined_and_only_once() -> None:
+    bench = Bench()
+    bench.add_group(2)
+    for _ in range(2):
+        bench.dispatch()
+        bench.finish(OutcomeStatus.ACCEPTED, 0, 0)
+    with pytest.raises(RolloutError, match="must be what was handed out together"):
+        bench.life.decline(["1", "2"])
+    bench.hand_out()
+    for wrong in (["1"], ["2", "1"], []):
+        with pytest.raises(RolloutError, match="must be what was handed out together"):
+            bench.life.decline(wrong)
+    bench.life.decline(["1", "2"])
+    with pytest.raises(RolloutError, match="not declined yet"):
+        bench.life.decline(["1", "2"])
 
 
 async def test_a_ready_group_loses_exactly_the_samples_that_grew_too_old() -> None:

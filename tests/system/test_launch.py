@@ -113,12 +113,34 @@ def check_example(tmp_path: Path, config: Path, **environment: str) -> None:
 
 @pytest.mark.slow
 def test_the_example_trains_publishes_saves_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    recipe = tmp_path / "declining.py"
+    recipe.write_text(DECLINING)
     config = write(
-        tmp_path, ("steps = 4", "steps = 2"), ("world_size = 2", "world_size = 2\nsave_every = 2")
+        tmp_path,
+        ("steps = 4", "steps = 2"),
+        ("world_size = 2", "world_size = 2\nsave_every = 2"),
+        (str(EXAMPLE / "recipe.py"), str(recipe)),
+        ("CountSevens", "EverySecond"),
     )
-    check_example(tmp_path, config, WINDLASS_LOG="json", WINDLASS_LOG_LEVEL="DEBUG")
+    environment = {"WINDLASS_LOG": "json", "WINDLASS_LOG_LEVEL": "DEBUG"}
+    path = f"{EXAMPLE}:{os.environ.get('PYTHONPATH', '')}"
+    check_example(tmp_path, config, **environment, PYTHONPATH=path)
+    rollouts = summary(tmp_path)["rollouts"]
+    assert isinstance(rollouts, dict)
+    assert rollouts["completed"] - rollouts["declined"] == 2 * 32
+    assert rollouts["declined"] > 0
     assert (tmp_path / "out" / "checkpoints" / "2" / ".metadata").exists()
     check_logs(tmp_path)
+
+
+DECLINING = """
+# Every second group declined: more, in the end, than the staleness bound lets be ahead.
+from recipe import CountSevens
+
+class EverySecond(CountSevens):
+    def samples(self, group):
+        return () if group.group_id % 2 else super().samples(group)
+"""
 
 
 def check_logs(tmp_path: Path) -> None:

@@ -221,3 +221,35 @@ def test_equal_prefixes_stay_on_an_engine_until_it_holds_too_much_more_than_anot
     assert [choose(1) for _ in range(6)] == ["a", "a", "a", "a", "a", "b"]
     assert choose(2) == "b"
     assert choose(2, avoid="b") == "a", "the engine that failed is left while there is another"
+
+
+async def test_evaluation_beside_training_uses_none_of_its_bound(rig: Rig) -> None:
+    rig.policy = StalenessPolicy(max_staleness=0, batch_size=4, max_concurrent=4)
+    await rig.start()
+    rig.controller.run_here({})
+    async with RolloutController(
+        rig.engines, StalenessPolicy.unbounded(64), token=TOKEN
+    ) as evaluation:
+        evaluation.run_here({})
+        asked = [evaluation.submit((n + 1,), SAMPLING) for n in range(40)]
+        assert len(await evaluation.wait(asked, deadline_s=20)) == 40
+    assert rig.policy.capacity() == 4
+    group = rig.controller.submit_group((1,), 4, SAMPLING)
+    (handed,) = await rig.controller.next_batch(1, deadline_s=20)
+    assert handed.group_id == group.group_id
+
+
+async def test_groups_and_single_rollouts_that_are_declined_are_replaced(rig: Rig) -> None:
+    rig.policy = StalenessPolicy(max_staleness=0, batch_size=2, max_concurrent=2)
+    await rig.start()
+    rig.controller.run_here({})
+    for number in range(5):  # the version stands still: the second would wait for ever
+        rig.controller.submit_group((number + 1,), 2, SAMPLING)
+        (group,) = await rig.controller.next_batch(1, deadline_s=20)
+        rig.controller.decline(group)
+        rollout = await rig.controller.submit((number + 1,), SAMPLING)
+        rig.controller.decline(rollout)
+        with pytest.raises(RolloutError, match="not declined yet"):
+            rig.controller.decline(rollout)
+    stats = rig.controller.stats()
+    assert (stats.completed, stats.declined, stats.lost, stats.capacity) == (15, 15, 0, 2)

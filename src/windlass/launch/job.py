@@ -20,6 +20,7 @@ from windlass.envs import environment_value
 from windlass.errors import WindlassError
 from windlass.launch.config import EngineSection, LaunchConfig
 from windlass.launch.recipe import Recipe, load_recipe
+from windlass.rollout.handles import RolloutGroup
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.staleness import StalenessPolicy
 from windlass.schedulers.base import ProcessSpec, Scheduler
@@ -344,25 +345,41 @@ class _Job:
                 )
 
     async def _batch(self, producer: asyncio.Task[None]) -> list[list[TrainingSample]] | None:
-        """The groups of a step, scored; None when there are no tasks left for one."""
+        """The groups of a step, scored; None when there are no tasks left for one.
+
+        Groups that the recipe declines are replaced, within the deadline of the whole batch.
+        """
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self.config.rollout.batch_deadline_s
+        batch: list[list[TrainingSample]] = []
+        while (missing := self.config.rollout.groups_per_step - len(batch)) > 0:
+            groups = await self._draw(missing, end - loop.time(), producer)
+            if groups is None:
+                return None
+            for group in groups:
+                samples = await asyncio.to_thread(self.recipe.samples, group)
+                if samples:
+                    batch.append(list(samples))
+                else:
+                    self.controller.rollouts.decline(group)
+        return batch
+
+    async def _draw(
+        self, num_groups: int, deadline_s: float, producer: asyncio.Task[None]
+    ) -> tuple[RolloutGroup, ...] | None:
+        """So many groups; None when there are no tasks left for them."""
         rollout, rollouts = self.config.rollout, self.controller.rollouts
-        drawn = asyncio.ensure_future(
-            rollouts.next_batch(rollout.groups_per_step, deadline_s=rollout.batch_deadline_s)
-        )
+        drawn = asyncio.ensure_future(rollouts.next_batch(num_groups, deadline_s=deadline_s))
         try:
             await asyncio.wait([drawn, producer], return_when=asyncio.FIRST_COMPLETED)
             if producer.done():
                 producer.result()
                 num_left = rollouts.stats().outstanding
-                if (
-                    not drawn.done()
-                    and num_left < rollout.samples_per_group * rollout.groups_per_step
-                ):
+                if not drawn.done() and num_left < rollout.samples_per_group * num_groups:
                     return None
-            groups = await drawn
+            return await drawn
         finally:
             drawn.cancel()
-        return [list(await asyncio.to_thread(self.recipe.samples, group)) for group in groups]
 
     # --- stopping ----------------------------------------------------------------------------
 

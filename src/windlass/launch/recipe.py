@@ -47,7 +47,10 @@ class Recipe(ABC):
         """One per answer of a finished group. Runs in a thread, so it may take its time."""
 
     def samples(self, group: RolloutGroup) -> Sequence[TrainingSample]:
-        """What the trainers get of a group; one sample per answer unless overridden."""
+        """What the trainers get of a group; one sample per answer unless overridden.
+
+        Nothing declines the group (all rewards are equal, say): another one takes its place.
+        """
         return training_samples(group, self.rewards(group))
 
     def workflows(self) -> Mapping[str, Workflow]:

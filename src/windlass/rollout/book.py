@@ -140,6 +140,7 @@ class Counts:
     rejected: int = 0
     retried: int = 0
     ignored: int = 0
+    declined: int = 0
 
 
 class Book:

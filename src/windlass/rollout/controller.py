@@ -297,6 +297,7 @@ class RolloutController(Submissions):
             rejected=counts.rejected,
             retried=counts.retried,
             ignored=counts.ignored,
+            declined=counts.declined,
             waiting=len(book.waiting),
             parked=book.num_parked(),
             running=at_workers,

@@ -139,6 +139,7 @@ class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
         retried: attempts repeated after an engine, worker or deadline failure.
         parked: no worker that knows their workflow has room.
         ignored: outcomes that came twice or too late.
+        declined: completed ones that the owner had no use for.
     """
 
     submitted: int
@@ -150,6 +151,7 @@ class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
     rejected: int
     retried: int
     ignored: int
+    declined: int
     waiting: int
     parked: int
     running: int

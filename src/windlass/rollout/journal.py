@@ -191,6 +191,16 @@ class RolloutJournal:
             self._add(Ended(together, num_consumed=len(together)))
         return bool(together)
 
+    def declined(self, task_ids: Sequence[str]) -> None:
+        """Handed to the owner, who has no use for them: nothing was consumed."""
+        if not self.on:
+            return
+        owed = [self._unacknowledged.pop(task_id, ()) for task_id in task_ids]
+        if any(owed):
+            self._add(Ended(tuple(task_ids)))
+        else:
+            self._add(Ended((), num_consumed=-len(task_ids)))
+
     def ended(self, task_id: str, *, num_consumed: int = 0) -> None:
         """Cancelled or failed; or known to the owner already, as `num_consumed` samples."""
         if self.on:

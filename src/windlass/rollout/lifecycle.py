@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 
 from windlass.errors import PeerTimeout, RolloutError
 from windlass.rollout.book import Book, Group, Record, State
@@ -24,6 +25,8 @@ __all__ = ["Lifecycle"]
 
 logger = logging.getLogger(__name__)
 MAX_BACKOFF_S = 2.0
+DECLINABLE = 4096
+"""Handed out results that may still be declined; the newest."""
 
 
 class Lifecycle:
@@ -55,6 +58,7 @@ class Lifecycle:
         self.journal.when_broken(self.ready.set)
         self._policy = policy
         self._config = config
+        self._handed_out: OrderedDict[str, tuple[str, ...]] = OrderedDict()
         self._take_back = take_back
         self._work_changed = work_changed
         self._deadlines = Deadlines(config.attempt_deadline_s, self._attempt_expired)
@@ -187,7 +191,7 @@ class Lifecycle:
         """A rollout that belongs to no group has its outcome."""
         self._end(record)
         self.book.counts.completed += 1
-        self.journal.delivered((record.task_id,))
+        self._delivered((record.task_id,))
         if record.future is not None and not record.future.done():
             record.future.set_result(record.rollout())
 
@@ -239,7 +243,7 @@ class Lifecycle:
         rollouts = tuple(record.rollout() for record in group.records)
         for record in group.records:
             self._end(record)
-        self.journal.delivered([record.task_id for record in group.records])
+        self._delivered([record.task_id for record in group.records])
         self._policy.consume(len(rollouts))
         self.book.counts.completed += len(rollouts)
         delivered = RolloutGroup(group.group_id, group.prompt_ids, rollouts, group.metadata)
@@ -247,6 +251,30 @@ class Lifecycle:
             group.future.set_result(delivered)
         self._work_changed()
         return delivered
+
+    def _delivered(self, task_ids: Sequence[str]) -> None:
+        self.journal.delivered(task_ids)
+        self._handed_out[task_ids[0]] = tuple(task_ids)
+        if len(self._handed_out) > DECLINABLE:
+            self._handed_out.popitem(last=False)
+
+    def decline(self, task_ids: Sequence[str]) -> None:
+        """The owner has no use for what was handed out together: others may take its place.
+
+        Raises:
+            RolloutError: not handed out together, declined already, or too long ago.
+        """
+        together = tuple(task_ids)
+        if not together or self._handed_out.get(together[0]) != together:
+            raise RolloutError(
+                f"decline: rollouts {list(together)} must be what was handed out together, among "
+                f"the newest {DECLINABLE} and not declined yet"
+            )
+        del self._handed_out[together[0]]
+        self._policy.give_back(len(together))
+        self.journal.declined(together)
+        self.book.counts.declined += len(together)
+        self._work_changed()
 
     def acknowledge(self, task_id: str) -> None:
         """The owner has this rollout for good, and so its whole group. Idempotent.

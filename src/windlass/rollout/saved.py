@@ -84,7 +84,10 @@ class Resubmitted(msgspec.Struct, frozen=True, tag="resubmitted"):
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """Nothing more is owed. `num_consumed`: how many of them were consumed, not given up."""
+    """Nothing more is owed. `num_consumed`: how many of them were consumed, not given up.
+
+    Below 0: so many of those that ended earlier were handed back by the owner.
+    """
 
     task_ids: tuple[str, ...]
     num_consumed: int = 0

@@ -146,3 +146,16 @@ class StalenessPolicy:
         if not 0 <= num_samples <= waiting:
             raise RolloutError(f"staleness: consume needs 0 <= n <= {waiting}, got {num_samples}")
         self.consumed += num_samples
+
+    def give_back(self, num_samples: int) -> None:
+        """Consumed samples were of no use: the consumer's version needs others in their place.
+
+        Raises:
+            RolloutError: fewer were consumed.
+        """
+        if not 0 <= num_samples <= self.consumed:
+            raise RolloutError(
+                f"staleness: give_back needs 0 <= n <= {self.consumed}, got {num_samples}"
+            )
+        self.consumed -= num_samples
+        self.accepted -= num_samples

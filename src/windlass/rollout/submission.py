@@ -201,6 +201,17 @@ class Submissions:
         if self._closed:
             raise ConfigError(f"rollout controller: {what} needs an open controller, got closed")
 
+    def decline(self, result: RolloutGroup | Rollout) -> None:
+        """What was handed out is of no use (all rewards equal, say): it counts as never drawn.
+
+        Without this the staleness bound counts it as trained on, and in the end admits nothing.
+
+        Raises:
+            RolloutError: it was not handed out by this process, not lately, or is declined already.
+        """
+        found = result.rollouts if isinstance(result, RolloutGroup) else (result,)
+        self._life.decline([rollout.task_id for rollout in found])
+
     async def wait(
         self, handles: Sequence[RolloutHandle], *, deadline_s: float
     ) -> tuple[Rollout, ...]:
