@@ -201,9 +201,9 @@ def test_after_any_kills_everything_is_delivered_once_and_the_bound_holds(
                 case "keep":
                     process.hand_out(acknowledge=False)
                 case "decline":
-                    for ids in process.hand_out(acknowledge=False):
-                        process._life.decline(ids)
-                        world.cancelled.add(frozenset(ids))
+                    for together in process.hand_out(acknowledge=False):
+                        process._life.decline(together)
+                        world.cancelled.add(frozenset(together))
                 case "up":
                     process._life.set_version(version + 1 + number % 2)
                 case "kill":
