@@ -13,14 +13,12 @@
     |   `-- TransferOutcomeUnknown        bytes may still land: free nothing, reuse nothing
     |-- RoundError(RuntimeError)
     |   |-- StaleMessage                  from an epoch, round or version that has passed
-    |   |-- RoundAborted                  the old version goes on being served
-    |   |-- DigestMismatch                bytes landed, and they are the wrong ones
-    |   `-- EngineTainted                 live weights are mixed: rewritten or reloaded before serving
+    |   `-- RoundAborted                  the old version goes on being served
     |-- ProtocolError(ValueError)         a message that cannot be decoded or does not belong here
     |-- AuthenticationError(RuntimeError) a wrong or missing token
     |-- PeerTimeout(TimeoutError)         a deadline passed while waiting for a peer
     |-- TrainerError(RuntimeError)        a trainer rank died, hung or raised; carries its log tail
-    |-- RolloutError(RuntimeError)        a rollout ended in an error; carries task and attempt
+    |-- RolloutError(RuntimeError)        a rollout ended in an error; names task and attempt
     `-- TransportUnavailable(ImportError) an optional dependency or kernel feature is missing
 
 *Unknown* is kept apart from *failed* throughout: after `TransferOutcomeUnknown` the
@@ -37,8 +35,6 @@ __all__ = [
     "DECODE_ERRORS",
     "AuthenticationError",
     "ConfigError",
-    "DigestMismatch",
-    "EngineTainted",
     "IncompleteCoverage",
     "ManifestError",
     "PeerTimeout",
@@ -120,14 +116,6 @@ class RoundAborted(RoundError):
     """The round was given up and the old version goes on being served."""
 
 
-class DigestMismatch(RoundError):
-    """Bytes landed, and they are not the bytes that were sent."""
-
-
-class EngineTainted(RoundError):
-    """An engine's live weights are mixed; it must be rewritten or reloaded before it serves."""
-
-
 class ProtocolError(WindlassError, ValueError):
     """A message that cannot be decoded, or that does not belong here."""
 
@@ -141,7 +129,7 @@ class PeerTimeout(WindlassError, TimeoutError):
 
 
 class RolloutError(WindlassError, RuntimeError):
-    """A rollout ended in an error."""
+    """A rollout ended in an error; names the task and the attempt."""
 
 
 class TrainerError(WindlassError, RuntimeError):

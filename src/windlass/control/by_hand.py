@@ -284,9 +284,7 @@ class HandDrivenUpdates:
             await self._tell(update, BeginByHand(), deadline_s)
             await self._tell(update, Pause(self._config.pause_mode, deadline_s), deadline_s)
             update.join(head, call.stage, call.num_stages)
-        except (
-            BaseException
-        ):  # whatever it was, the deadline too: nobody has joined, nobody ends it
+        except BaseException:  # the deadline too: nobody has joined, so nobody would end it
             self._give_up_soon(update, "pause_generation failed")
             raise
 

@@ -40,7 +40,6 @@ from windlass.control.messages import (
 )
 from windlass.errors import (
     AuthenticationError,
-    DigestMismatch,
     PeerUnreachable,
     ProtocolError,
     StaleMessage,
@@ -408,8 +407,6 @@ def _kind_of(error: Exception) -> FailureKind:
     match error:
         case TransferOutcomeUnknown():
             return FailureKind.UNKNOWN
-        case DigestMismatch():
-            return FailureKind.DIGEST
         case StaleMessage():
             return FailureKind.STALE
         case _:

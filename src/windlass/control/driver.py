@@ -114,7 +114,7 @@ class RoundDriver:
         self._phase: Phase | None = None
         self._phase_s: dict[str, float] = {}
         self._pause_began: dict[str, float] = {}
-        self._publish_seq: dict[tuple[str, int], str] = {}
+        self._publishing: set[tuple[str, int]] = set()
         self._pause_s = 0.0
 
     def post(self, event: Event) -> None:
@@ -124,7 +124,7 @@ class RoundDriver:
     def on_reply(self, worker: str, reply: Reply) -> None:
         """Queue a reply if it belongs to this round."""
         if (reply.epoch, reply.round) == (self._epoch, self._round):
-            if (worker, reply.seq) in self._publish_seq and worker in self._pause_began:
+            if (worker, reply.seq) in self._publishing and worker in self._pause_began:
                 paused_s = self._clock() - self._pause_began[worker]
                 self._pause_s = max(self._pause_s, paused_s)
             self.post(Replied(worker, reply.seq, reply.result))
@@ -176,7 +176,7 @@ class RoundDriver:
         if isinstance(send.command, Pause):
             self._pause_began.setdefault(send.worker, self._clock())
         elif isinstance(send.command, Publish):
-            self._publish_seq[send.worker, send.seq] = send.worker
+            self._publishing.add((send.worker, send.seq))
         try:
             if session is None:
                 raise PeerUnreachable(f"{send.worker}: not connected")  # noqa: TRY301

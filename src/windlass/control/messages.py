@@ -3,7 +3,7 @@
 One WebSocket per agent, opened by the agent, carries msgpack frames both ways: the agent
 needs no port of its own, and a dead process is a closed connection, seen at once and not
 by polling. The first frame is `Hello`; after that the coordinator sends `Envelope`s and
-the agent answers each with one `Reply`; trainer ranks also send `Announce`.
+the agent answers each with one `Reply`; trainer ranks also send `Announce` and `Withdraw`.
 
 Each envelope carries (epoch, round, seq). `epoch` grows with every change of the fleet and
 with every restart of the controller, `round` with every attempt to publish, `seq` with
@@ -76,7 +76,6 @@ class FailureKind(StrEnum):
     FAILED = "failed"
     UNKNOWN = "unknown"
     STALE = "stale"
-    DIGEST = "digest"
 
 
 # --- agent -> controller -----------------------------------------------------------------

@@ -25,7 +25,6 @@ class RelayPlan:
 
     Attributes:
         groups: disjoint; each has at least two members, one per engine.
-        copies: member that the plan leaves out -> the first member of its group.
     """
 
     groups: tuple[RelayGroup, ...] = ()

@@ -27,7 +27,7 @@ class RelayOpened(msgspec.Struct, frozen=True, tag="relay_opened"):
 
 
 class Relayed(msgspec.Struct, frozen=True, tag="relayed"):
-    """Engine rank: how its part of a relay went; see `execution.relay_node.RelayResult`.
+    """Engine rank: how its part of a relay went; see `execution.relay_round.RelayResult`.
 
     Every upstream has ended by now, but for those in `unknown_from`.
     """

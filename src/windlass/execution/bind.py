@@ -7,13 +7,13 @@ because trainers may rebind storage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from windlass.errors import PlanError, UnsupportedLayout
+from windlass.errors import PlanError, RoundAborted, UnsupportedLayout
 from windlass.execution.bindings import DestinationBinding
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ShardManifest, contiguous_strides
@@ -35,6 +35,7 @@ __all__ = [
     "LinkProgram",
     "bind_links",
     "check_binding",
+    "check_destinations",
     "check_part",
 ]
 
@@ -131,6 +132,17 @@ def check_part(
             f"must be {digests[index]}, got {manifest.digest()}"
         )
     return index
+
+
+def check_destinations(known: Container[str], destinations: Sequence[str]) -> None:
+    """Refuse destinations that this rank does not send to.
+
+    Raises:
+        RoundAborted: there is one.
+    """
+    unknown = [name for name in destinations if name not in known]
+    if unknown:
+        raise RoundAborted(f"write: this rank sends nothing to {', '.join(unknown)}")
 
 
 def bind_links(plan: TransferPlan, *, sending: bool) -> tuple[LinkProgram, ...]:

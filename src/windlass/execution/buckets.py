@@ -7,7 +7,8 @@ do not travel.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -17,10 +18,9 @@ from windlass.errors import PlanError, UnsupportedLayout
 from windlass.execution.bind import BoundOp, LinkProgram
 from windlass.execution.bindings import BucketPart, GroupOffer
 from windlass.layout.manifest import ShardManifest
+from windlass.memory.arena import aligned
 
 __all__ = ["Load", "clip", "cut_buckets", "loads_of", "signature_of_offer"]
-
-ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def cut_buckets(
     Args:
         manifest: of the source.
         programs: its links.
-        capacity_nbytes: of one bucket, a multiple of 64.
+        capacity_nbytes: of one bucket, a multiple of `ALIGNMENT`.
     """
     parts: list[BucketPart] = []
     sizes: list[int] = []
@@ -68,7 +68,7 @@ def cut_buckets(
                 )
             )
             sizes[-1] = used + end - at
-            used += -(-(end - at) // ALIGNMENT) * ALIGNMENT
+            used += aligned(end - at)
             at = end
     return tuple(parts), tuple(sizes)
 
@@ -92,10 +92,10 @@ def loads_of(program: LinkProgram, offer: GroupOffer) -> tuple[tuple[Load, ...],
                 )
             for piece in clip(op, part.start, part.stop):
                 loads[part.bucket].append(Load(piece, part.offset - part.start))
-                numel += _numel(piece.sizes)
-        if numel != _numel(op.sizes):
+                numel += math.prod(piece.sizes)
+        if numel != math.prod(op.sizes):
             raise PlanError(
-                f"group {offer.name}: the buckets carry {numel} of {_numel(op.sizes)} elements that "
+                f"group {offer.name}: the buckets carry {numel} of {math.prod(op.sizes)} elements that "
                 f"are read of parameter {op.src_parameter} at byte {op.src_offset}"
             )
     return tuple(tuple(of_bucket) for of_bucket in loads)
@@ -168,12 +168,5 @@ def _narrow(op: BoundOp, dim: int, index: int, count: int) -> BoundOp:
         src_sizes=sizes,
         src_offset=op.src_offset + index * op.src_strides[dim],
         dst_offset=op.dst_offset + index * op.dst_strides[dim],
-        nbytes=_numel(sizes) * op.dst_dtype.itemsize,
+        nbytes=math.prod(sizes) * op.dst_dtype.itemsize,
     )
-
-
-def _numel(sizes: Sequence[int]) -> int:
-    numel = 1
-    for size in sizes:
-        numel *= size
-    return numel

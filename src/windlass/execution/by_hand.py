@@ -20,15 +20,13 @@ from windlass.execution.collective_group import TorchBroadcastGroup, join_group
 from windlass.execution.disk_files import DiskEntry, DiskIndex
 from windlass.execution.disk_read import read_boxes
 from windlass.execution.target import ShadowMemory
-from windlass.layout.dtypes import DType
 from windlass.layout.manifest import Shard, ShardManifest, contiguous_strides
+from windlass.memory.arena import aligned_offsets
 from windlass.memory.packing import copy_strided
 from windlass.planning.plan import TransferPlan
 from windlass.telemetry.clock import Deadline
 
 __all__ = ["HandDrivenReceiver", "signature_of_group", "wire_offsets"]
-
-ALIGNMENT = 64
 
 
 def signature_of_group(offer: GroupOffer, fabric: CollectiveFabric) -> str:
@@ -38,11 +36,7 @@ def signature_of_group(offer: GroupOffer, fabric: CollectiveFabric) -> str:
 
 def wire_offsets(tensors: Sequence[WireTensor]) -> tuple[tuple[int, ...], int]:
     """Where each tensor lies in a flat bucket, and the bytes of the bucket."""
-    offsets, used = [], 0
-    for tensor in tensors:
-        offsets.append(used)
-        used += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-    return tuple(offsets), used
+    return aligned_offsets(tensor.nbytes for tensor in tensors)
 
 
 @final
@@ -211,7 +205,7 @@ class HandDrivenReceiver:
             src_dtype=tensor.dtype,
             dst_address=self._memory.addresses[position] + shard.offset_bytes,
             dst_strides=shard.strides_bytes,
-            dst_dtype=DType(self._manifest.parameters[position].dtype),
+            dst_dtype=self._manifest.parameters[position].dtype,
         )
 
 

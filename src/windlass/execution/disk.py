@@ -16,7 +16,13 @@ from windlass.config import DiskBackend, UpdateMode
 from windlass.errors import ProtocolError, TransferFailed
 from windlass.execution.base import ParameterMemory, SendResult
 from windlass.execution.bindings import DestinationBinding, GroupOffer, LinkOutcome, LinkStatus
-from windlass.execution.disk_files import file_digest, prune, read_index, write_shards
+from windlass.execution.disk_files import (
+    file_digest,
+    prune,
+    read_index,
+    version_folder,
+    write_shards,
+)
 from windlass.execution.disk_read import read_boxes
 from windlass.execution.source import SourceMemory
 from windlass.execution.target import TargetMemory
@@ -144,7 +150,7 @@ class DiskReceiver:
             except TransferFailed as error:
                 _log.warning("%s", error)
                 unreadable.append(source)
-        home = self._folder / f"v{version:08d}"
+        home = version_folder(self._folder, version)
         unreadable += read_boxes(home, indices, self._target.manifest, self._target.addresses)
         wrong = set(self._target.verify(expected)) | set(unreadable)
         for index in indices:

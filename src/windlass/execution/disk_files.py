@@ -9,6 +9,7 @@ last and names one file, so that whoever reads it finds that file whole or not a
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -17,6 +18,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import msgspec
+import numpy as np
 import xxhash
 
 from windlass.errors import DECODE_ERRORS, TransferFailed
@@ -25,7 +27,15 @@ from windlass.layout.dtypes import DType
 from windlass.layout.manifest import Shard, ShardManifest, contiguous_strides
 from windlass.memory.packing import bytes_at, copy_strided, is_contiguous, row_major_blocks
 
-__all__ = ["DiskEntry", "DiskIndex", "file_digest", "prune", "read_index", "write_shards"]
+__all__ = [
+    "DiskEntry",
+    "DiskIndex",
+    "file_digest",
+    "prune",
+    "read_index",
+    "version_folder",
+    "write_shards",
+]
 
 SAFETENSORS_NAMES = {
     DType.FLOAT64: "F64",
@@ -72,6 +82,11 @@ class DiskIndex(msgspec.Struct, frozen=True):
     aliases: dict[str, str]
 
 
+def version_folder(folder: Path, version: int) -> Path:
+    """Where the files of a version are, below the root."""
+    return folder / f"v{version:08d}"
+
+
 def write_shards(
     folder: Path, version: int, manifest: ShardManifest, addresses: tuple[int, ...]
 ) -> DiskIndex:
@@ -86,7 +101,7 @@ def write_shards(
     Raises:
         TransferFailed: the file system refused something; nothing became visible.
     """
-    home = folder / f"v{version:08d}"
+    home = version_folder(folder, version)
     stem = quote(manifest.worker, safe="")
     name = f"{stem}.{os.urandom(4).hex()}.safetensors"
     shards = list(manifest.shards())
@@ -115,7 +130,7 @@ def read_index(folder: Path, version: int, worker: str) -> DiskIndex:
     Raises:
         TransferFailed: there is none, it is torn, or its file has another size.
     """
-    home = folder / f"v{version:08d}"
+    home = version_folder(folder, version)
     path = home / f"{quote(worker, safe='')}.json"
     try:
         index = msgspec.json.decode(path.read_bytes(), type=DiskIndex)
@@ -196,13 +211,9 @@ def _elements(shard: Shard, address: int, dtype: DType) -> Iterator[memoryview]:
     if is_contiguous(sizes, strides, dtype.itemsize):
         yield bytes_at(address, shard.box.numel * dtype.itemsize)
         return
-    import numpy as np
-
     scratch = np.empty(BLOCK_NBYTES, np.uint8)
     for start, block in row_major_blocks(sizes, BLOCK_NBYTES // dtype.itemsize):
-        nbytes = dtype.itemsize
-        for size in block:
-            nbytes *= size
+        nbytes = math.prod(block) * dtype.itemsize
         copy_strided(
             sizes=block,
             src_address=address + sum(i * s for i, s in zip(start, strides, strict=True)),

@@ -10,7 +10,7 @@ from windlass.errors import ProtocolError
 from windlass.execution.base import SendResult
 from windlass.execution.bindings import DestinationBinding, GroupOffer
 from windlass.execution.receiver import Receiver
-from windlass.execution.relay_wire import RelayAddress
+from windlass.execution.relay_wire import Place, RelayAddress
 from windlass.execution.sender import Sender
 from windlass.planning.plan import TransferPlan
 from windlass.planning.relay import RelayGroup
@@ -58,9 +58,7 @@ class OneSidedSender:
         """See `Sender.connect_relay`."""
         self._sender.connect_relay(groups, bindings, addresses)
 
-    def feed(
-        self, place: tuple[int, int], destinations: Sequence[str], deadline_s: float
-    ) -> SendResult:
+    def feed(self, place: Place, destinations: Sequence[str], deadline_s: float) -> SendResult:
         """See `Sender.feed`."""
         return self._sender.feed(place, destinations, deadline_s)
 

@@ -18,17 +18,15 @@ from windlass.errors import PlanError
 from windlass.execution.bind import BoundOp, LinkProgram
 from windlass.execution.bindings import DestinationBinding
 from windlass.execution.pieces import (
-    ALIGNMENT,
     Pieces,
     UInt64Array,
-    aligned,
     batches,
     direct_pieces,
     pack_op,
     packed_capacity,
     split_op,
 )
-from windlass.memory.arena import Arena
+from windlass.memory.arena import ALIGNMENT, Arena, aligned
 from windlass.memory.digest import hash_strided, new_digest
 from windlass.transports.base import OneSidedTransport
 

@@ -13,7 +13,26 @@ from windlass.execution.base import ParameterMemory
 from windlass.layout.manifest import ShardManifest
 from windlass.transports.base import MemoryRegion, OneSidedTransport
 
-__all__ = ["SourceParameters"]
+__all__ = ["SourceParameters", "check_described"]
+
+
+def check_described(manifest: ShardManifest, memories: Sequence[ParameterMemory]) -> None:
+    """Refuse parameters that are not those of the manifest.
+
+    Raises:
+        PlanError: another number of them, or other sizes, than described.
+    """
+    specs = manifest.parameters
+    if len(memories) != len(specs):
+        raise PlanError(
+            f"{manifest.worker}: {len(memories)} parameters where {len(specs)} were described"
+        )
+    for spec, memory in zip(specs, memories, strict=True):
+        if memory.nbytes != spec.nbytes:
+            raise PlanError(
+                f"{manifest.worker}: parameter {spec.name!r} has {memory.nbytes} bytes where "
+                f"{spec.nbytes} were described"
+            )
 
 
 @final
@@ -55,17 +74,7 @@ class SourceParameters:
             RegionError: memory cannot be registered.
         """
         now = tuple(self._parameters())
-        specs = self._manifest.parameters
-        if len(now) != len(specs):
-            raise PlanError(
-                f"{self._manifest.worker}: {len(now)} parameters where {len(specs)} were described"
-            )
-        for spec, memory in zip(specs, now, strict=True):
-            if memory.nbytes != spec.nbytes:
-                raise PlanError(
-                    f"{self._manifest.worker}: parameter {spec.name!r} has {memory.nbytes} bytes "
-                    f"where {spec.nbytes} were described"
-                )
+        check_described(self._manifest, now)
         wanted = _union(now[i] for i in read_in_place if not self._is_registered(now[i]))
         for address, region in list(self._registered.items()):
             if wanted.get(address) != region.nbytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,14 +12,13 @@ import numpy.typing as npt
 from windlass.errors import PlanError
 from windlass.execution.bind import BoundOp, DirectRuns, LinkProgram
 from windlass.layout.quantization import BLOCK, scale_shape
+from windlass.memory.arena import aligned
 from windlass.memory.packing import copy_strided, row_major_blocks
 from windlass.memory.quantize import pack_quantized
 from windlass.planning.plan import Transform
 
 __all__ = [
-    "ALIGNMENT",
     "Pieces",
-    "aligned",
     "batches",
     "direct_pieces",
     "pack_op",
@@ -26,8 +26,6 @@ __all__ = [
     "split_op",
 ]
 
-ALIGNMENT = 64
-"""Of packed payloads in an arena, bytes."""
 WRITE_PIECES = 4096
 """Pieces per transport call: bounds a call, not its bytes."""
 
@@ -41,11 +39,6 @@ class Pieces:
     local: UInt64Array
     remote: UInt64Array
     nbytes: UInt64Array
-
-
-def aligned(nbytes: int) -> int:
-    """Bytes that a payload takes up in an arena."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def packed_capacity(programs: Sequence[LinkProgram]) -> int:
@@ -113,9 +106,6 @@ def split_op(op: BoundOp, limit: int) -> Iterator[BoundOp]:
     itemsize = op.dst_dtype.itemsize
     packed = op.packed_strides
     for start, sizes in row_major_blocks(op.sizes, limit // itemsize):
-        numel = 1
-        for size in sizes:
-            numel *= size
         offset = _dot(start, packed)
         yield replace(
             op,
@@ -123,7 +113,7 @@ def split_op(op: BoundOp, limit: int) -> Iterator[BoundOp]:
             src_sizes=sizes,
             src_offset=op.src_offset + _dot(start, op.src_strides),
             dst_offset=op.dst_offset + _dot(start, op.dst_strides),
-            nbytes=numel * itemsize,
+            nbytes=math.prod(sizes) * itemsize,
             landing_offset=op.landing_offset + offset if op.lands else op.landing_offset,
         )
 

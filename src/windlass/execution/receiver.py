@@ -19,7 +19,7 @@ from windlass.errors import PlanError
 from windlass.execution.bind import BoundOp, LinkProgram, bind_links, check_part
 from windlass.execution.bindings import DestinationBinding
 from windlass.layout.manifest import ShardManifest
-from windlass.memory.arena import Arena
+from windlass.memory.arena import ALIGNMENT, Arena, aligned_offsets
 from windlass.memory.digest import hash_strided, new_digest
 from windlass.memory.packing import copy_strided
 from windlass.planning.plan import CopyMode, TransferPlan
@@ -31,8 +31,6 @@ from windlass.transports.base import (
 )
 
 __all__ = ["Elsewhere", "Receiver"]
-
-ALIGNMENT = 64
 
 
 class Elsewhere(Protocol):
@@ -219,10 +217,7 @@ class Receiver:
         if mode is UpdateMode.IN_PLACE:
             self._targets = self._live
             return
-        offsets, total = [], 0
-        for parameter in self._manifest.parameters:
-            offsets.append(total)
-            total += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
+        offsets, total = aligned_offsets(p.nbytes for p in self._manifest.parameters)
         if self._shadow is None:
             self._shadow = Arena(self._transport, max(total, ALIGNMENT))
         self._targets = tuple(self._shadow.address + offset for offset in offsets)

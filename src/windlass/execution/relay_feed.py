@@ -1,8 +1,8 @@
 """The trainer's part of a relay: the roots of a group are fed, each with the chunks of its lanes.
 
 The plan names one member of each group; the links to the others have the same ops, the same packed
-bytes and the same digest. A trainer can write any member directly, which is how a link is completed that the relay
-left incomplete.
+bytes and the same digest. A trainer can write any member directly: so it completes the links that the
+relay left incomplete.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from windlass.execution.bindings import DestinationBinding
 from windlass.execution.payload import Payload, UInt64Array, hash_chunks, payload_of
 from windlass.execution.pieces import Pieces
 from windlass.execution.relay_outlet import WRITES_AT_ONCE, Outlet, write_chunk
-from windlass.execution.relay_wire import ChunkLanded, RelayAddress
+from windlass.execution.relay_wire import ChunkLanded, Place, RelayAddress
 from windlass.memory.digest import new_digest
 from windlass.planning.relay import RelayGroup
 from windlass.telemetry.clock import Deadline
@@ -156,7 +156,7 @@ class Feeds:
         transport: OneSidedTransport,
         worker: str,
         binding: DestinationBinding,
-        place: tuple[int, int],
+        place: Place,
         deadline: Deadline,
     ) -> int:
         """Write the chunks of a root's lanes, a few at a time; returns bytes.

@@ -22,6 +22,7 @@ from windlass.execution.relay_wire import (
     FrameBuffer,
     LaneEnd,
     Open,
+    Place,
     RelayAddress,
 )
 
@@ -30,8 +31,6 @@ __all__ = ["Arrived", "Ended", "Interrupted", "LaneEnded", "RelayEvent", "RelayI
 MAX_CONNECTIONS = 4096
 READ_NBYTES = 1 << 16
 ACCEPT_AGAIN_S = 0.1
-
-Place = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)

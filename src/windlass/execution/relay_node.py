@@ -1,9 +1,9 @@
 """An engine rank that takes part in a relay: verify each chunk that lands, pass it on, say so.
 
-A chunk counts once its bytes in this rank's memory have the digest that the trainer computed; only then
-is it written to the next engines, by one-sided writes from where it lies. Everything that is written here in
-a round is written by those who were let in by the inlet, and the round's answer is given only when each of
-them has ended: so the answer settles whether bytes may still land.
+A chunk counts once its bytes in this rank's memory have the digest that the trainer computed; only
+then is it written to the next engines, by one-sided writes from where it lies. Only writers that the
+inlet has let in write here, and the round's answer is given when each of them has ended: so it settles
+whether bytes may still land.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from windlass.execution.relay_inlet import (
     LaneEnded,
     RelayInlet,
 )
-from windlass.execution.relay_round import BoundGroup, Place, RelayResult, RelayRound
-from windlass.execution.relay_wire import RelayAddress
+from windlass.execution.relay_round import BoundGroup, RelayResult, RelayRound
+from windlass.execution.relay_wire import Place, RelayAddress
 from windlass.planning.relay import RelayGroup, children_of, depths_of
 from windlass.telemetry.clock import Deadline
 

@@ -11,7 +11,15 @@ import numpy as np
 from windlass.errors import PeerUnreachable
 from windlass.execution.bindings import DestinationBinding
 from windlass.execution.payload import Payload, UInt64Array
-from windlass.execution.relay_wire import ACCEPTED, End, Frame, Open, RelayAddress, encode_frame
+from windlass.execution.relay_wire import (
+    ACCEPTED,
+    End,
+    Frame,
+    Open,
+    Place,
+    RelayAddress,
+    encode_frame,
+)
 from windlass.telemetry.clock import Deadline
 from windlass.transports.base import OneSidedTransport, WriteBatch
 
@@ -30,7 +38,7 @@ class Outlet:
     """
 
     def __init__(
-        self, address: RelayAddress, upstream: str, place: tuple[int, int], deadline: Deadline
+        self, address: RelayAddress, upstream: str, place: Place, deadline: Deadline
     ) -> None:
         self._peer = address.worker
         self._lock = threading.Lock()

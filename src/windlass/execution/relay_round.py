@@ -19,15 +19,12 @@ from windlass.execution.bindings import DestinationBinding
 from windlass.execution.payload import Payload, UInt64Array
 from windlass.execution.receiver import Receiver
 from windlass.execution.relay_outlet import WRITES_AT_ONCE, Outlet, write_chunk
-from windlass.execution.relay_wire import ChunkLanded, LaneEnd, RelayAddress
+from windlass.execution.relay_wire import ChunkLanded, LaneEnd, Place, RelayAddress
 from windlass.memory.digest import new_digest
 from windlass.memory.packing import bytes_at
 from windlass.telemetry.clock import Deadline
 
 __all__ = ["BoundGroup", "RelayResult", "RelayRound"]
-
-Place = tuple[int, int]
-"""(epoch, round)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +83,12 @@ class BoundGroup:
     """What this rank does in every round of a binding.
 
     Attributes:
+        payloads: source -> what its link delivers. local: source -> where the pieces lie here.
         upstream: per lane the member that writes it; empty for the lanes that trainers write.
         children: per lane whom it is passed on to.
         patience: per lane how much of the time for the relay to wait: those in front give up first,
             so that who merely waits for a rank that stands still is not taken for one.
+        bindings, addresses: of the children.
     """
 
     payloads: Mapping[str, Payload]
@@ -101,6 +100,7 @@ class BoundGroup:
     addresses: Mapping[str, RelayAddress]
 
     def remote(self, child: str) -> dict[str, UInt64Array]:
+        """Source -> where the pieces of its link lie at a child."""
         binding = self.bindings[child]
         targets = np.array(binding.parameter_addresses, np.uint64)
         return {

@@ -23,6 +23,7 @@ __all__ = [
     "FrameBuffer",
     "LaneEnd",
     "Open",
+    "Place",
     "RelayAddress",
     "encode_frame",
 ]
@@ -30,6 +31,9 @@ __all__ = [
 MAX_FRAME_NBYTES = 4096
 ACCEPTED = b"\x01"
 _LENGTH = struct.Struct(">I")
+
+Place = tuple[int, int]
+"""(epoch, round)."""
 
 
 class RelayAddress(msgspec.Struct, frozen=True):

@@ -3,9 +3,9 @@
 In come a plan part and the destinations' bindings (once), `prepare` and `write` (per version);
 `WriteBatch`es go to the transport, and a `LinkOutcome` with the link's digest to the coordinator.
 
-Two ways through the arena, chosen by its capacity alone. When everything that needs packing
-fits, `prepare` packs and hashes before the pause and `write` only writes. Otherwise the arena is a ring of two halves:
-one is packed while the other is on the wire. Bytes that go as they lie (DIRECT) never
+Two ways through the arena, chosen by its capacity alone. When everything that needs packing fits,
+`prepare` packs and hashes before the pause and `write` only writes. Otherwise the arena is a ring of
+two halves: one is packed while the other is on the wire. Bytes that go as they lie (DIRECT) never
 pass through it.
 """
 
@@ -24,24 +24,25 @@ from windlass.errors import (
     ConfigError,
     PeerUnreachable,
     PlanError,
-    RoundAborted,
     TransferError,
     TransferOutcomeUnknown,
 )
 from windlass.execution.base import ParameterMemory, SendResult
-from windlass.execution.bind import LinkProgram, bind_links, check_binding, check_part
+from windlass.execution.bind import (
+    LinkProgram,
+    bind_links,
+    check_binding,
+    check_destinations,
+    check_part,
+)
 from windlass.execution.bindings import DestinationBinding, LinkOutcome, LinkStatus
 from windlass.execution.packer import PackedLink, Packer, Peer
 from windlass.execution.parameters import SourceParameters
-from windlass.execution.pieces import (
-    ALIGNMENT,
-    Pieces,
-    batches,
-)
+from windlass.execution.pieces import Pieces, batches
 from windlass.execution.relay_feed import Feeds, bind_feed
-from windlass.execution.relay_wire import RelayAddress
+from windlass.execution.relay_wire import Place, RelayAddress
 from windlass.layout.manifest import ShardManifest
-from windlass.memory.arena import Arena
+from windlass.memory.arena import ALIGNMENT, Arena
 from windlass.memory.digest import new_digest
 from windlass.planning.plan import TransferPlan
 from windlass.planning.relay import RelayGroup
@@ -198,12 +199,10 @@ class Sender:
             RoundAborted: a destination that this rank does not send to.
         """
         with self._lock:
-            self._check_destinations(destinations)
+            check_destinations(self._programs, destinations)
             return self._write(destinations, Deadline.after(deadline_s, "write"))
 
-    def feed(
-        self, place: tuple[int, int], destinations: Sequence[str], deadline_s: float
-    ) -> SendResult:
+    def feed(self, place: Place, destinations: Sequence[str], deadline_s: float) -> SendResult:
         """As `write`, but groups that are bound for it are relayed: only their roots are written.
 
         The outcome of a member that this rank does not write is that of the digest: OK once it
@@ -213,7 +212,7 @@ class Sender:
             RoundAborted: a destination that this rank does not send to.
         """
         with self._lock:
-            self._check_destinations(destinations)
+            check_destinations(self._programs, destinations)
             deadline = Deadline.after(deadline_s, "write")
             began, arena = time.perf_counter(), self._packer.arena
             digests = {n: self._feeds.digest_of(n) for n in destinations if n in self._feeds}
@@ -243,11 +242,6 @@ class Sender:
             self._parameters.close()
 
     # --- links and feeds ---------------------------------------------------------------------
-
-    def _check_destinations(self, destinations: Sequence[str]) -> None:
-        unknown = [name for name in destinations if name not in self._programs]
-        if unknown:
-            raise RoundAborted(f"write: this rank sends nothing to {', '.join(unknown)}")
 
     def _write(self, destinations: Sequence[str], deadline: Deadline) -> SendResult:
         shift = self._first_link % max(len(destinations), 1)
@@ -283,7 +277,7 @@ class Sender:
                     program, self._peers[peer], offset
                 )
 
-    def _feed_root(self, root: str, place: tuple[int, int], deadline: Deadline) -> int:
+    def _feed_root(self, root: str, place: Place, deadline: Deadline) -> int:
         """In a thread of the pool."""
         worker, binding = self._manifest.worker, self._peers[root].binding
         return self._feeds.feed_root(self._transport, worker, binding, place, deadline)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
+import numpy as np
 import xxhash
 
-from windlass.errors import PlanError, RoundAborted
+from windlass.errors import PlanError
 from windlass.execution.base import ParameterMemory
-from windlass.execution.bind import BoundOp, LinkProgram, bind_links, check_part
+from windlass.execution.bind import BoundOp, LinkProgram, bind_links, check_destinations, check_part
 from windlass.execution.bindings import DestinationBinding
+from windlass.execution.parameters import check_described
 from windlass.execution.pieces import split_op
 from windlass.layout.manifest import ShardManifest
 from windlass.memory.digest import hash_strided, new_digest
 from windlass.memory.packing import copy_strided
-from windlass.planning.plan import TransferPlan, Transform
+from windlass.planning.plan import TransferPlan
 
 __all__ = ["SourceMemory", "refuse_transforms"]
 
@@ -23,14 +25,17 @@ SCRATCH_NBYTES = 1 << 20
 """For casting before hashing."""
 
 
-def refuse_transforms(worker: str, programs: Iterable[LinkProgram]) -> None:
-    """Refuse ops that compute (block scales): only the one-sided sender packs them.
+def refuse_transforms(worker: str, plan: TransferPlan) -> None:
+    """Refuse a plan that quantises: only the one-sided sender packs such ops.
 
     Raises:
-        PlanError: there is one.
+        PlanError: it does.
     """
-    if any(op.transform is not Transform.NONE for program in programs for op in program.ops):
-        raise PlanError(f"{worker}: this backend copies and casts only: quantised engines need p2p")
+    if plan.quantizes:
+        raise PlanError(
+            f"connect: {worker}: the plan quantises, and this backend sends parameters as they lie: "
+            "quantised engines need one-sided writes"
+        )
 
 
 @final
@@ -58,13 +63,8 @@ class SourceMemory:
         """
         self.programs = {}
         check_part(self.manifest, plan.sources, plan.source_digests, "sources")
-        if plan.quantizes:
-            raise PlanError(
-                f"connect: {self.manifest.worker}: the plan quantises, and this backend sends "
-                "parameters as they lie: quantised engines need one-sided writes"
-            )
+        refuse_transforms(self.manifest.worker, plan)
         programs = {program.peer: program for program in bind_links(plan, sending=True)}
-        refuse_transforms(self.manifest.worker, programs.values())
         missing = sorted(set(programs) - {binding.worker for binding in bindings})
         if missing:
             raise PlanError(f"connect: destination {missing[0]} of the plan has no binding")
@@ -76,11 +76,8 @@ class SourceMemory:
         Raises:
             PlanError: another number of them, or other sizes, than described.
         """
-        now, specs = tuple(self._parameters()), self.manifest.parameters
-        if [memory.nbytes for memory in now] != [spec.nbytes for spec in specs]:
-            raise PlanError(
-                f"{self.manifest.worker}: parameters have other sizes than those described"
-            )
+        now = tuple(self._parameters())
+        check_described(self.manifest, now)
         self._addresses = tuple(memory.address for memory in now)
 
     def address_of(self, parameter: int) -> int:
@@ -99,14 +96,8 @@ class SourceMemory:
         return found
 
     def check_destinations(self, destinations: Sequence[str]) -> None:
-        """Refuse destinations that this rank does not send to.
-
-        Raises:
-            RoundAborted: there is one.
-        """
-        unknown = [name for name in destinations if name not in self.programs]
-        if unknown:
-            raise RoundAborted(f"write: this rank sends nothing to {', '.join(unknown)}")
+        """See `bind.check_destinations`."""
+        check_destinations(self.programs, destinations)
 
     def _hash(self, digest: xxhash.xxh3_128, op: BoundOp, scratch: bytearray) -> None:
         if op.src_dtype is op.dst_dtype:
@@ -118,8 +109,6 @@ class SourceMemory:
                 dtype=op.src_dtype,
             )
             return
-        import numpy as np
-
         address = int(np.frombuffer(scratch, np.uint8).ctypes.data)
         for part in split_op(op, SCRATCH_NBYTES):
             copy_strided(

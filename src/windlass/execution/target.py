@@ -16,13 +16,12 @@ from windlass.errors import PlanError
 from windlass.execution.bind import BoundOp, LinkProgram, bind_links, check_part
 from windlass.execution.source import refuse_transforms
 from windlass.layout.manifest import ShardManifest
+from windlass.memory.arena import ALIGNMENT, aligned_offsets
 from windlass.memory.digest import hash_strided, new_digest
 from windlass.memory.packing import copy_strided
 from windlass.planning.plan import CopyMode, TransferPlan
 
 __all__ = ["ShadowMemory", "TargetMemory"]
-
-ALIGNMENT = 64
 
 
 @final
@@ -41,14 +40,11 @@ class ShadowMemory:
     @property
     def addresses(self) -> tuple[int, ...]:
         """Of the copies; allocated when first asked for."""
-        offsets, total = [], ALIGNMENT
-        for parameter in self._manifest.parameters:
-            offsets.append(total)
-            total += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
+        offsets, total = aligned_offsets(p.nbytes for p in self._manifest.parameters)
         if self._shadow is None:
-            self._shadow = np.zeros(total, np.uint8)
+            self._shadow = np.zeros(total + ALIGNMENT, np.uint8)
         start = int(self._shadow.ctypes.data)
-        start += -start % ALIGNMENT - ALIGNMENT
+        start += -start % ALIGNMENT
         return tuple(start + offset for offset in offsets)
 
     def copy_over(self) -> None:
@@ -99,8 +95,8 @@ class TargetMemory:
         check_part(self.manifest, plan.destinations, plan.destination_digests, "destinations")
         if (plan.ops.mode == CopyMode.LOADER).any():
             raise PlanError(f"{worker}: this receiver has no loader for loader ops")
+        refuse_transforms(worker, plan)
         self.programs = {p.peer: p for p in bind_links(plan, sending=False)}
-        refuse_transforms(worker, self.programs.values())
         self._targets = self._shadow.addresses if shadow else self._live
 
     @property

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+from collections.abc import Iterable
 from typing import final
 
 import numpy as np
@@ -19,7 +20,24 @@ import numpy.typing as npt
 from windlass.errors import ConfigError
 from windlass.transports.base import AllocatingTransport, MemoryRegion, OneSidedTransport
 
-__all__ = ["Arena"]
+__all__ = ["ALIGNMENT", "Arena", "aligned", "aligned_offsets"]
+
+ALIGNMENT = 64
+"""Bytes; whatever shares an arena begins at a multiple of it."""
+
+
+def aligned(nbytes: int) -> int:
+    """Bytes that something of `nbytes` takes up in an arena."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def aligned_offsets(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
+    """Where things of these sizes lie one after the other, and the bytes that they take up."""
+    offsets, total = [], 0
+    for nbytes in sizes:
+        offsets.append(total)
+        total += aligned(nbytes)
+    return tuple(offsets), total
 
 
 @final

@@ -48,7 +48,6 @@ from windlass.errors import (
 from windlass.execution.bindings import GroupOffer, WireTensor
 from windlass.execution.by_hand import signature_of_group, wire_offsets
 from windlass.execution.collective_group import Rendezvous, join_group
-from windlass.layout.dtypes import DType
 from windlass.telemetry.clock import Deadline
 from windlass.training.client import TrainerClient, version_number
 from windlass.transports.addresses import check_url, own_address
@@ -299,7 +298,7 @@ class WeightGroup:
         from windlass.memory.packing import strided_view
 
         specs = [
-            WireTensor(name, DType(dtype_of(tensor)), tuple(tensor.shape))
+            WireTensor(name, dtype_of(tensor), tuple(tensor.shape))
             for name, tensor in tensors.items()
         ]
         offsets, nbytes = wire_offsets(specs)

@@ -26,7 +26,6 @@ from windlass.errors import (
     ConfigError,
     PeerUnreachable,
     TransferFailed,
-    TransferOutcomeUnknown,
     TransportUnavailable,
 )
 from windlass.telemetry.clock import Deadline
@@ -62,7 +61,6 @@ def write_process_memory(
 
     Raises:
         OSError: of the system call.
-        TransferOutcomeUnknown: never by the kernel, which returns only when done.
         TransferFailed: the deadline passed between two calls.
     """
     local_vectors = np.ascontiguousarray(np.stack([local, nbytes], axis=1))
@@ -79,31 +77,16 @@ def write_process_memory(
         done = _writev(pid, local_vectors[start:stop], remote_vectors[start:stop])
         if done == 0:
             raise OSError(errno.EIO, "process_vm_writev wrote nothing")
+        written += done
         if done < expected:
             # A partial count stops at the first bad page; asking again names the reason.
-            start, done = _advance(local_vectors, remote_vectors, start, done, written, cumulative)
-            written += done
-            continue
-        written += done
+            stop = int(np.searchsorted(cumulative, written, side="right"))
+            begin = int(cumulative[stop - 1]) if stop else 0
+            head = np.uint64(min(done, written - begin))
+            for vectors in (local_vectors, remote_vectors):
+                vectors[stop, 0] += head
+                vectors[stop, 1] -= head
         start = stop
-
-
-def _advance(
-    local_vectors: UInt64Array,
-    remote_vectors: UInt64Array,
-    start: int,
-    done: int,
-    written: int,
-    cumulative: UInt64Array,
-) -> tuple[int, int]:
-    """Skip what a short call wrote: whole pieces, then the head of the next one."""
-    stop = int(np.searchsorted(cumulative, written + done, side="right"))
-    whole = int(cumulative[stop - 1]) - written if stop > start else 0
-    part = np.uint64(done - whole)
-    for vectors in (local_vectors, remote_vectors):
-        vectors[stop, 0] += part
-        vectors[stop, 1] -= part
-    return stop, done
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -263,7 +246,7 @@ def _probe() -> None:
             one,
             Deadline.after(5.0, "cma probe"),
         )
-    except (OSError, TransferOutcomeUnknown) as error:
+    except (OSError, TransferFailed) as error:
         raise TransportUnavailable(
             f"cma: process_vm_writev is refused here ({error}); a container needs a seccomp profile "
             "that allows it; use transport 'shm' instead"

@@ -31,12 +31,11 @@ from windlass.frameworks.dtypes import torch_dtype
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS
-from windlass.memory.arena import Arena
+from windlass.memory.arena import ALIGNMENT, Arena, aligned_offsets
 from windlass.transports.base import OneSidedTransport
 
 __all__ = ["ModelShard", "load_model"]
 
-ALIGNMENT = 64
 TENSOR_PARALLEL_STYLES: dict[str, type[ColwiseParallel | RowwiseParallel]] = {
     "q_proj": ColwiseParallel,
     "k_proj": ColwiseParallel,
@@ -161,10 +160,7 @@ def _run_locally(module: torch.nn.Module) -> None:
 def _move_into_arena(module: torch.nn.Module, transport: OneSidedTransport) -> Arena:
     """Lay every parameter and persistent buffer of this rank in one registered arena, for good."""
     parameters = list({id(held.tensor): held.tensor for held in held_tensors(module)}.values())
-    offsets, total = [], 0
-    for parameter in parameters:
-        offsets.append(total)
-        total += -(-local_tensor(parameter).nbytes // ALIGNMENT) * ALIGNMENT
+    offsets, total = aligned_offsets(local_tensor(parameter).nbytes for parameter in parameters)
     arena = Arena(transport, max(total, ALIGNMENT))
     memory = torch.from_numpy(arena.bytes)
     for parameter, offset in zip(parameters, offsets, strict=True):
