@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from windlass.rollout.messages import SamplingParams, TrainingBatch, TrainingSample
     from windlass.rollout.staleness import StalenessPolicy
     from windlass.training.callback import RolloutCallback, WeightGroup
-    from windlass.training.client import TrainerClient, connect_trainer
+    from windlass.training.client import PendingUpdate, TrainerClient, connect_trainer
 
 __version__ = "0.1.0"
 
@@ -46,6 +46,7 @@ __all__ = [
     "EngineClient",
     "P2pBackend",
     "PauseMode",
+    "PendingUpdate",
     "PhaseDeadlines",
     "RolloutCallback",
     "RoundOutcome",
@@ -83,6 +84,7 @@ _HOMES = {
     "StalenessPolicy": "windlass.rollout.staleness",
     "RolloutCallback": "windlass.training.callback",
     "WeightGroup": "windlass.training.callback",
+    "PendingUpdate": "windlass.training.client",
     "TrainerClient": "windlass.training.client",
     "connect_trainer": "windlass.training.client",
 }

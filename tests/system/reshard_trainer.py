@@ -65,8 +65,13 @@ def run(pipe: Connection, settings: TrainerSettings) -> None:
     torch.manual_seed(99)
     model = transformers.AutoModelForCausalLM.from_config(config)
     shard(model, settings.layout)
+    replica = settings.layout == "hsdp"
     with windlass.connect_trainer(
-        model, controller=settings.url, token=settings.token, transport=settings.transport
+        model,
+        controller=settings.url,
+        token=settings.token,
+        transport=settings.transport,
+        replica=replica,
     ) as trainer:
         for version in range(2):
             with torch.no_grad():
@@ -80,6 +85,13 @@ def run(pipe: Connection, settings: TrainerSettings) -> None:
                 torch.save(
                     {n: t.detach().clone() for n, t in truth.items()}, folder / f"{version}.pt"
                 )
-            trainer.publish(version)
+            if not replica:
+                trainer.publish(version)
+                continue
+            pending = trainer.begin_publish(version)
+            with torch.no_grad():  # the optimizer's next step does not wait for the engines
+                for parameter in model.parameters():
+                    parameter.mul_(-3.0)
+            pending.result()
         pipe.poll(None)  # the engines are looked at while the trainers live
     dist.destroy_process_group()

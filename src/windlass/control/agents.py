@@ -41,7 +41,7 @@ from windlass.control.relay_messages import (
     Relayed,
     RelayOpened,
 )
-from windlass.errors import ProtocolError, RoundAborted
+from windlass.errors import ConfigError, ProtocolError, RoundAborted
 from windlass.execution.backends import receiver_for, sender_for
 from windlass.execution.base import ReceiverBackend, SenderBackend
 from windlass.execution.by_hand import HandDrivenReceiver
@@ -125,6 +125,10 @@ class TrainerAgent:
         self._sender.close()
 
     def _choose(self, backend: UpdateBackend) -> None:
+        if self._one_sided.has_replica and not isinstance(backend, P2pBackend):
+            raise ConfigError(
+                f"replica: backend {type(backend).__name__} reads parameters where they lie; use p2p"
+            )
         if backend != self._backend:
             self._sender.close()
             self._sender = sender_for(backend, self._one_sided, self._host)

@@ -30,10 +30,15 @@ from windlass.memory.arena import ALIGNMENT, Arena, aligned
 from windlass.memory.digest import hash_strided, new_digest
 from windlass.transports.base import OneSidedTransport
 
-__all__ = ["PackedLink", "Packer", "Peer"]
+__all__ = ["PackedLink", "Packer", "Peer", "keep_mapped"]
 
 _ABANDONED: list[Arena] = []
 """Arenas that a write of unknown outcome may still read: mapped until the process ends."""
+
+
+def keep_mapped(arena: Arena) -> None:
+    """A write of unknown outcome may still read it: it stays mapped until the process ends."""
+    _ABANDONED.append(arena)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +113,14 @@ class Packer:
         if self._arena is None and capacity:
             self._arena = Arena(self._transport, capacity)
 
-    def abandon(self) -> None:
+    def abandon(self, *, renew: bool = True) -> None:
         """Bytes may still leave the arena: never reuse or unmap it; what follows gets a new one."""
         if self._arena is not None:
             nbytes = self._arena.nbytes
-            _ABANDONED.append(self._arena)
+            keep_mapped(self._arena)
             self._arena = None
-            self._arena = Arena(self._transport, nbytes)
+            if renew:
+                self._arena = Arena(self._transport, nbytes)
 
     def close(self) -> None:
         """Free the arena. Idempotent."""

@@ -6,7 +6,7 @@ In come a plan part and the destinations' bindings (once), `prepare` and `write`
 Two ways through the arena, chosen by its capacity alone. When everything that needs packing fits,
 `prepare` packs and hashes before the pause and `write` only writes. Otherwise the arena is a ring of
 two halves: one is packed while the other is on the wire. Bytes that go as they lie (DIRECT) never
-pass through it.
+pass through it; with a replica (`execution/replica.py`) they are copied in `prepare` as well.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ from windlass.execution.bind import (
 from windlass.execution.bindings import DestinationBinding, LinkOutcome, LinkStatus
 from windlass.execution.packer import PackedLink, Packer, Peer
 from windlass.execution.parameters import SourceParameters
-from windlass.execution.pieces import Pieces, batches
+from windlass.execution.pieces import Pieces, batches, packed_capacity
 from windlass.execution.relay_feed import Feeds, bind_feed
 from windlass.execution.relay_wire import Place, RelayAddress
+from windlass.execution.replica import Replica
 from windlass.layout.manifest import ShardManifest
 from windlass.memory.arena import ALIGNMENT, Arena
 from windlass.memory.digest import new_digest
@@ -66,6 +67,7 @@ class Sender:
             at no other time, because a trainer that is bound in mid-step may have gathered them.
         arena_nbytes: capacity for packed bytes; 0 for as much as one update needs.
         registered: regions that the owner has registered already; what lies in them is not again.
+        replica: copy what is sent as it lies, so that parameters may change and move after `prepare`.
 
     Raises:
         ConfigError: `arena_nbytes` is neither 0 nor at least 128.
@@ -79,6 +81,7 @@ class Sender:
         *,
         arena_nbytes: int = 0,
         registered: Sequence[MemoryRegion] = (),
+        replica: bool = False,
     ) -> None:
         if arena_nbytes != 0 and arena_nbytes < 2 * ALIGNMENT:
             raise ConfigError(
@@ -88,6 +91,7 @@ class Sender:
         self._manifest = manifest
         self._parameters = SourceParameters(transport, manifest, parameters, registered)
         self._packer = Packer(transport, arena_nbytes)
+        self._replica = Replica(transport, manifest) if replica else None
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(LINKS_AT_ONCE, "windlass-writer")
         self._programs: dict[str, LinkProgram] = {}
@@ -123,14 +127,38 @@ class Sender:
         """Bytes of arena allocated now."""
         return self._packer.nbytes
 
+    @property
+    def has_replica(self) -> bool:
+        """Whether parameters are read in `prepare` only."""
+        return self._replica is not None
+
+    @property
+    def replica_nbytes(self) -> int:
+        """Bytes of the replica allocated now."""
+        return 0 if self._replica is None else self._replica.nbytes
+
+    def begin_version(self, on_taken: Callable[[], None] | None = None) -> None:
+        """Before a version is announced; see `Replica.begin`. Without a replica nothing."""
+        if self._replica is not None:
+            with self._lock:
+                self._replica.begin(on_taken)
+
+    def end_version(self) -> None:
+        """Nobody waits for the version any more; see `Replica.end`. Waits for a copy under way."""
+        if self._replica is not None:
+            with self._lock:
+                self._replica.end()
+
     def connect(self, plan: TransferPlan, bindings: Sequence[DestinationBinding]) -> None:
         """Bind a plan part (`TransferPlan.for_source`); allocates and registers the arena.
 
         Raises:
-            PlanError: the plan was made for another layout, or a destination has no binding.
+            PlanError: the plan was made for another layout, a destination has no binding, or a
+                replica is asked for and the arena is too small for what is packed.
             RegionError: a write would leave the published regions, or memory cannot be registered.
         """
         with self._lock:
+            self._settle_doubt()
             self._programs, self._ready, self._feeds = {}, {}, Feeds()
             index = check_part(self._manifest, plan.sources, plan.source_digests, "sources")
             programs = {program.peer: program for program in bind_links(plan, sending=True)}
@@ -141,10 +169,17 @@ class Sender:
                 check_binding(program, known[peer])
             self._peers = {peer: Peer.bound_to(known[peer]) for peer in programs}
             self._packer.fit(tuple(programs.values()))
-            self._programs = programs
             self._read_in_place = tuple(
                 {i for p in programs.values() for i in np.unique(p.direct.src_parameter).tolist()}
             )
+            if self._replica is not None:
+                if not self._packer.holds(tuple(programs.values())):
+                    raise PlanError(
+                        "arena_nbytes: with a replica it must be 0 or at least "
+                        f"{packed_capacity(tuple(programs.values()))}, got {self._packer.nbytes}"
+                    )
+                self._replica.fit(self._read_in_place)
+            self._programs = programs
             self._first_link = index
 
     def connect_relay(
@@ -177,16 +212,26 @@ class Sender:
         Raises:
             PlanError: parameters have another number or other sizes than when described.
             RegionError: changed parameter memory cannot be registered.
+            RoundAborted: the replica of this version is gone, and the weights may have changed.
         """
         with self._lock:
+            replica = self._replica
+            if replica is not None and replica.is_taken():
+                return
             began = time.perf_counter()
+            self._settle_doubt()
             self._ready = {}
             self._feeds.forget()
-            self._packer.sources = self._parameters.locate(self._read_in_place)
+            if replica is None:
+                self._packer.sources = self._parameters.locate(self._read_in_place)
+            else:
+                self._packer.sources = replica.take(self._parameters.locate(()), self._pool)
             programs = tuple(p for p in self._programs.values() if self._feeds.is_planned(p.peer))
             if self._packer.holds(programs):
                 self._pack_all(programs)
             self._pack_s = time.perf_counter() - began
+            if replica is not None:
+                replica.taken()
 
     def write(self, destinations: Sequence[str], deadline_s: float) -> SendResult:
         """Write the links to `destinations`. Idempotent.
@@ -237,6 +282,9 @@ class Sender:
         """
         with self._lock:
             self._pool.shutdown(wait=True)
+            self._settle_doubt(renew=False)
+            if self._replica is not None:
+                self._replica.close()
             self._programs, self._ready, self._feeds = {}, {}, Feeds()
             self._packer.close()
             self._parameters.close()
@@ -374,7 +422,16 @@ class Sender:
                 status = LinkStatus.FAILED
         return LinkOutcome(name, status, 0, "", f"{type(error).__name__}: {error}")
 
+    def _settle_doubt(self, *, renew: bool = True) -> None:
+        """With a replica: part with memory that a write of unknown outcome may still read."""
+        if self._replica is not None and self._replica.settle(renew=renew):
+            self._packer.abandon(renew=renew)
+
     def _abandon(self, arena: Arena | None) -> None:
+        if self._replica is not None:
+            # It may be read again in this round, since nothing writes to it before the next.
+            self._replica.doubt()
+            return
         if arena is not None and arena is self._packer.arena:
             self._ready = {}
             self._feeds.forget()

@@ -10,13 +10,14 @@ import operator
 import os
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, final
 
 from windlass.control.agents import TrainerAgent
 from windlass.control.client import AgentChannel, CommandHandler
 from windlass.control.messages import PROTOCOL_VERSION, Hello, RoundOutcome, UpdateReport
-from windlass.errors import ConfigError, RoundAborted
+from windlass.errors import ConfigError, PeerTimeout, RoundAborted
 from windlass.execution.base import ParameterMemory
 from windlass.execution.sender import Sender
 from windlass.layout.manifest import Role, ShardManifest
@@ -24,12 +25,17 @@ from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS, StackedRule
 from windlass.transports.addresses import check_url, own_address
 from windlass.transports.base import MemoryRegion, OneSidedTransport
 from windlass.transports.configs import TransportConfig, parse_transport
+from windlass.transports.cuda.ipc import CudaIpcTransport
 from windlass.transports.registry import create_transport
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["TrainerClient", "connect_trainer", "version_number"]
+__all__ = ["PendingUpdate", "TrainerClient", "connect_trainer", "version_number"]
+
+
+MARGIN_S = 5.0
+"""By which an announcement ends after its deadline."""
 
 
 def version_number(version: int, what: str) -> int:
@@ -48,6 +54,39 @@ def version_number(version: int, what: str) -> int:
 
 
 @final
+class PendingUpdate:
+    """A version whose weights are copied and under way; made by `TrainerClient.begin_publish`."""
+
+    def __init__(self, version: int, report: Future[UpdateReport]) -> None:
+        self.version = version
+        self._report = report
+
+    def done(self) -> bool:
+        """Whether `result` would return or raise at once."""
+        return self._report.done()
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call it once `result` would return or raise at once, from any thread."""
+        self._report.add_done_callback(lambda _: callback())
+
+    def result(self, *, deadline_s: float = 600.0) -> UpdateReport:
+        """Wait for the round's end.
+
+        Raises:
+            RoundAborted: not published, with the reason; the old version goes on being served.
+            PeerTimeout: no end within `deadline_s`; ask again, or that of `begin_publish` has passed.
+        """
+        try:
+            return self._report.result(deadline_s)
+        except TimeoutError as error:
+            if isinstance(error, PeerTimeout):
+                raise
+            raise PeerTimeout(
+                f"version {self.version}: no end of the round within {deadline_s} s"
+            ) from None
+
+
+@final
 class TrainerClient:
     """One trainer rank's way to the fleet. Made by `connect_trainer`, or by hand for any framework.
 
@@ -57,10 +96,12 @@ class TrainerClient:
         controller: address. token: secret. group: name of the trainer job.
         rank, world_size: in that job. arena_nbytes: see `Sender`.
         registered: see `Sender`. connect_deadline_s: how long to wait for the controller's welcome.
+        replica: see `connect_trainer`.
         intercept: stands between channel and agent, for tests that inject faults.
 
     Raises:
-        ConfigError: `controller` is no URL, or `arena_nbytes` is too small.
+        ConfigError: `controller` is no URL, `arena_nbytes` is too small, or `transport` has kernels
+            that read parameters where they lie and a replica is asked for.
         AuthenticationError, ProtocolError, PeerTimeout: see `AgentChannel.connect`. The transport is
             closed, whatever it was.
     """
@@ -78,6 +119,7 @@ class TrainerClient:
         world_size: int = 1,
         arena_nbytes: int = 0,
         registered: Sequence[MemoryRegion] = (),
+        replica: bool = False,
         connect_deadline_s: float = 60.0,
         intercept: Callable[[TrainerAgent], CommandHandler] | None = None,
     ) -> None:
@@ -86,10 +128,20 @@ class TrainerClient:
         with ExitStack() as undo:
             undo.callback(transport.close)
             check_url(controller, "controller")
+            if replica and isinstance(transport, CudaIpcTransport):
+                raise ConfigError(
+                    "replica: cuda_ipc reads parameters where they lie, got replica=True"
+                )
             self._sender = Sender(
-                transport, manifest, parameters, arena_nbytes=arena_nbytes, registered=registered
+                transport,
+                manifest,
+                parameters,
+                arena_nbytes=arena_nbytes,
+                registered=registered,
+                replica=replica,
             )
             undo.callback(self._sender.close)
+            self._background = ThreadPoolExecutor(1, "windlass-publish")
             self._agent = agent = TrainerAgent(self._sender, host=own_address(controller))
             undo.callback(agent.close)
             hello = Hello(
@@ -126,11 +178,54 @@ class TrainerClient:
             PeerTimeout: no answer within `deadline_s`; the weights must still not change.
         """
         version = version_number(version, "publish")
+        self._take_turn("publish", version)
+        self._sender.begin_version()
+        return self._announce(version, deadline_s, None)
+
+    def begin_publish(self, version: int, *, deadline_s: float = 600.0) -> PendingUpdate:
+        """As `publish`, but return once the weights are copied: they may change, move or go away.
+
+        Collective: every trainer rank calls it with the same version. Ranks that go on earlier than
+        others are no harm. The next `begin_publish` or `publish` must wait for the result.
+        Blocking: until the fleet is there and this rank's part is copied and packed.
+
+        Args:
+            version: greater than every version published before.
+            deadline_s: how long to wait for the round to end, from now.
+
+        Raises:
+            ConfigError: no replica was asked for (`connect_trainer`), `version` is no integer >= 0,
+                or a version is still being published.
+            RoundAborted: given up before the weights were copied.
+            PeerTimeout: not copied within `deadline_s`. The weights may change after either.
+        """
+        version = version_number(version, "begin_publish")
+        if not self._sender.has_replica:
+            raise ConfigError("begin_publish: needs replica=True when connecting, got False")
+        self._take_turn("begin_publish", version)
+        copied = threading.Event()
+        self._sender.begin_version(copied.set)
+        pending = PendingUpdate(
+            version, self._background.submit(self._announce, version, deadline_s, copied)
+        )
+        pending.when_done(copied.set)
+        if not copied.wait(deadline_s + MARGIN_S) or pending.done():
+            pending.result(deadline_s=MARGIN_S)
+        return pending
+
+    def _take_turn(self, what: str, version: int) -> None:
+        """`_announce` gives it back."""
         if not self._publishing.acquire(blocking=False):
-            raise ConfigError(f"publish: version {version}: another thread of this rank publishes")
+            raise ConfigError(f"{what}: version {version}: another thread of this rank publishes")
+
+    def _announce(
+        self, version: int, deadline_s: float, copied: threading.Event | None
+    ) -> UpdateReport:
         try:
             report = self._channel.announce(version, deadline_s)
         finally:
+            if copied is not None and not copied.is_set():
+                self._sender.end_version()
             self._publishing.release()
         if report.outcome is not RoundOutcome.PUBLISHED:
             raise RoundAborted(f"version {version} was not published: {report.reason}")
@@ -139,6 +234,7 @@ class TrainerClient:
     def close(self) -> None:
         """Leave the fleet and free registered memory. Idempotent."""
         self._channel.close()
+        self._background.shutdown(wait=True)
         self._agent.close()
         self._sender.close()
         self._transport.close()
@@ -160,6 +256,7 @@ def connect_trainer(
     name_map: Callable[[str], str | None] | None = None,
     stacked: Sequence[StackedRule] = TRANSFORMERS_EXPERTS,
     group: str = "trainer",
+    replica: bool = False,
     connect_deadline_s: float = 60.0,
 ) -> TrainerClient:
     """Connect this rank of a PyTorch trainer (FSDP2, tensor parallel, both, or neither).
@@ -177,10 +274,13 @@ def connect_trainer(
             omitted. `adapter_names()` keeps a LoRA adapter and nothing else.
         stacked: experts that the framework stacks; other rules for models of other frameworks.
         group: name of the trainer job.
+        replica: keep a copy of what is sent as it lies (host memory, as large as that), so that
+            `begin_publish` need not wait for the fleet, and parameters are never registered.
         connect_deadline_s: how long to wait for the controller.
 
     Raises:
-        ConfigError: `controller` is no URL, `transport` no transport, or `arena_nbytes` too small.
+        ConfigError: `controller` is no URL, `transport` no transport (or none that has a replica),
+            or `arena_nbytes` too small.
         UnsupportedLayout: a parameter whose placement cannot be described.
         TransportUnavailable, AuthenticationError, ProtocolError, PeerTimeout: see there.
     """
@@ -198,5 +298,6 @@ def connect_trainer(
         rank=described.rank,
         world_size=described.world_size,
         arena_nbytes=arena_nbytes,
+        replica=replica,
         connect_deadline_s=connect_deadline_s,
     )

@@ -47,6 +47,7 @@ def connect_megatron_trainer(
     use_main_params: bool = False,
     ignore: Sequence[str] = (),
     group: str = "trainer",
+    replica: bool = False,
     connect_deadline_s: float = 60.0,
 ) -> TrainerClient:
     """Connect this rank of a Megatron-core trainer.
@@ -65,6 +66,7 @@ def connect_megatron_trainer(
         use_main_params: publish the optimizer's fp32 copies, not the bf16 parameters.
         ignore: prefixes of parameters that no engine needs (`mtp.`).
         group: name of the trainer job.
+        replica: see `connect_trainer`.
         connect_deadline_s: how long to wait for the controller.
 
     Raises:
@@ -90,6 +92,7 @@ def connect_megatron_trainer(
         rank=described.rank,
         world_size=described.world_size,
         arena_nbytes=arena_nbytes,
+        replica=replica,
         connect_deadline_s=connect_deadline_s,
     )
 
