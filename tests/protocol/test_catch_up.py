@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from windlass.control.catch_up import find_donor
 from windlass.control.fleet import Agent, Group
-from windlass.control.messages import PROTOCOL_VERSION, Hello
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.planning.planner import plan_transfer
-from windlass.transports.base import WireReport
+from windlass.testing.fake_agents import fake_hello
 
 SHAPE = (4, 6)
 
@@ -25,17 +25,8 @@ def manifest(worker: str, role: Role, dtype: DType, tensor: str = "weight") -> S
 
 def engine(name: str, dtype: DType, *, can_send: bool = True, tensor: str = "weight") -> Group:
     described = manifest(f"{name}/0", Role.ENGINE, dtype, tensor)
-    hello = Hello(
-        protocol_version=PROTOCOL_VERSION,
-        worker=described.worker,
-        incarnation=name,
-        role=Role.ENGINE,
-        group=name,
-        rank=0,
-        world_size=1,
-        manifest=described.encode(),
-        wire=WireReport("none", "", "", one_sided=True),
-        can_send=can_send,
+    hello = msgspec.structs.replace(
+        fake_hello(described, group=name, incarnation=name), can_send=can_send
     )
     return Group(name, Role.ENGINE, 1, {0: Agent(hello, described)})
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
+import msgspec
 import pytest
 from aiohttp import web
 
@@ -14,7 +15,6 @@ from windlass.config import ControlConfig, PhaseDeadlines, UpdateMode
 from windlass.control.catch_up import MAX_ATTEMPTS
 from windlass.control.coordinator import Coordinator
 from windlass.control.messages import (
-    PROTOCOL_VERSION,
     Abort,
     Bound,
     ConnectEngine,
@@ -34,9 +34,10 @@ from windlass.execution.bindings import DestinationBinding, LinkOutcome, LinkSta
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role
+from windlass.testing.fake_agents import fake_hello
 from windlass.testing.simulated_loop import SimulatedLoop
 from windlass.testing.simulated_network import SimulatedNetwork
-from windlass.transports.base import PeerEndpoint, WireReport
+from windlass.transports.base import PeerEndpoint
 
 WRITE_S = 5.0
 VERSION = 3
@@ -48,20 +49,8 @@ def hello_of(name: str, served: int, incarnation: str = "first") -> Hello:
     builder = ManifestBuilder(f"{name}/0", Role.ENGINE)
     builder.add_parameter("p", nbytes=24, dtype=DType.UINT8)
     builder.add_shard("weight", (4, 6), Box((0, 0), (4, 6)), "p")
-    manifest = builder.build()
-    return Hello(
-        protocol_version=PROTOCOL_VERSION,
-        worker=manifest.worker,
-        incarnation=incarnation,
-        role=Role.ENGINE,
-        group=name,
-        rank=0,
-        world_size=1,
-        manifest=manifest.encode(),
-        wire=WireReport("none", "", "", one_sided=True),
-        can_send=True,
-        served_version=served,
-    )
+    hello = fake_hello(builder.build(), group=name, incarnation=incarnation, served_version=served)
+    return msgspec.structs.replace(hello, can_send=True)
 
 
 class Socket:

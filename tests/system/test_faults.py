@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import random
-import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -20,6 +18,7 @@ from typing import Any
 
 import fault_processes  # type: ignore[import-not-found]
 import pytest
+from kept_port import free_port  # type: ignore[import-not-found]
 
 from windlass.config import (
     ControlConfig,
@@ -134,17 +133,6 @@ class Fleet:
     def close(self) -> None:
         for process in self.processes.values():
             process.close()
-
-
-def free_port() -> int:
-    """Outside the range that the system gives to others, so that it stays free between kills."""
-    for port in random.SystemRandom().sample(range(20_000, 32_000), 1000):
-        try:
-            with socket.create_server(("127.0.0.1", port)):
-                return port
-        except OSError:
-            continue
-    raise AssertionError("no port is free")
 
 
 @asynccontextmanager

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -14,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from durable_controller import GROUP_SIZE, TOKEN, stored  # type: ignore[import-not-found]
+from kept_port import free_port  # type: ignore[import-not-found]
 
 from windlass.testing.fake_engine import FakeEngine, expected_tokens
 
@@ -57,17 +56,6 @@ class Rig:
         return await self.spawn(
             *("-m", "windlass.rollout.worker", "--name", name, "--controller", self.url)
         )
-
-
-def free_port() -> int:
-    """Outside the range that the system gives to others, so that it stays free between kills."""
-    for port in random.SystemRandom().sample(range(20_000, 32_000), 1000):
-        try:
-            with socket.create_server(("127.0.0.1", port)):
-                return port
-        except OSError:
-            continue
-    raise AssertionError("no port is free")
 
 
 async def reap(process: asyncio.subprocess.Process) -> None:

@@ -55,7 +55,7 @@ def check_module(module: torch.nn.Module, full: dict[str, torch.Tensor]) -> None
 
 def check_parameter(parameter: torch.Tensor, full: torch.Tensor) -> None:
     """The described box of the original tensor equals local memory, and torch agrees."""
-    shard = local_shard(parameter)
+    shard = local_shard("w", parameter)
     box = tuple(
         slice(offset, offset + size)
         for offset, size in zip(shard.box.offsets, shard.box.sizes, strict=True)
@@ -112,8 +112,8 @@ def check_any_placements(mesh: DeviceMesh) -> None:
 
 def check_partial_is_refused(mesh: DeviceMesh) -> None:
     tensor = DTensor.from_local(distinct(4, 4), mesh, (Partial(), Replicate()), run_check=False)
-    with pytest.raises(UnsupportedLayout, match="no plain part"):
-        local_shard(tensor)
+    with pytest.raises(UnsupportedLayout, match=r"parameter 'w': .* no plain part"):
+        local_shard("w", tensor)
 
 
 class Experts(torch.nn.Module):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from windlass.control.fleet import Agent, Fleet
-from windlass.control.messages import PROTOCOL_VERSION, Hello
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role
-from windlass.transports.base import WireReport
+from windlass.testing.fake_agents import fake_hello
 
 
 def admit(fleet: Fleet, group: str, rank: int, world_size: int, role: Role) -> Agent:
@@ -17,19 +16,14 @@ def admit(fleet: Fleet, group: str, rank: int, world_size: int, role: Role) -> A
     builder = ManifestBuilder(worker, role)
     builder.add_parameter("p", nbytes=96, dtype=DType.FLOAT32)
     builder.add_shard("weight", (4, 6), Box((0, 0), (4, 6)), "p")
-    return fleet.admit(
-        Hello(
-            protocol_version=PROTOCOL_VERSION,
-            worker=worker,
-            incarnation=f"{worker} of {world_size}",
-            role=role,
-            group=group,
-            rank=rank,
-            world_size=world_size,
-            manifest=builder.build().encode(),
-            wire=WireReport("cma", "process_vm_writev", "", True),
-        )
+    hello = fake_hello(
+        builder.build(),
+        group=group,
+        rank=rank,
+        world_size=world_size,
+        incarnation=f"{worker} of {world_size}",
     )
+    return fleet.admit(hello)
 
 
 @pytest.mark.parametrize(("world_size", "writable"), [(1, ["a"]), (2, [])])

@@ -132,10 +132,9 @@ class Coordinator(HandDrivenGate):
         """Call `listener(version, phase)` in the loop when a round enters a phase."""
         self._phase_listeners.append(listener)
 
-    def subscribe(self, callback: Callable[[], None]) -> object:
+    def subscribe(self, callback: Callable[[], None]) -> None:
         """Call `callback` in the loop when engines come, go, or change version."""
         self._changes.subscribe(callback)
-        return None
 
     def status(self) -> dict[str, object]:
         """What `/v1/status` answers."""

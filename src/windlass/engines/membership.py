@@ -92,7 +92,7 @@ class Membership:
 
 
 def _settle_heap() -> None:
-    """Keep the collector of garbage from walking what lives as long as the engine.
+    """Keep the garbage collector from walking what lives as long as the engine.
 
     The modules that vLLM or SGLang import are 650 000 objects; a full collection takes 0.4 s
     (`benchmarks/bench_heap.py`, 2-core EPYC, idle, 2026-11-21), holds the interpreter lock, and

@@ -23,7 +23,7 @@ import xxhash
 
 from windlass.errors import DECODE_ERRORS, TransferFailed
 from windlass.layout.box import Box
-from windlass.layout.dtypes import DType
+from windlass.layout.dtypes import SAFETENSORS_NAMES, DType
 from windlass.layout.manifest import Shard, ShardManifest, contiguous_strides
 from windlass.memory.packing import bytes_at, copy_strided, is_contiguous, row_major_blocks
 
@@ -37,20 +37,6 @@ __all__ = [
     "write_shards",
 ]
 
-SAFETENSORS_NAMES = {
-    DType.FLOAT64: "F64",
-    DType.FLOAT32: "F32",
-    DType.FLOAT16: "F16",
-    DType.BFLOAT16: "BF16",
-    DType.FLOAT8_E4M3: "F8_E4M3",
-    DType.FLOAT8_E5M2: "F8_E5M2",
-    DType.INT64: "I64",
-    DType.INT32: "I32",
-    DType.INT16: "I16",
-    DType.INT8: "I8",
-    DType.UINT8: "U8",
-    DType.BOOL: "BOOL",
-}
 BLOCK_NBYTES = 8 << 20
 """Strided boxes are gathered and written in blocks of at most this size."""
 _VERSION_FOLDER = re.compile(r"v(\d{8,})")

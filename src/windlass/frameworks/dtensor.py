@@ -66,8 +66,8 @@ def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
 
 
-def local_shard(parameter: torch.Tensor) -> LocalShard:
-    """Describe this rank's part of `parameter`. Not collective.
+def local_shard(name: str, parameter: torch.Tensor) -> LocalShard:
+    """Describe this rank's part of `parameter`; `name` is for messages. Not collective.
 
     Raises:
         UnsupportedLayout: a placement that holds no plain part of the tensor (Partial), or a
@@ -76,22 +76,25 @@ def local_shard(parameter: torch.Tensor) -> LocalShard:
     """
     local = local_tensor(parameter)
     shape = tuple(parameter.shape)
-    box = _box_of(parameter) if isinstance(parameter, DTensor) else Box.full(shape)
+    box = _box_of(name, parameter) if isinstance(parameter, DTensor) else Box.full(shape)
     if box.sizes != tuple(local.shape) and box.numel != local.numel():
         raise ManifestError(
-            f"a shard of shape {tuple(local.shape)} was found where {box} of {shape} was expected"
+            f"parameter {name!r}: the local shard must be {box} of {shape}, got shape "
+            f"{tuple(local.shape)}"
         )
     itemsize = local.element_size()
     strides = tuple(step * itemsize for step in local.stride())
     return LocalShard(shape, box, strides, _reach(local))
 
 
-def _box_of(tensor: DTensor) -> Box:
+def _box_of(name: str, tensor: DTensor) -> Box:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
-        raise UnsupportedLayout("this rank is not part of the tensor's mesh")
+        raise UnsupportedLayout(
+            f"parameter {name!r}: its mesh must contain this rank, got {tensor.device_mesh}"
+        )
     offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
-    for axis in _cut_order(tensor.placements, tensor.device_mesh.shape):
+    for axis in _cut_order(name, tensor.placements, tensor.device_mesh.shape):
         placement = tensor.placements[axis]
         dim = placement.dim % tensor.dim()  # type: ignore[attr-defined]
         start, size = chunk(sizes[dim], tensor.device_mesh.size(axis), coordinate[axis])
@@ -100,7 +103,9 @@ def _box_of(tensor: DTensor) -> Box:
     return Box(tuple(offsets), tuple(sizes))
 
 
-def _cut_order(placements: Iterable[Placement], mesh_shape: tuple[int, ...]) -> list[int]:
+def _cut_order(
+    name: str, placements: Iterable[Placement], mesh_shape: tuple[int, ...]
+) -> list[int]:
     """Mesh axes in the order in which they cut the tensor."""
     plain: list[int] = []
     strided: list[int] = []
@@ -111,7 +116,10 @@ def _cut_order(placements: Iterable[Placement], mesh_shape: tuple[int, ...]) -> 
         elif isinstance(placement, Shard):
             plain.append(axis)
         elif not placement.is_replicate():
-            raise UnsupportedLayout(f"placement {placement} holds no plain part of the tensor")
+            raise UnsupportedLayout(
+                f"parameter {name!r}: placements must be shards or replicas, got {placement}, which "
+                "holds no plain part of the tensor"
+            )
     for axis in strided:
         placement = listed[axis]
         expected_factor = 1
@@ -121,8 +129,8 @@ def _cut_order(placements: Iterable[Placement], mesh_shape: tuple[int, ...]) -> 
                 expected_factor *= mesh_shape[other]
         if placement.split_factor != expected_factor:  # type: ignore[attr-defined]
             raise UnsupportedLayout(
-                f"placement {placement}: split factor must be {expected_factor}, the product of the "
-                "later mesh axes that cut the same dim"
+                f"parameter {name!r}: split factor of {placement} must be {expected_factor}, the "
+                "product of the later mesh axes that cut the same dim"
             )
     # A strided shard was cut after the axes to its right; of several, the rightmost came first.
     return plain + strided[::-1]
@@ -216,8 +224,10 @@ def describe_module(
             builder.add_alias(held.tensor_name, first_name[id(held.tensor)])
             continue
         first_name[id(held.tensor)] = held.tensor_name
-        shard = local_shard(held.tensor)
-        builder.add_parameter(held.name, nbytes=shard.nbytes, dtype=dtype_of(held.tensor))
+        shard = local_shard(held.name, held.tensor)
+        builder.add_parameter(
+            held.name, nbytes=shard.nbytes, dtype=dtype_of(held.name, held.tensor)
+        )
         parts = unstack(
             stacked, held.tensor_name, shard.global_shape, shard.box, shard.strides_bytes
         )

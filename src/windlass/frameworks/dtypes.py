@@ -31,12 +31,14 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     return _TO_TORCH[dtype]
 
 
-def dtype_of(tensor: torch.Tensor) -> DType:
-    """The checkpoint type of a tensor.
+def dtype_of(name: str, tensor: torch.Tensor) -> DType:
+    """The checkpoint type of a tensor; `name` is for the message.
 
     Raises:
         UnsupportedLayout: a type that checkpoints do not have.
     """
     if tensor.dtype not in _FROM_TORCH:
-        raise UnsupportedLayout(f"dtype {tensor.dtype} is not supported")
+        raise UnsupportedLayout(
+            f"tensor {name!r}: dtype must be one of {[*map(str, _TO_TORCH)]}, got {tensor.dtype}"
+        )
     return _FROM_TORCH[tensor.dtype]

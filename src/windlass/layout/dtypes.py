@@ -1,14 +1,14 @@
-"""Element types by their checkpoint names, with no dependency on any framework."""
+"""Element types and their names, with no dependency on any framework."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 
-__all__ = ["DType"]
+__all__ = ["SAFETENSORS_NAMES", "DType"]
 
 
 class DType(StrEnum):
-    """An element type, spelled as safetensors and PyTorch spell it."""
+    """An element type, spelled as PyTorch spells it."""
 
     FLOAT64 = "float64"
     FLOAT32 = "float32"
@@ -48,3 +48,19 @@ _ITEMSIZE = {
     DType.UINT8: 1,
     DType.BOOL: 1,
 }
+
+SAFETENSORS_NAMES = {
+    DType.FLOAT64: "F64",
+    DType.FLOAT32: "F32",
+    DType.FLOAT16: "F16",
+    DType.BFLOAT16: "BF16",
+    DType.FLOAT8_E4M3: "F8_E4M3",
+    DType.FLOAT8_E5M2: "F8_E5M2",
+    DType.INT64: "I64",
+    DType.INT32: "I32",
+    DType.INT16: "I16",
+    DType.INT8: "I8",
+    DType.UINT8: "U8",
+    DType.BOOL: "BOOL",
+}
+"""In the headers of safetensors files."""

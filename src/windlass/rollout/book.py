@@ -1,8 +1,8 @@
 """Where every rollout is: the controller's records, and an audit that counts them.
 
-A record is in exactly one place: waiting for admission, queued for dispatch, parked until a
-worker that knows its workflow has room, at a worker, in a backoff, or held in a group until the group is handed out. `lost` is what
-was submitted, has not ended, and is in none of them.
+A record is in exactly one place: waiting for admission, queued for dispatch, parked until a worker
+that knows its workflow has room, at a worker, in a backoff, or held until its group is handed out.
+`lost` is what was submitted, has not ended, and is in none of them.
 """
 
 from __future__ import annotations

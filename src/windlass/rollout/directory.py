@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-__all__ = ["EngineDirectory", "RoutableEngine", "StaticEngines"]
+from windlass.control.fleet import EngineInfo
 
-
-class RoutableEngine(NamedTuple):
-    """An engine that may be given work. `version` is what it serves, -1 for unknown."""
-
-    name: str
-    url: str
-    version: int
+__all__ = ["EngineDirectory", "StaticEngines"]
 
 
 class EngineDirectory(Protocol):
@@ -24,7 +18,7 @@ class EngineDirectory(Protocol):
     """
 
     def routable(self) -> Sequence[tuple[str, str, int]]:
-        """(name, url, version) of every engine that may be given work."""
+        """(name, url, version) of every engine that may be given work; version -1 for unknown."""
         ...
 
     def subscribe(self, callback: Callable[[], None]) -> object:
@@ -36,20 +30,19 @@ class StaticEngines:
     """A directory that its owner edits: fixed fleets, tests, benchmarks."""
 
     def __init__(self, engines: Iterable[tuple[str, str, int]] = ()) -> None:
-        self._engines = tuple(RoutableEngine(*engine) for engine in engines)
+        self._engines = tuple(EngineInfo(*engine) for engine in engines)
         self._callbacks: list[Callable[[], None]] = []
 
     def routable(self) -> Sequence[tuple[str, str, int]]:
         """As set."""
         return self._engines
 
-    def subscribe(self, callback: Callable[[], None]) -> object:
+    def subscribe(self, callback: Callable[[], None]) -> None:
         """Call `callback` after every `set`."""
         self._callbacks.append(callback)
-        return None
 
     def set(self, engines: Iterable[tuple[str, str, int]]) -> None:
         """Replace the fleet; call in the event loop."""
-        self._engines = tuple(RoutableEngine(*engine) for engine in engines)
+        self._engines = tuple(EngineInfo(*engine) for engine in engines)
         for callback in self._callbacks:
             callback()

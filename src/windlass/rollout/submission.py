@@ -57,8 +57,7 @@ class Submissions:
 
         Raises:
             ConfigError: a prompt that is empty or no integers, sampling of wrong types, a deadline
-                that is not positive, a closed controller,
-                metadata that a journal cannot keep.
+                that is not positive, metadata that a journal cannot keep, a closed controller.
             RolloutError: the journal cannot be written any more.
         """
         tokens = _token_ids(prompt_ids)

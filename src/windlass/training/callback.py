@@ -298,7 +298,7 @@ class WeightGroup:
         from windlass.memory.packing import strided_view
 
         specs = [
-            WireTensor(name, dtype_of(tensor), tuple(tensor.shape))
+            WireTensor(name, dtype_of(name, tensor), tuple(tensor.shape))
             for name, tensor in tensors.items()
         ]
         offsets, nbytes = wire_offsets(specs)

@@ -134,7 +134,7 @@ def describe_megatron_trainer(
         builder.add_parameter(
             name,
             nbytes=tensor.nbytes,
-            dtype=dtype_of(tensor),
+            dtype=dtype_of(name, tensor),
             padding_nbytes=placed.padding * itemsize,
         )
         for shard in placed.shards:

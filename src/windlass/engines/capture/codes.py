@@ -21,7 +21,7 @@ import torch
 
 from windlass.errors import ConfigError, UnsupportedLayout
 from windlass.frameworks.dtypes import torch_dtype
-from windlass.layout.dtypes import DType
+from windlass.layout.dtypes import SAFETENSORS_NAMES, DType
 from windlass.layout.quantization import QuantizedTensor, scale_shape
 
 __all__ = [
@@ -52,12 +52,7 @@ _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 _EXACT = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8_E4M3)
-_SAFETENSORS = {
-    "F32": DType.FLOAT32,
-    "BF16": DType.BFLOAT16,
-    "F16": DType.FLOAT16,
-    "F8_E4M3": DType.FLOAT8_E4M3,
-}
+_SAFETENSORS = {SAFETENSORS_NAMES[dtype]: dtype for dtype in _EXACT}
 SCALE_SUFFIX = "_scale_inv"
 """What the name of a float8 matrix gets to name its scales."""
 MAX_HEADER_NBYTES = 100 << 20

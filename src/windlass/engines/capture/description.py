@@ -15,7 +15,7 @@ from windlass.engines.capture.memory import Holding
 from windlass.engines.capture.numbers import Exact, Numbers, Parts, parts_of
 from windlass.engines.capture.recompute import Recompute
 from windlass.errors import UnsupportedLayout
-from windlass.frameworks.dtypes import dtype_of, torch_dtype
+from windlass.frameworks.dtypes import dtype_of
 from windlass.layout.box import Box
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 
@@ -146,7 +146,7 @@ def describe(
             continue
         holding = seen.holdings[name]
         itemsize = holding.tensor.element_size()
-        dtype = dtype_of(holding.tensor)
+        dtype = dtype_of(name, holding.tensor)
         factor = seen.factors.get(name, 1.0)
         copied = _boxes(numbers, codes) if factor == 1.0 else None
         if copied is not None:
@@ -200,8 +200,7 @@ def _add_buffers(builder: ManifestBuilder, recompute: Recompute) -> list[int]:
     """Whole checkpoint tensors; their addresses."""
     for parameter, (spec, buffer) in zip(recompute.parameters, recompute.buffers, strict=True):
         builder.add_parameter(parameter, nbytes=buffer.nbytes, dtype=spec.dtype)
-        whole = Box((0,) * len(spec.shape), spec.shape)
-        builder.add_shard(spec.name, spec.shape, whole, parameter)
+        builder.add_shard(spec.name, spec.shape, Box.full(spec.shape), parameter)
     return [buffer.data_ptr() for _, buffer in recompute.buffers]
 
 
@@ -228,7 +227,7 @@ def _repack(
     repack = Repack(
         name=name,
         target=holding.memory(),
-        buffer=torch.zeros(len(unique), dtype=torch_dtype(dtype_of(holding.tensor)), device=device),
+        buffer=torch.zeros(len(unique), dtype=holding.tensor.dtype, device=device),
         places=torch.from_numpy(written).to(device),
         elements=torch.from_numpy(elements.reshape(-1)).to(device),
         factor=factor,

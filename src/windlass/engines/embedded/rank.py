@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -18,7 +19,7 @@ from windlass.engines.embedded.model import ModelShard, load_model
 from windlass.engines.embedded.scheduler import Scheduler
 from windlass.engines.embedded.server import EngineServer
 from windlass.engines.embedded.settings import EngineSettings
-from windlass.engines.embedded.steps import NoPeers, StepChannel, StepKind, StoreChannel
+from windlass.engines.embedded.steps import GlooChannel, NoPeers, StepChannel, StepKind
 from windlass.envs import ENGINE_TOKEN_VARIABLE, environment_value
 from windlass.errors import ConfigError, PeerTimeout
 from windlass.transports.base import OneSidedTransport
@@ -79,6 +80,38 @@ class _FollowerHooks:
             self._changed.notify_all()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rank:
+    """What a rank is made of."""
+
+    settings: EngineSettings
+    index: int
+    token: str
+    transport: OneSidedTransport
+    shard: ModelShard
+    runner: ForwardRunner
+    peers: StepChannel
+
+    def join_fleet(self, hooks: _LeaderHooks | _FollowerHooks, *, url: str = "") -> None:
+        """Connect to the controller, if there is one."""
+        if not self.settings.controller:
+            return
+        EngineClient(  # lives as long as this process
+            manifest=self.shard.manifest,
+            addresses=self.shard.addresses,
+            regions=(self.shard.arena.region,),
+            transport=self.transport,
+            hooks=hooks,
+            controller=self.settings.controller,
+            token=self.token,
+            group=self.settings.name,
+            rank=self.index,
+            world_size=self.settings.tensor_parallel_size,
+            url=url,
+            connect_deadline_s=CONNECT_DEADLINE_S,
+        )
+
+
 def run_rank(settings: EngineSettings, rank: int, token: str) -> None:
     """Run one rank until it is told to stop. `torch.distributed` is initialised if needed.
 
@@ -98,21 +131,23 @@ def run_rank(settings: EngineSettings, rank: int, token: str) -> None:
     runner = ForwardRunner(
         shard.module, num_slots=settings.max_batch, max_positions=settings.max_positions
     )
-    peers: StepChannel = StoreChannel() if settings.tensor_parallel_size > 1 else NoPeers()
+    this = _Rank(
+        settings=settings,
+        index=rank,
+        token=token,
+        transport=transport,
+        shard=shard,
+        runner=runner,
+        peers=GlooChannel() if settings.tensor_parallel_size > 1 else NoPeers(),
+    )
     if rank == 0:
-        _lead(settings, token, transport, shard, runner, peers)
+        _lead(this)
     else:
-        _follow(settings, rank, token, transport, shard, runner, peers)
+        _follow(this)
 
 
-def _lead(
-    settings: EngineSettings,
-    token: str,
-    transport: OneSidedTransport,
-    shard: ModelShard,
-    runner: ForwardRunner,
-    peers: StepChannel,
-) -> None:
+def _lead(this: _Rank) -> None:
+    settings, shard = this.settings, this.shard
     scheduler = Scheduler(
         num_slots=settings.max_batch,
         max_positions=settings.max_positions,
@@ -121,7 +156,7 @@ def _lead(
     )
     server = EngineServer(
         settings,
-        token,
+        this.token,
         scheduler,
         vocab_size=int(shard.config.vocab_size),
         eos_token_ids=_eos_token_ids(shard.config.eos_token_id),
@@ -129,69 +164,33 @@ def _lead(
         engine_token=environment_value(ENGINE_TOKEN_VARIABLE),
     )
     server.start()
-    _connect_agent(settings, 0, token, transport, shard, _LeaderHooks(scheduler), url=server.url)
+    this.join_fleet(_LeaderHooks(scheduler), url=server.url)
     ready = msgspec.json.encode({"name": settings.name, "url": server.url})
     os.write(1, ready + b"\n")
     if settings.ready_file:
         Path(settings.ready_file).write_bytes(ready)
     while True:
         step = scheduler.next_step()
-        peers.publish(step)
+        this.peers.publish(step)
         if step.kind is StepKind.FORWARD:
-            scheduler.take(step, runner.run(step))
+            scheduler.take(step, this.runner.run(step))
         elif step.kind is StepKind.PAUSE:
             scheduler.at_rest(step.pause_id)
         else:
             return
 
 
-def _follow(
-    settings: EngineSettings,
-    rank: int,
-    token: str,
-    transport: OneSidedTransport,
-    shard: ModelShard,
-    runner: ForwardRunner,
-    peers: StepChannel,
-) -> None:
+def _follow(this: _Rank) -> None:
     hooks = _FollowerHooks()
-    _connect_agent(settings, rank, token, transport, shard, hooks, url="")
+    this.join_fleet(hooks)
     while True:
-        step = peers.receive()
+        step = this.peers.receive()
         if step.kind is StepKind.FORWARD:
-            runner.run(step)
+            this.runner.run(step)
         elif step.kind is StepKind.PAUSE:
             hooks.rest(step.pause_id)
         else:
             return
-
-
-def _connect_agent(
-    settings: EngineSettings,
-    rank: int,
-    token: str,
-    transport: OneSidedTransport,
-    shard: ModelShard,
-    hooks: _LeaderHooks | _FollowerHooks,
-    *,
-    url: str,
-) -> None:
-    if not settings.controller:
-        return
-    EngineClient(  # lives as long as this process
-        manifest=shard.manifest,
-        addresses=shard.addresses,
-        regions=(shard.arena.region,),
-        transport=transport,
-        hooks=hooks,
-        controller=settings.controller,
-        token=token,
-        group=settings.name,
-        rank=rank,
-        world_size=settings.tensor_parallel_size,
-        url=url,
-        connect_deadline_s=CONNECT_DEADLINE_S,
-    )
 
 
 def _eos_token_ids(configured: Any) -> frozenset[int]:

@@ -45,7 +45,6 @@ class _Sampling(msgspec.Struct, frozen=True):
 class _Generate(msgspec.Struct, frozen=True):
     input_ids: list[int]
     sampling_params: _Sampling = _Sampling()
-    return_logprob: bool = False
     rid: str = ""
     stream: bool = False
     lora_path: str = ""

@@ -14,7 +14,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-__all__ = ["NoPeers", "Step", "StepChannel", "StepKind", "StoreChannel"]
+__all__ = ["GlooChannel", "NoPeers", "Step", "StepChannel", "StepKind"]
 
 IDLE_TIMEOUT = timedelta(days=30)
 """An idle rank waits in a broadcast; the death of a rank ends it, not the clock."""
@@ -71,7 +71,7 @@ class NoPeers:
 
 
 @final
-class StoreChannel:
+class GlooChannel:
     """A gloo broadcast of the step's msgpack bytes: its length first, then its bytes."""
 
     def __init__(self) -> None:
