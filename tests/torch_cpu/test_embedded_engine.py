@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -21,6 +22,9 @@ import torch
 import transformers
 
 from windlass.control.access import Access, role_token
+from windlass.engines.embedded.scheduler import Scheduler
+from windlass.engines.embedded.server import EngineServer
+from windlass.engines.embedded.settings import EngineSettings
 
 TOKEN = "secret of the test"
 CONFIG = {
@@ -217,3 +221,21 @@ def test_a_rollout_client_may_ask_for_tokens_and_not_pause(engine: Engine) -> No
     assert status == 403
     assert said == "POST /pause_generation is for owner; the token is of role client"
     assert engine.status_of("/generate", {}, role_token(TOKEN, Access.OBSERVER))[0] == 401
+
+
+def test_a_server_that_cannot_serve_says_why_and_is_not_waited_for() -> None:
+    server = EngineServer(
+        EngineSettings(name="engine", model="none"),
+        TOKEN,
+        Scheduler(num_slots=1, max_positions=8, paused=False, seed=0),
+        vocab_size=64,
+        eos_token_ids=frozenset(),
+        read_weight=lambda _name: [],
+    )
+    server._socket.close()
+    with pytest.raises((OSError, ValueError)):
+        server.start()
+    for thread in threading.enumerate():
+        if thread.name == "http":
+            thread.join(30)
+    server._loop.close()

@@ -38,6 +38,7 @@ from windlass.control.messages import (
     decode_controller_frame,
     encode,
 )
+from windlass.control.sockets import SEND_DEADLINE_S, send_frame
 from windlass.errors import (
     AuthenticationError,
     PeerUnreachable,
@@ -233,7 +234,7 @@ class AgentConversation:
         if announced is None or announced.report.done():
             return
         try:
-            await socket.send_bytes(encode(announced.frame))
+            await send_frame(socket, encode(announced.frame), SEND_DEADLINE_S)
         except (ConnectionError, aiohttp.ClientError):
             _log.info("announce will be repeated after reconnecting")
 
@@ -241,7 +242,7 @@ class AgentConversation:
         if self._socket is None:
             return  # a lost connection withdraws by itself
         try:
-            await self._socket.send_bytes(encode(Withdraw(attempt)))
+            await send_frame(self._socket, encode(Withdraw(attempt)), SEND_DEADLINE_S)
         except (ConnectionError, aiohttp.ClientError):
             _log.info("announcement withdrawn by the loss of the connection")
 
@@ -296,7 +297,7 @@ class AgentConversation:
         async with socket:
             epoch, round_number = self._store.newest
             hello = msgspec.structs.replace(self._hello(), epoch=epoch, round=round_number)
-            await socket.send_bytes(encode(hello))
+            await send_frame(socket, encode(hello), SEND_DEADLINE_S)
             async for message in socket:
                 if message.type is aiohttp.WSMsgType.ERROR:
                     raise PeerUnreachable(f"connection broke: {message.data}")
@@ -362,7 +363,7 @@ class AgentConversation:
         if self._socket is None:
             return
         try:
-            await self._socket.send_bytes(encode(reply))
+            await send_frame(self._socket, encode(reply), SEND_DEADLINE_S)
         except (ConnectionError, aiohttp.ClientError, RuntimeError) as error:
             _log.info("reply not delivered, it is sent again over the next connection: %s", error)
 

@@ -22,6 +22,7 @@ from windlass.control.messages import (
 )
 from windlass.control.server import CALLER, OPEN_SOCKETS
 from windlass.control.session import AgentSession
+from windlass.control.sockets import SEND_DEADLINE_S, close_socket, send_frame
 from windlass.errors import PlanError, ProtocolError
 from windlass.transports.addresses import HOST_VARIABLE, is_loopback, is_wildcard
 
@@ -83,7 +84,7 @@ async def serve_agent(
         session = await owner.admit(hello, socket)
         if session.host:
             _check_published(hello, session.host)
-        await socket.send_bytes(encode(Welcome(epoch)))
+        await send_frame(socket, encode(Welcome(epoch)), SEND_DEADLINE_S)
         _log.info("agent %s connected", session.worker)
         await owner.admitted(session)
         async for message in socket:
@@ -112,7 +113,7 @@ async def serve_agent(
     finally:
         if session is not None:
             await owner.lost(session, reason, ended=ended)
-        await socket.close()
+        await close_socket(socket)
     return socket
 
 
@@ -163,6 +164,6 @@ def _decode(data: bytes) -> Hello | Announce | Withdraw | Reply:
 async def _refuse(socket: web.WebSocketResponse, reason: str, *, final: bool = True) -> None:
     _log.warning("refused: %s", reason)
     try:
-        await socket.send_bytes(encode(Refused(reason, final)))
+        await send_frame(socket, encode(Refused(reason, final)), SEND_DEADLINE_S)
     except ConnectionError:
         return  # it is gone already

@@ -12,6 +12,7 @@ from weakref import WeakSet
 from aiohttp import WSCloseCode, web
 
 from windlass.control.access import ROUTES, Access, AccessGate, refusal_of
+from windlass.control.sockets import close_socket
 from windlass.errors import ConfigError
 from windlass.transports.addresses import listen, published_host, url_of
 
@@ -148,4 +149,4 @@ async def stop_accepting(listener: socket.socket) -> None:
 async def _end_sockets(app: web.Application) -> None:
     """An agent that came while the server was closing would hold its connection open."""
     sockets = app[OPEN_SOCKETS]
-    await asyncio.gather(*(s.close(code=WSCloseCode.GOING_AWAY) for s in list(sockets)))
+    await asyncio.gather(*(close_socket(s, code=WSCloseCode.GOING_AWAY) for s in list(sockets)))

@@ -19,6 +19,7 @@ from windlass.control.messages import (
     UpdateReport,
     encode,
 )
+from windlass.control.sockets import SEND_DEADLINE_S, close_socket, send_frame
 from windlass.errors import PeerUnreachable
 
 __all__ = ["AgentSession", "CommandKey", "probe_held", "report_to"]
@@ -33,13 +34,23 @@ CommandKey = tuple[int, int, int]
 class AgentSession:
     """Sends frames and matches replies to whoever waits for them. One per connection.
 
+    Args:
+        socket: of the connection. agent: at its other end.
+        send_deadline_s: for the agent to take a frame; the connection of one that does not is cut.
+
     Attributes:
         host: address of the agent's host; empty for this one.
     """
 
-    def __init__(self, socket: web.WebSocketResponse, agent: Agent) -> None:
+    def __init__(
+        self,
+        socket: web.WebSocketResponse,
+        agent: Agent,
+        *,
+        send_deadline_s: float = SEND_DEADLINE_S,
+    ) -> None:
         self.agent = agent
-        self._socket = socket
+        self._socket, self._send_deadline_s = socket, send_deadline_s
         self.host = _host_of(socket)
         self._waiting: dict[CommandKey, asyncio.Future[Result]] = {}
 
@@ -52,10 +63,10 @@ class AgentSession:
         """Send a frame.
 
         Raises:
-            PeerUnreachable: the connection is closed.
+            PeerUnreachable: the connection is closed, or the agent does not read from it.
         """
         try:
-            await self._socket.send_bytes(encode(frame))
+            await send_frame(self._socket, encode(frame), self._send_deadline_s)
         except (ConnectionError, RuntimeError) as error:
             raise PeerUnreachable(f"{self.worker}: connection is closed: {error}") from error
 
@@ -97,7 +108,7 @@ class AgentSession:
 
     async def close(self) -> None:
         """Close the connection."""
-        await self._socket.close()
+        await close_socket(self._socket)
 
 
 def _host_of(socket: web.WebSocketResponse) -> str:

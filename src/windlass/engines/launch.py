@@ -20,7 +20,7 @@ from windlass.engines.adapters import adapter_of
 from windlass.engines.attach import AgentSettings
 from windlass.engines.versions import EngineReleases, check_installed
 from windlass.envs import control_token, environment_value, inherited_environment
-from windlass.errors import ConfigError, PeerUnreachable, WindlassError
+from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
 from windlass.transports.addresses import own_address, published_host, url_of
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 REACH_DEADLINE_S = 30.0
+LOG_DEADLINE_S = 5.0
 _PARALLEL = (
     ("tp", "tensor", ("--tensor-parallel-size", "--tensor_parallel_size", "--tp-size", "-tp")),
     (
@@ -126,6 +127,12 @@ def arguments(program: str, description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--host", default="", help="to bind; see docs/hosts.md")
     parser.add_argument("--advertise-host", default="", help="what others connect to")
     parser.add_argument("--port", type=int, default=0, help="of the engine's server")
+    parser.add_argument(
+        "--start-deadline-s",
+        type=float,
+        default=3600.0,
+        help="for the engine's server to load its model and serve",
+    )
     parser.add_argument(
         "--attach",
         default="",
@@ -242,11 +249,17 @@ def serve(
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     ready = threading.Event()
-    log = threading.Thread(target=_forward, args=(server, ready_line, ready), name="log")
+    log = threading.Thread(
+        target=_forward, args=(server, ready_line, ready), name="log", daemon=True
+    )
     log.start()
+    threading.Thread(target=_watch, args=(server, ready), name="end", daemon=True).start()
     status = 0
     try:
-        ready.wait()
+        if not ready.wait(args.start_deadline_s):
+            raise PeerTimeout(
+                f"its server has not logged {ready_line!r} after {args.start_deadline_s} s"
+            )
         if server.poll() is None:
             _reach(args.host, args.port)
             if args.controller:
@@ -259,7 +272,7 @@ def serve(
     finally:
         code = server.wait()
         _signal(server.pid, signal.SIGKILL)  # what a dead leader left behind
-        log.join()
+        log.join(LOG_DEADLINE_S)  # a process that has left the group may hold the pipe open
     return status or code
 
 
@@ -269,13 +282,20 @@ def starts_with_random_weights(command: Sequence[str]) -> bool:
 
 
 def _forward(server: subprocess.Popen[bytes], ready_line: str, ready: threading.Event) -> None:
-    """Copy the server's log to stderr; `ready` is set when it serves, and when it ends."""
+    """Copy the server's log to stderr; `ready` is set when it serves, and when its log ends."""
     if server.stdout is not None:
-        for line in server.stdout:
-            sys.stderr.buffer.write(line)
-            sys.stderr.buffer.flush()
-            if ready_line.encode() in line:
-                ready.set()
+        with server.stdout as lines:
+            for line in lines:
+                sys.stderr.buffer.write(line)
+                sys.stderr.buffer.flush()
+                if ready_line.encode() in line:
+                    ready.set()
+    ready.set()
+
+
+def _watch(server: subprocess.Popen[bytes], ready: threading.Event) -> None:
+    """`ready` is set when the server ends; somebody else may hold its log open."""
+    server.wait()
     ready.set()
 
 

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, final
 
@@ -17,9 +18,9 @@ from windlass.control.access import Access, role_environment
 from windlass.control.messages import RoundOutcome
 from windlass.controller import Controller
 from windlass.envs import environment_value
-from windlass.errors import WindlassError
+from windlass.errors import PeerTimeout, WindlassError
 from windlass.launch.config import EngineSection, LaunchConfig
-from windlass.launch.recipe import Recipe, load_recipe
+from windlass.launch.recipe import Recipe, in_thread, load_recipe
 from windlass.rollout.handles import RolloutGroup
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.staleness import StalenessPolicy
@@ -357,9 +358,9 @@ class _Job:
             if groups is None:
                 return None
             for group in groups:
-                samples = await asyncio.to_thread(self.recipe.samples, group)
+                samples = await self._score(group)
                 if samples:
-                    batch.append(list(samples))
+                    batch.append(samples)
                 else:
                     self.controller.rollouts.decline(group)
         return batch
@@ -380,6 +381,16 @@ class _Job:
             return await drawn
         finally:
             drawn.cancel()
+
+    async def _score(self, group: RolloutGroup) -> list[TrainingSample]:
+        deadline_s = self.config.rollout.batch_deadline_s
+        try:
+            async with asyncio.timeout(deadline_s):
+                return list(await in_thread(partial(self.recipe.samples, group)))
+        except TimeoutError as error:
+            raise PeerTimeout(
+                f"recipe: group {group.group_id} was not scored within {deadline_s} s"
+            ) from error
 
     # --- stopping ----------------------------------------------------------------------------
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import contextvars
 import importlib.util
 import sys
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from windlass.errors import ConfigError
 from windlass.rollout.batches import training_samples
@@ -15,8 +21,9 @@ from windlass.rollout.handles import RolloutGroup
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.workflows import Workflow
 
-__all__ = ["Recipe", "Task", "load_recipe"]
+__all__ = ["Recipe", "Task", "in_thread", "load_recipe"]
 
+_T = TypeVar("_T")
 MODULE = "windlass_launched_recipe"
 
 
@@ -36,7 +43,7 @@ class Task:
 
 
 class Recipe(ABC):
-    """What is asked and how it is scored. Called from the controller's loop and one thread."""
+    """What is asked and how it is scored. Called from the controller's loop and one thread at a time."""
 
     @abstractmethod
     def tasks(self) -> Iterator[Task]:
@@ -74,3 +81,31 @@ def load_recipe(file: Path, name: str) -> Recipe:
     if not (isinstance(found, type) and issubclass(found, Recipe)):
         raise ConfigError(f"recipe.name must be a windlass.launch.Recipe class, got {name!r}")
     return found()
+
+
+async def in_thread(call: Callable[[], _T]) -> _T:
+    """Run user code in a thread that ends with the process: code that hangs must not keep it."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[_T] = loop.create_future()
+    context = contextvars.copy_context()  # the fields of log lines
+
+    def tell(result: Future[_T]) -> None:
+        if done.done():  # given up
+            return
+        if (error := result.exception()) is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result.result())
+
+    def run() -> None:
+        result: Future[_T] = Future()
+        try:
+            result.set_result(context.run(call))
+        # The boundary of user code: whatever it raises belongs to whoever waits.
+        except Exception as error:  # noqa: BLE001
+            result.set_exception(error)
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(tell, result)
+
+    threading.Thread(target=run, name="recipe", daemon=True).start()
+    return await done

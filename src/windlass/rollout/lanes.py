@@ -16,6 +16,7 @@ from typing import Generic, final
 import aiohttp
 from aiohttp import WSCloseCode, WSMsgType, web
 
+from windlass.control.sockets import close_socket
 from windlass.errors import ProtocolError
 from windlass.rollout._http import MAX_BODY_NBYTES, post, read_body, reply
 from windlass.rollout.messages import Body, BodyT, decode, encode
@@ -70,7 +71,7 @@ class Lane(Generic[BodyT]):
         """Close the connection. Idempotent; a later call opens another one."""
         socket, self._socket = self._socket, None
         if socket is not None:
-            await socket.close()
+            await close_socket(socket, deadline_s=2 * CLOSE_S)
 
     async def _upgrade(self) -> aiohttp.ClientWebSocketResponse | None:
         loop = asyncio.get_running_loop()

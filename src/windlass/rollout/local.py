@@ -7,6 +7,7 @@ delays completions; a worker process keeps that apart.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -20,6 +21,9 @@ from windlass.rollout.messages import RolloutOutcome, RolloutTask, WorkerHello
 from windlass.rollout.workflows import AttemptResult, Workflow, run_attempt
 
 __all__ = ["LocalLink"]
+
+logger = logging.getLogger(__name__)
+STOP_DEADLINE_S = 5.0
 
 
 class LocalLink(Link):
@@ -71,7 +75,10 @@ class LocalLink(Link):
         jobs = list(self._jobs.values())
         for job in jobs:
             job.cancel()
-        await asyncio.gather(*jobs, return_exceptions=True)
+        if jobs:
+            _, left = await asyncio.wait(jobs, timeout=STOP_DEADLINE_S)
+            for job in left:
+                logger.error("%s does not heed its cancellation", job.get_name())
         await self._session.close()
         return []
 

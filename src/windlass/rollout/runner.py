@@ -155,9 +155,10 @@ class WorkerRunner:
         jobs = list(self._running.values())
         for job in jobs:
             job.cancel()
-        await asyncio.gather(*jobs, return_exceptions=True)
         try:
             async with asyncio.timeout(deadline_s):
+                if jobs:
+                    await asyncio.wait(jobs)  # a workflow may not heed its cancellation
                 await self._outbox.drained()
         except TimeoutError:
             return

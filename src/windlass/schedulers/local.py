@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import signal
@@ -13,11 +14,15 @@ from pathlib import Path
 from typing import final
 
 from windlass.envs import inherited_environment
-from windlass.errors import ConfigError, PeerUnreachable
+from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable
 from windlass.schedulers import tether
 from windlass.schedulers.base import ProcessSpec, ProcessStatus, Scheduler
 
 __all__ = ["LocalScheduler"]
+
+_log = logging.getLogger(__name__)
+START_DEADLINE_S = 60.0
+KILL_DEADLINE_S = 30.0
 
 
 @final
@@ -158,7 +163,13 @@ async def _start_tether(mark: str) -> int:
         )
     finally:
         os.close(read_end)
-    await starter.wait()
+    try:
+        async with asyncio.timeout(START_DEADLINE_S):
+            await starter.wait()
+    except TimeoutError:
+        starter.kill()
+        os.close(write_end)
+        raise PeerTimeout(f"scheduler: no tether within {START_DEADLINE_S} s") from None
     return write_end
 
 
@@ -174,7 +185,11 @@ async def _end(processes: Sequence[asyncio.subprocess.Process], grace_s: float) 
         if process.returncode is None or not _is_alive(process.pid):
             _signal_group(process.pid, signal.SIGKILL)  # also what a dead leader left behind
     if waits:
-        await asyncio.wait(waits)
+        # One that hangs in the kernel (a file system that is gone) ends when that lets it.
+        _, left = await asyncio.wait(waits, timeout=KILL_DEADLINE_S)
+        for wait in left:
+            wait.cancel()
+            _log.error("a process has been killed and has not ended for %s s", KILL_DEADLINE_S)
 
 
 def _is_alive(pid: int) -> bool:

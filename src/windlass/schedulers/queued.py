@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from windlass.schedulers.base import ProcessSpec, ProcessStatus, Scheduler
 
 __all__ = ["ClusterBackend", "QueuedScheduler"]
 
+_log = logging.getLogger(__name__)
 LOST_RETURNCODE = -int(signal.SIGKILL)
 END_DEADLINE_S = 30.0
 
@@ -182,7 +184,7 @@ class QueuedScheduler(Scheduler):
             return entry.failure
         try:
             tail = await self._backend.log_tail(entry.place, name, num_lines)
-        except PeerUnreachable as error:
+        except (PeerUnreachable, PeerTimeout) as error:
             return str(error)
         return f"{tail}{entry.failure}"
 
@@ -211,7 +213,10 @@ class QueuedScheduler(Scheduler):
         live = [entry for entry in entries if entry.pid and not entry.ended.is_set()]
         for entry in live:
             for number in (signal.SIGTERM, signal.SIGCONT):
-                await self._backend.signal(entry.place, entry.spec.name, number)
+                try:
+                    await self._backend.signal(entry.place, entry.spec.name, number)
+                except WindlassError as error:  # its place is released all the same
+                    _log.warning("%s: not signalled: %s", entry.spec.name, error)
         waits = [asyncio.ensure_future(entry.ended.wait()) for entry in live]
         if waits:
             _, pending = await asyncio.wait(waits, timeout=grace_s)

@@ -10,6 +10,7 @@ Ray deserialises with pickle: whoever may submit to the cluster is trusted by it
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tempfile
 from collections.abc import Awaitable, Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any, final
 
 import msgspec
 
-from windlass.errors import ConfigError, PeerUnreachable, TransportUnavailable
+from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, TransportUnavailable
 from windlass.schedulers.base import ProcessSpec
 from windlass.schedulers.local import LocalScheduler
 from windlass.schedulers.queued import LOST_RETURNCODE, ClusterBackend, QueuedScheduler
@@ -25,6 +26,7 @@ from windlass.schedulers.queued import LOST_RETURNCODE, ClusterBackend, QueuedSc
 __all__ = ["RayBackend", "ray_scheduler"]
 
 MAX_CALLS = 1000
+CALL_DEADLINE_S = 60.0
 # Ray gives a node that it starts 30 s and cannot be told otherwise; a busy host needs more.
 START_TRIES = 3
 
@@ -139,14 +141,15 @@ class RayBackend(ClusterBackend):
         return place
 
     async def granted(self, place: str) -> None:
-        await _answer(self._launchers[place].ready.remote())
+        # How long it may queue is the caller's deadline on `wait_healthy`.
+        await _answer(self._launchers[place].ready.remote(), None)
 
     async def launch(self, place: str, spec: ProcessSpec) -> int:
         pid: int = await _answer(self._launchers[place].start.remote(msgspec.json.encode(spec)))
         return pid
 
     async def wait(self, place: str, name: str) -> int:
-        code: int = await _answer(self._launchers[place].wait.remote(name))
+        code: int = await _answer(self._launchers[place].wait.remote(name), None)
         return code
 
     async def signal(self, place: str, name: str, signal_number: int) -> None:
@@ -162,11 +165,9 @@ class RayBackend(ClusterBackend):
         group, launcher = self._groups.pop(place, None), self._launchers.pop(place, None)
         if group is None:
             return
-        try:
-            async with asyncio.timeout(2.0):
-                await _answer(launcher.close.remote())
-        except (PeerUnreachable, TimeoutError):
-            pass  # queued, or gone already: there is nothing of it left to end
+        # Queued, or gone already: there is nothing of it left to end.
+        with contextlib.suppress(PeerUnreachable, PeerTimeout):
+            await _answer(launcher.close.remote(), 2.0)
         ray.kill(launcher)
         remove_placement_group(group)
 
@@ -178,16 +179,20 @@ class RayBackend(ClusterBackend):
             ray.shutdown()
 
 
-async def _answer(call: Awaitable[Any]) -> Any:
-    """The answer of an actor.
+async def _answer(call: Awaitable[Any], deadline_s: float | None = CALL_DEADLINE_S) -> Any:
+    """The answer of an actor; None for what lasts as long as a process, whose end Ray tells.
 
     Raises:
         PeerUnreachable: the actor or its node is gone. ConfigError: it refused.
+        PeerTimeout: no answer by the deadline.
     """
     from ray.exceptions import RayError, RayTaskError
 
     try:
-        return await call
+        async with asyncio.timeout(deadline_s):
+            return await call
+    except TimeoutError:
+        raise PeerTimeout(f"ray: an actor gave no answer within {deadline_s} s") from None
     except RayTaskError as error:
         raise ConfigError(f"ray: {error.cause}") from error
     except RayError as error:

@@ -12,6 +12,7 @@ environment, and with it the token, travels through `srun` and never stands on a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import re
 import secrets
@@ -231,7 +232,9 @@ async def _forget(job: _Job) -> None:
 async def _end_client(client: asyncio.subprocess.Process) -> None:
     if client.returncode is None:
         client.kill()
-    await client.wait()
+    with contextlib.suppress(TimeoutError):  # it hangs in the kernel, and ends when that lets it
+        async with asyncio.timeout(COMMAND_DEADLINE_S):
+            await client.wait()
 
 
 async def _lines(process: asyncio.subprocess.Process) -> AsyncIterator[str]:
@@ -266,8 +269,7 @@ async def _run(*command: str, tolerate: bool = False) -> str:
         ) from None
     finally:
         if process.returncode is None:
-            process.kill()
-            await process.wait()
+            await _end_client(process)
     if process.returncode and not tolerate:
         said = errors.decode(errors="replace").strip().replace("\n", "; ")
         raise ConfigError(f"slurm: {command[0]} ended with {process.returncode}: {said}")

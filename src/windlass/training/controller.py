@@ -14,6 +14,7 @@ from aiohttp import WSCloseCode, web
 
 from windlass.control.access import Access, role_environment
 from windlass.control.server import ControlServer
+from windlass.control.sockets import SEND_DEADLINE_S, close_socket, send_frame
 from windlass.errors import ConfigError, ProtocolError, TrainerError, WindlassError
 from windlass.rollout.messages import TrainingSample
 from windlass.schedulers.base import ProcessSpec, Scheduler
@@ -219,7 +220,7 @@ class TrainController:
             grace = min(grace_s, BROKEN_GRACE_S) if broken else grace_s
             await self._scheduler.delete(rank.name, grace_s=grace)
             if rank.socket is not None:
-                await rank.socket.close()
+                await close_socket(rank.socket)
 
     async def _collective(
         self, commands: Sequence[TrainCommand], deadline_s: float
@@ -228,6 +229,7 @@ class TrainController:
             if self._failure:  # of the call before this one, too
                 raise TrainerError(self._failure)
             loop = asyncio.get_running_loop()
+            end = loop.time() + deadline_s
             self._last_request += 1
             replies: list[asyncio.Future[Done]] = []
             try:
@@ -235,9 +237,9 @@ class TrainController:
                     rank.reply = loop.create_future()
                     rank.outstanding = Call(self._last_request, command)
                     replies.append(rank.reply)
-                    await self._send(rank)
+                    await self._send(rank, max(end - loop.time(), 0.0))
                 what = type(commands[0]).__name__
-                await self._settle(replies, loop.time() + deadline_s, deadline_s, what)
+                await self._settle(replies, end, deadline_s, what)
                 return tuple(reply.result() for reply in replies)
             finally:
                 for rank in self._ranks:
@@ -316,11 +318,11 @@ class TrainController:
 
     # --- connections -------------------------------------------------------------------------
 
-    async def _send(self, rank: _Rank) -> None:
+    async def _send(self, rank: _Rank, deadline_s: float) -> None:
         if rank.outstanding is None or rank.socket is None or rank.socket.closed:
             return  # sent when it connects
         try:
-            await rank.socket.send_bytes(encode_frame(rank.outstanding))
+            await send_frame(rank.socket, encode_frame(rank.outstanding), deadline_s)
         except ConnectionError as error:
             _log.info("%s: connection lost while sending: %s", rank.name, error)
 
@@ -336,7 +338,7 @@ class TrainController:
                 match frame:
                     case Joined():
                         rank = self._admit(frame, socket)
-                        await self._send(rank)
+                        await self._send(rank, SEND_DEADLINE_S)
                     case CallReply() if rank is not None:
                         _resolve(rank, frame)
                     case _:
@@ -344,11 +346,11 @@ class TrainController:
         except WindlassError as error:
             _log.warning("train worker refused: %s", error)
             reason = str(error).encode("ascii", "replace")[:MAX_REASON_NBYTES]
-            await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=reason)
+            await close_socket(socket, code=WSCloseCode.POLICY_VIOLATION, message=reason)
         finally:
             if rank is not None and rank.socket is socket:
                 rank.socket = None
-            await socket.close()
+            await close_socket(socket)
         return socket
 
     def _admit(self, joined: Joined, socket: web.WebSocketResponse) -> _Rank:

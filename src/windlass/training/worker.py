@@ -19,6 +19,7 @@ from typing import Protocol, final
 
 import aiohttp
 
+from windlass.control.sockets import SEND_DEADLINE_S, send_frame
 from windlass.envs import control_token, environment_value
 from windlass.errors import AuthenticationError, ConfigError, PeerUnreachable, ProtocolError
 from windlass.execution.collective_group import Rendezvous
@@ -237,7 +238,7 @@ class _Worker:
             self._host,
             self._port,
         )
-        await socket.send_bytes(encode_frame(joined))
+        await send_frame(socket, encode_frame(joined), SEND_DEADLINE_S)
         self._socket = socket
         try:
             async for message in socket:
@@ -265,6 +266,6 @@ class _Worker:
             del self._replies[min(self._replies)]
         if self._socket is not None and not self._socket.closed:
             try:
-                await self._socket.send_bytes(encode_frame(reply))
+                await send_frame(self._socket, encode_frame(reply), SEND_DEADLINE_S)
             except (ConnectionError, aiohttp.ClientError):
                 return  # asked for again on the next connection

@@ -6,6 +6,8 @@ import asyncio
 import threading
 import uuid
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, final
 
 import msgspec
@@ -21,6 +23,7 @@ from windlass.transports.addresses import listen, published_host, url_of
 __all__ = ["EngineServer"]
 
 PAUSE_DEADLINE_S = 30.0
+START_DEADLINE_S = 60.0
 
 
 class _Sampling(msgspec.Struct, frozen=True):
@@ -115,12 +118,20 @@ class EngineServer:
         return url_of(self._host, self._socket.getsockname()[1])
 
     def start(self) -> None:
-        """Serve from a daemon thread; returns once requests are accepted."""
-        ready = threading.Event()
-        threading.Thread(target=self._serve, args=(ready,), name="http", daemon=True).start()
-        ready.wait()
+        """Serve from a daemon thread; returns once requests are accepted.
 
-    def _serve(self, ready: threading.Event) -> None:
+        Raises:
+            PeerTimeout: they are not within `START_DEADLINE_S`. OSError: they cannot be.
+        """
+        ready: Future[None] = Future()
+        threading.Thread(target=self._serve, args=(ready,), name="http", daemon=True).start()
+        try:
+            ready.result(START_DEADLINE_S)
+        except FutureTimeout:
+            where = f"engine {self._settings.name}: {self.url}"
+            raise PeerTimeout(f"{where} does not serve after {START_DEADLINE_S} s") from None
+
+    def _serve(self, ready: Future[None]) -> None:
         asyncio.set_event_loop(self._loop)
         app = web.Application(middlewares=[self._guard])
         app.add_routes(
@@ -144,8 +155,13 @@ class EngineServer:
             await runner.setup()
             await web.SockSite(runner, self._socket, backlog=1024).start()
 
-        self._loop.run_until_complete(begin())
-        ready.set()
+        try:
+            self._loop.run_until_complete(begin())
+        # The boundary of the thread: whatever it is, `start` waits for it.
+        except Exception as error:  # noqa: BLE001
+            ready.set_exception(error)
+            return
+        ready.set_result(None)
         self._loop.run_forever()
 
     @web.middleware

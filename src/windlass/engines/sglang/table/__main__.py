@@ -28,10 +28,12 @@ from windlass.engines.sglang.table.routes import TableRoutes, refuse_unsafe_serv
 from windlass.engines.sglang.table.wire import RankOrder, RankReport
 from windlass.engines.versions import SGLANG, installed_version
 from windlass.envs import control_token
-from windlass.errors import ConfigError, PeerUnreachable, WindlassError
+from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
 from windlass.transports.configs import MooncakeConfig, parse_transport
 
 RANK = "windlass.engines.sglang.table.rank"
+ANSWER_DEADLINE_S = 1800.0
+"""To build a model and compare its layout; reads the checkpoint twice."""
 
 
 def main() -> int:
@@ -133,6 +135,7 @@ class _Ranks:
 
         Raises:
             PeerUnreachable: a rank refuses, or ended without a word; names the first.
+            PeerTimeout: a rank has said nothing for `ANSWER_DEADLINE_S`.
         """
         return [self._report(rank) for rank in range(len(self._processes))]
 
@@ -176,6 +179,11 @@ class _Ranks:
 
     def _report(self, rank: int) -> RankReport:
         stream = self._processes[rank].stdout
+        if stream is not None:
+            with selectors.DefaultSelector() as waiting:
+                waiting.register(stream, selectors.EVENT_READ)
+                if not waiting.select(ANSWER_DEADLINE_S):
+                    raise PeerTimeout(f"rank {rank}: no answer within {ANSWER_DEADLINE_S} s")
         line = b"" if stream is None else stream.readline()
         if not line:
             raise PeerUnreachable(f"rank {rank}: its process ended; its log says why")
