@@ -36,6 +36,9 @@ class Held:
     def save(self, path: str) -> None:
         self._inner.save(path)
 
+    def load(self, path: str) -> None:
+        self._inner.load(path)
+
     def close(self) -> None:
         self._inner.close()
 

@@ -131,6 +131,19 @@ def test_the_example_trains_publishes_saves_and_leaves_nothing_behind(tmp_path: 
     assert rollouts["declined"] > 0
     assert (tmp_path / "out" / "checkpoints" / "2" / ".metadata").exists()
     check_logs(tmp_path)
+    resumed = write(
+        tmp_path,
+        ("steps = 4", "steps = 1"),
+        (
+            "world_size = 2",
+            f'world_size = 1\nresume_from = "{tmp_path / "out" / "checkpoints" / "2"}"',
+        ),
+        ("max_staleness = 1", "max_staleness = 1\nnum_workers = 0"),
+    )
+    with launched(resumed) as job:
+        printed, _ = job.communicate(timeout=DEADLINE_S)
+        assert job.returncode == 0, printed + (tmp_path / "stderr").read_text()
+    assert [line.split(" ")[0] for line in printed.splitlines()[1:]] == ["resumed", "step", "done:"]
 
 
 DECLINING = """

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from windlass.control.server import ControlServer
-from windlass.errors import TrainerError
+from windlass.errors import ConfigError, TrainerError
 from windlass.rollout.messages import TrainingSample
 from windlass.schedulers.local import LocalScheduler
 from windlass.training.controller import TrainController
@@ -64,8 +64,8 @@ async def test_groups_are_dealt_to_ranks_until_one_of_them_raises(tmp_path: Path
         assert first.metrics["loss"] == pytest.approx(expected)
         losses = [(await controller.train_step(s, GROUPS, deadline_s=30)).metrics for s in (2, 3)]
         assert losses[1]["loss"] < losses[0]["loss"] < first.metrics["loss"]
-        await controller.save(str(tmp_path / "saved"), deadline_s=30)
-        assert (tmp_path / "saved" / ".metadata").exists()
+        await check_checkpoint(controller, str(tmp_path / "saved"))
+        await check_operations(controller)
         # The oracle: the same model trained here with the mean of the two ranks' gradients.
         torch.manual_seed(0)
         model = torch.nn.Linear(2, 4)
@@ -74,6 +74,31 @@ async def test_groups_are_dealt_to_ranks_until_one_of_them_raises(tmp_path: Path
         mean = sum(float((model(each) ** 2).mean().detach()) for each in rows) / 2
         assert sum(rank["loss"] for rank in first.ranks) / 2 == pytest.approx(mean)
         await check_failure(controller, 30.0, r"trainer-1: ValueError: bad sample")
+
+
+async def check_checkpoint(controller: TrainController, path: str) -> None:
+    """What follows a load is what followed the save, momentum included."""
+    await controller.save(path, deadline_s=30)
+    saved = [(await controller.train_step(s, GROUPS, deadline_s=30)).ranks for s in (5, 6)]
+    await controller.load(path, deadline_s=30)
+    assert [(await controller.train_step(s, GROUPS, deadline_s=30)).ranks for s in (5, 6)] == saved
+    await controller.load(path, deadline_s=30)
+
+
+async def check_operations(controller: TrainController) -> None:
+    assert await controller.call("who", "!", deadline_s=30) == ("rank 0!", "rank 1!")
+    rows = [[float(n), 1.0] for n in range(5)]
+    found = await controller.map("outputs", rows, deadline_s=30)
+    assert len({tuple(each) for each in found}) == len(rows)  # each its own, in order:
+    assert [(await controller.map("outputs", [row, row], deadline_s=30))[0] for row in rows] == list(found)  # fmt: skip
+    with pytest.raises(
+        ConfigError, match=r"must be one of \['outputs', 'too few', 'who'\].*'os.system'"
+    ):
+        await controller.call("os.system", "true", deadline_s=30)
+    with pytest.raises(ConfigError, match="argument: must be msgpack-plain, got object"):
+        await controller.call("who", object(), deadline_s=30)
+    with pytest.raises(TrainerError, match=r"trainer-1: operation too few must return a list of 2"):
+        await controller.map("too few", rows, deadline_s=30)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,9 @@ class Misbehaving:
     def save(self, path: str) -> None:
         self._inner.save(path)
 
+    def load(self, path: str) -> None:
+        self._inner.load(path)
+
     def close(self) -> None:
         self._inner.close()
 
@@ -56,14 +59,18 @@ def loss(model: torch.nn.Module, groups: Samples) -> torch.Tensor:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    fsdp = FsdpEngine(
+        model=lambda: torch.nn.Linear(2, 4),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        loss=loss,
+        publish_to_fleet=False,
+    )
+    engine = Misbehaving(fsdp, sys.argv[1])
     run_train_worker(
-        Misbehaving(
-            FsdpEngine(
-                model=lambda: torch.nn.Linear(2, 4),
-                optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-                loss=loss,
-                publish_to_fleet=False,
-            ),
-            sys.argv[1],
-        )
+        engine,
+        operations={
+            "outputs": lambda rows: fsdp.model(torch.tensor(rows)).tolist(),
+            "who": lambda suffix: f"rank {torch.distributed.get_rank()}{suffix}",
+            "too few": lambda rows: [],
+        },
     )

@@ -52,6 +52,11 @@ def test_tables_choose_scheduler_backend_and_update_policy(tmp_path: Path) -> No
     ("old", "new", "says"),
     [
         ("steps = 4", "steps = 0", r"job\.toml: steps must be >= 1, got 0"),
+        (
+            "world_size = 2",
+            'world_size = 2\nresume_from = "/nowhere"',
+            r"trainer\.resume_from must be a folder, got '/nowhere'",
+        ),
         ("steps = 4", "", r"job\.toml: .*missing required field `steps`"),
         ("steps = 4", "steps = 4 5", r"job\.toml: .*line 4"),
         ("steps = 4", "stepz = 4\nsteps = 4", r"stepz is no known key, expected one of \['contr"),

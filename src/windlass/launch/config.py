@@ -72,6 +72,7 @@ class TrainerSection(msgspec.Struct, frozen=True, kw_only=True):
         environment: added to every rank's.
         step_deadline_s: of one optimiser step. publish_deadline_s: of one weight update.
         save_every: steps between checkpoints in `output_dir/checkpoints`; 0 for none.
+        resume_from: checkpoint folder that the ranks load before version 0 is published.
     """
 
     script: str
@@ -84,6 +85,7 @@ class TrainerSection(msgspec.Struct, frozen=True, kw_only=True):
     step_deadline_s: float = 600.0
     publish_deadline_s: float = 600.0
     save_every: int = 0
+    resume_from: str = ""
 
     def __post_init__(self) -> None:
         _at_least("trainer.world_size", self.world_size, 1)
@@ -225,6 +227,9 @@ def load_config(path: Path) -> LaunchConfig:
     ):
         if not Path(file).is_file():
             raise ConfigError(f"{path}: {key} must be a file, got {file!r}")
+    resume_from = config.trainer.resume_from
+    if resume_from and not Path(resume_from).is_dir():
+        raise ConfigError(f"{path}: trainer.resume_from must be a folder, got {resume_from!r}")
     return config
 
 

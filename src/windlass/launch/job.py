@@ -121,6 +121,11 @@ def _made(folder: str) -> Path:
     return path
 
 
+def _whole(folder: str) -> str:
+    """As ranks in other folders find it."""
+    return str(Path(folder).resolve())
+
+
 @final
 class _Stop:
     """SIGTERM and SIGINT as events: the first asks, the second insists."""
@@ -296,6 +301,9 @@ class _Job:
             controller.rollouts.run_here(self.recipe.workflows())
         async with asyncio.timeout(deadline_s):
             await self.trainers.start(controller.url, deadline_s=deadline_s)
+            if folder := config.trainer.resume_from:
+                await self.trainers.load(_whole(folder), deadline_s=deadline_s)
+                self.say(f"resumed from {folder}")
             await controller.wait_for_fleet(
                 num_trainers=config.trainer.world_size,
                 engines=[engine.name for engine in config.engines],

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, final
 
 import aiohttp
 from aiohttp import WSCloseCode, web
@@ -17,6 +17,7 @@ from windlass.control.server import ControlServer
 from windlass.control.sockets import SEND_DEADLINE_S, close_socket, send_frame
 from windlass.errors import ConfigError, ProtocolError, TrainerError, WindlassError
 from windlass.rollout.messages import TrainingSample
+from windlass.rollout.workflows import encode_value
 from windlass.schedulers.base import ProcessSpec, Scheduler
 from windlass.training.messages import (
     TRAIN_PROTOCOL_VERSION,
@@ -25,6 +26,8 @@ from windlass.training.messages import (
     Done,
     Failed,
     Joined,
+    Load,
+    Operation,
     Publish,
     Save,
     Setup,
@@ -67,6 +70,7 @@ class _Rank:
     reply: asyncio.Future[Done] | None = None
     watch: asyncio.Task[str] | None = None
     place: Done = field(default_factory=Done)
+    operations: tuple[str, ...] = ()
 
 
 @final
@@ -196,6 +200,71 @@ class TrainController:
             TrainerError: see `train_step`.
         """
         await self._collective([Save(path)] * len(self._ranks), deadline_s)
+
+    async def load(self, path: str, *, deadline_s: float) -> None:
+        """All ranks go on from a checkpoint that `save` has written.
+
+        Raises:
+            TrainerError: see `train_step`.
+        """
+        await self._collective([Load(path)] * len(self._ranks), deadline_s)
+
+    async def call(
+        self, operation: str, argument: object = None, *, deadline_s: float
+    ) -> tuple[Any, ...]:
+        """All ranks run one of their own operations (`run_train_worker`); values in rank order.
+
+        Args:
+            operation: its name.
+            argument: msgpack-plain, the same for all.
+            deadline_s: for all of it.
+
+        Raises:
+            ConfigError: a rank has no such operation, or `argument` is not msgpack-plain; nothing
+                was called.
+            TrainerError: see `train_step`.
+        """
+        commands = self._commands(operation, [argument] * len(self._ranks))
+        return tuple(done.value for done in await self._collective(commands, deadline_s))
+
+    async def map(
+        self, operation: str, items: Sequence[object], *, deadline_s: float
+    ) -> tuple[Any, ...]:
+        """As `call`, with items dealt as `train_step` deals groups; results in the order of items.
+
+        A rank's argument is the list of its items, which may be empty, and its value must be a list
+        with one result for each. Of ranks with the same items the lowest one's results count.
+
+        Raises:
+            ConfigError, TrainerError: see `call`; a value that has not one result per item.
+        """
+        places = [
+            (rank.place.data_parallel_rank, rank.place.data_parallel_size) for rank in self._ranks
+        ]
+        shards = [list(items[index::size]) for index, size in places]
+        answers = await self._collective(self._commands(operation, shards), deadline_s)
+        found: list[Any] = [None] * len(items)
+        for rank, (index, size), shard, answer in reversed(
+            list(zip(self._ranks, places, shards, answers, strict=True))
+        ):
+            if not isinstance(answer.value, list) or len(answer.value) != len(shard):
+                raise TrainerError(
+                    f"{rank.name}: operation {operation} must return a list of {len(shard)} results"
+                )
+            found[index::size] = answer.value
+        return tuple(found)
+
+    def _commands(self, operation: str, arguments: Sequence[object]) -> list[TrainCommand]:
+        lacking = [rank.name for rank in self._ranks if operation not in rank.operations]
+        if lacking:
+            known = sorted({name for rank in self._ranks for name in rank.operations})
+            raise ConfigError(
+                f"operation must be one of {known}, which run_train_worker was given on every rank, "
+                f"got {operation!r} ({', '.join(lacking)} has none of that name)"
+            )
+        for argument in arguments:
+            encode_value(f"operation {operation}: argument", argument)
+        return [Operation(operation, argument) for argument in arguments]
 
     async def close(self, *, grace_s: float = 10.0) -> None:
         """Ask all ranks to stop, then end what is left. Idempotent.
@@ -368,6 +437,7 @@ class TrainController:
         if rank.incarnation not in ("", joined.incarnation):
             raise ProtocolError(f"train worker: {rank.name} is taken by another process")
         rank.incarnation, rank.socket = joined.incarnation, socket
+        rank.operations = joined.operations
         if joined.rank == 0:
             self._store = (joined.store_host, joined.store_port)
         rank.joined.set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -98,9 +98,7 @@ class FsdpEngine(TrainEngine):
         return context.rank, context.world_size
 
     def train_step(self, step: int, groups: Samples) -> Mapping[str, float]:  # noqa: ARG002
-        model, optimizer = self.model, self._optimizer
-        if optimizer is None:
-            raise ConfigError("FsdpEngine: setup must come first, got no optimizer")
+        model, optimizer = self.model, self._stepped()
         optimizer.zero_grad()
         loss = self._loss(model, groups)
         torch.autograd.backward(loss)
@@ -118,11 +116,35 @@ class FsdpEngine(TrainEngine):
         self._client.publish(version, deadline_s=deadline_s)
 
     def save(self, path: str) -> None:
-        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+        """Model and optimiser, as a distributed checkpoint: it may be loaded by another number of ranks."""
         from torch.distributed.checkpoint.state_dict_saver import save
 
         Path(path).mkdir(parents=True, exist_ok=True)
-        save(get_model_state_dict(self.model), checkpoint_id=path)
+        save(self._state(), checkpoint_id=path)
+
+    def load(self, path: str) -> None:
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        state = self._state()
+        load(state, checkpoint_id=path)
+        set_state_dict(
+            self.model,
+            self._stepped(),
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+
+    def _state(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer = get_state_dict(self.model, self._stepped())
+        return {"model": model, "optimizer": optimizer}
+
+    def _stepped(self) -> torch.optim.Optimizer:
+        if self._optimizer is None:
+            raise ConfigError("FsdpEngine: setup must come first, got no optimizer")
+        return self._optimizer
 
     def close(self) -> None:
         if self._client is not None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from windlass.errors import DECODE_ERRORS, ProtocolError
 from windlass.rollout.messages import TrainingSample
 
 __all__ = [
-    "Call", "CallReply", "Done", "Failed", "Joined", "Publish", "Save", "Setup", "Stop",
+    "Call", "CallReply", "Done", "Failed", "Joined", "Load", "Operation", "Publish", "Save", "Setup",
+    "Stop",
     "TrainCommand", "TrainStep", "decode_call", "decode_worker_frame", "encode_frame",
 ]  # fmt: skip
 
-TRAIN_PROTOCOL_VERSION = 1
+TRAIN_PROTOCOL_VERSION = 2
 
 
 class Joined(msgspec.Struct, frozen=True, tag="joined"):
@@ -22,6 +25,7 @@ class Joined(msgspec.Struct, frozen=True, tag="joined"):
         protocol_version: must be the controller's. rank, world_size: in the job.
         incarnation: of the process; a second process with a taken rank is refused.
         store_host, store_port: rank 0's store, bound before it was published; '' and 0 of others.
+        operations: names of the user code that the rank was started with.
     """
 
     protocol_version: int
@@ -30,6 +34,7 @@ class Joined(msgspec.Struct, frozen=True, tag="joined"):
     incarnation: str
     store_host: str = ""
     store_port: int = 0
+    operations: tuple[str, ...] = ()
 
 
 class Setup(msgspec.Struct, frozen=True, tag="setup"):
@@ -60,11 +65,24 @@ class Save(msgspec.Struct, frozen=True, tag="save"):
     path: str
 
 
+class Load(msgspec.Struct, frozen=True, tag="load"):
+    """Go on from a checkpoint."""
+
+    path: str
+
+
+class Operation(msgspec.Struct, frozen=True, tag="operation"):
+    """Run what the rank's owner has put under this name; the answer is `Done.value`."""
+
+    name: str
+    argument: Any
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Close the engine and end the process."""
 
 
-TrainCommand = Setup | TrainStep | Publish | Save | Stop
+TrainCommand = Setup | TrainStep | Publish | Save | Load | Operation | Stop
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -79,11 +97,13 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
     Attributes:
         metrics: of the engine. data_parallel_rank, data_parallel_size: after `Setup`.
+        value: of an operation, msgpack-plain.
     """
 
     metrics: dict[str, float] = {}
     data_parallel_rank: int = 0
     data_parallel_size: int = 1
+    value: Any = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

@@ -13,9 +13,10 @@ import queue
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, final
+from types import MappingProxyType
+from typing import Any, Protocol, final
 
 import aiohttp
 
@@ -24,6 +25,7 @@ from windlass.envs import control_token, environment_value
 from windlass.errors import AuthenticationError, ConfigError, PeerUnreachable, ProtocolError
 from windlass.execution.collective_group import Rendezvous
 from windlass.rollout.messages import TrainingSample
+from windlass.rollout.workflows import encode_value
 from windlass.telemetry.logs import configure_logging, log_fields
 from windlass.training.messages import (
     TRAIN_PROTOCOL_VERSION,
@@ -32,6 +34,8 @@ from windlass.training.messages import (
     Done,
     Failed,
     Joined,
+    Load,
+    Operation,
     Publish,
     Save,
     Setup,
@@ -42,7 +46,7 @@ from windlass.training.messages import (
 )
 from windlass.transports.addresses import own_address
 
-__all__ = ["TrainContext", "TrainEngine", "run_train_worker"]
+__all__ = ["TrainContext", "TrainEngine", "TrainOperation", "run_train_worker"]
 
 KEPT_REPLIES = 16
 RECONNECT_DEADLINE_S = 30.0
@@ -96,16 +100,31 @@ class TrainEngine(Protocol):
         """Write a checkpoint."""
         ...
 
+    def load(self, path: str) -> None:
+        """Go on from what `save` wrote."""
+        ...
+
     def close(self) -> None:
         """Free everything. Idempotent."""
         ...
 
 
-def run_train_worker(engine: TrainEngine) -> None:
+TrainOperation = Callable[[Any], object]
+"""From a msgpack-plain argument to a msgpack-plain value; runs collectively, in `TrainEngine`'s thread."""
+
+
+def run_train_worker(
+    engine: TrainEngine, *, operations: Mapping[str, TrainOperation] | None = None
+) -> None:
     """Serve the controller that started this process until it says stop.
 
     Blocking. A command that raises is reported; the process stays until it is told to end, or
     until the controller could not be reached for 30 s.
+
+    Args:
+        engine: carries out what every trainer does.
+        operations: what else this job calls (log-probabilities, an evaluation), by name; the same
+            names on every rank. A name is a key of this mapping and nothing else.
 
     Raises:
         ConfigError: WINDLASS_TRAIN_URL, RANK or WORLD_SIZE are missing: not started by a controller.
@@ -121,7 +140,7 @@ def run_train_worker(engine: TrainEngine) -> None:
         )
     rank, world_size = map(int, numbers)
     configure_logging(f"trainer rank {rank}")
-    worker = _Worker(engine, url, control_token(), rank, world_size)
+    worker = _Worker(engine, url, control_token(), rank, world_size, operations or {})
     try:
         worker.run()
     finally:
@@ -131,8 +150,15 @@ def run_train_worker(engine: TrainEngine) -> None:
 @final
 class _Worker:
     def __init__(
-        self, engine: TrainEngine, url: str, token: str, rank: int, world_size: int
+        self,
+        engine: TrainEngine,
+        url: str,
+        token: str,
+        rank: int,
+        world_size: int,
+        operations: Mapping[str, TrainOperation] = MappingProxyType({}),
     ) -> None:
+        self._operations = dict(operations)
         self._engine, self._url, self._token = engine, url, token
         self._rank, self._world_size = rank, world_size
         self._calls: queue.SimpleQueue[Call | Exception] = queue.SimpleQueue()
@@ -185,6 +211,12 @@ class _Worker:
                         engine.publish(version, deadline_s=deadline_s)
                 case Save(path=path):
                     engine.save(path)
+                case Load(path=path):
+                    engine.load(path)
+                case Operation(name=name, argument=argument):
+                    value = self._operations[name](argument)
+                    encode_value(f"operation {name}: value", value)  # here it can still be reported
+                    return Done(value=value)
                 case Stop():
                     engine.close()
         # The boundary of user code: whatever it raises is reported, with its trace in the log.
@@ -237,6 +269,7 @@ class _Worker:
             self._incarnation,
             self._host,
             self._port,
+            tuple(sorted(self._operations)),
         )
         await send_frame(socket, encode_frame(joined), SEND_DEADLINE_S)
         self._socket = socket
