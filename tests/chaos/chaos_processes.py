@@ -35,7 +35,7 @@ from windlass.layout.manifest import Role, ShardManifest
 from windlass.rollout.messages import WorkerHello
 from windlass.rollout.runner import WorkerRunner
 from windlass.telemetry.clock import Deadline
-from windlass.testing.simulated_loop import Lane
+from windlass.testing.simulated_loop import OneThread
 from windlass.testing.simulated_network import SimulatedHost
 from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.transports.base import WireReport, WriteBatch
@@ -418,7 +418,7 @@ def _conversation(
 
     return AgentConversation(
         process.world.loop,
-        Lane(),
+        OneThread(),
         process.world.url,
         TOKEN,
         hello,

@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 from windlass.errors import RegionError
 from windlass.transports.base import MemoryRegion, PeerEndpoint, RemoteRegion
 from windlass.transports.regions import RegionTable, check_inside
-from windlass.transports.splitting import cut_at_edges, edges_of, merge_adjacent, split_pieces
+from windlass.transports.splitting import (
+    calls,
+    cut_at_edges,
+    edges_of,
+    merge_adjacent,
+    split_pieces,
+)
 
 ENDPOINT = PeerEndpoint("memory", "x", "1")
 extents = st.tuples(st.integers(1, 200), st.integers(1, 60))
@@ -108,6 +114,20 @@ def test_cutting_pieces_moves_the_same_bytes_in_pieces_of_at_most_the_limit(
     assert bytes_of(*after) == bytes_of(*before)
     assert (after[2] <= limit).all()
     assert (after[2] >= 1).all()
+
+
+@given(st.lists(st.integers(1, 40)), st.integers(1, 5), st.integers(1, 100))
+def test_every_piece_goes_into_one_call_and_calls_are_as_full_as_the_limits_allow(
+    sizes: list[int], max_pieces: int, max_nbytes: int
+) -> None:
+    parts = list(calls(np.array(sizes, np.uint64), max_pieces=max_pieces, max_nbytes=max_nbytes))
+    assert [i for part in parts for i in range(part.start, part.stop)] == list(range(len(sizes)))
+    for part in parts:
+        carried = sizes[part]
+        assert len(carried) == 1 or (len(carried) <= max_pieces and sum(carried) <= max_nbytes)
+        if part.stop < len(sizes):
+            more = sum(carried) + sizes[part.stop]
+            assert len(carried) == max_pieces or more > max_nbytes
 
 
 def test_piece_sizes_next_to_a_multiple_of_the_limit() -> None:

@@ -24,6 +24,7 @@ from windlass.engines.vllm.__main__ import UNSAFE as VLLM_UNSAFE
 from windlass.envs import environment_value
 from windlass.errors import ConfigError, WindlassError
 from windlass.transports.configs import parse_transport
+from windlass.transports.lockable import locks_without_limit
 from windlass.transports.registry import create_transport
 
 __all__ = ["Finding", "Status", "check_flags", "run_checks"]
@@ -32,7 +33,6 @@ _RDMA_FOLDER = Path("/sys/class/infiniband")
 _VERBS_FOLDER = Path("/dev/infiniband")
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at, not written
-_CAP_IPC_LOCK = 14
 _USUAL_CONTAINER_MIB = 64
 """What Docker gives a container."""
 _UNSAFE = {VLLM.package: VLLM_UNSAFE, SGLANG.package: SGLANG_UNSAFE}
@@ -108,9 +108,7 @@ def _locked_memory() -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return Finding("locked memory", Status.WORKS, "unlimited")
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    capabilities = int(status.partition("CapEff:")[2].split()[0], 16)
-    if capabilities >> _CAP_IPC_LOCK & 1:
+    if locks_without_limit():
         return Finding("locked memory", Status.WORKS, "unlimited, by CAP_IPC_LOCK")
     return Finding(
         "locked memory",

@@ -20,7 +20,7 @@ from windlass.errors import ConfigError
 from windlass.layout.synthesis import engine_manifests, trainer_manifests
 from windlass.layout.topology import Topology, parse_topology
 from windlass.planning.cost import CostEstimate, LinkSummary, predict, summarize_links
-from windlass.planning.plan import CopyMode, Reason
+from windlass.planning.plan import CopyMode, Reason, TransferPlan
 from windlass.planning.planner import PlannedTransfer, PlanPolicy, plan_with_reports
 from windlass.planning.relay import RelayGroup, lanes_of
 from windlass.planning.simulate import LINKS_AT_ONCE, SimulatedWire, simulate_wire
@@ -35,6 +35,7 @@ _WHY = {
     Reason.CAST: "the dtypes differ",
     Reason.DESTINATION_STRIDED: "the destination is strided",
     Reason.LOADER_DECLARED: "declared for the engine's loader",
+    Reason.QUANTIZED: "quantised on the way",
 }
 
 
@@ -221,6 +222,17 @@ def _size(nbytes: float) -> str:
 
 
 def _show(measured: _Measured, console: Console) -> None:
+    console.print(_summary(measured))
+    console.print(_modes(measured.planned.plan))
+    console.print(_heaviest(measured.links))
+    if measured.simulated is not None:
+        console.print(_simulated(measured.simulated, measured))
+    unused = measured.planned.coverage.unused_tensors
+    if unused:
+        console.print(f"{len(unused)} trainer tensor(s) that no engine wants, first: {unused[0]}")
+
+
+def _summary(measured: _Measured) -> Table:
     plan, cost, links = measured.planned.plan, measured.cost, measured.links
     coverage, routing = measured.planned.coverage, measured.planned.routing
     summary = Table(title=measured.topology.name, show_header=False, title_justify="left")
@@ -248,7 +260,10 @@ def _show(measured: _Measured, console: Console) -> None:
     )
     for name, value in rows:
         summary.add_row(name, value)
-    console.print(summary)
+    return summary
+
+
+def _modes(plan: TransferPlan) -> Table:
     modes = Table(title="op modes", title_justify="left")
     for column in ("mode", "why", "ops", "bytes"):
         modes.add_column(column, justify="right" if column in ("ops", "bytes") else "left")
@@ -260,23 +275,19 @@ def _show(measured: _Measured, console: Console) -> None:
                 modes.add_row(
                     mode.name.lower(), _WHY[reason], f"{int(chosen.sum()):,}", _size(nbytes)
                 )
-    console.print(modes)
+    return modes
+
+
+def _heaviest(links: LinkSummary) -> Table:
     heaviest = Table(title="heaviest links", title_justify="left")
     for column in ("from", "to", "bytes"):
         heaviest.add_column(column, justify="right" if column == "bytes" else "left")
     for source, destination, nbytes in links.heaviest:
         heaviest.add_row(source, destination, _size(nbytes))
-    console.print(heaviest)
-    if measured.simulated is not None:
-        _show_simulated(measured.simulated, measured, console)
-    if coverage.unused_tensors:
-        console.print(
-            f"{len(coverage.unused_tensors)} trainer tensor(s) that no engine wants, "
-            f"first: {coverage.unused_tensors[0]}"
-        )
+    return heaviest
 
 
-def _show_simulated(simulated: SimulatedWire, measured: _Measured, console: Console) -> None:
+def _simulated(simulated: SimulatedWire, measured: _Measured) -> Table:
     bound, ends = measured.cost.lower_bound_s, simulated.destination_finish_s
     table = Table(title="simulated wire phase", show_header=False, title_justify="left")
     rows = [
@@ -299,4 +310,4 @@ def _show_simulated(simulated: SimulatedWire, measured: _Measured, console: Cons
     rows.append(("simulated in", f"{measured.simulate_seconds:.2f} s"))
     for name, value in rows:
         table.add_row(name, value)
-    console.print(table)
+    return table

@@ -20,10 +20,12 @@ def save_plot(record: DemoRecord, path: Path) -> None:
     upper.plot(range(1, len(record.rewards) + 1), record.rewards, color="tab:green")
     upper.set(ylabel="mean reward", xlabel="step", ylim=(0, 1), title="Asynchronous GRPO")
     versions = [row.version for row in record.updates]
-    for name in ("update_s", "pause_s", "wire_s"):
-        times = [1e3 * {"update_s": r.update_s, "pause_s": r.pause_s, "wire_s": r.wire_s}[name]
-                 for r in record.updates]  # fmt: skip
-        lower.plot(versions, times, marker=".", label=name.removesuffix("_s"))
+    for label, seconds in (
+        ("update", [row.update_s for row in record.updates]),
+        ("pause", [row.pause_s for row in record.updates]),
+        ("wire", [row.wire_s for row in record.updates]),
+    ):
+        lower.plot(versions, [1e3 * value for value in seconds], marker=".", label=label)
     lower.set(ylabel="milliseconds", xlabel="version", yscale="log", title="Weight updates")
     lower.legend()
     upper.grid(alpha=0.3)

@@ -31,31 +31,48 @@ def check_manifest(manifest: ShardManifest, *, complete: bool) -> None:
         UnsupportedLayout: a tensor with more dims than the table has columns.
     """
     table, worker = manifest.table, manifest.worker
-    num_rows, max_dims = table.offsets.shape
-    columns = (
-        table.tensor,
-        table.parameter,
-        table.sizes,
-        table.offset_bytes,
-        table.strides_bytes,
-    )
-    if any(len(column) != num_rows for column in columns):
-        raise ManifestError(f"{worker}: manifest columns have different lengths")
+    lengths = {
+        "tensor": len(table.tensor),
+        "parameter": len(table.parameter),
+        "offsets": len(table.offsets),
+        "sizes": len(table.sizes),
+        "offset_bytes": len(table.offset_bytes),
+        "strides_bytes": len(table.strides_bytes),
+    }
+    if len(set(lengths.values())) > 1:
+        raise ManifestError(
+            f"{worker}: columns of the manifest must be equally long, got {lengths}"
+        )
     for alias, tensor in manifest.aliases.items():
         if all(spec.name != tensor for spec in manifest.tensors):
             raise ManifestError(f"{worker}: alias {alias!r} names unknown tensor {tensor!r}")
     _check_quantized(manifest)
-    if num_rows == 0:
+    if len(table.tensor) == 0:
         return
-    if table.tensor.min() < 0 or table.tensor.max() >= len(manifest.tensors):
-        raise ManifestError(f"{worker}: a shard refers to a tensor index that does not exist")
-    if table.parameter.min() < 0 or table.parameter.max() >= len(manifest.parameters):
-        raise ManifestError(f"{worker}: a shard refers to a parameter index that does not exist")
+    _check_index(f"{worker}: tensor", table.tensor, len(manifest.tensors))
+    _check_index(f"{worker}: parameter", table.parameter, len(manifest.parameters))
+    _check_boxes(manifest)
+    described = _check_bytes(manifest)
+    if complete:
+        _check_complete(manifest, described)
+
+
+def _check_index(what: str, column: npt.NDArray[np.int32], count: int) -> None:
+    wrong = column[(column < 0) | (column >= count)]
+    if len(wrong):
+        raise ManifestError(f"{what} index of a shard must be in [0, {count}), got {int(wrong[0])}")
+
+
+def _check_boxes(manifest: ShardManifest) -> None:
+    """Every box lies inside its tensor's shape."""
+    table, worker = manifest.table, manifest.worker
+    max_dims = table.offsets.shape[1]
     shapes = np.ones((len(manifest.tensors), max_dims), np.int64)
     for index, tensor_spec in enumerate(manifest.tensors):
         if len(tensor_spec.shape) > max_dims:
             raise UnsupportedLayout(
-                f"{worker}: tensor {tensor_spec.name!r} must have at most {max_dims} dims"
+                f"{worker}: tensor {tensor_spec.name!r} must have at most {max_dims} dims, "
+                f"got {len(tensor_spec.shape)}"
             )
         shapes[index, max_dims - len(tensor_spec.shape) :] = tensor_spec.shape
     outside = (
@@ -70,9 +87,6 @@ def check_manifest(manifest: ShardManifest, *, complete: bool) -> None:
             f"{worker}: tensor {spec.name!r}: box offsets {table.offsets[row].tolist()} sizes "
             f"{table.sizes[row].tolist()} must lie inside shape {spec.shape}"
         )
-    described = _check_bytes(manifest)
-    if complete:
-        _check_complete(manifest, described)
 
 
 def _check_quantized(manifest: ShardManifest) -> None:

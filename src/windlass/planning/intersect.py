@@ -199,6 +199,17 @@ class Pieces:
     offsets: Int64Array
     sizes: Int64Array
 
+    @classmethod
+    def join(cls, parts: Sequence[Pieces]) -> Pieces:
+        """All parts one after another; their templates are already numbered throughout."""
+        return cls(
+            atom=np.concatenate([part.atom for part in parts]),
+            box=np.concatenate([part.box for part in parts]),
+            template=np.concatenate([part.template for part in parts]),
+            offsets=np.concatenate([part.offsets for part in parts]),
+            sizes=np.concatenate([part.sizes for part in parts]),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holders:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from windlass.errors import ConfigError, ManifestError
-from windlass.layout.manifest import MAX_DIMS, Int64Array, ShardManifest
+from windlass.layout.manifest import MAX_DIMS, ShardManifest
 from windlass.planning.coalesce import coalesce
 from windlass.planning.coverage import CoverageReport, refuse_hole
 from windlass.planning.intersect import (
@@ -116,12 +116,7 @@ def plan_with_reports(
     dst = gather_rows(destinations, names)
     refuse_overlaps(dst, names, destinations)
     dst = widen_scales(dst, names)
-    unused = _unused_tensors(src, dst, names)
-    if unused and policy.forbid_unused:
-        raise ManifestError(
-            f"tensor {unused[0]!r} is held by a source and wanted by no destination "
-            f"({len(unused)} such tensor(s), PlanPolicy.forbid_unused is set)"
-        )
+    unused = _unused_tensors(src, dst, names, forbidden=policy.forbid_unused)
     pieces, holders, boxes = _pieces(src, dst, names, destinations)
     candidates = Candidates.expand(pieces, boxes, dst)
     group_of_atom, groups = group_by_holders(src.rank[holders.rows], holders.start)
@@ -174,9 +169,17 @@ def _measure_coverage(dst: RowTable, ops: OpTable, unused: tuple[str, ...]) -> C
     )
 
 
-def _unused_tensors(src: RowTable, dst: RowTable, names: TensorNames) -> tuple[str, ...]:
-    unused = np.setdiff1d(src.tensor, dst.tensor)
-    return tuple(sorted(names.names[int(index)] for index in unused))
+def _unused_tensors(
+    src: RowTable, dst: RowTable, names: TensorNames, *, forbidden: bool
+) -> tuple[str, ...]:
+    indices = np.setdiff1d(src.tensor, dst.tensor)
+    unused = tuple(sorted(names.names[int(index)] for index in indices))
+    if unused and forbidden:
+        raise ManifestError(
+            f"tensor {unused[0]!r} is held by a source and wanted by no destination "
+            f"({len(unused)} such tensor(s), PlanPolicy.forbid_unused is set)"
+        )
+    return unused
 
 
 def _pieces(
@@ -191,13 +194,10 @@ def _pieces(
     dst_boxes = unique_boxes(dst, num_classes)
     atoms = atoms_by_pattern(src_boxes)
     base, holders = find_holders(src_boxes, atoms, src)
-    atom_parts: list[Int64Array] = [np.zeros(0, np.int64)]
-    box_parts: list[Int64Array] = [np.zeros(0, np.int64)]
-    template_parts: list[Int64Array] = [np.zeros(0, np.int64)]
-    offset_parts: list[Int64Array] = [np.zeros((0, MAX_DIMS), np.int64)]
-    size_parts: list[Int64Array] = [np.zeros((0, MAX_DIMS), np.int64)]
+    none, wide = np.zeros(0, np.int64), np.zeros((0, MAX_DIMS), np.int64)
+    found = [Pieces(atom=none, box=none, template=none, offsets=wide, sizes=wide)]
     num_templates = 0
-    no_atoms = Atoms(offsets=offset_parts[0], sizes=size_parts[0], members=None)
+    no_atoms = Atoms(offsets=wide, sizes=wide, members=None)
     for classes in classes_by_pattern(dst_boxes):
         box_rows = slice(int(dst_boxes.start[classes[0]]), int(dst_boxes.start[classes[0] + 1]))
         box_offsets, box_sizes = dst_boxes.offsets[box_rows], dst_boxes.sizes[box_rows]
@@ -215,18 +215,15 @@ def _pieces(
                 hole = int(dst_boxes.start[members[0]]) + int(holes[0])
                 row = int(dst_boxes.rows[dst_boxes.row_start[hole]])
                 refuse_hole(row, dst, names, destinations, of_pattern)
-            atom_parts.append((base[members][:, None] + atom).ravel())
-            box_parts.append((dst_boxes.start[members][:, None] + box).ravel())
             template = num_templates + np.arange(len(atom))
-            template_parts.append(np.tile(template, len(members)))
-            offset_parts.append(offsets)
-            size_parts.append(sizes)
+            found.append(
+                Pieces(
+                    atom=(base[members][:, None] + atom).ravel(),
+                    box=(dst_boxes.start[members][:, None] + box).ravel(),
+                    template=np.tile(template, len(members)),
+                    offsets=offsets,
+                    sizes=sizes,
+                )
+            )
             num_templates += len(atom)
-    pieces = Pieces(
-        atom=np.concatenate(atom_parts),
-        box=np.concatenate(box_parts),
-        template=np.concatenate(template_parts),
-        offsets=np.concatenate(offset_parts),
-        sizes=np.concatenate(size_parts),
-    )
-    return pieces, holders, dst_boxes
+    return Pieces.join(found), holders, dst_boxes

@@ -178,8 +178,7 @@ class WorkerRunner:
                     deadline_s=CALL_DEADLINE_S,
                 )
                 self._serve_controller(welcome.controller)
-                # The controller opens the watch connection now; if it has not within the
-                # lease, it is asked again.
+                # The controller opens the watch connection now; if it does not, it is asked again.
                 async with asyncio.timeout(CALL_DEADLINE_S):
                     await self._watch_opened.wait()
             except (aiohttp.ClientError, TimeoutError, OSError, ProtocolError) as error:

@@ -1,1 +1,1 @@
-"""Stage timers and measured ceilings."""
+"""Logs, metrics, spans, deadlines, and what this machine can do at best."""

@@ -1,4 +1,4 @@
-"""Deadlines and clocks."""
+"""Deadlines on the monotonic clock."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Host:
         return self.addresses[0]
 
     def command(self, *argv: str) -> list[str]:
-        """What to run so that `argv` runs on this host, with the pid of what was run."""
+        """The command that runs `argv` on this host; every step replaces itself, so the pid is `argv`'s."""
         # UCX and others read the names of network devices in /sys.
         there = ("unshare", "--mount", "--", "sh", "-c", _OWN_SYS, "sh")
         return ["nsenter", f"--net=/proc/{self.pid}/ns/net", "--", *there, *argv]
@@ -247,7 +247,7 @@ class Network:
             pass_fds=[descriptor for rails in devices.values() for descriptor, _ in rails],
         )
         self._undo.callback(_end, self._wire)
-        self._order(self._names[0], self._names[0], Line())  # it is there
+        self._order(self._names[0], self._names[0], Line())  # answered once the wire runs
 
     def _order(self, source: str, destination: str, line: Line) -> None:
         if self._wire is None or self._wire.stdin is None:

@@ -19,14 +19,14 @@ from typing import Any, TypeVar, TypeVarTuple, final
 from windlass.errors import ConfigError
 from windlass.testing.simulated_network import SimulatedNetwork, SimulatedServer
 
-__all__ = ["Lane", "SimulatedLoop"]
+__all__ = ["OneThread", "SimulatedLoop"]
 
 ResultT = TypeVar("ResultT")
 ArgTs = TypeVarTuple("ArgTs")
 
 
 @final
-class Lane(concurrent.futures.Executor):
+class OneThread(concurrent.futures.Executor):
     """Stands for an executor with one thread: its jobs run one after another."""
 
     def __init__(self) -> None:
@@ -87,10 +87,10 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         future: asyncio.Future[ResultT] = self.create_future()
         host = self.network.current_host()
         starts_s = self._now_s
-        if isinstance(executor, Lane):
+        if isinstance(executor, OneThread):
             starts_s = max(starts_s, executor.busy_until_s)
         ends_s = starts_s + host.job_s()
-        if isinstance(executor, Lane):
+        if isinstance(executor, OneThread):
             executor.busy_until_s = ends_s
 
         def run() -> None:

@@ -10,9 +10,14 @@ from pathlib import Path
 
 from windlass.errors import RegionError
 
-__all__ = ["check_lockable"]
+__all__ = ["check_lockable", "locks_without_limit"]
 
 _CAP_IPC_LOCK = 14
+
+
+def locks_without_limit() -> bool:
+    """Whether this process has CAP_IPC_LOCK, for which RLIMIT_MEMLOCK does not hold."""
+    return bool(int(_status("CapEff"), 16) >> _CAP_IPC_LOCK & 1)
 
 
 def check_lockable(nbytes: int, purpose: str) -> None:
@@ -26,14 +31,16 @@ def check_lockable(nbytes: int, purpose: str) -> None:
         RegionError: the limit is too small, and this process has no CAP_IPC_LOCK.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    status = dict(
-        line.split(":", 1)
-        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    )
-    if limit == resource.RLIM_INFINITY or int(status["CapEff"], 16) >> _CAP_IPC_LOCK & 1:
+    if limit == resource.RLIM_INFINITY or locks_without_limit():
         return
-    needed = int(status["VmPin"].split()[0]) * 1024 + nbytes
+    needed = int(_status("VmPin")) * 1024 + nbytes
     if needed > limit:
         raise RegionError(
             f"{purpose}: lockable memory must be >= {needed} bytes, got {limit}; see ulimit -l"
         )
+
+
+def _status(key: str) -> str:
+    """The number at `key` in what the kernel says of this process."""
+    text = Path("/proc/self/status").read_text(encoding="ascii")
+    return text.partition(f"\n{key}:")[2].split(maxsplit=1)[0]

@@ -36,7 +36,13 @@ from windlass.transports.mooncake_peer import (
     format_incarnation,
 )
 from windlass.transports.regions import RegionTable, check_batch
-from windlass.transports.splitting import cut_at_edges, edges_of, merge_adjacent, split_pieces
+from windlass.transports.splitting import (
+    calls,
+    cut_at_edges,
+    edges_of,
+    merge_adjacent,
+    split_pieces,
+)
 
 __all__ = ["MooncakeTransport"]
 
@@ -180,19 +186,14 @@ class MooncakeTransport:
         local, remote, nbytes = split_pieces(
             *pieces, REQUEST_NBYTES if several else MAX_CALL_NBYTES
         )
-        cumulative = np.cumsum(nbytes)
-        start, written = 0, 0
-        while start < len(nbytes):
-            fits = int(np.searchsorted(cumulative, written + MAX_CALL_NBYTES, "right"))
-            stop = min(start + MAX_PIECES, max(start + 1, fits))
+        for part in calls(nbytes, max_pieces=MAX_PIECES, max_nbytes=MAX_CALL_NBYTES):
             peer.move(
                 direction,
-                local[start:stop].tolist(),
-                remote[start:stop].tolist(),
-                nbytes[start:stop].tolist(),
+                local[part].tolist(),
+                remote[part].tolist(),
+                nbytes[part].tolist(),
                 deadline,
             )
-            start, written = stop, int(cumulative[stop - 1])
 
     def fence(self, *, deadline_s: float) -> None:
         """See `OneSidedTransport.fence`: over TCP connections are cut, over RDMA there is nothing."""

@@ -130,16 +130,7 @@ def start_engine(config: MooncakeConfig) -> Started:
             "an address of this machine, and is a port between 15000 and 17000 free?"
         )
     wire = "rdma" if nics else "tcp"
-    if config.protocol is not MooncakeProtocol.AUTO and wire != config.protocol.value:
-        raise TransportUnavailable(
-            f"mooncake: protocol must be {config.protocol.value}, the engine chose {wire} "
-            f"(NICs it opened: {', '.join(nics) or 'none'})"
-        )
-    wanted = {name.strip() for name in config.device.split(",") if name.strip()}
-    if wire == "rdma" and wanted and wanted != set(nics):
-        raise TransportUnavailable(
-            f"mooncake: device must be {config.device}, the engine opened {', '.join(nics)}"
-        )
+    _check_chosen(config, wire, nics)
     ordered = wire == "tcp" and values["MC_TCP_LANES_PER_PEER"] == "1"
     limit = _registration_limit(nics) if wire == "rdma" else 0
     return Started(
@@ -151,6 +142,20 @@ def start_engine(config: MooncakeConfig) -> Started:
         max_registration_nbytes=limit,
         num_nics=len(nics),
     )
+
+
+def _check_chosen(config: MooncakeConfig, wire: str, nics: list[str]) -> None:
+    """Refuse another wire, or other NICs, than those asked for."""
+    if config.protocol is not MooncakeProtocol.AUTO and wire != config.protocol.value:
+        raise TransportUnavailable(
+            f"mooncake: protocol must be {config.protocol.value}, the engine chose {wire} "
+            f"(NICs it opened: {', '.join(nics) or 'none'})"
+        )
+    wanted = {name.strip() for name in config.device.split(",") if name.strip()}
+    if wire == "rdma" and wanted and wanted != set(nics):
+        raise TransportUnavailable(
+            f"mooncake: device must be {config.device}, the engine opened {', '.join(nics)}"
+        )
 
 
 def _registration_limit(nics: list[str]) -> int:

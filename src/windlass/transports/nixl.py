@@ -54,7 +54,13 @@ from windlass.transports.nixl_native import (
 )
 from windlass.transports.nixl_peer import NixlKey, NixlPeer, decode_keys, encode_keys
 from windlass.transports.regions import RegionTable, check_batch
-from windlass.transports.splitting import cut_at_edges, edges_of, merge_adjacent, split_pieces
+from windlass.transports.splitting import (
+    calls,
+    cut_at_edges,
+    edges_of,
+    merge_adjacent,
+    split_pieces,
+)
 
 if TYPE_CHECKING:
     from windlass.transports.cuda.driver import Device
@@ -187,14 +193,8 @@ class NixlTransport:
             remote=[edge for place in steps for edge in edges_of(*place)],
         )
         local, remote, nbytes = split_pieces(*pieces, MAX_CALL_NBYTES)
-        cumulative = np.cumsum(nbytes)
-        start, written = 0, 0
-        while start < len(nbytes):
-            fits = int(np.searchsorted(cumulative, written + MAX_CALL_NBYTES, "right"))
-            stop = min(start + MAX_PIECES, max(start + 1, fits))
-            part = slice(start, stop)
+        for part in calls(nbytes, max_pieces=MAX_PIECES, max_nbytes=MAX_CALL_NBYTES):
             self._call(peer, batch.endpoint, (local[part], remote[part], nbytes[part]), deadline)
-            start, written = stop, int(cumulative[stop - 1])
 
     def fence(self, *, deadline_s: float) -> None:
         """See `OneSidedTransport.fence`; over other wires than TCP a process takes its writes along."""

@@ -1,11 +1,13 @@
-"""Joining and cutting pieces, vectorised."""
+"""Pieces of a write: joined, cut, and shared out to native calls."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Pieces", "cut_at_edges", "edges_of", "merge_adjacent", "split_pieces"]
+__all__ = ["Pieces", "calls", "cut_at_edges", "edges_of", "merge_adjacent", "split_pieces"]
 
 UInt64Array = npt.NDArray[np.uint64]
 Pieces = tuple[UInt64Array, UInt64Array, UInt64Array]
@@ -34,6 +36,17 @@ def split_pieces(
     offset = (np.arange(len(row)) - first[row]).astype(np.uint64) * limit
     size = np.minimum(nbytes[row] - offset, limit)
     return local[row] + offset, remote[row] + offset, size
+
+
+def calls(nbytes: UInt64Array, *, max_pieces: int, max_nbytes: int) -> Iterator[slice]:
+    """Pieces that go into one native call each: as many, in order, as the limits allow, at least one."""
+    ends = np.cumsum(nbytes)
+    start, done = 0, 0
+    while start < len(nbytes):
+        fits = int(np.searchsorted(ends, done + max_nbytes, "right"))
+        stop = min(start + max_pieces, max(start + 1, fits))
+        yield slice(start, stop)
+        start, done = stop, int(ends[stop - 1])
 
 
 def edges_of(address: int, nbytes: int, step_nbytes: int) -> list[int]:

@@ -127,20 +127,13 @@ def _learn(loads: _Loads, worker: str, exact_numel: int, *, recompute: bool) -> 
 
 
 def _observe(loads: _Loads, exact_numel: int, scattered: frozenset[str]) -> Seen:
+    """Load digits, from which the places are read, and then ordinary values, which prove them."""
     codes, load = loads.codes, loads.load
     load(codes.random(0))
     held = loads.held()
     prints = {name: fingerprint(h.memory()) for name, h in held.items()}
     places = {name: h.address for name, h in held.items()}
-    numbers = {
-        name: _numbers_for(h, MAX_EXACT_NUMEL if name in scattered else exact_numel)
-        for name, h in held.items()
-    }
-    for position in range(codes.num_digits):
-        load(codes.digits(position))
-        for name, holding in loads.held().items():
-            if name in numbers and holding.reach == held[name].reach:
-                numbers[name].observe(holding, codes, position, loads.factors.get(name, 1.0))
+    numbers = _read_digits(loads, held, exact_numel, scattered)
     load(codes.random(1))
     held = loads.held()
     constants = [n for n, h in held.items() if prints.get(n) == fingerprint(h.memory())]
@@ -155,17 +148,8 @@ def _observe(loads: _Loads, exact_numel: int, scattered: frozenset[str]) -> Seen
     load(codes.random(0))
     held = loads.held()
     right = {n for n in right if proofs[n].holds(held[n], 0)}
-    unwritten = [n for n, constant in idle.items() if not _same(held[n].memory(), constant)]
-    if unwritten:
-        raise UnsupportedLayout(f"{unwritten}: parameters that the engine's loader does not write")
-    moved = [
-        name
-        for name in changing
-        if held[name].address != places.get(name)
-        and (held[name].kind is not Kind.ATTRIBUTE or held[name].tensor.device.type != "cpu")
-    ]
-    if moved:
-        raise UnsupportedLayout(f"{moved}: tensors that move with every load")
+    _require_written(held, idle)
+    _require_in_place({name: held[name] for name in changing}, places)
     unproven = frozenset(
         n
         for n in proofs
@@ -184,6 +168,41 @@ def _observe(loads: _Loads, exact_numel: int, scattered: frozenset[str]) -> Seen
         unproven=unproven,
         computed=frozenset(n for n in changing if n not in right and n not in unproven) | hidden,
     )
+
+
+def _read_digits(
+    loads: _Loads, held: Mapping[str, Holding], exact_numel: int, scattered: frozenset[str]
+) -> dict[str, Numbers]:
+    """Which checkpoint element lies at each place of what is `held`."""
+    numbers = {
+        name: _numbers_for(h, MAX_EXACT_NUMEL if name in scattered else exact_numel)
+        for name, h in held.items()
+    }
+    for position in range(loads.codes.num_digits):
+        loads.load(loads.codes.digits(position))
+        for name, holding in loads.held().items():
+            if name in numbers and holding.reach == held[name].reach:
+                factor = loads.factors.get(name, 1.0)
+                numbers[name].observe(holding, loads.codes, position, factor)
+    return numbers
+
+
+def _require_written(held: Mapping[str, Holding], idle: Mapping[str, torch.Tensor]) -> None:
+    """What was overwritten before a load has its value again: the loader writes it."""
+    unwritten = [n for n, constant in idle.items() if not _same(held[n].memory(), constant)]
+    if unwritten:
+        raise UnsupportedLayout(f"{unwritten}: parameters that the engine's loader does not write")
+
+
+def _require_in_place(changing: Mapping[str, Holding], places: Mapping[str, int]) -> None:
+    moved = [
+        name
+        for name, holding in changing.items()
+        if holding.address != places.get(name)
+        and (holding.kind is not Kind.ATTRIBUTE or holding.tensor.device.type != "cpu")
+    ]
+    if moved:
+        raise UnsupportedLayout(f"{moved}: tensors that move with every load")
 
 
 def _is_weight(holding: Holding) -> bool:

@@ -17,6 +17,7 @@ from windlass.engines.capture.recompute import Recompute
 from windlass.errors import UnsupportedLayout
 from windlass.frameworks.dtypes import dtype_of
 from windlass.layout.box import Box
+from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 
 __all__ = ["Captured", "Repack", "Seen", "describe"]
@@ -145,8 +146,6 @@ def describe(
         if name in scattered or name in filled:
             continue
         holding = seen.holdings[name]
-        itemsize = holding.tensor.element_size()
-        dtype = dtype_of(name, holding.tensor)
         factor = seen.factors.get(name, 1.0)
         copied = _boxes(numbers, codes) if factor == 1.0 else None
         if copied is not None:
@@ -160,24 +159,8 @@ def describe(
             repacks.append(repack)
             address, extent = repack.buffer.data_ptr(), len(repack.buffer)
         placed.update(spec.name for spec, _ in parts)
-        described = sum(part.box.numel for _, boxes in parts for part in boxes)
-        builder.add_parameter(
-            name,
-            nbytes=extent * itemsize,
-            dtype=dtype,
-            padding_nbytes=(extent - described) * itemsize,
-        )
+        _add_parameter(builder, name, dtype_of(name, holding.tensor), extent, parts)
         addresses.append(address)
-        for spec, boxes in parts:
-            for part in boxes:
-                builder.add_shard(
-                    spec.name,
-                    spec.shape,
-                    part.box,
-                    name,
-                    offset_bytes=part.offset * itemsize,
-                    strides_bytes=tuple(step * itemsize for step in part.strides),
-                )
     if scattered:
         return frozenset(scattered)
     if recompute is not None:
@@ -194,6 +177,29 @@ def describe(
         unplaced=tuple(s.name for s in codes.specs if s.name not in placed and s.numel),
         recompute=recompute,
     )
+
+
+def _add_parameter(
+    builder: ManifestBuilder, name: str, dtype: DType, numel: int, parts: Parts
+) -> None:
+    """A parameter of `numel` elements; what no part describes of it is padding."""
+    described = sum(part.box.numel for _, boxes in parts for part in boxes)
+    builder.add_parameter(
+        name,
+        nbytes=numel * dtype.itemsize,
+        dtype=dtype,
+        padding_nbytes=(numel - described) * dtype.itemsize,
+    )
+    for spec, boxes in parts:
+        for part in boxes:
+            builder.add_shard(
+                spec.name,
+                spec.shape,
+                part.box,
+                name,
+                offset_bytes=part.offset * dtype.itemsize,
+                strides_bytes=tuple(step * dtype.itemsize for step in part.strides),
+            )
 
 
 def _add_buffers(builder: ManifestBuilder, recompute: Recompute) -> list[int]:
