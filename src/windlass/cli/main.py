@@ -19,6 +19,7 @@ _COMMANDS = {
     "launch": "a job of your own from a TOML file: trainers, engines, rollouts, weight updates",
     "plan": "compile a transfer plan from a topology file and say what it costs",
     "report": "the last updates of a controller against the speed of light",
+    "serve": "a controller of weight updates for training loops of your own",
     "status": "what a running controller knows of its fleet",
     "token": "the token of a role, from the owner's secret in WINDLASS_TOKEN",
 }
