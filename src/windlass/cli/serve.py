@@ -72,9 +72,10 @@ def parse_backend(text: str) -> UpdateBackend:
     if text == "xccl":
         return XcclBackend()
     try:
-        return msgspec.json.decode(text, type=UpdateBackend)
+        spelled_out: UpdateBackend = msgspec.json.decode(text, type=UpdateBackend)
     except DECODE_ERRORS as error:
         raise ConfigError(f"--backend must be p2p, xccl or a JSON object, got {text!r}: {error}") from error  # fmt: skip
+    return spelled_out
 
 
 async def _serve(config: ControlConfig, token: str, args: argparse.Namespace) -> None:
