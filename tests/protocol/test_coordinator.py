@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -186,6 +187,21 @@ async def test_an_engine_of_another_model_is_refused_and_the_others_go_on() -> N
         report = await rig.publish(1)
         assert report.engines == ("a",)
         assert rank.handled == []
+
+
+async def test_trainers_that_fit_no_engine_are_told_at_once_and_the_engines_stay() -> None:
+    """A trainer with a wrong configuration must not cost the fleet its engines."""
+    async with FakeFleet() as rig:
+        await rig.add_trainer(0)
+        await rig.add_trainer(1)
+        wrong = engine_manifest("x/0", 2, tensor="another")
+        channel = await rig.connect(fake_hello(wrong, group="x"), FakeEngineRank("x/0", 2))
+        report = await rig.publish(0)
+        assert report.outcome is RoundOutcome.FAILED
+        assert re.match("IncompleteCoverage: .*another", report.reason)
+        assert not channel.wait_disconnected(0)
+        await rig.add_engine("a")
+        assert (await rig.publish(1)).engines == ("a",)
 
 
 async def test_an_engine_that_cannot_bind_is_refused_and_the_others_go_on() -> None:

@@ -254,6 +254,8 @@ class AgentConversation:
                 try:
                     await self._converse(http)
                 except (AuthenticationError, ProtocolError) as error:
+                    if self.welcomed.done():  # nobody may be waiting who would be told
+                        _log.error("%s: left the fleet for good: %s", self._url, error)  # noqa: TRY400
                     self._end(error)
                     return
                 except (aiohttp.ClientError, OSError, PeerUnreachable) as error:

@@ -298,8 +298,8 @@ class Coordinator(HandDrivenGate):
             self._binding = await self._bind(trainers, engines, self._planner)
         except PlanError:
             refused = await find_unplannable(trainers, engines, self._planner)
-            if not refused:
-                raise
+            if len(refused) in {0, len(engines)}:
+                raise  # trainers that fit nobody are told so; the engines wait for others
             await self._refuse(refused)
             return await self._ensure_bound()
         except EnginesUnbound as error:

@@ -1,0 +1,168 @@
+"""An engine of your own: any model behind `/generate`, its weights written where they lie.
+
+export WINDLASS_TOKEN=...
+python examples/own_engine.py --name engine-a --model CONFIG.json --controller URL
+
+Two things make it an engine: `Served`, four methods that an agent calls between two steps, and
+`join`, which moves the parameters into registered memory and says where they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import windlass
+from windlass.errors import PeerTimeout
+from windlass.frameworks.dtensor import describe_module, parameter_addresses
+from windlass.layout.manifest import Role
+from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS
+from windlass.memory.arena import Arena
+from windlass.transports.configs import parse_transport
+from windlass.transports.registry import create_transport
+
+
+class Served:
+    """The model, one step at a time; `windlass.EngineHooks` of its only rank."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.version = model, -1
+        self._changed = threading.Condition()
+        self._num_steps, self._paused, self._num_aborts = 0, True, 0
+
+    def pause(self, pause_id: str, mode: windlass.PauseMode, deadline_s: float) -> None:
+        """No step begins from now on; return when none runs. `in_place` requests only wait."""
+        with self._changed:
+            self._paused = True
+            if mode is not windlass.PauseMode.IN_PLACE:
+                self._num_aborts += 1
+            if not self._changed.wait_for(lambda: self._num_steps == 0, deadline_s):
+                raise PeerTimeout(f"pause: a step runs on after {deadline_s} s")
+
+    def resume(self) -> None:
+        """Steps may begin."""
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
+
+    def finalise(self) -> None:
+        """Nothing here is derived from weights; a cache of prefixes would be dropped."""
+
+    def set_version(self, version: int) -> None:
+        """What the next tokens are labelled with."""
+        self.version = version
+
+    @contextmanager
+    def step(self) -> Iterator[int]:
+        """The version, while no update can begin."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._paused)
+            self._num_steps += 1
+        try:
+            yield self.version
+        finally:
+            with self._changed:
+                self._num_steps -= 1
+                self._changed.notify_all()
+
+    def generate(self, input_ids: list[int], max_new_tokens: int, temperature: float) -> Any:
+        """Tokens, their logprobs and the version behind each, in the words of SGLang."""
+        tokens, logprobs, versions, reason = list(input_ids), [], [], "length"
+        num_aborts = self._num_aborts
+        for _ in range(max_new_tokens):
+            with self.step() as version, torch.inference_mode():
+                if self._num_aborts != num_aborts and versions:
+                    reason = "abort"  # the caller goes on from these tokens
+                    break
+                scores = self.model(torch.tensor([tokens])).logits[0, -1].float()
+            chances = (scores / max(temperature, 1e-6)).log_softmax(-1)
+            token = int(torch.multinomial(chances.exp(), 1))
+            tokens.append(token)
+            logprobs.append([float(chances[token]), token, None])
+            versions.append(version)
+        return {
+            "output_ids": tokens[len(input_ids) :],
+            "meta_info": {
+                "finish_reason": {"type": reason},
+                "output_token_logprobs": logprobs,
+                "output_token_versions": versions,
+            },
+        }
+
+
+def join(served: Served, *, url: str, controller: str, token: str, name: str) -> None:
+    """Be an engine of the fleet, as long as this process lives."""
+    transport = create_transport(parse_transport("cma"), towards=controller)
+    parameters = list(served.model.parameters())
+    arena = Arena(transport, sum(-(-each.nbytes // 64) * 64 for each in parameters))
+    begin = 0
+    for each in parameters:
+        memory = torch.frombuffer(arena.bytes, dtype=torch.uint8)[begin : begin + each.nbytes]
+        each.data = memory.view(each.dtype).view(each.shape).copy_(each.data)
+        begin += -(-each.nbytes // 64) * 64
+    windlass.EngineClient(
+        manifest=describe_module(
+            served.model, f"{name}/0", Role.ENGINE, stacked=TRANSFORMERS_EXPERTS
+        ),
+        addresses=parameter_addresses(served.model),
+        regions=[arena.region],
+        transport=transport,
+        hooks=served,
+        controller=controller,
+        token=token,
+        group=name,
+        url=url,
+    )
+
+
+def handler(served: Served) -> type[BaseHTTPRequestHandler]:
+    """`POST /generate`, one thread per request."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            sampling = asked["sampling_params"]
+            answer = json.dumps(
+                served.generate(
+                    asked["input_ids"], sampling["max_new_tokens"], sampling["temperature"]
+                )
+            ).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: object) -> None:
+            """Nothing per request."""
+
+    return Handler
+
+
+def main() -> None:
+    """Serve from the first published version on."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--model", required=True, type=Path, help="configuration JSON")
+    parser.add_argument("--controller", required=True, help="address of the controller")
+    args = parser.parse_args()
+    config = transformers.AutoConfig.for_model(**json.loads(args.model.read_text()))
+    served = Served(transformers.AutoModelForCausalLM.from_config(config).eval())
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler(served))
+    url = f"http://127.0.0.1:{server.server_port}"
+    token = os.environ["WINDLASS_TOKEN"]
+    join(served, url=url, controller=args.controller, token=token, name=args.name)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()
