@@ -255,7 +255,7 @@ class AgentConversation:
                     await self._converse(http)
                 except (AuthenticationError, ProtocolError) as error:
                     if self.welcomed.done():  # nobody may be waiting who would be told
-                        _log.error("%s: left the fleet for good: %s", self._url, error)  # noqa: TRY400
+                        _log.error("%s: left the fleet for good: %s", self._url, error)
                     self._end(error)
                     return
                 except (aiohttp.ClientError, OSError, PeerUnreachable) as error:
