@@ -40,7 +40,7 @@ class Served:
         self._changed = threading.Condition()
         self._num_steps, self._paused, self._num_aborts = 0, True, 0
 
-    def pause(self, pause_id: str, mode: windlass.PauseMode, deadline_s: float) -> None:
+    def pause(self, pause_id: str, mode: windlass.PauseMode, deadline_s: float) -> None:  # noqa: ARG002
         """No step begins from now on; return when none runs. `in_place` requests only wait."""
         with self._changed:
             self._paused = True
@@ -77,7 +77,9 @@ class Served:
 
     def generate(self, input_ids: list[int], max_new_tokens: int, temperature: float) -> Any:
         """Tokens, their logprobs and the version behind each, in the words of SGLang."""
-        tokens, logprobs, versions, reason = list(input_ids), [], [], "length"
+        tokens, reason = list(input_ids), "length"
+        logprobs: list[tuple[float, int, None]] = []
+        versions: list[int] = []
         num_aborts = self._num_aborts
         for _ in range(max_new_tokens):
             with self.step() as version, torch.inference_mode():
@@ -88,7 +90,7 @@ class Served:
             chances = (scores / max(temperature, 1e-6)).log_softmax(-1)
             token = int(torch.multinomial(chances.exp(), 1))
             tokens.append(token)
-            logprobs.append([float(chances[token]), token, None])
+            logprobs.append((float(chances[token]), token, None))
             versions.append(version)
         return {
             "output_ids": tokens[len(input_ids) :],
@@ -100,8 +102,10 @@ class Served:
         }
 
 
-def join(served: Served, *, url: str, controller: str, token: str, name: str) -> None:
-    """Be an engine of the fleet, as long as this process lives."""
+def join(
+    served: Served, *, url: str, controller: str, token: str, name: str
+) -> windlass.EngineClient:
+    """Be an engine of the fleet, until the client is closed or this process ends."""
     transport = create_transport(parse_transport("cma"), towards=controller)
     parameters = list(served.model.parameters())
     arena = Arena(transport, sum(-(-each.nbytes // 64) * 64 for each in parameters))
@@ -110,7 +114,7 @@ def join(served: Served, *, url: str, controller: str, token: str, name: str) ->
         memory = torch.frombuffer(arena.bytes, dtype=torch.uint8)[begin : begin + each.nbytes]
         each.data = memory.view(each.dtype).view(each.shape).copy_(each.data)
         begin += -(-each.nbytes // 64) * 64
-    windlass.EngineClient(
+    return windlass.EngineClient(
         manifest=describe_module(
             served.model, f"{name}/0", Role.ENGINE, stacked=TRANSFORMERS_EXPERTS
         ),

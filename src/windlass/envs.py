@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from windlass.errors import ConfigError
 
 __all__ = [
+    "check_token",
     "control_token",
     "environment_value",
     "inherited_environment",
@@ -21,16 +22,33 @@ TOKEN_VARIABLE = "WINDLASS_TOKEN"  # noqa: S105 - the name of the variable
 ENGINE_TOKEN_VARIABLE = "WINDLASS_ENGINE_TOKEN"  # noqa: S105 - as above
 
 
+def check_token(token: str | None, what: str) -> str:
+    """`token`, if a header can carry it.
+
+    Raises:
+        ConfigError: it is missing, or has line ends, other control characters, characters beyond
+            ASCII, or blanks at its ends. The token itself is not repeated.
+    """
+    if not token:
+        raise ConfigError(f"{what} must not be empty, got {token!r}")
+    if not (token.isascii() and token.isprintable()) or token != token.strip():
+        odd = sorted({c for c in token if not (c.isascii() and c.isprintable())}) or [" "]
+        raise ConfigError(
+            f"{what} must be printable ASCII with no blank at an end, got {odd} in it"
+        )
+    return token
+
+
 def control_token() -> str:
     """The secret of the control routes, or the token of a role.
 
     Raises:
-        ConfigError: WINDLASS_TOKEN is not set or empty.
+        ConfigError: WINDLASS_TOKEN is not set or empty, or no header can carry it.
     """
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token:
         raise ConfigError(f"{TOKEN_VARIABLE} must be set to the controller's token, got ''")
-    return token
+    return check_token(token, TOKEN_VARIABLE)
 
 
 def inherited_environment() -> dict[str, str]:

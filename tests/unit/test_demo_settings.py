@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 from windlass.demo.real_engines import prepare_real_engine
-from windlass.demo.settings import DemoSettings, real_engine_settings, save_settings
+from windlass.demo.settings import (
+    DemoSettings,
+    make_directory,
+    real_engine_settings,
+    save_settings,
+)
 from windlass.errors import ConfigError
 
 
@@ -32,3 +37,20 @@ def test_an_engine_that_is_not_installed_is_named_before_anything_starts(
     save_settings(settings)
     with pytest.raises(ConfigError, match="WINDLASS_SGLANG_VENV must name an environment"):
         prepare_real_engine(settings)
+
+
+def test_nothing_but_the_output_of_an_earlier_demo_is_deleted(tmp_path: Path) -> None:
+    settings = DemoSettings(output_dir=str(tmp_path / "out"))
+    for _ in range(2):  # a new folder, then that of the demo before
+        make_directory(settings)
+        assert [path.name for path in settings.directory.iterdir()] == ["versions"]
+        save_settings(settings)
+        (settings.directory / "log").write_text("old")
+    (tmp_path / "thesis.tex").write_text("mine")
+    with pytest.raises(
+        ConfigError, match=f"an empty one, or that of an earlier .* got {tmp_path}$"
+    ):
+        make_directory(DemoSettings(output_dir=str(tmp_path)))
+    assert (tmp_path / "thesis.tex").read_text() == "mine"
+    with pytest.raises(ConfigError, match=r"demo: --output .* cannot be made"):
+        make_directory(DemoSettings(output_dir=str(tmp_path / "thesis.tex")))

@@ -63,6 +63,12 @@ def test_a_name_of_a_member_is_the_member_and_another_name_is_refused() -> None:
         (lambda: windlass.BatchClient("localhost:1", TOKEN), r"url must be http.* got 'localhost:1'"),
         (lambda: windlass.RolloutCallback("https://h", TOKEN), "controller must be http://host"),
         (lambda: windlass.RolloutCallback("http://h:99999", TOKEN), "controller must be http"),
+        (lambda: windlass.RolloutCallback("http://h", TOKEN, stage=0), "stage must be in .0, num_stages=0., got 0"),
+        (lambda: windlass.RolloutCallback("http://h", TOKEN, deadline_s=0), "deadline_s must be > 0, got 0"),
+        (lambda: windlass.BatchClient("http://h", TOKEN).next_batch(0, 2, 2, deadline_s=1), "rank must be in .0, world_size=2., got 2"),
+        (lambda: windlass.BatchClient("http://h", TOKEN).next_batch(-1, 0, 1, deadline_s=1), "step must be >= 0, got -1"),
+        (lambda: windlass.BatchClient("http://h", TOKEN).next_batch(0, 0, 1, deadline_s=0), "deadline_s must be > 0, got 0"),
+        (lambda: windlass.Controller(token=TOKEN, port=99999), "port must be an integer in .0, 65535., got 99999"),
         (lambda: parse_transport("cmaa"), "transport must be one of .* got 'cmaa'"),
         (lambda: version_number("v1", "publish"), "publish: version must be an integer >= 0, got 'v1'"),  # type: ignore[arg-type]
         (lambda: version_number(-1, "publish"), "version must be an integer >= 0, got -1"),
@@ -196,3 +202,26 @@ async def test_a_rank_publishes_in_one_thread_at_a_time() -> None:
                     trainer.publish(1, deadline_s=0.2)
 
         await asyncio.to_thread(publish_beside)
+
+
+@pytest.mark.parametrize(
+    ("token", "says"),
+    [
+        ("", "token must not be empty, got ''"),
+        (None, "token must not be empty, got None"),
+        ("read from a file\n", "printable ASCII with no blank at an end, got .*n'. in it"),
+        ("schl\u00fcssel", "must be printable ASCII"),
+    ],
+)
+def test_a_token_that_no_header_carries_is_refused_by_whoever_is_given_it(
+    token: str, says: str
+) -> None:
+    url = "http://127.0.0.1:9"
+    for use in (
+        lambda: windlass.Controller(token=token),
+        lambda: windlass.connect_trainer(torch.nn.Linear(2, 2), controller=url, token=token),
+        lambda: windlass.BatchClient(url, token),
+        lambda: windlass.RolloutCallback(url, token),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            use()

@@ -7,6 +7,7 @@ import asyncio
 from pathlib import Path
 
 from windlass.config import UpdateMode
+from windlass.errors import ConfigError
 from windlass.telemetry.logs import configure_logging
 
 __all__ = ["add_arguments", "run"]
@@ -33,6 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the demo; 1 when it showed something that it must not show."""
     configure_logging("controller")
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise ConfigError(f"demo: --json must be a file in a folder that exists, got {args.json}")
     from windlass.demo.run import run_demo
     from windlass.demo.settings import (
         REAL_ENGINES,

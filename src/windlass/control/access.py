@@ -59,22 +59,6 @@ ROUTES = MappingProxyType(
 """
 
 
-def check_token(token: str, what: str) -> str:
-    """`token`, if it can stand in a header.
-
-    Raises:
-        ConfigError: it is no string, empty, or has blanks, line ends or characters beyond ASCII. Its
-            value is not repeated.
-    """
-    if not isinstance(token, str) or not token:
-        raise ConfigError(f"{what}: token must not be empty, got {token!r:.10}")
-    if odd := sorted({character for character in token if not "!" <= character <= "~"}):
-        raise ConfigError(
-            f"{what}: token must be printable ASCII without blanks or line ends, got one with {odd}"
-        )
-    return token
-
-
 def role_token(secret: str, role: Access) -> str:
     """The token of a role; the owner's is the secret itself."""
     if role is Access.OWNER:

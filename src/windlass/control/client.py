@@ -15,6 +15,7 @@ from typing import final
 
 from windlass.control.conversation import AgentConversation, CommandHandler
 from windlass.control.messages import Command, Hello, UpdateReport
+from windlass.envs import check_token
 from windlass.errors import PeerTimeout
 from windlass.transports.addresses import check_url
 
@@ -38,7 +39,7 @@ class AgentChannel:
         reconnect: whether to connect again after a loss.
 
     Raises:
-        ConfigError: `url` is no URL.
+        ConfigError: `url` is no URL, or no header can carry `token`.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class AgentChannel:
         reconnect: bool = True,
     ) -> None:
         check_url(url, "controller")
+        check_token(token, "token")
         self._url = url.rstrip("/")
         self._worker = ThreadPoolExecutor(1, "windlass-commands")
         self._loop = asyncio.new_event_loop()

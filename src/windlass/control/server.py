@@ -13,6 +13,7 @@ from aiohttp import WSCloseCode, web
 
 from windlass.control.access import ROUTES, Access, AccessGate, refusal_of
 from windlass.control.sockets import close_socket
+from windlass.envs import check_token
 from windlass.errors import ConfigError
 from windlass.transports.addresses import listen, published_host, url_of
 
@@ -42,7 +43,7 @@ class ControlServer:
         max_body_nbytes: larger request bodies are refused with 413.
 
     Raises:
-        ConfigError: empty token, or `host` is every address and `advertise_host` names none.
+        ConfigError: a token that no header can carry, a port that is none, or `host` is every address and `advertise_host` names none.
     """
 
     def __init__(
@@ -54,8 +55,9 @@ class ControlServer:
         advertise_host: str = "",
         max_body_nbytes: int = 64 << 20,
     ) -> None:
-        if not token:
-            raise ConfigError("ControlServer: token must not be empty, got ''")
+        check_token(token, "ControlServer: token")
+        if port not in range(65536):
+            raise ConfigError(f"ControlServer: port must be an integer in [0, 65535], got {port!r}")
         self._host, self._port = host, port
         self._published_host = published_host(host, advertise_host, "ControlServer")
         self._gate = AccessGate.of_secret(token, Access)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
-import shutil
 import signal
 import sys
 import time
@@ -31,6 +30,7 @@ from windlass.demo.settings import (
     DemoSettings,
     EngineSpec,
     SchedulerKind,
+    make_directory,
     save_settings,
 )
 from windlass.demo.task import reward, sample_prompt
@@ -55,9 +55,10 @@ async def run_demo(settings: DemoSettings, *, json_path: Path | None, plain: boo
     """Run the demo to its end; 1 when it showed something that it must not show.
 
     Raises:
+        ConfigError: a folder that cannot be written, or holds something else than a demo's output.
         WindlassError: a process could not be started, or died; carries its log's tail.
     """
-    shutil.rmtree(settings.directory, ignore_errors=True)
+    make_directory(settings)
     settings_path = save_settings(settings)
     if settings.engine in REAL_ENGINES:
         await asyncio.to_thread(prepare_real_engine, settings)

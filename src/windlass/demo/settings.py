@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
@@ -19,6 +20,7 @@ __all__ = [
     "EngineSpec",
     "SchedulerKind",
     "load_settings",
+    "make_directory",
     "real_engine_settings",
     "save_settings",
 ]
@@ -184,6 +186,27 @@ def real_engine_settings(settings: DemoSettings) -> DemoSettings:
         engines=(EngineSpec(name="engine-a", tensor_parallel_size=1, dtype="bfloat16"),),
         prompts_per_step=16,
     )
+
+
+def make_directory(settings: DemoSettings) -> None:
+    """Make the output folder anew: what an earlier demo has left there is deleted, nothing else is.
+
+    Raises:
+        ConfigError: there is something else, or it cannot be made.
+    """
+    folder = settings.directory
+    made = [folder / "settings.json", settings.model_config_path, settings.versions_dir]
+    try:
+        if folder.exists() and any(folder.iterdir()) and not all(p.exists() for p in made):
+            raise ConfigError(
+                "demo: --output must be a new folder, an empty one, or that of an earlier demo, which "
+                f"is deleted, got {folder}"
+            )
+        if folder.exists():
+            shutil.rmtree(folder)
+        settings.versions_dir.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"demo: --output {folder} cannot be made: {error}") from error
 
 
 def save_settings(settings: DemoSettings) -> Path:

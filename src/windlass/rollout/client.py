@@ -8,6 +8,7 @@ import time
 from typing import Self
 from urllib.parse import urlencode
 
+from windlass.envs import check_token
 from windlass.errors import (
     AuthenticationError,
     ConfigError,
@@ -34,7 +35,7 @@ class BatchClient:
         token: shared secret.
 
     Raises:
-        ConfigError: not an http(s) URL.
+        ConfigError: not an http(s) URL, or no header can carry the token.
     """
 
     def __init__(self, url: str, token: str) -> None:
@@ -43,7 +44,7 @@ class BatchClient:
         self._secure = parts.scheme == "https"
         self._host, self._port = parts.hostname or "", parts.port
         self._path = parts.path.rstrip("/") + "/v1/batches"
-        self._headers = authorization(token)
+        self._headers = authorization(check_token(token, "BatchClient: token"))
         self._connection: http.client.HTTPConnection | None = None
         self._backoff = threading.Event()
 
@@ -68,11 +69,19 @@ class BatchClient:
         restarting controller is waited for, within the deadline.
 
         Raises:
-            ConfigError: the controller refused rank or world size.
+            ConfigError: step < 0, no rank of `world_size`, or one that the controller refused.
             AuthenticationError: wrong token.
             StaleMessage: the controller has forgotten the step.
             PeerTimeout: no batch, or no controller, within `deadline_s`.
         """
+        if step < 0:
+            raise ConfigError(f"next_batch: step must be >= 0, got {step}")
+        if not 0 <= rank < world_size:
+            raise ConfigError(
+                f"next_batch: rank must be in [0, world_size={world_size}), got {rank}"
+            )
+        if not deadline_s > 0:
+            raise ConfigError(f"next_batch: deadline_s must be > 0, got {deadline_s}")
         ends = time.monotonic() + deadline_s
         backoff, last = FIRST_BACKOFF_S, "no answer"
         while (left := ends - time.monotonic()) > 0:

@@ -21,7 +21,7 @@ import msgspec
 from aiohttp import web
 
 from windlass.control.access import Access, role_token
-from windlass.envs import ENGINE_TOKEN_VARIABLE, control_token, environment_value
+from windlass.envs import ENGINE_TOKEN_VARIABLE, check_token, control_token, environment_value
 from windlass.errors import AuthenticationError, ConfigError, PeerUnreachable
 from windlass.rollout._http import authorization, require_token
 from windlass.rollout.messages import WorkerHello
@@ -86,8 +86,7 @@ async def run_worker(
         AuthenticationError: the controller refuses the token.
         PeerUnreachable: no address of this host leads to the controller.
     """
-    if not token:
-        raise ConfigError("worker: token must not be empty, got ''")
+    check_token(token, "worker: token")
     check_url(settings.controller, "worker: controller")
     bound = settings.host or own_address(settings.controller)
     host = published_host(bound, settings.advertise_host, "worker")

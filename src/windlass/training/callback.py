@@ -37,6 +37,7 @@ from windlass.control.callback_messages import (
     PauseCall,
 )
 from windlass.control.messages import UpdateReport
+from windlass.envs import check_token
 from windlass.errors import (
     AuthenticationError,
     ConfigError,
@@ -78,7 +79,8 @@ class RolloutCallback:
         deadline_s: of every call that names no other.
 
     Raises:
-        ConfigError: not an http URL, a stage out of range.
+        ConfigError: not an http URL, a token that no header can carry, a stage out of range or
+            without a number of stages, a deadline that is not > 0.
     """
 
     def __init__(
@@ -93,7 +95,10 @@ class RolloutCallback:
         deadline_s: float = 120.0,
     ) -> None:
         parts = check_url(controller, "RolloutCallback: controller", schemes=("http",))
-        if num_stages and not 0 <= stage < num_stages:
+        check_token(token, "RolloutCallback: token")
+        if not deadline_s > 0:
+            raise ConfigError(f"RolloutCallback: deadline_s must be > 0, got {deadline_s}")
+        if (num_stages or stage != -1) and not 0 <= stage < num_stages:
             raise ConfigError(
                 f"RolloutCallback: stage must be in [0, num_stages={num_stages}), got {stage}"
             )
