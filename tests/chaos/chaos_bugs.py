@@ -72,7 +72,7 @@ BUGS = (
         "unverified",
         "d in self._links_to and d not in self._verified",
         "False",
-        6,
+        9,
     ),
     Bug("every digest is right", Receiver, "verify", "self._digest(program) != digest", "False", 9),
     Bug(
@@ -95,7 +95,7 @@ BUGS = (
         "no resume after an abort",
         EngineAgent,
         "_abort",
-        "self._hooks.resume()",
+        "self._go_on_if_whole()",
         "pass",
         3,
     ),
@@ -169,7 +169,7 @@ BUGS = (
         "_carry_out",
         "return await self._carry_out(self._machine.handle(Blocked(reason)))",
         "raise",
-        13,
+        0,
     ),
     Bug(
         "an agent whose frame was garbled is sent away for good",
@@ -201,7 +201,7 @@ BUGS = (
         "drop_stale",
         "self._policy.is_stale(record.outcome.versions())",
         "False",
-        0,
+        3,
     ),
 )
 
@@ -212,7 +212,7 @@ RARE_BUGS = (
         "lookup",
         "if place < self._newest or",
         "if False or",
-        118,
+        5,
     ),
     Bug(
         "what came over a lost connection is carried out after it",

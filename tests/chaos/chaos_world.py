@@ -218,7 +218,7 @@ class World:
                     running = entry.version
                 case JournalKind.PUBLISHED | JournalKind.ROUND_ENDED | JournalKind.STARTED:
                     running = None
-                case JournalKind.PUBLISHING | JournalKind.POISONED:
+                case JournalKind.PUBLISHING | JournalKind.POISONED | JournalKind.AT_REST:
                     pass
         return running
 

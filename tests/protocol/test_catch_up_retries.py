@@ -12,7 +12,6 @@ import pytest
 from aiohttp import web
 
 from windlass.config import ControlConfig, PhaseDeadlines, UpdateMode
-from windlass.control.catch_up import MAX_ATTEMPTS
 from windlass.control.coordinator import Coordinator
 from windlass.control.messages import (
     Abort,
@@ -29,6 +28,7 @@ from windlass.control.messages import (
     Written,
     decode_controller_frame,
 )
+from windlass.control.retries import MAX_ATTEMPTS
 from windlass.control.session import AgentSession
 from windlass.execution.bindings import DestinationBinding, LinkOutcome, LinkStatus
 from windlass.layout.box import Box
@@ -113,6 +113,7 @@ class Rig:
         self.coordinator = Coordinator(config)
         self.writes: list[tuple[float, str]] = []
         self.on_write: Callable[[str], LinkStatus | None] = lambda _donor: LinkStatus.OK
+        self.make: Callable[[Rig, str], Socket] = Socket
         self._tasks: set[asyncio.Task[None]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -121,7 +122,7 @@ class Rig:
         task.add_done_callback(self._tasks.discard)
 
     async def join(self, name: str, served: int = VERSION, incarnation: str = "first") -> Socket:
-        socket = Socket(self, name)
+        socket = self.make(self, name)
         hello = hello_of(name, served, incarnation)
         session = await self.coordinator.admit(hello, cast("web.WebSocketResponse", socket))
         socket.session = session

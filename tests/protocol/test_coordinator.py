@@ -20,6 +20,7 @@ import pytest
 from windlass.config import ControlConfig, PhaseDeadlines, UpdateMode
 from windlass.control.journal import Journal, JournalEntry, JournalKind
 from windlass.control.messages import (
+    PROTOCOL_VERSION,
     Announce,
     Command,
     Done,
@@ -336,7 +337,7 @@ async def test_an_oversized_message_closes_its_own_connection_and_no_other() -> 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"protocol_version": 99}, "protocol_version must be 2, got 99"),
+        ({"protocol_version": 99}, f"protocol_version must be {PROTOCOL_VERSION}, got 99"),
         ({"rank": 5}, "rank must be in"),
         ({"worker": "somebody/0"}, "sent the manifest of engine x/0"),
         ({"group": "a"}, "rank 0 of 'a' is taken"),

@@ -74,7 +74,15 @@ def _show(view: dict[str, Any], console: Console) -> None:
     )
     engines = Table("engine", "version", "ranks", "state", "address", box=None)
     for each in view["engines"]:
-        state = "serving" if each["routable"] else "tainted" if each["tainted"] else "waiting"
+        state = (
+            "serving"
+            if each["routable"]
+            else "tainted"
+            if each["tainted"]
+            else "at rest"
+            if each.get("at_rest")
+            else "waiting"
+        )
         ranks = f"{each['ranks']}/{each['world_size']}"
         engines.add_row(
             each["name"], str(each["version"]), ranks, each["refused"] or state, each["url"]

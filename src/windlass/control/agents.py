@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import assert_never, final
 
@@ -41,7 +42,7 @@ from windlass.control.relay_messages import (
     Relayed,
     RelayOpened,
 )
-from windlass.errors import ConfigError, ProtocolError, RoundAborted
+from windlass.errors import ConfigError, PeerUnreachable, ProtocolError, RoundAborted
 from windlass.execution.backends import receiver_for, sender_for
 from windlass.execution.base import ReceiverBackend, SenderBackend
 from windlass.execution.by_hand import HandDrivenReceiver
@@ -53,6 +54,7 @@ from windlass.planning.plan import TransferPlan
 
 __all__ = ["EngineAgent", "TrainerAgent"]
 
+_log = logging.getLogger(__name__)
 FENCE_S = 5.0
 
 
@@ -168,6 +170,7 @@ class EngineAgent:
         self._open_to_writes = False
         self._may_be_written = False
         self._place = (0, 0)
+        self._at_rest = ""
 
     @property
     def served_version(self) -> int:
@@ -200,6 +203,7 @@ class EngineAgent:
                     plan = TransferPlan.decode(command.plan)
                     return Bound(command.plan_digest, self._receiver.connect(plan, command.mode))
                 case Pause():
+                    self._at_rest = ""  # it is this round that has it go on now
                     pause_id = f"{epoch}.{round_number}"
                     self._hooks.pause(pause_id, command.mode, command.deadline_s)
                     self._open_to_writes |= self._mode is UpdateMode.IN_PLACE
@@ -226,7 +230,7 @@ class EngineAgent:
                     return self._hand_on(command)
                 case _:
                     assert_never(command)
-            return Done()
+            return Done(at_rest=self._at_rest)
 
     def on_command(self, command: Command, epoch: int, round_number: int) -> None:
         """For `AgentChannel`: what must not wait until a running `Relay` is over."""
@@ -260,7 +264,7 @@ class EngineAgent:
                 raise ProtocolError("an engine cannot carry out Feed")
             case _:
                 assert_never(command)
-        return Done()
+        return Done(at_rest=self._at_rest)
 
     def close(self) -> None:
         """Stop listening for relays. Idempotent."""
@@ -282,7 +286,7 @@ class EngineAgent:
                 return Written(sent.links, sent.pack_s, sent.wire_s)
             case _:
                 assert_never(command)
-        return Done()
+        return Done(at_rest=self._at_rest)
 
     def _check_serves(self, version: int) -> None:
         if self.tainted or self._served_version != version:
@@ -292,14 +296,19 @@ class EngineAgent:
             )
 
     def on_disconnect(self) -> None:
-        """The controller is gone: go on with the old weights if they are whole."""
+        """The controller is gone: go on with the old weights if they are whole.
+
+        Raises:
+            PeerUnreachable: the engine cannot go on now; to be called again.
+        """
         self._relay.interrupt()
         with self._lock:
             self._may_be_written = True
             # The end of this round will not be told, and a later one's says nothing about it.
             self._tainted = self.tainted
-            if not self.tainted and self._served_version >= 0:
-                self._hooks.resume()
+            self._go_on_if_whole()
+            if self._at_rest:
+                raise PeerUnreachable(f"the engine did not go on: {self._at_rest}")
 
     def _choose(self, backend: UpdateBackend) -> None:
         if not isinstance(backend, P2pBackend):
@@ -343,7 +352,7 @@ class EngineAgent:
         self._hooks.set_version(version)
         self._served_version = version
         self._tainted = self._open_to_writes = False
-        self._hooks.resume()
+        self._go_on_if_whole()
 
     def _fence(self) -> None:
         """Bytes of a source that ended in mid-write must not land in what is bound now.
@@ -358,5 +367,19 @@ class EngineAgent:
         self._may_be_written = True
         self._tainted |= tainted
         self._open_to_writes = False
-        if not self._tainted and self._served_version >= 0:
+        self._go_on_if_whole()
+
+    def _go_on_if_whole(self) -> None:
+        """Have the engine generate; that it cannot now says nothing about its weights.
+
+        Whoever hears of it (`Done.at_rest`, or the next welcome) tells it again.
+        """
+        self._at_rest = ""
+        if self.tainted or self._served_version < 0:
+            return
+        try:
             self._hooks.resume()
+        # The boundary of the engine: whatever its own code raises.
+        except Exception as error:  # noqa: BLE001
+            _log.exception("resume")
+            self._at_rest = f"{type(error).__name__}: {error}"

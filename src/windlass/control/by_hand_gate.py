@@ -66,6 +66,16 @@ class HandDrivenGate:
             raise RoundAborted(f"version {version} cannot be recorded: {error}") from error
         self._spent = version
 
+    def new_place(self) -> tuple[int, int]:
+        """See `ResumeOwner.new_place`."""
+        self._epoch += 1
+        self._round += 1
+        return self._epoch, self._round
+
+    def note_given_up(self, worker: str, reason: str) -> None:
+        """See `ResumeOwner.note_given_up`."""
+        self._journal_outcome(JournalKind.AT_REST, self._published, (worker,), reason)
+
     def _record_poison(self) -> None:
         """A controller that is started after this one must not have those written either."""
         for worker, incarnation in sorted(self._fleet.poisoned - self._journal.poisoned):

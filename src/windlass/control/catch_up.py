@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, final
 
@@ -20,6 +20,7 @@ from windlass.config import ControlConfig, P2pBackend
 from windlass.control.binding import Planner
 from windlass.control.fleet import Fleet, Group, Identity
 from windlass.control.messages import RoundOutcome, UpdateReport
+from windlass.control.retries import MAX_ATTEMPTS, Timers, backoff_s
 from windlass.errors import PlanError, WindlassError
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ShardManifest
@@ -28,10 +29,6 @@ from windlass.planning.plan import DTYPES, TransferPlan
 __all__ = ["CatchUpOwner", "CatchUps", "find_donor"]
 
 _log = logging.getLogger(__name__)
-FIRST_BACKOFF_S = 1.0
-MAX_BACKOFF_S = 30.0
-MAX_ATTEMPTS = 8
-"""For one process and one version: each attempt binds the fleet anew, and a round waits for it."""
 
 
 class CatchUpOwner(Protocol):
@@ -77,9 +74,8 @@ class _Attempts:
 class CatchUps:
     """Newcomers, and the engines that bring them up. In the coordinator's loop.
 
-    An attempt that failed is made again: after a second, then after twice as long each time up to
-    `MAX_BACKOFF_S`, from the donor that has failed least, at most `MAX_ATTEMPTS` times for a
-    version. A process that connects anew begins anew.
+    An attempt that failed is made again after `backoff_s`, from the donor that has failed least, at
+    most `MAX_ATTEMPTS` times for a version. A process that connects anew begins anew.
 
     Args:
         owner: runs the rounds. fleet: who is there. config, planner: of the owner.
@@ -91,7 +87,7 @@ class CatchUps:
         self._owner, self._fleet = owner, fleet
         self._config, self._planner = config, planner
         self._attempts: dict[str, _Attempts] = {}
-        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._timers = Timers()
 
     async def bring_up(self) -> None:
         """Bring up every engine that does not serve the published version, one after another."""
@@ -105,13 +101,11 @@ class CatchUps:
         come to the end of its write by the deadline of that; if neither happened, it has ended.
         """
         delay_s = self._config.deadlines.write_s
-        self._call_later(f"lost {identity}", delay_s, lambda: self._presume_ended(identity))
+        self._timers.call_later(f"lost {identity}", delay_s, lambda: self._presume_ended(identity))
 
     def close(self) -> None:
         """Nothing is tried any more. Idempotent."""
-        for timer in self._timers.values():
-            timer.cancel()
-        self._timers.clear()
+        self._timers.close()
 
     def forget(self, name: str) -> None:
         """The engine called `name` has lost a rank: what comes back begins anew."""
@@ -169,13 +163,13 @@ class CatchUps:
     ) -> None:
         attempts.failures[donor] += 1
         num_failed = attempts.failures.total()
-        delay_s = min(FIRST_BACKOFF_S * 2 ** (num_failed - 1), MAX_BACKOFF_S)
+        delay_s = backoff_s(num_failed)
         attempts.due_s = asyncio.get_running_loop().time() + delay_s
         if num_failed >= MAX_ATTEMPTS:
             _log.warning("%s does not catch up before the next version: %s", name, reason)
             return
         _log.warning("%s did not catch up, again in %g s: %s", name, delay_s, reason)
-        self._call_later(f"again {name}", delay_s, self._owner.settle_soon)
+        self._timers.call_later(f"again {name}", delay_s, self._owner.settle_soon)
 
     def _presume_ended(self, identity: Identity) -> None:
         agent = self._fleet.find(identity[0])
@@ -183,17 +177,6 @@ class CatchUps:
         if away and self._fleet.release(identity):
             _log.info("%s did not come back: what it was writing is over", identity[0])
             self._owner.settle_soon()
-
-    def _call_later(self, name: str, delay_s: float, call: Callable[[], None]) -> None:
-        """One timer of a name."""
-        if (earlier := self._timers.pop(name, None)) is not None:
-            earlier.cancel()
-
-        def due() -> None:
-            self._timers.pop(name, None)
-            call()
-
-        self._timers[name] = asyncio.get_running_loop().call_later(delay_s, due)
 
 
 def find_donor(

@@ -33,7 +33,8 @@ class AgentChannel:
         hello: builds the first frame of every connection; called in the channel's thread.
         handler: carries out commands.
         on_disconnect: called in the channel's thread when a connection that was welcomed is lost,
-            before the first attempt to connect again; again at the next welcome if it raised.
+            before the first attempt to connect again; again at the next welcome if it raised. What
+            came of that is told to the controller (`Done.at_rest`).
         on_command: called in the channel's thread with a command, its epoch and its round, as it
             comes in and before it waits for its turn; must not block.
         reconnect: whether to connect again after a loss.

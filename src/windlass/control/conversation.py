@@ -56,6 +56,8 @@ FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
 HEARTBEAT_S = 20.0
 MAX_MESSAGE_NBYTES = 256 << 20
+WELCOME_SEQ = 0
+"""Of a reply that answers the welcome; commands count from 1."""
 
 
 class CommandHandler(Protocol):
@@ -171,7 +173,7 @@ class AgentConversation:
         self._announced: Announcement | None = None
         self._attempts = 0
         self._ended: Exception | None = None
-        self._owes_disconnect = False
+        self._at_rest = ""
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self.welcomed: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.disconnected = threading.Event()
@@ -281,10 +283,10 @@ class AgentConversation:
         with self._carrying_out:  # whatever begins after this is refused
             try:
                 self._on_disconnect()
-                self._owes_disconnect = False
+                self._at_rest = ""
             # The boundary of the engine: one that cannot be resumed now must come back all the same.
-            except Exception:  # noqa: BLE001
-                self._owes_disconnect = True
+            except Exception as error:  # noqa: BLE001
+                self._at_rest = f"{type(error).__name__}: {error}"
                 _log.exception("on_disconnect")
 
     async def _converse(self, http: aiohttp.ClientSession) -> None:
@@ -312,7 +314,7 @@ class AgentConversation:
         frame = self._decode(data)
         match frame:
             case Welcome():
-                if self._owes_disconnect:
+                if self._at_rest:
                     # No command of this connection has been taken: no round is open here yet.
                     await self._loop.run_in_executor(
                         self._executor, self._disconnected_from_controller
@@ -325,6 +327,9 @@ class AgentConversation:
                 # ended must not be lost, and a reply that comes twice does no harm.
                 for reply in self._store.replies():
                     await self._deliver(reply)
+                if self._on_disconnect is not None:  # how the engine is now, whatever those say
+                    place = self._store.newest
+                    await self._deliver(Reply(*place, WELCOME_SEQ, Done(at_rest=self._at_rest)))
                 await self._send_announce(socket)
             case Refused(final=True):
                 raise ProtocolError(f"the controller refused this agent: {frame.message}")

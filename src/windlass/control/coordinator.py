@@ -45,6 +45,7 @@ from windlass.control.messages import (
     UpdateReport,
     Withdraw,
 )
+from windlass.control.resumes import Resumes
 from windlass.control.round_types import AgentLost, EngineFate, Phase
 from windlass.control.server import ControlServer
 from windlass.control.session import AgentSession, probe_held, report_to
@@ -97,6 +98,7 @@ class Coordinator(HandDrivenGate):
         self._announcements = Announcements()
         self._binding: Binding | None = None
         self._catch_ups = CatchUps(self, self._fleet, config, planner)
+        self._resumes = Resumes(self, self._sessions)
         self._late = Counter[Identity]()
         self._driver: RoundDriver | None = None
         self._lock = asyncio.Lock()
@@ -228,6 +230,8 @@ class Coordinator(HandDrivenGate):
         match frame:
             case Reply():
                 session.on_reply((frame.epoch, frame.round, frame.seq), frame.result)
+                if self._resumes.heard(session.agent, frame.result):
+                    await self._changes.notify()
                 if self._driver is not None:
                     self._driver.on_reply(session.worker, frame)
                 place = (frame.epoch, frame.round)
@@ -249,6 +253,7 @@ class Coordinator(HandDrivenGate):
         self._announcements.withdraw(worker)
         self._fleet.remove(session.agent)
         self._catch_ups.forget(session.agent.hello.group)
+        self._resumes.forget(session.agent.identity)
         if ended and session.agent.hello.role is Role.ENGINE:
             self._catch_ups.lost(session.agent.identity)
         session.fail_waiting(reason)
@@ -263,6 +268,7 @@ class Coordinator(HandDrivenGate):
         """As soon as no round runs: bring newcomers up, and bind, so that the next round need not."""
         await probe_held(self._fleet, self._sessions)
         async with self._lock:
+            await self._resumes.tell()
             await self._catch_ups.bring_up()
             trainers = self._fleet.trainers()
             if trainers is None or not trainers.complete or not self._fleet.writable_engines():
@@ -480,6 +486,7 @@ class Coordinator(HandDrivenGate):
         """Stop rounds and close every connection. Idempotent."""
         await self._by_hand.close()
         self._catch_ups.close()
+        self._resumes.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

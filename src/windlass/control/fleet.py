@@ -31,11 +31,17 @@ class EngineInfo(NamedTuple):
 
 @dataclass(slots=True)
 class Agent:
-    """One connected rank. `poisoned`: bytes of an unknown write may still land in its memory."""
+    """One connected rank.
+
+    Attributes:
+        poisoned: bytes of an unknown write may still land in its memory.
+        at_rest: why it does not generate although it was told to go on; else empty.
+    """
 
     hello: Hello
     manifest: ShardManifest
     poisoned: bool = False
+    at_rest: str = ""
 
     @property
     def identity(self) -> Identity:
@@ -78,6 +84,11 @@ class Group:
     def poisoned(self) -> bool:
         """Whether bytes of an unknown write may still land in the memory of a rank."""
         return any(agent.poisoned for agent in self.agents.values())
+
+    @property
+    def at_rest(self) -> str:
+        """Why it does not generate although it was told to go on; else empty."""
+        return next((agent.at_rest for agent in self.agents.values() if agent.at_rest), "")
 
     @property
     def identities(self) -> frozenset[Identity]:
@@ -309,6 +320,7 @@ class Fleet:
                 "tainted": g.tainted,
                 "poisoned": g.poisoned,
                 "refused": g.refused,
+                "at_rest": g.at_rest,
                 "routable": g.name in routable,
             }
             for g in self.engines()
@@ -324,8 +336,9 @@ class Fleet:
                     group.version = version
 
     def routable(self, published_version: int) -> tuple[EngineInfo, ...]:
-        """Engines that may be given traffic: complete, untainted, at the published version."""
-        return tuple(EngineInfo(g.name, g.url, g.version) for g in self.serving(published_version))
+        """Engines that may be given traffic: they serve the published version and generate."""
+        serving = self.serving(published_version)
+        return tuple(EngineInfo(g.name, g.url, g.version) for g in serving if not g.at_rest)
 
     def missing(self, num_trainers: int, engines: Iterable[str]) -> list[str]:
         """Who is not connected with all ranks yet, for a person."""

@@ -39,6 +39,7 @@ class JournalKind(StrEnum):
     PUBLISHED = "published"
     ROUND_ENDED = "round_ended"
     POISONED = "poisoned"
+    AT_REST = "at_rest"
 
 
 class JournalEntry(msgspec.Struct, frozen=True):
@@ -48,7 +49,8 @@ class JournalEntry(msgspec.Struct, frozen=True):
         kind: what happened. epoch, round: when.
         version: the round's version; for STARTED, the version known to be published.
         engines: that took part, or that serve the version.
-        detail: one line for a person; for POISONED, the incarnation of the rank in `engines`.
+        detail: one line for a person; for POISONED, the incarnation of the rank in `engines`; for
+            AT_REST, why that rank does not go on, though it was told as often as is tried.
     """
 
     kind: JournalKind

@@ -164,10 +164,16 @@ class Verified(msgspec.Struct, frozen=True, tag="verified"):
     nbytes: int
 
 
-class Done(msgspec.Struct, frozen=True, tag="done"):
-    """A command that returns nothing else; `seconds` is what the agent itself measured."""
+class Done(msgspec.Struct, frozen=True, tag="done", omit_defaults=True):
+    """A command that returns nothing else.
+
+    Attributes:
+        seconds: what the agent itself measured.
+        at_rest: why the engine does not generate although it was told to go on; else empty.
+    """
 
     seconds: float = 0.0
+    at_rest: str = ""
 
 
 class Failure(msgspec.Struct, frozen=True, tag="failure"):
