@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import signal
-import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,17 +13,16 @@ from typing import Any, TypeVar, final
 
 import msgspec
 
-from windlass.control.access import Access, role_environment
 from windlass.control.messages import RoundOutcome
 from windlass.controller import Controller
 from windlass.envs import environment_value
 from windlass.errors import PeerTimeout, WindlassError
-from windlass.launch.config import EngineSection, LaunchConfig
+from windlass.launch.config import LaunchConfig
+from windlass.launch.parts import KeptProcess, job_controller, job_processes, job_trainers
 from windlass.launch.recipe import Recipe, in_thread, load_recipe
 from windlass.rollout.handles import RolloutGroup
 from windlass.rollout.messages import TrainingSample
-from windlass.rollout.staleness import StalenessPolicy
-from windlass.schedulers.base import ProcessSpec, Scheduler
+from windlass.schedulers.base import Scheduler
 from windlass.schedulers.configs import create_scheduler
 from windlass.telemetry.logs import LOG_VARIABLES
 from windlass.training.controller import TrainController
@@ -76,29 +74,8 @@ async def run_job(config: LaunchConfig, *, say: Callable[[str], None]) -> JobSum
         "WINDLASS_TRANSPORT": config.transport,
     }
     scheduler = create_scheduler(config.scheduler, output_dir / "logs", environment)
-    rollout = config.rollout
-    controller = Controller(
-        token=token,
-        host=config.controller.host,
-        port=config.controller.port,
-        advertise_host=config.controller.advertise_host,
-        config=config.update,
-        staleness=StalenessPolicy(
-            max_staleness=rollout.max_staleness,
-            batch_size=rollout.groups_per_step * rollout.samples_per_group,
-            max_concurrent=rollout.max_concurrent,
-        ),
-    )
-    trainer = config.trainer
-    trainers = TrainController(
-        scheduler,
-        command=(trainer.python or sys.executable, trainer.script, *trainer.arguments),
-        world_size=trainer.world_size,
-        token=token,
-        environment=trainer.environment,
-        num_cpus=trainer.num_cpus,
-        num_gpus=trainer.num_gpus,
-    )
+    controller = job_controller(config, token)
+    trainers = job_trainers(config, scheduler, token)
     trainers.mount(controller.server)
     stop = _Stop()
     stop.listen()
@@ -106,7 +83,15 @@ async def run_job(config: LaunchConfig, *, say: Callable[[str], None]) -> JobSum
         async with scheduler, controller:
             stop.listen()  # again: Ray sets a handler of its own when it starts
             job = _Job(
-                config, output_dir, recipe, scheduler, controller, trainers, stop, say, token
+                config=config,
+                output_dir=output_dir,
+                recipe=recipe,
+                scheduler=scheduler,
+                controller=controller,
+                trainers=trainers,
+                processes=job_processes(config, controller.url, token),
+                stop=stop,
+                say=say,
             )
             summary = await job.run()
     finally:
@@ -157,7 +142,7 @@ class _Stopped(Exception):
 
 
 @final
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Job:
     config: LaunchConfig
     output_dir: Path
@@ -165,16 +150,16 @@ class _Job:
     scheduler: Scheduler
     controller: Controller
     trainers: TrainController
+    processes: Sequence[KeptProcess]
     stop: _Stop
     say: Callable[[str], None]
-    token: str
     steps: int = 0
 
     async def run(self) -> JobSummary:
         controller = self.controller
         self.say(f"controller {controller.url}")
         work = asyncio.create_task(self._work())
-        guards = [asyncio.create_task(self._guard(*each)) for each in self._processes()]
+        guards = [asyncio.create_task(self._guard(kept)) for kept in self.processes]
         asked: asyncio.Task[Any] = asyncio.create_task(self.stop.asked.wait())
         try:
             await asyncio.wait([work, asked, *guards], return_when=asyncio.FIRST_COMPLETED)
@@ -224,48 +209,14 @@ class _Job:
         if not work.done():
             self.say(f"given up after {self.config.shutdown_s} s or a second signal")
 
-    # --- processes ---------------------------------------------------------------------------
-
-    def _processes(self) -> list[tuple[ProcessSpec, int]]:
-        rollout, url = self.config.rollout, self.controller.url
-        program = (
-            (rollout.worker_script,) if rollout.worker_script else ("-m", "windlass.rollout.worker")
-        )
-        found = [(self._engine(engine), engine.max_restarts) for engine in self.config.engines]
-        for number in range(rollout.num_workers):
-            name = f"worker-{number}"
-            command = (
-                *(sys.executable, *program, "--controller", url, "--name", name),
-                *rollout.worker_arguments,
-            )
-            environment = role_environment(self.token, Access.WORKER)
-            found.append((ProcessSpec(name=name, command=command, environment=environment), 3))
-        return found
-
-    def _engine(self, engine: EngineSection) -> ProcessSpec:
-        python = engine.python or sys.executable
-        port = ("--port", str(engine.port)) if engine.port else ()
-        return ProcessSpec(
-            name=engine.name,
-            command=(
-                *(python, "-m", f"windlass.engines.{engine.kind.value}", "--name", engine.name),
-                *("--model", engine.model, "--tp", str(engine.tensor_parallel_size)),
-                *("--transport", self.config.transport, "--controller", self.controller.url),
-                *(*port, *engine.arguments),
-            ),
-            environment={**engine.environment, **role_environment(self.token, Access.ENGINE)},
-            num_cpus=engine.num_cpus,
-            num_gpus=engine.num_gpus,
-        )
-
-    async def _guard(self, spec: ProcessSpec, max_restarts: int) -> None:
+    async def _guard(self, kept: KeptProcess) -> None:
         """Keep a process running; a fleet goes on without a member that comes back."""
-        restarts = 0
+        spec, restarts = kept.spec, 0
         while True:
             await self.scheduler.start(spec)
             status = await self.scheduler.wait(spec.name)
             ended = f"{spec.name} ended with {status.returncode} after {restarts} restarts"
-            if restarts == max_restarts:
+            if restarts == kept.max_restarts:
                 tail = await self.scheduler.log_tail(spec.name)
                 raise WindlassError(f"{ended}; its log ends:\n{tail}")
             self.say(f"{ended}; starting it again")
@@ -315,14 +266,14 @@ class _Job:
 
     async def _step(self, step: int, batch: list[list[TrainingSample]]) -> None:
         config, trainers = self.config, self.trainers
-        self.controller.observe_samples([sample for group in batch for sample in group])
+        samples = [sample for group in batch for sample in group]
+        self.controller.observe_samples(samples)
         result = await trainers.train_step(step, batch, deadline_s=config.trainer.step_deadline_s)
         await trainers.publish(step + 1, deadline_s=config.trainer.publish_deadline_s)
         self.steps = step + 1
         if config.trainer.save_every and self.steps % config.trainer.save_every == 0:
             path = self.output_dir / "checkpoints" / str(self.steps)
             await trainers.save(str(path), deadline_s=config.trainer.step_deadline_s)
-        samples = [sample for group in batch for sample in group]
         reward = sum(sample.reward for sample in samples) / max(len(samples), 1)
         metrics = ", ".join(f"{name} {value:.4g}" for name, value in result.metrics.items())
         self.say(f"step {self.steps}: reward {reward:.4f}, {len(samples)} samples, {metrics}")
