@@ -118,7 +118,7 @@ class Rank:
     def take(self, nbytes: int) -> None:
         self.release()
         self.nbytes = nbytes
-        self.address = self.transport.device.allocate(nbytes)
+        self.address = self.transport.gpu.device.allocate(nbytes)
         self.region = self.transport.register(self.address, nbytes)
         self.memory = as_tensor(self.address, nbytes, self.ordinal)
         self.memory.zero_()
@@ -129,7 +129,7 @@ class Rank:
             self.transport.unregister(self.region)
             self.memory = torch.empty(0, dtype=torch.int16, device="cuda")
             torch.cuda.synchronize()
-            self.transport.device.free(self.address)
+            self.transport.gpu.device.free(self.address)
 
     def take_suite(self, nbytes: int) -> RemoteRegion:
         self.take(nbytes)
@@ -219,7 +219,14 @@ class Rank:
 
     def connect_engine(self, encoded: bytes) -> DestinationBinding:
         addresses = [self.address + offset for offset in self.offsets]
-        self.receiver = DeviceReceiver(self.transport, self.manifest, addresses, (self.region,))
+        self.receiver = DeviceReceiver(
+            self.transport.gpu,
+            self.transport,
+            self.manifest,
+            addresses,
+            (self.region,),
+            lands=False,
+        )
         return self.receiver.connect(TransferPlan.decode(encoded), UpdateMode.IN_PLACE)
 
     def connect_trainer(self, encoded: bytes, bindings: list[DestinationBinding]) -> int:
@@ -253,16 +260,16 @@ class Rank:
 
     def copy_engine(self, nbytes: int, active: bool) -> float:
         """Seconds of one copy, of eight behind each other after a first one."""
-        stream, target = self.transport.stream, self.mapped_start
+        stream, target = self.transport.gpu.stream, self.mapped_start
         dist.barrier()
         torch.cuda.synchronize()
         if not active:
             return 0.0
-        self.transport.device.copy(target, self.address, nbytes, stream)
+        self.transport.gpu.device.copy(target, self.address, nbytes, stream)
         stream.record().wait()
         began = time.perf_counter()
         for _ in range(8):
-            self.transport.device.copy(target, self.address, nbytes, stream)
+            self.transport.gpu.device.copy(target, self.address, nbytes, stream)
         stream.record().wait()
         return (time.perf_counter() - began) / 8
 
@@ -310,14 +317,14 @@ class Rank:
         source = self.address
         if kind == "host":
             self.host = torch.empty_like(self.memory, device="cpu", pin_memory=True)
-            source = self.transport.device.host_pointer(self.host.data_ptr())
+            source = self.transport.gpu.device.host_pointer(self.host.data_ptr())
         pieces, nbytes = suite_pieces(kind, piece, source, target)
         kernel, itemsize = {"cast": ("put_bfloat16", 2), "fp8": ("fp8_values_bfloat16", 1)}.get(
             kind, ("put_1", 1)
         )
-        table = PieceTable(self.transport.device, pieces, kernel, itemsize)
-        digest = self.transport.device.allocate(16)
-        stream, kernels = self.transport.stream, self.transport.kernels
+        table = PieceTable(self.transport.gpu.device, pieces, kernel, itemsize)
+        digest = self.transport.gpu.device.allocate(16)
+        stream, kernels = self.transport.gpu.stream, self.transport.gpu.kernels
         self.methods: dict[str, Callable[[], None]] = {
             "kernel": lambda: kernels.put(table, stream),
             "kernel with digest": lambda: kernels.put(table, stream, digest),
@@ -332,13 +339,15 @@ class Rank:
                 there = first["dst"].astype(np.int64) - self.mapped.shift
                 self.methods["NIXL"] = self.nixl.put(first["src"], there, piece)
                 if len(first) < len(whole):
-                    rest = PieceTable(self.transport.device, pieces[len(first) :], kernel, itemsize)
+                    rest = PieceTable(
+                        self.transport.gpu.device, pieces[len(first) :], kernel, itemsize
+                    )
                     others.append(rest)
                     put_rest = functools.partial(kernels.put, rest, stream)
                     self.shares["NIXL"] = (len(first) * piece, put_rest)
         if kind == "contiguous" and piece == BUDGET_PIECE:
             for budget in BUDGETS:
-                few = Kernels(self.transport.device, budget)
+                few = Kernels(self.transport.gpu.device, budget)
                 self.methods[f"kernel with digest on {budget} multiprocessors"] = functools.partial(
                     few.put, table, stream, digest
                 )
@@ -346,7 +355,7 @@ class Rank:
         def unload() -> None:
             for one in (table, *others):
                 one.close()
-            self.transport.device.free(digest)
+            self.transport.gpu.device.free(digest)
 
         self.unload = unload
         return list(self.methods), nbytes
@@ -359,10 +368,10 @@ class Rank:
 
     def copy_from_host(self, nbytes: int) -> float:
         """Seconds of one upload by a copy engine, of four; the bytes are those that are there."""
-        stream = self.transport.stream
+        stream = self.transport.gpu.stream
         began = time.perf_counter()
         for _ in range(4):
-            self.transport.device.copy(self.address, self.host.data_ptr(), nbytes, stream)
+            self.transport.gpu.device.copy(self.address, self.host.data_ptr(), nbytes, stream)
         stream.record().wait()
         return (time.perf_counter() - began) / 4
 
@@ -388,16 +397,16 @@ class Rank:
         """GB/s over three passes."""
         method = self.methods[name]
         method()
-        self.transport.stream.record().wait()
+        self.transport.gpu.stream.record().wait()
         began = time.perf_counter()
         for _ in range(3):
             method()
-        self.transport.stream.record().wait()
+        self.transport.gpu.stream.record().wait()
         seconds = (time.perf_counter() - began) / 3
         if name in self.shares:
             nbytes, finish = self.shares[name]
             finish()
-            self.transport.stream.record().wait()
+            self.transport.gpu.stream.record().wait()
         return nbytes / seconds / 1e9
 
     def unload_pieces(self) -> None:

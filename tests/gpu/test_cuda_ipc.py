@@ -52,7 +52,7 @@ def piece(source: int, target: int, rows: int, elems: int, pitches: tuple[int, i
 
 
 def read(transport: CudaIpcTransport, address: int) -> tuple[int, int]:
-    a, b = np.frombuffer(transport.device.download(address, 16), "<u8").tolist()
+    a, b = np.frombuffer(transport.gpu.device.download(address, 16), "<u8").tolist()
     return a, b
 
 
@@ -67,12 +67,12 @@ def test_rows_land_where_they_belong_and_both_digests_are_numpys(
     made = piece(
         source.data_ptr() + shift, target.data_ptr() + shift, rows, row_nbytes, pitches, row_nbytes
     )
-    table = PieceTable(transport.device, made, "put_1", 1)
+    table = PieceTable(transport.gpu.device, made, "put_1", 1)
     words = torch.zeros(4, dtype=torch.int64, device="cuda")
     torch.cuda.synchronize()
-    transport.kernels.put(table, transport.stream, words.data_ptr())
-    transport.kernels.hash(table, transport.stream, words.data_ptr() + 16)
-    transport.wait(transport.stream.record(), 10.0)
+    transport.gpu.kernels.put(table, transport.gpu.stream, words.data_ptr())
+    transport.gpu.kernels.hash(table, transport.gpu.stream, words.data_ptr() + 16)
+    transport.gpu.wait(transport.gpu.stream.record(), 10.0)
     table.close()
     expected = torch.full_like(target, 0xAA)
     digest = PositionDigest()
@@ -98,12 +98,12 @@ def test_a_cast_is_torchs_cast_and_is_hashed_as_it_lands(
         source.data_ptr(), target.data_ptr(), rows, elems, ((elems + 4) * 4, elems * 2), elems * 2
     )
     name = "put_bfloat16" if dtype is torch.bfloat16 else "put_float16"
-    table = PieceTable(transport.device, made, name, 2)
+    table = PieceTable(transport.gpu.device, made, name, 2)
     words = torch.zeros(4, dtype=torch.int64, device="cuda")
     torch.cuda.synchronize()
-    transport.kernels.put(table, transport.stream, words.data_ptr())
-    transport.kernels.hash(table, transport.stream, words.data_ptr() + 16)
-    transport.wait(transport.stream.record(), 10.0)
+    transport.gpu.kernels.put(table, transport.gpu.stream, words.data_ptr())
+    transport.gpu.kernels.hash(table, transport.gpu.stream, words.data_ptr() + 16)
+    transport.gpu.wait(transport.gpu.stream.record(), 10.0)
     table.close()
     want = source[:, :elems].to(dtype)
     assert torch.equal(target.view(torch.int16), want.contiguous().view(torch.int16))
@@ -150,12 +150,12 @@ def test_block_float8_is_that_of_the_cpu_bit_for_bit(
         torch.cuda.synchronize()
         for sources, run in ((np.array([source.data_ptr()], np.uint64), "put"), (np.zeros(0, np.uint64), "hash")):  # fmt: skip
             ((_, pieces),) = block_tables(program, sources, at).items()
-            table = PieceTable(transport.device, pieces, kernel, op.dst_dtype.itemsize)
+            table = PieceTable(transport.gpu.device, pieces, kernel, op.dst_dtype.itemsize)
             if run == "put":
-                transport.kernels.put(table, transport.stream, words.data_ptr())
+                transport.gpu.kernels.put(table, transport.gpu.stream, words.data_ptr())
             else:
-                transport.kernels.hash(table, transport.stream, words.data_ptr() + 16)
-            transport.wait(transport.stream.record(), 10.0)
+                transport.gpu.kernels.hash(table, transport.gpu.stream, words.data_ptr() + 16)
+            transport.gpu.wait(transport.gpu.stream.record(), 10.0)
             table.close()
         want = torch.zeros(op.nbytes, dtype=torch.uint8)
         pack_quantized(
@@ -190,12 +190,12 @@ def serve(pipe: Connection) -> None:
 def lend(pipe: Connection) -> None:
     """Memory that is freed when told to, while a peer still has it mapped."""
     transport = CudaIpcTransport(0)
-    address = transport.device.allocate(1 << 30)
+    address = transport.gpu.device.allocate(1 << 30)
     region = transport.register(address, 1 << 30)
     pipe.send(region.remote)
     pipe.recv()
     transport.unregister(region)
-    transport.device.free(address)
+    transport.gpu.device.free(address)
     pipe.send("freed")
     pipe.recv()
 

@@ -1,4 +1,4 @@
-"""The main job on GPUs: FSDP2 ranks publish over NVLink into live engines, driven by a controller."""
+"""The main job on GPUs: FSDP2 ranks publish into live engines, over NVLink and as between hosts."""
 
 from __future__ import annotations
 
@@ -10,15 +10,23 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import windlass
 from windlass.config import ControlConfig, UpdateMode
 from windlass.engines.client import EngineClient
+from windlass.errors import TransportUnavailable
 from windlass.frameworks.dtensor import describe_module, parameter_addresses
 from windlass.layout.manifest import Role
 from windlass.testing.resting_engine import RestingEngine
-from windlass.transports.configs import CudaIpcConfig
+from windlass.transports.configs import (
+    CudaIpcConfig,
+    MooncakeConfig,
+    MooncakeProtocol,
+    NixlConfig,
+    NixlWire,
+    TransportConfig,
+)
 from windlass.transports.registry import create_transport
 
 pytestmark = [
@@ -27,6 +35,14 @@ pytestmark = [
 ]
 TOKEN = "secret of the test"
 NUM_TRAINERS = 2
+HERE = "127.0.0.1"
+WIRES: dict[str, TransportConfig] = {
+    "cuda_ipc": CudaIpcConfig(),
+    "nixl": NixlConfig(host=HERE),
+    "nixl over TCP": NixlConfig(host=HERE, wire=NixlWire.TCP),
+    "mooncake over TCP": MooncakeConfig(host=HERE, protocol=MooncakeProtocol.TCP),
+}
+"""Each rank's GPU is filled in."""
 
 
 def build() -> torch.nn.Sequential:
@@ -42,7 +58,15 @@ def build() -> torch.nn.Sequential:
     )
 
 
-def train(rank: int, url: str, store: str, weights: str, pipe: Connection) -> None:
+def train(
+    rank: int,
+    url: str,
+    store: str,
+    weights: str,
+    wire: TransportConfig,
+    arena_nbytes: int,
+    pipe: Connection,
+) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     os.environ["NCCL_NVLS_ENABLE"] = "0"
@@ -58,12 +82,17 @@ def train(rank: int, url: str, store: str, weights: str, pipe: Connection) -> No
         offload = CPUOffloadPolicy(pin_memory=weights == "pinned")
     model = build().cuda()
     for layer in model:
-        fully_shard(layer, offload_policy=offload)
+        by_columns = isinstance(layer, torch.nn.Linear) and layer.in_features == 200
+        fully_shard(
+            layer,
+            offload_policy=offload,
+            shard_placement_fn=(lambda _: Shard(1)) if by_columns else None,
+        )
     fully_shard(model, offload_policy=offload)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     tokens = torch.arange(64, device="cuda").reshape(4, 16) + 64 * rank
     with windlass.connect_trainer(
-        model, controller=url, token=TOKEN, transport=CudaIpcConfig(device=rank)
+        model, controller=url, token=TOKEN, transport=wire, arena_nbytes=arena_nbytes
     ) as trainer:
         for version in range(3):
             logits = model(tokens).flatten(0, 1)
@@ -82,12 +111,19 @@ def train(rank: int, url: str, store: str, weights: str, pipe: Connection) -> No
     dist.destroy_process_group()
 
 
-def serve(name: str, device: int, dtype: torch.dtype, url: str, pipe: Connection) -> None:
+def serve(
+    name: str,
+    device: int,
+    dtype: torch.dtype,
+    url: str,
+    wire: TransportConfig,
+    pipe: Connection,
+) -> None:
     torch.cuda.set_device(device)
     model = build().to(dtype).cuda().requires_grad_(requires_grad=False)
-    transport = create_transport(CudaIpcConfig(device=device))
     manifest = describe_module(model, f"{name}/0", Role.ENGINE)
     addresses = parameter_addresses(model)
+    transport = create_transport(wire, memory_at=addresses[0])
     regions = [
         transport.register(address, spec.nbytes)
         for address, spec in zip(addresses, manifest.parameters, strict=True)
@@ -122,10 +158,25 @@ def serve(name: str, device: int, dtype: torch.dtype, url: str, pipe: Connection
 def test_engines_hold_the_full_tensors_after_every_publish(
     tmp_path: object, mode: UpdateMode, weights: str
 ) -> None:
-    asyncio.run(run(str(tmp_path), mode, weights))
+    asyncio.run(run(str(tmp_path), mode, weights, WIRES["cuda_ipc"]))
 
 
-async def run(folder: str, mode: UpdateMode, weights: str) -> None:
+@pytest.mark.parametrize("arena_nbytes", [0, 1 << 17], ids=["whole", "ring"])
+@pytest.mark.parametrize("mode", [UpdateMode.IN_PLACE, UpdateMode.STAGED])
+@pytest.mark.parametrize("wire", [name for name in WIRES if name != "cuda_ipc"])
+def test_the_same_over_wires_that_reach_other_hosts(
+    tmp_path: object, wire: str, mode: UpdateMode, arena_nbytes: int
+) -> None:
+    try:
+        create_transport(WIRES[wire], memory_at=torch.zeros(1, device="cuda").data_ptr()).close()
+    except TransportUnavailable as error:
+        pytest.skip(str(error))
+    asyncio.run(run(str(tmp_path), mode, "on GPU", WIRES[wire], arena_nbytes))
+
+
+async def run(
+    folder: str, mode: UpdateMode, weights: str, wire: TransportConfig, arena_nbytes: int = 0
+) -> None:
     context = mp.get_context("spawn")
     processes, pipes = [], {}
 
@@ -147,9 +198,12 @@ async def run(folder: str, mode: UpdateMode, weights: str) -> None:
         async with windlass.Controller(token=TOKEN, config=config) as controller:
             for index, (name, dtype) in enumerate(dtypes.items()):
                 device = (NUM_TRAINERS + index) % torch.cuda.device_count()
-                start(name, serve, name, device, dtype, controller.url)
+                start(name, serve, name, device, dtype, controller.url, wire)
             for rank in range(NUM_TRAINERS):
-                start(f"trainer{rank}", train, rank, controller.url, f"{folder}/store", weights)
+                start(
+                    f"trainer{rank}", train, rank, controller.url, f"{folder}/store", weights, wire,
+                    arena_nbytes,
+                )  # fmt: skip
             for name in dtypes:
                 assert await receive(name) == "ready"
             full: dict[str, torch.Tensor] = {}
@@ -160,7 +214,7 @@ async def run(folder: str, mode: UpdateMode, weights: str) -> None:
                 full = found[0][2]  # trainers go on at once: engines are looked at in the end
             newcomer = {"late": torch.bfloat16}
             device = torch.cuda.device_count() - 1
-            start("late", serve, "late", device, torch.bfloat16, controller.url)
+            start("late", serve, "late", device, torch.bfloat16, controller.url, wire)
             assert await receive("late") == "ready"
             caught_up = asyncio.Event()
 

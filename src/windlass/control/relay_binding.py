@@ -15,9 +15,6 @@ from windlass.planning.relay import RelayGroup, children_of, find_replicas, lane
 
 __all__ = ["RelayPlan", "plan_relay"]
 
-NOT_BY_HOST = frozenset({"cuda_ipc"})
-"""Transports whose memory the host cannot hash and hand on."""
-
 
 @dataclass(frozen=True, slots=True)
 class RelayPlan:
@@ -86,7 +83,7 @@ class RelayPlan:
 def plan_relay(engines: Sequence[Group], backend: UpdateBackend) -> RelayPlan:
     """Which engines pass on to which others.
 
-    Only engines that can send, and whose ranks hold the same boxes at the same places, box for box.
+    Only engines that can send, whose memory the host can read, and whose ranks hold the same boxes at the same places, box for box.
 
     Args:
         engines: that will be bound.
@@ -98,8 +95,7 @@ def plan_relay(engines: Sequence[Group], backend: UpdateBackend) -> RelayPlan:
         engine.name: engine
         for engine in engines
         if all(
-            agent.hello.can_send and agent.hello.wire.transport not in NOT_BY_HOST
-            for agent in engine.agents.values()
+            agent.hello.can_send and not agent.hello.wire.on_gpu for agent in engine.agents.values()
         )
     }
     groups = []

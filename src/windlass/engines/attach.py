@@ -24,7 +24,7 @@ from windlass.engines.client import EngineClient
 from windlass.engines.rest_gate import RestGate
 from windlass.errors import PeerTimeout, PeerUnreachable, ProtocolError, WindlassError
 from windlass.transports.base import MemoryRegion, OneSidedTransport
-from windlass.transports.configs import CudaIpcConfig, TransportConfig, parse_transport
+from windlass.transports.configs import parse_transport
 from windlass.transports.registry import create_transport
 
 if TYPE_CHECKING:
@@ -230,7 +230,11 @@ def attach(
         AuthenticationError, ProtocolError, PeerTimeout: see `AgentChannel.connect`.
         TransportUnavailable, RegionError: the transport cannot serve this memory.
     """
-    transport = create_transport(_transport_config(settings.transport), towards=settings.controller)
+    transport = create_transport(
+        parse_transport(settings.transport),
+        towards=settings.controller,
+        memory_at=captured.addresses[0] if captured.addresses else 0,
+    )
     # Repacked parameters are read from their buffers, which hold what was last received.
     client = EngineClient(
         manifest=captured.manifest,
@@ -247,15 +251,6 @@ def attach(
         connect_deadline_s=CONNECT_DEADLINE_S,
     )
     return Attachment(client)
-
-
-def _transport_config(name: str) -> TransportConfig:
-    config = parse_transport(name)
-    if isinstance(config, CudaIpcConfig):
-        import torch
-
-        return msgspec.structs.replace(config, device=torch.cuda.current_device())
-    return config
 
 
 def _register(transport: OneSidedTransport, captured: Captured) -> tuple[MemoryRegion, ...]:

@@ -13,6 +13,8 @@ from windlass.execution.disk import DiskReceiver, DiskSender
 from windlass.execution.one_sided import OneSidedReceiver, OneSidedSender
 from windlass.execution.receiver import Receiver
 from windlass.execution.sender import Sender
+from windlass.transports.base import NetworkTransport
+from windlass.transports.cuda.gpu import shared_gpu
 from windlass.transports.cuda.ipc import CudaIpcTransport
 
 __all__ = ["receiver_for", "sender_for"]
@@ -37,14 +39,28 @@ def receiver_for(config: UpdateBackend, receiver: Receiver, host: str) -> Receiv
     """The engine's half, over the live parameters of `receiver`. `host`: own address for groups."""
     match config:
         case P2pBackend():
-            if isinstance(receiver.transport, CudaIpcTransport):
-                return DeviceReceiver(
-                    receiver.transport, receiver.manifest, receiver.live_addresses, receiver.regions
-                )
-            return OneSidedReceiver(receiver)
+            return _p2p_receiver(receiver)
         case XcclBackend():
             return CollectiveReceiver(config, receiver.manifest, receiver.live_addresses, host)
         case DiskBackend():
             return DiskReceiver(config, receiver.manifest, receiver.live_addresses)
         case _:
             assert_never(config)
+
+
+def _p2p_receiver(receiver: Receiver) -> ReceiverBackend:
+    transport = receiver.transport
+    if isinstance(transport, CudaIpcTransport):
+        gpu, lands = transport.gpu, False
+    elif isinstance(transport, NetworkTransport) and transport.gpu_ordinal >= 0:
+        gpu, lands = shared_gpu(transport.gpu_ordinal), True
+    else:
+        return OneSidedReceiver(receiver)
+    return DeviceReceiver(
+        gpu,
+        receiver.transport,
+        receiver.manifest,
+        receiver.live_addresses,
+        receiver.regions,
+        lands=lands,
+    )

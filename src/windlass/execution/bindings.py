@@ -13,11 +13,22 @@ from windlass.transports.base import PeerEndpoint, RemoteRegion
 __all__ = [
     "BucketPart",
     "DestinationBinding",
+    "DigestKind",
     "GroupOffer",
     "LinkOutcome",
     "LinkStatus",
     "WireTensor",
 ]
+
+
+class DigestKind(StrEnum):
+    """What a link's digest is computed with; both ends must use the same.
+
+    XXH3: xxh3_128 of the payload, in host memory. POSITION: `memory/position_digest.py`, on GPUs.
+    """
+
+    XXH3 = "xxh3_128"
+    POSITION = "position"
 
 
 class DestinationBinding(msgspec.Struct, frozen=True):
@@ -38,6 +49,7 @@ class DestinationBinding(msgspec.Struct, frozen=True):
     parameter_addresses: tuple[int, ...]
     landing_address: int = 0
     listener: str = ""
+    digest_kind: DigestKind = DigestKind.XXH3
 
 
 class BucketPart(msgspec.Struct, frozen=True, array_like=True):
@@ -113,8 +125,8 @@ class LinkOutcome(msgspec.Struct, frozen=True):
         destination: destination worker.
         status: how it ended.
         nbytes: bytes written.
-        digest: xxh3_128 hex of the link's payload: its ops in plan order, each op's elements
-            row-major over `sizes`, in the destination dtype.
+        digest: hex, of the link's payload: its ops in plan order, each op's elements row-major
+            over `sizes`, in the destination dtype. Of which kind, the binding says.
         error: one line when `status` is not OK.
     """
 

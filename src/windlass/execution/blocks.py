@@ -1,12 +1,13 @@
 """Ops cut into blocks of rows: what a device kernel stores piece by piece, at both ends alike.
 
-Both ends of a link cut the same ops in the same way, so their digests agree. Nothing is packed and
-nothing lands beside its place, whatever the op's mode says: a kernel stores strided and casts on
-the way.
+Both ends of a link cut the same ops in the same way, so their digests agree. Where kernels store
+into the peer, nothing is packed and nothing lands beside its place, whatever the op's mode says:
+they store strided and cast on the way. Where a NIC carries the bytes, pieces are stored packed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, assert_never
 
 import numpy as np
@@ -19,11 +20,20 @@ from windlass.layout.quantization import BLOCK
 from windlass.planning.plan import Transform
 from windlass.transports.cuda.kernels import PIECE
 
-__all__ = ["PieceKind", "block_tables"]
+__all__ = [
+    "OpPieces",
+    "PieceKind",
+    "PieceArray",
+    "block_tables",
+    "cut_ops",
+    "join_tables",
+    "kind_of",
+    "store_packed",
+]
 
 MAX_PIECE_NBYTES = 64 << 10
 UInt64Array = npt.NDArray[np.uint64]
-Pieces = npt.NDArray[np.void]
+PieceArray = npt.NDArray[np.void]
 
 
 class PieceKind(NamedTuple):
@@ -36,7 +46,7 @@ class PieceKind(NamedTuple):
 
 def block_tables(
     program: LinkProgram, sources: UInt64Array, targets: UInt64Array
-) -> dict[PieceKind, Pieces]:
+) -> dict[PieceKind, PieceArray]:
     """The pieces of a link by what a kernel does with them.
 
     Args:
@@ -48,19 +58,59 @@ def block_tables(
     Returns:
         `PIECE` arrays. Positions count the link's payload from 0.
     """
-    found: dict[PieceKind, list[Pieces]] = {}
-    position = 0
-    for op in program.ops:
-        pieces = _cut_op(op, position, at_source=len(sources) > 0)
+    found = []
+    for op, _, pieces in cut_ops(program, at_source=len(sources) > 0):
         pieces["src"] += sources[op.src_parameter] if len(sources) else np.uint64(0)
         pieces["dst"] += targets[op.dst_parameter]
-        kind = PieceKind(op.transform, op.src_dtype, op.dst_dtype)
-        found.setdefault(kind, []).append(pieces)
+        found.append((kind_of(op), pieces))
+    return join_tables(found)
+
+
+class OpPieces(NamedTuple):
+    """The pieces of one op; `src` and `dst` count from where its parameters begin.
+
+    `position`: of the op's payload in the link's.
+    """
+
+    op: BoundOp
+    position: int
+    pieces: PieceArray
+
+
+def cut_ops(program: LinkProgram, *, at_source: bool) -> Iterator[OpPieces]:
+    """The ops of a link in plan order, cut as both ends cut them."""
+    position = 0
+    for op in program.ops:
+        yield OpPieces(op, position, _cut_op(op, position, at_source=at_source))
         position += op.nbytes
-    return {key: np.concatenate(parts) for key, parts in found.items()}
 
 
-def _cut_op(op: BoundOp, position: int, *, at_source: bool) -> Pieces:
+def kind_of(op: BoundOp) -> PieceKind:
+    """What a kernel does with its pieces."""
+    return PieceKind(op.transform, op.src_dtype, op.dst_dtype)
+
+
+def join_tables(found: Iterable[tuple[PieceKind, PieceArray]]) -> dict[PieceKind, PieceArray]:
+    """One table per kind, each in the order given."""
+    parts: dict[PieceKind, list[PieceArray]] = {}
+    for kind, pieces in found:
+        parts.setdefault(kind, []).append(pieces)
+    return {kind: np.concatenate(pieces) for kind, pieces in parts.items()}
+
+
+def store_packed(pieces: PieceArray, first: int, address: int) -> None:
+    """Let pieces store their payload row-major behind each other, wherever they are read.
+
+    Args:
+        pieces: changed in place.
+        first: position in the link's payload that `address` is for.
+        address: of packed memory.
+    """
+    pieces["dst"] = pieces["pos"] - np.uint64(first) + np.uint64(address)
+    pieces["dst_pitch"] = pieces["pos_pitch"]
+
+
+def _cut_op(op: BoundOp, position: int, *, at_source: bool) -> PieceArray:
     match op.transform:
         case Transform.NONE:
             return _cut(op, position)
@@ -72,7 +122,7 @@ def _cut_op(op: BoundOp, position: int, *, at_source: bool) -> Pieces:
             assert_never(op.transform)
 
 
-def _cut_values(op: BoundOp, position: int) -> Pieces:
+def _cut_values(op: BoundOp, position: int) -> PieceArray:
     """One piece per block of the matrix, cut alike at both ends."""
     (rows, columns), (src_row, src_col) = op.src_sizes, op.src_strides
     dst_row, dst_col = op.dst_strides
@@ -91,7 +141,7 @@ def _cut_values(op: BoundOp, position: int) -> Pieces:
     return pieces.reshape(-1)
 
 
-def _cut_scales(op: BoundOp, position: int, *, at_source: bool) -> Pieces:
+def _cut_scales(op: BoundOp, position: int, *, at_source: bool) -> PieceArray:
     """One piece per scale: a block at the source, one element at the destination."""
     (rows, columns), (dst_row, dst_col) = op.src_sizes, op.dst_strides
     num_rows, num_columns = op.sizes
@@ -106,7 +156,7 @@ def _cut_scales(op: BoundOp, position: int, *, at_source: bool) -> Pieces:
     return pieces.reshape(-1)
 
 
-def _cut(op: BoundOp, position: int) -> Pieces:
+def _cut(op: BoundOp, position: int) -> PieceArray:
     """All pieces of one op, relative to the parameters' starts."""
     sizes, src, dst = list(op.sizes), list(op.src_strides), list(op.dst_strides)
     itemsize = op.dst_dtype.itemsize

@@ -10,14 +10,25 @@ import numpy as np
 import numpy.typing as npt
 
 from windlass.execution.bind import LinkProgram
-from windlass.execution.blocks import PieceKind, block_tables
+from windlass.execution.blocks import PieceArray, PieceKind
 from windlass.planning.plan import Transform
-from windlass.transports.cuda.ipc import CudaIpcTransport
+from windlass.transports.cuda.gpu import Gpu
 from windlass.transports.cuda.kernels import PieceTable, put_kernel
 
-__all__ = ["DIGEST_NBYTES", "DeviceLink", "UInt64Array", "load_link", "read_digest", "unload_links"]
+__all__ = [
+    "DIGEST_NBYTES",
+    "OWN_WORK_S",
+    "DeviceLink",
+    "UInt64Array",
+    "load_link",
+    "load_table",
+    "read_digest",
+    "unload_links",
+]
 
 DIGEST_NBYTES = 16
+OWN_WORK_S = 60.0
+"""For work on a GPU's own memory, which takes milliseconds."""
 UInt64Array = npt.NDArray[np.uint64]
 
 
@@ -33,16 +44,15 @@ class DeviceLink:
     digest: int
 
 
-def load_link(
-    transport: CudaIpcTransport, program: LinkProgram, sources: UInt64Array, targets: UInt64Array
-) -> DeviceLink:
-    """Cut the ops and upload the tables. `sources`, `targets`: see `block_tables`."""
-    tables = []
-    for kind, pieces in block_tables(program, sources, targets).items():
-        tables.append(
-            PieceTable(transport.device, pieces, _kernel_of(kind), kind.dst_dtype.itemsize)
-        )
-    return DeviceLink(program, tuple(tables), transport.device.allocate(DIGEST_NBYTES))
+def load_link(gpu: Gpu, program: LinkProgram, tables: Mapping[PieceKind, PieceArray]) -> DeviceLink:
+    """Upload the tables of a link."""
+    loaded = tuple(load_table(gpu, kind, pieces) for kind, pieces in tables.items())
+    return DeviceLink(program, loaded, gpu.device.allocate(DIGEST_NBYTES))
+
+
+def load_table(gpu: Gpu, kind: PieceKind, pieces: PieceArray) -> PieceTable:
+    """Upload pieces of one kind; the caller closes the table."""
+    return PieceTable(gpu.device, pieces, _kernel_of(kind), kind.dst_dtype.itemsize)
 
 
 def _kernel_of(kind: PieceKind) -> str:
@@ -57,15 +67,15 @@ def _kernel_of(kind: PieceKind) -> str:
             assert_never(kind.transform)
 
 
-def unload_links(transport: CudaIpcTransport, links: Mapping[str, DeviceLink]) -> None:
+def unload_links(gpu: Gpu, links: Mapping[str, DeviceLink]) -> None:
     """Free their tables and words."""
     for link in links.values():
         for table in link.tables:
             table.close()
-        transport.device.free(link.digest)
+        gpu.device.free(link.digest)
 
 
-def read_digest(transport: CudaIpcTransport, address: int) -> str:
+def read_digest(gpu: Gpu, address: int) -> str:
     """The two words at `address`, as links report them."""
-    a, b = np.frombuffer(transport.device.download(address, DIGEST_NBYTES), "<u8").tolist()
+    a, b = np.frombuffer(gpu.device.download(address, DIGEST_NBYTES), "<u8").tolist()
     return f"{a:016x}{b:016x}"

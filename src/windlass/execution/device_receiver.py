@@ -1,4 +1,4 @@
-"""The engine's half on GPUs of one host: it publishes addresses, and hashes what landed there."""
+"""The engine's half on GPUs: it publishes addresses, and hashes what landed there."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ import numpy as np
 
 from windlass.config import UpdateMode
 from windlass.errors import PlanError, ProtocolError
-from windlass.execution.bind import LinkProgram, bind_links, check_part
-from windlass.execution.bindings import DestinationBinding, GroupOffer
-from windlass.execution.blocks import block_tables
+from windlass.execution.bind import bind_links, check_part
+from windlass.execution.bindings import DestinationBinding, DigestKind, GroupOffer
+from windlass.execution.blocks import (
+    OpPieces,
+    PieceArray,
+    cut_ops,
+    join_tables,
+    kind_of,
+    store_packed,
+)
 from windlass.execution.device_links import (
     DIGEST_NBYTES,
+    OWN_WORK_S,
     DeviceLink,
     UInt64Array,
     load_link,
@@ -23,30 +31,32 @@ from windlass.execution.device_links import (
 from windlass.execution.landed_digests import LandedDigests
 from windlass.execution.landings import LandingListener
 from windlass.layout.manifest import ShardManifest
+from windlass.memory.arena import ALIGNMENT, aligned_offsets
+from windlass.memory.device_arena import DeviceArena
 from windlass.planning.plan import CopyMode, TransferPlan
-from windlass.transports.base import MemoryRegion
-from windlass.transports.cuda.ipc import CudaIpcTransport
+from windlass.transports.base import MemoryRegion, OneSidedTransport
+from windlass.transports.cuda.gpu import Gpu
 from windlass.transports.cuda.kernels import PieceTable
 
 __all__ = ["DeviceReceiver"]
-
-ALIGNMENT = 256
-OWN_WORK_S = 60.0
-"""For work on this GPU's own memory, which takes milliseconds."""
 
 
 @final
 class DeviceReceiver:
     """One engine rank whose parameters are on a GPU.
 
-    `in_place` stores land in the live parameters, `staged` ones in a shadow of the same layout
-    that `apply` copies over on the device.
+    `in_place` writes land in the live parameters, `staged` ones in a shadow of the same layout
+    that `apply` copies over on the device. Peers whose kernels store into this memory store strided;
+    what a NIC writes is in runs, so it lands packed where the plan says so, and `apply` unpacks it.
 
     Args:
+        gpu: that the parameters are on; it hashes, copies and unpacks.
         transport: the live parameters are registered with it; the caller closes it.
         manifest: of this rank.
         parameter_addresses: of the live parameters, in manifest order; they never move.
         regions: registered regions that contain every live parameter.
+        lands: whether there is a landing region; False where peers store by kernels, which also
+            tell what has landed (`landings.py`).
 
     Attributes:
         late_nbytes: what the last `verify` still had to hash; the rest was hashed as it landed.
@@ -54,69 +64,97 @@ class DeviceReceiver:
 
     def __init__(
         self,
-        transport: CudaIpcTransport,
+        gpu: Gpu,
+        transport: OneSidedTransport,
         manifest: ShardManifest,
         parameter_addresses: Sequence[int],
         regions: Sequence[MemoryRegion],
+        *,
+        lands: bool,
     ) -> None:
+        self._gpu = gpu
         self._transport = transport
         self._manifest = manifest
-        self._addresses = tuple(parameter_addresses)
+        self._live = np.array(parameter_addresses, np.uint64)
+        self._targets = self._live
         self._regions = tuple(regions)
+        self._lands = lands
         self._links: dict[str, DeviceLink] = {}
         self._flips: list[PieceTable] = []
-        self._shadow: MemoryRegion | None = None
-        self._landed = LandedDigests(transport)
-        self._listener = LandingListener(self._landed.add)
+        self._shadow: DeviceArena | None = None
+        self._landing: DeviceArena | None = None
+        self._landed = LandedDigests(gpu)
+        self._listener = None if lands else LandingListener(self._landed.add)
         self.late_nbytes = 0
 
     def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:
-        """Bind a plan part; allocates the shadow that `staged` needs, once.
+        """Bind a plan part; allocates the shadow that `staged` needs and the landing region, once.
 
         Raises:
             PlanError: the plan was made for another layout, or asks for the engine's own loader.
+            TransferFailed: the GPU has no room for them.
         """
         self._drop_tables()
-        check_part(self._manifest, plan.destinations, plan.destination_digests, "destinations")
+        index = check_part(
+            self._manifest, plan.destinations, plan.destination_digests, "destinations"
+        )
         if (plan.ops.mode == CopyMode.LOADER).any():
             raise PlanError(f"{self._manifest.worker}: this receiver has no loader for loader ops")
-        live = np.array(self._addresses, np.uint64)
-        staged = mode is UpdateMode.STAGED
-        targets = self._shadow_addresses() if staged else live
-        nowhere = np.zeros(0, np.uint64)
+        self._targets = self._shadow_addresses() if mode is UpdateMode.STAGED else self._live
+        if self._lands:
+            self._make_landing(plan.landing_nbytes[index])
         for program in bind_links(plan, sending=False):
-            self._links[program.peer] = load_link(self._transport, program, nowhere, targets)
-            if staged:
-                self._flips += self._flip_tables(program, targets, live)
-        self._landed.load(self._links)
-        shadow = (self._shadow.remote,) if staged and self._shadow is not None else ()
+            found = list(cut_ops(program, at_source=False))
+            tables = join_tables((kind_of(one.op), self._written(one)) for one in found)
+            self._links[program.peer] = load_link(self._gpu, program, tables)
+            self._flips += self._flip_tables(found)
+        self._landed.load(self._links if self._listener is not None else {})
+        arenas = [arena for arena in (self._shadow, self._landing) if arena is not None]
         return DestinationBinding(
             worker=self._manifest.worker,
             endpoint=self._transport.endpoint(),
-            regions=(*(region.remote for region in self._regions), *shadow),
-            parameter_addresses=tuple(targets.tolist()),
-            listener=self._listener.address,
+            regions=tuple(r.remote for r in (*self._regions, *(a.region for a in arenas))),
+            parameter_addresses=tuple(self._targets.tolist()),
+            landing_address=0 if self._landing is None else self._landing.address,
+            listener="" if self._listener is None else self._listener.address,
+            digest_kind=DigestKind.POSITION,
         )
 
     def _shadow_addresses(self) -> UInt64Array:
-        offsets, total = [], 0
-        for parameter in self._manifest.parameters:
-            offsets.append(total)
-            total += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
+        offsets, total = aligned_offsets(p.nbytes for p in self._manifest.parameters)
         if self._shadow is None:
-            address = self._transport.device.allocate(max(total, ALIGNMENT))
-            self._shadow = self._transport.register(address, max(total, ALIGNMENT))
+            self._shadow = DeviceArena(self._gpu.device, self._transport, max(total, ALIGNMENT))
         return np.array(offsets, np.uint64) + np.uint64(self._shadow.address)
 
-    def _flip_tables(
-        self, program: LinkProgram, shadow: UInt64Array, live: UInt64Array
-    ) -> Iterator[PieceTable]:
-        nowhere = np.zeros(0, np.uint64)
-        landed = block_tables(program, nowhere, shadow)
-        for kind, pieces in block_tables(program, nowhere, live).items():
-            pieces["src"], pieces["src_pitch"] = landed[kind]["dst"], pieces["dst_pitch"]
+    def _make_landing(self, nbytes: int) -> None:
+        if self._landing is not None and self._landing.nbytes < nbytes:
+            self._landing.close()
+            self._landing = None
+        if self._landing is None and nbytes:
+            self._landing = DeviceArena(self._gpu.device, self._transport, nbytes)
+
+    def _written(self, found: OpPieces) -> PieceArray:
+        """Where peers write an op: in the landing region, the shadow or the live parameter."""
+        pieces = found.pieces.copy()
+        if self._landing is not None and found.op.lands:
+            address = self._landing.address + found.op.landing_offset
+            store_packed(pieces, found.position, address)
+        else:
+            pieces["dst"] += self._targets[found.op.dst_parameter]
+        return pieces
+
+    def _flip_tables(self, found: Sequence[OpPieces]) -> Iterator[PieceTable]:
+        """From where peers write to the live parameters, for what is not written there."""
+        moved = []
+        for one in found:
+            written, live = self._written(one), one.pieces.copy()
+            live["dst"] += self._live[one.op.dst_parameter]
+            if (written["dst"] != live["dst"]).any():
+                live["src"], live["src_pitch"] = written["dst"], written["dst_pitch"]
+                moved.append((kind_of(one.op), live))
+        for kind, pieces in join_tables(moved).items():
             itemsize = kind.dst_dtype.itemsize
-            yield PieceTable(self._transport.device, pieces, f"put_{itemsize}", itemsize)
+            yield PieceTable(self._gpu.device, pieces, f"put_{itemsize}", itemsize)
 
     def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:  # noqa: ARG002
         """No groups here."""
@@ -131,17 +169,18 @@ class DeviceReceiver:
         return sum(self._links[s].program.nbytes for s in sources if s in self._links)
 
     def apply(self) -> None:
-        """Copy the shadow over, if there is one. Idempotent. The engine must be at rest."""
+        """Copy the shadow over and unpack what landed. Idempotent. The engine must be at rest."""
         for table in self._flips:
-            self._transport.kernels.put(table, self._transport.stream)
-        self._transport.wait(self._transport.stream.record(), OWN_WORK_S)
+            self._gpu.kernels.put(table, self._gpu.stream)
+        self._gpu.finish(OWN_WORK_S)
 
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:
         """Sources whose bytes do not have the expected digest, or that send nothing here.
 
         Links that were hashed as they landed are only compared; one that differs is hashed again.
         """
-        self._listener.drain()
+        if self._listener is not None:
+            self._listener.drain()
         digests = self._landed.take(version, expected, OWN_WORK_S)
         late = {
             source: self._links[source]
@@ -153,27 +192,28 @@ class DeviceReceiver:
         return tuple(sorted(s for s, digest in expected.items() if digests.get(s) != digest))
 
     def _hash(self, links: Mapping[str, DeviceLink]) -> dict[str, str]:
-        transport, stream = self._transport, self._transport.stream
+        gpu = self._gpu
         for link in links.values():
-            transport.device.clear(link.digest, DIGEST_NBYTES, stream)
+            gpu.device.clear(link.digest, DIGEST_NBYTES, gpu.stream)
             for table in link.tables:
-                transport.kernels.hash(table, stream, link.digest)
+                gpu.kernels.hash(table, gpu.stream, link.digest)
         if links:
-            transport.wait(stream.record(), OWN_WORK_S)
-        return {source: read_digest(transport, link.digest) for source, link in links.items()}
+            gpu.finish(OWN_WORK_S)
+        return {source: read_digest(gpu, link.digest) for source, link in links.items()}
 
     def close(self) -> None:
-        """Free tables and shadow. No peer may write after this. Idempotent."""
-        self._listener.close()
+        """Free tables, shadow and landing region. No peer may write after this. Idempotent."""
+        if self._listener is not None:
+            self._listener.close()
         self._drop_tables()
-        if self._shadow is not None:
-            self._transport.unregister(self._shadow)
-            self._transport.device.free(self._shadow.address)
-            self._shadow = None
+        for arena in (self._shadow, self._landing):
+            if arena is not None:
+                arena.close()
+        self._shadow = self._landing = None
 
     def _drop_tables(self) -> None:
         self._landed.load({})
-        unload_links(self._transport, self._links)
+        unload_links(self._gpu, self._links)
         for table in self._flips:
             table.close()
         self._links, self._flips = {}, []

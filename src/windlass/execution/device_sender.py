@@ -29,6 +29,7 @@ from windlass.execution.bindings import (
     LinkOutcome,
     LinkStatus,
 )
+from windlass.execution.blocks import block_tables
 from windlass.execution.device_links import (
     DIGEST_NBYTES,
     DeviceLink,
@@ -68,10 +69,10 @@ class DeviceSender:
         manifest: ShardManifest,
         parameters: Callable[[], Sequence[ParameterMemory]],
     ) -> None:
-        self._transport = transport
+        self._transport, self._gpu = transport, transport.gpu
         self._manifest = manifest
         self._parameters = parameters
-        self._sources = SourceMemory(transport.device)
+        self._sources = SourceMemory(transport.gpu.device)
         self._located: tuple[ParameterMemory, ...] = ()
         self._programs: dict[str, tuple[LinkProgram, UInt64Array]] = {}
         self._links: dict[str, DeviceLink] = {}
@@ -120,12 +121,12 @@ class DeviceSender:
             )
         if located == self._located and self._links:
             return
-        unload_links(self._transport, self._links)
+        unload_links(self._gpu, self._links)
         self._links, self._located = {}, ()
         reached = self._sources.reach([(memory.address, memory.nbytes) for memory in located])
         sources = np.array(reached, np.uint64)
         self._links = {
-            peer: load_link(self._transport, program, sources, targets)
+            peer: load_link(self._gpu, program, block_tables(program, sources, targets))
             for peer, (program, targets) in self._programs.items()
         }
         self._located = located
@@ -171,7 +172,7 @@ class DeviceSender:
         unknown = [name for name in destinations if name not in self._links]
         if unknown:
             raise RoundAborted(f"write: this rank sends nothing to {', '.join(unknown)}")
-        self._transport.device.synchronize()
+        self._gpu.device.synchronize()
         began = time.perf_counter()
         shift = self._shift % max(len(destinations), 1)
         gone = {name: why for name in destinations if (why := self._is_gone(name))}
@@ -189,13 +190,13 @@ class DeviceSender:
 
     def _queue(self, name: str, version: int, write: str) -> list[tuple[Landed, Event]]:
         """Queue the stores of a link; what has landed when each event is reached."""
-        transport, stream, link = self._transport, self._transport.stream, self._links[name]
+        gpu, stream, link = self._gpu, self._gpu.stream, self._links[name]
         listens, source = bool(self._bindings[name].listener), self._manifest.worker
-        transport.device.clear(link.digest, DIGEST_NBYTES, stream)
+        gpu.device.clear(link.digest, DIGEST_NBYTES, stream)
         queued = []
         for number, table in enumerate(link.tables):
             for part in table.parts if listens else (range(table.num_pieces),):
-                transport.kernels.put(table, stream, link.digest, part)
+                gpu.kernels.put(table, stream, link.digest, part)
                 landed = Landed(source, version, write, number, part.start, part.stop)
                 queued.append((landed, stream.record()))
         return queued
@@ -204,7 +205,7 @@ class DeviceSender:
         """Tell the peers as parts land; empty, or why it is not known whether all have."""
         try:
             for listener, landed, event in queued:
-                self._transport.wait(event, max(deadline - time.perf_counter(), 0.0))
+                self._gpu.wait(event, max(deadline - time.perf_counter(), 0.0))
                 if listener:
                     self._teller.tell(listener, landed)
         except TransferOutcomeUnknown as error:
@@ -224,7 +225,7 @@ class DeviceSender:
             return LinkOutcome(name, LinkStatus.UNREACHABLE, 0, "", gone)
         if late:
             return LinkOutcome(name, LinkStatus.UNKNOWN, 0, "", late)
-        digest = read_digest(self._transport, link.digest)
+        digest = read_digest(self._gpu, link.digest)
         return LinkOutcome(name, LinkStatus.OK, link.program.nbytes, digest)
 
     def close(self) -> None:
@@ -234,6 +235,6 @@ class DeviceSender:
         self._teller.close()
 
     def _drop(self) -> None:
-        unload_links(self._transport, self._links)
+        unload_links(self._gpu, self._links)
         self._sources.close()
         self._links, self._bindings, self._programs, self._located = {}, {}, {}, ()

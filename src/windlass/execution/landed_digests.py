@@ -10,7 +10,7 @@ from typing import final
 from windlass.errors import TransferFailed
 from windlass.execution.device_links import DIGEST_NBYTES, DeviceLink, read_digest
 from windlass.execution.landings import Landed
-from windlass.transports.cuda.ipc import CudaIpcTransport
+from windlass.transports.cuda.gpu import Gpu
 
 __all__ = ["LandedDigests"]
 
@@ -29,11 +29,11 @@ class LandedDigests:
     """The hashing half of `LandingListener`. Thread-safe.
 
     Args:
-        transport: of the GPU whose memory is written; its stream does the hashing.
+        gpu: whose memory is written; its stream does the hashing.
     """
 
-    def __init__(self, transport: CudaIpcTransport) -> None:
-        self._transport = transport
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
         self._lock = threading.Lock()
         self._links: Mapping[str, DeviceLink] = {}
         self._words: dict[str, int] = {}
@@ -41,7 +41,7 @@ class LandedDigests:
 
     def load(self, links: Mapping[str, DeviceLink]) -> None:
         """From now on these links, by source; their tables must live until the next `load`."""
-        device = self._transport.device
+        device = self._gpu.device
         with self._lock:
             for address in self._words.values():
                 device.free(address)
@@ -61,16 +61,16 @@ class LandedDigests:
                 self._progress.pop(landed.source, None)
 
     def _hash(self, link: DeviceLink, landed: Landed) -> None:
-        transport, words = self._transport, self._words[landed.source]
+        gpu, words = self._gpu, self._words[landed.source]
         progress = self._progress.get(landed.source)
         if progress is None or (progress.version, progress.write) != (landed.version, landed.write):
             progress = _Progress(landed.version, landed.write, [0] * len(link.tables))
             self._progress[landed.source] = progress
-            transport.device.clear(words, DIGEST_NBYTES, transport.stream)
+            gpu.device.clear(words, DIGEST_NBYTES, gpu.stream)
         table, part = link.tables[landed.table], range(landed.start, landed.stop)
         follows = part.start == progress.num_hashed[landed.table]
         if part and follows and part.stop <= table.num_pieces:
-            transport.kernels.hash(table, transport.stream, words, part)
+            gpu.kernels.hash(table, gpu.stream, words, part)
             progress.num_hashed[landed.table] = part.stop
 
     def take(self, version: int, sources: Iterable[str], deadline_s: float) -> dict[str, str]:
@@ -90,5 +90,5 @@ class LandedDigests:
                 and progress.num_hashed == [t.num_pieces for t in self._links[source].tables]
             ]
             if whole:
-                self._transport.wait(self._transport.stream.record(), deadline_s)
-            return {source: read_digest(self._transport, self._words[source]) for source in whole}
+                self._gpu.finish(deadline_s)
+            return {source: read_digest(self._gpu, self._words[source]) for source in whole}

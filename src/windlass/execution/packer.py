@@ -1,4 +1,4 @@
-"""Stage 5: the bytes of a link that cannot go as they lie, packed into the arena and hashed.
+"""Stage 5 in host memory: the bytes of a link that cannot go as they lie, packed into the arena and hashed.
 
 In come a `LinkProgram` and where the parameters of both sides lie; `Pieces` go out: an address here,
 one at the peer, and bytes, for one-sided writes. The link's digest is taken on the way, over all ops
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Protocol, final
 
 import numpy as np
 import xxhash
 
 from windlass.errors import PlanError
 from windlass.execution.bind import BoundOp, LinkProgram
-from windlass.execution.bindings import DestinationBinding
+from windlass.execution.bindings import DestinationBinding, DigestKind
 from windlass.execution.pieces import (
     Pieces,
     UInt64Array,
@@ -30,7 +30,7 @@ from windlass.memory.arena import ALIGNMENT, Arena, aligned
 from windlass.memory.digest import hash_strided, new_digest
 from windlass.transports.base import OneSidedTransport
 
-__all__ = ["PackedLink", "Packer", "Peer", "keep_mapped"]
+__all__ = ["HostPacker", "PackArena", "PackedLink", "Packer", "Peer", "as_pieces", "keep_mapped"]
 
 _ABANDONED: list[Arena] = []
 """Arenas that a write of unknown outcome may still read: mapped until the process ends."""
@@ -68,36 +68,37 @@ class PackedLink:
     digest: str
 
 
-@final
-class Packer:
-    """The arena of one trainer rank. Not thread-safe.
+class PackArena(Protocol):
+    """Registered memory that is packed into."""
 
-    Args:
-        transport: registers the arena.
-        limit_nbytes: capacity of the arena; 0 for as much as one update needs.
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Packer(Protocol):
+    """The arena of one rank, in the memory that its parameters are in. Not thread-safe.
 
     Attributes:
         sources: where the parameters lie, in manifest order; the owner keeps it up to date.
+        digest_kind: of the digests it takes.
     """
 
-    def __init__(self, transport: OneSidedTransport, limit_nbytes: int) -> None:
-        self._transport, self._limit = transport, limit_nbytes
-        self._arena: Arena | None = None
-        self.sources: UInt64Array = np.zeros(0, np.uint64)
+    digest_kind: DigestKind
+    sources: UInt64Array
 
     @property
-    def arena(self) -> Arena | None:
+    def arena(self) -> PackArena | None:
         """What is packed into; None where nothing is."""
-        return self._arena
+        ...
 
     @property
     def nbytes(self) -> int:
         """Bytes of arena allocated now."""
-        return self._arena.nbytes if self._arena is not None else 0
+        ...
 
     def holds(self, programs: Sequence[LinkProgram]) -> bool:
         """Whether the packed bytes of all these links fit at once."""
-        return packed_capacity(programs) <= self.nbytes
+        ...
 
     def fit(self, programs: Sequence[LinkProgram]) -> None:
         """Have an arena that is large enough for these links, within the limit.
@@ -105,6 +106,74 @@ class Packer:
         Raises:
             RegionError: memory cannot be registered.
         """
+        ...
+
+    def abandon(self, *, renew: bool = True) -> None:
+        """Bytes may still leave the arena: never reuse or unmap it.
+
+        `renew`: have a new one, for what follows.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free the arena. Idempotent."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Of the link that `ring` packed last, hex; once its last batch was given out."""
+        ...
+
+    def pack_link(self, program: LinkProgram, peer: Peer, offset: int) -> tuple[PackedLink, int]:
+        """Pack and hash a whole link at `offset` of the arena; returns where the next one may begin."""
+        ...
+
+    def pack_ops(self, program: LinkProgram, offset: int) -> tuple[dict[int, int], int]:
+        """Pack a link at `offset` without hashing it.
+
+        Returns:
+            (op -> address of its payload, where the next link may begin).
+        """
+        ...
+
+    def ring(self, program: LinkProgram, peer: Peer) -> Iterator[Pieces]:
+        """Batches that use the two halves in turn; at most one may be in flight between two."""
+        ...
+
+
+@final
+class HostPacker:
+    """The arena of one rank in host memory. See `Packer`.
+
+    Args:
+        transport: registers the arena.
+        limit_nbytes: capacity of the arena; 0 for as much as one update needs.
+    """
+
+    digest_kind = DigestKind.XXH3
+
+    def __init__(self, transport: OneSidedTransport, limit_nbytes: int) -> None:
+        self._transport, self._limit = transport, limit_nbytes
+        self._arena: Arena | None = None
+        self._digest = new_digest()
+        self.sources: UInt64Array = np.zeros(0, np.uint64)
+
+    @property
+    def arena(self) -> Arena | None:
+        """See `Packer`."""
+        return self._arena
+
+    @property
+    def nbytes(self) -> int:
+        """See `Packer`."""
+        return self._arena.nbytes if self._arena is not None else 0
+
+    def holds(self, programs: Sequence[LinkProgram]) -> bool:
+        """See `Packer`."""
+        return packed_capacity(programs) <= self.nbytes
+
+    def fit(self, programs: Sequence[LinkProgram]) -> None:
+        """See `Packer`."""
         needed = packed_capacity(programs)
         capacity = min(needed, self._limit) if self._limit else needed
         if self._arena is not None and (self._arena.nbytes < capacity or not capacity):
@@ -114,7 +183,7 @@ class Packer:
             self._arena = Arena(self._transport, capacity)
 
     def abandon(self, *, renew: bool = True) -> None:
-        """Bytes may still leave the arena: never reuse or unmap it; what follows gets a new one."""
+        """See `Packer`."""
         if self._arena is not None:
             nbytes = self._arena.nbytes
             keep_mapped(self._arena)
@@ -123,13 +192,18 @@ class Packer:
                 self._arena = Arena(self._transport, nbytes)
 
     def close(self) -> None:
-        """Free the arena. Idempotent."""
+        """See `Packer`."""
         if self._arena is not None:
             self._arena.close()
             self._arena = None
 
+    @property
+    def digest(self) -> str:
+        """See `Packer`."""
+        return self._digest.hexdigest()
+
     def pack_link(self, program: LinkProgram, peer: Peer, offset: int) -> tuple[PackedLink, int]:
-        """Pack and hash a whole link at `offset` of the arena; returns where the next one may begin."""
+        """See `Packer`."""
         digest = new_digest()
         packed = []
         for op in program.ops:
@@ -138,15 +212,11 @@ class Packer:
             else:
                 packed.append((self._pack(op, offset, digest), peer.address_of(op), op.nbytes))
                 offset += aligned(op.nbytes)
-        found = (*batches(self._direct(program, peer)), *batches(_as_pieces(packed)))
+        found = (*batches(self._direct(program, peer)), *batches(as_pieces(packed)))
         return PackedLink(found, digest.hexdigest()), offset
 
     def pack_ops(self, program: LinkProgram, offset: int) -> tuple[dict[int, int], int]:
-        """Pack a link at `offset` without hashing it.
-
-        Returns:
-            (op -> address of its payload, where the next link may begin).
-        """
+        """See `Packer`."""
         packed = {}
         for index, op in enumerate(program.ops):
             if not op.is_direct:
@@ -154,8 +224,9 @@ class Packer:
                 offset += aligned(op.nbytes)
         return packed, offset
 
-    def ring(self, program: LinkProgram, peer: Peer, digest: xxhash.xxh3_128) -> Iterator[Pieces]:
-        """Batches that use the two halves in turn; at most one may be in flight between two."""
+    def ring(self, program: LinkProgram, peer: Peer) -> Iterator[Pieces]:
+        """See `Packer`."""
+        digest = self._digest = new_digest()
         yield from batches(self._direct(program, peer))
         half_nbytes = self.nbytes // 2 & -ALIGNMENT
         half, used = 0, 0
@@ -166,12 +237,12 @@ class Packer:
                 continue
             for part in split_op(op, half_nbytes):
                 if used + aligned(part.nbytes) > half_nbytes:
-                    yield from batches(_as_pieces(packed))
+                    yield from batches(as_pieces(packed))
                     packed, half, used = [], 1 - half, 0
                 address = self._pack(part, half * half_nbytes + used, digest)
                 packed.append((address, peer.address_of(part), part.nbytes))
                 used += aligned(part.nbytes)
-        yield from batches(_as_pieces(packed))
+        yield from batches(as_pieces(packed))
 
     def _direct(self, program: LinkProgram, peer: Peer) -> Pieces:
         return direct_pieces(program.direct, self.sources, peer.targets)
@@ -196,6 +267,7 @@ class Packer:
         return address
 
 
-def _as_pieces(rows: Sequence[tuple[int, int, int]]) -> Pieces:
+def as_pieces(rows: Sequence[tuple[int, int, int]]) -> Pieces:
+    """Writes from rows of local address, remote address, bytes."""
     table = np.array(rows, np.uint64).reshape(-1, 3)
     return Pieces(table[:, 0].copy(), table[:, 1].copy(), table[:, 2].copy())

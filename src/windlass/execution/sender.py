@@ -36,15 +36,15 @@ from windlass.execution.bind import (
     check_part,
 )
 from windlass.execution.bindings import DestinationBinding, LinkOutcome, LinkStatus
-from windlass.execution.packer import PackedLink, Packer, Peer
+from windlass.execution.packer import PackArena, PackedLink, Peer
+from windlass.execution.packers import packer_for
 from windlass.execution.parameters import SourceParameters
 from windlass.execution.pieces import Pieces, batches, packed_capacity
 from windlass.execution.relay_feed import Feeds, bind_feed
 from windlass.execution.relay_wire import Place, RelayAddress
 from windlass.execution.replica import Replica
 from windlass.layout.manifest import ShardManifest
-from windlass.memory.arena import ALIGNMENT, Arena
-from windlass.memory.digest import new_digest
+from windlass.memory.arena import ALIGNMENT
 from windlass.planning.plan import TransferPlan
 from windlass.planning.relay import RelayGroup
 from windlass.planning.simulate import LINKS_AT_ONCE
@@ -90,7 +90,7 @@ class Sender:
         self._transport = transport
         self._manifest = manifest
         self._parameters = SourceParameters(transport, manifest, parameters, registered)
-        self._packer = Packer(transport, arena_nbytes)
+        self._packer = packer_for(transport, arena_nbytes)
         self._replica = Replica(transport, manifest) if replica else None
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(LINKS_AT_ONCE, "windlass-writer")
@@ -166,6 +166,7 @@ class Sender:
             for peer, program in programs.items():
                 if peer not in known:
                     raise PlanError(f"connect: destination {peer} of the plan has no binding")
+                self._check_digest_kind(known[peer])
                 check_binding(program, known[peer])
             self._peers = {peer: Peer.bound_to(known[peer]) for peer in programs}
             self._packer.fit(tuple(programs.values()))
@@ -289,6 +290,14 @@ class Sender:
             self._packer.close()
             self._parameters.close()
 
+    def _check_digest_kind(self, binding: DestinationBinding) -> None:
+        kind = self._packer.digest_kind
+        if binding.digest_kind is not kind:
+            raise PlanError(
+                f"connect: {binding.worker}: weights must be on GPUs at both ends or in host memory at "
+                f"both: this rank hashes by {kind}, that one by {binding.digest_kind}"
+            )
+
     # --- links and feeds ---------------------------------------------------------------------
 
     def _write(self, destinations: Sequence[str], deadline: Deadline) -> SendResult:
@@ -331,7 +340,7 @@ class Sender:
         return self._feeds.feed_root(self._transport, worker, binding, place, deadline)
 
     def _fed_outcome(
-        self, name: str, written: Future[int] | None, digest: str, arena: Arena | None
+        self, name: str, written: Future[int] | None, digest: str, arena: PackArena | None
     ) -> LinkOutcome:
         try:
             nbytes = 0 if written is None else written.result()
@@ -368,8 +377,7 @@ class Sender:
 
     def _stream(self, name: str, deadline: Deadline) -> tuple[LinkOutcome, float, float]:
         """Pack one half of the arena while the other half is on the wire."""
-        digest = new_digest()
-        ring = self._packer.ring(self._programs[name], self._peers[name], digest)
+        ring = self._packer.ring(self._programs[name], self._peers[name])
         in_flight: Future[float] | None = None
         began, waited, wire_s = time.perf_counter(), 0.0, 0.0
         try:
@@ -380,7 +388,7 @@ class Sender:
                     waited += time.perf_counter() - paused
                 if batch is not None:
                     in_flight = self._pool.submit(self._write_batches, name, (batch,), deadline)
-            outcome = self._succeeded(name, digest.hexdigest())
+            outcome = self._succeeded(name, self._packer.digest)
         except TransferError as error:
             outcome = self._failed(name, error, self._packer.arena)
         finally:
@@ -411,7 +419,7 @@ class Sender:
     def _succeeded(self, name: str, digest: str) -> LinkOutcome:
         return LinkOutcome(name, LinkStatus.OK, self._programs[name].nbytes, digest)
 
-    def _failed(self, name: str, error: TransferError, arena: Arena | None) -> LinkOutcome:
+    def _failed(self, name: str, error: TransferError, arena: PackArena | None) -> LinkOutcome:
         match error:
             case PeerUnreachable():
                 status = LinkStatus.UNREACHABLE
@@ -427,7 +435,7 @@ class Sender:
         if self._replica is not None and self._replica.settle(renew=renew):
             self._packer.abandon(renew=renew)
 
-    def _abandon(self, arena: Arena | None) -> None:
+    def _abandon(self, arena: PackArena | None) -> None:
         if self._replica is not None:
             # It may be read again in this round, since nothing writes to it before the next.
             self._replica.doubt()

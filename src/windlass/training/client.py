@@ -25,7 +25,6 @@ from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS, StackedRule
 from windlass.transports.addresses import check_url, own_address
 from windlass.transports.base import MemoryRegion, OneSidedTransport
 from windlass.transports.configs import TransportConfig, parse_transport
-from windlass.transports.cuda.ipc import CudaIpcTransport
 from windlass.transports.registry import create_transport
 
 if TYPE_CHECKING:
@@ -100,8 +99,8 @@ class TrainerClient:
         intercept: stands between channel and agent, for tests that inject faults.
 
     Raises:
-        ConfigError: `controller` is no URL, `arena_nbytes` is too small, or `transport` has kernels
-            that read parameters where they lie and a replica is asked for.
+        ConfigError: `controller` is no URL, `arena_nbytes` is too small, or a replica is asked for of
+            weights on a GPU.
         AuthenticationError, ProtocolError, PeerTimeout: see `AgentChannel.connect`. The transport is
             closed, whatever it was.
     """
@@ -128,9 +127,9 @@ class TrainerClient:
         with ExitStack() as undo:
             undo.callback(transport.close)
             check_url(controller, "controller")
-            if replica and isinstance(transport, CudaIpcTransport):
+            if replica and transport.report().on_gpu:
                 raise ConfigError(
-                    "replica: cuda_ipc reads parameters where they lie, got replica=True"
+                    f"replica: {transport.report().transport} reads GPU memory where it lies, got replica=True"
                 )
             self._sender = Sender(
                 transport,
@@ -291,7 +290,7 @@ def connect_trainer(
     return TrainerClient(
         manifest=described.manifest,
         parameters=described.parameters,
-        transport=create_transport(config, towards=controller),
+        transport=create_transport(config, towards=controller, memory_at=described.memory_at),
         controller=controller,
         token=token,
         group=group,

@@ -28,6 +28,11 @@ class DescribedTrainer:
     rank: int
     world_size: int
 
+    @property
+    def memory_at(self) -> int:
+        """Where the first parameter lies now; 0 for a rank that holds none."""
+        return next((memory.address for memory in self.parameters()), 0)
+
 
 def describe_trainer(
     module: torch.nn.Module,

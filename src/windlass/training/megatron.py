@@ -85,7 +85,7 @@ def connect_megatron_trainer(
     return TrainerClient(
         manifest=described.manifest,
         parameters=described.parameters,
-        transport=create_transport(config, towards=controller),
+        transport=create_transport(config, towards=controller, memory_at=described.memory_at),
         controller=controller,
         token=token,
         group=group,

@@ -21,6 +21,7 @@ import numpy.typing as npt
 __all__ = [
     "AllocatingTransport",
     "MemoryRegion",
+    "NetworkTransport",
     "OneSidedTransport",
     "PeerEndpoint",
     "RemoteRegion",
@@ -108,12 +109,14 @@ class WireReport(msgspec.Struct, frozen=True):
         protocol: the wire in use: `process_vm_writev`, `posix-shm`, `tcp`, `rdma`, `memory`.
         detail: version, device, anything a person would ask.
         one_sided: whether the target's process may be stopped while a write completes.
+        on_gpu: whether the memory is a GPU's, which the host cannot hash and hand on.
     """
 
     transport: str
     protocol: str
     detail: str
     one_sided: bool
+    on_gpu: bool = False
 
 
 @runtime_checkable
@@ -177,6 +180,18 @@ class OneSidedTransport(Protocol):
     def close(self) -> None:
         """Withdraw everything. Idempotent."""
         ...
+
+
+@runtime_checkable
+class NetworkTransport(Protocol):
+    """A transport between hosts, for host memory or for the memory of one GPU.
+
+    Attributes:
+        gpu_ordinal: of the GPU whose memory it registers; -1 for host memory.
+    """
+
+    @property
+    def gpu_ordinal(self) -> int: ...
 
 
 @runtime_checkable

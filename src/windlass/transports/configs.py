@@ -59,15 +59,19 @@ class MooncakeConfig(msgspec.Struct, frozen=True, tag="mooncake", forbid_unknown
         device: comma-separated NIC names; empty for all. Writes are striped over them.
         max_registration_nbytes: larger regions are registered in steps of this; 0 for the least
             of what the NICs say and MC_MAX_MR_SIZE.
+        gpu: ordinal of the GPU whose memory is registered; -1 for host memory. Work on that memory
+            must be over before a write begins.
     """
 
     host: str = ""
     protocol: MooncakeProtocol = MooncakeProtocol.AUTO
     device: str = ""
     max_registration_nbytes: int = 0
+    gpu: int = -1
 
     def __post_init__(self) -> None:
         take_names(self, {"protocol": MooncakeProtocol})
+        _check_gpu(self.gpu)
         _check_registration(self.max_registration_nbytes)
 
 
@@ -115,9 +119,13 @@ class NixlConfig(msgspec.Struct, frozen=True, tag="nixl", forbid_unknown_fields=
 
     def __post_init__(self) -> None:
         take_names(self, {"wire": NixlWire})
-        if self.gpu < -1:
-            raise ConfigError(f"gpu: must be -1 or the ordinal of a GPU, got {self.gpu}")
+        _check_gpu(self.gpu)
         _check_registration(self.max_registration_nbytes)
+
+
+def _check_gpu(ordinal: int) -> None:
+    if ordinal < -1:
+        raise ConfigError(f"gpu: must be -1 or the ordinal of a GPU, got {ordinal}")
 
 
 def _check_registration(nbytes: int) -> None:

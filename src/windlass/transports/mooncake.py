@@ -120,7 +120,18 @@ class MooncakeTransport:
     def report(self) -> WireReport:
         """See `OneSidedTransport.report`; the wire was looked up, not assumed."""
         started = self._engines[0].started
-        return WireReport("mooncake", started.wire, started.detail, started.wire == "rdma")
+        return WireReport(
+            "mooncake",
+            started.wire,
+            started.detail,
+            one_sided=started.wire == "rdma",
+            on_gpu=self._config.gpu >= 0,
+        )
+
+    @property
+    def gpu_ordinal(self) -> int:
+        """See `NetworkTransport`."""
+        return self._config.gpu
 
     def endpoint(self) -> PeerEndpoint:
         """See `OneSidedTransport.endpoint`."""

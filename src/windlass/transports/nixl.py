@@ -17,7 +17,7 @@ import mmap
 import secrets
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import numpy as np
 
@@ -38,6 +38,7 @@ from windlass.transports.base import (
     WriteBatch,
 )
 from windlass.transports.configs import NixlConfig
+from windlass.transports.cuda.driver import Device
 from windlass.transports.door import INCARNATION_NBYTES, Door, Doorway
 from windlass.transports.inbound import cut_marked
 from windlass.transports.lockable import check_lockable
@@ -61,9 +62,6 @@ from windlass.transports.splitting import (
     merge_adjacent,
     split_pieces,
 )
-
-if TYPE_CHECKING:
-    from windlass.transports.cuda.driver import Device
 
 __all__ = ["NixlTransport"]
 
@@ -96,7 +94,7 @@ class NixlTransport:
     def __init__(self, config: NixlConfig) -> None:
         self._config = config
         self._step_nbytes = config.max_registration_nbytes
-        self._gpu = None if config.gpu < 0 else _gpu(config.gpu)
+        self._gpu = None if config.gpu < 0 else Device(config.gpu)
         if self._gpu is not None:
             self._gpu.use()  # UCX looks for GPUs in the thread that starts it
         self._name = secrets.token_hex(INCARNATION_NBYTES // 2)
@@ -129,7 +127,13 @@ class NixlTransport:
             protocol,
             f"{self._detail}, wire {self._config.wire.value} asked for, devices: {devices}",
             bool(wires) and all(wire.one_sided for wire in wires),
+            on_gpu=self._gpu is not None,
         )
+
+    @property
+    def gpu_ordinal(self) -> int:
+        """See `NetworkTransport`."""
+        return self._config.gpu
 
     def endpoint(self) -> PeerEndpoint:
         """See `OneSidedTransport.endpoint`."""
@@ -488,9 +492,3 @@ class NixlTransport:
                 f"{deadline.purpose}: other writes took the deadline of {deadline.seconds} s; "
                 "nothing more was sent"
             )
-
-
-def _gpu(ordinal: int) -> Device:
-    from windlass.transports.cuda.driver import Device
-
-    return Device(ordinal)

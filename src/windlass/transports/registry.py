@@ -19,23 +19,30 @@ from windlass.transports.configs import (
     parse_transport,
     transport_names,
 )
+from windlass.transports.cuda.driver import gpu_of
 
 __all__ = ["create_transport", "parse_transport", "transport_names"]
 
 
-def create_transport(config: TransportConfig, *, towards: str = "") -> OneSidedTransport:
+def create_transport(
+    config: TransportConfig, *, towards: str = "", memory_at: int = 0
+) -> OneSidedTransport:
     """Start a transport.
 
     Args:
         config: which, and how.
         towards: URL of the controller; a configuration without a host takes this host's address
             on the way there.
+        memory_at: an address in the memory that will be registered. Where it is a GPU's, a transport
+            that moves GPU memory is started for that GPU, whatever the configuration says.
 
     Raises:
         ConfigError, PeerUnreachable: this host has no such address; see `own_address`.
         TransportUnavailable: a dependency or kernel feature is missing, or the wire is not the
             one that was asked for.
     """
+    if memory_at and (ordinal := gpu_of(memory_at)) >= 0:
+        config = _on_gpu(config, ordinal)
     if isinstance(config, MooncakeConfig | NixlConfig) and not config.host:
         config = msgspec.structs.replace(config, host=own_address(towards))
     match config:
@@ -65,3 +72,13 @@ def create_transport(config: TransportConfig, *, towards: str = "") -> OneSidedT
             return NixlTransport(config)
         case _:
             assert_never(config)
+
+
+def _on_gpu(config: TransportConfig, ordinal: int) -> TransportConfig:
+    match config:
+        case CudaIpcConfig():
+            return msgspec.structs.replace(config, device=ordinal)
+        case MooncakeConfig() | NixlConfig():
+            return msgspec.structs.replace(config, gpu=ordinal)
+        case _:
+            return config

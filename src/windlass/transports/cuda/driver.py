@@ -24,6 +24,7 @@ __all__ = [
     "MemoryKind",
     "Stream",
     "driver",
+    "gpu_of",
     "memory_kind",
     "pointer_device",
 ]
@@ -90,6 +91,22 @@ def memory_kind(address: int) -> MemoryKind:
     if code or not found.value:
         return MemoryKind.PAGEABLE
     return MemoryKind.PINNED if found.value == _MEMORY_TYPE_HOST else MemoryKind.DEVICE
+
+
+def gpu_of(address: int) -> int:
+    """Ordinal of the GPU that `address` is on; -1 for host memory, as on a host without a driver."""
+    try:
+        kind = memory_kind(address)
+    except TransportUnavailable:
+        return -1
+    if kind is not MemoryKind.DEVICE:
+        return -1
+    ordinal = ctypes.c_int(-1)
+    code = driver().cuPointerGetAttribute(
+        ctypes.byref(ordinal), _POINTER_DEVICE_ORDINAL, ctypes.c_uint64(address)
+    )
+    _check(code, f"cuPointerGetAttribute({address:#x})")
+    return ordinal.value
 
 
 def pointer_device(address: int) -> int:

@@ -8,20 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import final
 
 import numpy as np
 import numpy.typing as npt
 
-from windlass.errors import (
-    PeerUnreachable,
-    RegionError,
-    TransferFailed,
-    TransferOutcomeUnknown,
-)
+from windlass.errors import PeerUnreachable, RegionError
 from windlass.transports.base import (
     MemoryRegion,
     PeerEndpoint,
@@ -29,14 +22,9 @@ from windlass.transports.base import (
     WireReport,
     WriteBatch,
 )
-from windlass.transports.cuda.driver import (
-    IPC_HANDLE_NBYTES,
-    Device,
-    Event,
-    Stream,
-    pointer_device,
-)
-from windlass.transports.cuda.kernels import PIECE, Kernels, PieceTable
+from windlass.transports.cuda.driver import IPC_HANDLE_NBYTES, Device, pointer_device
+from windlass.transports.cuda.gpu import Gpu
+from windlass.transports.cuda.kernels import PIECE, PieceTable
 from windlass.transports.processes import check_alive, own_endpoint
 from windlass.transports.regions import RegionTable, check_batch
 from windlass.transports.splitting import split_pieces
@@ -69,23 +57,24 @@ class CudaIpcTransport:
         ordinal: the GPU whose memory is registered here, and which does the storing.
         num_multiprocessors: that a write may occupy; 0 for all.
 
+    Attributes:
+        gpu: does the storing, and what else this rank does with its GPU's memory.
+
     Raises:
         TransportUnavailable: no NVIDIA driver, no such GPU, no NVRTC.
     """
 
     def __init__(self, ordinal: int = 0, num_multiprocessors: int = 0) -> None:
-        self.device = Device(ordinal)
-        self.kernels = Kernels(self.device, num_multiprocessors)
-        self.stream = Stream(self.device)
+        self.gpu = Gpu(ordinal, num_multiprocessors)
         self._endpoint = own_endpoint("cuda_ipc")
         self._table = RegionTable()
         self._lock = threading.Lock()
         self._opened: dict[tuple[PeerEndpoint, bytes], int] = {}
-        self._late: str | None = None
 
     def report(self) -> WireReport:
         """See `OneSidedTransport.report`."""
-        return WireReport("cuda_ipc", "cuda-ipc", f"GPU {self.device.ordinal}", one_sided=True)
+        detail = f"GPU {self.gpu.device.ordinal}"
+        return WireReport("cuda_ipc", "cuda-ipc", detail, one_sided=True, on_gpu=True)
 
     def endpoint(self) -> PeerEndpoint:
         """See `OneSidedTransport.endpoint`."""
@@ -99,17 +88,17 @@ class CudaIpcTransport:
                 of another GPU, or that reaches past its allocation.
         """
         ordinal = pointer_device(address)
-        if ordinal != self.device.ordinal:
+        if ordinal != self.gpu.device.ordinal:
             raise RegionError(
-                f"register: memory must be of GPU {self.device.ordinal}, got GPU {ordinal}"
+                f"register: memory must be of GPU {self.gpu.device.ordinal}, got GPU {ordinal}"
             )
-        start, size = self.device.allocation(address)
+        start, size = self.gpu.device.allocation(address)
         if address + nbytes > start + size:
             raise RegionError(
                 f"register: [{address:#x}, {address + nbytes:#x}) must lie in one allocation, it ends "
                 f"at {start + size:#x}"
             )
-        key = f"{ordinal}:{address - start}:{self.device.export(start).hex()}"
+        key = f"{ordinal}:{address - start}:{self.gpu.device.export(start).hex()}"
         region = MemoryRegion(address, nbytes, RemoteRegion(self._endpoint, address, nbytes, key))
         self._table.add(region)
         return region
@@ -129,17 +118,17 @@ class CudaIpcTransport:
         stop = region.address + region.nbytes
         ordinal, offset, handle = _parse_key(region.key)
         if region.endpoint == self._endpoint:
-            if ordinal != self.device.ordinal:
-                self.device.enable_peer(Device(ordinal))
+            if ordinal != self.gpu.device.ordinal:
+                self.gpu.device.enable_peer(Device(ordinal))
             return MappedRegion(region.address, stop, 0)
         check_alive(region.endpoint)
         with self._lock:
             self._forget_dead()
             place = (region.endpoint, handle)
             if place not in self._opened:
-                self._opened[place] = self.device.open(handle)
+                self._opened[place] = self.gpu.device.open(handle)
             base = self._opened[place]
-        _, size = self.device.allocation(base)
+        _, size = self.gpu.device.allocation(base)
         if offset < 0 or offset + region.nbytes > size:
             raise RegionError(
                 f"map: {region.endpoint.address} published {region.nbytes} bytes at {offset} of an "
@@ -153,12 +142,12 @@ class CudaIpcTransport:
         What its owner frees stays taken on the owner's GPU for as long as it is mapped here. After a
         write whose outcome is unknown nothing is unmapped: stores may still go on.
         """
-        if self._late is not None:
+        if self.gpu.is_late:
             return
         needed = {(region.endpoint, _parse_key(region.key)[2]) for region in regions}
         with self._lock:
             for place in self._opened.keys() - needed:
-                self.device.close_handle(self._opened.pop(place))
+                self.gpu.device.close_handle(self._opened.pop(place))
 
     def _forget_dead(self) -> None:
         """Unmap what processes that are gone had exported, or their memory would stay taken."""
@@ -166,7 +155,7 @@ class CudaIpcTransport:
             try:
                 check_alive(endpoint)
             except PeerUnreachable:
-                self.device.close_handle(self._opened.pop((endpoint, handle)))
+                self.gpu.device.close_handle(self._opened.pop((endpoint, handle)))
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
         """See `OneSidedTransport.write`."""
@@ -179,7 +168,7 @@ class CudaIpcTransport:
         remote = (batch.remote_addresses.astype(np.int64) + shifts[owner]).astype(np.uint64)
         tables = self._queue(batch.local_addresses, remote, batch.nbytes)
         # If the outcome is unknown a kernel may still read the tables: they stay allocated.
-        self.wait(self.stream.record(), deadline_s)
+        self.gpu.finish(deadline_s)
         for table in tables:
             table.close()
         check_alive(batch.endpoint)
@@ -191,7 +180,7 @@ class CudaIpcTransport:
         for source, target, size in zip(
             local[large].tolist(), remote[large].tolist(), nbytes[large].tolist(), strict=True
         ):
-            self.device.copy(target, source, size, self.stream)
+            self.gpu.device.copy(target, source, size, self.gpu.stream)
         if large.all():
             return []
         small = ~large
@@ -199,27 +188,9 @@ class CudaIpcTransport:
         pieces = np.zeros(len(cut[2]), PIECE)
         pieces["src"], pieces["dst"], pieces["row_elems"] = cut
         pieces["rows"] = 1
-        table = PieceTable(self.device, pieces, "put_1", 1)
-        self.kernels.put(table, self.stream)
+        table = PieceTable(self.gpu.device, pieces, "put_1", 1)
+        self.gpu.kernels.put(table, self.gpu.stream)
         return [table]
-
-    def wait(self, event: Event, deadline_s: float) -> None:
-        """Return once `event` is reached.
-
-        Raises:
-            TransferFailed: queued work failed.
-            TransferOutcomeUnknown: not within `deadline_s`, now or in an earlier call; it goes on.
-        """
-        if self._late is not None:
-            raise TransferOutcomeUnknown(f"cuda_ipc: {self._late}")
-        reached: Future[None] = Future()
-        # The driver's wait has no deadline; a daemon thread of its own holds up nobody else.
-        threading.Thread(target=_wait_for, args=(event, reached), daemon=True).start()
-        try:
-            reached.result(deadline_s)
-        except FutureTimeout:
-            self._late = f"stores were not over within {deadline_s} s and may still go on"
-            raise TransferOutcomeUnknown(f"cuda_ipc: {self._late}") from None
 
     def fence(self, *, deadline_s: float) -> None:
         """See `OneSidedTransport.fence`: a write ends with its process."""
@@ -227,19 +198,10 @@ class CudaIpcTransport:
     def close(self) -> None:
         """See `OneSidedTransport.close`. Keeps mapped what late stores may still reach."""
         self._table.clear()
-        if self._late is not None:
+        if self.gpu.is_late:
             return
         self.keep_mapped(())
-        self.stream.close()
-
-
-def _wait_for(event: Event, reached: Future[None]) -> None:
-    try:
-        event.wait()
-    except TransferFailed as error:
-        reached.set_exception(error)
-    else:
-        reached.set_result(None)
+        self.gpu.stream.close()
 
 
 def _parse_key(key: str) -> tuple[int, int, bytes]:

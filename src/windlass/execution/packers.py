@@ -1,0 +1,22 @@
+"""Which packer a transport's memory needs."""
+
+from __future__ import annotations
+
+from windlass.execution.packer import HostPacker, Packer
+from windlass.transports.base import NetworkTransport, OneSidedTransport
+
+__all__ = ["packer_for"]
+
+
+def packer_for(transport: OneSidedTransport, limit_nbytes: int) -> Packer:
+    """For the memory that `transport` registers. `limit_nbytes`: see `HostPacker`.
+
+    Raises:
+        TransportUnavailable: a GPU whose kernels cannot be compiled.
+    """
+    if isinstance(transport, NetworkTransport) and transport.gpu_ordinal >= 0:
+        from windlass.execution.device_packer import DevicePacker
+        from windlass.transports.cuda.gpu import shared_gpu
+
+        return DevicePacker(shared_gpu(transport.gpu_ordinal), transport, limit_nbytes)
+    return HostPacker(transport, limit_nbytes)

@@ -1,0 +1,41 @@
+"""`Arena` in the memory of a GPU."""
+
+from __future__ import annotations
+
+from typing import final
+
+from windlass.transports.base import MemoryRegion, OneSidedTransport
+from windlass.transports.cuda.driver import Device
+
+__all__ = ["DeviceArena"]
+
+
+@final
+class DeviceArena:
+    """Registered GPU memory from cuMemAlloc, outside every pool; not cleared.
+
+    Memory: owned by the arena from construction to `close`; peers may write it in between.
+
+    Args:
+        device: whose memory. transport: registers it. nbytes: capacity, >= 1.
+
+    Raises:
+        TransferFailed: the GPU has not so much memory.
+        RegionError: the transport refuses to register.
+    """
+
+    def __init__(self, device: Device, transport: OneSidedTransport, nbytes: int) -> None:
+        self._device, self._transport, self.nbytes = device, transport, nbytes
+        self.address = device.allocate(nbytes)
+        try:
+            self.region: MemoryRegion = transport.register(self.address, nbytes)
+        except BaseException:  # whatever it is: the memory must not outlive the attempt
+            device.free(self.address)
+            raise
+
+    def close(self) -> None:
+        """Unregister and free; before its transport is closed. Idempotent."""
+        if self.address:
+            self._transport.unregister(self.region)
+            self._device.free(self.address)
+            self.address = 0

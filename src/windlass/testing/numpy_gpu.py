@@ -1,0 +1,127 @@
+"""What `Gpu` offers, in host memory: the kernels of put.cu row by row, so that tables can be run anywhere."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import cast
+
+import numpy as np
+
+from windlass.layout.dtypes import DType
+from windlass.memory.position_digest import PositionDigest
+from windlass.memory.quantize import pack_quantized
+from windlass.planning.plan import Transform
+from windlass.transports.cuda.gpu import Gpu
+from windlass.transports.cuda.kernels import PIECE, PieceTable
+
+__all__ = ["numpy_gpu"]
+
+_CASTS = {"put_bfloat16": DType.BFLOAT16, "put_float16": DType.FLOAT16}
+
+
+class _NumpyDevice:
+    ordinal = 0
+
+    def __init__(self) -> None:
+        self.allocated: dict[int, np.ndarray] = {}
+
+    def allocate(self, nbytes: int) -> int:
+        memory = np.full(nbytes + 64, 0x5A, np.uint8)
+        address = -(-int(memory.ctypes.data) // 64) * 64
+        self.allocated[address] = memory
+        return address
+
+    def free(self, address: int) -> None:
+        del self.allocated[address]
+
+    def upload(self, address: int, data: memoryview) -> None:
+        ctypes.memmove(address, bytes(data), len(data))
+
+    def download(self, address: int, nbytes: int) -> bytes:
+        return ctypes.string_at(address, nbytes)
+
+    def clear(self, address: int, nbytes: int, _: object) -> None:
+        ctypes.memset(address, 0, nbytes)
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _NumpyKernels:
+    def put(self, table: PieceTable, _: object, digest: int = 0, part: range | None = None) -> None:
+        for piece in _pieces_of(table, part):
+            for row, stored in enumerate(_stored_rows(table, piece)):
+                ctypes.memmove(
+                    int(piece["dst"]) + row * int(piece["dst_pitch"]), stored, len(stored)
+                )
+                if digest:
+                    _add(digest, stored, int(piece["pos"]) + row * int(piece["pos_pitch"]))
+
+    def hash(self, table: PieceTable, _: object, digest: int, part: range | None = None) -> None:
+        for piece in _pieces_of(table, part):
+            nbytes = int(piece["row_elems"]) * table.itemsize
+            for row in range(int(piece["rows"])):
+                held = ctypes.string_at(int(piece["dst"]) + row * int(piece["dst_pitch"]), nbytes)
+                _add(digest, held, int(piece["pos"]) + row * int(piece["pos_pitch"]))
+
+
+class _NumpyGpu:
+    def __init__(self) -> None:
+        self.device, self.kernels, self.stream = _NumpyDevice(), _NumpyKernels(), None
+
+    def finish(self, _: float) -> None:
+        pass
+
+
+def numpy_gpu() -> Gpu:
+    """In the place of a real one."""
+    return cast("Gpu", _NumpyGpu())
+
+
+def _pieces_of(table: PieceTable, part: range | None) -> np.ndarray:
+    raw = ctypes.string_at(table.address, table.num_pieces * PIECE.itemsize)
+    pieces = np.frombuffer(raw, PIECE)
+    return pieces if part is None else pieces[part.start : part.stop]
+
+
+def _stored_rows(table: PieceTable, piece: np.void) -> list[bytes]:
+    """What the kernel stores of a piece, row by row."""
+    src, pitch = int(piece["src"]), int(piece["src_pitch"])
+    rows, elems = int(piece["rows"]), int(piece["row_elems"])
+    if table.kernel.startswith("fp8"):
+        _, what, dtype = table.kernel.split("_")
+        values = what == "values"
+        out = np.zeros(rows * elems if values else 4, np.uint8)
+        pack_quantized(
+            transform=Transform.FP8_BLOCK_VALUES if values else Transform.FP8_BLOCK_SCALES,
+            sizes=(rows, elems),
+            src_address=src,
+            src_strides=(pitch, DType(dtype).itemsize),
+            src_dtype=DType(dtype),
+            dst_address=int(out.ctypes.data),
+        )
+        return [bytes(row) for row in out.reshape(rows if values else 1, -1)]
+    if table.kernel in _CASTS:
+        held = [
+            np.frombuffer(ctypes.string_at(src + r * pitch, 4 * elems), "<f4") for r in range(rows)
+        ]
+        if _CASTS[table.kernel] is DType.FLOAT16:
+            return [row.astype("<f2").tobytes() for row in held]
+        return [_bfloat16(row) for row in held]
+    nbytes = elems * table.itemsize
+    return [ctypes.string_at(src + row * pitch, nbytes) for row in range(rows)]
+
+
+def _bfloat16(row: np.ndarray) -> bytes:
+    """Of numbers that are not NaN."""
+    bits = row.view("<u4").astype(np.uint64)
+    rounded: np.ndarray = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return rounded.astype("<u2").tobytes()
+
+
+def _add(digest: int, row: bytes, position: int) -> None:
+    found = PositionDigest()
+    found.add_row(np.frombuffer(row, np.uint8), position)
+    words = (ctypes.c_uint64 * 2).from_address(digest)
+    for index, word in enumerate(found.words()):
+        words[index] = (words[index] + word) % (1 << 64)

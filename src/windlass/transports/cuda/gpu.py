@@ -1,0 +1,76 @@
+"""One GPU, the kernels compiled for it, and the stream that they are queued in."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import final
+
+from windlass.errors import TransferFailed, TransferOutcomeUnknown
+from windlass.transports.cuda.driver import Device, Event, Stream
+from windlass.transports.cuda.kernels import Kernels
+
+__all__ = ["Gpu", "shared_gpu"]
+
+
+@final
+class Gpu:
+    """See the module.
+
+    Args:
+        ordinal: which.
+        num_multiprocessors: that kernels may occupy; 0 for all.
+
+    Raises:
+        TransportUnavailable: no NVIDIA driver, no such GPU, no NVRTC.
+    """
+
+    def __init__(self, ordinal: int = 0, num_multiprocessors: int = 0) -> None:
+        self.device = Device(ordinal)
+        self.kernels = Kernels(self.device, num_multiprocessors)
+        self.stream = Stream(self.device)
+        self._late = ""
+
+    @property
+    def is_late(self) -> bool:
+        """Whether queued work outlived a deadline; it may go on for ever."""
+        return bool(self._late)
+
+    def wait(self, event: Event, deadline_s: float) -> None:
+        """Return once `event` is reached.
+
+        Raises:
+            TransferFailed: queued work failed.
+            TransferOutcomeUnknown: not within `deadline_s`, now or in an earlier call; it goes on.
+        """
+        if self._late:
+            raise TransferOutcomeUnknown(f"GPU {self.device.ordinal}: {self._late}")
+        reached: Future[None] = Future()
+        # The driver's wait has no deadline; a daemon thread of its own holds up nobody else.
+        threading.Thread(target=_wait_for, args=(event, reached), daemon=True).start()
+        try:
+            reached.result(deadline_s)
+        except FutureTimeout:
+            self._late = f"kernels were not over within {deadline_s} s and may still go on"
+            raise TransferOutcomeUnknown(f"GPU {self.device.ordinal}: {self._late}") from None
+
+    def finish(self, deadline_s: float) -> None:
+        """As `wait`, for everything queued in the stream so far."""
+        self.wait(self.stream.record(), deadline_s)
+
+
+@functools.cache
+def shared_gpu(ordinal: int) -> Gpu:
+    """The one of this process for work on the GPU's own memory; never closed."""
+    return Gpu(ordinal)
+
+
+def _wait_for(event: Event, reached: Future[None]) -> None:
+    try:
+        event.wait()
+    except TransferFailed as error:
+        reached.set_exception(error)
+    else:
+        reached.set_result(None)
