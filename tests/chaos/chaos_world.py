@@ -9,7 +9,6 @@ import logging
 import os
 import random
 import shutil
-import socket
 import tempfile
 from collections import Counter, deque
 from collections.abc import Coroutine, Iterator, Sequence
@@ -33,6 +32,7 @@ from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
 from windlass.testing.simulated_loop import SimulatedLoop
 from windlass.testing.simulated_network import MessageFault, SimulatedNetwork
+from windlass.transports.addresses import free_port
 from windlass.transports.memory import MemoryFabric
 
 ANNOUNCE_S = 90.0
@@ -78,7 +78,7 @@ class World:
         self.loop = SimulatedLoop(self.network)
         self.fabric = MemoryFabric()
         self.journal_path = folder / "journal"
-        self.port = _free_port()
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.disk_full = 0
         self.injected = Counter[str]()
@@ -666,12 +666,6 @@ def _end_tasks(loop: SimulatedLoop) -> None:
     if pending:
         loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
     loop.run_until_complete(loop.shutdown_asyncgens())
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 __all__ = ["HEARTBEAT_S", "Result", "Violation", "World", "run_schedule"]

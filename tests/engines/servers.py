@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import socket
 import subprocess
 import tempfile
 import threading
@@ -25,6 +24,7 @@ from windlass.engines.attach import AgentSettings
 from windlass.engines.sglang.__main__ import connect as connect_sglang
 from windlass.engines.sglang.hook import HOOK, Digests, order_ranks
 from windlass.engines.vllm.__main__ import connect as connect_vllm
+from windlass.transports.addresses import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "secret of the test"
@@ -150,12 +150,6 @@ def adapted(model: Any, seed: int) -> Any:
             if "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape) * 0.1)
     return peft
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @functools.cache

@@ -30,7 +30,6 @@ from servers import (
     Server,
     engine_version,
     environment,
-    free_port,
     save,
     traffic,
 )
@@ -42,6 +41,7 @@ from trainers import FSDP, training
 import windlass
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
 from windlass.engines.sglang.table.routes import ENABLING
+from windlass.transports.addresses import free_port
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
 

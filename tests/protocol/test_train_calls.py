@@ -13,7 +13,7 @@ import pytest
 from windlass.control.access import Access, role_token
 from windlass.control.server import ControlServer
 from windlass.errors import ProtocolError
-from windlass.schedulers.base import ProcessSpec, ProcessStatus
+from windlass.testing.idle_scheduler import IdleScheduler
 from windlass.training.controller import TrainController
 from windlass.training.messages import (
     TRAIN_PROTOCOL_VERSION,
@@ -28,41 +28,8 @@ from windlass.training.worker import _Worker
 TOKEN = "a-token"
 
 
-class NotedScheduler:
-    """Starts nothing, and notes how long it was to wait for an end."""
-
-    def __init__(self) -> None:
-        self.graces: list[float] = []
-
-    async def start(self, spec: ProcessSpec) -> ProcessStatus:
-        return self.status(spec.name)
-
-    async def wait(self, name: str) -> ProcessStatus:
-        await asyncio.Event().wait()
-        return self.status(name)
-
-    def status(self, name: str) -> ProcessStatus:
-        return ProcessStatus(name=name, pid=0, returncode=None)
-
-    async def delete(self, name: str, *, grace_s: float = 5.0) -> None:
-        self.graces.append(grace_s)
-
-    async def wait_healthy(self, name: str, *, deadline_s: float) -> ProcessStatus:
-        return self.status(name)
-
-    def list(self) -> tuple[ProcessStatus, ...]:
-        return ()
-
-    async def signal(self, name: str, signal_number: int) -> None: ...
-
-    async def log_tail(self, name: str, num_lines: int = 40) -> str:
-        return ""
-
-    async def close(self, *, grace_s: float = 5.0) -> None: ...
-
-
 @asynccontextmanager
-async def mounted(scheduler: NotedScheduler) -> AsyncIterator[tuple[TrainController, str]]:
+async def mounted(scheduler: IdleScheduler) -> AsyncIterator[tuple[TrainController, str]]:
     server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
     trainers = TrainController(scheduler, command=("true",), world_size=1, token=TOKEN)
     trainers.mount(server)
@@ -87,7 +54,7 @@ async def answer_everything(url: str) -> None:
 
 
 async def test_ranks_that_stopped_have_the_time_to_end_that_close_was_given() -> None:
-    scheduler = NotedScheduler()
+    scheduler = IdleScheduler()
     async with mounted(scheduler) as (trainers, url):
         rank = asyncio.create_task(answer_everything(url))
         await trainers.start(url, deadline_s=20)
@@ -98,7 +65,7 @@ async def test_ranks_that_stopped_have_the_time_to_end_that_close_was_given() ->
 
 @pytest.mark.timeout(60)
 async def test_a_rank_that_does_not_belong_here_is_told_and_does_not_come_again() -> None:
-    async with mounted(NotedScheduler()) as (_, url):
+    async with mounted(IdleScheduler()) as (_, url):
         worker = _Worker(msgspec.UNSET, url, TOKEN, 1, 2)  # type: ignore[arg-type]  # no call comes
         with pytest.raises(ProtocolError, match="refuses this rank"):
             await asyncio.to_thread(worker.run)

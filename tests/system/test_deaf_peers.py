@@ -30,8 +30,8 @@ from windlass.control.server import ControlServer
 from windlass.control.session import AgentSession
 from windlass.control.sockets import close_socket
 from windlass.errors import PeerUnreachable, TrainerError
-from windlass.schedulers.base import ProcessSpec, ProcessStatus
 from windlass.testing.fake_agents import engine_manifest, fake_hello
+from windlass.testing.idle_scheduler import IdleScheduler
 from windlass.training.controller import TrainController
 from windlass.training.messages import (
     TRAIN_PROTOCOL_VERSION,
@@ -167,38 +167,9 @@ async def test_an_agent_leaves_a_controller_that_reads_nothing_and_connects_agai
         await server.close()
 
 
-class NoScheduler:
-    """Of ranks that somebody else has started."""
-
-    async def start(self, spec: ProcessSpec) -> ProcessStatus:
-        return ProcessStatus(name=spec.name, pid=0, returncode=None)
-
-    async def wait(self, name: str) -> ProcessStatus:
-        await asyncio.Event().wait()
-        return ProcessStatus(name=name, pid=0, returncode=None)
-
-    async def delete(self, name: str, *, grace_s: float = 5.0) -> None: ...
-
-    async def wait_healthy(self, name: str, *, deadline_s: float) -> ProcessStatus:
-        return ProcessStatus(name=name, pid=0, returncode=None)
-
-    def status(self, name: str) -> ProcessStatus:
-        return ProcessStatus(name=name, pid=0, returncode=None)
-
-    def list(self) -> tuple[ProcessStatus, ...]:
-        return ()
-
-    async def signal(self, name: str, signal_number: int) -> None: ...
-
-    async def log_tail(self, name: str, num_lines: int = 40) -> str:
-        return ""
-
-    async def close(self, *, grace_s: float = 5.0) -> None: ...
-
-
 async def test_a_trainer_rank_that_does_not_take_a_command_is_named_by_its_deadline() -> None:
     server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
-    trainers = TrainController(NoScheduler(), command=("true",), world_size=1, token=TOKEN)
+    trainers = TrainController(IdleScheduler(), command=("true",), world_size=1, token=TOKEN)
     trainers.mount(server)
     await server.start()
     headers = {"Authorization": f"Bearer {role_token(TOKEN, Access.TRAINER)}"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from windlass.errors import ConfigError
 from windlass.frameworks.dtypes import torch_dtype
 from windlass.layout.dtypes import DType
 from windlass.schedulers.base import ProcessSpec
+from windlass.transports.addresses import free_port
 
 __all__ = ["prepare_real_engine", "real_engine"]
 
@@ -73,7 +73,7 @@ def real_engine(settings: DemoSettings, spec: EngineSpec, controller: str) -> Pr
     command = (
         *(str(_interpreter(settings.engine)), "-m", f"windlass.engines.{settings.engine}"),
         *("--name", spec.name, "--model", str(_checkpoint(settings, spec))),
-        *("--tp", str(spec.tensor_parallel_size), "--port", str(_free_port())),
+        *("--tp", str(spec.tensor_parallel_size), "--port", str(free_port())),
         *("--controller", controller, "--transport", settings.transport),
         *("--dtype", spec.dtype, *_FLAGS[settings.engine]),
     )
@@ -107,9 +107,3 @@ def _checkpoint(settings: DemoSettings, spec: EngineSpec) -> Path:
 
 def _package_dir(settings: DemoSettings) -> Path:
     return settings.directory / "package"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

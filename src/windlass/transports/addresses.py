@@ -18,6 +18,7 @@ __all__ = [
     "HOST_VARIABLE",
     "address_towards",
     "check_url",
+    "free_port",
     "is_loopback",
     "is_wildcard",
     "join_host_port",
@@ -103,6 +104,13 @@ def published_host(host: str, advertise_host: str, what: str) -> str:
             f"(bound to {host!r})"
         )
     return told
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nothing listens on now, for a server that cannot say which it took."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
 
 
 def listen(host: str, port: int, what: str) -> socket.socket:

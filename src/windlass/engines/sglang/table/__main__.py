@@ -14,7 +14,6 @@ import contextlib
 import os
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from windlass.engines.sglang.table.wire import RankOrder, RankReport
 from windlass.engines.versions import SGLANG, installed_version
 from windlass.envs import control_token
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
+from windlass.transports.addresses import free_port
 from windlass.transports.configs import MooncakeConfig, parse_transport
 
 RANK = "windlass.engines.sglang.table.rank"
@@ -81,9 +81,7 @@ def _orders(args: argparse.Namespace, rest: Sequence[str]) -> list[RankOrder]:
         control_token()  # fails here and not in a rank
     info = TableRoutes(args.url).info()
     refuse_unsafe_server(info, _installed())
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        dist_port = int(probe.getsockname()[1])
+    dist_port = free_port()
     return [
         RankOrder(
             name=args.name,
