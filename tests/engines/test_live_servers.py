@@ -50,7 +50,7 @@ from trainers import (
 import windlass
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
 from windlass.engines.launch import refuse_unsafe
-from windlass.engines.sglang.__main__ import UNSAFE as UNSAFE_SGLANG
+from windlass.engines.sglang.settings import UNSAFE as UNSAFE_SGLANG
 from windlass.engines.vllm.__main__ import UNSAFE as UNSAFE_VLLM
 from windlass.engines.vllm.extension import VllmApi
 from windlass.errors import ConfigError

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from windlass.engines.launch import refuse_unsafe
 from windlass.engines.quantised import require_followed
-from windlass.engines.sglang.__main__ import UNSAFE as SGLANG_UNSAFE
+from windlass.engines.sglang.settings import UNSAFE as SGLANG_UNSAFE
 from windlass.engines.versions import (
     ENGINES,
     SGLANG,

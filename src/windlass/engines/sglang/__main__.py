@@ -21,28 +21,11 @@ from windlass.engines.launch import (
     tell_buffers,
 )
 from windlass.engines.quantised import require_followed
+from windlass.engines.sglang.settings import UNSAFE, refuse_unsafe_settings
 from windlass.engines.versions import SGLANG
 
 CONNECT_DEADLINE_S = 600.0
 HOOK = "windlass.engines.sglang.hook.run"
-_ADAPTERS = (
-    "updates of adapters have not been shown: SGLang 0.5.23 serves none on a CPU (its LoRA layers "
-    "allocate pinned memory, which torch refuses without an accelerator)"
-)
-UNSAFE = {
-    "--enable-memory-saver": "weights move and lose their registration when memory is released",
-    "--speculative-algorithm": "the draft model's weights are not captured",
-    "--speculative-draft-model-path": "the draft model's weights are not captured",
-    "--pp-size": "ranks of later stages have no tensor-parallel number of their own",
-    "--pipeline-parallel-size": "ranks of later stages have no tensor-parallel number of their own",
-    "--dp-size": "SGLang refuses tensor updates of data-parallel replicas",
-    "--data-parallel-size": "SGLang refuses tensor updates of data-parallel replicas",
-    "--torchao-config": "it has SGLang quantise while it loads",
-    "--enable-lora": _ADAPTERS,
-    "--lora-paths": _ADAPTERS,
-    "--adapter": _ADAPTERS,
-}
-"""Options of SGLang with which an update would be wrong, and why."""
 
 
 def main() -> int:
@@ -67,11 +50,13 @@ def connect(settings: AgentSettings) -> None:
     """Have the ranks of a running server join a fleet, after leaving the one before.
 
     Raises:
-        ConfigError: a checkpoint tensor is in the memory of no rank.
+        ConfigError: a checkpoint tensor is in the memory of no rank, or a setting that an update
+            does not survive.
         PeerUnreachable: the server is not there, or a rank refused; says why. PeerTimeout.
     """
     from windlass.engines.sglang.hook import Join, Joined, order_ranks
 
+    refuse_unsafe_settings(settings.url)
     with tempfile.TemporaryDirectory() as folder:
         order_ranks(settings.url, Join(settings, folder), settings.world_size, CONNECT_DEADLINE_S)
         joined = [

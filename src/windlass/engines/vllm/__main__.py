@@ -35,6 +35,7 @@ _REPLICAS = "only replicas of one server, all on its host, switch together: --dp
 _ONE_SLOT = (
     "--adapter NAME=FOLDER says which one adapter is served and updated, in a slot of its own"
 )
+_OFFLOADED = "weights are copied to the GPU for every step"
 _EVICTED = "an adapter that shares slots can be evicted and is then read again from its folder"
 UNSAFE = {
     "--enable-sleep-mode": "weights move and lose their registration when it sleeps",
@@ -66,7 +67,9 @@ UNSAFE = {
     "--max-cpu-loras": _EVICTED,
     "--fully-sharded-loras": "adapters that are cut along their rank have not been shown",
     "--enable-eplb": "experts move between ranks while it serves",
-    "--cpu-offload-gb": "weights are copied to the GPU for every step",
+    "--cpu-offload-gb": _OFFLOADED,
+    "--offload-backend": _OFFLOADED,
+    "--offload-group-size": _OFFLOADED,
 }
 """Options of vLLM with which an update would be wrong, and why."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

@@ -1,0 +1,85 @@
+"""What an SGLang server must not be set to, by its command line and as it says itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import msgspec
+
+from windlass.engines.attach import NoSuchRoute, get
+from windlass.errors import DECODE_ERRORS, ConfigError, PeerUnreachable
+
+__all__ = ["UNSAFE", "refuse_unsafe_settings"]
+
+_ADAPTERS = (
+    "updates of adapters have not been shown: SGLang 0.5.23 serves none on a CPU (its LoRA layers "
+    "allocate pinned memory, which torch refuses without an accelerator)"
+)
+_DRAFT = "the draft model's weights are not captured"
+_STAGES = "ranks of later stages have no tensor-parallel number of their own"
+_REPLICAS = "SGLang refuses tensor updates of data-parallel replicas"
+_EXPERTS = "experts move between ranks while it serves"
+_OFFLOADED = "weights are copied to the GPU for every step"
+_HOSTS = "every rank must be on the launcher's host, where it writes what it has to say"
+_APART = "prefill and decoding apart come to rest in other ways, which have not been shown"
+UNSAFE = {
+    "--enable-memory-saver": "weights move and lose their registration when memory is released",
+    "--speculative-algorithm": _DRAFT,
+    "--speculative-draft-model-path": _DRAFT,
+    "--pp-size": _STAGES,
+    "--pipeline-parallel-size": _STAGES,
+    "--dp-size": _REPLICAS,
+    "--data-parallel-size": _REPLICAS,
+    "--torchao-config": "it has SGLang quantise while it loads",
+    "--enable-lora": _ADAPTERS,
+    "--lora-paths": _ADAPTERS,
+    "--adapter": _ADAPTERS,
+    "--enable-eplb": _EXPERTS,
+    "--elastic-ep-backend": "ranks come and go, and experts move with them",
+    "--enable-elastic-expert-backup": "ranks come and go, and experts move with them",
+    "--cpu-offload-gb": _OFFLOADED,
+    "--offload-group-size": _OFFLOADED,
+    "--nnodes": _HOSTS,
+    "--disaggregation-mode": _APART,
+}
+"""Options of SGLang with which an update would be wrong, and why."""
+
+_SETTINGS: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
+    {
+        "enable_memory_saver": ((False,), UNSAFE["--enable-memory-saver"]),
+        "speculative_algorithm": ((None,), _DRAFT),
+        "pp_size": ((1,), _STAGES),
+        "dp_size": ((1,), _REPLICAS),
+        "torchao_config": (("",), UNSAFE["--torchao-config"]),
+        "enable_lora": ((None, False), _ADAPTERS),
+        "enable_eplb": ((False,), _EXPERTS),
+        "elastic_ep_backend": ((None, "none"), UNSAFE["--elastic-ep-backend"]),
+        "enable_elastic_expert_backup": ((False,), UNSAFE["--enable-elastic-expert-backup"]),
+        "cpu_offload_gb": ((0,), _OFFLOADED),
+        "offload_group_size": ((-1,), _OFFLOADED),
+        "nnodes": ((1,), _HOSTS),
+        "disaggregation_mode": (("null",), _APART),
+    }
+)
+"""Setting -> the values that an update survives, and why no other."""
+
+
+def refuse_unsafe_settings(url: str) -> None:
+    """Ask a server what it was set to, however that was written: in a file, shortened, by default.
+
+    A release that does not tell, or does not know a setting, is taken as its command line said.
+
+    Raises:
+        ConfigError: names a setting with which an update would be wrong, and why.
+        PeerUnreachable, PeerTimeout: it does not answer, or not as SGLang does.
+    """
+    try:
+        told = msgspec.json.decode(get(url, "/server_info"), type=dict[str, object])
+    except NoSuchRoute:
+        return
+    except DECODE_ERRORS as error:
+        raise PeerUnreachable(f"{url}/server_info: not SGLang's answer: {error}") from error
+    for name, (survived, reason) in _SETTINGS.items():
+        if name in told and told[name] not in survived:
+            raise ConfigError(f"{url}: {name} must be {survived[0]}, got {told[name]}: {reason}")

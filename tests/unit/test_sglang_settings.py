@@ -1,0 +1,94 @@
+"""What a running SGLang server says of itself is believed more than its command line."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from windlass.engines.sglang.settings import UNSAFE, refuse_unsafe_settings
+from windlass.errors import ConfigError, PeerUnreachable
+
+PLAIN = {
+    "version": "0.5.23",
+    "tp_size": 2,
+    "pp_size": 1,
+    "dp_size": 1,
+    "nnodes": 1,
+    "enable_memory_saver": False,
+    "enable_lora": None,
+    "enable_eplb": False,
+    "elastic_ep_backend": None,
+    "cpu_offload_gb": 0,
+    "offload_group_size": -1,
+    "speculative_algorithm": None,
+    "disaggregation_mode": "null",
+    "torchao_config": "",
+}
+
+
+@contextmanager
+def server(body: bytes, status: int = 200) -> Iterator[str]:
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+            """Nothing is logged."""
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as listening:
+        thread = threading.Thread(target=listening.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.server_port}"
+        finally:
+            listening.shutdown()
+            thread.join()
+
+
+def test_a_server_without_any_of_them_and_one_that_tells_less_are_taken() -> None:
+    for told in (PLAIN, {"version": "0.5.6"}):
+        with server(json.dumps(told).encode()) as url:
+            refuse_unsafe_settings(url)
+    with server(b"", 404) as url:
+        refuse_unsafe_settings(url)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "option"),
+    [
+        ("enable_eplb", True, "--enable-eplb"),
+        ("cpu_offload_gb", 4, "--cpu-offload-gb"),
+        ("offload_group_size", 2, "--offload-group-size"),
+        ("elastic_ep_backend", "mooncake", "--elastic-ep-backend"),
+        ("disaggregation_mode", "decode", "--disaggregation-mode"),
+        ("nnodes", 2, "--nnodes"),
+        ("dp_size", 2, "--dp-size"),
+        ("pp_size", 2, "--pp-size"),
+        ("enable_memory_saver", True, "--enable-memory-saver"),
+        ("speculative_algorithm", "EAGLE", "--speculative-algorithm"),
+        ("enable_lora", True, "--enable-lora"),
+        ("torchao_config", "int4wo-32", "--torchao-config"),
+    ],
+)
+def test_a_setting_that_an_update_does_not_survive_is_found_where_no_option_named_it(
+    setting: str, value: object, option: str
+) -> None:
+    with (
+        server(json.dumps({**PLAIN, setting: value}).encode()) as url,
+        pytest.raises(ConfigError, match=rf"{setting} must be .*, got {value}: ") as refused,
+    ):
+        refuse_unsafe_settings(url)
+    assert str(refused.value).endswith(UNSAFE[option])
+
+
+def test_another_server_is_named() -> None:
+    with server(b"<html>") as url, pytest.raises(PeerUnreachable, match="not SGLang's answer"):
+        refuse_unsafe_settings(url)
