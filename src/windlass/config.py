@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import StrEnum
+from operator import attrgetter
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -21,6 +23,7 @@ __all__ = [
     "UpdateBackend",
     "UpdateMode",
     "XcclBackend",
+    "check_numbers",
     "take_name",
     "take_names",
 ]
@@ -53,6 +56,30 @@ def take_names(settings: msgspec.Struct, kinds: Mapping[str, type[StrEnum]]) -> 
         value = msgspec.structs.asdict(settings)[field]
         member = take_name(f"{type(settings).__name__}: {field}", value, kind)
         msgspec.structs.force_setattr(settings, field, member)
+
+
+def check_numbers(
+    settings: object, least: Mapping[str, float], above: Collection[str] = ()
+) -> None:
+    """Refuse what is no number, or too small, in the fields of a frozen value.
+
+    Args:
+        settings: read by field name.
+        least: field -> smallest value; an integer there asks for integers.
+        above: fields that must be greater than 0.
+
+    Raises:
+        ConfigError: names type, field, rule and value.
+    """
+    for field in (*least, *above):
+        value = attrgetter(field)(settings)
+        kinds = (int,) if isinstance(least.get(field), int) else (int, float)
+        rule = f">= {least[field]}" if field in least else "> 0"
+        known = isinstance(value, kinds) and not isinstance(value, bool)
+        if not known or not (value >= least[field] if field in least else value > 0):
+            kind = "an integer " if kinds == (int,) and not known else ""
+            name = type(settings).__name__
+            raise ConfigError(f"{name}: {field} must be {kind}{rule}, got {value!r}")
 
 
 class UpdateMode(StrEnum):
@@ -101,10 +128,7 @@ class PhaseDeadlines(msgspec.Struct, frozen=True, kw_only=True):
     fleet_s: float = 120.0
 
     def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            value = msgspec.structs.asdict(self)[name]
-            if not value > 0:
-                raise ConfigError(f"PhaseDeadlines: {name} must be > 0, got {value}")
+        check_numbers(self, {}, self.__struct_fields__)
 
 
 class CollectiveFabric(StrEnum):
@@ -142,10 +166,7 @@ class P2pBackend(msgspec.Struct, frozen=True, tag="p2p", omit_defaults=True):
 
     def __post_init__(self) -> None:
         take_names(self, {"relay": RelayShape})
-        if self.relay_chunk_nbytes < 1:
-            raise ConfigError(
-                f"P2pBackend: relay_chunk_nbytes must be >= 1, got {self.relay_chunk_nbytes}"
-            )
+        check_numbers(self, {"relay_chunk_nbytes": 1})
 
 
 class XcclBackend(msgspec.Struct, frozen=True, tag="xccl"):
@@ -163,7 +184,8 @@ class XcclBackend(msgspec.Struct, frozen=True, tag="xccl"):
 
     def __post_init__(self) -> None:
         take_names(self, {"fabric": CollectiveFabric})
-        if self.bucket_nbytes < 64 or self.bucket_nbytes % 64:
+        check_numbers(self, {"bucket_nbytes": 64, "num_buffers": 1})
+        if self.bucket_nbytes % 64:
             raise ConfigError(
                 f"XcclBackend: bucket_nbytes must be a positive multiple of 64, got {self.bucket_nbytes}"
             )
@@ -183,10 +205,11 @@ class DiskBackend(msgspec.Struct, frozen=True, tag="disk"):
     keep_versions: int = 2
 
     def __post_init__(self) -> None:
-        if not self.folder.startswith("/"):
+        given: object = self.folder
+        if not isinstance(given, str | Path) or not Path(given).is_absolute():
             raise ConfigError(f"DiskBackend: folder must be an absolute path, got {self.folder!r}")
-        if self.keep_versions < 1:
-            raise ConfigError(f"DiskBackend: keep_versions must be >= 1, got {self.keep_versions}")
+        msgspec.structs.force_setattr(self, "folder", str(self.folder))  # a Path does not travel
+        check_numbers(self, {"keep_versions": 1})
 
 
 UpdateBackend = P2pBackend | XcclBackend | DiskBackend
@@ -225,13 +248,6 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"ControlConfig: deadlines must be PhaseDeadlines, got {self.deadlines!r}"
             )
-        if not self.heartbeat_s > 0:
-            raise ConfigError(f"ControlConfig: heartbeat_s must be > 0, got {self.heartbeat_s}")
-        if self.max_message_nbytes < 1:
-            raise ConfigError(
-                f"ControlConfig: max_message_nbytes must be >= 1, got {self.max_message_nbytes}"
-            )
-        if self.max_rewrites < 0:
-            raise ConfigError(f"ControlConfig: max_rewrites must be >= 0, got {self.max_rewrites}")
-        if self.min_engines < 1:
-            raise ConfigError(f"ControlConfig: min_engines must be >= 1, got {self.min_engines}")
+        check_numbers(
+            self, {"max_message_nbytes": 1, "max_rewrites": 0, "min_engines": 1}, ("heartbeat_s",)
+        )

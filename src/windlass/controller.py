@@ -63,6 +63,13 @@ class Controller:
         journal_path: Path | None = None,
         rollout_config: RolloutConfig | None = None,
     ) -> None:
+        for what, given, kind in (
+            ("config", config, ControlConfig),
+            ("staleness", staleness, StalenessPolicy),
+            ("rollout_config", rollout_config, RolloutConfig),
+        ):
+            if given is not None and not isinstance(given, kind):
+                raise ConfigError(f"Controller: {what} must be {kind.__name__}, got {given!r}")
         self._has_port = port != 0
         self._server = ControlServer(
             host=host, port=port, advertise_host=advertise_host, token=token

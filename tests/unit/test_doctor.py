@@ -19,6 +19,9 @@ def test_a_required_check_that_does_not_work_is_the_exit_status(
     assert main(["doctor"]) == 0
     assert "ptrace scope" in capsys.readouterr().out
     assert main(["doctor", "--require", "no such check"]) == 1
+    assert "--require no such check: must be one of ['/dev/shm', " in capsys.readouterr().err
+    assert main(["doctor", "--engine-flags", "vllm 'a"]) == 2
+    assert "as in a shell: No closing quotation, got" in capsys.readouterr().err
 
 
 def test_expandable_segments_and_a_folder_without_safetensors_are_refused_with_the_reason(

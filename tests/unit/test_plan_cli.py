@@ -127,3 +127,16 @@ def test_link_figures_add_up() -> None:
     assert links.num_links == 16
     assert links.min_nbytes <= links.median_nbytes <= links.max_nbytes == links.heaviest[0][2]
     assert summarize_links(plan.for_source("trainer/0")).num_links == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--links-at-once", "0", "--simulate"], "--links-at-once must be >= 1, got 0"),
+        (["--links-at-once", "3"], "must go with --simulate"),
+        (["--relay", "tree"], "must go with --simulate"),
+    ],
+)
+def test_an_option_without_effect_is_refused(words: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        plan_command.run(arguments(str(SHIPPED), *words))

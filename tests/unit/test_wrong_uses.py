@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ import torch
 
 import windlass
 from windlass.config import CollectiveFabric, PauseMode, RelayShape, UpdateMode
-from windlass.errors import ConfigError, PeerTimeout
+from windlass.errors import ConfigError, PeerTimeout, RoundAborted, UnsupportedLayout
+from windlass.layout.box import Box
+from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.directory import StaticEngines
@@ -50,6 +53,25 @@ def test_a_name_of_a_member_is_the_member_and_another_name_is_refused() -> None:
         windlass.ControlConfig(mode="x")  # type: ignore[arg-type]
 
 
+def connect(module: Any, **options: Any) -> object:
+    return windlass.connect_trainer(module, controller="http://127.0.0.1:9", token=TOKEN, **options)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.ones(2, 2, device="meta"), torch.eye(3).to_sparse(), torch.ones(2).to(torch.complex64)],
+)
+def test_a_tensor_that_cannot_be_described_is_named(tensor: torch.Tensor) -> None:
+    module = torch.nn.Module()
+    module.odd = torch.nn.Parameter(tensor, requires_grad=False)
+    with pytest.raises(UnsupportedLayout, match=r"'odd': .* got .*(meta device|sparse|complex)"):
+        connect(module)
+
+
+def test_a_path_is_a_folder_too() -> None:
+    assert windlass.DiskBackend(folder=Path("/weights")).folder == "/weights"  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -69,6 +91,19 @@ def test_a_name_of_a_member_is_the_member_and_another_name_is_refused() -> None:
         (lambda: windlass.BatchClient("http://h", TOKEN).next_batch(-1, 0, 1, deadline_s=1), "step must be >= 0, got -1"),
         (lambda: windlass.BatchClient("http://h", TOKEN).next_batch(0, 0, 1, deadline_s=0), "deadline_s must be > 0, got 0"),
         (lambda: windlass.Controller(token=TOKEN, port=99999), "port must be an integer in .0, 65535., got 99999"),
+        (lambda: windlass.PhaseDeadlines(write_s="5"), "write_s must be > 0, got '5'"),  # type: ignore[arg-type]
+        (lambda: windlass.ControlConfig(min_engines="1"), "min_engines must be an integer >= 1, got '1'"),  # type: ignore[arg-type]
+        (lambda: windlass.ControlConfig(max_rewrites=1.5), "max_rewrites must be an integer >= 0, got 1.5"),  # type: ignore[arg-type]
+        (lambda: windlass.StalenessPolicy(2.5, 1, 1), "max_staleness must be an integer >= 0, got 2.5"),  # type: ignore[arg-type]
+        (lambda: windlass.StalenessPolicy(2, 0, 1), "batch_size must be >= 1, got 0"),
+        (lambda: windlass.SamplingParams(max_new_tokens=1, temperature=float("nan")), "temperature must be >= 0, got nan"),
+        (lambda: windlass.SamplingParams(max_new_tokens=1, top_k=0), "top_k must be >= 1, or -1 for all, got 0"),
+        (lambda: windlass.DiskBackend(folder=None), "folder must be an absolute path, got None"),  # type: ignore[arg-type]
+        (lambda: windlass.Controller(token=TOKEN, config={"mode": "staged"}), "config must be ControlConfig, got {'mode'"),  # type: ignore[arg-type]
+        (lambda: windlass.Controller(token=TOKEN, staleness=2), "staleness must be StalenessPolicy, got 2"),  # type: ignore[arg-type]
+        (lambda: connect({"w": torch.ones(2)}), "module must be a torch.nn.Module, got dict"),
+        (lambda: connect(torch.nn.Linear(2, 2), transport=5), "transport must be a name or .* got 5"),
+        (lambda: connect(torch.nn.Linear(2, 2), name_map=lambda _: 7), "name or None for 'weight', got 7"),
         (lambda: parse_transport("cmaa"), "transport must be one of .* got 'cmaa'"),
         (lambda: version_number("v1", "publish"), "publish: version must be an integer >= 0, got 'v1'"),  # type: ignore[arg-type]
         (lambda: version_number(-1, "publish"), "version must be an integer >= 0, got -1"),
@@ -225,3 +260,78 @@ def test_a_token_that_no_header_carries_is_refused_by_whoever_is_given_it(
     ):
         with pytest.raises(ConfigError, match=says):
             use()
+
+
+@pytest.mark.parametrize("rollouts", [False, True])
+async def test_a_file_that_is_no_journal_is_left_as_it_is(tmp_path: Path, rollouts: bool) -> None:
+    """A journal's last line may be torn; the only line of somebody else's file is not."""
+    path = tmp_path / "config.json"
+    path.write_bytes(b'{"lr": 1e-4}')
+    with pytest.raises(ConfigError, match="must be a journal, begins with"):
+        async with windlass.Controller(
+            token=TOKEN,
+            journal_path=None if rollouts else path,
+            rollout_config=RolloutConfig(journal=path if rollouts else None),
+        ):
+            pass
+    assert path.read_bytes() == b'{"lr": 1e-4}'
+
+
+async def test_a_first_line_that_a_crash_has_cut_is_no_reason_to_refuse(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    for torn in (b"", b'{"ki', b'{"kind":"started","epo'):
+        path.write_bytes(torn)
+        async with windlass.Controller(token=TOKEN, journal_path=path):
+            pass
+        assert path.read_bytes().startswith(b'{"kind":"started"')
+
+
+async def test_a_trainer_with_another_transport_is_told_before_anything_is_paused() -> None:
+    """Otherwise an engine that is written in place would be left with weights of no version."""
+
+    class Hooks:
+        num_pauses = 0
+
+        def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
+            self.num_pauses += 1
+
+        def resume(self) -> None: ...
+
+        def finalise(self) -> None: ...
+
+        def set_version(self, version: int) -> None: ...
+
+    hooks, weight = Hooks(), torch.ones(2, 2)
+    builder = ManifestBuilder("engine/0", Role.ENGINE)
+    builder.add_parameter("weight", nbytes=weight.nbytes, dtype=DType.FLOAT32)
+    builder.add_shard("weight", (2, 2), Box.full((2, 2)), "weight")
+    transport = CmaTransport()
+    module = torch.nn.Linear(2, 2, bias=False)
+
+    def update(url: str) -> None:
+        region = transport.register(weight.data_ptr(), weight.nbytes)
+        with windlass.EngineClient(
+            manifest=builder.build(),
+            addresses=(weight.data_ptr(),),
+            regions=(region,),
+            transport=transport,
+            hooks=hooks,
+            controller=url,
+            token=TOKEN,
+            group="engine",
+        ):
+            says = "engine/0 must be that of trainer/0, 'shm', got 'cma'"
+            with (
+                windlass.connect_trainer(
+                    module, controller=url, token=TOKEN, transport="shm"
+                ) as trainer,
+                pytest.raises(RoundAborted, match=says),
+            ):
+                trainer.publish(0)
+            assert hooks.num_pauses == 0
+            with windlass.connect_trainer(module, controller=url, token=TOKEN) as trainer:
+                trainer.publish(1)
+            assert torch.equal(weight, module.weight)
+
+    async with windlass.Controller(token=TOKEN) as controller:
+        await asyncio.to_thread(update, controller.url)

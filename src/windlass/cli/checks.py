@@ -247,9 +247,14 @@ def check_flags(command: str, checkpoint: Path | None = None) -> Finding:
         checkpoint: that the engine would serve; whether it may quantise depends on it.
 
     Raises:
-        ConfigError: it names no engine of the table.
+        ConfigError: it names no engine of the table, or a quotation does not end.
     """
-    engine, *options = shlex.split(command) or [""]
+    try:
+        engine, *options = shlex.split(command) or [""]
+    except ValueError as error:
+        raise ConfigError(
+            f"--engine-flags must be as in a shell: {error}, got {command!r}"
+        ) from error
     if engine not in _UNSAFE:
         raise ConfigError(f"--engine-flags must begin with one of {list(_UNSAFE)}, got {command!r}")
     name = f"{engine} flags"

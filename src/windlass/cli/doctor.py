@@ -56,7 +56,13 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
     else:
         _print(report)
-    return 1 if _missing(report, args.require) else 0
+    missing = _missing(report, args.require)
+    if missing:
+        known = sorted({finding.name for there in report.values() for finding in there})
+        for name in missing:
+            why = "does not work" if name in known else f"must be one of {known}"
+            print(f"windlass doctor: --require {name}: {why}", file=sys.stderr)
+    return 1 if missing else 0
 
 
 def _print(report: Mapping[str, Sequence[Finding]]) -> None:

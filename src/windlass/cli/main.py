@@ -1,4 +1,4 @@
-"""`windlass`: one sub-command per module, each imported when it is asked for."""
+"""The command `windlass`: one sub-command per module, each imported when it is asked for."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol, cast
 
+from windlass import __version__
 from windlass.errors import WindlassError
 
 __all__ = ["main"]
@@ -37,7 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Errors of Windlass are printed as one line; anything else is a defect and shows its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="windlass", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="windlass",
+        description="Weights from trainers to rollout engines, and asynchronous rollouts.",
+    )
+    parser.add_argument("--version", action="version", version=f"windlass {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True)
     chosen = next((word for word in arguments if not word.startswith("-")), "")
     command: _Command | None = None

@@ -94,6 +94,10 @@ def run(args: argparse.Namespace) -> int:
         text = args.topology.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"topology: cannot read {args.topology}: {error}") from error
+    if args.links_at_once < 1:
+        raise ConfigError(f"--links-at-once must be >= 1, got {args.links_at_once}")
+    if not args.simulate and (args.relay != RelayShape.OFF or args.links_at_once != LINKS_AT_ONCE):
+        raise ConfigError("--relay and --links-at-once must go with --simulate, got none")
     links_at_once = args.links_at_once if args.simulate else 0
     topology, shape = parse_topology(text), RelayShape(args.relay)
     measured = _measure(topology, args.direct_min_run_bytes, links_at_once, shape)

@@ -11,6 +11,7 @@ import msgspec
 
 from windlass.cli.status import fetch_overview
 from windlass.envs import control_token
+from windlass.errors import ConfigError
 from windlass.telemetry.ceilings import measure_memcpy_gbps
 from windlass.telemetry.speed_of_light import SpeedOfLight, save_plot, speed_of_light
 
@@ -34,6 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print every published update that the controller remembers."""
+    if args.links < 1:
+        raise ConfigError(f"report: --links must be >= 1, got {args.links}")
+    if args.ceiling_gbps is not None and not args.ceiling_gbps > 0:
+        raise ConfigError(f"report: --ceiling-gbps must be > 0, got {args.ceiling_gbps}")
+    for name, path in (("--json", args.json), ("--plot", args.plot)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"report: {name} must be a file in a folder that exists, got {path}")
     view = asyncio.run(fetch_overview(args.url.rstrip("/"), control_token(), args.deadline_s))
     ceiling = measure_memcpy_gbps() if args.ceiling_gbps is None else args.ceiling_gbps
     updates = [

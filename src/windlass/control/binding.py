@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from windlass.config import UpdateBackend, UpdateMode
+from windlass.config import P2pBackend, UpdateBackend, UpdateMode
 from windlass.control.fleet import Group, Identity
 from windlass.control.messages import (
     Bound,
@@ -117,6 +117,7 @@ async def bind_fleet(
 
     Raises:
         PlanError: the manifests cannot be served.
+        ConfigError: no engine has the trainers' transport.
         EnginesUnbound: some engines did not bind; the others would.
         RoundAborted: a trainer did not bind the plan, or did not answer within `deadline_s`.
     """
@@ -128,6 +129,8 @@ async def bind_fleet(
     engine_workers = {engine.name: engine.workers for engine in engines}
     manifests = trainers.manifests
     pinned = {name: sessions[name] for name in (*workers, *engine_of) if name in sessions}
+    if isinstance(backend, P2pBackend):
+        _check_transports(workers, engine_workers, pinned)
     compiled = await asyncio.to_thread(_compile, planner, manifests, destinations, relay)
     digest = compiled.digest
     caller = _Caller(pinned, (epoch, round_number), deadline_s)
@@ -170,6 +173,32 @@ async def bind_fleet(
         plan_digest=digest,
         relay=relay.children,
     )
+
+
+def _check_transports(
+    sources: Sequence[str],
+    engines: Mapping[str, Sequence[str]],
+    sessions: Mapping[str, AgentSession],
+) -> None:
+    """Whoever writes must speak the transport that the memory is registered with.
+
+    Raises:
+        EnginesUnbound: some engines have another one than the sources.
+        ConfigError: all have; then it is the sources that are out of step.
+    """
+    spoken = {w: s.agent.hello.wire.transport for w, s in sessions.items()}
+    wrong = {
+        name: f"transport of {worker} must be that of {source}, {spoken[source]!r}, "
+        f"got {spoken[worker]!r}"
+        for name, workers in engines.items()
+        for worker in workers
+        for source in sources
+        if worker in spoken and source in spoken and spoken[worker] != spoken[source]
+    }
+    if wrong and len(wrong) == len(engines):
+        raise ConfigError("; ".join(wrong.values()))
+    if wrong:
+        raise EnginesUnbound(wrong, {}, "")
 
 
 def _find_astray(

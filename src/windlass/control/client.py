@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -128,7 +129,8 @@ class AgentChannel:
             return
         self._closed = True
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._cancel)
+            with contextlib.suppress(RuntimeError):  # it has just closed its loop by itself
+                self._loop.call_soon_threadsafe(self._cancel)
             self._thread.join(10.0)
         elif self._task is None:  # `connect` was never called
             self._loop.close()
@@ -151,6 +153,10 @@ class AgentChannel:
             pass
         finally:
             self._conversation.end()
+            left = asyncio.all_tasks(self._loop)  # answers to commands that are still carried out
+            for task in left:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
 

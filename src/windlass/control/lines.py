@@ -19,6 +19,8 @@ from windlass.errors import DECODE_ERRORS, ConfigError
 __all__ = ["LineFile", "read_lines"]
 
 EntryT = TypeVar("EntryT")
+_FIRST_LINES = (b'{"kind":"started"', b'{"type":"started"')
+"""How every journal begins."""
 
 
 @final
@@ -36,8 +38,8 @@ class LineFile(Generic[EntryT]):
         nbytes: its size, without what was added and not written yet.
 
     Raises:
-        ConfigError: it cannot be opened, another process has it open, or a complete line is
-            not an entry.
+        ConfigError: it cannot be opened, another process has it open, a complete line is
+            not an entry, or the file is none of ours: what there is of its first line begins otherwise.
     """
 
     def __init__(self, path: Path, kind: type[EntryT]) -> None:
@@ -164,7 +166,7 @@ def read_lines(
     """The entries, and the bytes that they take; a line without its end was torn by a crash.
 
     Raises:
-        ConfigError: a complete line is not an entry.
+        ConfigError: a complete line is not an entry, or it is no journal.
     """
     entries: list[EntryT] = []
     decoder = msgspec.json.Decoder(kind)
@@ -172,6 +174,10 @@ def read_lines(
     with path.open("rb") as file:
         for number, line in enumerate(file):
             if not line.endswith(b"\n") or nbytes == upto_nbytes:
+                if number == 0 and not _begins_a_journal(line):
+                    raise ConfigError(
+                        f"journal {path}: must be a journal, begins with {line[:20]!r}"
+                    )
                 break
             try:
                 entries.append(decoder.decode(line))
@@ -179,6 +185,11 @@ def read_lines(
                 raise ConfigError(f"journal {path}: line {number + 1}: {error}") from error
             nbytes += len(line)
     return entries, nbytes
+
+
+def _begins_a_journal(torn: bytes) -> bool:
+    """Whether a first line without its end is one that a crash has cut: the rest would be deleted."""
+    return any(torn[: len(first)] == first[: len(torn)] for first in _FIRST_LINES)
 
 
 def _sync_directory(path: Path) -> None:

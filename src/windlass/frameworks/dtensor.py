@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
-from windlass.errors import ManifestError, UnsupportedLayout
+from windlass.errors import ConfigError, ManifestError, UnsupportedLayout
 from windlass.frameworks.dtypes import dtype_of
 from windlass.layout.box import Box
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
@@ -162,7 +162,15 @@ def held_tensors(module: torch.nn.Module, name_map: NameMap | None = None) -> li
     and `DistributedDataParallel` are taken out. FSDP2 modules that still hold gathered
     parameters after a forward pass are resharded first (local, no communication), because the
     gathered copy is not what an optimizer steps.
+
+    Raises:
+        ConfigError: no module, or a `name_map` that gives something else than names.
+        UnsupportedLayout: a tensor without memory (meta) or without strides (sparse).
     """
+    if not isinstance(module, torch.nn.Module):
+        raise ConfigError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+    if name_map is not None and not callable(name_map):
+        raise ConfigError(f"name_map must be a function of a name, got {type(name_map).__name__}")
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.reshard()
@@ -185,6 +193,13 @@ def held_tensors(module: torch.nn.Module, name_map: NameMap | None = None) -> li
             bare = bare.replace(mark, "")
         mapped = bare if name_map is None else name_map(bare)
         if mapped is not None:
+            if not isinstance(mapped, str):
+                raise ConfigError(f"name_map must give a name or None for {bare!r}, got {mapped!r}")
+            if tensor.is_meta or tensor.layout is not torch.strided:
+                kind = "on the meta device" if tensor.is_meta else f"one with {tensor.layout}"
+                raise UnsupportedLayout(
+                    f"parameter {name!r}: must be a tensor with memory and strides, got {kind}"
+                )
             found.append(HeldTensor(name, mapped, tensor))
     return found
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from windlass.config import take_names
+from windlass.config import check_numbers, take_names
 from windlass.errors import ConfigError
 from windlass.rollout.messages import OnAbort, Turn
 
@@ -63,21 +63,16 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         take_names(self, {"on_abort": OnAbort})
-        for name, least in _LEAST.items():
-            if not (value := msgspec.structs.asdict(self)[name]) >= least:
-                raise ConfigError(f"RolloutConfig: {name} must be >= {least}, got {value}")
-        for name in ("attempt_deadline_s", "worker_lease_s", "journal_sync_s"):
-            if not (value := msgspec.structs.asdict(self)[name]) > 0:
-                raise ConfigError(f"RolloutConfig: {name} must be > 0, got {value}")
+        check_numbers(self, _LEAST, ("attempt_deadline_s", "worker_lease_s", "journal_sync_s"))
         if self.acknowledge and self.journal is None:
             raise ConfigError("RolloutConfig: acknowledge needs a journal, got None")
 
 
 _LEAST = {
     "max_attempts": 1,
-    "retry_backoff_s": 0,
-    "engine_grace_s": 0,
-    "worker_grace_s": 0,
+    "retry_backoff_s": 0.0,
+    "engine_grace_s": 0.0,
+    "worker_grace_s": 0.0,
     "max_rejections": 1,
     "affinity_slack": 0,
     "journal_compact_nbytes": 0,

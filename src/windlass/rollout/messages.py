@@ -96,10 +96,12 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ConfigError(f"sampling: max_new_tokens must be >= 1, got {self.max_new_tokens}")
-        if self.temperature < 0:
+        if not self.temperature >= 0:
             raise ConfigError(f"sampling: temperature must be >= 0, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"sampling: top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k < 1 and self.top_k != -1:
+            raise ConfigError(f"sampling: top_k must be >= 1, or -1 for all, got {self.top_k}")
 
 
 class EngineTarget(msgspec.Struct, frozen=True, gc=False):

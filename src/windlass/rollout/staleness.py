@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from windlass.config import check_numbers
 from windlass.errors import ConfigError, RolloutError
 
 __all__ = ["StalenessPolicy"]
@@ -43,12 +44,7 @@ class StalenessPolicy:
     consumed: int = 0
 
     def __post_init__(self) -> None:
-        if self.max_staleness < 0:
-            raise ConfigError(f"staleness: max_staleness must be >= 0, got {self.max_staleness}")
-        if self.batch_size < 1:
-            raise ConfigError(f"staleness: batch_size must be >= 1, got {self.batch_size}")
-        if self.max_concurrent < 1:
-            raise ConfigError(f"staleness: max_concurrent must be >= 1, got {self.max_concurrent}")
+        check_numbers(self, {"max_staleness": 0, "batch_size": 1, "max_concurrent": 1})
         if self.running or self.accepted or self.consumed:
             raise ConfigError("staleness: counts start at 0; recover with start_version")
         self.version = max(self.version, self.start_version)

@@ -276,6 +276,8 @@ def _token_ids(prompt_ids: Sequence[int]) -> tuple[int, ...]:
         raise ConfigError(f"rollout: prompt_ids must be integers: {error}") from error
     if not tokens:
         raise ConfigError("rollout: prompt_ids must not be empty")
+    if min(tokens) < 0:
+        raise ConfigError(f"rollout: prompt_ids must be >= 0, got {min(tokens)}")
     return tokens
 
 

@@ -278,14 +278,16 @@ def connect_trainer(
         connect_deadline_s: how long to wait for the controller.
 
     Raises:
-        ConfigError: `controller` is no URL, `transport` no transport (or none that has a replica),
+        ConfigError: `module` is no module, `controller` no URL, `transport` no transport (or none that has a replica),
             or `arena_nbytes` too small.
-        UnsupportedLayout: a parameter whose placement cannot be described.
+        UnsupportedLayout: a parameter whose placement or dtype cannot be described.
         TransportUnavailable, AuthenticationError, ProtocolError, PeerTimeout: see there.
     """
     from windlass.training.fsdp import describe_trainer
 
     config = parse_transport(transport) if isinstance(transport, str) else transport
+    if not isinstance(config, TransportConfig):
+        raise ConfigError(f"transport must be a name or a configuration of one, got {config!r}")
     described = describe_trainer(module, group=group, name_map=name_map, stacked=stacked)
     return TrainerClient(
         manifest=described.manifest,
