@@ -9,7 +9,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import ClassVar
+from contextlib import ExitStack
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -23,8 +24,10 @@ from windlass.errors import (
 )
 from windlass.testing.peer_process import PeerProcess
 from windlass.testing.transport_conformance import NBYTES, ProcessConformance, Rig
+from windlass.transports import mooncake, mooncake_peer
 from windlass.transports.base import PeerEndpoint, WriteBatch
 from windlass.transports.configs import MooncakeConfig, MooncakeProtocol
+from windlass.transports.mooncake import MooncakeTransport
 from windlass.transports.registry import create_transport
 
 TCP = MooncakeConfig(protocol=MooncakeProtocol.TCP)
@@ -248,3 +251,80 @@ def test_nothing_lands_over_a_connection_from_before_a_fence_and_peers_find_thei
     finally:
         sender.close()
         receiver.close()
+
+
+Source = np.ndarray[Any, np.dtype[np.uint8]]
+Sending = tuple[MooncakeTransport, Source]
+
+
+def batch_to(peer: PeerProcess, source: Source) -> WriteBatch:
+    return WriteBatch(
+        endpoint=peer.region.endpoint,
+        local_addresses=np.array([source.ctypes.data], np.uint64),
+        remote_addresses=np.array([peer.region.address], np.uint64),
+        nbytes=np.array([source.nbytes], np.uint64),
+        regions=(peer.region,),
+    )
+
+
+def threads_of_peers() -> int:
+    return sum(thread.name.startswith("mooncake-127.") for thread in threading.enumerate())
+
+
+@pytest.fixture
+def sending() -> Iterator[Sending]:
+    transport = create_transport(TCP)
+    assert isinstance(transport, MooncakeTransport)
+    source = np.arange(1, 129, dtype=np.uint8)
+    transport.register(source.ctypes.data, source.nbytes)
+    yield transport, source
+    transport.close()
+
+
+def test_peers_that_are_gone_leave_no_thread_and_no_entry(sending: Sending) -> None:
+    transport, source = sending
+    before = threads_of_peers()
+    with ExitStack() as stack:
+        peers = [stack.enter_context(PeerProcess(TCP, NBYTES)) for _ in range(4)]
+        for peer in peers:
+            transport.write(batch_to(peer, source), deadline_s=20.0)
+            assert peer.read(0, source.nbytes) == source.tobytes()
+        assert threads_of_peers() == before + len(peers)
+        for peer in peers:
+            peer.kill()
+        for peer in peers:
+            with pytest.raises(PeerUnreachable):
+                transport.write(batch_to(peer, source), deadline_s=20.0)
+    assert threads_of_peers() == before
+    assert transport._peers == {}
+
+
+def test_a_peer_that_is_not_written_keeps_no_thread_and_is_written_again(
+    sending: Sending, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake_peer, "IDLE_S", 0.05)
+    transport, source = sending
+    before = threads_of_peers()
+    with PeerProcess(TCP, NBYTES) as peer:
+        for _ in range(3):
+            source += 1
+            transport.write(batch_to(peer, source), deadline_s=20.0)
+            assert peer.read(0, source.nbytes) == source.tobytes()
+            ends = time.monotonic() + 20.0
+            while threads_of_peers() > before:
+                assert time.monotonic() < ends
+                time.sleep(0.01)
+
+
+def test_a_peer_that_was_forgotten_is_written_again_through_the_same_engine(
+    sending: Sending, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake, "FORGET_S", 0.0)
+    transport, source = sending
+    with PeerProcess(TCP, NBYTES) as first, PeerProcess(TCP, NBYTES) as second:
+        for peer in (first, second, first, second):
+            source += 1
+            transport.write(batch_to(peer, source), deadline_s=20.0)
+            assert peer.read(0, source.nbytes) == source.tobytes()
+            assert list(transport._peers) == [peer.region.endpoint]
+        assert len(transport._engines) == 1

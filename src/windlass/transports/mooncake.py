@@ -10,11 +10,17 @@ from __future__ import annotations
 import mmap
 import secrets
 import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import final
 
 import numpy as np
+import numpy.typing as npt
 
-from windlass.errors import RegionError, TransportUnavailable
+from windlass.errors import PeerUnreachable, RegionError, TransportUnavailable
 from windlass.telemetry.clock import Deadline
 from windlass.transports.addresses import join_host_port
 from windlass.transports.base import (
@@ -46,6 +52,12 @@ from windlass.transports.splitting import (
 
 __all__ = ["MooncakeTransport"]
 
+Page = npt.NDArray[np.uint8]
+FORGET_S = 600.0
+"""Peers that were not written for longer are forgotten when another one comes."""
+KEPT_PAGES = 64
+"""That were given back are used again in turn once there are more."""
+
 MAX_CALL_NBYTES = 256 << 20
 """Per native call: between calls a passed deadline is a clean failure, inside one it is unknown."""
 REQUEST_NBYTES = 1 << 20
@@ -58,11 +70,30 @@ _PAGE = 4096
 
 @final
 class _Engine:
-    """A native engine and the addresses it has talked to."""
+    """A native engine, and which peer it has talked to at each address."""
 
     def __init__(self, started: Started) -> None:
         self.started = started
-        self.contacted: set[str] = set()
+        self.contacted: dict[str, PeerEndpoint] = {}
+        self._pages: deque[Page] = deque()
+
+    def take_page(self) -> Page:
+        """Registered memory for a peer's token.
+
+        Raises:
+            PeerUnreachable: no memory can be registered.
+        """
+        if len(self._pages) > KEPT_PAGES:
+            return self._pages.popleft()
+        page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
+        code = self.started.engine.register_memory(int(page.ctypes.data), page.nbytes)
+        if code != 0:
+            raise PeerUnreachable(f"mooncake: no page for a peer can be registered (code {code})")
+        return page
+
+    def give_back(self, page: Page) -> None:
+        """For another peer, much later: bytes of a read that has failed may still come."""
+        self._pages.append(page)
 
     def pin(self, starts: list[int], end: int) -> int:
         """Register [starts[0], end) in steps; the first code that is not 0."""
@@ -77,6 +108,16 @@ class _Engine:
         """Take registrations back."""
         for start in starts:
             self.started.engine.unregister_memory(start)
+
+
+@dataclass(slots=True)
+class _Known:
+    """A peer, how many calls use it now, and when the last one ended; monotonic seconds."""
+
+    peer: MooncakePeer
+    engine: _Engine
+    num_users: int = 0
+    used_s: float = 0.0
 
 
 @final
@@ -97,7 +138,7 @@ class MooncakeTransport:
         self._engines = [_Engine(started)]
         self._table = RegionTable()
         self._lock = threading.Lock()
-        self._peers: dict[PeerEndpoint, MooncakePeer] = {}
+        self._peers: dict[PeerEndpoint, _Known] = {}
         self._closed = False
         token = secrets.token_bytes(TOKEN_NBYTES)
         self._token_page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
@@ -182,8 +223,13 @@ class MooncakeTransport:
     def _move(self, batch: WriteBatch, deadline_s: float, direction: Direction) -> None:
         check_batch(self._table, batch, "mooncake")
         deadline = Deadline.after(deadline_s, f"mooncake {direction} to {batch.endpoint.address}")
-        peer = self._peer(batch.endpoint)
-        peer.confirm(deadline)
+        with self._peer(batch.endpoint) as peer:
+            peer.confirm(deadline)
+            self._move_pieces(peer, batch, direction, deadline)
+
+    def _move_pieces(
+        self, peer: MooncakePeer, batch: WriteBatch, direction: Direction, deadline: Deadline
+    ) -> None:
         pieces = cut_at_edges(
             merge_adjacent(batch.local_addresses, batch.remote_addresses, batch.nbytes),
             local=[e for span in self._table.spans() for e in self._starts(*span)],
@@ -218,7 +264,7 @@ class MooncakeTransport:
             if self._closed:
                 return
             self._closed = True
-            peers, self._peers = list(self._peers.values()), {}
+            peers, self._peers = [known.peer for known in self._peers.values()], {}
             spans = self._table.spans()
             self._table.clear()
         for peer in peers:
@@ -232,23 +278,61 @@ class MooncakeTransport:
     def _starts(self, address: int, nbytes: int) -> list[int]:
         return [address, *edges_of(address, nbytes, self._step_nbytes)]
 
-    def _peer(self, endpoint: PeerEndpoint) -> MooncakePeer:
-        with self._lock:
-            found = self._peers.get(endpoint)
-            if found is None:
-                engine = self._engine_for(endpoint.address)
-                found = self._peers[endpoint] = MooncakePeer(engine.started, endpoint)
-                engine.contacted.add(endpoint.address)
-            return found
+    @contextmanager
+    def _peer(self, endpoint: PeerEndpoint) -> Iterator[MooncakePeer]:
+        """The peer, which is kept for as long as it is used, and then until it is gone."""
+        known = self._use(endpoint)
+        unreachable = False
+        try:
+            yield known.peer
+        except PeerUnreachable:
+            unreachable = True
+            raise
+        finally:
+            with self._lock:
+                known.num_users -= 1
+                known.used_s = time.monotonic()
+                if unreachable:
+                    self._forget(endpoint)
 
-    def _engine_for(self, address: str) -> _Engine:
-        """An engine that has not talked to an earlier process at `address`.
+    def _use(self, endpoint: PeerEndpoint) -> _Known:
+        with self._lock:
+            known = self._peers.get(endpoint)
+            if known is None:
+                self._forget_unused()
+                engine = self._engine_for(endpoint)
+                page = engine.take_page()
+                try:
+                    peer = MooncakePeer(engine.started, endpoint, page)
+                except PeerUnreachable:
+                    engine.give_back(page)
+                    raise
+                known = self._peers[endpoint] = _Known(peer, engine)
+                engine.contacted[endpoint.address] = endpoint
+            known.num_users += 1
+            return known
+
+    def _forget_unused(self) -> None:
+        """Nobody says which peers have ended. One that has not is made anew when it is written."""
+        before_s = time.monotonic() - FORGET_S
+        for endpoint in [e for e, known in self._peers.items() if known.used_s < before_s]:
+            self._forget(endpoint)
+
+    def _forget(self, endpoint: PeerEndpoint) -> None:
+        known = self._peers.get(endpoint)
+        if known is not None and not known.num_users and known.peer.may_be_forgotten:
+            del self._peers[endpoint]
+            known.peer.close()
+            known.engine.give_back(known.peer.page)
+
+    def _engine_for(self, endpoint: PeerEndpoint) -> _Engine:
+        """An engine that has not talked to another process at this address.
 
         An engine remembers the data port of each address for good, so a process that was
         restarted on the same port can be reached only through another engine.
         """
         for engine in self._engines:
-            if address not in engine.contacted:
+            if engine.contacted.get(endpoint.address, endpoint) == endpoint:
                 return engine
         engine = _Engine(start_engine(self._config))
         for start, nbytes in self._table.spans():

@@ -19,7 +19,6 @@ into one of three errors:
 
 from __future__ import annotations
 
-import mmap
 import queue
 import re
 import socket
@@ -30,6 +29,7 @@ from enum import StrEnum
 from typing import final
 
 import numpy as np
+import numpy.typing as npt
 
 from windlass.errors import ConfigError, PeerUnreachable, TransferFailed, TransferOutcomeUnknown
 from windlass.telemetry.clock import Deadline
@@ -44,6 +44,7 @@ TOKEN_NBYTES = 16
 PROMPT_S = 2.0
 """A call that returns within this has met none of the engine's timeouts, which are >= 5 s."""
 CONNECT_S = 1.0
+IDLE_S = 10.0
 READS = 4
 _OTHER_PROCESS = 1
 
@@ -86,19 +87,15 @@ class _Call:
         self.code = -1
         self.seconds = 0.0
 
-    def execute(self) -> bool:
-        """Run unless withdrawn; whether it ran."""
+    def execute(self) -> None:
+        """Run unless withdrawn; `done` is for the caller to set, whatever happens."""
         with self._lock:
             if self._state != "queued":
-                return False
+                return
             self._state = "running"
         start = time.monotonic()
-        try:
-            self.code = self._run()
-        finally:  # whoever waits gets code -1 rather than a deadline
-            self.seconds = time.monotonic() - start
-            self.done.set()
-        return True
+        self.code = self._run()
+        self.seconds = time.monotonic() - start
 
     def withdraw(self) -> bool:
         """Take it back; whether that was in time."""
@@ -116,12 +113,16 @@ class MooncakePeer:
         started: the engine; it must not have talked to an earlier process at this address,
             because it remembers that one's data port for good.
         endpoint: the peer.
+        page: registered with the engine, of at least `TOKEN_NBYTES`. Nobody else's: a read that
+            comes back after its deadline still writes there.
 
     Raises:
         PeerUnreachable: the endpoint is not one of a Mooncake transport.
     """
 
-    def __init__(self, started: Started, endpoint: PeerEndpoint) -> None:
+    def __init__(
+        self, started: Started, endpoint: PeerEndpoint, page: npt.NDArray[np.uint8]
+    ) -> None:
         match = _INCARNATION.fullmatch(endpoint.incarnation)
         try:
             self._session = split_host_port(endpoint.address)
@@ -141,22 +142,24 @@ class MooncakePeer:
         self._doorway: Doorway | None = None
         self._gone = False
         self._waiting: set[_Call] = set()
-        # A page of its own: a read that comes back after its deadline still writes here.
-        self._page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
-        self._page_address = int(self._page.ctypes.data)
+        self.page = page
+        self._page_address = int(page.ctypes.data)
         self._answered = False
         self._poison = ""
         self._abandoned: _Call | None = None
         self._lock = threading.Lock()
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        code = started.engine.register_memory(self._page_address, self._page.nbytes)
-        if code != 0:
-            raise PeerUnreachable(f"mooncake: no page for {endpoint.address} (code {code})")
-        # A daemon: a native call that is stuck must not keep the interpreter from ending.
-        self._thread = threading.Thread(
-            target=self._serve, name=f"mooncake-{endpoint.address}", daemon=True
-        )
-        self._thread.start()
+        self._num_open = 0
+        self._thread: threading.Thread | None = None
+
+    @property
+    def may_be_forgotten(self) -> bool:
+        """Whether nothing is lost with this object: no call is open, no outcome unknown.
+
+        Of a peer that is gone the outcomes do not matter.
+        """
+        with self._lock:
+            return not self._num_open and (self._gone or not self._poison)
 
     def confirm(self, deadline: Deadline) -> None:
         """See that the process at the address is the one that is meant, before bytes are sent.
@@ -237,9 +240,13 @@ class MooncakePeer:
         """Let the threads end; waits for them unless a native call is stuck."""
         if self._doorway is not None:
             self._doorway.close()
+        with self._lock:
+            thread = self._thread
+        if thread is None:
+            return
         self._calls.put(None)
         if not self._poison and not self._gone:
-            self._thread.join(CONNECT_S)
+            thread.join(CONNECT_S)
 
     def _knock(self, deadline: Deadline) -> None:
         """Go to the peer's door, once, and have a thread wait there for its end."""
@@ -254,7 +261,7 @@ class MooncakePeer:
             doorway.close()
             return
         threading.Thread(
-            target=self._watch, args=(doorway,), name=self._thread.name, daemon=True
+            target=self._watch, args=(doorway,), name=self._thread_name, daemon=True
         ).start()
 
     def _keep(self, doorway: Doorway) -> bool:
@@ -270,6 +277,7 @@ class MooncakePeer:
             waiting, self._waiting = self._waiting, set()
         for call in waiting:
             call.done.set()
+        self._calls.put(None)
 
     def _abandon(self, call: _Call, deadline: Deadline) -> None:
         message = (
@@ -324,13 +332,13 @@ class MooncakePeer:
             if code != 0:
                 return code
             self._answered = True
-        self._page[:TOKEN_NBYTES] = 0
+        self.page[:TOKEN_NBYTES] = 0
         code = self.started.engine.transfer_sync_read(
             self.endpoint.address, self._page_address, self._token_address, TOKEN_NBYTES
         )
         if self._vouched:
             return code
-        if code == 0 and self._page[:TOKEN_NBYTES].tobytes() != self._token:
+        if code == 0 and self.page[:TOKEN_NBYTES].tobytes() != self._token:
             return _OTHER_PROCESS
         return code
 
@@ -342,6 +350,8 @@ class MooncakePeer:
         if not poison:
             return
         if self._refuses_connections(deadline):
+            with self._lock:
+                self._gone = True
             raise PeerUnreachable(f"{deadline.purpose}: {self.endpoint.address} is gone")
         raise TransferOutcomeUnknown(f"an earlier write is open: {poison}")
 
@@ -350,17 +360,46 @@ class MooncakePeer:
         with self._lock:
             if self._gone:
                 call.done.set()
-            else:
-                self._waiting.add(call)
-        self._calls.put(call)
+                return call
+            self._waiting.add(call)
+            self._num_open += 1
+            self._calls.put(call)
+            if self._thread is None:
+                # A daemon: a native call that is stuck must not keep the interpreter from ending.
+                self._thread = threading.Thread(
+                    target=self._serve, name=self._thread_name, daemon=True
+                )
+                self._thread.start()
         return call
 
+    @property
+    def _thread_name(self) -> str:
+        return f"mooncake-{self.endpoint.address}"
+
     def _serve(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call.execute()
-            with self._lock:
-                self._waiting.discard(call)
-                if call is self._abandoned:
-                    self._abandoned = None
-                    if call.code == 0:  # acknowledged after all; any other code stays unknown
-                        self._poison = ""
+        """Carry calls out, until there has been none for `IDLE_S`: most peers end without a word."""
+        while True:
+            try:
+                call = self._calls.get(timeout=IDLE_S)
+            except queue.Empty:
+                call = None
+            if call is None:
+                with self._lock:
+                    if self._calls.empty():
+                        self._thread = None
+                        return
+                continue
+            try:
+                call.execute()
+            finally:  # whoever waits gets code -1 rather than a deadline
+                self._end(call)
+
+    def _end(self, call: _Call) -> None:
+        with self._lock:
+            self._num_open -= 1
+            self._waiting.discard(call)
+            if call is self._abandoned:
+                self._abandoned = None
+                if call.code == 0:  # acknowledged after all; any other code stays unknown
+                    self._poison = ""
+            call.done.set()
