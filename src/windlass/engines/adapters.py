@@ -69,8 +69,12 @@ def adapter_of(text: str) -> Adapter | None:
     folder = Path(place).absolute()
     if not name or not place:
         raise ConfigError(f"--adapter must be NAME=FOLDER, got {text!r}")
-    if not (folder / WEIGHTS).is_file() or not (folder / CONFIG).is_file():
-        raise ConfigError(f"--adapter {name}: {folder} must hold {WEIGHTS} and {CONFIG}")
+    missing = [file for file in (WEIGHTS, CONFIG) if not (folder / file).is_file()]
+    if missing:
+        raise ConfigError(
+            f"--adapter {name}: {folder} must hold {WEIGHTS} and {CONFIG}, it lacks "
+            f"{' and '.join(missing)}"
+        )
     try:
         config = msgspec.json.decode((folder / CONFIG).read_bytes(), type=_Config)
     except msgspec.MsgspecError as error:

@@ -110,8 +110,9 @@ def _slice(file: Any, entry: DiskEntry, part: Box) -> Any:
     if not entry.sizes:
         return file.get_tensor(entry.key)
     sliced = file.get_slice(entry.key)
-    if tuple(sliced.get_shape()) != entry.sizes:
-        raise TransferFailed(f"disk: {entry.key}: shape must be {entry.sizes}")
+    shape = tuple(sliced.get_shape())
+    if shape != entry.sizes:
+        raise TransferFailed(f"disk: {entry.key}: shape must be {entry.sizes}, got {shape}")
     return sliced[
         tuple(
             slice(at - start, at - start + size)

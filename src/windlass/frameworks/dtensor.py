@@ -127,10 +127,11 @@ def _cut_order(
             inner = listed[other]
             if isinstance(inner, (Shard, _StridedShard)) and inner.dim == placement.dim:  # type: ignore[attr-defined]
                 expected_factor *= mesh_shape[other]
-        if placement.split_factor != expected_factor:  # type: ignore[attr-defined]
+        factor = placement.split_factor  # type: ignore[attr-defined]
+        if factor != expected_factor:
             raise UnsupportedLayout(
                 f"parameter {name!r}: split factor of {placement} must be {expected_factor}, the "
-                "product of the later mesh axes that cut the same dim"
+                f"product of the later mesh axes that cut the same dim, got {factor}"
             )
     # A strided shard was cut after the axes to its right; of several, the rightmost came first.
     return plain + strided[::-1]

@@ -243,7 +243,9 @@ def modules(spec: ModelSpec) -> Iterator[Module]:
     sizes = msgspec.structs.asdict(spec)
     for name in family.required:
         if sizes[name] < 1:
-            raise ConfigError(f"model.{name} must be >= 1 for family {spec.family!r}")
+            raise ConfigError(
+                f"model.{name} must be >= 1 for family {spec.family!r}, got {sizes[name]}"
+            )
     vocabulary = (spec.vocab_size, spec.hidden_size)
     embed = TensorSpec("model.embed_tokens.weight", vocabulary)
     yield Module(embed.name, Split.VOCAB, (embed,), BEFORE_FIRST, attention=True)

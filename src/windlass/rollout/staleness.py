@@ -46,7 +46,10 @@ class StalenessPolicy:
     def __post_init__(self) -> None:
         check_numbers(self, {"max_staleness": 0, "batch_size": 1, "max_concurrent": 1})
         if self.running or self.accepted or self.consumed:
-            raise ConfigError("staleness: counts start at 0; recover with start_version")
+            raise ConfigError(
+                "staleness: running, accepted and consumed must start at 0 (recover with "
+                f"start_version), got {self.running}, {self.accepted} and {self.consumed}"
+            )
         self.version = max(self.version, self.start_version)
 
     def restore(

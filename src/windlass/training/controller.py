@@ -247,11 +247,14 @@ class TrainController:
         for rank, (index, size), shard, answer in reversed(
             list(zip(self._ranks, places, shards, answers, strict=True))
         ):
-            if not isinstance(answer.value, list) or len(answer.value) != len(shard):
+            value = answer.value
+            if not isinstance(value, list) or len(value) != len(shard):
+                got = len(value) if isinstance(value, list) else type(value).__name__
                 raise TrainerError(
-                    f"{rank.name}: operation {operation} must return a list of {len(shard)} results"
+                    f"{rank.name}: operation {operation} must return a list of {len(shard)} results, "
+                    f"got {got}"
                 )
-            found[index::size] = answer.value
+            found[index::size] = value
         return tuple(found)
 
     def _commands(self, operation: str, arguments: Sequence[object]) -> list[TrainCommand]:

@@ -115,7 +115,7 @@ def describe_megatron_trainer(
     """
     chunks = (model,) if isinstance(model, torch.nn.Module) else tuple(model)
     if not chunks:
-        raise ManifestError("model: must have at least one chunk")
+        raise ManifestError("model must have at least one chunk, got none")
     table = family_named(family) if isinstance(family, str) else family
     config = _unwrap(chunks[0]).config
     geometry = _geometry(config, vocab_size)
@@ -128,7 +128,9 @@ def describe_megatron_trainer(
     for name, memory in _memories(chunks, use_main_params, tuple(ignore)):
         tensor = memory()
         if not tensor.is_contiguous():
-            raise UnsupportedLayout(f"parameter {name!r} must be contiguous")
+            raise UnsupportedLayout(
+                f"parameter {name!r} must be contiguous, got strides {tuple(tensor.stride())}"
+            )
         placed = place(table, name, tuple(tensor.shape), geometry, coords)
         itemsize = tensor.element_size()
         builder.add_parameter(
@@ -254,9 +256,13 @@ def _global_name(name: str, numbers: dict[str, int]) -> str:
 def _geometry(config: object, vocab_size: int) -> Geometry:
     values = vars(config)
     if not values["gated_linear_unit"]:
-        raise UnsupportedLayout("gated_linear_unit: must be True, no naming table has another MLP")
+        raise UnsupportedLayout(
+            "gated_linear_unit must be True, as in every naming table, got False"
+        )
     if values.get("attention_output_gate"):
-        raise UnsupportedLayout("attention_output_gate: no naming table has gated attention")
+        raise UnsupportedLayout(
+            "attention_output_gate must be False, as in every naming table, got True"
+        )
     heads = int(values["num_attention_heads"])
     groups = int(values["num_query_groups"] or heads)
     latent: tuple[tuple[str, int], ...] = ()

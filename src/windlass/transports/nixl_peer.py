@@ -69,6 +69,9 @@ def decode_keys(region: RemoteRegion) -> list[NixlKey]:
         keys = msgspec.msgpack.decode(raw, type=list[NixlKey])
     except (binascii.Error, *DECODE_ERRORS, ValueError) as error:
         raise RegionError(f"nixl: key of {region.address:#x} cannot be read: {error}") from error
-    if not keys or any(0 < k.step_nbytes < mmap.PAGESIZE or k.step_nbytes < 0 for k in keys):
-        raise RegionError(f"nixl: key of {region.address:#x} must name steps >= {mmap.PAGESIZE}")
+    steps = [key.step_nbytes for key in keys]
+    if not steps or any(0 < step < mmap.PAGESIZE or step < 0 for step in steps):
+        raise RegionError(
+            f"nixl: key of {region.address:#x} must name steps of 0 or >= {mmap.PAGESIZE}, got {steps}"
+        )
     return keys

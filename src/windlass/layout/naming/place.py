@@ -89,7 +89,8 @@ def place(family: Family, name: str, shape: _Shape, geometry: Geometry, coords: 
         first_expert = coords.ep[0] * num_local
         if match.expert >= num_local:
             raise ManifestError(
-                f"parameter {name!r}: local expert must be < {num_local}, the experts per rank"
+                f"parameter {name!r}: local expert must be < {num_local}, the experts per rank, "
+                f"got {match.expert}"
             )
     part = _Part(name, match, shape, rank, size, first_expert)
     shards = tuple(shard for shard in _shards(part, geometry, num_local) if shard.box.numel)
