@@ -50,6 +50,7 @@ from windlass.execution.one_sided import OneSidedReceiver, OneSidedSender
 from windlass.execution.receiver import Receiver
 from windlass.execution.relay_node import RelayNode
 from windlass.execution.sender import Sender
+from windlass.execution.source import refuse_gpu_memory
 from windlass.planning.plan import TransferPlan
 
 __all__ = ["EngineAgent", "TrainerAgent"]
@@ -313,6 +314,7 @@ class EngineAgent:
     def _choose(self, backend: UpdateBackend) -> None:
         if not isinstance(backend, P2pBackend):
             self._refuse_elsewhere(f"backend {type(backend).__name__}")
+            refuse_gpu_memory(self._one_sided.manifest.worker, self._one_sided.live_addresses)
         if backend != self._backend or self._receiver is self._by_hand:
             if self._receiver is not self._by_hand:
                 self._receiver.close()
@@ -335,6 +337,7 @@ class EngineAgent:
     def _begin_by_hand(self) -> None:
         """The next update that comes by a plan binds it anew."""
         self._refuse_elsewhere("an update by hand")
+        refuse_gpu_memory(self._one_sided.manifest.worker, self._one_sided.live_addresses)
         if self._receiver is not self._by_hand:
             self._receiver.close()
         self._receiver = self._by_hand

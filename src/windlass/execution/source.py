@@ -18,8 +18,9 @@ from windlass.layout.manifest import ShardManifest
 from windlass.memory.digest import hash_strided, new_digest
 from windlass.memory.packing import copy_strided
 from windlass.planning.plan import TransferPlan
+from windlass.transports.cuda.driver import gpu_of
 
-__all__ = ["SourceMemory", "refuse_transforms"]
+__all__ = ["SourceMemory", "refuse_gpu_memory", "refuse_transforms"]
 
 SCRATCH_NBYTES = 1 << 20
 """For casting before hashing."""
@@ -35,6 +36,24 @@ def refuse_transforms(worker: str, plan: TransferPlan) -> None:
         raise PlanError(
             f"connect: {worker}: the plan quantises, and this backend sends parameters as they lie: "
             "quantised engines need one-sided writes"
+        )
+
+
+def refuse_gpu_memory(worker: str, addresses: Sequence[int]) -> None:
+    """Refuse memory that only kernels can read: reading it here would end the process.
+
+    Args:
+        worker: whose.
+        addresses: of its parameters, which are all in one kind of memory.
+
+    Raises:
+        PlanError: the first of them is on a GPU.
+    """
+    ordinal = gpu_of(addresses[0]) if addresses else -1
+    if ordinal >= 0:
+        raise PlanError(
+            f"{worker}: its weights are on GPU {ordinal}: the backends xccl and disk, and updates by "
+            "hand, read and write host memory; use the backend p2p"
         )
 
 
@@ -74,10 +93,11 @@ class SourceMemory:
         """Ask where parameters lie.
 
         Raises:
-            PlanError: another number of them, or other sizes, than described.
+            PlanError: another number of them, or other sizes, than described, or they are on a GPU.
         """
         now = tuple(self._parameters())
         check_described(self.manifest, now)
+        refuse_gpu_memory(self.manifest.worker, [memory.address for memory in now])
         self._addresses = tuple(memory.address for memory in now)
 
     def address_of(self, parameter: int) -> int:

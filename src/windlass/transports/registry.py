@@ -6,6 +6,7 @@ from typing import assert_never
 
 import msgspec
 
+from windlass.errors import ConfigError
 from windlass.transports.addresses import own_address
 from windlass.transports.base import OneSidedTransport
 from windlass.transports.configs import (
@@ -37,6 +38,7 @@ def create_transport(
             that moves GPU memory is started for that GPU, whatever the configuration says.
 
     Raises:
+        ConfigError: the memory is a GPU's, and the transport moves host memory only.
         ConfigError, PeerUnreachable: this host has no such address; see `own_address`.
         TransportUnavailable: a dependency or kernel feature is missing, or the wire is not the
             one that was asked for.
@@ -80,5 +82,10 @@ def _on_gpu(config: TransportConfig, ordinal: int) -> TransportConfig:
             return msgspec.structs.replace(config, device=ordinal)
         case MooncakeConfig() | NixlConfig():
             return msgspec.structs.replace(config, gpu=ordinal)
+        case CmaConfig() | ShmConfig() | MemoryConfig():
+            raise ConfigError(
+                f"transport: must be cuda_ipc (within one host), nixl or mooncake for weights on GPU "
+                f"{ordinal}, got {type(config).__struct_config__.tag}, which moves host memory"
+            )
         case _:
-            return config
+            assert_never(config)
