@@ -83,12 +83,12 @@ trainer killed in mid-write left the engine out of routing until the next versio
 HEAD_GPUS = """
 ## On GPUs
 
-Out of what `benchmarks/gpu/prove_live_engine.py` recorded (`benchmarks/results/`): two trainer ranks, `cuda_ipc`, updates
+Out of what `benchmarks/gpu/prove_live_engine.py` recorded (`benchmarks/results/`): updates
 in both modes; `proven` means that after either every tensor of every rank has the fingerprint that it has in a fresh
 server of the same release, which loaded the trainers' checkpoint, and that greedy tokens are equal.
 
-| engine | model | engine ranks | trainer | tensors | outcome |
-|---|---|---|---|---|---|
+| engine | model | engine ranks | trainer | transport | tensors | outcome |
+|---|---|---|---|---|---|---|
 """
 
 Row = dict[str, str]
@@ -132,7 +132,7 @@ def render(rows: Sequence[Row], proofs: Sequence[dict[str, Any]]) -> str:
 def _proof(row: dict[str, Any]) -> str:
     outcome = row["outcome"] if row["outcome"] == "proven" else f"{row['outcome']}: {row['detail']}"
     cells = [f"{row['engine']} {row['engine_version']}", row["case"], row["engine_ranks"]]
-    cells += [row["trainer"], str(row["num_tensors"]), outcome]
+    cells += [row["trainer"], row["transport"], str(row["num_tensors"]), outcome]
     return f"| {' | '.join(cells)} |\n"
 
 

@@ -89,7 +89,7 @@ async def run(options: argparse.Namespace) -> list[Row]:
                         )
                     elif stage.num_multiprocessors != used:
                         used = stage.num_multiprocessors
-                        await trainers.all("connect", controller.url, used)
+                        await trainers.all("connect", controller.url, used, options.transport)
                     await controller.wait_for_fleet(
                         num_trainers=options.trainers, engines=(options.engine,), deadline_s=120
                     )
@@ -178,7 +178,7 @@ async def bring_up(
             await trainers.receive()
             await trainers.all("fill", 1)
         say("trainers are up")
-        await trainers.all("connect", url)
+        await trainers.all("connect", url, 0, options.transport)
         assert process.stdout is not None
         ready = await asyncio.wait_for(process.stdout.readline(), 400)
         assert ready, "the engine did not start"
@@ -204,6 +204,12 @@ def options_of(words: list[str]) -> argparse.Namespace:
     options.add_argument("--trainer", choices=list(TRAINERS), default="fsdp")
     options.add_argument(
         "--budget", type=int, default=0, help="multiprocessors of a third series of updates"
+    )
+    options.add_argument(
+        "--transport", default="cuda_ipc", help="a name, or JSON that spells it out"
+    )
+    options.add_argument(
+        "--engine-memory", type=float, default=0.4, help="of a GPU, without shadow"
     )
     options.add_argument("--tp", type=int, default=2)
     options.add_argument("--trainers", type=int, default=2)

@@ -679,10 +679,12 @@ def rates_rows(case: str, rates: list[float], reference: str, value: float) -> l
     ]  # fmt: skip
 
 
-def bench_topology(host: Host, topology: Topology, label: str) -> list[Row]:
+def bench_topology(
+    host: Host, topology: Topology, label: str, last: Callable[[list[Row]], None] | None = None
+) -> list[Row]:
     casting = topology.trainer.dtype != topology.engine.dtype
     sources, targets = trainer_manifests(topology), engine_manifests(topology)
-    return bench_update(host, sources, targets, label, casting=casting)
+    return bench_update(host, sources, targets, label, casting=casting, last=last)
 
 
 def bench_update(

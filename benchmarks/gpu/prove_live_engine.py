@@ -61,6 +61,7 @@ class Proof:
     engine_version: str
     engine_ranks: str
     trainer: str
+    transport: str
     outcome: str = "failed"
     detail: str = ""
     seconds: float = 0.0
@@ -88,6 +89,7 @@ class Run:
             engine_version=engine_version(options.engine),
             engine_ranks=f"TP{options.tp}",
             trainer=f"{options.trainer}, {options.trainers} ranks",
+            transport=options.transport,
         )
         self.port = options.port + PORTS_PER_CASE * number
         stem = f"{options.engine}-{options.trainer}-{name}"
@@ -182,7 +184,7 @@ class Run:
             if self.options.on_cpu:
                 await live.ready(self.options.start_s)
             await fresh.start(paths["last"], "", self.logs["fresh"], visible)
-            await trainers.all("connect", url)
+            await trainers.all("connect", url, 0, self.options.transport)
             for what, server in (("live", live), ("fresh", fresh)):
                 if what == "live" and self.options.on_cpu:
                     continue
@@ -311,6 +313,7 @@ def options_of(words: list[str]) -> argparse.Namespace:
         "--case", action="append", choices=[*CASES, "all"], required=True, help="may be repeated"
     )
     options.add_argument("--trainer", choices=("fsdp", "megatron"), default="fsdp")
+    options.add_argument("--transport", default="", help="a name or JSON; cuda_ipc, on a CPU cma")
     options.add_argument("--tp", type=int, default=2)
     options.add_argument("--trainers", type=int, default=2)
     options.add_argument("--updates", type=int, default=3, help="of each mode, after the first")
@@ -332,6 +335,7 @@ def options_of(words: list[str]) -> argparse.Namespace:
     parsed = options.parse_args(words)
     if "all" in parsed.case:
         parsed.case = list(CASES)
+    parsed.transport = parsed.transport or ("cma" if parsed.on_cpu else "cuda_ipc")
     parsed.logs.mkdir(parents=True, exist_ok=True)
     return parsed
 

@@ -17,10 +17,9 @@ import transformers
 
 import windlass
 from live_engine.surroundings import TOKEN
-from live_engine.trainers import MegatronRank, TrainerRank, Trainers, serve, unstack
+from live_engine.trainers import MegatronRank, TrainerRank, Trainers, serve, transport_of, unstack
 from windlass.frameworks.dtensor import NameMap
 from windlass.layout.naming.adapters import adapter_names
-from windlass.transports.configs import CudaIpcConfig
 
 RANK = 8
 ADAPTER_CONFIG = {
@@ -90,15 +89,14 @@ class FsdpProof(TrainerRank):
         if self.kind == "cuda":
             torch.cuda.synchronize()
 
-    def connect(self, controller: str, num_multiprocessors: int = 0) -> None:
-        transport: CudaIpcConfig | str = "cma"
-        if self.kind == "cuda":
-            transport = CudaIpcConfig(device=self.device, num_multiprocessors=num_multiprocessors)
+    def connect(
+        self, controller: str, num_multiprocessors: int = 0, transport: str = "cuda_ipc"
+    ) -> None:
         self.client = windlass.connect_trainer(
             self.module,
             controller=controller,
             token=TOKEN,
-            transport=transport,
+            transport=transport_of(transport, self.device, num_multiprocessors),
             name_map=self.names(),
         )
 

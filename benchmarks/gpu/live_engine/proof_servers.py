@@ -84,6 +84,7 @@ class ProofServer:
         self.options, self.case, self.session = options, case, session
         # A server that loads a checkpoint, as those in float8 do, and not random weights.
         words = {**vars(options), "port": port, "quantization": "fp8-block", "load": 16}
+        words["engine_memory"] = 0.4
         self.engine: Vllm | Sglang = ENGINES[options.engine](argparse.Namespace(**words), session)
         self.process: asyncio.subprocess.Process | None = None
 
@@ -96,8 +97,8 @@ class ProofServer:
         words = self.engine.command(str(folder), controller)
         if not self.options.on_cpu:
             return [*words, *SMALL[engine], *extra]
-        words = words[: words.index("--transport")]
-        return [*words, "--transport", "cma", *ON_CPU[engine], *extra]
+        until = words.index("--transport") + 2
+        return [*words[:until], *ON_CPU[engine], *extra]
 
     async def start(self, folder: Path, controller: str, log: Path, devices: str) -> None:
         """Without `devices` all GPUs are visible, and the first ones are taken."""

@@ -43,7 +43,7 @@ def common_flags(options: argparse.Namespace, folder: str, controller: str) -> l
     """Without a controller: a server that stays as it is."""
     return [
         *("--name", options.engine, "--model", folder, "--port", str(options.port)),
-        *("--tp", str(options.tp), "--controller", controller, "--transport", "cuda_ipc"),
+        *("--tp", str(options.tp), "--controller", controller, "--transport", options.transport),
         *(() if options.quantization == "fp8-block" else ("--load-format", "dummy")),
         *("--dtype", "bfloat16", "--skip-tokenizer-init"),
     ]
@@ -66,7 +66,11 @@ class Vllm(_Routes):
             *("windlass.engines.vllm", *common_flags(self.options, folder, controller)),
             *self._graphs(),
             *("--max-model-len", "1024", "--max-num-seqs", str(self.options.load)),
-            *("--gpu-memory-utilization", "0.4", "--disable-custom-all-reduce"),
+            *(
+                "--gpu-memory-utilization",
+                str(self.options.engine_memory),
+                "--disable-custom-all-reduce",
+            ),
             *("--no-enable-prefix-caching", "--seed", "0", "--disable-uvicorn-access-log"),
             *("--weight-transfer-config", '{"backend": "nccl"}', "--tokens-only"),
         ]
@@ -137,7 +141,11 @@ class Sglang(_Routes):
             *("--context-length", "1024", "--attention-backend", "triton"),
             *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
             *self._graphs(),
-            *("--enforce-disable-flashinfer-allreduce-fusion", "--mem-fraction-static", "0.4"),
+            *(
+                "--enforce-disable-flashinfer-allreduce-fusion",
+                "--mem-fraction-static",
+                str(self.options.engine_memory),
+            ),
             *("--max-running-requests", "64", "--max-total-tokens", "98304"),
             *("--chunked-prefill-size", "1024", "--disable-custom-all-reduce"),
             *("--random-seed", "0", "--skip-server-warmup", "--moe-runner-backend", "triton"),

@@ -18,9 +18,17 @@ import transformers
 
 import windlass
 from live_engine.surroundings import TOKEN
-from windlass.transports.configs import CudaIpcConfig
+from windlass.transports.configs import CudaIpcConfig, TransportConfig, parse_transport
 
 BUCKET_NBYTES = 1 << 30
+
+
+def transport_of(name: str, device: int, num_multiprocessors: int) -> TransportConfig:
+    """As `--transport` names it; a GPU network takes the parameters' GPU by itself."""
+    config = parse_transport(name)
+    if isinstance(config, CudaIpcConfig):
+        return CudaIpcConfig(device=device, num_multiprocessors=num_multiprocessors)
+    return config
 
 
 class TrainerRank:
@@ -52,12 +60,14 @@ class TrainerRank:
             parameter.data.to_local().normal_(0, 0.02, generator=generator)
         torch.cuda.synchronize()
 
-    def connect(self, controller: str, num_multiprocessors: int = 0) -> None:
+    def connect(
+        self, controller: str, num_multiprocessors: int = 0, transport: str = "cuda_ipc"
+    ) -> None:
         self.client = windlass.connect_trainer(
             self.module,
             controller=controller,
             token=TOKEN,
-            transport=CudaIpcConfig(device=self.device, num_multiprocessors=num_multiprocessors),
+            transport=transport_of(transport, self.device, num_multiprocessors),
         )
 
     def disconnect(self) -> None:
@@ -198,7 +208,9 @@ class MegatronRank(TrainerRank):
             tensor.normal_(0, 0.02, generator=generator)
         torch.cuda.synchronize()
 
-    def connect(self, controller: str, num_multiprocessors: int = 0) -> None:
+    def connect(
+        self, controller: str, num_multiprocessors: int = 0, transport: str = "cuda_ipc"
+    ) -> None:
         from windlass.training.megatron import connect_megatron_trainer
 
         self.client = connect_megatron_trainer(
@@ -207,7 +219,7 @@ class MegatronRank(TrainerRank):
             vocab_size=self.vocab,
             controller=controller,
             token=TOKEN,
-            transport=CudaIpcConfig(device=self.device, num_multiprocessors=num_multiprocessors),
+            transport=transport_of(transport, self.device, num_multiprocessors),
         )
 
     def gather(self) -> int:

@@ -214,12 +214,15 @@ def start_agent(config: NixlConfig, name: str) -> tuple[NativeAgent, WireLog, st
         raise TransportUnavailable(f"nixl: cannot be loaded ({error})") from error
     _quiet()
     # NIXL's own parameter for UCX settings stops at the first comma.
-    settings = {"UCX_TLS": _TLS[config.wire], "UCX_TCP_SYN_CNT": str(TCP_MARK)}
+    wires = _TLS[config.wire]
+    if config.gpu >= 0:
+        wires += ",cuda_copy"  # between GPU and host memory; without it UCX knows no GPU memory
+    settings = {"UCX_TLS": wires, "UCX_TCP_SYN_CNT": str(TCP_MARK)}
     if config.device:
         settings["UCX_NET_DEVICES"] = config.device
         settings["UCX_MAX_RMA_RAILS"] = str(config.device.count(",") + 1)
     if config.wire is NixlWire.AUTO:
-        settings = {name: value for name, value in settings.items() if value != "all"}
+        del settings["UCX_TLS"]
     try:
         with temporary_values(settings), _patient_progress():
             agent = cast("NativeAgent", api.nixl_agent(name, api.nixl_agent_config(backends=[])))

@@ -1,0 +1,197 @@
+"""Updates of weights on GPUs over a wire that reaches other hosts, beside the same bytes over NVLink.
+
+    python benchmarks/gpu/bench_network_gpu.py --json FILE [--transport nixl] [--layers 48] [--arena-gib 0]
+
+As `bench_nvlink.py`, but the bytes go through NIXL or Mooncake: packed by kernels where they must be, read
+and written by the wire in GPU memory, hashed by kernels at both ends, unpacked in the engine. On one host
+UCX takes CUDA IPC, and Mooncake TCP. The ceiling is a copy engine's; what the wire itself reaches is
+measured in the same run by writes of the same memory in pieces of 1 GiB that nothing is packed for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from bench_nvlink import QWEN3_30B_A3B, Host, Rank, bench_topology
+
+from harness import Row, median_p95, parser, report, save
+from windlass.config import UpdateMode
+from windlass.execution.bindings import DestinationBinding
+from windlass.execution.device_receiver import DeviceReceiver
+from windlass.execution.sender import Sender
+from windlass.layout.topology import parse_topology
+from windlass.planning.plan import TransferPlan
+from windlass.transports.base import OneSidedTransport, RemoteRegion, WriteBatch
+from windlass.transports.configs import parse_transport
+from windlass.transports.registry import create_transport
+
+RAW_NBYTES = 1 << 30
+RAW_RUNS = 5
+DEADLINE_S = 120.0
+
+
+class NetworkRank(Rank):
+    """A rank whose memory is registered with a network transport too."""
+
+    def open_wire(self, name: str, arena_nbytes: int) -> str:
+        self.arena_nbytes = arena_nbytes
+        self.wire: OneSidedTransport = create_transport(
+            parse_transport(name), towards="http://127.0.0.1:1", memory_at=self.probe()
+        )
+        return self.wire.report().detail
+
+    def probe(self) -> int:
+        self.one = torch.zeros(1, device="cuda")
+        return self.one.data_ptr()
+
+    def connect_engine(self, encoded: bytes) -> DestinationBinding:
+        addresses = [self.address + offset for offset in self.offsets]
+        self.wired = self.wire.register(self.address, self.nbytes)
+        gpu = self.transport.gpu
+        self.receiver = DeviceReceiver(
+            gpu, self.wire, self.manifest, addresses, (self.wired,), lands=True
+        )
+        return self.receiver.connect(TransferPlan.decode(encoded), UpdateMode.IN_PLACE)
+
+    def connect_trainer(self, encoded: bytes, bindings: list[DestinationBinding]) -> int:
+        free, _ = torch.cuda.mem_get_info()
+        self.wired = self.wire.register(self.address, self.nbytes)
+        self.wired_sender = Sender(
+            self.wire,
+            self.manifest,
+            self.located,
+            arena_nbytes=self.arena_nbytes,
+            registered=(self.wired,),
+        )
+        self.wired_sender.connect(TransferPlan.decode(encoded), bindings)
+        self.wired_sender.prepare()
+        self.spent: list[float] = []
+        return free - torch.cuda.mem_get_info()[0]
+
+    def write(self, destinations: list[str]) -> tuple[float, dict[str, str]]:
+        """What is packed before the pause is not in the time; see `packing`."""
+        dist.barrier()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        self.wired_sender.prepare()
+        self.spent.append(time.perf_counter() - began)
+        sent = self.wired_sender.write(destinations, DEADLINE_S)
+        for link in sent.links:
+            if link.error:
+                raise RuntimeError(link.error)
+        return sent.wire_s, {link.destination: link.digest for link in sent.links}
+
+    def verify(self, expected: dict[str, str]) -> tuple[float, tuple[str, ...], int]:
+        seconds, mismatched, late = super().verify(expected)
+        self.receiver.apply()
+        return seconds, mismatched, late
+
+    def packing(self) -> tuple[list[float], int]:
+        """Seconds of each `prepare`, and the arena's bytes."""
+        return self.spent[1:], self.wired_sender.arena_nbytes
+
+    def region_of_wire(self) -> RemoteRegion:
+        return self.wired.remote
+
+    def raw(self, target: RemoteRegion) -> float:
+        """Seconds of one write of `RAW_NBYTES`."""
+        torch.cuda.synchronize()
+        batch = WriteBatch(
+            endpoint=target.endpoint,
+            local_addresses=array(self.address),
+            remote_addresses=array(target.address),
+            nbytes=array(RAW_NBYTES),
+            regions=(target,),
+        )
+        began = time.perf_counter()
+        self.wire.write(batch, deadline_s=DEADLINE_S)
+        return time.perf_counter() - began
+
+    def what_wire(self) -> str:
+        return self.wire.report().protocol
+
+    def disconnect(self) -> None:
+        if self.ordinal < dist.get_world_size() // 2:
+            self.wired_sender.close()
+        else:
+            self.receiver.close()
+        self.wire.unregister(self.wired)
+
+    def finish(self) -> None:
+        self.wire.close()
+        super().finish()
+
+
+def array(value: int) -> Any:
+    return np.array([value], np.uint64)
+
+
+def beside_the_wire(host: Host, found: list[Row]) -> None:
+    """Adds what the wire does with plain writes, and what was spent before the pause."""
+    regions = host.call(host.engines, "region_of_wire")
+    peers = dict(zip(host.trainers, regions, strict=True))
+    raw_s = [max(host.call(host.trainers, "raw", peers)) for _ in range(RAW_RUNS + 1)][1:]
+    protocol = host.call(host.trainers, "what_wire")[0]
+    packing = host.call(host.trainers, "packing")
+    pack_s = [max(each) for each in zip(*(seconds for seconds, _ in packing), strict=True)]
+    rate = next(row.value for row in found if row.metric == "median")
+    wire_s = next(row.value for row in found if row.metric == "wire, median")
+    for metric, value, unit, reference, reference_value in (
+        (f"median, over {protocol}", rate, "GB/s", "the same wire, pieces of 1 GiB",
+         RAW_NBYTES / median_p95(raw_s)[0] / 1e9),
+        ("pack and hash before the pause, median", median_p95(pack_s)[0], "s",
+         "wire, median", wire_s),
+        ("arena", max(nbytes for _, nbytes in packing) / 1e9, "GB",
+         "bytes sent per rank", rate * wire_s),
+    ):  # fmt: skip
+        found.append(
+            Row(case=found[0].case, metric=metric, value=value, unit=unit, reference=reference,
+                reference_value=reference_value, ratio=value / reference_value)
+        )  # fmt: skip
+
+
+def bench(host: Host, options: argparse.Namespace) -> list[Row]:
+    fsdp = f'kind = "fsdp"\nworld_size = {host.half}'
+    rows: list[Row] = []
+    for dtype, layers, label in (
+        ("bfloat16", options.layers, "Qwen3-30B-A3B bf16, FSDP -> TP"),
+        ("float32", options.layers // 2, "half of Qwen3-30B-A3B, fp32 masters -> bf16, FSDP -> TP"),
+    ):
+        text = QWEN3_30B_A3B.format(half=host.half, dtype=dtype, layers=layers, trainer=fsdp, ep=1)
+        case = f"{options.transport}, {label}"
+        rows += bench_topology(
+            host, parse_topology(text), case, functools.partial(beside_the_wire, host)
+        )
+        save(rows, options.json)
+    return rows
+
+
+def options_of() -> argparse.Namespace:
+    options = parser(__doc__ or "")
+    options.add_argument("--transport", default="nixl")
+    options.add_argument("--layers", type=int, default=48)
+    options.add_argument("--arena-gib", type=float, default=0.0, help="0: whole; else a ring")
+    return options.parse_args()
+
+
+def main() -> None:
+    options = options_of()
+    host = Host(torch.cuda.device_count() // 2 * 2, NetworkRank)
+    everyone: Sequence[int] = range(host.world_size)
+    print(
+        host.call(everyone, "open_wire", options.transport, int(options.arena_gib * (1 << 30)))[0]
+    )
+    rows = bench(host, options)
+    host.close()
+    report(rows, options.json, f"GPUs over a network wire: {torch.cuda.get_device_name(0)}")
+
+
+if __name__ == "__main__":
+    main()
