@@ -285,9 +285,7 @@ def connect_trainer(
     """
     from windlass.training.fsdp import describe_trainer
 
-    config = parse_transport(transport) if isinstance(transport, str) else transport
-    if not isinstance(config, TransportConfig):
-        raise ConfigError(f"transport must be a name or a configuration of one, got {config!r}")
+    config = parse_transport(transport)
     described = describe_trainer(module, group=group, name_map=name_map, stacked=stacked)
     return TrainerClient(
         manifest=described.manifest,

@@ -71,9 +71,10 @@ def connect_megatron_trainer(
 
     Raises:
         UnsupportedLayout, ManifestError: see `describe_megatron_trainer`.
+        ConfigError: `controller` is no URL, `transport` no transport, or `arena_nbytes` too small.
         TransportUnavailable, AuthenticationError, ProtocolError, PeerTimeout: see there.
     """
-    config = parse_transport(transport) if isinstance(transport, str) else transport
+    config = parse_transport(transport)
     described = describe_megatron_trainer(
         model,
         family=family,

@@ -147,15 +147,20 @@ _BY_NAME: dict[str, TransportConfig] = {
 }
 
 
-def parse_transport(name: str) -> TransportConfig:
+def parse_transport(name: str | TransportConfig) -> TransportConfig:
     """The default configuration of the transport called `name`, or the one that it spells out.
 
     Args:
-        name: `mooncake`, or JSON: `{"type": "mooncake", "host": "192.0.2.1", "protocol": "rdma"}`.
+        name: `mooncake`, or JSON: `{"type": "mooncake", "host": "192.0.2.1", "protocol": "rdma"}`;
+            a configuration is returned as it is.
 
     Raises:
-        ConfigError: no such transport, or no such setting.
+        ConfigError: no such transport, no such setting, or neither a name nor a configuration.
     """
+    if isinstance(name, TransportConfig):
+        return name
+    if not isinstance(name, str):
+        raise ConfigError(f"transport must be a name or a configuration of one, got {name!r}")
     if name.startswith("{"):
         try:
             config: TransportConfig = msgspec.json.decode(name, type=TransportConfig)
