@@ -22,12 +22,10 @@ from windlass.execution.bindings import (
     BucketPart,
     DestinationBinding,
     GroupOffer,
-    LinkOutcome,
-    LinkStatus,
 )
 from windlass.execution.buckets import Load, cut_buckets, loads_of, signature_of_offer
 from windlass.execution.collective_group import Rendezvous, TorchBroadcastGroup, join_group
-from windlass.execution.source import SourceMemory
+from windlass.execution.source import SourceMemory, failed_links
 from windlass.execution.target import TargetMemory
 from windlass.layout.manifest import ShardManifest
 from windlass.planning.plan import TransferPlan
@@ -63,7 +61,6 @@ class CollectiveSender:
         self._plan_tables = ""
         self._buckets: tuple[tuple[BucketPart, ...], ...] = ()
         self._group: TorchBroadcastGroup | None = None
-        self._digests: dict[str, str] = {}
         self._pack_s = 0.0
 
     def connect(
@@ -115,7 +112,7 @@ class CollectiveSender:
         """Hash every link."""
         began = time.perf_counter()
         self._source.locate()
-        self._digests = self._source.digests()
+        self._source.hash_links()
         self._pack_s = time.perf_counter() - began
 
     def write(
@@ -134,19 +131,16 @@ class CollectiveSender:
             packed_s = self._broadcast(group, deadline)
         except TransferError as error:
             reason = f"{type(error).__name__}: {error}"
-            links = tuple(
-                LinkOutcome(name, LinkStatus.FAILED, 0, "", reason) for name in destinations
-            )
+            links = failed_links(destinations, reason)
             return SendResult(links, pack_s, time.perf_counter() - began)
         wire_s = time.perf_counter() - began - packed_s
-        return SendResult(tuple(map(self._delivered, destinations)), pack_s + packed_s, wire_s)
+        return SendResult(self._source.delivered(destinations), pack_s + packed_s, wire_s)
 
     def close(self) -> None:
         """Leave the group. Idempotent."""
         if self._group is not None:
             self._group.abort()
         self._group = self._rendezvous = self._offer = None
-        self._digests = {}
 
     def _broadcast(self, group: TorchBroadcastGroup, deadline: Deadline) -> float:
         """All buckets; while one is on the wire the next is packed. Returns seconds of packing."""
@@ -170,10 +164,6 @@ class CollectiveSender:
         for slot in range(group.num_buffers):
             group.finish(slot, deadline.remaining_s)
         return packed_s
-
-    def _delivered(self, destination: str) -> LinkOutcome:
-        nbytes = self._source.programs[destination].nbytes
-        return LinkOutcome(destination, LinkStatus.OK, nbytes, self._digests[destination])
 
 
 @final

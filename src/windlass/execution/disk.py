@@ -15,7 +15,7 @@ from typing import final
 from windlass.config import DiskBackend, UpdateMode
 from windlass.errors import ProtocolError, TransferFailed
 from windlass.execution.base import ParameterMemory, SendResult
-from windlass.execution.bindings import DestinationBinding, GroupOffer, LinkOutcome, LinkStatus
+from windlass.execution.bindings import DestinationBinding, GroupOffer
 from windlass.execution.disk_files import (
     file_digest,
     prune,
@@ -24,7 +24,7 @@ from windlass.execution.disk_files import (
     write_shards,
 )
 from windlass.execution.disk_read import read_boxes
-from windlass.execution.source import SourceMemory
+from windlass.execution.source import SourceMemory, failed_links
 from windlass.execution.target import TargetMemory
 from windlass.layout.manifest import ShardManifest
 from windlass.planning.plan import TransferPlan
@@ -53,7 +53,6 @@ class DiskSender:
         self._config = config
         self._folder = Path(config.folder)
         self._source = SourceMemory(manifest, parameters)
-        self._digests: dict[str, str] = {}
         self._pack_s = 0.0
 
     def connect(
@@ -75,7 +74,7 @@ class DiskSender:
         """Hash every link, and make room."""
         began = time.perf_counter()
         self._source.locate()
-        self._digests = self._source.digests()
+        self._source.hash_links()
         try:
             prune(self._folder, version, self._source.manifest.worker, self._config.keep_versions)
         except OSError as error:  # a disk that is really ill shows in `write`
@@ -97,19 +96,13 @@ class DiskSender:
         try:
             write_shards(self._folder, version, manifest, addresses)
         except TransferFailed as error:
-            links = tuple(
-                LinkOutcome(name, LinkStatus.FAILED, 0, "", str(error)) for name in destinations
-            )
+            links = failed_links(destinations, str(error))
         else:
-            links = tuple(map(self._delivered, destinations))
+            links = self._source.delivered(destinations)
         return SendResult(links, pack_s, time.perf_counter() - began)
 
     def close(self) -> None:
         """Files stay."""
-
-    def _delivered(self, destination: str) -> LinkOutcome:
-        nbytes = self._source.programs[destination].nbytes
-        return LinkOutcome(destination, LinkStatus.OK, nbytes, self._digests[destination])
 
 
 @final

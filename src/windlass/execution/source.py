@@ -11,7 +11,7 @@ import xxhash
 from windlass.errors import PlanError
 from windlass.execution.base import ParameterMemory
 from windlass.execution.bind import BoundOp, LinkProgram, bind_links, check_destinations, check_part
-from windlass.execution.bindings import DestinationBinding
+from windlass.execution.bindings import DestinationBinding, LinkOutcome, LinkStatus
 from windlass.execution.parameters import check_described
 from windlass.execution.pieces import split_op
 from windlass.layout.manifest import ShardManifest
@@ -20,7 +20,7 @@ from windlass.memory.packing import copy_strided
 from windlass.planning.plan import TransferPlan
 from windlass.transports.cuda.driver import gpu_of
 
-__all__ = ["SourceMemory", "refuse_gpu_memory", "refuse_transforms"]
+__all__ = ["SourceMemory", "failed_links", "refuse_gpu_memory", "refuse_transforms"]
 
 SCRATCH_NBYTES = 1 << 20
 """For casting before hashing."""
@@ -57,6 +57,11 @@ def refuse_gpu_memory(worker: str, addresses: Sequence[int]) -> None:
         )
 
 
+def failed_links(destinations: Sequence[str], reason: str) -> tuple[LinkOutcome, ...]:
+    """What is said of links that fail together."""
+    return tuple(LinkOutcome(name, LinkStatus.FAILED, 0, "", reason) for name in destinations)
+
+
 @final
 class SourceMemory:
     """Parameters of one rank, and the links of the plan that they feed.
@@ -73,6 +78,7 @@ class SourceMemory:
         self.programs: dict[str, LinkProgram] = {}
         self._parameters = parameters
         self._addresses: tuple[int, ...] = ()
+        self._digests: dict[str, str] = {}
 
     def bind(self, plan: TransferPlan, bindings: Sequence[DestinationBinding]) -> None:
         """Take a plan part (`TransferPlan.for_source`).
@@ -80,7 +86,7 @@ class SourceMemory:
         Raises:
             PlanError: it was made for another layout, it quantises, or a destination has no binding.
         """
-        self.programs = {}
+        self.programs, self._digests = {}, {}
         check_part(self.manifest, plan.sources, plan.source_digests, "sources")
         refuse_transforms(self.manifest.worker, plan)
         programs = {program.peer: program for program in bind_links(plan, sending=True)}
@@ -104,16 +110,21 @@ class SourceMemory:
         """Where a parameter begins, as of the last `locate`."""
         return self._addresses[parameter]
 
-    def digests(self) -> dict[str, str]:
-        """Destination -> digest of what its link delivers, read from the parameters as they are."""
-        found = {}
+    def hash_links(self) -> None:
+        """Digest what every link delivers, from the parameters as they are."""
         scratch = bytearray(SCRATCH_NBYTES)
         for peer, program in self.programs.items():
             digest = new_digest()
             for op in program.ops:
                 self._hash(digest, op, scratch)
-            found[peer] = digest.hexdigest()
-        return found
+            self._digests[peer] = digest.hexdigest()
+
+    def delivered(self, destinations: Sequence[str]) -> tuple[LinkOutcome, ...]:
+        """What is said of links that delivered what `hash_links` saw."""
+        return tuple(
+            LinkOutcome(name, LinkStatus.OK, self.programs[name].nbytes, self._digests[name])
+            for name in destinations
+        )
 
     def check_destinations(self, destinations: Sequence[str]) -> None:
         """See `bind.check_destinations`."""
