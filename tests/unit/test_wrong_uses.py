@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -286,41 +287,48 @@ async def test_a_first_line_that_a_crash_has_cut_is_no_reason_to_refuse(tmp_path
         assert path.read_bytes().startswith(b'{"kind":"started"')
 
 
-async def test_a_trainer_with_another_transport_is_told_before_anything_is_paused() -> None:
-    """Otherwise an engine that is written in place would be left with weights of no version."""
+class Hooks:
+    """Of an engine that is always at rest, and counts how often it was asked to be."""
 
-    class Hooks:
-        num_pauses = 0
+    num_pauses = 0
 
-        def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
-            self.num_pauses += 1
+    def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
+        self.num_pauses += 1
 
-        def resume(self) -> None: ...
+    def resume(self) -> None: ...
 
-        def finalise(self) -> None: ...
+    def finalise(self) -> None: ...
 
-        def set_version(self, version: int) -> None: ...
+    def set_version(self, version: int) -> None: ...
 
-    hooks, weight = Hooks(), torch.ones(2, 2)
+
+@contextmanager
+def engine(url: str, weight: torch.Tensor) -> Iterator[Hooks]:
     builder = ManifestBuilder("engine/0", Role.ENGINE)
     builder.add_parameter("weight", nbytes=weight.nbytes, dtype=DType.FLOAT32)
-    builder.add_shard("weight", (2, 2), Box.full((2, 2)), "weight")
-    transport = CmaTransport()
-    module = torch.nn.Linear(2, 2, bias=False)
+    builder.add_shard("weight", tuple(weight.shape), Box.full(tuple(weight.shape)), "weight")
+    hooks, transport = Hooks(), CmaTransport()
+    region = transport.register(weight.data_ptr(), weight.nbytes)
+    with windlass.EngineClient(
+        manifest=builder.build(),
+        addresses=(weight.data_ptr(),),
+        regions=(region,),
+        transport=transport,
+        hooks=hooks,
+        controller=url,
+        token=TOKEN,
+        group="engine",
+    ):
+        yield hooks
+
+
+async def test_a_trainer_with_another_transport_is_told_before_anything_is_paused() -> None:
+    """Otherwise an engine that is written in place would be left with weights of no version."""
+    module, weight = torch.nn.Linear(2, 2, bias=False), torch.ones(2, 2)
+    says = "engine/0 must be that of trainer/0, 'shm', got 'cma'"
 
     def update(url: str) -> None:
-        region = transport.register(weight.data_ptr(), weight.nbytes)
-        with windlass.EngineClient(
-            manifest=builder.build(),
-            addresses=(weight.data_ptr(),),
-            regions=(region,),
-            transport=transport,
-            hooks=hooks,
-            controller=url,
-            token=TOKEN,
-            group="engine",
-        ):
-            says = "engine/0 must be that of trainer/0, 'shm', got 'cma'"
+        with engine(url, weight) as hooks:
             with (
                 windlass.connect_trainer(
                     module, controller=url, token=TOKEN, transport="shm"
@@ -335,3 +343,40 @@ async def test_a_trainer_with_another_transport_is_told_before_anything_is_pause
 
     async with windlass.Controller(token=TOKEN) as controller:
         await asyncio.to_thread(update, controller.url)
+
+
+async def test_a_write_that_fails_is_told_with_its_reason(tmp_path: Path) -> None:
+    (tmp_path / "v00000000").write_text("in the way")
+
+    def update(url: str) -> None:
+        module = torch.nn.Linear(2, 2, bias=False)
+        with (
+            engine(url, torch.ones(2, 2)),
+            windlass.connect_trainer(module, controller=url, token=TOKEN) as trainer,
+            pytest.raises(RoundAborted, match=r"trainer/0 -> engine/0: .*v00000000"),
+        ):
+            trainer.publish(0)
+
+    config = windlass.ControlConfig(backend=windlass.DiskBackend(folder=str(tmp_path)))
+    async with windlass.Controller(token=TOKEN, config=config) as controller:
+        await asyncio.to_thread(update, controller.url)
+
+
+async def test_a_controller_that_is_away_is_the_reason_of_a_deadline() -> None:
+    connected, gone = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def update(url: str) -> None:
+        module = torch.nn.Linear(2, 2, bias=False)
+        with windlass.connect_trainer(module, controller=url, token=TOKEN) as trainer:
+            loop.call_soon_threadsafe(connected.set)
+            assert gone.wait(30)
+            assert trainer._channel.wait_disconnected(30)
+            with pytest.raises(PeerTimeout, match="the controller is away: "):
+                trainer.publish(0, deadline_s=0.2)
+
+    async with windlass.Controller(token=TOKEN) as controller:
+        updating = asyncio.create_task(asyncio.to_thread(update, controller.url))
+        await connected.wait()
+    gone.set()
+    await updating

@@ -113,8 +113,10 @@ class AgentChannel:
             sent = self._conversation.withdraw(announced)
             if sent is not None:
                 concurrent.futures.wait([sent], WITHDRAW_S)
+            away = self._conversation.disconnected.is_set()
+            why = f": the controller is away: {self._conversation.last_error}" if away else ""
             raise PeerTimeout(
-                f"publish: no report of version {version} within {deadline_s} s"
+                f"publish: no report of version {version} within {deadline_s} s{why}"
             ) from None
         finally:
             self._conversation.forget(announced)

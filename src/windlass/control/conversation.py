@@ -45,6 +45,7 @@ from windlass.errors import (
     ProtocolError,
     StaleMessage,
     TransferOutcomeUnknown,
+    WindlassError,
 )
 from windlass.telemetry.logs import log_fields
 
@@ -407,7 +408,8 @@ class AgentConversation:
         # or the round would wait for its deadline.
         except Exception as error:  # noqa: BLE001
             name = type(command).__name__
-            _log.exception("%s failed", name)
+            trace = not isinstance(error, WindlassError)  # those are foreseen, and say what to do
+            _log.error("%s failed: %s: %s", name, type(error).__name__, error, exc_info=trace)
             return Failure(_kind_of(error), f"{name}: {type(error).__name__}: {error}")
 
 

@@ -28,6 +28,7 @@ class LinkLedger:
         self._written: dict[Link, str] = {}
         self._verified: set[str] = set()
         self._in_flight: dict[str, tuple[str, ...]] = {}
+        self._errors: dict[Link, str] = {}
 
     @property
     def in_flight(self) -> dict[str, tuple[str, ...]]:
@@ -66,6 +67,15 @@ class LinkLedger:
     def written(self, link: Link, digest: str) -> None:
         """The source says that the link is complete."""
         self._written[link] = digest
+        self._errors.pop(link, None)
+
+    def failed(self, link: Link, error: str) -> None:
+        """The source says why the link is not complete; one line, for a person."""
+        self._errors[link] = error
+
+    def why(self, links: Iterable[Link]) -> str:
+        """The first reason that is known of these links; empty for none."""
+        return next((self._errors[link] for link in links if self._errors.get(link)), "")
 
     def forget(self, links: Iterable[Link]) -> None:
         """These links are not complete, whatever their sources said."""

@@ -200,6 +200,7 @@ class RoundMachine:
             case LinkStatus.OK:
                 self._links.written((trainer, worker), link.digest)
             case LinkStatus.FAILED:
+                self._links.failed((trainer, worker), link.error)
                 # Not written: asked for again. In a relay nobody must wait for it meanwhile.
                 self._forgo(trainer, (worker,) if self._relay.is_running(worker) else ())
             case LinkStatus.UNREACHABLE:
@@ -332,9 +333,12 @@ class RoundMachine:
             self._write(missing)
             return
         self._tally.digest_ok = False
-        links = ", ".join(f"{s} -> {d}" for s, names in sorted(missing.items()) for d in names)
+        pairs = [(source, name) for source, names in sorted(missing.items()) for name in names]
+        links, error = ", ".join(f"{s} -> {d}" for s, d in pairs), self._links.why(pairs)
         why = f"{', '.join(sorted(gone))} is gone" if gone else "after every rewrite"
-        reason = f"links failed or had wrong digests, {why}: {links}"
+        reason = f"links failed or had wrong digests, {why}: {links}" + (
+            f": {error}" if error else ""
+        )
         if self._spec.mode is UpdateMode.STAGED:
             self._give_up(reason)
             return
