@@ -23,6 +23,7 @@ from windlass.engines.capture.codes import checkpoint_specs
 from windlass.engines.capture.memory import fingerprints, held_by
 from windlass.engines.membership import Membership
 from windlass.engines.vllm.adapter import LoraWorker, Slot, capture_adapter, keep_adapter
+from windlass.engines.vllm.settings import refuse_unsafe_config
 from windlass.errors import ConfigError
 
 __all__ = ["VllmApi", "WindlassExtension"]
@@ -55,6 +56,7 @@ class _Worker(Protocol):
     rank: int
     model_runner: _Runner
     parallel_config: _ParallelConfig
+    vllm_config: object
 
     def reload_weights(
         self, *, weights_iterator: Iterable[tuple[str, torch.Tensor]], is_checkpoint_format: bool
@@ -124,9 +126,13 @@ class WindlassExtension:
 
         Returns:
             Checkpoint tensors that left no trace on this rank, and see `Captured`.
+
+        Raises:
+            ConfigError: a setting that an update does not survive.
         """
         worker, rank = cast("_Worker", self), self.windlass_rank()
         settings = msgspec.json.decode(encoded, type=AgentSettings)
+        refuse_unsafe_config(worker.vllm_config, adapter=bool(settings.adapter))
 
         def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
             with _experts_packed_anew(worker.model_runner.get_model()), _no_warnings_of_parts():

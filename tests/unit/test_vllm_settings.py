@@ -1,0 +1,64 @@
+"""The configuration that a vLLM rank has is believed more than the command line."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from windlass.engines.vllm.settings import refuse_unsafe_config
+from windlass.errors import ConfigError
+
+
+def config(place: str = "", value: object = None) -> SimpleNamespace:
+    """As vLLM 0.32 nests it."""
+    found = SimpleNamespace(
+        model_config=SimpleNamespace(enable_sleep_mode=False),
+        parallel_config=SimpleNamespace(
+            enable_eplb=False, enable_elastic_ep=False, prefill_context_parallel_size=1
+        ),
+        cache_config=SimpleNamespace(block_size=16),
+        offload_config=SimpleNamespace(
+            uva=SimpleNamespace(cpu_offload_gb=0.0),
+            prefetch=SimpleNamespace(offload_group_size=0),
+        ),
+        speculative_config=None,
+        lora_config=None,
+    )
+    if place:
+        *path, last = place.split(".")
+        target = found
+        for name in path:
+            target = vars(target)[name]
+        vars(target)[last] = value
+    return found
+
+
+def test_a_plain_engine_and_releases_that_know_less_are_taken() -> None:
+    refuse_unsafe_config(config(), adapter=False)
+    refuse_unsafe_config(config("lora_config", SimpleNamespace()), adapter=True)
+    older = config()
+    for name in ("lora_config", "cache_config"):
+        delattr(older, name)
+    older.offload_config = None
+    delattr(older.parallel_config, "enable_elastic_ep")
+    refuse_unsafe_config(older, adapter=False)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("model_config.enable_sleep_mode", True),
+        ("parallel_config.enable_eplb", True),
+        ("parallel_config.enable_elastic_ep", True),
+        ("parallel_config.prefill_context_parallel_size", 2),
+        ("cache_config.cpu_offload_gb", 4.0),
+        ("offload_config.uva.cpu_offload_gb", 4.0),
+        ("offload_config.prefetch.offload_group_size", 8),
+        ("speculative_config", "draft"),
+        ("lora_config", "slots"),
+    ],
+)
+def test_a_setting_that_an_update_does_not_survive_is_named(place: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"vLLM: {place} must be .*, got {value}: "):
+        refuse_unsafe_config(config(place, value), adapter=False)
