@@ -29,6 +29,8 @@ from windlass.planning.plan import DTYPES, TransferPlan
 __all__ = ["CatchUpOwner", "CatchUps", "find_donor"]
 
 _log = logging.getLogger(__name__)
+KEPT_ATTEMPTS = 1024
+"""Of engines, most of which have left for good; one that is forgotten begins anew."""
 
 
 class CatchUpOwner(Protocol):
@@ -156,6 +158,8 @@ class CatchUps:
         if known is None or (known.newcomer, known.version) != (newcomer.identities, version):
             known = _Attempts(newcomer.identities, version, clean=not newcomer.tainted)
             self._attempts[newcomer.name] = known
+            if len(self._attempts) > KEPT_ATTEMPTS:
+                del self._attempts[next(iter(self._attempts))]
         return known
 
     def _failed(

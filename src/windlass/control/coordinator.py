@@ -59,6 +59,7 @@ __all__ = ["Coordinator", "EngineInfo"]
 
 _log = logging.getLogger(__name__)
 MAX_LATE = 2
+KEPT_LATE = 1024
 
 
 @final
@@ -337,6 +338,8 @@ class Coordinator(HandDrivenGate):
             if session is None:
                 continue
             self._late[session.agent.identity] += 1
+            if len(self._late) > KEPT_LATE:
+                del self._late[next(iter(self._late))]
             if self._late[session.agent.identity] > MAX_LATE:
                 refused.setdefault(session.agent.hello.group, reason)
             else:

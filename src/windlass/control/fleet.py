@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from windlass.control.journal import MAX_POISONED
 from windlass.control.messages import PROTOCOL_VERSION, Failure, FailureKind, Hello, Result, Written
 from windlass.control.relay_messages import Relayed
 from windlass.errors import ManifestError, ProtocolError
@@ -116,7 +117,7 @@ class Fleet:
 
     def __init__(self, poisoned: Iterable[Identity] = ()) -> None:
         self._groups: dict[str, Group] = {}
-        self._poisoned = set(poisoned)
+        self._poisoned = dict.fromkeys(poisoned)
         self._suspects: set[str] = set()
         self._first_epoch: int | None = None
         self._holds: dict[Identity, _Hold] = {}
@@ -179,14 +180,15 @@ class Fleet:
         agent = Agent(hello, manifest)
         if hello.worker in self._suspects:
             self._suspects.discard(hello.worker)
-            self._poisoned |= {agent.identity} if hello.epoch else set()
+            self._poison([agent.identity] if hello.epoch else [])
         agent.poisoned = agent.identity in self._poisoned
         # Another process has this name: its predecessors are gone, and so are their writes.
         for past in [k for k in self._holds if k[0] == hello.worker and k != agent.identity]:
             del self._holds[past]
         if hello.role is Role.TRAINER:
             self._note_mesh(hello)
-        self._poisoned -= {k for k in self._poisoned if k[0] == hello.worker} - {agent.identity}
+        for past in [k for k in self._poisoned if k[0] == hello.worker and k != agent.identity]:
+            del self._poisoned[past]
         group.agents[hello.rank] = agent
         group.tainted |= hello.tainted
         group.version = min(group.version, hello.served_version)
@@ -230,10 +232,15 @@ class Fleet:
 
     def poison(self, engines: Iterable[Identity]) -> None:
         """These processes are not written again."""
-        self._poisoned.update(engines)
+        self._poison(engines)
         for group in self._groups.values():
             for agent in group.agents.values():
                 agent.poisoned |= agent.identity in self._poisoned
+
+    def _poison(self, engines: Iterable[Identity]) -> None:
+        self._poisoned |= dict.fromkeys(engines)
+        while len(self._poisoned) > MAX_POISONED:
+            del self._poisoned[next(iter(self._poisoned))]
 
     def hold(self, trainer: Identity, place: tuple[int, int], engines: frozenset[Identity]) -> None:
         """`trainer` was told to write in the round at `place` and has not answered.
@@ -304,7 +311,7 @@ class Fleet:
 
     @property
     def poisoned(self) -> frozenset[Identity]:
-        """Processes that are not written again."""
+        """Processes that are not written again: the newest `MAX_POISONED`."""
         return frozenset(self._poisoned)
 
     def describe(self, published_version: int) -> list[dict[str, object]]:

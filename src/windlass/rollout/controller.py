@@ -50,6 +50,8 @@ from windlass.rollout.workflows import Workflow, check_workflows
 __all__ = ["RolloutController"]
 
 logger = logging.getLogger(__name__)
+MAX_REPLACED = 4096
+"""Processes whose name another one has taken: the newest are known when they come back."""
 
 
 @final
@@ -94,7 +96,7 @@ class RolloutController(Submissions):
         self._links: dict[str, Link] = {}
         self._dispatcher = Dispatcher(engines, self._links, life, policy, self._config)
         self._paused = False
-        self._replaced: set[tuple[str, str]] = set()
+        self._replaced: dict[tuple[str, str], None] = {}
         self._stopping: set[asyncio.Future[list[object]]] = set()
         self._engine_timers: dict[str, asyncio.TimerHandle] = {}
         self._session: aiohttp.ClientSession | None = None
@@ -334,7 +336,9 @@ class RolloutController(Submissions):
             )
         known = self._links.get(hello.name)
         if known is not None and known.hello != hello:
-            self._replaced.add((hello.name, known.hello.incarnation))
+            self._replaced[hello.name, known.hello.incarnation] = None
+            if len(self._replaced) > MAX_REPLACED:
+                del self._replaced[next(iter(self._replaced))]
             self.worker_lost(known, "another incarnation registered")
             known = None
         if known is None:
