@@ -1,0 +1,138 @@
+"""What the pages show can be typed: commands parse, code compiles, and what it names is there."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import inspect
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import windlass
+from windlass.cli import main as cli
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks/README.md"])
+PLACEHOLDERS = re.compile(r"\s*\[(?:SUITE \.\.\.|[^\[\]]*options)\]|\.\.\.$")
+
+
+def blocks(page: Path) -> Iterator[str]:
+    """Fenced Python, and indented paragraphs whose first line is Python."""
+    text = page.read_text()
+    for fenced in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        yield textwrap.dedent(fenced)
+    outside = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    for indented in re.findall(r"(?<=\n\n)((?:    .*\n|\n(?=    ))+)", outside):
+        code = textwrap.dedent(indented).strip("\n")
+        if re.match(r"(from|import|async with|with|class) |windlass\.|\w+ = |\w+\(", code):
+            yield code
+
+
+def tree_of(code: str) -> ast.Module:
+    """The block, as the body of a coroutine: pages await."""
+    code = code.replace("(model, ..., name_map", "(model, controller=url, token=token, name_map")
+    if code.rstrip().endswith(":"):  # the first line of something
+        code += "\n    pass"
+    return ast.parse("async def page():\n" + textwrap.indent(code, "    "))
+
+
+def check_imports(tree: ast.Module) -> dict[str, object]:
+    found: dict[str, object] = {"windlass": windlass}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("windlass"):
+            if "megatron" in (node.module or ""):  # seconds, and warnings of its own
+                continue
+            module = importlib.import_module(node.module or "")
+            for alias in node.names:
+                assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
+                found[alias.asname or alias.name] = getattr(module, alias.name)
+    return found
+
+
+def target(node: ast.expr, known: dict[str, object]) -> object | None:
+    """The object of Windlass that an expression names, if it does."""
+    if isinstance(node, ast.Name):
+        return known.get(node.id)
+    if not isinstance(node, ast.Attribute) or ast.unparse(node.value) != "windlass":
+        return None
+    assert hasattr(windlass, node.attr), f"windlass has no {node.attr}"
+    value: object = vars(windlass)[node.attr]
+    return value
+
+
+def check_calls(tree: ast.Module, known: dict[str, object]) -> int:
+    """Every call of a name of Windlass fits its signature."""
+    count = 0
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or (called := target(node.func, known)) is None:
+            continue
+        if not callable(called):
+            continue
+        keywords = {k.arg: None for k in node.keywords if k.arg is not None}
+        inspect.signature(called).bind(*node.args, **keywords)
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_on_a_page_names_what_is_there(page: Path) -> None:
+    for code in blocks(page):
+        tree = tree_of(code)
+        check_calls(tree, check_imports(tree))
+
+
+def test_pages_are_looked_at() -> None:
+    found = [(tree, check_imports(tree)) for page in PAGES for tree in map(tree_of, blocks(page))]
+    assert len(found) >= 15
+    assert sum(check_calls(tree, known) for tree, known in found) >= 20
+
+
+def commands(program: str) -> Iterator[tuple[Path, str]]:
+    """Command lines that begin with `program`, in blocks and in running text."""
+    for page in PAGES:
+        text = page.read_text().replace("\\\n", " ")
+        inline = re.findall(rf"(?<!`)`({program} [^`]+)`", text)
+        blocked = re.findall(rf"^    ({program} .+)$", text, re.MULTILINE)
+        for line in [*inline, *blocked]:
+            yield page, PLACEHOLDERS.sub("", re.split(r"  +#|  {3,}", line)[0].replace("\n", " "))
+
+
+def parser_of(command: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=command, exit_on_error=False)
+    importlib.import_module(f"windlass.cli.{command}").add_arguments(parser)
+    return parser
+
+
+def test_every_command_on_a_page_is_understood() -> None:
+    count = 0
+    for page, line in commands("windlass"):
+        words = shlex.split(line.replace("|", "_"))[1:]
+        if not re.fullmatch(r"[a-z]+", words[0]):
+            continue
+        assert words[0] in cli._COMMANDS, f"{page.name}: {line}"
+        given = {w.split("=")[0] for w in words[1:] if w.startswith("--")}
+        there = {o for action in parser_of(words[0])._actions for o in action.option_strings}
+        assert given <= there, f"{page.name}: {line}: {given - there}"
+        count += 1
+    assert count >= 10
+
+
+def test_every_target_and_file_that_a_page_starts_exists() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = [(page, line.split()[1]) for page, line in commands("make")]
+    assert len(named) >= 10
+    for page, name in named:
+        assert re.sub(r"\W+$", "", name) in targets, f"{page.name}: make {name}"
+    for page in PAGES:
+        for file in re.findall(
+            r"(?:examples|benchmarks|tools)/[\w/.-]+\.(?:py|toml|sh)", page.read_text()
+        ):
+            assert (ROOT / file).exists(), f"{page.name}: {file}"
+        for link in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
