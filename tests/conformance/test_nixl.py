@@ -129,6 +129,33 @@ def stop_between_word_and_batch(monkeypatch: pytest.MonkeyPatch, process: PeerPr
     monkeypatch.setattr(NixlTransport, "_reach", reach_and_stop)
 
 
+def test_regions_that_touch_are_written_as_one_however_they_were_registered() -> None:
+    """Parameters behind each other in a GPU's memory pool are; here pages of one buffer."""
+    page, num = 4096, 4
+    ours, theirs = create_transport(CMA), create_transport(CMA)
+    source, target = (np.zeros((num + 1) * page, np.uint8) for _ in range(2))
+    source[:] = np.arange(len(source)) % 251
+    begins = [-(-int(buffer.ctypes.data) // page) * page for buffer in (source, target)]
+    offsets = np.arange(num) * page
+    regions = []
+    for offset in offsets.tolist():
+        ours.register(begins[0] + offset, page)
+        regions.append(theirs.register(begins[1] + offset, page).remote)
+    batch = WriteBatch(
+        endpoint=theirs.endpoint(),
+        local_addresses=(offsets + begins[0]).astype(np.uint64),
+        remote_addresses=(offsets + begins[1]).astype(np.uint64),
+        nbytes=np.full(num, page, np.uint64),
+        regions=tuple(regions),
+    )
+    ours.write(batch, deadline_s=20.0)
+    shifts = [begin - int(b.ctypes.data) for begin, b in zip(begins, (source, target), strict=True)]
+    held = [b[s : s + num * page] for s, b in zip(shifts, (source, target), strict=True)]
+    assert (held[0] == held[1]).all()
+    ours.close()
+    theirs.close()
+
+
 @pytest.mark.nixl
 class TestNixlTcp(ProcessConformance):
     config: ClassVar[NixlConfig] = TCP

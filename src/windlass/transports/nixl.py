@@ -191,10 +191,11 @@ class NixlTransport:
         if not peer.confirmed:
             self._log.check(self._config.wire)
             peer.confirmed = True
+        spans = self._table.spans()
         pieces = cut_at_edges(
             merge_adjacent(batch.local_addresses, batch.remote_addresses, batch.nbytes),
-            local=[e for s, n in self._table.spans() for e in edges_of(s, n, self._step_nbytes)],
-            remote=[edge for place in steps for edge in edges_of(*place)],
+            local=[e for span in spans for e in (span[0], *edges_of(*span, self._step_nbytes))],
+            remote=[e for place in steps for e in (place[0], *edges_of(*place))],
         )
         local, remote, nbytes = split_pieces(*pieces, MAX_CALL_NBYTES)
         for part in calls(nbytes, max_pieces=MAX_PIECES, max_nbytes=MAX_CALL_NBYTES):

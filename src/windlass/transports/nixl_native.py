@@ -53,6 +53,8 @@ _ALLOWED = {
     NixlWire.UD: frozenset({"ud_verbs", "ud_mlx5"}),
 }
 _ONE_SIDED = frozenset({"cma", "cuda_ipc", "rc_verbs", "rc_mlx5", "dc_mlx5"})
+_STAGING = "cuda_copy"
+"""What moves bytes between a GPU and its host on behalf of wires that cannot."""
 _PROGRESS_REST_US = 100
 TCP_MARK = new_mark()
 """On every TCP connection of UCX in this process, whoever opened it."""
@@ -145,7 +147,8 @@ class WireLog:
                 put = False
             elif mine and put:
                 emulated = "software" in line
-                found.update(PutWire(n, d, emulated) for n, d in _WIRE.findall(line))
+                named = _WIRE.findall(line)
+                found.update(PutWire(n, d, emulated) for n, d in named if n != _STAGING)
         return frozenset(found)
 
     def check(self, wire: NixlWire) -> None:
@@ -216,7 +219,7 @@ def start_agent(config: NixlConfig, name: str) -> tuple[NativeAgent, WireLog, st
     # NIXL's own parameter for UCX settings stops at the first comma.
     wires = _TLS[config.wire]
     if config.gpu >= 0:
-        wires += ",cuda_copy"  # between GPU and host memory; without it UCX knows no GPU memory
+        wires += f",{_STAGING}"  # without it UCX knows no GPU memory
     settings = {"UCX_TLS": wires, "UCX_TCP_SYN_CNT": str(TCP_MARK)}
     if config.device:
         settings["UCX_NET_DEVICES"] = config.device
