@@ -34,6 +34,7 @@ _SUITES = {
     "planner": _Suite("bench_planner.py"),
     "transports": _Suite("bench_transports.py"),
     "update": _Suite("bench_update.py"),
+    "replica": _Suite("bench_replica.py"),
     "control": _Suite("bench_control.py"),
     "xccl": _Suite("bench_xccl.py"),
     "relay": _Suite("bench_relay.py"),
