@@ -114,14 +114,14 @@ async def test_two_heads_that_cross_do_not_deadlock_and_the_last_one_publishes()
             await holds(fleet, (version, str(version), False))
 
 
-def fail_in_the_second_bucket(url: str) -> None:
+def fail_in_the_second_bucket(url: str, bucket: dict[str, torch.Tensor], says: str) -> None:
     with callback(url) as head:
         head.pause_generation()
         made = group(head, "weights")
         made.broadcast(tensors(2, "embed", "norm"))
         began = time.monotonic()
-        with pytest.raises((RoundAborted, TransferFailed), match="shape of 'down' must be"):
-            made.broadcast({"down": torch.zeros(3, 3)})
+        with pytest.raises((RoundAborted, TransferFailed), match=says):
+            made.broadcast(bucket)
         assert time.monotonic() - began < DEADLINE_S
         with pytest.raises(RoundAborted, match="was not published"):
             head.continue_generation(2)
@@ -135,7 +135,12 @@ async def test_a_bucket_that_fails_releases_its_head_and_leaves_the_old_version_
         await asyncio.to_thread(two_versions, url)
         with pytest.raises(RoundAborted, match="must be > 1"):
             await asyncio.to_thread(two_versions, url)
-        await asyncio.to_thread(fail_in_the_second_bucket, url)
+        for bucket, says in (
+            ({"down": torch.zeros(3, 3, dtype=torch.int32)}, "shape of 'down' must be"),
+            ({"down": tensors(2, "down")["down"].float()}, "only floating dtypes are cast, 'down'"),
+            ({"up": torch.zeros(3, 3)}, "tensor of this model was expected, got 'up'"),
+        ):
+            await asyncio.to_thread(fail_in_the_second_bucket, url, bucket, says)
         await holds(fleet, (1, "1", False))
 
 

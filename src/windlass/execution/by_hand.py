@@ -91,8 +91,8 @@ class HandDrivenReceiver:
         """Receive one bucket of whole tensors, and take this rank's boxes out of it.
 
         Raises:
-            PlanError: a tensor that is no tensor of this rank's model, or another shape of it; the
-                group is left before the broadcast, which releases the head.
+            PlanError: a tensor that is no tensor of this rank's model, another shape of it, or a
+                dtype that cannot be cast; the group is left before the broadcast, which releases the head.
             TransferFailed: the broadcast failed.
         """
         group = self._groups.get(name)
@@ -187,12 +187,25 @@ class HandDrivenReceiver:
         shapes = {spec.name: spec.shape for spec in self._manifest.tensors}
         for alias, name in self._manifest.aliases.items():
             shapes[alias] = shapes[name]
+        worker = self._manifest.worker
         for tensor in tensors:
-            if shapes.get(tensor.name) != tensor.shape:
+            if tensor.name not in shapes:
                 raise PlanError(
-                    f"{self._manifest.worker}: shape of {tensor.name!r} must be "
-                    f"{shapes.get(tensor.name)}, got {tensor.shape}"
+                    f"{worker}: a tensor of this model was expected, got {tensor.name!r}"
                 )
+            if shapes[tensor.name] != tensor.shape:
+                raise PlanError(
+                    f"{worker}: shape of {tensor.name!r} must be {shapes[tensor.name]}, "
+                    f"got {tensor.shape}"
+                )
+            for _, shard in self._shards.get(tensor.name, ()):
+                wanted = self._manifest.parameters[self._indices[shard.parameter]].dtype
+                cast = tensor.dtype.is_floating and wanted.is_floating
+                if tensor.dtype != wanted and not cast:
+                    raise PlanError(
+                        f"{worker}: only floating dtypes are cast, {tensor.name!r} must be {wanted}, "
+                        f"got {tensor.dtype}"
+                    )
 
     def _take(self, shard: Shard, tensor: WireTensor, address: int) -> None:
         position = self._indices[shard.parameter]

@@ -163,9 +163,10 @@ def address_towards(url: str) -> str:
     """The address of this host on the way to `url`; nothing is sent.
 
     Raises:
+        ConfigError: it is no URL of a controller.
         PeerUnreachable: its name is not known, or there is no way to it. Loopback would be wrong.
     """
-    parts = urlsplit(url)
+    parts = check_url(url, "controller")
     try:
         return _source_towards(parts.hostname or "", parts.port or 80)
     except OSError as error:
