@@ -62,6 +62,33 @@ class TestNixlCma(ProcessConformance):
             create_transport(NixlConfig(host="192.0.2.77"))
 
 
+def test_peers_that_have_ended_hold_no_descriptor_once_another_is_written() -> None:
+    transport = create_transport(CMA)
+    assert isinstance(transport, NixlTransport)
+    source = np.arange(1, 129, dtype=np.uint8)
+    transport.register(source.ctypes.data, source.nbytes)
+    try:
+        for number in range(4):
+            with PeerProcess(CMA, NBYTES) as peer:
+                source += 1
+                batch = WriteBatch(
+                    endpoint=peer.region.endpoint,
+                    local_addresses=np.array([source.ctypes.data], np.uint64),
+                    remote_addresses=np.array([peer.region.address], np.uint64),
+                    nbytes=np.array([source.nbytes], np.uint64),
+                    regions=(peer.region,),
+                )
+                before = [known.doorway for known in transport._peers.values()]
+                transport.write(batch, deadline_s=20.0)
+                assert peer.read(0, source.nbytes) == source.tobytes()
+                assert list(transport._peers) == [peer.region.endpoint]
+                assert [doorway._socket.fileno() for doorway in before] == [-1] * min(number, 1)
+                peer.kill()
+                transport._peers[peer.region.endpoint].doorway.watch()  # until the kernel says so
+    finally:
+        transport.close()
+
+
 class Ends:
     """Two transports of this process, each with memory, and writes in both directions."""
 

@@ -53,7 +53,7 @@ from windlass.transports.nixl_native import (
     new_write,
     start_agent,
 )
-from windlass.transports.nixl_peer import NixlKey, NixlPeer, decode_keys, encode_keys
+from windlass.transports.nixl_peer import NixlKey, NixlPeer, decode_keys, encode_keys, forget_ended
 from windlass.transports.regions import RegionTable, check_batch
 from windlass.transports.splitting import (
     calls,
@@ -262,6 +262,7 @@ class NixlTransport:
         if found is None:
             doorway = Doorway(endpoint, deadline)
             with self._lock:
+                forget_ended(self._peers, self._is_open)
                 found = self._peers.setdefault(endpoint, NixlPeer(doorway))
             if found.doorway is not doorway:
                 doorway.close()

@@ -5,17 +5,17 @@ from __future__ import annotations
 import base64
 import binascii
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import msgspec
 
 from windlass.errors import DECODE_ERRORS, RegionError
-from windlass.transports.base import RemoteRegion
+from windlass.transports.base import PeerEndpoint, RemoteRegion
 from windlass.transports.door import Doorway
 from windlass.transports.nixl_native import NativeHandle
 
-__all__ = ["NixlKey", "NixlPeer", "decode_keys", "encode_keys"]
+__all__ = ["NixlKey", "NixlPeer", "decode_keys", "encode_keys", "forget_ended"]
 
 _MAX_KEY_CHARS = 1 << 20
 
@@ -49,6 +49,18 @@ class NixlPeer:
         self.late = False
         self.words: list[NativeHandle] = []
         """Late ones, which nobody waits for."""
+
+
+def forget_ended(peers: dict[PeerEndpoint, NixlPeer], is_open: Callable[[NixlPeer], bool]) -> None:
+    """Close the doorways of processes that have ended. Called under the transport's lock.
+
+    Whoever writes to one of them at this moment finds that it has ended. What UCX keeps of it stays:
+    to have it forget a peer under an open transfer is not safe.
+    """
+    ended = [e for e, p in peers.items() if p.doorway.has_ended() and not p.words]
+    for endpoint in ended:
+        if not is_open(peers[endpoint]):
+            peers.pop(endpoint).doorway.close()
 
 
 def encode_keys(keys: Sequence[NixlKey]) -> str:
