@@ -136,3 +136,16 @@ def test_every_target_and_file_that_a_page_starts_exists() -> None:
             assert (ROOT / file).exists(), f"{page.name}: {file}"
         for link in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_a_package_that_is_missing_is_told_with_the_extra_that_brings_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(_args: argparse.Namespace) -> int:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch.distributed")
+
+    monkeypatch.setattr("windlass.cli.doctor.run", missing)
+    assert cli.main(["doctor"]) == 2
+    assert "needs torch.distributed, " in (said := capsys.readouterr().err)
+    assert said.count("\n") == 1
+    assert "windlass[embedded] brings it" in said
