@@ -13,7 +13,7 @@ from windlass.execution.disk import DiskReceiver, DiskSender
 from windlass.execution.one_sided import OneSidedReceiver, OneSidedSender
 from windlass.execution.receiver import Receiver
 from windlass.execution.sender import Sender
-from windlass.transports.base import NetworkTransport
+from windlass.transports.base import gpu_ordinal_of
 from windlass.transports.cuda.gpu import shared_gpu
 from windlass.transports.cuda.ipc import CudaIpcTransport
 
@@ -52,8 +52,8 @@ def _p2p_receiver(receiver: Receiver) -> ReceiverBackend:
     transport = receiver.transport
     if isinstance(transport, CudaIpcTransport):
         gpu, lands = transport.gpu, False
-    elif isinstance(transport, NetworkTransport) and transport.gpu_ordinal >= 0:
-        gpu, lands = shared_gpu(transport.gpu_ordinal), True
+    elif (ordinal := gpu_ordinal_of(transport)) >= 0:
+        gpu, lands = shared_gpu(ordinal), True
     else:
         return OneSidedReceiver(receiver)
     return DeviceReceiver(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from windlass.execution.packer import HostPacker, Packer
-from windlass.transports.base import NetworkTransport, OneSidedTransport
+from windlass.transports.base import OneSidedTransport, gpu_ordinal_of
 
 __all__ = ["packer_for"]
 
@@ -14,9 +14,9 @@ def packer_for(transport: OneSidedTransport, limit_nbytes: int) -> Packer:
     Raises:
         TransportUnavailable: a GPU whose kernels cannot be compiled.
     """
-    if isinstance(transport, NetworkTransport) and transport.gpu_ordinal >= 0:
+    if (ordinal := gpu_ordinal_of(transport)) >= 0:
         from windlass.execution.device_packer import DevicePacker
         from windlass.transports.cuda.gpu import shared_gpu
 
-        return DevicePacker(shared_gpu(transport.gpu_ordinal), transport, limit_nbytes)
+        return DevicePacker(shared_gpu(ordinal), transport, limit_nbytes)
     return HostPacker(transport, limit_nbytes)

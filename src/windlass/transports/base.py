@@ -27,6 +27,7 @@ __all__ = [
     "RemoteRegion",
     "WireReport",
     "WriteBatch",
+    "gpu_ordinal_of",
 ]
 
 
@@ -192,6 +193,11 @@ class NetworkTransport(Protocol):
 
     @property
     def gpu_ordinal(self) -> int: ...
+
+
+def gpu_ordinal_of(transport: OneSidedTransport) -> int:
+    """Of the GPU whose memory a network transport moves; -1 for every other transport."""
+    return transport.gpu_ordinal if isinstance(transport, NetworkTransport) else -1
 
 
 @runtime_checkable

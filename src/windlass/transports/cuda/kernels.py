@@ -35,8 +35,8 @@ SMALL_BLOCK, LARGE_BLOCK = 128, 512
 THREADS_PER_MULTIPROCESSOR = 2048
 
 PART_NBYTES = 1 << 30
-"""What a part of a table stores at least: the last one is hashed when the wire is silent already,
-and the device runs idle between two (30 us, H200, 2026-11-21)."""
+"""What a part of a table stores at least: the last one is hashed when the wire is silent already.
+With 1 GiB that takes 0.5 ms, and stores are as fast as in one part (H200, 2026-11-21)."""
 
 _CASTS = {("float32", "bfloat16"): "put_bfloat16", ("float32", "float16"): "put_float16"}
 
