@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import cast
 
+import msgspec
 import numpy as np
 import pytest
-from test_catch_up_retries import VERSION, Rig, Socket, simulated
+from aiohttp import web
+from test_catch_up_retries import VERSION, Rig, Socket, hello_of, simulated
 
 from windlass.config import ControlConfig, PauseMode, UpdateMode
 from windlass.control import retries
 from windlass.control.access import Access, role_token
+from windlass.control.conversation import WELCOME_SEQ
 from windlass.control.coordinator import Coordinator
+from windlass.control.fleet import PROBE_SEQ
 from windlass.control.journal import JournalKind
-from windlass.control.messages import Abort, Apply, Done, Envelope, Result, RoundOutcome
+from windlass.control.messages import Abort, Apply, Done, Envelope, Probe, Result, RoundOutcome
 from windlass.control.retries import MAX_ATTEMPTS
 from windlass.control.server import ControlServer
 from windlass.engines.client import EngineClient
@@ -137,6 +142,85 @@ def test_a_rank_is_told_by_a_command_that_a_later_round_makes_stale() -> None:
 
     with simulated(UpdateMode.STAGED) as rig:
         rig.loop.run_until_complete(scenario(rig))
+
+
+def test_the_answer_to_a_probe_does_not_say_that_an_engine_goes_on() -> None:
+    async def scenario(rig: Rig) -> None:
+        engine = await resting(rig)
+        engine.reply(Envelope(9, 9, PROBE_SEQ, Probe()), Done())
+        await asyncio.sleep(0.5)
+        assert rig.routable == set()
+        engine.broken = False
+        await asyncio.sleep(1.0)
+        assert (len(engine.told_s), rig.routable) == (1, {"a"})
+
+    with simulated(UpdateMode.STAGED) as rig:
+        rig.loop.run_until_complete(scenario(rig))
+
+
+def test_what_a_rank_says_again_after_a_welcome_does_not_say_how_its_engine_is() -> None:
+    async def scenario(rig: Rig) -> None:
+        engine = Resting(rig, "a")
+        hello = msgspec.structs.replace(hello_of("a", VERSION), epoch=5, round=7, at_rest="away")
+        engine.session = await rig.coordinator.admit(hello, cast("web.WebSocketResponse", engine))
+        await rig.coordinator.admitted(engine.session)
+        assert rig.routable == set()
+        for place in ((5, 6), (5, 7)):
+            engine.reply(Envelope(*place, 3, Apply(VERSION)), Done())
+            await asyncio.sleep(0)
+            assert rig.routable == set()
+        engine.reply(Envelope(5, 7, WELCOME_SEQ, Apply(VERSION)), Done())
+        await asyncio.sleep(0)
+        assert rig.routable == {"a"}
+        engine.reply(Envelope(5, 8, 3, Apply(VERSION)), Done(at_rest="away again"))
+        await asyncio.sleep(0)
+        assert rig.routable == set()
+
+    with simulated(UpdateMode.STAGED) as rig:
+        rig.loop.run_until_complete(scenario(rig))
+
+
+def test_no_timer_outlives_a_closed_coordinator() -> None:
+    async def scenario(rig: Rig) -> None:
+        engine, other = await resting(rig), Resting(rig, "b")
+        rig.make = lambda _rig, _name: other
+        await rig.join("b")
+        await rig.coordinator.close()
+        other.say("away")
+        await asyncio.sleep(0)
+        await rig.leave(engine, ended=True)  # as every connection ends that a server closes
+        coordinator = rig.coordinator
+        assert len(coordinator._catch_ups._timers) == len(coordinator._resumes._timers) == 0
+
+    with simulated(UpdateMode.STAGED) as rig:
+        rig.loop.run_until_complete(scenario(rig))
+
+
+async def test_an_engine_that_comes_back_at_rest_gets_no_traffic_before_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(retries, "FIRST_BACKOFF_S", 0.02)
+
+    def away() -> None:
+        raise ConnectionRefusedError("the engine's HTTP server is away")
+
+    async with FakeFleet() as rig:
+        rank = FakeEngineRank("a/0", rig.num_trainers)
+        hello = fake_hello(
+            engine_manifest("a/0", rig.num_trainers), group="a", served_version=VERSION
+        )
+        await rig.connect(hello, rank, on_disconnect=away)
+        await until_routable(rig.coordinator, {"a"})
+        seen: list[tuple[bool, bool]] = []
+
+        def note() -> None:
+            seen.append((bool(rig.coordinator.routable()), "Abort" in rank.handled))
+
+        rig.coordinator.subscribe(note)
+        await rig.coordinator._sessions["a/0"].close()
+        await until_routable(rig.coordinator, set())
+        await until_routable(rig.coordinator, {"a"})
+        assert all(told for is_routable, told in seen if is_routable)
 
 
 async def until_routable(coordinator: Coordinator, names: set[str]) -> None:

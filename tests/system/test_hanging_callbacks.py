@@ -127,6 +127,51 @@ async def test_a_recipe_that_hangs_while_it_scores_fails_the_step_by_its_deadlin
         await asyncio.to_thread(thread.join, DEADLINE_S)
 
 
+async def test_time_that_a_recipe_takes_to_score_is_not_taken_from_the_wait_for_groups() -> None:
+    deadlines, declined = [], []
+    groups = iter([("declined",), ("kept",)])
+
+    async def draw(num_groups: int, deadline_s: float, _producer: object) -> tuple[str, ...]:
+        assert num_groups == 1
+        deadlines.append(deadline_s)
+        return next(groups)
+
+    async def score(group: str) -> list[str]:
+        await asyncio.sleep(1.05)
+        return [] if group == "declined" else [group]
+
+    job = SimpleNamespace(
+        config=SimpleNamespace(rollout=SimpleNamespace(batch_deadline_s=1.0, groups_per_step=1)),
+        controller=SimpleNamespace(rollouts=SimpleNamespace(decline=declined.append)),
+        _draw=draw,
+        _score=score,
+    )
+    batch: Any = await _Job._batch(cast("Any", job), cast("Any", None))
+    assert (batch, declined) == ([["kept"]], ["declined"])
+    assert 0.0 < deadlines[1] <= deadlines[0] == 1.0
+
+
+async def test_a_producer_waits_for_room_as_long_as_a_whole_step_may_take() -> None:
+    deadlines: list[float] = []
+
+    async def wait_for_room(*, deadline_s: float) -> None:
+        deadlines.append(deadline_s)
+        raise PeerTimeout("no room")
+
+    job = SimpleNamespace(
+        config=SimpleNamespace(
+            rollout=SimpleNamespace(batch_deadline_s=10.0, groups_per_step=4),
+            trainer=SimpleNamespace(step_deadline_s=100.0, publish_deadline_s=1000.0),
+        ),
+        controller=SimpleNamespace(rollouts=SimpleNamespace(wait_for_room=wait_for_room)),
+        recipe=SimpleNamespace(tasks=lambda: iter(["task"])),
+    )
+    with pytest.raises(PeerTimeout):
+        await _Job._produce(cast("Any", job))
+    draw_s, score_s, step_s, save_s, publish_s = 10.0, 4 * 10.0, 100.0, 100.0, 1000.0
+    assert deadlines == [draw_s + score_s + step_s + save_s + publish_s]
+
+
 @pytest.fixture
 def handlers() -> Iterator[None]:
     kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -301,7 +301,9 @@ class AgentConversation:
             raise
         async with socket:
             epoch, round_number = self._store.newest
-            hello = msgspec.structs.replace(self._hello(), epoch=epoch, round=round_number)
+            hello = msgspec.structs.replace(
+                self._hello(), epoch=epoch, round=round_number, at_rest=self._at_rest
+            )
             await send_frame(socket, encode(hello), SEND_DEADLINE_S)
             async for message in socket:
                 if message.type is aiohttp.WSMsgType.ERROR:

@@ -231,7 +231,7 @@ class Coordinator(HandDrivenGate):
         match frame:
             case Reply():
                 session.on_reply((frame.epoch, frame.round, frame.seq), frame.result)
-                if self._resumes.heard(session.agent, frame.result):
+                if self._resumes.heard(session.agent, frame):
                     await self._changes.notify()
                 if self._driver is not None:
                     self._driver.on_reply(session.worker, frame)

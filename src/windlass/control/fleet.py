@@ -177,7 +177,7 @@ class Fleet:
         if not group.agents:
             group.version = hello.served_version
             group.tainted, group.refused = False, ""
-        agent = Agent(hello, manifest)
+        agent = Agent(hello, manifest, at_rest=hello.at_rest)
         if hello.worker in self._suspects:
             self._suspects.discard(hello.worker)
             self._poison([agent.identity] if hello.epoch else [])

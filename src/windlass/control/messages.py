@@ -98,6 +98,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
         epoch, round: the last that the agent took part in; a restarted controller learns them here.
         tainted: whether live weights are mixed.
         can_send: whether an engine rank can hand its weights on to another engine.
+        at_rest: see `Done`.
     """
 
     protocol_version: int
@@ -115,6 +116,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     round: int = 0
     tainted: bool = False
     can_send: bool = False
+    at_rest: str = ""
 
 
 class Announce(msgspec.Struct, frozen=True, tag="announce"):

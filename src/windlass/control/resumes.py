@@ -11,8 +11,9 @@ import logging
 from collections.abc import Mapping
 from typing import Protocol, final
 
-from windlass.control.fleet import Agent, Identity
-from windlass.control.messages import Abort, Done, Envelope, Result
+from windlass.control.conversation import WELCOME_SEQ
+from windlass.control.fleet import PROBE_SEQ, Agent, Identity
+from windlass.control.messages import Abort, Done, Envelope, Reply
 from windlass.control.retries import MAX_ATTEMPTS, Timers, backoff_s
 from windlass.control.session import AgentSession
 from windlass.errors import PeerUnreachable
@@ -53,12 +54,17 @@ class Resumes:
         self._due: set[Identity] = set()
         self._timers = Timers()
 
-    def heard(self, agent: Agent, result: Result) -> bool:
+    def heard(self, agent: Agent, reply: Reply) -> bool:
         """Take a reply; returns whether the rank may be given traffic, or no more, because of it.
 
-        Every `Done` of an engine rank says how it is when the command is over.
+        Every `Done` of an engine rank says how it is when the command is over, but for the answer
+        to a probe, which asks nothing of the engine, and for what it says again after a welcome.
         """
+        result = reply.result
         if not isinstance(result, Done) or agent.hello.role is not Role.ENGINE:
+            return False
+        is_repeated = (reply.epoch, reply.round) <= (agent.hello.epoch, agent.hello.round)
+        if reply.seq == PROBE_SEQ or (is_repeated and reply.seq != WELCOME_SEQ):
             return False
         before, agent.at_rest = agent.at_rest, result.at_rest
         if not agent.at_rest:

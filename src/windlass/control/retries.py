@@ -25,13 +25,19 @@ class Timers:
 
     def __init__(self) -> None:
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._closed = False
 
     def __len__(self) -> int:
         return len(self._timers)
 
     def call_later(self, name: str, delay_s: float, call: Callable[[], None]) -> None:
-        """Call once, `delay_s` from now, in place of an earlier call of that name."""
+        """Call once, `delay_s` from now, in place of an earlier call of that name.
+
+        Never after `close`: connections end after it, and what their loss begins must not last.
+        """
         self.cancel(name)
+        if self._closed:
+            return
 
         def due() -> None:
             self._timers.pop(name, None)
@@ -46,6 +52,7 @@ class Timers:
 
     def close(self) -> None:
         """Nothing is called any more. Idempotent."""
+        self._closed = True
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()

@@ -141,7 +141,8 @@ class RolloutSection(msgspec.Struct, frozen=True, kw_only=True):
         num_workers: worker processes; 0 runs rollouts in the controller's own loop.
         worker_script: calls `run_rollout_worker`; the plain worker when empty.
         worker_arguments: added to its own.
-        batch_deadline_s: to wait for the groups of one step; and for the recipe to score one.
+        batch_deadline_s: to wait for the groups of one step, all in all, those that take the place of
+            declined ones included; and for the recipe to score one.
     """
 
     sampling: SamplingParams

@@ -282,9 +282,11 @@ class _Job:
         """Tasks as fast as the staleness bound admits them."""
         rollout, rollouts = self.config.rollout, self.controller.rollouts
         trainer = self.config.trainer
-        # Room comes with a version: after a batch, its step, a checkpoint, and the update.
+        # Room comes with a version: after a batch and its scores, a step, a checkpoint, the update.
         deadline_s = (
-            rollout.batch_deadline_s + 2 * trainer.step_deadline_s + trainer.publish_deadline_s
+            rollout.batch_deadline_s * (1 + rollout.groups_per_step)
+            + 2 * trainer.step_deadline_s
+            + trainer.publish_deadline_s
         )
         for task in self.recipe.tasks():
             await rollouts.wait_for_room(deadline_s=deadline_s)
@@ -307,13 +309,15 @@ class _Job:
     async def _batch(self, producer: asyncio.Task[None]) -> list[list[TrainingSample]] | None:
         """The groups of a step, scored; None when there are no tasks left for one.
 
-        Groups that the recipe declines are replaced, within the deadline of the whole batch.
+        Groups that the recipe declines are replaced. The deadline is for waiting, all in all, and
+        not for scoring, which has its own.
         """
-        loop = asyncio.get_running_loop()
-        end = loop.time() + self.config.rollout.batch_deadline_s
+        loop, left_s = asyncio.get_running_loop(), self.config.rollout.batch_deadline_s
         batch: list[list[TrainingSample]] = []
         while (missing := self.config.rollout.groups_per_step - len(batch)) > 0:
-            groups = await self._draw(missing, end - loop.time(), producer)
+            began_s = loop.time()
+            groups = await self._draw(missing, left_s, producer)
+            left_s -= loop.time() - began_s
             if groups is None:
                 return None
             for group in groups:
