@@ -128,7 +128,8 @@ async def test_a_recipe_that_hangs_while_it_scores_fails_the_step_by_its_deadlin
 
 
 async def test_time_that_a_recipe_takes_to_score_is_not_taken_from_the_wait_for_groups() -> None:
-    deadlines, declined = [], []
+    deadlines: list[float] = []
+    declined: list[str] = []
     groups = iter([("declined",), ("kept",)])
 
     async def draw(num_groups: int, deadline_s: float, _producer: object) -> tuple[str, ...]:
