@@ -369,6 +369,45 @@ def test_a_round_that_begins_again_sends_the_copy_or_nothing() -> None:
         links.close()
 
 
+def test_a_round_that_its_owner_has_given_up_gets_no_weights_of_the_next_version() -> None:
+    links, told = Links(), list[int]()
+    try:
+        links.memory.refill(0)
+        links.sender.begin_version(lambda: told.append(0), version=0)
+        links.sender.prepare(0)
+        links.memory.refill(1)
+        links.sender.begin_version(lambda: told.append(1), version=1)
+        with pytest.raises(RoundAborted, match="version must be 1, whose weights these are, got 0"):
+            links.sender.prepare(0)
+        assert told == [0]
+        links.deliver("a/0", 0)  # what was copied is still what it was
+        links.sender.prepare(1)
+        assert told == [0, 1]
+        links.deliver("a/0", 1)
+    finally:
+        links.close()
+
+
+def test_nothing_is_sent_that_was_copied_too_late_or_never() -> None:
+    links = Links()
+    try:
+        links.memory.refill(0)
+        links.sender.begin_version(lambda: None, version=0)
+        links.sender.prepare(0)
+        links.memory.refill(1)
+        links.sender.end_version()  # it was copied while its owner gave it up
+        (link,) = links.sender.write(["a/0"], 10.0).links
+        assert (link.status, link.error.split(":")[0]) == (LinkStatus.FAILED, "replica")
+        links.sender.begin_version(lambda: None, version=1)
+        links.sender.prepare(1)
+        links.deliver("a/0", 1)
+        links.sender.connect(links.plan, links.bindings)
+        (link,) = links.sender.write(["a/0"], 10.0).links  # nothing is copied for these bindings
+        assert link.status is LinkStatus.FAILED
+    finally:
+        links.close()
+
+
 def test_memory_under_a_write_of_unknown_outcome_is_read_again_and_never_written() -> None:
     links = Links({0: Fault(kind=FaultKind.UNKNOWN)})
     try:

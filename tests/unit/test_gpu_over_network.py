@@ -14,9 +14,12 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from windlass.config import UpdateMode
-from windlass.errors import PlanError
+from windlass.config import P2pBackend, UpdateMode
+from windlass.control.agents import EngineAgent
+from windlass.control.messages import ConnectEngine
+from windlass.errors import PlanError, TransferFailed, TransferOutcomeUnknown
 from windlass.execution import blocks
+from windlass.execution.backends import receiver_for
 from windlass.execution.base import ParameterMemory
 from windlass.execution.bind import BoundOp, DirectRuns, LinkProgram
 from windlass.execution.bindings import DestinationBinding, LinkStatus
@@ -32,8 +35,9 @@ from windlass.planning.plan import CopyMode, TransferPlan, Transform
 from windlass.planning.planner import plan_transfer
 from windlass.testing.ground_truth import distinct_values, fill
 from windlass.testing.numpy_gpu import numpy_gpu
+from windlass.testing.resting_engine import RestingEngine
 from windlass.testing.strategies import Fleet, fleets
-from windlass.transports.base import MemoryRegion
+from windlass.transports.base import MemoryRegion, WriteBatch
 from windlass.transports.cuda import kernels
 from windlass.transports.memory import MemoryFabric, MemoryTransport
 
@@ -136,6 +140,7 @@ class World:
 @pytest.fixture(autouse=True)
 def _small_pieces_on_no_real_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("windlass.transports.cuda.gpu.shared_gpu", lambda _: numpy_gpu())
+    monkeypatch.setattr("windlass.execution.backends.shared_gpu", lambda _: numpy_gpu())
     monkeypatch.setattr(blocks, "MAX_PIECE_NBYTES", 64)  # so that small tensors are many pieces
 
 
@@ -308,6 +313,124 @@ def test_tables_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.PieceTable, "__init__", refuse)
     world.update(1)
     world.close()
+
+
+def lose_one_write(sender: Sender) -> None:
+    """Its next write has an unknown outcome."""
+    transport = sender.transport
+    write = transport.write
+
+    def lose(batch: WriteBatch, *, deadline_s: float) -> None:
+        transport.write = write  # type: ignore[method-assign]
+        write(batch, deadline_s=deadline_s)
+        raise TransferOutcomeUnknown("bytes may still land")
+
+    transport.write = lose  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("kind", [MemoryTransport, GpuMemoryTransport])
+@pytest.mark.parametrize("count", [1, 32, 900])
+def test_a_link_that_just_fits_is_written_again_after_an_unknown_outcome(
+    monkeypatch: pytest.MonkeyPatch, kind: type[MemoryTransport], count: int
+) -> None:
+    monkeypatch.setattr(blocks, "MAX_PIECE_NBYTES", 64 << 10)
+    fabric = MemoryFabric()
+    trained = np.arange(count, dtype="<f4") + 1
+    served = np.zeros(count, "<u2")
+    manifests = []
+    for worker, role, dtype in (
+        ("trainer/0", Role.TRAINER, DType.FLOAT32),
+        ("engine/0", Role.ENGINE, DType.BFLOAT16),
+    ):
+        builder = ManifestBuilder(worker, role)
+        builder.add_parameter("w", nbytes=count * dtype.itemsize, dtype=dtype)
+        builder.add_shard("w", (count,), Box((0,), (count,)), "w")
+        manifests.append(builder.build())
+    plan = plan_transfer(manifests[:1], manifests[1:])
+    target = kind(fabric)
+    receiver = receiver_for(
+        P2pBackend(),
+        Receiver(
+            target, manifests[1], [served.ctypes.data],
+            [target.register(served.ctypes.data, served.nbytes)],
+        ),
+        "",
+    )  # fmt: skip
+    binding = receiver.connect(plan.for_destination("engine/0"), UpdateMode.IN_PLACE)
+    memory = ParameterMemory(trained.ctypes.data, trained.nbytes)
+    sender = Sender(kind(fabric), manifests[0], lambda: [memory])
+    sender.connect(plan.for_source("trainer/0"), [binding])
+    sender.prepare()
+    lose_one_write(sender)
+    assert [x.status for x in sender.write(["engine/0"], 20.0).links] == [LinkStatus.UNKNOWN]
+    served[:] = 0
+    (link,) = sender.write(["engine/0"], 20.0).links  # in the same round: packed as in a ring
+    assert link.status is LinkStatus.OK, link.error
+    assert receiver.verify(0, {"trainer/0": link.digest}) == ()
+    assert (served.view(np.uint8) == cast_to(trained.view(np.uint8), DType.BFLOAT16)).all()
+    sender.close()
+    receiver.close()
+    target.close()
+
+
+def test_an_unknown_outcome_is_told_even_where_no_memory_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = dense_world(DType.BFLOAT16, UpdateMode.IN_PLACE)
+    sender = world.senders["trainer/0"]
+    sender.prepare()
+    lose_one_write(sender)
+
+    def refuse(*_: object) -> None:
+        raise TransferFailed("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("windlass.execution.device_packer.DeviceArena", refuse)
+        (link,) = sender.write(["engine/0"], 20.0).links
+    assert link.status is LinkStatus.UNKNOWN
+    (link,) = sender.write(["engine/0"], 20.0).links
+    assert link.status is LinkStatus.FAILED
+    world.close()
+
+
+def test_what_late_kernels_may_read_is_not_freed() -> None:
+    world = dense_world(DType.BFLOAT16, UpdateMode.IN_PLACE)
+    sender = world.senders["trainer/0"]
+    gpu = numpy_gpu()
+    sender._packer._gpu = gpu  # type: ignore[attr-defined]
+    sender._packer._drop_waves()  # type: ignore[attr-defined]
+    sender.prepare()
+    held = len(gpu.device.allocated)  # type: ignore[attr-defined]
+    assert held > 0
+    gpu.is_late = True  # type: ignore[misc]
+    with pytest.raises(TransferOutcomeUnknown, match="may still go on"):
+        sender.prepare()
+    sender.close()
+    assert len(gpu.device.allocated) == held  # type: ignore[attr-defined]
+    world.close()
+
+
+def test_an_engine_that_leaves_frees_its_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = numpy_gpu()
+    monkeypatch.setattr("windlass.execution.backends.shared_gpu", lambda _: gpu)
+    fleet = dense_to_fused(DType.FLOAT32)
+    manifest = fleet.destinations[0]
+    transport = GpuMemoryTransport(MemoryFabric())
+    live = [np.zeros(p.nbytes, np.uint8) for p in manifest.parameters]
+    regions = [transport.register(b.ctypes.data, b.nbytes) for b in live]
+    agent = EngineAgent(
+        Receiver(transport, manifest, [b.ctypes.data for b in live], regions), RestingEngine()
+    )
+    plan = plan_transfer(fleet.sources, fleet.destinations).for_destination(manifest.worker)
+    agent.handle(
+        ConnectEngine(plan=plan.encode(), plan_digest="", mode=UpdateMode.STAGED),
+        epoch=1,
+        round_number=1,
+    )
+    assert gpu.device.allocated  # type: ignore[attr-defined]
+    agent.close()
+    assert not gpu.device.allocated  # type: ignore[attr-defined]
+    transport.close()
 
 
 def test_an_arena_that_is_too_small_is_refused_before_anything_is_sent(

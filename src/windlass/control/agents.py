@@ -46,6 +46,7 @@ from windlass.errors import ConfigError, PeerUnreachable, ProtocolError, RoundAb
 from windlass.execution.backends import receiver_for, sender_for
 from windlass.execution.base import ReceiverBackend, SenderBackend
 from windlass.execution.by_hand import HandDrivenReceiver
+from windlass.execution.device_receiver import DeviceReceiver
 from windlass.execution.one_sided import OneSidedReceiver, OneSidedSender
 from windlass.execution.receiver import Receiver
 from windlass.execution.relay_node import RelayNode
@@ -268,8 +269,12 @@ class EngineAgent:
         return Done(at_rest=self._at_rest)
 
     def close(self) -> None:
-        """Stop listening for relays. Idempotent."""
+        """Stop listening for relays; free what was allocated on a GPU. Idempotent."""
         self._relay.close()
+        if isinstance(self._receiver, DeviceReceiver):
+            self._receiver.close()
+        if self._sender is not None:
+            self._sender.close()
 
     def _hand_on(self, command: ConnectTrainer | Prepare | Write) -> Result:
         """This rank is the source: its weights stand still for as long as the lock is held."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -45,9 +46,19 @@ class DeviceLink:
 
 
 def load_link(gpu: Gpu, program: LinkProgram, tables: Mapping[PieceKind, PieceArray]) -> DeviceLink:
-    """Upload the tables of a link."""
-    loaded = tuple(load_table(gpu, kind, pieces) for kind, pieces in tables.items())
-    return DeviceLink(program, loaded, gpu.device.allocate(DIGEST_NBYTES))
+    """Upload the tables of a link; all of them, or none is left behind.
+
+    Raises:
+        TransferFailed: the GPU has no room for them.
+    """
+    with ExitStack() as undo:
+        loaded = []
+        for kind, pieces in tables.items():
+            loaded.append(load_table(gpu, kind, pieces))
+            undo.callback(loaded[-1].close)
+        link = DeviceLink(program, tuple(loaded), gpu.device.allocate(DIGEST_NBYTES))
+        undo.pop_all()
+    return link
 
 
 def load_table(gpu: Gpu, kind: PieceKind, pieces: PieceArray) -> PieceTable:

@@ -7,7 +7,9 @@ position depends on how rows are cut (`blocks.py`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import final
 
@@ -111,6 +113,7 @@ class DevicePacker:
 
     def fit(self, programs: Sequence[LinkProgram]) -> None:
         """See `Packer`."""
+        self._gpu.refuse_late()
         self._drop_waves()
         needed = packed_capacity(programs)
         capacity = min(needed, self._limit) if self._limit else needed
@@ -134,6 +137,9 @@ class DevicePacker:
 
     def close(self) -> None:
         """See `Packer`."""
+        if self._gpu.is_late:
+            self.abandon(renew=False)
+            return
         self._drop_waves()
         if self._words:
             self._gpu.device.free(self._words)
@@ -148,9 +154,13 @@ class DevicePacker:
         return read_digest(self._gpu, self._words)
 
     def _begin_digest(self) -> None:
-        """Also waits for what this process has queued on the GPU, such as an optimiser step."""
+        """Also waits for what this process has queued on the GPU, such as an optimiser step.
+
+        Raises:
+            TransferFailed: that is not over within `OWN_WORK_S`.
+        """
         device = self._gpu.device
-        device.synchronize()
+        self._gpu.settle(OWN_WORK_S)
         if not self._words:
             self._words = device.allocate(DIGEST_NBYTES)
         device.clear(self._words, DIGEST_NBYTES, self._gpu.stream)
@@ -159,8 +169,8 @@ class DevicePacker:
         """See `Packer`."""
         nbytes = packed_capacity((program,))
         if (program.peer, offset) not in self._waves:
-            cut = tuple(self._cut(program, peer, (offset,), nbytes))
-            self._waves[program.peer, offset] = cut
+            cut = self._cut(program, peer, (offset,), nbytes)
+            self._waves[program.peer, offset] = _all_or_none(cut)
         self._begin_digest()
         writes: list[Pieces] = []
         for wave in self._waves[program.peer, offset]:
@@ -177,10 +187,13 @@ class DevicePacker:
         """See `Packer`."""
         self._begin_digest()
         yield from batches(self._direct(program, peer))
-        half_nbytes = self.nbytes // 2 & -ALIGNMENT
         if (program.peer, -1) not in self._waves:
-            cut = tuple(self._cut(program, peer, (0, half_nbytes), half_nbytes))
-            self._waves[program.peer, -1] = cut
+            nbytes = self.nbytes // 2 & -ALIGNMENT
+            offsets: tuple[int, ...] = (0, nbytes)
+            if self.nbytes < _least_nbytes((program,)) and self.holds((program,)):
+                nbytes, offsets = self.nbytes, (0,)  # of a link that is written again
+            cut = self._cut(program, peer, offsets, nbytes)
+            self._waves[program.peer, -1] = _all_or_none(cut)
         for wave in self._waves[program.peer, -1]:
             self._run(wave)
             yield from batches(wave.writes)
@@ -236,10 +249,22 @@ class DevicePacker:
         return _Wave(loaded[0], loaded[1], as_pieces(rows))
 
     def _drop_waves(self) -> None:
-        for waves in self._waves.values():
-            for wave in waves:
-                wave.close()
-        self._waves = {}
+        waves, self._waves = self._waves, {}
+        if self._gpu.is_late:
+            return  # kernels may still read the tables
+        for wave in itertools.chain.from_iterable(waves.values()):
+            wave.close()
+
+
+def _all_or_none(waves: Iterator[_Wave]) -> tuple[_Wave, ...]:
+    """Waves; those that were loaded are freed again when a later one cannot be."""
+    with ExitStack() as undo:
+        loaded = []
+        for wave in waves:
+            loaded.append(wave)
+            undo.callback(wave.close)
+        undo.pop_all()
+    return tuple(loaded)
 
 
 def _least_nbytes(programs: Sequence[LinkProgram]) -> int:

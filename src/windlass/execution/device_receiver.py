@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import final
 
@@ -29,7 +30,7 @@ from windlass.execution.device_links import (
     unload_links,
 )
 from windlass.execution.landed_digests import LandedDigests
-from windlass.execution.landings import LandingListener
+from windlass.execution.landings import listen_if_possible
 from windlass.layout.manifest import ShardManifest
 from windlass.memory.arena import ALIGNMENT, aligned_offsets
 from windlass.memory.device_arena import DeviceArena
@@ -43,7 +44,7 @@ __all__ = ["DeviceReceiver"]
 
 @final
 class DeviceReceiver:
-    """One engine rank whose parameters are on a GPU.
+    """One engine rank whose parameters are on a GPU. Thread-safe.
 
     `in_place` writes land in the live parameters, `staged` ones in a shadow of the same layout
     that `apply` copies over on the device. Peers whose kernels store into this memory store strided;
@@ -83,8 +84,9 @@ class DeviceReceiver:
         self._flips: list[PieceTable] = []
         self._shadow: DeviceArena | None = None
         self._landing: DeviceArena | None = None
+        self._lock = threading.Lock()
         self._landed = LandedDigests(gpu)
-        self._listener = None if lands else LandingListener(self._landed.add)
+        self._listener = None if lands else listen_if_possible(self._landed.add)
         self.late_nbytes = 0
 
     def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:
@@ -93,32 +95,37 @@ class DeviceReceiver:
         Raises:
             PlanError: the plan was made for another layout, or asks for the engine's own loader.
             TransferFailed: the GPU has no room for them.
+            TransferOutcomeUnknown: earlier kernels on it may still go on.
         """
-        self._drop_tables()
-        index = check_part(
-            self._manifest, plan.destinations, plan.destination_digests, "destinations"
-        )
-        if (plan.ops.mode == CopyMode.LOADER).any():
-            raise PlanError(f"{self._manifest.worker}: this receiver has no loader for loader ops")
-        self._targets = self._shadow_addresses() if mode is UpdateMode.STAGED else self._live
-        if self._lands:
-            self._make_landing(plan.landing_nbytes[index])
-        for program in bind_links(plan, sending=False):
-            found = list(cut_ops(program, at_source=False))
-            tables = join_tables((kind_of(one.op), self._written(one)) for one in found)
-            self._links[program.peer] = load_link(self._gpu, program, tables)
-            self._flips += self._flip_tables(found)
-        self._landed.load(self._links if self._listener is not None else {})
-        arenas = [arena for arena in (self._shadow, self._landing) if arena is not None]
-        return DestinationBinding(
-            worker=self._manifest.worker,
-            endpoint=self._transport.endpoint(),
-            regions=tuple(r.remote for r in (*self._regions, *(a.region for a in arenas))),
-            parameter_addresses=tuple(self._targets.tolist()),
-            landing_address=0 if self._landing is None else self._landing.address,
-            listener="" if self._listener is None else self._listener.address,
-            digest_kind=DigestKind.POSITION,
-        )
+        with self._lock:
+            self._gpu.refuse_late()
+            self._drop_tables()
+            index = check_part(
+                self._manifest, plan.destinations, plan.destination_digests, "destinations"
+            )
+            if (plan.ops.mode == CopyMode.LOADER).any():
+                raise PlanError(
+                    f"{self._manifest.worker}: this receiver has no loader for loader ops"
+                )
+            self._targets = self._shadow_addresses() if mode is UpdateMode.STAGED else self._live
+            if self._lands:
+                self._make_landing(plan.landing_nbytes[index])
+            for program in bind_links(plan, sending=False):
+                found = list(cut_ops(program, at_source=False))
+                tables = join_tables((kind_of(one.op), self._written(one)) for one in found)
+                self._links[program.peer] = load_link(self._gpu, program, tables)
+                self._flips += self._flip_tables(found)
+            self._landed.load(self._links if self._listener is not None else {})
+            arenas = [arena for arena in (self._shadow, self._landing) if arena is not None]
+            return DestinationBinding(
+                worker=self._manifest.worker,
+                endpoint=self._transport.endpoint(),
+                regions=tuple(r.remote for r in (*self._regions, *(a.region for a in arenas))),
+                parameter_addresses=tuple(self._targets.tolist()),
+                landing_address=0 if self._landing is None else self._landing.address,
+                listener="" if self._listener is None else self._listener.address,
+                digest_kind=DigestKind.POSITION,
+            )
 
     def _shadow_addresses(self) -> UInt64Array:
         offsets, total = aligned_offsets(p.nbytes for p in self._manifest.parameters)
@@ -170,26 +177,28 @@ class DeviceReceiver:
 
     def apply(self) -> None:
         """Copy the shadow over and unpack what landed. Idempotent. The engine must be at rest."""
-        for table in self._flips:
-            self._gpu.kernels.put(table, self._gpu.stream)
-        self._gpu.finish(OWN_WORK_S)
+        with self._lock:
+            for table in self._flips:
+                self._gpu.kernels.put(table, self._gpu.stream)
+            self._gpu.finish(OWN_WORK_S)
 
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:
         """Sources whose bytes do not have the expected digest, or that send nothing here.
 
         Links that were hashed as they landed are only compared; one that differs is hashed again.
         """
-        if self._listener is not None:
-            self._listener.drain()
-        digests = self._landed.take(version, expected, OWN_WORK_S)
-        late = {
-            source: self._links[source]
-            for source, digest in expected.items()
-            if source in self._links and digests.get(source) != digest
-        }
-        digests |= self._hash(late)
-        self.late_nbytes = sum(link.program.nbytes for link in late.values())
-        return tuple(sorted(s for s, digest in expected.items() if digests.get(s) != digest))
+        with self._lock:
+            if self._listener is not None:
+                self._listener.drain()
+            digests = self._landed.take(version, expected, OWN_WORK_S)
+            late = {
+                source: self._links[source]
+                for source, digest in expected.items()
+                if source in self._links and digests.get(source) != digest
+            }
+            digests |= self._hash(late)
+            self.late_nbytes = sum(link.program.nbytes for link in late.values())
+            return tuple(sorted(s for s, digest in expected.items() if digests.get(s) != digest))
 
     def _hash(self, links: Mapping[str, DeviceLink]) -> dict[str, str]:
         gpu = self._gpu
@@ -202,14 +211,20 @@ class DeviceReceiver:
         return {source: read_digest(gpu, link.digest) for source, link in links.items()}
 
     def close(self) -> None:
-        """Free tables, shadow and landing region. No peer may write after this. Idempotent."""
-        if self._listener is not None:
-            self._listener.close()
-        self._drop_tables()
-        for arena in (self._shadow, self._landing):
-            if arena is not None:
-                arena.close()
-        self._shadow = self._landing = None
+        """Free tables, shadow and landing region. No peer may write after this. Idempotent.
+
+        Where kernels may still go on, all of it stays until the process ends.
+        """
+        with self._lock:
+            if self._listener is not None:
+                self._listener.close()
+            if self._gpu.is_late:
+                return
+            self._drop_tables()
+            for arena in (self._shadow, self._landing):
+                if arena is not None:
+                    arena.close()
+            self._shadow = self._landing = None
 
     def _drop_tables(self) -> None:
         self._landed.load({})

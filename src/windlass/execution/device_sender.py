@@ -7,6 +7,7 @@ cast or quantise in registers, hash what they store, and store it through NVLink
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import final
@@ -19,6 +20,7 @@ from windlass.errors import (
     ProtocolError,
     RegionError,
     RoundAborted,
+    TransferFailed,
     TransferOutcomeUnknown,
 )
 from windlass.execution.base import ParameterMemory, SendResult
@@ -51,7 +53,9 @@ __all__ = ["DeviceSender"]
 
 @final
 class DeviceSender:
-    """One trainer rank whose parameters are on a GPU, or in host memory beside one. Not thread-safe.
+    """One trainer rank whose parameters are on a GPU, or in host memory beside one.
+
+    Methods may be called from any thread; they run one at a time.
 
     Memory: the parameters must not change between `prepare` and the end of the round. Allocates
     piece tables only; pins parameters that are in pageable host memory until they move.
@@ -78,6 +82,7 @@ class DeviceSender:
         self._links: dict[str, DeviceLink] = {}
         self._bindings: dict[str, DestinationBinding] = {}
         self._shift = 0
+        self._lock = threading.Lock()
         self._teller = LandingTeller()
 
     def connect(
@@ -88,19 +93,24 @@ class DeviceSender:
         Raises:
             PlanError: the plan was made for another layout, or a destination has no binding.
             RegionError: a store would leave the published regions.
+            TransferOutcomeUnknown: kernels of an earlier write may still go on.
         """
-        self._drop()
-        self._transport.keep_mapped(r for binding in bindings for r in binding.regions)
-        self._shift = check_part(self._manifest, plan.sources, plan.source_digests, "sources")
-        known = {binding.worker: binding for binding in bindings}
-        for program in bind_links(plan, sending=True):
-            binding = known.get(program.peer)
-            if binding is None:
-                raise PlanError(f"connect: destination {program.peer} of the plan has no binding")
-            check_binding(program, binding, landing=False)
-            self._bindings[program.peer] = binding
-            self._programs[program.peer] = (program, self._reach(program, binding))
-        return None
+        with self._lock:
+            self._gpu.refuse_late()
+            self._drop()
+            self._transport.keep_mapped(r for binding in bindings for r in binding.regions)
+            self._shift = check_part(self._manifest, plan.sources, plan.source_digests, "sources")
+            known = {binding.worker: binding for binding in bindings}
+            for program in bind_links(plan, sending=True):
+                binding = known.get(program.peer)
+                if binding is None:
+                    raise PlanError(
+                        f"connect: destination {program.peer} of the plan has no binding"
+                    )
+                check_binding(program, binding, landing=False)
+                self._bindings[program.peer] = binding
+                self._programs[program.peer] = (program, self._reach(program, binding))
+            return None
 
     def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:  # noqa: ARG002
         """No groups here."""
@@ -113,23 +123,25 @@ class DeviceSender:
             PlanError: parameters have another number or other sizes than when described.
             RegionError: memory of another GPU.
             TransferFailed: host memory that cannot be pinned.
+            TransferOutcomeUnknown: kernels of an earlier write may still go on.
         """
-        located, specs = tuple(self._parameters()), self._manifest.parameters
-        if [memory.nbytes for memory in located] != [spec.nbytes for spec in specs]:
-            raise PlanError(
-                f"{self._manifest.worker}: parameters are not those that were described"
-            )
-        if located == self._located and self._links:
-            return
-        unload_links(self._gpu, self._links)
-        self._links, self._located = {}, ()
-        reached = self._sources.reach([(memory.address, memory.nbytes) for memory in located])
-        sources = np.array(reached, np.uint64)
-        self._links = {
-            peer: load_link(self._gpu, program, block_tables(program, sources, targets))
-            for peer, (program, targets) in self._programs.items()
-        }
-        self._located = located
+        with self._lock:
+            self._gpu.refuse_late()
+            located, specs = tuple(self._parameters()), self._manifest.parameters
+            if [memory.nbytes for memory in located] != [spec.nbytes for spec in specs]:
+                raise PlanError(
+                    f"{self._manifest.worker}: parameters are not those that were described"
+                )
+            if located == self._located and self._links:
+                return
+            unload_links(self._gpu, self._links)
+            self._links, self._located = {}, ()
+            reached = self._sources.reach([(memory.address, memory.nbytes) for memory in located])
+            sources = np.array(reached, np.uint64)
+            for peer, (program, targets) in self._programs.items():
+                tables = block_tables(program, sources, targets)
+                self._links[peer] = load_link(self._gpu, program, tables)
+            self._located = located
 
     def _reach(self, program: LinkProgram, binding: DestinationBinding) -> UInt64Array:
         """The peer's parameter addresses as this process reaches them.
@@ -163,16 +175,26 @@ class DeviceSender:
         """Store the links to `destinations`, the first one another in every rank. Idempotent.
 
         Work that this process has queued on the GPU before, such as an optimiser step, is waited
-        for first.
+        for first; where that takes all of `deadline_s`, links are FAILED, as nothing of them was sent.
 
         Raises:
             RoundAborted: a destination that this rank does not send to.
             TransferFailed: the GPU reports an error; nothing more can be done with it.
         """
+        with self._lock:
+            return self._write(version, destinations, deadline_s)
+
+    def _write(self, version: int, destinations: Sequence[str], deadline_s: float) -> SendResult:
         unknown = [name for name in destinations if name not in self._links]
         if unknown:
             raise RoundAborted(f"write: this rank sends nothing to {', '.join(unknown)}")
-        self._gpu.device.synchronize()
+        asked = time.perf_counter()
+        try:
+            self._gpu.settle(deadline_s)
+        except TransferOutcomeUnknown as error:
+            return _nothing_sent(destinations, LinkStatus.UNKNOWN, str(error))
+        except TransferFailed as error:
+            return _nothing_sent(destinations, LinkStatus.FAILED, str(error))
         began = time.perf_counter()
         shift = self._shift % max(len(destinations), 1)
         gone = {name: why for name in destinations if (why := self._is_gone(name))}
@@ -183,7 +205,7 @@ class DeviceSender:
             if name not in gone
             for landed, event in self._queue(name, version, write)
         ]
-        late = self._follow(queued, began + deadline_s)
+        late = self._follow(queued, asked + deadline_s)
         wire_s = time.perf_counter() - began
         outcomes = tuple(self._outcome(name, gone.get(name, ""), late) for name in destinations)
         return SendResult(outcomes, 0.0, wire_s)
@@ -229,12 +251,21 @@ class DeviceSender:
         return LinkOutcome(name, LinkStatus.OK, link.program.nbytes, digest)
 
     def close(self) -> None:
-        """Free the tables, unmap the peers, let go of pinned memory. Idempotent."""
-        self._drop()
-        self._transport.keep_mapped(())
-        self._teller.close()
+        """Free the tables, unmap the peers, let go of pinned memory. Idempotent.
+
+        Waits for a running `write`. What late kernels may still read stays until the process ends.
+        """
+        with self._lock:
+            self._teller.close()
+            if not self._gpu.is_late:
+                self._drop()
+                self._transport.keep_mapped(())
 
     def _drop(self) -> None:
         unload_links(self._gpu, self._links)
         self._sources.close()
         self._links, self._bindings, self._programs, self._located = {}, {}, {}, ()
+
+
+def _nothing_sent(names: Sequence[str], status: LinkStatus, reason: str) -> SendResult:
+    return SendResult(tuple(LinkOutcome(n, status, 0, "", reason) for n in names), 0.0, 0.0)

@@ -43,10 +43,13 @@ class LandedDigests:
         """From now on these links, by source; their tables must live until the next `load`."""
         device = self._gpu.device
         with self._lock:
-            for address in self._words.values():
+            freed, self._words = self._words, {}
+            self._links, self._progress = {}, {}
+            for address in freed.values():
                 device.free(address)
-            self._links, self._progress = dict(links), {}
-            self._words = {source: device.allocate(DIGEST_NBYTES) for source in links}
+            for source in links:
+                self._words[source] = device.allocate(DIGEST_NBYTES)
+            self._links = dict(links)
 
     def add(self, landed: Landed) -> None:
         """Queue the hashing of a part. Whatever does not follow what was hashed is ignored."""

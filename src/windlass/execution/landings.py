@@ -9,6 +9,7 @@ was added up from hints counts only where it is the expected one. Both processes
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import selectors
 import socket
@@ -18,10 +19,16 @@ from typing import final
 
 import msgspec
 
-__all__ = ["Landed", "LandingListener", "LandingTeller"]
+from windlass.errors import DECODE_ERRORS
+
+__all__ = ["Landed", "LandingListener", "LandingTeller", "listen_if_possible"]
+
+_log = logging.getLogger(__name__)
 
 MAX_NBYTES = 4096
 CLOSE_S = 5.0
+MAX_AT_ONCE = 1024
+"""Messages: more than a queue holds, so that somebody who sends without end holds nobody up."""
 
 
 class Landed(msgspec.Struct, frozen=True, array_like=True):
@@ -47,16 +54,32 @@ class LandingTeller:
     """The writer's end. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._socket: socket.socket | None = None
 
     def tell(self, listener: str, landed: Landed) -> None:
-        """Send and forget. A listener that is gone or has a full queue hashes by itself."""
+        """Send and forget.
+
+        A listener that is gone, has a full queue or is in another network namespace hashes by itself.
+        """
         with contextlib.suppress(OSError):
+            if self._socket is None:
+                kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
+                self._socket = socket.socket(socket.AF_UNIX, kind)
             self._socket.sendto(msgspec.msgpack.encode(landed), _name_of(listener))
 
     def close(self) -> None:
         """Idempotent."""
-        self._socket.close()
+        if self._socket is not None:
+            self._socket.close()
+
+
+def listen_if_possible(deliver: Callable[[Landed], None]) -> LandingListener | None:
+    """A listener, or None where none is to be had: what landed is hashed in the end then."""
+    try:
+        return LandingListener(deliver)
+    except (OSError, RuntimeError) as error:
+        _log.warning("parts are not hashed as they land: %s", error)
+        return None
 
 
 @final
@@ -68,6 +91,9 @@ class LandingListener:
 
     Attributes:
         address: for the writers' `tell`.
+
+    Raises:
+        OSError, RuntimeError: there is no socket or no thread to be had.
     """
 
     def __init__(self, deliver: Callable[[Landed], None]) -> None:
@@ -77,15 +103,21 @@ class LandingListener:
         self._closed = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self.address = secrets.token_hex(16)
-        self._socket.bind(_name_of(self.address))
         self._thread = threading.Thread(target=self._listen, name="landings", daemon=True)
-        self._thread.start()
+        try:
+            self._socket.bind(_name_of(self.address))
+            self._thread.start()
+        except (OSError, RuntimeError):
+            self._socket.close()
+            raise
 
     def drain(self) -> None:
         """Deliver what was told before this call."""
         with self._lock:
-            while not self._closed and (message := self._next()) is not None:
-                with contextlib.suppress(msgspec.DecodeError):
+            for _ in range(MAX_AT_ONCE):
+                if self._closed or (message := self._next()) is None:
+                    return
+                with contextlib.suppress(*DECODE_ERRORS):
                     self._deliver(self._decoder.decode(message))
 
     def close(self) -> None:

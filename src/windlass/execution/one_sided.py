@@ -36,9 +36,9 @@ class OneSidedSender:
         """No groups here."""
         raise ProtocolError("p2p: one-sided writes have no groups to join")
 
-    def prepare(self, version: int) -> None:  # noqa: ARG002
+    def prepare(self, version: int) -> None:
         """See `Sender.prepare`."""
-        self._sender.prepare()
+        self._sender.prepare(version)
 
     def write(
         self,

@@ -22,6 +22,7 @@ from windlass.execution.pieces import (
     UInt64Array,
     batches,
     direct_pieces,
+    least_half,
     pack_op,
     packed_capacity,
     split_op,
@@ -229,6 +230,10 @@ class HostPacker:
         digest = self._digest = new_digest()
         yield from batches(self._direct(program, peer))
         half_nbytes = self.nbytes // 2 & -ALIGNMENT
+        if half_nbytes < least_half(program) and self.holds((program,)):
+            half_nbytes = (
+                self.nbytes
+            )  # of a link that is written again: all of it is the first half
         half, used = 0, 0
         packed: list[tuple[int, int, int]] = []
         for op in program.ops:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from windlass.errors import PlanError
 from windlass.execution.bind import BoundOp, DirectRuns, LinkProgram
 from windlass.layout.quantization import BLOCK, scale_shape
-from windlass.memory.arena import aligned
+from windlass.memory.arena import ALIGNMENT, aligned
 from windlass.memory.packing import copy_strided, row_major_blocks
 from windlass.memory.quantize import pack_quantized
 from windlass.planning.plan import Transform
@@ -21,6 +21,7 @@ __all__ = [
     "Pieces",
     "batches",
     "direct_pieces",
+    "least_half",
     "pack_op",
     "packed_capacity",
     "split_op",
@@ -44,6 +45,16 @@ class Pieces:
 def packed_capacity(programs: Sequence[LinkProgram]) -> int:
     """Bytes of arena that hold every packed payload at once."""
     return sum(aligned(op.nbytes) for p in programs for op in p.ops if not op.is_direct)
+
+
+def least_half(program: LinkProgram) -> int:
+    """Bytes of half a ring that holds any part which `split_op` cannot cut."""
+    rows_of_blocks = (
+        aligned(op.packed_strides[0] * BLOCK)
+        for op in program.ops
+        if op.transform is Transform.FP8_BLOCK_VALUES
+    )
+    return max(rows_of_blocks, default=ALIGNMENT)
 
 
 def batches(pieces: Pieces) -> Iterator[Pieces]:

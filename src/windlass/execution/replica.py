@@ -47,19 +47,23 @@ class Replica:
         self._taken = False
         self._whole = False
         self._on_taken: Callable[[], None] | None = None
+        self._version: int | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the copy."""
         return 0 if self._arena is None else self._arena.nbytes
 
-    def begin(self, on_taken: Callable[[], None] | None) -> None:
+    def begin(self, on_taken: Callable[[], None] | None, version: int | None = None) -> None:
         """Another version is about to be announced.
 
         Args:
             on_taken: called when it is copied, after which the weights may change; None where they
                 stand still until the round has ended, and may be copied more than once.
+            version: which; a round of another one, which its owner has given up, gets nothing. None
+                for any.
         """
+        self._version = version
         self._only_once, self._on_taken = on_taken is not None, on_taken
         self._taken = self._whole = False
 
@@ -68,12 +72,16 @@ class Replica:
         self._only_once = self._taken = True
         self._whole, self._on_taken = False, None
 
-    def is_taken(self) -> bool:
+    def is_taken(self, version: int | None = None) -> bool:
         """Whether what is there must be used as it is, because the weights may have changed.
 
         Raises:
-            RoundAborted: it is gone, or was cut for another fleet.
+            RoundAborted: it is gone, was cut for another fleet, or is of another version.
         """
+        if None not in (version, self._version) and version != self._version:
+            raise RoundAborted(
+                f"prepare: version must be {self._version}, whose weights these are, got {version}"
+            )
         if self._only_once and self._taken and not self._whole:
             raise RoundAborted(
                 "prepare: the fleet has changed since this version's weights were copied, or nobody "

@@ -12,6 +12,7 @@ pass through it; with a replica (`execution/replica.py`) they are copied in `pre
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -52,6 +53,8 @@ from windlass.telemetry.clock import Deadline
 from windlass.transports.base import MemoryRegion, OneSidedTransport, WriteBatch
 
 __all__ = ["Sender"]
+
+_log = logging.getLogger(__name__)
 
 
 @final
@@ -137,17 +140,22 @@ class Sender:
         """Bytes of the replica allocated now."""
         return 0 if self._replica is None else self._replica.nbytes
 
-    def begin_version(self, on_taken: Callable[[], None] | None = None) -> None:
-        """Before a version is announced; see `Replica.begin`. Without a replica nothing."""
+    def begin_version(
+        self, on_taken: Callable[[], None] | None = None, *, version: int | None = None
+    ) -> None:
+        """Before `version` is announced; see `Replica.begin`. Without a replica nothing."""
         if self._replica is not None:
             with self._lock:
-                self._replica.begin(on_taken)
+                self._replica.begin(on_taken, version)
 
     def end_version(self) -> None:
         """Nobody waits for the version any more; see `Replica.end`. Waits for a copy under way."""
         if self._replica is not None:
             with self._lock:
                 self._replica.end()
+                # The weights may have changed while the last of them was copied and packed.
+                self._ready = {}
+                self._feeds.forget()
 
     def connect(self, plan: TransferPlan, bindings: Sequence[DestinationBinding]) -> None:
         """Bind a plan part (`TransferPlan.for_source`); allocates and registers the arena.
@@ -207,17 +215,21 @@ class Sender:
                     self._programs[name] = copy
                 self._feeds.add(feed)
 
-    def prepare(self) -> None:
+    def prepare(self, version: int | None = None) -> None:
         """Pack and hash every link that the arena holds at once; nothing is sent.
+
+        Args:
+            version: that it is for; None for the one that was begun last.
 
         Raises:
             PlanError: parameters have another number or other sizes than when described.
             RegionError: changed parameter memory cannot be registered.
-            RoundAborted: the replica of this version is gone, and the weights may have changed.
+            RoundAborted: with a replica: that of this version is gone or was never begun, and the
+                weights may be others.
         """
         with self._lock:
             replica = self._replica
-            if replica is not None and replica.is_taken():
+            if replica is not None and replica.is_taken(version):
                 return
             began = time.perf_counter()
             self._settle_doubt()
@@ -307,7 +319,12 @@ class Sender:
         ready = {name: found for name in order if (found := self._find_ready(name)) is not None}
         outcomes, wire_s = self._write_ready(ready, deadline)
         for name in order:
-            if name not in outcomes:
+            if name not in outcomes and self._replica is not None:
+                reason = (
+                    "replica: nothing is packed for this link, and the weights may have changed"
+                )
+                outcomes[name] = LinkOutcome(name, LinkStatus.FAILED, 0, "", reason)
+            elif name not in outcomes:
                 outcomes[name], link_wire_s, link_pack_s = self._stream(name, deadline)
                 wire_s += link_wire_s
                 pack_s += link_pack_s
@@ -389,7 +406,7 @@ class Sender:
                 if batch is not None:
                     in_flight = self._pool.submit(self._write_batches, name, (batch,), deadline)
             outcome = self._succeeded(name, self._packer.digest)
-        except TransferError as error:
+        except (TransferError, PlanError) as error:  # the other links' outcomes must not be lost
             outcome = self._failed(name, error, self._packer.arena)
         finally:
             if in_flight is not None:
@@ -419,7 +436,9 @@ class Sender:
     def _succeeded(self, name: str, digest: str) -> LinkOutcome:
         return LinkOutcome(name, LinkStatus.OK, self._programs[name].nbytes, digest)
 
-    def _failed(self, name: str, error: TransferError, arena: PackArena | None) -> LinkOutcome:
+    def _failed(
+        self, name: str, error: TransferError | PlanError, arena: PackArena | None
+    ) -> LinkOutcome:
         match error:
             case PeerUnreachable():
                 status = LinkStatus.UNREACHABLE
@@ -443,4 +462,7 @@ class Sender:
         if arena is not None and arena is self._packer.arena:
             self._ready = {}
             self._feeds.forget()
-            self._packer.abandon()
+            try:
+                self._packer.abandon()
+            except (TransferError, OSError):  # the outcome counts: links find no arena
+                _log.exception("%s: no memory for another arena", self._manifest.worker)

@@ -7,6 +7,7 @@ from typing import cast
 
 import numpy as np
 
+from windlass.errors import TransferOutcomeUnknown
 from windlass.layout.dtypes import DType
 from windlass.memory.position_digest import PositionDigest
 from windlass.memory.quantize import pack_quantized
@@ -65,12 +66,29 @@ class _NumpyKernels:
                 _add(digest, held, int(piece["pos"]) + row * int(piece["pos_pitch"]))
 
 
+class _NumpyStream:
+    def record(self) -> None:
+        pass
+
+
 class _NumpyGpu:
     def __init__(self) -> None:
-        self.device, self.kernels, self.stream = _NumpyDevice(), _NumpyKernels(), None
+        self.device, self.kernels, self.stream = _NumpyDevice(), _NumpyKernels(), _NumpyStream()
+
+    is_late = False
 
     def finish(self, _: float) -> None:
-        pass
+        self.refuse_late()
+
+    def wait(self, _: object, deadline_s: float) -> None:  # noqa: ARG002
+        self.refuse_late()
+
+    def settle(self, _: float) -> None:
+        self.refuse_late()
+
+    def refuse_late(self) -> None:
+        if self.is_late:
+            raise TransferOutcomeUnknown("GPU 0: kernels may still go on")
 
 
 def numpy_gpu() -> Gpu:

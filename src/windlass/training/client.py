@@ -178,7 +178,7 @@ class TrainerClient:
         """
         version = version_number(version, "publish")
         self._take_turn("publish", version)
-        self._sender.begin_version()
+        self._sender.begin_version(version=version)
         return self._announce(version, deadline_s, None)
 
     def begin_publish(self, version: int, *, deadline_s: float = 600.0) -> PendingUpdate:
@@ -203,7 +203,7 @@ class TrainerClient:
             raise ConfigError("begin_publish: needs replica=True when connecting, got False")
         self._take_turn("begin_publish", version)
         copied = threading.Event()
-        self._sender.begin_version(copied.set)
+        self._sender.begin_version(copied.set, version=version)
         pending = PendingUpdate(
             version, self._background.submit(self._announce, version, deadline_s, copied)
         )

@@ -45,8 +45,7 @@ class Gpu:
             TransferFailed: queued work failed.
             TransferOutcomeUnknown: not within `deadline_s`, now or in an earlier call; it goes on.
         """
-        if self._late:
-            raise TransferOutcomeUnknown(f"GPU {self.device.ordinal}: {self._late}")
+        self.refuse_late()
         reached: Future[None] = Future()
         # The driver's wait has no deadline; a daemon thread of its own holds up nobody else.
         threading.Thread(target=_wait_for, args=(event, reached), daemon=True).start()
@@ -55,6 +54,35 @@ class Gpu:
         except FutureTimeout:
             self._late = f"kernels were not over within {deadline_s} s and may still go on"
             raise TransferOutcomeUnknown(f"GPU {self.device.ordinal}: {self._late}") from None
+
+    def settle(self, deadline_s: float) -> None:
+        """Wait for what this process has queued on the GPU by whatever library, such as a step.
+
+        Raises:
+            TransferFailed: it is not over within `deadline_s` (of this library nothing was queued),
+                or it failed.
+            TransferOutcomeUnknown: kernels outlived an earlier deadline.
+        """
+        self.refuse_late()
+        settled: Future[None] = Future()
+        # As in `wait`: the driver knows no deadline, and what hangs here is not ours to end.
+        threading.Thread(target=_settle, args=(self.device, settled), daemon=True).start()
+        try:
+            settled.result(deadline_s)
+        except FutureTimeout:
+            raise TransferFailed(
+                f"GPU {self.device.ordinal}: work of this process was not over within {deadline_s} s; "
+                "nothing was sent"
+            ) from None
+
+    def refuse_late(self) -> None:
+        """To be called before tables are freed or made: late kernels may read the old ones.
+
+        Raises:
+            TransferOutcomeUnknown: there are such.
+        """
+        if self._late:
+            raise TransferOutcomeUnknown(f"GPU {self.device.ordinal}: {self._late}")
 
     def finish(self, deadline_s: float) -> None:
         """As `wait`, for everything queued in the stream so far."""
@@ -65,6 +93,15 @@ class Gpu:
 def shared_gpu(ordinal: int) -> Gpu:
     """The one of this process for work on the GPU's own memory; never closed."""
     return Gpu(ordinal)
+
+
+def _settle(device: Device, settled: Future[None]) -> None:
+    try:
+        device.synchronize()
+    except TransferFailed as error:
+        settled.set_exception(error)
+    else:
+        settled.set_result(None)
 
 
 def _wait_for(event: Event, reached: Future[None]) -> None:
