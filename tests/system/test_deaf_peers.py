@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 import aiohttp
 import pytest
 from aiohttp import web
 
+from windlass.config import ControlConfig
 from windlass.control import conversation
 from windlass.control.access import Access, role_token
 from windlass.control.client import AgentChannel
-from windlass.control.fleet import Agent
+from windlass.control.coordinator import Coordinator
+from windlass.control.fleet import Agent, Identity
 from windlass.control.messages import (
     Apply,
     Command,
@@ -108,6 +111,42 @@ async def test_an_agent_that_reads_nothing_is_unreachable_by_the_deadline_of_a_f
 
     async with deaf_agent(converse):
         pass
+
+
+@pytest.mark.parametrize("deaf", [True, False])
+async def test_an_engine_that_is_cut_off_because_it_does_not_read_may_still_be_writing(
+    deaf: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    impatient = partial(AgentSession, send_deadline_s=0.3)
+    monkeypatch.setattr("windlass.control.coordinator.AgentSession", impatient)
+    server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
+    coordinator = Coordinator(ControlConfig())
+    coordinator.mount(server)
+    await server.start()
+    ended: list[Identity] = []
+    monkeypatch.setattr(coordinator._catch_ups, "lost", ended.append)
+    hello = fake_hello(engine_manifest("engine-a/0", 1), group="engine-a")
+    headers = {"Authorization": f"Bearer {role_token(TOKEN, Access.ENGINE)}"}
+    async with aiohttp.ClientSession(headers=headers) as http:
+        connection = await http.ws_connect(f"{server.url}/v1/agents")
+        try:
+            await connection.send_bytes(encode(hello))
+            await connection.receive_bytes()  # Welcome
+            session = coordinator._sessions["engine-a/0"]
+            if deaf:
+                stop_reading(connection)
+                with pytest.raises(PeerUnreachable, match="does not read"):
+                    await session.send(Refused(LARGE))
+            else:
+                await connection.close()
+            await coordinator._changes.until(
+                lambda: not coordinator._sessions, DEADLINE_S, lambda: "not lost"
+            )
+            assert ended == ([] if deaf else [session.agent.identity])
+        finally:
+            connection._response.close()
+            await coordinator.close()
+            await server.close()
 
 
 async def test_closing_a_connection_that_nobody_reads_ends_by_its_deadline() -> None:

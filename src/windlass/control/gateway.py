@@ -98,7 +98,8 @@ async def serve_agent(
             await owner.received(session, frame)
         if socket.exception() is not None:
             reason = f"connection broke: {socket.exception()}"
-        ended = not isinstance(socket.exception(), TimeoutError)  # which is what a heartbeat raises
+        # Not by its silence: TimeoutError is what a heartbeat raises, and a deaf one was cut off.
+        ended = not (session.is_deaf or isinstance(socket.exception(), TimeoutError))
     except _Garbled as error:
         reason = str(error)
         await _refuse(socket, reason, final=False)

@@ -40,6 +40,7 @@ class AgentSession:
 
     Attributes:
         host: address of the agent's host; empty for this one.
+        is_deaf: the connection was cut because the agent did not read; its process may live.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class AgentSession:
         self.agent = agent
         self._socket, self._send_deadline_s = socket, send_deadline_s
         self.host = _host_of(socket)
+        self.is_deaf = False
         self._waiting: dict[CommandKey, asyncio.Future[Result]] = {}
 
     @property
@@ -66,9 +68,14 @@ class AgentSession:
             PeerUnreachable: the connection is closed, or the agent does not read from it.
         """
         try:
-            await send_frame(self._socket, encode(frame), self._send_deadline_s)
+            await send_frame(
+                self._socket, encode(frame), self._send_deadline_s, on_cut=self._note_deaf
+            )
         except (ConnectionError, RuntimeError) as error:
             raise PeerUnreachable(f"{self.worker}: connection is closed: {error}") from error
+
+    def _note_deaf(self) -> None:
+        self.is_deaf = True
 
     async def call(self, key: CommandKey, command: Command) -> asyncio.Future[Result]:
         """Send a command; the future resolves with its result, or fails with PeerUnreachable."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections.abc import Callable
 from typing import Self, final
 
 import aiohttp
@@ -24,14 +25,23 @@ CLOSE_DEADLINE_S = 12.0
 WebSocket = web.WebSocketResponse | aiohttp.ClientWebSocketResponse
 
 
-async def send_frame(websocket: WebSocket, data: bytes, deadline_s: float) -> None:
+async def send_frame(
+    websocket: WebSocket,
+    data: bytes,
+    deadline_s: float,
+    *,
+    on_cut: Callable[[], None] | None = None,
+) -> None:
     """Send a binary frame; the connection is cut if that takes longer than `deadline_s`.
+
+    Args:
+        on_cut: called just before, so that whoever sees the end of the connection knows whose it is.
 
     Raises:
         ConnectionError: the connection is closed, or was cut.
         aiohttp.ClientError, RuntimeError: as aiohttp says that it is closed.
     """
-    with _Cutter(websocket, deadline_s) as cutter:
+    with _Cutter(websocket, deadline_s, on_cut) as cutter:
         try:
             await websocket.send_bytes(data)
         except (ConnectionError, aiohttp.ClientError):
@@ -62,10 +72,12 @@ class _Cutter:
     for room, too.
     """
 
-    __slots__ = ("_deadline_s", "_timer", "_websocket", "has_cut")
+    __slots__ = ("_deadline_s", "_on_cut", "_timer", "_websocket", "has_cut")
 
-    def __init__(self, websocket: WebSocket, deadline_s: float) -> None:
-        self._websocket, self._deadline_s = websocket, deadline_s
+    def __init__(
+        self, websocket: WebSocket, deadline_s: float, on_cut: Callable[[], None] | None = None
+    ) -> None:
+        self._websocket, self._deadline_s, self._on_cut = websocket, deadline_s, on_cut
         self._timer: asyncio.TimerHandle | None = None
         self.has_cut = False
 
@@ -79,6 +91,8 @@ class _Cutter:
 
     def _cut(self) -> None:
         self.has_cut = True
+        if self._on_cut is not None:
+            self._on_cut()
         connection = self._websocket.get_extra_info("socket")
         if connection is not None:
             with contextlib.suppress(OSError):  # it has ended meanwhile
