@@ -34,8 +34,7 @@ async def send_frame(
 ) -> None:
     """Send a binary frame; the connection is cut if that takes longer than `deadline_s`.
 
-    Args:
-        on_cut: called just before, so that whoever sees the end of the connection knows whose it is.
+    `on_cut` is called just before, so that whoever sees the connection end knows who ended it.
 
     Raises:
         ConnectionError: the connection is closed, or was cut.
