@@ -177,6 +177,12 @@ class HostPacker:
         """See `Packer`."""
         needed = packed_capacity(programs)
         capacity = min(needed, self._limit) if self._limit else needed
+        half_nbytes = capacity // 2 & -ALIGNMENT
+        least = max((least_half(program) for program in programs), default=0)
+        if half_nbytes < least and capacity < needed:
+            raise PlanError(
+                f"arena_nbytes: half of it must hold one row of blocks, {least} bytes, got {half_nbytes}"
+            )
         if self._arena is not None and (self._arena.nbytes < capacity or not capacity):
             self._arena.close()
             self._arena = None

@@ -50,11 +50,16 @@ def packed_capacity(programs: Sequence[LinkProgram]) -> int:
 def least_half(program: LinkProgram) -> int:
     """Bytes of half a ring that holds any part which `split_op` cannot cut."""
     rows_of_blocks = (
-        aligned(op.packed_strides[0] * BLOCK)
+        min(op.nbytes, _row_of_blocks(op))
         for op in program.ops
-        if op.transform is Transform.FP8_BLOCK_VALUES
+        if op.transform is not Transform.NONE
     )
-    return max(rows_of_blocks, default=ALIGNMENT)
+    return max((ALIGNMENT, *rows_of_blocks))
+
+
+def _row_of_blocks(op: BoundOp) -> int:
+    """Bytes of payload, which are not cut."""
+    return op.packed_strides[0] * (1 if op.transform is Transform.FP8_BLOCK_SCALES else BLOCK)
 
 
 def batches(pieces: Pieces) -> Iterator[Pieces]:
@@ -132,7 +137,7 @@ def split_op(op: BoundOp, limit: int) -> Iterator[BoundOp]:
 def _split_blocks(op: BoundOp, limit: int) -> Iterator[BoundOp]:
     """Rows of blocks; a payload of values or of scales is cut between them."""
     scales = op.transform is Transform.FP8_BLOCK_SCALES
-    step = op.packed_strides[0] * (1 if scales else BLOCK)
+    step = _row_of_blocks(op)
     if step > limit:
         raise PlanError(
             f"arena_nbytes: half of it must hold one row of blocks, {step} bytes, got {limit}"
