@@ -690,14 +690,20 @@ async def test_ranks_get_disjoint_shards_and_the_same_answer_again(rig: Rig) -> 
 async def test_a_batch_that_cannot_be_had_is_a_named_error(rig: Rig) -> None:
     await rig.start()
 
-    def ask(step: int, world_size: int = 1, token: str = TOKEN, rank: int = 0) -> None:
+    def ask(
+        step: int,
+        world_size: int = 1,
+        token: str = TOKEN,
+        rank: int = 0,
+        deadline_s: float = 20.0,
+    ) -> None:
         with BatchClient(rig.server.url, token) as client:
-            client.next_batch(step, rank, world_size, deadline_s=0.3)
+            client.next_batch(step, rank, world_size, deadline_s=deadline_s)
 
     with pytest.raises(AuthenticationError, match="token"):
         await asyncio.to_thread(ask, 0, token="wrong")
     with pytest.raises(PeerTimeout, match=r"step 0 .* within 0.3 s"):
-        await asyncio.to_thread(ask, 0)
+        await asyncio.to_thread(ask, 0, deadline_s=0.3)
     with pytest.raises(ConfigError, match=r"rank must be in \[0, 1\), got 1"):
         await asyncio.to_thread(ask, 0, rank=1)
     for step in range(3):
