@@ -704,7 +704,7 @@ async def test_a_batch_that_cannot_be_had_is_a_named_error(rig: Rig) -> None:
         await asyncio.to_thread(ask, 0, token="wrong")
     with pytest.raises(PeerTimeout, match=r"step 0 .* within 0.3 s"):
         await asyncio.to_thread(ask, 0, deadline_s=0.3)
-    with pytest.raises(ConfigError, match=r"rank must be in \[0, 1\), got 1"):
+    with pytest.raises(ConfigError, match=r"rank must be in \[0, world_size=1\), got 1"):
         await asyncio.to_thread(ask, 0, rank=1)
     for step in range(3):
         await rig.batches.put(step, [()])
