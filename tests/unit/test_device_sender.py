@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import cast
 
@@ -22,7 +22,7 @@ from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.planning.planner import plan_transfer
 from windlass.testing.numpy_gpu import numpy_gpu
 from windlass.transports.base import RemoteRegion
-from windlass.transports.cuda import sources
+from windlass.transports.cuda import driver, sources
 from windlass.transports.cuda.driver import Device, MemoryKind
 from windlass.transports.cuda.gpu import Gpu
 from windlass.transports.cuda.ipc import CudaIpcTransport, MappedRegion
@@ -177,6 +177,26 @@ def test_tables_are_not_freed_under_a_running_write(
     assert pair.num_held == 0
     with pytest.raises(RoundAborted, match="sends nothing to engine/0"):
         pair.sender.write(0, ["engine/0"], SECONDS)
+
+
+def test_an_upload_is_complete_before_a_kernel_of_another_stream_can_read_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called: list[str] = []
+
+    class Library:
+        """Notes what is called."""
+
+        def __getattr__(self, name: str) -> Callable[..., int]:
+            def call(*_: object) -> int:
+                called.append(name)
+                return 0
+
+            return call
+
+    monkeypatch.setattr(driver, "driver", Library)
+    Device(0).upload(4096, b"table")
+    assert called[-2:] == ["cuMemcpyHtoD_v2", "cuStreamSynchronize"]
 
 
 def test_waiting_for_the_work_of_others_has_a_deadline() -> None:

@@ -238,6 +238,8 @@ class Device:
             driver().cuMemcpyHtoD_v2(ctypes.c_uint64(address), source, ctypes.c_size_t(len(view))),
             "cuMemcpyHtoD",
         )
+        # It returns once the bytes are staged, and non-blocking streams do not wait for the rest.
+        _check(driver().cuStreamSynchronize(None), "cuStreamSynchronize")
 
     def download(self, address: int, nbytes: int) -> bytes:
         """Device to host."""
