@@ -132,6 +132,37 @@ def test_a_gpu_that_is_busy_until_the_deadline_sends_nothing(
     assert not pair.served.any()
 
 
+@pytest.mark.parametrize(
+    ("ends", "wanted"),
+    [
+        (None, TransferFailed),
+        (TransferFailed("no event"), TransferOutcomeUnknown),
+        (TransferOutcomeUnknown("late"), TransferOutcomeUnknown),
+    ],
+)
+def test_a_write_that_stops_half_way_has_failed_only_when_all_that_was_queued_is_over(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, ends: Exception | None, wanted: type[Exception]
+) -> None:
+    finished: list[float] = []
+
+    def refuse(*_: object) -> None:
+        raise TransferFailed("no such launch")
+
+    def finish(deadline_s: float) -> None:
+        finished.append(deadline_s)
+        if ends is not None:
+            raise ends
+
+    pair.sender.prepare(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.gpu.kernels, "put", refuse)
+        patch.setattr(pair.gpu, "finish", finish)
+        with pytest.raises(wanted):
+            pair.sender.write(0, ["engine/0"], SECONDS)
+    assert len(finished) == 1
+    assert 0 < finished[0] <= SECONDS
+
+
 def test_tables_that_late_kernels_may_read_are_neither_freed_nor_replaced(pair: Pair) -> None:
     pair.sender.prepare(0)
     held = pair.num_held

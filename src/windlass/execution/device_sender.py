@@ -180,6 +180,7 @@ class DeviceSender:
         Raises:
             RoundAborted: a destination that this rank does not send to.
             TransferFailed: the GPU reports an error; nothing more can be done with it.
+            TransferOutcomeUnknown: it does, and what was queued before may still go on.
         """
         with self._lock:
             return self._write(version, destinations, deadline_s)
@@ -199,12 +200,16 @@ class DeviceSender:
         shift = self._shift % max(len(destinations), 1)
         gone = {name: why for name in destinations if (why := self._is_gone(name))}
         write = secrets.token_hex(8)
-        queued = [
-            (self._bindings[name].listener, landed, event)
-            for name in (*destinations[shift:], *destinations[:shift])
-            if name not in gone
-            for landed, event in self._queue(name, version, write)
-        ]
+        try:
+            queued = [
+                (self._bindings[name].listener, landed, event)
+                for name in (*destinations[shift:], *destinations[:shift])
+                if name not in gone
+                for landed, event in self._queue(name, version, write)
+            ]
+        except TransferFailed as error:
+            self._end_queued(error, asked + deadline_s)
+            raise
         late = self._follow(queued, asked + deadline_s)
         wire_s = time.perf_counter() - began
         outcomes = tuple(self._outcome(name, gone.get(name, ""), late) for name in destinations)
@@ -222,6 +227,13 @@ class DeviceSender:
                 landed = Landed(source, version, write, number, part.start, part.stop)
                 queued.append((landed, stream.record()))
         return queued
+
+    def _end_queued(self, error: TransferFailed, deadline: float) -> None:
+        """One of several kernels was not queued: the write has failed once the others are over."""
+        try:
+            self._gpu.finish(max(deadline - time.perf_counter(), 0.0))
+        except TransferFailed as again:
+            raise TransferOutcomeUnknown(f"{error}; then {again}: bytes may still land") from error
 
     def _follow(self, queued: Sequence[tuple[str, Landed, Event]], deadline: float) -> str:
         """Tell the peers as parts land; empty, or why it is not known whether all have."""

@@ -151,6 +151,8 @@ class CudaIpcTransport:
 
     def _forget_dead(self) -> None:
         """Unmap what processes that are gone had exported, or their memory would stay taken."""
+        if self.gpu.is_late:
+            return
         for endpoint, handle in list(self._opened):
             try:
                 check_alive(endpoint)
