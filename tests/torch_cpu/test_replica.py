@@ -200,7 +200,7 @@ async def test_weights_that_change_after_they_were_copied_are_served_as_they_wer
                 pending = trainer.begin_publish(version)
                 memory.destroy()
                 assert not pending.done()
-                with pytest.raises(ConfigError, match="another thread of this rank publishes"):
+                with pytest.raises(ConfigError, match="must wait for the end of the one under way"):
                     trainer.publish(version + 1)
                 with pytest.raises(PeerTimeout, match=f"version {version}: no end of the round"):
                     pending.result(deadline_s=0.01)
@@ -216,6 +216,23 @@ async def test_weights_that_change_after_they_were_copied_are_served_as_they_wer
             assert len(transport.registered) == registered == 2
 
     await with_controller(ControlConfig(mode=mode), work)
+
+
+async def test_an_update_that_nobody_asks_after_and_that_fails_is_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def work(url: str) -> None:
+        memory, go, ended = Memory(0, 1), threading.Event(), threading.Event()
+        memory.refill(0)
+        engine, _ = connect_engine(url)
+        with engine, connect(url, memory, go) as trainer:
+            pending = trainer.begin_publish(0, deadline_s=4.0)
+            pending.when_done(ended.set)
+            assert ended.wait(30)
+            go.set()
+
+    await with_controller(ControlConfig(mode=UpdateMode.STAGED), work)
+    assert "version 0: PeerTimeout: publish: no report of version 0 within 4.0 s" in caplog.messages
 
 
 async def test_two_ranks_go_on_each_at_its_own_time() -> None:

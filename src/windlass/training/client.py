@@ -6,6 +6,7 @@ with windlass.connect_trainer(model, controller=url, token=token) as trainer:
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
 import threading
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, final
 from windlass.control.agents import TrainerAgent
 from windlass.control.client import AgentChannel, CommandHandler
 from windlass.control.messages import PROTOCOL_VERSION, Hello, RoundOutcome, UpdateReport
-from windlass.errors import ConfigError, PeerTimeout, RoundAborted
+from windlass.errors import ConfigError, PeerTimeout, RoundAborted, WindlassError
 from windlass.execution.base import ParameterMemory
 from windlass.execution.sender import Sender
 from windlass.layout.manifest import Role, ShardManifest
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["PendingUpdate", "TrainerClient", "connect_trainer", "version_number"]
 
 
+_log = logging.getLogger(__name__)
 MARGIN_S = 5.0
 """By which an announcement ends after its deadline."""
 
@@ -205,7 +207,7 @@ class TrainerClient:
         copied = threading.Event()
         self._sender.begin_version(copied.set, version=version)
         pending = PendingUpdate(
-            version, self._background.submit(self._announce, version, deadline_s, copied)
+            version, self._background.submit(self._announce_behind, version, deadline_s, copied)
         )
         pending.when_done(copied.set)
         if not copied.wait(deadline_s + MARGIN_S) or pending.done():
@@ -215,7 +217,19 @@ class TrainerClient:
     def _take_turn(self, what: str, version: int) -> None:
         """`_announce` gives it back."""
         if not self._publishing.acquire(blocking=False):
-            raise ConfigError(f"{what}: version {version}: another thread of this rank publishes")
+            raise ConfigError(
+                f"{what}: version {version} must wait for the end of the one under way: "
+                "`result` of begin_publish, or publish in another thread"
+            )
+
+    def _announce_behind(
+        self, version: int, deadline_s: float, copied: threading.Event
+    ) -> UpdateReport:
+        try:
+            return self._announce(version, deadline_s, copied)
+        except WindlassError as error:  # whoever has begun it may never ask what became of it
+            _log.warning("version %s: %s: %s", version, type(error).__name__, error)
+            raise
 
     def _announce(
         self, version: int, deadline_s: float, copied: threading.Event | None
