@@ -129,14 +129,17 @@ class Counting(WrappedTransport):
 @final
 @dataclass
 class HeldWrites:
-    """A trainer agent whose writes wait until they are let go."""
+    """A trainer agent whose writes wait until they are let go, and then may fail."""
 
     agent: TrainerAgent
     go: threading.Event
+    error: str = ""
 
     def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:
         if isinstance(command, Write):
             assert self.go.wait(30)
+            if self.error:
+                raise RoundAborted(self.error)
         return self.agent.handle(command, epoch=epoch, round_number=round_number)
 
 
@@ -163,9 +166,10 @@ def connect(
     transport: Counting | None = None,
     replica: bool = True,
     arena_nbytes: int = 0,
+    error: str = "",
 ) -> TrainerClient:
     def intercept(agent: TrainerAgent) -> CommandHandler:
-        return HeldWrites(agent, go)
+        return HeldWrites(agent, go, error)
 
     return TrainerClient(
         manifest=trainer_manifest(memory.index, memory.world_size),
@@ -225,14 +229,15 @@ async def test_an_update_that_nobody_asks_after_and_that_fails_is_in_the_log(
         memory, go, ended = Memory(0, 1), threading.Event(), threading.Event()
         memory.refill(0)
         engine, _ = connect_engine(url)
-        with engine, connect(url, memory, go) as trainer:
-            pending = trainer.begin_publish(0, deadline_s=4.0)
-            pending.when_done(ended.set)
-            assert ended.wait(30)
+        with engine, connect(url, memory, go, error="no wire") as trainer:
+            trainer.begin_publish(0).when_done(ended.set)
             go.set()
+            assert ended.wait(30)
 
     await with_controller(ControlConfig(mode=UpdateMode.STAGED), work)
-    assert "version 0: PeerTimeout: publish: no report of version 0 within 4.0 s" in caplog.messages
+    told = [m for m in caplog.messages if m.startswith("version 0: RoundAborted: ")]
+    assert len(told) == 1, caplog.messages
+    assert "no wire" in told[0]
 
 
 async def test_two_ranks_go_on_each_at_its_own_time() -> None:
