@@ -196,21 +196,26 @@ def test_no_timer_outlives_a_closed_coordinator() -> None:
         rig.loop.run_until_complete(scenario(rig))
 
 
+async def join_without_server(rig: FakeFleet) -> FakeEngineRank:
+    """An engine that is routable, and that will not go on when it loses its connection."""
+
+    def away() -> None:
+        raise ConnectionRefusedError("the engine's HTTP server is away")
+
+    rank = FakeEngineRank("a/0", rig.num_trainers)
+    hello = fake_hello(engine_manifest("a/0", rig.num_trainers), group="a", served_version=VERSION)
+    await rig.connect(hello, rank, on_disconnect=away)
+    await until_routable(rig.coordinator, {"a"})
+    return rank
+
+
 async def test_an_engine_that_comes_back_at_rest_gets_no_traffic_before_it_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(retries, "FIRST_BACKOFF_S", 0.02)
 
-    def away() -> None:
-        raise ConnectionRefusedError("the engine's HTTP server is away")
-
     async with FakeFleet() as rig:
-        rank = FakeEngineRank("a/0", rig.num_trainers)
-        hello = fake_hello(
-            engine_manifest("a/0", rig.num_trainers), group="a", served_version=VERSION
-        )
-        await rig.connect(hello, rank, on_disconnect=away)
-        await until_routable(rig.coordinator, {"a"})
+        rank = await join_without_server(rig)
         seen: list[tuple[bool, bool]] = []
 
         def note() -> None:
@@ -236,16 +241,8 @@ async def test_what_a_lost_connection_left_at_rest_is_told_by_the_next_one(
 ) -> None:
     monkeypatch.setattr(retries, "FIRST_BACKOFF_S", 0.02)
 
-    def away() -> None:
-        raise ConnectionRefusedError("the engine's HTTP server is away")
-
     async with FakeFleet() as rig:
-        rank = FakeEngineRank("a/0", rig.num_trainers)
-        hello = fake_hello(
-            engine_manifest("a/0", rig.num_trainers), group="a", served_version=VERSION
-        )
-        await rig.connect(hello, rank, on_disconnect=away)
-        await until_routable(rig.coordinator, {"a"})
+        rank = await join_without_server(rig)
         rest: list[str] = []
 
         def note() -> None:

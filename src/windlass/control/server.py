@@ -43,7 +43,8 @@ class ControlServer:
         max_body_nbytes: larger request bodies are refused with 413.
 
     Raises:
-        ConfigError: a token that no header can carry, a port that is none, or `host` is every address and `advertise_host` names none.
+        ConfigError: a token that no header can carry, a port that is none, or `host` is every address
+            and `advertise_host` names none.
     """
 
     def __init__(

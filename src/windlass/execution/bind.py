@@ -37,6 +37,7 @@ __all__ = [
     "check_binding",
     "check_destinations",
     "check_part",
+    "refuse_loader_ops",
 ]
 
 
@@ -143,6 +144,16 @@ def check_destinations(known: Container[str], destinations: Sequence[str]) -> No
     unknown = [name for name in destinations if name not in known]
     if unknown:
         raise RoundAborted(f"write: this rank sends nothing to {', '.join(unknown)}")
+
+
+def refuse_loader_ops(plan: TransferPlan, worker: str) -> None:
+    """Refuse what only the engine's own loader could place.
+
+    Raises:
+        PlanError: there is such an op.
+    """
+    if (plan.ops.mode == CopyMode.LOADER).any():
+        raise PlanError(f"{worker}: this receiver has no loader for loader ops")
 
 
 def bind_links(plan: TransferPlan, *, sending: bool) -> tuple[LinkProgram, ...]:

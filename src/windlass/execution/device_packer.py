@@ -30,6 +30,7 @@ from windlass.execution.blocks import (
     store_packed,
 )
 from windlass.execution.device_links import DIGEST_NBYTES, OWN_WORK_S, load_table, read_digest
+from windlass.execution.pack_arena import ArenaSlot
 from windlass.execution.packer import PackedLink, Peer, as_pieces
 from windlass.execution.pieces import Pieces, batches, direct_pieces, packed_capacity
 from windlass.layout.quantization import BLOCK
@@ -41,9 +42,6 @@ from windlass.transports.cuda.gpu import Gpu
 from windlass.transports.cuda.kernels import PieceTable
 
 __all__ = ["DevicePacker", "payload_parts"]
-
-_ABANDONED: list[DeviceArena] = []
-"""Arenas that a write of unknown outcome may still read: allocated until the process ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +78,10 @@ class DevicePacker:
     digest_kind = DigestKind.POSITION
 
     def __init__(self, gpu: Gpu, transport: OneSidedTransport, limit_nbytes: int) -> None:
-        self._gpu, self._transport, self._limit = gpu, transport, limit_nbytes
-        self._arena: DeviceArena | None = None
+        self._gpu = gpu
+        self._slot = ArenaSlot(
+            lambda nbytes: DeviceArena(gpu.device, transport, nbytes), limit_nbytes
+        )
         self._sources = np.zeros(0, np.uint64)
         self._words = 0
         self._waves: dict[tuple[str, int], tuple[_Wave, ...]] = {}
@@ -100,12 +100,12 @@ class DevicePacker:
     @property
     def arena(self) -> DeviceArena | None:
         """See `Packer`."""
-        return self._arena
+        return self._slot.arena
 
     @property
     def nbytes(self) -> int:
         """See `Packer`."""
-        return self._arena.nbytes if self._arena is not None else 0
+        return self._slot.nbytes
 
     def holds(self, programs: Sequence[LinkProgram]) -> bool:
         """See `Packer`."""
@@ -116,24 +116,18 @@ class DevicePacker:
         self._gpu.refuse_late()
         self._drop_waves()
         needed = packed_capacity(programs)
-        capacity = min(needed, self._limit) if self._limit else needed
+        capacity = self._slot.capacity_for(needed)
         if capacity < needed and capacity < (least := _least_nbytes(programs)):
-            raise PlanError(f"arena_nbytes: must be 0 or at least {least}, got {self._limit}")
-        if self._arena is not None and (self._arena.nbytes < capacity or not capacity):
-            self._arena.close()
-            self._arena = None
-        if self._arena is None and capacity:
-            self._arena = DeviceArena(self._gpu.device, self._transport, capacity)
+            raise PlanError(
+                f"arena_nbytes: must be 0 or at least {least}, got {self._slot.limit_nbytes}"
+            )
+        self._slot.fit(capacity)
 
     def abandon(self, *, renew: bool = True) -> None:
         """See `Packer`."""
-        if self._arena is not None:
+        if self._slot.arena is not None:
             self._drop_waves()
-            nbytes = self._arena.nbytes
-            _ABANDONED.append(self._arena)
-            self._arena = None
-            if renew:
-                self._arena = DeviceArena(self._gpu.device, self._transport, nbytes)
+        self._slot.abandon(renew=renew)
 
     def close(self) -> None:
         """See `Packer`."""
@@ -144,9 +138,7 @@ class DevicePacker:
         if self._words:
             self._gpu.device.free(self._words)
             self._words = 0
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        self._slot.close()
 
     @property
     def digest(self) -> str:
@@ -212,7 +204,7 @@ class DevicePacker:
         self, program: LinkProgram, peer: Peer, offsets: Sequence[int], capacity: int
     ) -> Iterator[_Wave]:
         """Fill `capacity` bytes at each of `offsets` in turn."""
-        start = self._arena.address if self._arena is not None else 0
+        start = self._slot.arena.address if self._slot.arena is not None else 0
         packed: list[tuple[PieceKind, PieceArray]] = []
         direct: list[tuple[PieceKind, PieceArray]] = []
         rows: list[tuple[int, int, int]] = []

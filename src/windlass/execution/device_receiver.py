@@ -9,8 +9,8 @@ from typing import final
 import numpy as np
 
 from windlass.config import UpdateMode
-from windlass.errors import PlanError, ProtocolError
-from windlass.execution.bind import bind_links, check_part
+from windlass.errors import ProtocolError
+from windlass.execution.bind import bind_links, check_part, refuse_loader_ops
 from windlass.execution.bindings import DestinationBinding, DigestKind, GroupOffer
 from windlass.execution.blocks import (
     OpPieces,
@@ -34,7 +34,7 @@ from windlass.execution.landings import listen_if_possible
 from windlass.layout.manifest import ShardManifest
 from windlass.memory.arena import ALIGNMENT, aligned_offsets
 from windlass.memory.device_arena import DeviceArena
-from windlass.planning.plan import CopyMode, TransferPlan
+from windlass.planning.plan import TransferPlan
 from windlass.transports.base import MemoryRegion, OneSidedTransport
 from windlass.transports.cuda.gpu import Gpu
 from windlass.transports.cuda.kernels import PieceTable
@@ -103,10 +103,7 @@ class DeviceReceiver:
             index = check_part(
                 self._manifest, plan.destinations, plan.destination_digests, "destinations"
             )
-            if (plan.ops.mode == CopyMode.LOADER).any():
-                raise PlanError(
-                    f"{self._manifest.worker}: this receiver has no loader for loader ops"
-                )
+            refuse_loader_ops(plan, self._manifest.worker)
             self._targets = self._shadow_addresses() if mode is UpdateMode.STAGED else self._live
             if self._lands:
                 self._make_landing(plan.landing_nbytes[index])

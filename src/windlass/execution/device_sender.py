@@ -19,12 +19,17 @@ from windlass.errors import (
     PlanError,
     ProtocolError,
     RegionError,
-    RoundAborted,
     TransferFailed,
     TransferOutcomeUnknown,
 )
 from windlass.execution.base import ParameterMemory, SendResult
-from windlass.execution.bind import LinkProgram, bind_links, check_binding, check_part
+from windlass.execution.bind import (
+    LinkProgram,
+    bind_links,
+    check_binding,
+    check_destinations,
+    check_part,
+)
 from windlass.execution.bindings import (
     DestinationBinding,
     GroupOffer,
@@ -41,6 +46,7 @@ from windlass.execution.device_links import (
     unload_links,
 )
 from windlass.execution.landings import Landed, LandingTeller
+from windlass.execution.parameters import check_described
 from windlass.layout.manifest import ShardManifest
 from windlass.planning.plan import TransferPlan
 from windlass.transports.cuda.driver import Event
@@ -127,11 +133,8 @@ class DeviceSender:
         """
         with self._lock:
             self._gpu.refuse_late()
-            located, specs = tuple(self._parameters()), self._manifest.parameters
-            if [memory.nbytes for memory in located] != [spec.nbytes for spec in specs]:
-                raise PlanError(
-                    f"{self._manifest.worker}: parameters are not those that were described"
-                )
+            located = tuple(self._parameters())
+            check_described(self._manifest, located)
             if located == self._located and self._links:
                 return
             unload_links(self._gpu, self._links)
@@ -186,9 +189,7 @@ class DeviceSender:
             return self._write(version, destinations, deadline_s)
 
     def _write(self, version: int, destinations: Sequence[str], deadline_s: float) -> SendResult:
-        unknown = [name for name in destinations if name not in self._links]
-        if unknown:
-            raise RoundAborted(f"write: this rank sends nothing to {', '.join(unknown)}")
+        check_destinations(self._links, destinations)
         asked = time.perf_counter()
         try:
             self._gpu.settle(deadline_s)

@@ -17,6 +17,7 @@ import xxhash
 from windlass.errors import PlanError
 from windlass.execution.bind import BoundOp, LinkProgram
 from windlass.execution.bindings import DestinationBinding, DigestKind
+from windlass.execution.pack_arena import ArenaSlot, PackArena
 from windlass.execution.pieces import (
     Pieces,
     UInt64Array,
@@ -31,15 +32,7 @@ from windlass.memory.arena import ALIGNMENT, Arena, aligned
 from windlass.memory.digest import hash_strided, new_digest
 from windlass.transports.base import OneSidedTransport
 
-__all__ = ["HostPacker", "PackArena", "PackedLink", "Packer", "Peer", "as_pieces", "keep_mapped"]
-
-_ABANDONED: list[Arena] = []
-"""Arenas that a write of unknown outcome may still read: mapped until the process ends."""
-
-
-def keep_mapped(arena: Arena) -> None:
-    """A write of unknown outcome may still read it: it stays mapped until the process ends."""
-    _ABANDONED.append(arena)
+__all__ = ["HostPacker", "PackedLink", "Packer", "Peer", "as_pieces"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +60,6 @@ class PackedLink:
 
     batches: tuple[Pieces, ...]
     digest: str
-
-
-class PackArena(Protocol):
-    """Registered memory that is packed into."""
-
-    @property
-    def nbytes(self) -> int: ...
 
 
 class Packer(Protocol):
@@ -154,20 +140,19 @@ class HostPacker:
     digest_kind = DigestKind.XXH3
 
     def __init__(self, transport: OneSidedTransport, limit_nbytes: int) -> None:
-        self._transport, self._limit = transport, limit_nbytes
-        self._arena: Arena | None = None
+        self._slot = ArenaSlot(lambda nbytes: Arena(transport, nbytes), limit_nbytes)
         self._digest = new_digest()
         self.sources: UInt64Array = np.zeros(0, np.uint64)
 
     @property
     def arena(self) -> Arena | None:
         """See `Packer`."""
-        return self._arena
+        return self._slot.arena
 
     @property
     def nbytes(self) -> int:
         """See `Packer`."""
-        return self._arena.nbytes if self._arena is not None else 0
+        return self._slot.nbytes
 
     def holds(self, programs: Sequence[LinkProgram]) -> bool:
         """See `Packer`."""
@@ -176,33 +161,22 @@ class HostPacker:
     def fit(self, programs: Sequence[LinkProgram]) -> None:
         """See `Packer`."""
         needed = packed_capacity(programs)
-        capacity = min(needed, self._limit) if self._limit else needed
+        capacity = self._slot.capacity_for(needed)
         half_nbytes = capacity // 2 & -ALIGNMENT
         least = max((least_half(program) for program in programs), default=0)
         if half_nbytes < least and capacity < needed:
             raise PlanError(
                 f"arena_nbytes: half of it must hold one row of blocks, {least} bytes, got {half_nbytes}"
             )
-        if self._arena is not None and (self._arena.nbytes < capacity or not capacity):
-            self._arena.close()
-            self._arena = None
-        if self._arena is None and capacity:
-            self._arena = Arena(self._transport, capacity)
+        self._slot.fit(capacity)
 
     def abandon(self, *, renew: bool = True) -> None:
         """See `Packer`."""
-        if self._arena is not None:
-            nbytes = self._arena.nbytes
-            keep_mapped(self._arena)
-            self._arena = None
-            if renew:
-                self._arena = Arena(self._transport, nbytes)
+        self._slot.abandon(renew=renew)
 
     def close(self) -> None:
         """See `Packer`."""
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        self._slot.close()
 
     @property
     def digest(self) -> str:
@@ -269,12 +243,12 @@ class HostPacker:
 
     def _pack(self, op: BoundOp, offset: int, digest: xxhash.xxh3_128 | None) -> int:
         """Pack an op at `offset` of the arena and hash it, if asked to; returns its address."""
-        if self._arena is None:
+        if self._slot.arena is None:
             raise PlanError("pack: the sender has no arena; connect first")
-        address = self._arena.address + offset
+        address = self._slot.arena.address + offset
         pack_op(op, int(self.sources[op.src_parameter]), address)
         if digest is not None:
-            digest.update(self._arena.bytes[offset : offset + op.nbytes].data)
+            digest.update(self._slot.arena.bytes[offset : offset + op.nbytes].data)
         return address
 
 

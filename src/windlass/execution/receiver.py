@@ -16,13 +16,13 @@ from typing import Protocol, final
 
 from windlass.config import UpdateMode
 from windlass.errors import PlanError
-from windlass.execution.bind import BoundOp, LinkProgram, bind_links, check_part
+from windlass.execution.bind import BoundOp, LinkProgram, bind_links, check_part, refuse_loader_ops
 from windlass.execution.bindings import DestinationBinding
 from windlass.layout.manifest import ShardManifest
 from windlass.memory.arena import ALIGNMENT, Arena, aligned_offsets
 from windlass.memory.digest import hash_strided, new_digest
 from windlass.memory.packing import copy_strided
-from windlass.planning.plan import CopyMode, TransferPlan
+from windlass.planning.plan import TransferPlan
 from windlass.transports.base import (
     MemoryRegion,
     OneSidedTransport,
@@ -142,8 +142,7 @@ class Receiver:
         index = check_part(
             self._manifest, plan.destinations, plan.destination_digests, "destinations"
         )
-        if (plan.ops.mode == CopyMode.LOADER).any():
-            raise PlanError(f"{self._manifest.worker}: this receiver has no loader for loader ops")
+        refuse_loader_ops(plan, self._manifest.worker)
         self._programs = {p.peer: p for p in bind_links(plan, sending=False)}
         if self._elsewhere is not None:
             return self._bind_elsewhere(self._elsewhere, mode, plan.landing_nbytes[index])

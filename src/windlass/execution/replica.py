@@ -16,7 +16,7 @@ from typing import final
 import numpy as np
 
 from windlass.errors import RoundAborted
-from windlass.execution.packer import keep_mapped
+from windlass.execution.pack_arena import keep_mapped
 from windlass.execution.pieces import UInt64Array
 from windlass.layout.manifest import ShardManifest
 from windlass.memory.arena import Arena, aligned_offsets

@@ -37,7 +37,8 @@ from windlass.execution.bind import (
     check_part,
 )
 from windlass.execution.bindings import DestinationBinding, LinkOutcome, LinkStatus
-from windlass.execution.packer import PackArena, PackedLink, Peer
+from windlass.execution.pack_arena import PackArena
+from windlass.execution.packer import PackedLink, Peer
 from windlass.execution.packers import packer_for
 from windlass.execution.parameters import SourceParameters
 from windlass.execution.pieces import Pieces, batches, packed_capacity

@@ -12,14 +12,13 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
-from windlass.errors import PlanError
-from windlass.execution.bind import BoundOp, LinkProgram, bind_links, check_part
+from windlass.execution.bind import BoundOp, LinkProgram, bind_links, check_part, refuse_loader_ops
 from windlass.execution.source import refuse_transforms
 from windlass.layout.manifest import ShardManifest
 from windlass.memory.arena import ALIGNMENT, aligned_offsets
 from windlass.memory.digest import hash_strided, new_digest
 from windlass.memory.packing import copy_strided
-from windlass.planning.plan import CopyMode, TransferPlan
+from windlass.planning.plan import TransferPlan
 
 __all__ = ["ShadowMemory", "TargetMemory"]
 
@@ -93,8 +92,7 @@ class TargetMemory:
         """
         worker = self.manifest.worker
         check_part(self.manifest, plan.destinations, plan.destination_digests, "destinations")
-        if (plan.ops.mode == CopyMode.LOADER).any():
-            raise PlanError(f"{worker}: this receiver has no loader for loader ops")
+        refuse_loader_ops(plan, worker)
         refuse_transforms(worker, plan)
         self.programs = {p.peer: p for p in bind_links(plan, sending=False)}
         self._targets = self._shadow.addresses if shadow else self._live
