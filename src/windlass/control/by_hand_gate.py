@@ -53,7 +53,7 @@ class HandDrivenGate:
             self._published = self._spent = version
             self._journal_outcome(JournalKind.PUBLISHED, version, served)
         self._lock.release()
-        await self._changes.notify()
+        self._changes.notify()
 
     def check_version(self, version: int) -> None:
         """See `HandDrivenOwner.check_version`."""

@@ -1,4 +1,4 @@
-"""Waiting for the fleet to change: a condition for coroutines, callbacks for the rest."""
+"""Waiting for a change: with a deadline for coroutines, by callbacks for the rest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeVarTuple, final
 
 from windlass.errors import PeerTimeout
 
-__all__ = ["Changes", "tell"]
+__all__ = ["Changes", "Waiters", "tell"]
 
 _log = logging.getLogger(__name__)
 _Ts = TypeVarTuple("_Ts")
@@ -26,33 +26,61 @@ def tell(listeners: Iterable[Callable[[*_Ts], None]], *args: *_Ts) -> None:
 
 
 @final
+class Waiters:
+    """Coroutines of one event loop that wait for what synchronous code brings about."""
+
+    def __init__(self) -> None:
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def notify(self) -> None:
+        """Something has changed: all that wait look again."""
+        for waiter in self._waiting:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def until(
+        self, holds: Callable[[], bool], deadline_s: float, message: Callable[[], str]
+    ) -> None:
+        """Return once `holds()`; it is asked at once and at every `notify`, and may raise.
+
+        Raises:
+            PeerTimeout: with `message()`, after `deadline_s`.
+        """
+        try:
+            async with asyncio.timeout(deadline_s):
+                while not holds():
+                    waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                    self._waiting.add(waiter)
+                    try:
+                        await waiter
+                    finally:
+                        self._waiting.discard(waiter)
+        except TimeoutError:
+            raise PeerTimeout(message()) from None
+
+
+@final
 class Changes:
     """Of one event loop."""
 
     def __init__(self) -> None:
-        self._changed = asyncio.Condition()
+        self._waiters = Waiters()
         self._listeners: list[Callable[[], None]] = []
 
     def subscribe(self, listener: Callable[[], None]) -> None:
         """Call `listener` in the loop at every change."""
         self._listeners.append(listener)
 
-    async def notify(self) -> None:
+    def notify(self) -> None:
         """Something has changed."""
-        async with self._changed:
-            self._changed.notify_all()
+        self._waiters.notify()
         tell(self._listeners)
 
     async def until(
         self, holds: Callable[[], bool], deadline_s: float, message: Callable[[], str]
     ) -> None:
-        """Return once `holds()`; it is asked at every change.
-
-        Raises:
-            PeerTimeout: with `message()`, after `deadline_s`.
-        """
-        try:
-            async with asyncio.timeout(deadline_s), self._changed:
-                await self._changed.wait_for(holds)
-        except TimeoutError:
-            raise PeerTimeout(message()) from None
+        """See `Waiters.until`."""
+        await self._waiters.until(holds, deadline_s, message)

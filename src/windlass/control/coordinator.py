@@ -223,7 +223,7 @@ class Coordinator(HandDrivenGate):
 
     async def admitted(self, session: AgentSession) -> None:  # noqa: ARG002
         """See `AgentOwner.admitted`."""
-        await self._changes.notify()
+        self._changes.notify()
         self.settle_soon()
 
     async def received(self, session: AgentSession, frame: Announce | Withdraw | Reply) -> None:
@@ -232,13 +232,13 @@ class Coordinator(HandDrivenGate):
             case Reply():
                 session.on_reply((frame.epoch, frame.round, frame.seq), frame.result)
                 if self._resumes.heard(session.agent, frame):
-                    await self._changes.notify()
+                    self._changes.notify()
                 if self._driver is not None:
                     self._driver.on_reply(session.worker, frame)
                 place = (frame.epoch, frame.round)
                 if self._fleet.settle(session.agent.identity, place, frame.seq, frame.result):
                     self._record_poison()
-                    await self._changes.notify()
+                    self._changes.notify()
                     self.settle_soon()
             case Announce():
                 self._on_announce(session, frame)
@@ -261,7 +261,7 @@ class Coordinator(HandDrivenGate):
         if self._driver is not None:
             self._driver.post(AgentLost(worker, reason))
         _log.info("agent %s lost: %s", worker, reason)
-        await self._changes.notify()
+        self._changes.notify()
 
     # --- the first clock -----------------------------------------------------------------------
 
@@ -284,7 +284,7 @@ class Coordinator(HandDrivenGate):
         self._binding = None  # the newcomer's memory is bound to another plan now
         binding = await self._bind(donor, (newcomer,), lambda _sources, _destinations: plan)
         report = await self._run_round(self._published, binding)
-        await self._changes.notify()
+        self._changes.notify()
         return report
 
     def settle_soon(self) -> None:
@@ -397,7 +397,7 @@ class Coordinator(HandDrivenGate):
         self.reports.append(report)
         self.num_updates += 1
         answers = [(rank.trainer, self._announcements.answer(rank, report)) for rank in standing]
-        await self._changes.notify()
+        self._changes.notify()
         tell(self._update_listeners, report)
         for trainer, answer in answers:
             await report_to(self._sessions, trainer, answer)

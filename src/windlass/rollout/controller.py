@@ -18,6 +18,7 @@ from typing import Self, final
 import aiohttp
 
 from windlass.control.access import Access, role_token
+from windlass.control.changes import Waiters
 from windlass.errors import ConfigError, PeerTimeout, RolloutError, StaleMessage
 from windlass.rollout._http import authorization
 from windlass.rollout.book import Record
@@ -44,7 +45,6 @@ from windlass.rollout.messages import (
 from windlass.rollout.recovery import Recovered
 from windlass.rollout.staleness import StalenessPolicy
 from windlass.rollout.submission import Submissions
-from windlass.rollout.waiters import Waiters
 from windlass.rollout.workflows import Workflow, check_workflows
 
 __all__ = ["RolloutController"]
