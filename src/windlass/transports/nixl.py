@@ -241,8 +241,8 @@ class NixlTransport:
             return self._agent.register_memory(parts, memory_kind(gpu), ["UCX"])
         except self._errors as error:
             raise RegionError(
-                f"register: [{address:#x}, {address + nbytes:#x}) is refused ({error}); over verbs "
-                "see ulimit -l"
+                f"register: [{address:#x}, {address + nbytes:#x}) is refused ({error}; UCX: "
+                f"{self._log.complaints() or 'no word'}); over verbs see ulimit -l"
             ) from error
 
     def _key_of(self, native: object, nbytes: int) -> str:

@@ -61,6 +61,8 @@ TCP_MARK = new_mark()
 _BUILDS = ("nixl_cu12", "nixl_cu13")
 _LOG_NAME = "windlass-ucx"
 _HEADER = re.compile(r"\| (\S+) .*cfg#\d+ +\|")
+_COMPLAINT = re.compile(r"\bUCX +(?:ERROR|FATAL|WARN|DIAG) +(.*)")
+_NUM_COMPLAINTS = 3
 _WIRE = re.compile(r"([a-z]+[a-z0-9_]*)/([\w.:-]+)")
 
 UInt64Array = npt.NDArray[np.uint64]
@@ -150,6 +152,13 @@ class WireLog:
                 named = _WIRE.findall(line)
                 found.update(PutWire(n, d, emulated) for n, d in named if n != _STAGING)
         return frozenset(found)
+
+    def complaints(self) -> str:
+        """The last errors and warnings of UCX in this process; empty if it wrote none."""
+        with contextlib.suppress(OSError):
+            text = self._path.read_text(errors="replace")
+            return " / ".join(_COMPLAINT.findall(text)[-_NUM_COMPLAINTS:])
+        return ""
 
     def check(self, wire: NixlWire) -> None:
         """See that UCX took what was asked for, after a first write.
