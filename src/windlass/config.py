@@ -20,6 +20,7 @@ __all__ = [
     "PauseMode",
     "PhaseDeadlines",
     "RelayShape",
+    "ReplicaPlace",
     "UpdateBackend",
     "UpdateMode",
     "XcclBackend",
@@ -91,6 +92,16 @@ class UpdateMode(StrEnum):
 
     IN_PLACE = "in_place"
     STAGED = "staged"
+
+
+class ReplicaPlace(StrEnum):
+    """Where the copy lies that a trainer rank sends from.
+
+    HOST: host memory, pinned where weights are on a GPU. DEVICE: the memory of the weights' GPU.
+    """
+
+    HOST = "host"
+    DEVICE = "device"
 
 
 class PauseMode(StrEnum):

@@ -25,7 +25,9 @@ def sender_for(config: UpdateBackend, sender: Sender, host: str) -> SenderBacken
     match config:
         case P2pBackend():
             if isinstance(sender.transport, CudaIpcTransport):
-                return DeviceSender(sender.transport, sender.manifest, sender.parameters)
+                return DeviceSender(
+                    sender.transport, sender.manifest, sender.parameters, sender.replica
+                )
             return OneSidedSender(sender)
         case XcclBackend():
             return CollectiveSender(config, sender.manifest, sender.parameters, host)

@@ -87,6 +87,6 @@ def unload_links(gpu: Gpu, links: Mapping[str, DeviceLink]) -> None:
 
 
 def read_digest(gpu: Gpu, address: int) -> str:
-    """The two words at `address`, as links report them."""
-    a, b = np.frombuffer(gpu.device.download(address, DIGEST_NBYTES), "<u8").tolist()
+    """The two words at `address`, as links report them; waits for no other stream."""
+    a, b = np.frombuffer(gpu.device.download(address, DIGEST_NBYTES, gpu.stream), "<u8").tolist()
     return f"{a:016x}{b:016x}"

@@ -10,6 +10,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import final
 
 import numpy as np
@@ -47,6 +48,7 @@ from windlass.execution.device_links import (
 )
 from windlass.execution.landings import Landed, LandingTeller
 from windlass.execution.parameters import check_described
+from windlass.execution.replica import Replica
 from windlass.layout.manifest import ShardManifest
 from windlass.planning.plan import TransferPlan
 from windlass.transports.cuda.driver import Event
@@ -63,14 +65,16 @@ class DeviceSender:
 
     Methods may be called from any thread; they run one at a time.
 
-    Memory: the parameters must not change between `prepare` and the end of the round. Allocates
-    piece tables only; pins parameters that are in pageable host memory until they move.
+    Memory: the parameters must not change between `prepare` and the end of the round, unless there
+    is a replica: with it they are read in `prepare` only, and everything is sent from the copy.
+    Allocates piece tables only; pins parameters that are in pageable host memory until they move.
 
     Args:
         transport: of the GPU that holds the parameters or reads them; the caller closes it.
         manifest: of this rank.
         parameters: where they lie now, in manifest order; asked at every `prepare` and at no
             other time. Tables are built again when one has moved.
+        replica: sent instead of the parameters; the caller closes it, after this.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class DeviceSender:
         transport: CudaIpcTransport,
         manifest: ShardManifest,
         parameters: Callable[[], Sequence[ParameterMemory]],
+        replica: Replica | None = None,
     ) -> None:
         self._transport, self._gpu = transport, transport.gpu
         self._manifest = manifest
@@ -88,7 +93,9 @@ class DeviceSender:
         self._links: dict[str, DeviceLink] = {}
         self._bindings: dict[str, DestinationBinding] = {}
         self._shift = 0
-        self._lock = threading.Lock()
+        self._replica = replica
+        self._reached = np.zeros(0, np.uint64)
+        self._lock = threading.Lock() if replica is None else replica.lock
         self._teller = LandingTeller()
 
     def connect(
@@ -116,35 +123,71 @@ class DeviceSender:
                 check_binding(program, binding, landing=False)
                 self._bindings[program.peer] = binding
                 self._programs[program.peer] = (program, self._reach(program, binding))
+            if self._replica is not None:
+                programs = [program for program, _ in self._programs.values()]
+                self._replica.fit(sorted({op.src_parameter for p in programs for op in p.ops}))
             return None
 
     def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:  # noqa: ARG002
         """No groups here."""
         raise ProtocolError("p2p: one-sided writes have no groups to join")
 
-    def prepare(self, version: int) -> None:  # noqa: ARG002
+    def prepare(self, version: int) -> None:
         """Look where the parameters lie; cut the ops and upload the tables if that is news.
+
+        With a replica they are copied as well, once what was queued before is over.
 
         Raises:
             PlanError: parameters have another number or other sizes than when described.
             RegionError: memory of another GPU.
             TransferFailed: host memory that cannot be pinned.
-            TransferOutcomeUnknown: kernels of an earlier write may still go on.
+            TransferOutcomeUnknown: kernels of an earlier write, or the copy, may still go on.
+            RoundAborted: with a replica: see `Replica.is_taken`.
         """
         with self._lock:
             self._gpu.refuse_late()
+            replica = self._replica
+            if replica is not None and replica.is_taken(version):
+                return
             located = tuple(self._parameters())
             check_described(self._manifest, located)
-            if located == self._located and self._links:
-                return
-            unload_links(self._gpu, self._links)
-            self._links, self._located = {}, ()
-            reached = self._sources.reach([(memory.address, memory.nbytes) for memory in located])
-            sources = np.array(reached, np.uint64)
+            moved = located != self._located
+            if moved:
+                self._located = ()
+                if replica is None:
+                    self._unload()
+                self._reached = self._reach_parameters(located)
+            if replica is not None:
+                read = replica.take(self._reached)
+                if self._sources.has_pinned:  # what its owner may free now must not stay locked
+                    self._sources.close()
+                    located = ()
+            else:
+                read = self._reached
+            if not self._links:
+                self._load(read)
+            self._located = located
+            if replica is not None:
+                replica.taken(version)
+
+    def _reach_parameters(self, located: Sequence[ParameterMemory]) -> UInt64Array:
+        reached = self._sources.reach([(memory.address, memory.nbytes) for memory in located])
+        return np.array(reached, np.uint64)
+
+    def _load(self, sources: UInt64Array) -> None:
+        """A replica does not move, so its tables are cut once."""
+        links: dict[str, DeviceLink] = {}
+        with ExitStack() as undo:
+            undo.callback(lambda: unload_links(self._gpu, links))
             for peer, (program, targets) in self._programs.items():
                 tables = block_tables(program, sources, targets)
-                self._links[peer] = load_link(self._gpu, program, tables)
-            self._located = located
+                links[peer] = load_link(self._gpu, program, tables)
+            undo.pop_all()
+        self._links = links
+
+    def _unload(self) -> None:
+        unload_links(self._gpu, self._links)
+        self._links = {}
 
     def _reach(self, program: LinkProgram, binding: DestinationBinding) -> UInt64Array:
         """The peer's parameter addresses as this process reaches them.
@@ -179,6 +222,7 @@ class DeviceSender:
 
         Work that this process has queued on the GPU before, such as an optimiser step, is waited
         for first; where that takes all of `deadline_s`, links are FAILED, as nothing of them was sent.
+        With a replica it is not: that work is the next step's, and changes nothing that is read.
 
         Raises:
             RoundAborted: a destination that this rank does not send to.
@@ -191,8 +235,14 @@ class DeviceSender:
     def _write(self, version: int, destinations: Sequence[str], deadline_s: float) -> SendResult:
         check_destinations(self._links, destinations)
         asked = time.perf_counter()
+        if self._replica is not None and not self._replica.holds(version):
+            reason = "replica: this version is not copied, and the weights may have changed"
+            return _nothing_sent(destinations, LinkStatus.FAILED, reason)
         try:
-            self._gpu.settle(deadline_s)
+            if self._replica is None:
+                self._gpu.settle(deadline_s)
+            else:
+                self._gpu.refuse_late()
         except TransferOutcomeUnknown as error:
             return _nothing_sent(destinations, LinkStatus.UNKNOWN, str(error))
         except TransferFailed as error:
@@ -275,9 +325,9 @@ class DeviceSender:
                 self._transport.keep_mapped(())
 
     def _drop(self) -> None:
-        unload_links(self._gpu, self._links)
+        self._unload()
         self._sources.close()
-        self._links, self._bindings, self._programs, self._located = {}, {}, {}, ()
+        self._bindings, self._programs, self._located = {}, {}, ()
 
 
 def _nothing_sent(names: Sequence[str], status: LinkStatus, reason: str) -> SendResult:

@@ -44,7 +44,8 @@ from windlass.execution.parameters import SourceParameters
 from windlass.execution.pieces import Pieces, batches, packed_capacity
 from windlass.execution.relay_feed import Feeds, bind_feed
 from windlass.execution.relay_wire import Place, RelayAddress
-from windlass.execution.replica import Replica
+from windlass.execution.replica import CopyTimes, Replica
+from windlass.execution.replica_memory import replica_memory
 from windlass.layout.manifest import ShardManifest
 from windlass.memory.arena import ALIGNMENT
 from windlass.planning.plan import TransferPlan
@@ -71,10 +72,11 @@ class Sender:
             at no other time, because a trainer that is bound in mid-step may have gathered them.
         arena_nbytes: capacity for packed bytes; 0 for as much as one update needs.
         registered: regions that the owner has registered already; what lies in them is not again.
-        replica: copy what is sent as it lies, so that parameters may change and move after `prepare`.
+        replica: copy what is sent as it lies, so that parameters may change and move after `prepare`;
+            see `connect_trainer`.
 
     Raises:
-        ConfigError: `arena_nbytes` is neither 0 nor at least 128.
+        ConfigError: `arena_nbytes` is neither 0 nor at least 128, or there can be no such replica.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class Sender:
         *,
         arena_nbytes: int = 0,
         registered: Sequence[MemoryRegion] = (),
-        replica: bool = False,
+        replica: bool | str = False,
     ) -> None:
         if arena_nbytes != 0 and arena_nbytes < 2 * ALIGNMENT:
             raise ConfigError(
@@ -94,10 +96,11 @@ class Sender:
         self._transport = transport
         self._manifest = manifest
         self._parameters = SourceParameters(transport, manifest, parameters, registered)
-        self._packer = packer_for(transport, arena_nbytes)
-        self._replica = Replica(transport, manifest) if replica else None
-        self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(LINKS_AT_ONCE, "windlass-writer")
+        memory = replica_memory(replica, transport, self._pool)
+        self._packer = packer_for(transport, arena_nbytes)
+        self._replica = None if memory is None else Replica(manifest, memory)
+        self._lock = threading.Lock() if self._replica is None else self._replica.lock
         self._programs: dict[str, LinkProgram] = {}
         self._peers: dict[str, Peer] = {}
         self._read_in_place: tuple[int, ...] = ()
@@ -137,17 +140,31 @@ class Sender:
         return self._replica is not None
 
     @property
+    def replica(self) -> Replica | None:
+        """What is sent instead of the parameters; its `lock` guards it."""
+        return self._replica
+
+    @property
     def replica_nbytes(self) -> int:
         """Bytes of the replica allocated now."""
         return 0 if self._replica is None else self._replica.nbytes
 
+    @property
+    def copy_times(self) -> CopyTimes:
+        """Of the replica's last copy."""
+        return CopyTimes() if self._replica is None else self._replica.times
+
     def begin_version(
-        self, on_taken: Callable[[], None] | None = None, *, version: int | None = None
+        self,
+        on_taken: Callable[[], None] | None = None,
+        *,
+        version: int | None = None,
+        stream: int | None = None,
     ) -> None:
         """Before `version` is announced; see `Replica.begin`. Without a replica nothing."""
         if self._replica is not None:
             with self._lock:
-                self._replica.begin(on_taken, version)
+                self._replica.begin(on_taken, version, stream)
 
     def end_version(self) -> None:
         """Nobody waits for the version any more; see `Replica.end`. Waits for a copy under way."""
@@ -239,13 +256,13 @@ class Sender:
             if replica is None:
                 self._packer.sources = self._parameters.locate(self._read_in_place)
             else:
-                self._packer.sources = replica.take(self._parameters.locate(()), self._pool)
+                self._packer.sources = replica.take(self._parameters.locate(()))
             programs = tuple(p for p in self._programs.values() if self._feeds.is_planned(p.peer))
             if self._packer.holds(programs):
                 self._pack_all(programs)
             self._pack_s = time.perf_counter() - began
             if replica is not None:
-                replica.taken()
+                replica.taken(version)
 
     def write(self, destinations: Sequence[str], deadline_s: float) -> SendResult:
         """Write the links to `destinations`. Idempotent.

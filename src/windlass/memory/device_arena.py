@@ -7,7 +7,26 @@ from typing import final
 from windlass.transports.base import MemoryRegion, OneSidedTransport
 from windlass.transports.cuda.driver import Device
 
-__all__ = ["DeviceArena"]
+__all__ = ["DeviceArena", "DeviceMemory"]
+
+
+@final
+class DeviceMemory:
+    """As `DeviceArena`, for kernels of this process only: no transport knows it.
+
+    Raises:
+        TransferFailed: the GPU has not so much memory.
+    """
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self._device, self.nbytes = device, nbytes
+        self.address = device.allocate(nbytes)
+
+    def close(self) -> None:
+        """Free it. Idempotent."""
+        if self.address:
+            self._device.free(self.address)
+            self.address = 0
 
 
 @final

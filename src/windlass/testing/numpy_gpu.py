@@ -20,11 +20,18 @@ __all__ = ["numpy_gpu"]
 _CASTS = {"put_bfloat16": DType.BFLOAT16, "put_float16": DType.FLOAT16}
 
 
+class _NumpyEvent:
+    def close(self) -> None:
+        pass
+
+
 class _NumpyDevice:
     ordinal = 0
 
     def __init__(self) -> None:
         self.allocated: dict[int, np.ndarray] = {}
+        self.pinned: dict[int, int] = {}
+        self.recorded: list[int] = []
 
     def allocate(self, nbytes: int) -> int:
         memory = np.full(nbytes + 64, 0x5A, np.uint8)
@@ -38,7 +45,7 @@ class _NumpyDevice:
     def upload(self, address: int, data: memoryview) -> None:
         ctypes.memmove(address, bytes(data), len(data))
 
-    def download(self, address: int, nbytes: int) -> bytes:
+    def download(self, address: int, nbytes: int, _: object = None) -> bytes:
         return ctypes.string_at(address, nbytes)
 
     def clear(self, address: int, nbytes: int, _: object) -> None:
@@ -46,6 +53,22 @@ class _NumpyDevice:
 
     def synchronize(self) -> None:
         pass
+
+    def copy(self, target: int, source: int, nbytes: int, _: object) -> None:
+        ctypes.memmove(target, source, nbytes)
+
+    def record(self, stream: int) -> _NumpyEvent:
+        self.recorded.append(stream)
+        return _NumpyEvent()
+
+    def pin(self, address: int, nbytes: int) -> None:
+        self.pinned[address] = nbytes
+
+    def unpin(self, address: int) -> None:
+        del self.pinned[address]
+
+    def host_pointer(self, address: int) -> int:
+        return address
 
 
 class _NumpyKernels:
@@ -83,7 +106,7 @@ class _NumpyGpu:
     def wait(self, _: object, deadline_s: float) -> None:  # noqa: ARG002
         self.refuse_late()
 
-    def settle(self, _: float) -> None:
+    def settle(self, _: float, step: object = None) -> None:  # noqa: ARG002
         self.refuse_late()
 
     def refuse_late(self) -> None:

@@ -10,6 +10,7 @@ import logging
 import operator
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -20,6 +21,7 @@ from windlass.control.client import AgentChannel, CommandHandler
 from windlass.control.messages import PROTOCOL_VERSION, Hello, RoundOutcome, UpdateReport
 from windlass.errors import ConfigError, PeerTimeout, RoundAborted, WindlassError
 from windlass.execution.base import ParameterMemory
+from windlass.execution.replica import CopyTimes
 from windlass.execution.sender import Sender
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS, StackedRule
@@ -56,10 +58,19 @@ def version_number(version: int, what: str) -> int:
 
 @final
 class PendingUpdate:
-    """A version whose weights are copied and under way; made by `TrainerClient.begin_publish`."""
+    """A version whose weights are copied and under way; made by `TrainerClient.begin_publish`.
+
+    Attributes:
+        version: which.
+        stood_s: seconds that `begin_publish` took, in all.
+        copy: how much of that was the step before and the copy; packing, tables that are new and the
+            way to the fleet are the rest.
+    """
 
     def __init__(self, version: int, report: Future[UpdateReport]) -> None:
         self.version = version
+        self.stood_s = 0.0
+        self.copy = CopyTimes()
         self._report = report
 
     def done(self) -> bool:
@@ -98,11 +109,13 @@ class TrainerClient:
         rank, world_size: in that job. arena_nbytes: see `Sender`.
         registered: see `Sender`. connect_deadline_s: how long to wait for the controller's welcome.
         replica: see `connect_trainer`.
+        step_stream: the stream of the weights' GPU that the calling thread queues its steps in, for
+            the copy of `begin_publish` to wait for; None to wait for all of the GPU's work.
         intercept: stands between channel and agent, for tests that inject faults.
 
     Raises:
-        ConfigError: `controller` is no URL, `arena_nbytes` is too small, or a replica is asked for of
-            weights on a GPU.
+        ConfigError: `controller` is no URL, `arena_nbytes` is too small, or there is no such replica
+            with this transport.
         AuthenticationError, ProtocolError, PeerTimeout: see `AgentChannel.connect`. The transport is
             closed, whatever it was.
     """
@@ -120,19 +133,17 @@ class TrainerClient:
         world_size: int = 1,
         arena_nbytes: int = 0,
         registered: Sequence[MemoryRegion] = (),
-        replica: bool = False,
+        replica: bool | str = False,
+        step_stream: Callable[[], int] | None = None,
         connect_deadline_s: float = 60.0,
         intercept: Callable[[TrainerAgent], CommandHandler] | None = None,
     ) -> None:
         self._transport = transport
+        self._step_stream = step_stream
         self._publishing = threading.Lock()
         with ExitStack() as undo:
             undo.callback(transport.close)
             check_url(controller, "controller")
-            if replica and transport.report().on_gpu:
-                raise ConfigError(
-                    f"replica: {transport.report().transport} reads GPU memory where it lies, got replica=True"
-                )
             self._sender = Sender(
                 transport,
                 manifest,
@@ -188,7 +199,9 @@ class TrainerClient:
 
         Collective: every trainer rank calls it with the same version. Ranks that go on earlier than
         others are no harm. The next `begin_publish` or `publish` must wait for the result.
-        Blocking: until the fleet is there and this rank's part is copied and packed.
+        Blocking: until the fleet is there and this rank's part is copied and packed. On a GPU the copy
+        comes after what this thread has queued in its current stream, and no other stream is waited for
+        (packing, over a network, waits for all); whatever is queued after the return comes after the copy.
 
         Args:
             version: greater than every version published before.
@@ -204,14 +217,16 @@ class TrainerClient:
         if not self._sender.has_replica:
             raise ConfigError("begin_publish: needs replica=True when connecting, got False")
         self._take_turn("begin_publish", version)
-        copied = threading.Event()
-        self._sender.begin_version(copied.set, version=version)
+        began, copied = time.perf_counter(), threading.Event()
+        stream = None if self._step_stream is None else self._step_stream()
+        self._sender.begin_version(copied.set, version=version, stream=stream)
         pending = PendingUpdate(
             version, self._background.submit(self._announce_behind, version, deadline_s, copied)
         )
         pending.when_done(copied.set)
         if not copied.wait(deadline_s + MARGIN_S) or pending.done():
             pending.result(deadline_s=MARGIN_S)
+        pending.stood_s, pending.copy = time.perf_counter() - began, self._sender.copy_times
         return pending
 
     def _take_turn(self, what: str, version: int) -> None:
@@ -269,7 +284,7 @@ def connect_trainer(
     name_map: Callable[[str], str | None] | None = None,
     stacked: Sequence[StackedRule] = TRANSFORMERS_EXPERTS,
     group: str = "trainer",
-    replica: bool = False,
+    replica: bool | str = False,
     connect_deadline_s: float = 60.0,
 ) -> TrainerClient:
     """Connect this rank of a PyTorch trainer (FSDP2, tensor parallel, both, or neither).
@@ -287,17 +302,19 @@ def connect_trainer(
             omitted. `adapter_names()` keeps a LoRA adapter and nothing else.
         stacked: experts that the framework stacks; other rules for models of other frameworks.
         group: name of the trainer job.
-        replica: keep a copy of what is sent as it lies (host memory, as large as that), so that
-            `begin_publish` need not wait for the fleet, and parameters are never registered.
+        replica: keep a copy of what is sent as it lies, as large as that, so that `begin_publish` need
+            not wait for the fleet, and parameters are never registered. "host": in host memory, pinned
+            where weights are on a GPU (`cuda_ipc`); "device": on the weights' GPU; True: the one of the
+            weights' kind.
         connect_deadline_s: how long to wait for the controller.
 
     Raises:
-        ConfigError: `module` is no module, `controller` no URL, `transport` no transport (or none that has a replica),
-            or `arena_nbytes` too small.
+        ConfigError: `module` is no module, `controller` no URL, `transport` no transport (or none that
+            can send from such a replica), or `arena_nbytes` too small.
         UnsupportedLayout: a parameter whose placement or dtype cannot be described.
         TransportUnavailable, AuthenticationError, ProtocolError, PeerTimeout: see there.
     """
-    from windlass.training.fsdp import describe_trainer
+    from windlass.training.fsdp import describe_trainer, step_stream
 
     config = parse_transport(transport)
     described = describe_trainer(module, group=group, name_map=name_map, stacked=stacked)
@@ -312,5 +329,6 @@ def connect_trainer(
         world_size=described.world_size,
         arena_nbytes=arena_nbytes,
         replica=replica,
+        step_stream=step_stream(described.memory_at),
         connect_deadline_s=connect_deadline_s,
     )

@@ -12,8 +12,9 @@ from windlass.execution.base import ParameterMemory
 from windlass.frameworks.dtensor import NameMap, describe_module, parameter_extents
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS, StackedRule
+from windlass.transports.cuda.driver import gpu_of
 
-__all__ = ["DescribedTrainer", "describe_trainer"]
+__all__ = ["DescribedTrainer", "describe_trainer", "step_stream"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,13 @@ class DescribedTrainer:
     def memory_at(self) -> int:
         """Where the first parameter lies now; 0 for a rank that holds none."""
         return next((memory.address for memory in self.parameters()), 0)
+
+
+def step_stream(memory_at: int) -> Callable[[], int] | None:
+    """The current stream of the calling thread on the GPU of this memory; None for host memory."""
+    if not memory_at or (ordinal := gpu_of(memory_at)) < 0:
+        return None
+    return lambda: int(torch.cuda.current_stream(ordinal).cuda_stream)
 
 
 def describe_trainer(

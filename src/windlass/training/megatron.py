@@ -24,7 +24,7 @@ from windlass.layout.naming.place import Coords, Geometry, place
 from windlass.layout.naming.rules import Family
 from windlass.layout.naming.tables import family_named
 from windlass.training.client import TrainerClient
-from windlass.training.fsdp import DescribedTrainer
+from windlass.training.fsdp import DescribedTrainer, step_stream
 from windlass.transports.configs import TransportConfig, parse_transport
 from windlass.transports.registry import create_transport
 
@@ -47,7 +47,7 @@ def connect_megatron_trainer(
     use_main_params: bool = False,
     ignore: Sequence[str] = (),
     group: str = "trainer",
-    replica: bool = False,
+    replica: bool | str = False,
     connect_deadline_s: float = 60.0,
 ) -> TrainerClient:
     """Connect this rank of a Megatron-core trainer.
@@ -94,6 +94,7 @@ def connect_megatron_trainer(
         world_size=described.world_size,
         arena_nbytes=arena_nbytes,
         replica=replica,
+        step_stream=step_stream(described.memory_at),
         connect_deadline_s=connect_deadline_s,
     )
 

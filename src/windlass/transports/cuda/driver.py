@@ -142,7 +142,7 @@ class Stream:
 
     def record(self) -> Event:
         """An event after everything queued so far."""
-        return Event(self._device, self)
+        return Event(self._device, self.handle)
 
     def close(self) -> None:
         """Destroy it; queued work goes on."""
@@ -154,12 +154,12 @@ class Stream:
 class Event:
     """A point in a stream."""
 
-    def __init__(self, device: Device, stream: Stream) -> None:
+    def __init__(self, device: Device, stream: ctypes.c_void_p) -> None:
         device.use()
         self._device = device
         self._handle = ctypes.c_void_p()
         _check(driver().cuEventCreate(ctypes.byref(self._handle), _DISABLE_TIMING), "cuEventCreate")
-        _check(driver().cuEventRecord(self._handle, stream.handle), "cuEventRecord")
+        _check(driver().cuEventRecord(self._handle, stream), "cuEventRecord")
 
     def wait(self) -> None:
         """Block this thread until the point is reached.
@@ -169,6 +169,10 @@ class Event:
         """
         self._device.use()
         _check(driver().cuEventSynchronize(self._handle), "cuEventSynchronize")
+        self.close()
+
+    def close(self) -> None:
+        """Nobody waits for it: instead of `wait`, which does this as well."""
         driver().cuEventDestroy_v2(self._handle)
 
 
@@ -206,6 +210,10 @@ class Device:
         self.use()
         _check(driver().cuCtxSynchronize(), "cuCtxSynchronize")
 
+    def record(self, stream: int) -> Event:
+        """An event after everything queued so far in a stream of another library; 0: the default one."""
+        return Event(self, ctypes.c_void_p(stream))
+
     def use(self) -> None:
         """Make it current in this thread."""
         _check(driver().cuCtxSetCurrent(self._context), "cuCtxSetCurrent")
@@ -241,10 +249,17 @@ class Device:
         # It returns once the bytes are staged, and non-blocking streams do not wait for the rest.
         _check(driver().cuStreamSynchronize(None), "cuStreamSynchronize")
 
-    def download(self, address: int, nbytes: int) -> bytes:
-        """Device to host."""
+    def download(self, address: int, nbytes: int, stream: Stream | None = None) -> bytes:
+        """Device to host; with `stream` in its order, else after what the default one has queued."""
         self.use()
         target = (ctypes.c_char * nbytes)()
+        if stream is not None:
+            code = driver().cuMemcpyDtoHAsync_v2(
+                target, ctypes.c_uint64(address), ctypes.c_size_t(nbytes), stream.handle
+            )
+            _check(code, "cuMemcpyDtoHAsync")
+            _check(driver().cuStreamSynchronize(stream.handle), "cuStreamSynchronize")
+            return bytes(target)
         _check(
             driver().cuMemcpyDtoH_v2(target, ctypes.c_uint64(address), ctypes.c_size_t(nbytes)),
             "cuMemcpyDtoH",

@@ -55,8 +55,12 @@ class Gpu:
             self._late = f"kernels were not over within {deadline_s} s and may still go on"
             raise TransferOutcomeUnknown(f"GPU {self.device.ordinal}: {self._late}") from None
 
-    def settle(self, deadline_s: float) -> None:
+    def settle(self, deadline_s: float, step: Event | None = None) -> None:
         """Wait for what this process has queued on the GPU by whatever library, such as a step.
+
+        Args:
+            deadline_s: for it.
+            step: wait for this only, and not for what other streams or later calls have queued.
 
         Raises:
             TransferFailed: it is not over within `deadline_s` (of this library nothing was queued),
@@ -66,7 +70,8 @@ class Gpu:
         self.refuse_late()
         settled: Future[None] = Future()
         # As in `wait`: the driver knows no deadline, and what hangs here is not ours to end.
-        threading.Thread(target=_settle, args=(self.device, settled), daemon=True).start()
+        wait = (_settle, self.device) if step is None else (_wait_for, step)
+        threading.Thread(target=wait[0], args=(wait[1], settled), daemon=True).start()
         try:
             settled.result(deadline_s)
         except FutureTimeout:

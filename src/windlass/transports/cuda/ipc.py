@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import final
 
 import numpy as np
-import numpy.typing as npt
 
 from windlass.errors import PeerUnreachable, RegionError
 from windlass.transports.base import (
@@ -24,20 +23,11 @@ from windlass.transports.base import (
 )
 from windlass.transports.cuda.driver import IPC_HANDLE_NBYTES, Device, pointer_device
 from windlass.transports.cuda.gpu import Gpu
-from windlass.transports.cuda.kernels import PIECE, PieceTable
+from windlass.transports.cuda.range_copy import RangeCopy
 from windlass.transports.processes import check_alive, own_endpoint
 from windlass.transports.regions import RegionTable, check_batch
-from windlass.transports.splitting import split_pieces
-
-UInt64Array = npt.NDArray[np.uint64]
 
 __all__ = ["CudaIpcTransport", "MappedRegion"]
-
-MAX_PIECE_NBYTES = 64 << 10
-"""One block of threads copies a piece: smaller ones keep more of the device busy at the end."""
-COPY_ENGINE_NBYTES = 32 << 20
-"""From this size per piece copy engines are as fast as the kernel (H200, 2026-11-21: 380 GB/s at
-32 MiB, 268 at 2 MiB) and leave the multiprocessors to others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,31 +158,12 @@ class CudaIpcTransport:
         shifts = np.array([m.shift for m in mapped], np.int64)
         owner = np.searchsorted(starts, batch.remote_addresses, "right") - 1
         remote = (batch.remote_addresses.astype(np.int64) + shifts[owner]).astype(np.uint64)
-        tables = self._queue(batch.local_addresses, remote, batch.nbytes)
-        # If the outcome is unknown a kernel may still read the tables: they stay allocated.
+        copy = RangeCopy(self.gpu, batch.local_addresses, remote, batch.nbytes)
+        copy.queue()
+        # If the outcome is unknown a kernel may still read the table: it stays allocated.
         self.gpu.finish(deadline_s)
-        for table in tables:
-            table.close()
+        copy.close()
         check_alive(batch.endpoint)
-
-    def _queue(
-        self, local: UInt64Array, remote: UInt64Array, nbytes: UInt64Array
-    ) -> list[PieceTable]:
-        large = nbytes >= COPY_ENGINE_NBYTES
-        for source, target, size in zip(
-            local[large].tolist(), remote[large].tolist(), nbytes[large].tolist(), strict=True
-        ):
-            self.gpu.device.copy(target, source, size, self.gpu.stream)
-        if large.all():
-            return []
-        small = ~large
-        cut = split_pieces(local[small], remote[small], nbytes[small], MAX_PIECE_NBYTES)
-        pieces = np.zeros(len(cut[2]), PIECE)
-        pieces["src"], pieces["dst"], pieces["row_elems"] = cut
-        pieces["rows"] = 1
-        table = PieceTable(self.gpu.device, pieces, "put_1", 1)
-        self.gpu.kernels.put(table, self.gpu.stream)
-        return [table]
 
     def fence(self, *, deadline_s: float) -> None:
         """See `OneSidedTransport.fence`: a write ends with its process."""

@@ -29,6 +29,11 @@ class SourceMemory:
         self._device = device
         self._pinned: list[int] = []
 
+    @property
+    def has_pinned(self) -> bool:
+        """Whether anything is pinned here."""
+        return bool(self._pinned)
+
     def reach(self, parameters: Sequence[tuple[int, int]]) -> list[int]:
         """Addresses for kernels; lets go of what an earlier call has pinned.
 
