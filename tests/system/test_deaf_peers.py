@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -31,8 +32,8 @@ from windlass.control.messages import (
 )
 from windlass.control.server import ControlServer
 from windlass.control.session import AgentSession
-from windlass.control.sockets import close_socket
-from windlass.errors import PeerUnreachable, TrainerError
+from windlass.control.sockets import PART_NBYTES, PartJoiner, close_socket, send_frame
+from windlass.errors import PeerUnreachable, ProtocolError, TrainerError
 from windlass.testing.fake_agents import engine_manifest, fake_hello
 from windlass.testing.idle_scheduler import IdleScheduler
 from windlass.training.controller import TrainController
@@ -48,6 +49,8 @@ from windlass.training.messages import (
 TOKEN = "a-token"
 LARGE = "x" * (16 << 20)
 DEADLINE_S = 20.0
+
+WebSocket = web.WebSocketResponse | aiohttp.ClientWebSocketResponse
 
 
 @asynccontextmanager
@@ -93,6 +96,13 @@ def stop_reading(connection: aiohttp.ClientWebSocketResponse) -> None:
     assert below is not None
     assert isinstance(below.transport, asyncio.Transport)
     below.transport.pause_reading()
+
+
+async def frame_of(socket: web.WebSocketResponse | aiohttp.ClientWebSocketResponse) -> bytes:
+    parts, frame = PartJoiner(2 * len(LARGE)), None
+    while frame is None:
+        frame = parts.take(await socket.receive_bytes())
+    return frame
 
 
 def agent_named(worker: str) -> Agent:
@@ -164,7 +174,7 @@ async def test_closing_a_connection_that_nobody_reads_ends_by_its_deadline() -> 
 async def test_an_agent_leaves_a_controller_that_reads_nothing_and_connects_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(conversation, "SEND_DEADLINE_S", 0.3)
+    monkeypatch.setattr(conversation, "send_frame", partial(send_frame, deadline_s=0.3))
     third = asyncio.Event()
     num_connections = 0
 
@@ -181,7 +191,7 @@ async def test_an_agent_leaves_a_controller_that_reads_nothing_and_connects_agai
         await socket.send_bytes(encode(Welcome(1)))
         if num_connections == 1:
             await socket.send_bytes(encode(Envelope(1, 1, 1, Apply(1))))
-            decode_agent_frame(await socket.receive_bytes())
+            await frame_of(socket)
             await socket.close()
         elif num_connections == 2:
             assert isinstance(request.transport, asyncio.Transport)
@@ -228,3 +238,147 @@ async def test_a_trainer_rank_that_does_not_take_a_command_is_named_by_its_deadl
         finally:
             socket._response.close()
             await server.close()
+
+
+async def test_a_large_frame_may_take_longer_than_the_deadline_of_a_part_both_ways() -> None:
+    """Parts are taken slowly: what each of them takes is what counts."""
+    num_parts, pause_s, deadline_s = 40, 0.07, 1.5
+    frames = [bytes([side]) + bytes(num_parts * PART_NBYTES - 2) + b"." for side in (1, 2)]
+    loop = asyncio.get_running_loop()
+
+    async def send(socket: WebSocket, frame: bytes) -> float:
+        began = loop.time()
+        await send_frame(socket, frame, deadline_s)
+        return loop.time() - began
+
+    async def take(socket: WebSocket) -> bytes:
+        parts, frame = PartJoiner(num_parts * PART_NBYTES), None
+        while frame is None:
+            frame = parts.take(await socket.receive_bytes())
+            await asyncio.sleep(pause_s)
+        return frame
+
+    async def converse(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        taken, took_s = await asyncio.gather(take(socket), send(socket, frames[0]))
+        assert taken == frames[1]
+        assert took_s > deadline_s
+        await socket.close()
+        return socket
+
+    server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
+    server.add_routes([web.get("/v1/agents", converse)])
+    await server.start()
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    try:
+        async with aiohttp.ClientSession(headers=headers) as http:
+            socket = await http.ws_connect(f"{server.url}/v1/agents")
+            async with asyncio.timeout(2 * DEADLINE_S):
+                taken, took_s = await asyncio.gather(take(socket), send(socket, frames[1]))
+                assert (await socket.receive()).type is aiohttp.WSMsgType.CLOSE
+            assert taken == frames[0]
+            assert took_s > deadline_s
+            await socket.close()
+    finally:
+        await server.close()
+
+
+STOPPED = """
+import asyncio, os, signal, sys
+import aiohttp
+
+async def main():
+    async with aiohttp.ClientSession(headers={"Authorization": "Bearer " + sys.argv[2]}) as http:
+        socket = await http.ws_connect(sys.argv[1])
+        await socket.receive_bytes()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_process_that_is_stopped_in_the_middle_of_a_large_frame_is_cut_off() -> None:
+    ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def converse(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        try:
+            await send_frame(socket, bytes(64 * PART_NBYTES), 1.0)
+        except ConnectionError as error:
+            ended.set_result(str(error))
+        else:
+            ended.set_result("sent")
+        return socket
+
+    server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
+    server.add_routes([web.get("/v1/agents", converse)])
+    await server.start()
+    arguments = ("-c", STOPPED, f"{server.url}/v1/agents", TOKEN)
+    process = await asyncio.create_subprocess_exec(sys.executable, *arguments)
+    try:
+        async with asyncio.timeout(2 * DEADLINE_S):
+            assert await ended == "the peer does not read: waited 1 s"
+    finally:
+        process.kill()
+        await process.wait()
+        await server.close()
+
+
+async def test_frames_leave_in_the_order_in_which_they_were_sent_whatever_their_size() -> None:
+    frames = [bytes([n]) * (3 * PART_NBYTES if n % 2 else 10) for n in range(6)]
+    taken: list[bytes] = []
+
+    async def converse(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        taken.extend([await frame_of(socket) for _ in frames])
+        return socket
+
+    server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
+    server.add_routes([web.get("/v1/agents", converse)])
+    await server.start()
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    try:
+        async with aiohttp.ClientSession(headers=headers) as http, asyncio.timeout(DEADLINE_S):
+            socket = await http.ws_connect(f"{server.url}/v1/agents")
+            await asyncio.gather(*(send_frame(socket, frame) for frame in frames))
+            assert (await socket.receive()).type is aiohttp.WSMsgType.CLOSE
+        assert taken == frames
+    finally:
+        await server.close()
+
+
+FIRST, MIDDLE, LAST = (bytes([0xC1, mark]) for mark in range(3))
+PART = bytes(range(256)) * (PART_NBYTES // 256)
+
+
+def test_what_was_begun_and_not_ended_is_dropped() -> None:
+    parts = PartJoiner(4 * PART_NBYTES)
+    assert parts.take(FIRST + PART) is None
+    assert parts.take(b"small") == b"small"
+    assert parts.take(FIRST + PART) is None
+    assert parts.take(FIRST + PART) is None
+    assert parts.take(MIDDLE + PART) is None
+    assert parts.take(LAST + b"end") == PART + PART + b"end"
+    assert parts.take(b"") == b""
+
+
+@pytest.mark.parametrize(
+    ("sent", "reason"),
+    [
+        ([LAST + b"end"], "part c102 after 0 parts"),
+        ([MIDDLE + PART], "part c101 after 0 parts"),
+        ([FIRST + PART, b"\xc1\x07" + PART], "part c107 after 1 parts"),
+        ([b"\xc1"], "part c1 after 0 parts"),
+        ([FIRST + b"short"], f"a part must be of {PART_NBYTES} bytes, got 5"),
+        ([FIRST + PART, MIDDLE + PART, LAST + b"x"], f"at most {2 * PART_NBYTES} bytes, got more"),
+    ],
+)
+def test_parts_that_cannot_be_of_one_frame_are_refused(sent: list[bytes], reason: str) -> None:
+    parts = PartJoiner(2 * PART_NBYTES)
+    for part in sent[:-1]:
+        assert parts.take(part) is None
+    with pytest.raises(ProtocolError, match=reason):
+        parts.take(sent[-1])

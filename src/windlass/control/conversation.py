@@ -38,7 +38,7 @@ from windlass.control.messages import (
     decode_controller_frame,
     encode,
 )
-from windlass.control.sockets import SEND_DEADLINE_S, send_frame
+from windlass.control.sockets import PartJoiner, send_frame
 from windlass.errors import (
     AuthenticationError,
     PeerUnreachable,
@@ -237,7 +237,7 @@ class AgentConversation:
         if announced is None or announced.report.done():
             return
         try:
-            await send_frame(socket, encode(announced.frame), SEND_DEADLINE_S)
+            await send_frame(socket, encode(announced.frame))
         except (ConnectionError, aiohttp.ClientError):
             _log.info("announce will be repeated after reconnecting")
 
@@ -245,7 +245,7 @@ class AgentConversation:
         if self._socket is None:
             return  # a lost connection withdraws by itself
         try:
-            await send_frame(self._socket, encode(Withdraw(attempt)), SEND_DEADLINE_S)
+            await send_frame(self._socket, encode(Withdraw(attempt)))
         except (ConnectionError, aiohttp.ClientError):
             _log.info("announcement withdrawn by the loss of the connection")
 
@@ -304,18 +304,23 @@ class AgentConversation:
             hello = msgspec.structs.replace(
                 self._hello(), epoch=epoch, round=round_number, at_rest=self._at_rest
             )
-            await send_frame(socket, encode(hello), SEND_DEADLINE_S)
+            await send_frame(socket, encode(hello))
+            parts = PartJoiner(MAX_MESSAGE_NBYTES)
             async for message in socket:
                 if message.type is aiohttp.WSMsgType.ERROR:
                     raise PeerUnreachable(f"connection broke: {message.data}")
                 if message.type is not aiohttp.WSMsgType.BINARY:
                     raise ProtocolError(f"{self._url}: sent a frame that is not binary")
-                await self._on_frame(socket, message.data)
+                await self._on_frame(socket, parts, message.data)
         raise PeerUnreachable(f"connection closed with code {socket.close_code}")
 
-    async def _on_frame(self, socket: aiohttp.ClientWebSocketResponse, data: bytes) -> None:
-        frame = self._decode(data)
+    async def _on_frame(
+        self, socket: aiohttp.ClientWebSocketResponse, parts: PartJoiner, data: bytes
+    ) -> None:
+        frame = self._decode(parts, data)
         match frame:
+            case None:
+                return
             case Welcome():
                 if self._at_rest:
                     # No command of this connection has been taken: no round is open here yet.
@@ -347,10 +352,11 @@ class AgentConversation:
                 # Handed to the command thread at once, so that pings are answered meanwhile.
                 self._loop.create_task(self._answer(frame))
 
-    def _decode(self, data: bytes) -> ControllerFrame:
+    def _decode(self, parts: PartJoiner, data: bytes) -> ControllerFrame | None:
         """After a welcome, what cannot be decoded was garbled: another connection may be better."""
         try:
-            return decode_controller_frame(data)
+            whole = parts.take(data)
+            return None if whole is None else decode_controller_frame(whole)
         except ProtocolError as error:
             if self.welcomed.done():
                 raise PeerUnreachable(str(error)) from error
@@ -373,7 +379,7 @@ class AgentConversation:
         if self._socket is None:
             return
         try:
-            await send_frame(self._socket, encode(reply), SEND_DEADLINE_S)
+            await send_frame(self._socket, encode(reply))
         except (ConnectionError, aiohttp.ClientError, RuntimeError) as error:
             _log.info("reply not delivered, it is sent again over the next connection: %s", error)
 

@@ -6,7 +6,7 @@ import logging
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from aiohttp import WSMsgType, web
+from aiohttp import WSMessage, WSMsgType, web
 
 from windlass.config import ControlConfig
 from windlass.control.access import Access
@@ -22,7 +22,7 @@ from windlass.control.messages import (
 )
 from windlass.control.server import CALLER, OPEN_SOCKETS
 from windlass.control.session import AgentSession
-from windlass.control.sockets import SEND_DEADLINE_S, close_socket, send_frame
+from windlass.control.sockets import PartJoiner, close_socket, send_frame
 from windlass.errors import PlanError, ProtocolError
 from windlass.transports.addresses import HOST_VARIABLE, is_loopback, is_wildcard
 
@@ -77,25 +77,23 @@ async def serve_agent(
     await socket.prepare(request)
     request.app[OPEN_SOCKETS].add(socket)
     session: AgentSession | None = None
+    parts = PartJoiner(config.max_message_nbytes)
     reason, ended = "connection closed", False
     try:
-        hello = await _read_hello(socket, config.heartbeat_s)
+        hello = await _read_hello(socket, parts, config.heartbeat_s)
         _check_role(hello, CALLER.get())
         session = await owner.admit(hello, socket)
         if session.host:
             _check_published(hello, session.host)
-        await send_frame(socket, encode(Welcome(epoch)), SEND_DEADLINE_S)
+        await send_frame(socket, encode(Welcome(epoch)))
         _log.info("agent %s connected", session.worker)
         await owner.admitted(session)
         async for message in socket:
             if message.type is WSMsgType.ERROR:
                 break
-            if message.type is not WSMsgType.BINARY:
-                raise ProtocolError(f"{session.worker}: frames must be binary")  # noqa: TRY301
-            frame = _decode(message.data)
-            if isinstance(frame, Hello):
-                raise _Garbled(f"{session.worker}: Hello may be sent only once")  # noqa: TRY301
-            await owner.received(session, frame)
+            frame = _take(session, parts, message)
+            if frame is not None:
+                await owner.received(session, frame)
         if socket.exception() is not None:
             reason = f"connection broke: {socket.exception()}"
         # Not by its silence: TimeoutError is what a heartbeat raises, and a deaf one was cut off.
@@ -118,14 +116,16 @@ async def serve_agent(
     return socket
 
 
-async def _read_hello(socket: web.WebSocketResponse, deadline_s: float) -> Hello:
+async def _read_hello(socket: web.WebSocketResponse, parts: PartJoiner, deadline_s: float) -> Hello:
+    """Each part of it by the deadline."""
     try:
-        data = await socket.receive_bytes(timeout=deadline_s)
+        hello = None
+        while hello is None:
+            hello = _decode(parts, await socket.receive_bytes(timeout=deadline_s))
     except TypeError as error:
         raise ProtocolError(f"the first frame must be a binary Hello: {error}") from error
     except TimeoutError as error:
         raise _Garbled(f"the first frame must be Hello, got none in {deadline_s} s") from error
-    hello = _decode(data)
     if not isinstance(hello, Hello):
         raise ProtocolError(f"the first frame must be Hello, got {type(hello).__name__}")
     return hello
@@ -155,9 +155,21 @@ def _check_published(hello: Hello, host: str) -> None:
         )
 
 
-def _decode(data: bytes) -> Hello | Announce | Withdraw | Reply:
+def _take(
+    session: AgentSession, parts: PartJoiner, message: WSMessage
+) -> Announce | Withdraw | Reply | None:
+    if message.type is not WSMsgType.BINARY:
+        raise ProtocolError(f"{session.worker}: frames must be binary")
+    frame = _decode(parts, message.data)
+    if isinstance(frame, Hello):
+        raise _Garbled(f"{session.worker}: Hello may be sent only once")
+    return frame
+
+
+def _decode(parts: PartJoiner, data: bytes) -> Hello | Announce | Withdraw | Reply | None:
     try:
-        return decode_agent_frame(data)
+        whole = parts.take(data)
+        return None if whole is None else decode_agent_frame(whole)
     except ProtocolError as error:
         raise _Garbled(str(error)) from error
 
@@ -165,6 +177,6 @@ def _decode(data: bytes) -> Hello | Announce | Withdraw | Reply:
 async def _refuse(socket: web.WebSocketResponse, reason: str, *, final: bool = True) -> None:
     _log.warning("refused: %s", reason)
     try:
-        await send_frame(socket, encode(Refused(reason, final)), SEND_DEADLINE_S)
+        await send_frame(socket, encode(Refused(reason, final)))
     except ConnectionError:
         return  # it is gone already

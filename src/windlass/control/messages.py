@@ -67,7 +67,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class FailureKind(StrEnum):

@@ -36,7 +36,8 @@ class AgentSession:
 
     Args:
         socket: of the connection. agent: at its other end.
-        send_deadline_s: for the agent to take a frame; the connection of one that does not is cut.
+        send_deadline_s: for the agent to take a frame, or a part of a large one; the connection of
+            one that does not is cut.
 
     Attributes:
         host: address of the agent's host; empty for this one.

@@ -1,4 +1,8 @@
-"""Frames over a WebSocket whose other end may have stopped reading.
+"""Frames over a WebSocket whose other end may be slow, or may have stopped reading.
+
+A large frame travels in parts, each with a deadline of its own: what counts is that bytes move, and
+not how many there are. Between parts the connection's heartbeat gets through, which would end a
+connection that is only busy.
 
 aiohttp waits for room in a connection's buffer without a deadline, while it closes too, and a
 heartbeat that fails does not wake who waits there: a process that is stopped, or hangs, would hold
@@ -10,44 +14,119 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Self, final
+from weakref import WeakKeyDictionary
 
 import aiohttp
 from aiohttp import WSCloseCode, web
 
-__all__ = ["CLOSE_DEADLINE_S", "SEND_DEADLINE_S", "close_socket", "send_frame"]
+from windlass.errors import ProtocolError
 
+__all__ = ["CLOSE_DEADLINE_S", "SEND_DEADLINE_S", "PartJoiner", "close_socket", "send_frame"]
+
+PART_NBYTES = 1 << 20
+"""A frame of at most this many bytes travels whole."""
 SEND_DEADLINE_S = 30.0
+"""For a part to leave: a peer that takes less than 35 kB/s is taken for one that has stopped.
+
+Where there is a heartbeat, pings queue behind a part and what the two kernels hold, some MB in all.
+"""
 CLOSE_DEADLINE_S = 12.0
 """More than aiohttp gives the other end to answer a close, which is 10 s."""
 
+_FIRST, _MIDDLE, _LAST = b"\xc1\x00", b"\xc1\x01", b"\xc1\x02"
+"""Before a part; no frame begins so, since MessagePack never uses the byte c1."""
+
 WebSocket = web.WebSocketResponse | aiohttp.ClientWebSocketResponse
+
+_turns: WeakKeyDictionary[WebSocket, asyncio.Lock] = WeakKeyDictionary()
+"""Frames leave in the order in which they were sent, the parts of each one after another."""
 
 
 async def send_frame(
     websocket: WebSocket,
     data: bytes,
-    deadline_s: float,
+    deadline_s: float = SEND_DEADLINE_S,
     *,
+    within_s: float | None = None,
     on_cut: Callable[[], None] | None = None,
 ) -> None:
-    """Send a binary frame; the connection is cut if that takes longer than `deadline_s`.
+    """Send a MessagePack frame, which `PartJoiner` takes at the other end.
 
-    `on_cut` is called just before, so that whoever sees the connection end knows who ended it.
+    The connection is cut if a part of it (the whole, up to `PART_NBYTES`) takes longer than
+    `deadline_s` to leave, or all of it longer than `within_s`. `on_cut` is called just before, so
+    that whoever sees the connection end knows who ended it.
 
     Raises:
         ConnectionError: the connection is closed, or was cut.
         aiohttp.ClientError, RuntimeError: as aiohttp says that it is closed.
     """
-    with _Cutter(websocket, deadline_s, on_cut) as cutter:
-        try:
-            await websocket.send_bytes(data)
-        except (ConnectionError, aiohttp.ClientError):
-            if not cutter.has_cut:
-                raise
-    if cutter.has_cut:
-        raise ConnectionError(f"the peer does not read: waited {deadline_s} s")
+    loop = asyncio.get_running_loop()
+    end = None if within_s is None else loop.time() + within_s
+    async with _turns.setdefault(websocket, asyncio.Lock()):
+        for part in _parts_of(data):
+            left_s = deadline_s if end is None else min(deadline_s, max(end - loop.time(), 0.0))
+            with _Cutter(websocket, left_s, on_cut) as cutter:
+                try:
+                    await websocket.send_bytes(part)
+                except (ConnectionError, aiohttp.ClientError):
+                    if not cutter.has_cut:
+                        raise
+            if cutter.has_cut:
+                raise ConnectionError(f"the peer does not read: waited {left_s:g} s")
+
+
+def _parts_of(data: bytes) -> Iterator[bytes]:
+    if len(data) <= PART_NBYTES:
+        yield data
+        return
+    for begin in range(0, len(data), PART_NBYTES):
+        end = begin + PART_NBYTES
+        mark = _FIRST if begin == 0 else _LAST if end >= len(data) else _MIDDLE
+        yield mark + data[begin:end]
+
+
+@final
+class PartJoiner:
+    """The receiving end of `send_frame`, for one connection.
+
+    Args:
+        max_nbytes: of a frame.
+    """
+
+    __slots__ = ("_max_nbytes", "_parts")
+
+    def __init__(self, max_nbytes: int) -> None:
+        self._max_nbytes = max_nbytes
+        self._parts: list[bytes] = []
+
+    def take(self, data: bytes) -> bytes | None:
+        """A whole frame, or None if more of it must come.
+
+        What was begun and not ended is dropped: its sender gave up.
+
+        Raises:
+            ProtocolError: no such part may come now, or the frame is too large.
+        """
+        mark, part = data[:2], data[2:]
+        if mark[:1] != _FIRST[:1]:
+            self._parts.clear()
+            return data
+        if mark == _FIRST:
+            self._parts.clear()
+        elif mark not in {_MIDDLE, _LAST} or not self._parts:
+            raise ProtocolError(f"frame: part {mark.hex()} after {len(self._parts)} parts")
+        if mark != _LAST and len(part) != PART_NBYTES:
+            raise ProtocolError(f"frame: a part must be of {PART_NBYTES} bytes, got {len(part)}")
+        if len(self._parts) * PART_NBYTES + len(part) > self._max_nbytes:
+            raise ProtocolError(f"frame: must be of at most {self._max_nbytes} bytes, got more")
+        self._parts.append(part)
+        if mark != _LAST:
+            return None
+        whole = b"".join(self._parts)
+        self._parts.clear()
+        return whole
 
 
 async def close_socket(

@@ -14,7 +14,7 @@ from aiohttp import WSCloseCode, web
 
 from windlass.control.access import Access, role_environment
 from windlass.control.server import ControlServer
-from windlass.control.sockets import SEND_DEADLINE_S, close_socket, send_frame
+from windlass.control.sockets import PartJoiner, close_socket, send_frame
 from windlass.errors import ConfigError, ProtocolError, TrainerError, WindlassError
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.workflows import encode_value
@@ -390,11 +390,11 @@ class TrainController:
 
     # --- connections -------------------------------------------------------------------------
 
-    async def _send(self, rank: _Rank, deadline_s: float) -> None:
+    async def _send(self, rank: _Rank, within_s: float | None = None) -> None:
         if rank.outstanding is None or rank.socket is None or rank.socket.closed:
             return  # sent when it connects
         try:
-            await send_frame(rank.socket, encode_frame(rank.outstanding), deadline_s)
+            await send_frame(rank.socket, encode_frame(rank.outstanding), within_s=within_s)
         except ConnectionError as error:
             _log.info("%s: connection lost while sending: %s", rank.name, error)
 
@@ -402,15 +402,19 @@ class TrainController:
         socket = web.WebSocketResponse(heartbeat=HEARTBEAT_S, max_msg_size=MAX_MESSAGE_NBYTES)
         await socket.prepare(request)
         rank: _Rank | None = None
+        parts = PartJoiner(MAX_MESSAGE_NBYTES)
         try:
             async for message in socket:
                 if message.type is not aiohttp.WSMsgType.BINARY:
                     break
-                frame = decode_worker_frame(message.data)
+                data = parts.take(message.data)
+                if data is None:
+                    continue
+                frame = decode_worker_frame(data)
                 match frame:
                     case Joined():
                         rank = self._admit(frame, socket)
-                        await self._send(rank, SEND_DEADLINE_S)
+                        await self._send(rank)
                     case CallReply() if rank is not None:
                         _resolve(rank, frame)
                     case _:

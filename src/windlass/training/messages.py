@@ -15,7 +15,7 @@ __all__ = [
     "TrainCommand", "TrainStep", "decode_call", "decode_worker_frame", "encode_frame",
 ]  # fmt: skip
 
-TRAIN_PROTOCOL_VERSION = 2
+TRAIN_PROTOCOL_VERSION = 3
 
 
 class Joined(msgspec.Struct, frozen=True, tag="joined"):

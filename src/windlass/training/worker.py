@@ -20,7 +20,7 @@ from typing import Any, Protocol, final
 
 import aiohttp
 
-from windlass.control.sockets import SEND_DEADLINE_S, send_frame
+from windlass.control.sockets import PartJoiner, send_frame
 from windlass.envs import control_token, environment_value
 from windlass.errors import AuthenticationError, ConfigError, PeerUnreachable, ProtocolError
 from windlass.execution.collective_group import Rendezvous
@@ -271,13 +271,16 @@ class _Worker:
             self._port,
             tuple(sorted(self._operations)),
         )
-        await send_frame(socket, encode_frame(joined), SEND_DEADLINE_S)
+        await send_frame(socket, encode_frame(joined))
         self._socket = socket
+        parts = PartJoiner(MAX_MESSAGE_NBYTES)
         try:
             async for message in socket:
                 if message.type is not aiohttp.WSMsgType.BINARY:
                     break
-                await self._receive(decode_call(message.data))
+                data = parts.take(message.data)
+                if data is not None:
+                    await self._receive(decode_call(data))
         finally:
             self._socket = None
         if socket.close_code == aiohttp.WSCloseCode.POLICY_VIOLATION:
@@ -299,6 +302,6 @@ class _Worker:
             del self._replies[min(self._replies)]
         if self._socket is not None and not self._socket.closed:
             try:
-                await send_frame(self._socket, encode_frame(reply), SEND_DEADLINE_S)
+                await send_frame(self._socket, encode_frame(reply))
             except (ConnectionError, aiohttp.ClientError):
                 return  # asked for again on the next connection
