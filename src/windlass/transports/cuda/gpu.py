@@ -8,11 +8,11 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import final
 
-from windlass.errors import TransferFailed, TransferOutcomeUnknown
+from windlass.errors import TransferFailed, TransferOutcomeUnknown, WindlassError
 from windlass.transports.cuda.driver import Device, Event, Stream
 from windlass.transports.cuda.kernels import Kernels
 
-__all__ = ["Gpu", "shared_gpu"]
+__all__ = ["Gpu", "end_queued", "shared_gpu"]
 
 
 @final
@@ -48,12 +48,17 @@ class Gpu:
         self.refuse_late()
         reached: Future[None] = Future()
         # The driver's wait has no deadline; a daemon thread of its own holds up nobody else.
-        threading.Thread(target=_wait_for, args=(event, reached), daemon=True).start()
         try:
+            threading.Thread(target=_wait_for, args=(event, reached), daemon=True).start()
             reached.result(deadline_s)
         except FutureTimeout:
-            self._late = f"kernels were not over within {deadline_s} s and may still go on"
+            self.distrust(f"kernels were not over within {deadline_s} s and may still go on")
             raise TransferOutcomeUnknown(f"GPU {self.device.ordinal}: {self._late}") from None
+        except RuntimeError as error:
+            if isinstance(error, WindlassError):
+                raise
+            self.distrust(f"kernels may still go on, nobody can wait for them: {error}")
+            raise TransferOutcomeUnknown(f"GPU {self.device.ordinal}: {self._late}") from error
 
     def settle(self, deadline_s: float, step: Event | None = None) -> None:
         """Wait for what this process has queued on the GPU by whatever library, such as a step.
@@ -71,14 +76,24 @@ class Gpu:
         settled: Future[None] = Future()
         # As in `wait`: the driver knows no deadline, and what hangs here is not ours to end.
         wait = (_settle, self.device) if step is None else (_wait_for, step)
-        threading.Thread(target=wait[0], args=(wait[1], settled), daemon=True).start()
         try:
+            threading.Thread(target=wait[0], args=(wait[1], settled), daemon=True).start()
             settled.result(deadline_s)
         except FutureTimeout:
             raise TransferFailed(
                 f"GPU {self.device.ordinal}: work of this process was not over within {deadline_s} s; "
                 "nothing was sent"
             ) from None
+        except RuntimeError as error:
+            if isinstance(error, WindlassError):
+                raise
+            raise TransferFailed(
+                f"GPU {self.device.ordinal}: nobody can wait for it: {error}; nothing was sent"
+            ) from error
+
+    def distrust(self, reason: str) -> None:
+        """Queued work may go on for ever, as far as anybody knows."""
+        self._late = reason
 
     def refuse_late(self) -> None:
         """To be called before tables are freed or made: late kernels may read the old ones.
@@ -92,6 +107,20 @@ class Gpu:
     def finish(self, deadline_s: float) -> None:
         """As `wait`, for everything queued in the stream so far."""
         self.wait(self.stream.record(), deadline_s)
+
+
+def end_queued(gpu: Gpu, error: Exception, deadline_s: float) -> None:
+    """`error` came up when work was queued already: return once that is over, then raise `error`.
+
+    Raises:
+        TransferOutcomeUnknown: it is not, or that cannot be told.
+    """
+    try:
+        gpu.finish(deadline_s)
+    # Whatever it is: as nobody has seen the end of what was queued, bytes may still land.
+    except Exception as again:  # noqa: BLE001
+        gpu.distrust(f"{error}; then {again}: bytes may still land")
+        raise TransferOutcomeUnknown(f"{error}; then {again}: bytes may still land") from error
 
 
 @functools.cache

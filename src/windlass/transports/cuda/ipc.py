@@ -7,6 +7,7 @@ stores into it, by kernel or by copy engine. The owner's process takes no part i
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import final
@@ -22,7 +23,7 @@ from windlass.transports.base import (
     WriteBatch,
 )
 from windlass.transports.cuda.driver import IPC_HANDLE_NBYTES, Device, pointer_device
-from windlass.transports.cuda.gpu import Gpu
+from windlass.transports.cuda.gpu import Gpu, end_queued
 from windlass.transports.cuda.range_copy import RangeCopy
 from windlass.transports.processes import check_alive, own_endpoint
 from windlass.transports.regions import RegionTable, check_batch
@@ -158,10 +159,18 @@ class CudaIpcTransport:
         shifts = np.array([m.shift for m in mapped], np.int64)
         owner = np.searchsorted(starts, batch.remote_addresses, "right") - 1
         remote = (batch.remote_addresses.astype(np.int64) + shifts[owner]).astype(np.uint64)
+        began = time.monotonic()
         copy = RangeCopy(self.gpu, batch.local_addresses, remote, batch.nbytes)
-        copy.queue()
+        try:
+            copy.queue()
+            event = self.gpu.stream.record()
+        # Whatever stops it half way: what was queued before may still be under way.
+        except Exception as error:
+            end_queued(self.gpu, error, max(deadline_s - (time.monotonic() - began), 0.0))
+            copy.close()
+            raise
         # If the outcome is unknown a kernel may still read the table: it stays allocated.
-        self.gpu.finish(deadline_s)
+        self.gpu.wait(event, max(deadline_s - (time.monotonic() - began), 0.0))
         copy.close()
         check_alive(batch.endpoint)
 
