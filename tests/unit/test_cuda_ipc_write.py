@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -51,7 +53,7 @@ class Ends:
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
     monkeypatch.setattr(ipc, "Gpu", lambda *_: numpy_gpu())
-    monkeypatch.setattr(ipc, "RangeCopy", lambda *args: RangeCopy(*args, engine_nbytes=LARGE))
+    monkeypatch.setattr(ipc, "RangeCopy", functools.partial(RangeCopy, engine_nbytes=LARGE))
     return Ends()
 
 

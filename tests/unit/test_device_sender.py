@@ -23,7 +23,7 @@ from windlass.planning.planner import plan_transfer
 from windlass.testing.numpy_gpu import numpy_gpu
 from windlass.transports.base import RemoteRegion
 from windlass.transports.cuda import driver, sources
-from windlass.transports.cuda.driver import Device, MemoryKind
+from windlass.transports.cuda.driver import Device, Event, MemoryKind
 from windlass.transports.cuda.gpu import Gpu
 from windlass.transports.cuda.ipc import CudaIpcTransport, MappedRegion
 from windlass.transports.memory import MemoryFabric, MemoryTransport
@@ -132,21 +132,24 @@ def test_a_gpu_that_is_busy_until_the_deadline_sends_nothing(
     assert not pair.served.any()
 
 
+@pytest.mark.parametrize("stops", [TransferFailed("no such launch"), MemoryError("none left")])
 @pytest.mark.parametrize(
-    ("ends", "wanted"),
+    "ends",
     [
-        (None, TransferFailed),
-        (TransferFailed("no event"), TransferOutcomeUnknown),
-        (TransferOutcomeUnknown("late"), TransferOutcomeUnknown),
+        None,
+        TransferFailed("no event"),
+        TransferOutcomeUnknown("late"),
+        RuntimeError("can't start new thread"),
     ],
 )
 def test_a_write_that_stops_half_way_has_failed_only_when_all_that_was_queued_is_over(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, ends: Exception | None, wanted: type[Exception]
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, ends: Exception | None, stops: Exception
 ) -> None:
     finished: list[float] = []
+    wanted = type(stops) if ends is None else TransferOutcomeUnknown
 
     def refuse(*_: object) -> None:
-        raise TransferFailed("no such launch")
+        raise stops
 
     def finish(deadline_s: float) -> None:
         finished.append(deadline_s)
@@ -161,6 +164,43 @@ def test_a_write_that_stops_half_way_has_failed_only_when_all_that_was_queued_is
             pair.sender.write(0, ["engine/0"], SECONDS)
     assert len(finished) == 1
     assert 0 < finished[0] <= SECONDS
+    assert pair.gpu.is_late == (ends is not None)  # what may still be read is kept
+
+
+def test_unknown_is_told_though_nobody_can_look_whether_the_engine_lives(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(24, "too many open files")
+
+    def late(*_: object) -> None:
+        raise TransferOutcomeUnknown("late")
+
+    pair.sender.prepare(0)
+    with monkeypatch.context() as patch:
+        patch.setattr("windlass.execution.device_sender.check_alive", refuse)
+        patch.setattr(pair.gpu, "wait", late)
+        (link,) = pair.sender.write(0, ["engine/0"], SECONDS).links
+    assert (link.status, link.error) == (LinkStatus.UNKNOWN, "late")
+
+
+def test_a_gpu_for_which_no_thread_can_wait_is_not_taken_for_one_at_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    gpu = Gpu.__new__(Gpu)
+    gpu._late = ""
+    gpu.device = cast("Device", SimpleNamespace(ordinal=3, synchronize=refuse))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(TransferFailed, match="nothing was sent"):
+            gpu.settle(SECONDS)
+        assert not gpu.is_late
+        with pytest.raises(TransferOutcomeUnknown, match="may still go on"):
+            gpu.wait(cast("Event", None), SECONDS)
+    assert gpu.is_late
 
 
 def test_tables_that_late_kernels_may_read_are_neither_freed_nor_replaced(pair: Pair) -> None:

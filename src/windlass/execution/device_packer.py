@@ -125,9 +125,11 @@ class DevicePacker:
 
     def abandon(self, *, renew: bool = True) -> None:
         """See `Packer`."""
-        if self._slot.arena is not None:
-            self._drop_waves()
-        self._slot.abandon(renew=renew)
+        try:
+            if self._slot.arena is not None:
+                self._drop_waves()
+        finally:  # a table that cannot be freed must not leave the arena in use
+            self._slot.abandon(renew=renew)
 
     def close(self) -> None:
         """See `Packer`."""

@@ -52,6 +52,7 @@ from windlass.execution.replica import Replica
 from windlass.layout.manifest import ShardManifest
 from windlass.planning.plan import TransferPlan
 from windlass.transports.cuda.driver import Event
+from windlass.transports.cuda.gpu import end_queued
 from windlass.transports.cuda.ipc import CudaIpcTransport
 from windlass.transports.cuda.sources import SourceMemory
 from windlass.transports.processes import check_alive
@@ -258,8 +259,9 @@ class DeviceSender:
                 if name not in gone
                 for landed, event in self._queue(name, version, write)
             ]
-        except TransferFailed as error:
-            self._end_queued(error, asked + deadline_s)
+        # Whatever stops it half way: what was queued before must be over, or it is not known.
+        except Exception as error:
+            end_queued(self._gpu, error, max(asked + deadline_s - time.perf_counter(), 0.0))
             raise
         late = self._follow(queued, asked + deadline_s)
         wire_s = time.perf_counter() - began
@@ -279,13 +281,6 @@ class DeviceSender:
                 queued.append((landed, stream.record()))
         return queued
 
-    def _end_queued(self, error: TransferFailed, deadline: float) -> None:
-        """One of several kernels was not queued: the write has failed once the others are over."""
-        try:
-            self._gpu.finish(max(deadline - time.perf_counter(), 0.0))
-        except TransferFailed as again:
-            raise TransferOutcomeUnknown(f"{error}; then {again}: bytes may still land") from error
-
     def _follow(self, queued: Sequence[tuple[str, Landed, Event]], deadline: float) -> str:
         """Tell the peers as parts land; empty, or why it is not known whether all have."""
         try:
@@ -302,6 +297,8 @@ class DeviceSender:
             check_alive(self._bindings[name].endpoint)
         except PeerUnreachable as error:
             return str(error)
+        except OSError:  # such as too many open files: nobody knows that it is gone
+            return ""
         return ""
 
     def _outcome(self, name: str, gone: str, late: str) -> LinkOutcome:

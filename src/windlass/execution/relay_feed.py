@@ -15,9 +15,10 @@ from typing import final
 
 import numpy as np
 
-from windlass.errors import PlanError, TransferError, TransferOutcomeUnknown
+from windlass.errors import PlanError
 from windlass.execution.bind import LinkProgram, check_binding
 from windlass.execution.bindings import DestinationBinding
+from windlass.execution.outcomes import is_unknown, submit
 from windlass.execution.payload import Payload, UInt64Array, hash_chunks, payload_of
 from windlass.execution.pieces import Pieces
 from windlass.execution.relay_outlet import WRITES_AT_ONCE, Outlet, write_chunk
@@ -187,7 +188,7 @@ class Feeds:
             try:
                 write_chunk(transport, binding, feed.payload, chunk, ready.local, remote, deadline)
                 outlet.send(ChunkLanded(worker, chunk, ready.chunks[chunk]))
-            except TransferError:
+            except BaseException:  # whatever it is, the root waits for no more
                 failed.set()
                 raise
             return feed.payload.chunk_nbytes(chunk)
@@ -195,9 +196,9 @@ class Feeds:
         lanes, num_lanes = feed.lanes_of(binding.worker), len(feed.group.lanes)
         mine = [c for c in range(feed.payload.num_chunks) if c % num_lanes in lanes]
         with ThreadPoolExecutor(WRITES_AT_ONCE, "windlass-feed") as pool:
-            written = [pool.submit(write, chunk) for chunk in mine]
+            written = [submit(pool, write, chunk) for chunk in mine]
         errors = [error for job in written if (error := job.exception()) is not None]
-        unknown = [error for error in errors if isinstance(error, TransferOutcomeUnknown)]
+        unknown = [error for error in errors if is_unknown(error)]
         outlet.end(unknown=bool(unknown))
         for error in (*unknown, *errors):
             raise error

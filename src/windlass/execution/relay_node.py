@@ -8,6 +8,7 @@ whether bytes may still land.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Sequence
@@ -33,6 +34,8 @@ from windlass.planning.relay import RelayGroup, children_of, depths_of
 from windlass.telemetry.clock import Deadline
 
 __all__ = ["RelayNode"]
+
+_log = logging.getLogger(__name__)
 
 PATIENCE_SPREAD = 0.25
 """Of the time for a relay: between the ends of the patience of the first and the last in a lane."""
@@ -136,6 +139,9 @@ class RelayNode:
                         break
                     case _:
                         assert_never(event)
+        # The boundary of a round: what is known of writes from here and to here must be told.
+        except Exception:  # noqa: BLE001
+            _log.exception("%s: the relay stops here", self._receiver.manifest.worker)
         finally:
             self._running = None
             round_.finish(inlet.end(place))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -14,8 +15,9 @@ from typing import final
 
 import numpy as np
 
-from windlass.errors import TransferError, TransferOutcomeUnknown
+from windlass.errors import TransferError
 from windlass.execution.bindings import DestinationBinding
+from windlass.execution.outcomes import is_unknown, submit
 from windlass.execution.payload import Payload, UInt64Array
 from windlass.execution.receiver import Receiver
 from windlass.execution.relay_outlet import WRITES_AT_ONCE, Outlet, write_chunk
@@ -25,6 +27,8 @@ from windlass.memory.packing import bytes_at
 from windlass.telemetry.clock import Deadline
 
 __all__ = ["BoundGroup", "RelayResult", "RelayRound"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,7 @@ class _Child:
 
     def submit(self, job: Callable[[], int]) -> None:
         """Have a thread carry it out; it begins after all earlier ones have begun."""
-        self.jobs.append(self.pool.submit(job))
+        self.jobs.append(submit(self.pool, job))
 
     def submit_last(self, job: Callable[[], int]) -> None:
         """As `submit`, once all earlier ones have ended."""
@@ -221,8 +225,23 @@ class RelayRound:
             child.submit_last(partial(self._close, child))
         for child in self._children.values():
             child.pool.shutdown(wait=True)
-        for child in self._children.values():
-            self._nbytes += sum(job.result() for job in child.jobs)
+        for name, child in self._children.items():
+            self._nbytes += self._settle(name, child)
+
+    def _settle(self, name: str, child: _Child) -> int:
+        """Bytes that its jobs have passed on; what any of them raised is said of the child."""
+        nbytes = 0
+        for job in child.jobs:
+            error = job.exception()
+            if error is None:
+                nbytes += job.result()
+                continue
+            _log.error("%s: relaying to %s failed", self._worker, name, exc_info=error)
+            if is_unknown(error):
+                child.unknown = True
+        if child.outlet is not None:
+            child.outlet.close()
+        return nbytes
 
     def result(self) -> RelayResult:
         """After `finish`."""
@@ -246,8 +265,7 @@ class RelayRound:
         return 0
 
     def _pass_on(self, child: _Child, landed: ChunkLanded) -> int:
-        child.jobs[0].result()
-        if child.given_up or child.outlet is None:
+        if child.jobs[0].exception() is not None or child.given_up or child.outlet is None:
             return 0
         payload = self._bound.payloads[landed.source]
         try:
@@ -261,10 +279,13 @@ class RelayRound:
                 self._deadline,
             )
             child.outlet.send(landed)
-        except TransferOutcomeUnknown:
-            child.given_up = child.unknown = True
-        except TransferError:
+        except TransferError as error:
+            if is_unknown(error):
+                child.unknown = True
             child.given_up = True  # it finds the link incomplete when the connection ends
+        except BaseException:  # whatever it is, bytes may still land there
+            child.given_up = child.unknown = True
+            raise
         self._last_s = time.perf_counter()
         return payload.chunk_nbytes(landed.chunk)
 

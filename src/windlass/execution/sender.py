@@ -21,13 +21,7 @@ from typing import final
 
 import numpy as np
 
-from windlass.errors import (
-    ConfigError,
-    PeerUnreachable,
-    PlanError,
-    TransferError,
-    TransferOutcomeUnknown,
-)
+from windlass.errors import ConfigError, PlanError, WindlassError
 from windlass.execution.base import ParameterMemory, SendResult
 from windlass.execution.bind import (
     LinkProgram,
@@ -37,6 +31,7 @@ from windlass.execution.bind import (
     check_part,
 )
 from windlass.execution.bindings import DestinationBinding, LinkOutcome, LinkStatus
+from windlass.execution.outcomes import status_of, submit
 from windlass.execution.pack_arena import PackArena
 from windlass.execution.packer import PackedLink, Peer
 from windlass.execution.packers import packer_for
@@ -293,7 +288,7 @@ class Sender:
             began, arena = time.perf_counter(), self._packer.arena
             digests = {n: self._feeds.digest_of(n) for n in destinations if n in self._feeds}
             roots = {
-                root: self._pool.submit(self._feed_root, root, place, deadline)
+                root: submit(self._pool, self._feed_root, root, place, deadline)
                 for root in self._feeds.roots()
             }
             try:
@@ -377,14 +372,12 @@ class Sender:
     def _fed_outcome(
         self, name: str, written: Future[int] | None, digest: str, arena: PackArena | None
     ) -> LinkOutcome:
-        try:
-            nbytes = 0 if written is None else written.result()
-        except TransferError as error:
+        if written is not None and (error := written.exception()) is not None:
             return self._failed(name, error, arena)
         if not digest:
             reason = "arena_nbytes: too small to hold a relayed link"
             return LinkOutcome(name, LinkStatus.FAILED, 0, "", reason)
-        return LinkOutcome(name, LinkStatus.OK, nbytes, digest)
+        return LinkOutcome(name, LinkStatus.OK, 0 if written is None else written.result(), digest)
 
     # --- whole-shard arena -------------------------------------------------------------------
 
@@ -394,18 +387,19 @@ class Sender:
         """Write packed links side by side; outcomes, and seconds from first to last."""
         began, arena = time.perf_counter(), self._packer.arena
         writes = {
-            name: self._pool.submit(self._write_batches, name, link.batches, deadline)
+            name: submit(self._pool, self._write_batches, name, link.batches, deadline)
             for name, link in ready.items()
         }
         wait(writes.values())
         wire_s = time.perf_counter() - began
         outcomes = {}
         for name, written in writes.items():
-            try:
-                written.result()
-                outcomes[name] = self._succeeded(name, ready[name].digest)
-            except TransferError as error:
-                outcomes[name] = self._failed(name, error, arena)
+            error = written.exception()
+            outcomes[name] = (
+                self._succeeded(name, ready[name].digest)
+                if error is None
+                else self._failed(name, error, arena)
+            )
         return outcomes, wire_s
 
     # --- ring --------------------------------------------------------------------------------
@@ -422,14 +416,23 @@ class Sender:
                     wire_s += in_flight.result()
                     waited += time.perf_counter() - paused
                 if batch is not None:
-                    in_flight = self._pool.submit(self._write_batches, name, (batch,), deadline)
+                    in_flight = submit(self._pool, self._write_batches, name, (batch,), deadline)
             outcome = self._succeeded(name, self._packer.digest)
-        except (TransferError, PlanError) as error:  # the other links' outcomes must not be lost
-            outcome = self._failed(name, error, self._packer.arena)
+        # The boundary of a link: whatever it meets, the outcomes of the other links must be told.
+        except Exception as error:  # noqa: BLE001
+            outcome = self._stopped(name, error, in_flight)
         finally:
             if in_flight is not None:
                 wait((in_flight,))
         return outcome, wire_s, time.perf_counter() - began - waited
+
+    def _stopped(self, name: str, error: Exception, in_flight: Future[float] | None) -> LinkOutcome:
+        """Of a link whose packing or writing raised `error`: what is on the wire has the last word."""
+        written = None if in_flight is None else in_flight.exception()
+        if written is None and not isinstance(error, WindlassError):
+            _log.error("packing for %s failed", name, exc_info=error)
+            return LinkOutcome(name, LinkStatus.FAILED, 0, "", f"{type(error).__name__}: {error}")
+        return self._failed(name, error if written is None else written, self._packer.arena)
 
     # --- both --------------------------------------------------------------------------------
 
@@ -454,18 +457,13 @@ class Sender:
     def _succeeded(self, name: str, digest: str) -> LinkOutcome:
         return LinkOutcome(name, LinkStatus.OK, self._programs[name].nbytes, digest)
 
-    def _failed(
-        self, name: str, error: TransferError | PlanError, arena: PackArena | None
-    ) -> LinkOutcome:
-        match error:
-            case PeerUnreachable():
-                status = LinkStatus.UNREACHABLE
-            case TransferOutcomeUnknown():
-                status = LinkStatus.UNKNOWN
-                self._abandon(arena)
-            case _:
-                status = LinkStatus.FAILED
-        return LinkOutcome(name, status, 0, "", f"{type(error).__name__}: {error}")
+    def _failed(self, name: str, error: BaseException, arena: PackArena | None) -> LinkOutcome:
+        status, reason = status_of(error), f"{type(error).__name__}: {error}"
+        if not isinstance(error, WindlassError):
+            _log.error("writing to %s failed", name, exc_info=error)
+        if status is LinkStatus.UNKNOWN:
+            self._abandon(arena)
+        return LinkOutcome(name, status, 0, "", reason)
 
     def _settle_doubt(self, *, renew: bool = True) -> None:
         """With a replica: part with memory that a write of unknown outcome may still read."""
@@ -482,5 +480,5 @@ class Sender:
             self._feeds.forget()
             try:
                 self._packer.abandon()
-            except (TransferError, OSError):  # the outcome counts: links find no arena
+            except (WindlassError, OSError, MemoryError):  # the outcome counts: links find no arena
                 _log.exception("%s: no memory for another arena", self._manifest.worker)

@@ -1,0 +1,335 @@
+"""What one link meets hides nothing of the others: each that was begun is waited for, unknown is told."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from windlass.config import UpdateMode
+from windlass.errors import (
+    PeerUnreachable,
+    PlanError,
+    TransferFailed,
+    TransferOutcomeUnknown,
+    TransportUnavailable,
+)
+from windlass.execution.base import ParameterMemory
+from windlass.execution.bindings import DestinationBinding, LinkStatus
+from windlass.execution.receiver import Receiver
+from windlass.execution.relay_node import RelayNode
+from windlass.execution.relay_round import RelayResult
+from windlass.execution.sender import Sender
+from windlass.layout.box import Box
+from windlass.layout.dtypes import DType
+from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
+from windlass.planning.planner import plan_transfer
+from windlass.planning.relay import RelayGroup
+from windlass.testing.wrapped_transport import WrappedTransport
+from windlass.transports.base import WriteBatch
+from windlass.transports.memory import MemoryFabric, MemoryTransport
+
+COUNT = 600
+SECONDS = 20.0
+ENGINES = ("engine-a/0", "engine-b/0", "engine-c/0")
+PLACE = (1, 1)
+
+
+def manifest(worker: str, role: Role, dtype: DType) -> ShardManifest:
+    builder = ManifestBuilder(worker, role)
+    builder.add_parameter("w", nbytes=COUNT * dtype.itemsize, dtype=dtype)
+    builder.add_shard("w", (COUNT,), Box((0,), (COUNT,)), "w")
+    return builder.build()
+
+
+class Scripted(WrappedTransport):
+    """Does `script[endpoint address]` instead of a write, given the write itself."""
+
+    def __init__(self, inner: MemoryTransport) -> None:
+        super().__init__(inner)
+        self.script: dict[str, Callable[[Callable[[], None]], None]] = {}
+        self.written: list[str] = []
+
+    def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
+        def write() -> None:
+            self.inner.write(batch, deadline_s=deadline_s)
+
+        do = self.script.get(batch.endpoint.address)
+        if do is None:
+            write()
+        else:
+            do(write)
+        self.written.append(batch.endpoint.address)
+
+
+class Fleet:
+    """One trainer rank and three engine ranks; what is sent is cast, and so packed."""
+
+    def __init__(self, arena_nbytes: int = 0) -> None:
+        fabric = MemoryFabric()
+        ours = manifest("trainer/0", Role.TRAINER, DType.FLOAT32)
+        theirs = [manifest(name, Role.ENGINE, DType.BFLOAT16) for name in ENGINES]
+        self.trained = np.arange(COUNT, dtype="<f4") + 1
+        self.plan = plan_transfer([ours], theirs)
+        self.served = {name: np.zeros(COUNT, "<u2") for name in ENGINES}
+        self.transports: dict[str, Scripted] = {}
+        self.receivers: dict[str, Receiver] = {}
+        self.bindings: list[DestinationBinding] = []
+        for target in theirs:
+            name, memory = target.worker, self.served[target.worker]
+            transport = self.transports[name] = Scripted(MemoryTransport(fabric, name))
+            region = transport.register(memory.ctypes.data, memory.nbytes)
+            receiver = Receiver(transport, target, [memory.ctypes.data], [region])
+            self.receivers[name] = receiver
+            part = self.plan.for_destination(name)
+            self.bindings.append(receiver.connect(part, UpdateMode.IN_PLACE))
+        self.transport = Scripted(MemoryTransport(fabric, "trainer"))
+        where = [ParameterMemory(self.trained.ctypes.data, self.trained.nbytes)]
+        self.sender = Sender(self.transport, ours, lambda: where, arena_nbytes=arena_nbytes)
+        self.sender.connect(self.plan.for_source("trainer/0"), self.bindings)
+        self.sender.prepare()
+
+    @property
+    def script(self) -> dict[str, Callable[[Callable[[], None]], None]]:
+        """Of the trainer."""
+        return self.transport.script
+
+    def write(self) -> dict[str, LinkStatus]:
+        sent = self.sender.write(ENGINES, SECONDS)
+        return {link.destination: link.status for link in sent.links}
+
+    def close(self) -> None:
+        self.sender.close()
+        for name in ENGINES:
+            self.receivers[name].close()
+            self.transports[name].close()
+        self.transport.close()
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    found = Fleet()
+    yield found
+    found.close()
+
+
+def raises(error: Exception) -> Callable[[Callable[[], None]], None]:
+    def do(_: Callable[[], None]) -> None:
+        raise error
+
+    return do
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (RuntimeError("a bug"), LinkStatus.UNKNOWN),
+        (MemoryError("none left"), LinkStatus.UNKNOWN),
+        (OSError(24, "too many open files"), LinkStatus.UNKNOWN),
+        (TransportUnavailable("another wire; nothing was sent"), LinkStatus.FAILED),
+        (TransferFailed("over"), LinkStatus.FAILED),
+        (PeerUnreachable("gone"), LinkStatus.UNREACHABLE),
+    ],
+)
+@pytest.mark.parametrize("first", ["engine-a/0", "engine-c/0"])
+def test_no_error_of_one_link_hides_what_became_of_another(
+    fleet: Fleet, error: Exception, status: LinkStatus, first: str
+) -> None:
+    stopped = threading.Event()
+
+    def stop(_: Callable[[], None]) -> None:
+        stopped.set()
+        raise error
+
+    def lose(_: Callable[[], None]) -> None:
+        assert stopped.wait(SECONDS)
+        raise TransferOutcomeUnknown("bytes may still land")
+
+    def arrive_late(write: Callable[[], None]) -> None:
+        assert stopped.wait(SECONDS)
+        write()
+
+    second, third = (name for name in ENGINES if name != first)
+    fleet.script.update({first: stop, second: lose, third: arrive_late})
+    assert fleet.write() == {
+        first: status,
+        second: LinkStatus.UNKNOWN,
+        third: LinkStatus.OK,
+    }
+
+
+def test_an_error_that_nobody_foresaw_takes_the_arena_out_of_use(fleet: Fleet) -> None:
+    arena = fleet.sender._packer.arena
+    assert arena is not None
+    fleet.script["engine-b/0"] = raises(RuntimeError("a bug"))
+    assert fleet.write()["engine-b/0"] is LinkStatus.UNKNOWN
+    assert fleet.sender._packer.arena not in {None, arena}
+    assert arena.nbytes > 0  # nobody has unmapped it
+
+
+@pytest.mark.parametrize("unforeseen", [OSError(12, "no memory"), MemoryError("no memory")])
+def test_unknown_is_told_where_another_arena_cannot_be_had(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, unforeseen: Exception
+) -> None:
+    def refuse(*_: object) -> None:
+        raise unforeseen
+
+    fleet.script["engine-a/0"] = raises(TransferOutcomeUnknown("bytes may still land"))
+    with monkeypatch.context() as patch:
+        patch.setattr("windlass.execution.packer.Arena", refuse)
+        assert fleet.write()["engine-a/0"] is LinkStatus.UNKNOWN
+
+
+def test_a_link_for_which_no_thread_is_to_be_had_hides_nothing(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit, refused = fleet.sender._pool.submit, threading.Event()
+
+    def refuse(job: Callable[..., float], *args: object) -> Future[float]:
+        if args[0] == "engine-c/0":
+            refused.set()
+            raise RuntimeError("can't start new thread")
+        return submit(job, *args)
+
+    def lose(_: Callable[[], None]) -> None:
+        assert refused.wait(SECONDS)
+        raise TransferOutcomeUnknown("bytes may still land")
+
+    fleet.script["engine-a/0"] = lose
+    monkeypatch.setattr(fleet.sender._pool, "submit", refuse)
+    assert fleet.write() == {
+        "engine-a/0": LinkStatus.UNKNOWN,
+        "engine-b/0": LinkStatus.OK,
+        "engine-c/0": LinkStatus.UNKNOWN,
+    }
+
+
+@pytest.mark.parametrize("packing", [MemoryError("none left"), PlanError("a row of blocks")])
+@pytest.mark.parametrize(
+    ("wire", "status"),
+    [
+        (TransferOutcomeUnknown("bytes may still land"), LinkStatus.UNKNOWN),
+        (OSError(5, "input or output"), LinkStatus.UNKNOWN),
+        (PeerUnreachable("gone"), LinkStatus.UNREACHABLE),
+        (None, LinkStatus.FAILED),
+    ],
+)
+def test_a_ring_that_cannot_be_packed_on_tells_what_is_on_the_wire(
+    monkeypatch: pytest.MonkeyPatch,
+    packing: Exception,
+    wire: Exception | None,
+    status: LinkStatus,
+) -> None:
+    fleet = Fleet(arena_nbytes=512)
+    ring, stopped = fleet.sender._packer.ring, threading.Event()
+
+    def stop(program: object, peer: object) -> Iterator[object]:
+        batches = ring(program, peer)  # type: ignore[arg-type]
+        yield next(batches)
+        if program.peer == "engine-b/0":  # type: ignore[attr-defined]
+            stopped.set()
+            raise packing
+        yield from batches
+
+    def end(write: Callable[[], None]) -> None:
+        assert stopped.wait(SECONDS)
+        if wire is not None:
+            raise wire
+        write()
+
+    fleet.script["engine-b/0"] = end
+    monkeypatch.setattr(fleet.sender._packer, "ring", stop)
+    assert fleet.write() == {
+        "engine-a/0": LinkStatus.OK,
+        "engine-b/0": status,
+        "engine-c/0": LinkStatus.OK,
+    }
+    fleet.close()
+
+
+class Chain:
+    """The trainer feeds the first engine, which feeds the other two."""
+
+    def __init__(self) -> None:
+        self.fleet = Fleet()
+        group = RelayGroup(members=ENGINES, lanes=((-1, 0, 0),), chunk_nbytes=256)
+        nodes = {name: RelayNode(self.fleet.receivers[name], "127.0.0.1") for name in ENGINES}
+        self.nodes = nodes
+        addresses = [node.open() for node in nodes.values()]
+        for node in nodes.values():
+            node.connect(group, self.fleet.bindings, addresses)
+        sender = self.fleet.sender
+        sender.connect_relay([group], self.fleet.bindings, addresses)
+        sender.prepare()
+
+    def run(self) -> tuple[dict[str, LinkStatus], dict[str, RelayResult]]:
+        """Outcomes of the trainer's links, and of the engines' parts."""
+        parts: dict[str, RelayResult] = {}
+
+        def take_part(name: str) -> None:
+            parts[name] = self.nodes[name].run(PLACE, SECONDS)
+
+        threads = [threading.Thread(target=take_part, args=(name,)) for name in ENGINES]
+        for thread in threads:
+            thread.start()
+        sent = self.fleet.sender.feed(PLACE, ENGINES, SECONDS)
+        for thread in threads:
+            thread.join(SECONDS)
+        return {link.destination: link.status for link in sent.links}, parts
+
+    def close(self) -> None:
+        for node in self.nodes.values():
+            node.close()
+        self.fleet.close()
+
+
+@pytest.fixture
+def chain() -> Iterator[Chain]:
+    found = Chain()
+    yield found
+    found.close()
+
+
+def test_a_relay_in_order_brings_every_byte_everywhere(chain: Chain) -> None:
+    links, parts = chain.run()
+    assert set(links.values()) == {LinkStatus.OK}
+    assert not any(part.missing or part.unknown_to or part.unknown_from for part in parts.values())
+    assert all(
+        (held == chain.fleet.served["engine-a/0"]).all() for held in chain.fleet.served.values()
+    )
+
+
+def test_an_engine_that_meets_what_nobody_foresaw_says_whom_it_may_still_write(
+    chain: Chain,
+) -> None:
+    script = chain.fleet.transports["engine-a/0"].script
+    script["engine-b/0"] = raises(RuntimeError("a bug"))
+    _, parts = chain.run()
+    assert parts["engine-a/0"].unknown_to == ("engine-b/0",)
+    assert parts["engine-b/0"].unknown_from == ("engine-a/0",)
+    assert parts["engine-c/0"].missing == ()
+
+
+def test_an_engine_that_cannot_go_on_says_who_may_still_write_it(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr("windlass.execution.relay_round.RelayRound.on_chunk", refuse)
+    links, parts = chain.run()
+    assert links["engine-a/0"] is LinkStatus.OK
+    assert set(parts) == set(ENGINES)
+    assert all(part.missing == ("trainer/0",) for part in parts.values())
+
+
+def test_a_trainer_that_meets_what_nobody_foresaw_tells_the_engine_that_it_feeds(
+    chain: Chain,
+) -> None:
+    chain.fleet.script["engine-a/0"] = raises(OSError(5, "input or output"))
+    links, parts = chain.run()
+    assert links["engine-a/0"] is LinkStatus.UNKNOWN
+    assert parts["engine-a/0"].unknown_from == ("trainer/0",)
