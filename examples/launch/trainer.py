@@ -47,5 +47,6 @@ if __name__ == "__main__":
             loss=loss,
             units=lambda model: list(model.get_submodule("model.layers").children()),
             transport=os.environ["WINDLASS_TRANSPORT"],
+            replica=os.environ["WINDLASS_REPLICA"],
         )
     )

@@ -48,6 +48,14 @@ def test_tables_choose_scheduler_backend_and_update_policy(tmp_path: Path) -> No
     assert config.update.deadlines.write_s == 7.0
 
 
+def test_a_replica_is_named_beside_the_transport_and_needs_p2p(tmp_path: Path) -> None:
+    asked = ('transport = "cma"', 'transport = "cma"\nreplica = "host"')
+    assert load_config(write(tmp_path, asked)).replica == "host"
+    assert load_config(EXAMPLE).replica == ""
+    with pytest.raises(ConfigError, match=r"backend must be p2p with one, got XcclBackend"):
+        load_config(write(tmp_path, asked, ('type = "p2p"', 'type = "xccl"')))
+
+
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
@@ -94,6 +102,7 @@ def test_tables_choose_scheduler_backend_and_update_policy(tmp_path: Path) -> No
             r"engines\[0\]\.dtipe is no known key",
         ),
         ('transport = "cma"', 'transport = "smoke"', r"transport must be one of .* got 'smoke'"),
+        ('transport = "cma"', 'replica = "gpu"', r"replica must be one of .*'device'\], got 'gpu'"),
         ("max_new_tokens = 8", "max_new_tokens = 0", r"max_new_tokens must be >= 1, got 0"),
         ("trainer.py", "nowhere.py", r"trainer\.script must be a file, got '.*nowhere\.py'"),
     ],

@@ -37,14 +37,15 @@ def replica_memory(
     """What `replica` of `connect_trainer` asks for, where `transport` can send from it.
 
     Args:
-        asked: True for where the transport takes weights from: GPU memory where that is a GPU's.
+        asked: True for where the transport takes weights from: GPU memory where that is a GPU's;
+            False or "" for none.
         transport: writes.
         threads: copy host memory.
 
     Raises:
         ConfigError: no such place, or the transport cannot write out of it.
     """
-    if asked is False:
+    if asked is False or asked == "":
         return None
     report = transport.report()
     if asked is True:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from windlass.config import ControlConfig
+from windlass.config import ControlConfig, P2pBackend, ReplicaPlace, take_name
 from windlass.errors import ConfigError
 from windlass.rollout.messages import SamplingParams
 from windlass.schedulers.configs import LocalSchedulerConfig, SchedulerConfig
@@ -171,6 +171,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
         steps: optimiser steps, each followed by a published version.
         output_dir: logs, checkpoints, `summary.json`.
         transport: of engines; trainers find it in WINDLASS_TRANSPORT.
+        replica: "host", "device" or "": what trainers find in WINDLASS_REPLICA, for `connect_trainer`.
         update: mode, backend, deadlines: `windlass.ControlConfig`.
         environment: of every process.
         start_deadline_s: until all processes have connected.
@@ -184,6 +185,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
     rollout: RolloutSection
     output_dir: str
     transport: str = "cma"
+    replica: str = ""
     scheduler: SchedulerConfig = LocalSchedulerConfig()
     controller: ControllerSection = ControllerSection()
     update: ControlConfig = ControlConfig()
@@ -199,6 +201,11 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"engines: needs at least one, with different names, got {names}")
         parse_transport(self.transport)
+        if self.replica:
+            take_name("replica", self.replica, ReplicaPlace)
+            if not isinstance(self.update.backend, P2pBackend):
+                kind = type(self.update.backend).__name__
+                raise ConfigError(f"replica: update.backend must be p2p with one, got {kind}")
 
 
 def load_config(path: Path) -> LaunchConfig:

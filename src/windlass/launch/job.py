@@ -72,6 +72,7 @@ async def run_job(config: LaunchConfig, *, say: Callable[[str], None]) -> JobSum
         **{name: environment_value(name) for name in LOG_VARIABLES},
         **config.environment,
         "WINDLASS_TRANSPORT": config.transport,
+        "WINDLASS_REPLICA": config.replica,
     }
     scheduler = create_scheduler(config.scheduler, output_dir / "logs", environment)
     controller = job_controller(config, token)
@@ -174,7 +175,9 @@ class _Job:
             for task in (work, asked, *guards):
                 task.cancel()
             await asyncio.gather(work, asked, *guards, return_exceptions=True)
-            await self.trainers.close(grace_s=0.5 if in_step else 10.0)
+            # With a replica the last update may still be on its way when all else has ended.
+            grace_s = max(10.0, self.config.shutdown_s) if self.config.replica else 10.0
+            await self.trainers.close(grace_s=0.5 if in_step else grace_s)
             await controller.rollouts.close()
             # The controller is still there, so that workers and engines leave it in peace.
             left = [status.name for status in self.scheduler.list()]

@@ -305,7 +305,7 @@ def connect_trainer(
         replica: keep a copy of what is sent as it lies, as large as that, so that `begin_publish` need
             not wait for the fleet, and parameters are never registered. "host": in host memory, pinned
             where weights are on a GPU (`cuda_ipc`); "device": on the weights' GPU; True: the one of the
-            weights' kind.
+            weights' kind; False or "": none.
         connect_deadline_s: how long to wait for the controller.
 
     Raises:

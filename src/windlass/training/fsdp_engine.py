@@ -13,7 +13,8 @@ from torch.distributed.fsdp import fully_shard
 
 from windlass.errors import ConfigError
 from windlass.rollout.messages import TrainingSample
-from windlass.training.client import TrainerClient, connect_trainer
+from windlass.telemetry.clock import Deadline
+from windlass.training.client import PendingUpdate, TrainerClient, connect_trainer
 from windlass.training.worker import TrainContext, TrainEngine
 from windlass.transports.configs import TransportConfig
 
@@ -34,7 +35,9 @@ class FsdpEngine(TrainEngine):
         backend: of torch.distributed. seed: before `model` is called.
         max_grad_norm: gradients are clipped to it; 0 for never.
         publish_to_fleet: whether to connect to the controller's fleet.
-        transport: see `connect_trainer`.
+        transport, replica: see `connect_trainer`. With a replica `publish` returns once the weights are
+            copied: the next one, or `close`, waits for the fleet and raises what became of them. The
+            first one waits itself, since nothing is served before it.
     """
 
     def __init__(
@@ -49,11 +52,16 @@ class FsdpEngine(TrainEngine):
         max_grad_norm: float = 1.0,
         publish_to_fleet: bool = True,
         transport: str | TransportConfig = "cma",
+        replica: bool | str = False,
     ) -> None:
         self._build, self._build_optimizer, self._loss = model, optimizer, loss
         self._units = units
         self._backend, self._seed, self._max_grad_norm = backend, seed, max_grad_norm
         self._publish_to_fleet, self._transport = publish_to_fleet, transport
+        self._replica = replica
+        self._pending: PendingUpdate | None = None
+        self._publish_deadline_s = 0.0
+        self._is_served = False
         self._model: torch.nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._client: TrainerClient | None = None
@@ -93,6 +101,7 @@ class FsdpEngine(TrainEngine):
                 controller=context.controller,
                 token=context.token,
                 transport=self._transport,
+                replica=self._replica,
                 connect_deadline_s=context.deadline_s,
             )
         return context.rank, context.world_size
@@ -113,7 +122,27 @@ class FsdpEngine(TrainEngine):
     def publish(self, version: int, *, deadline_s: float) -> None:
         if self._client is None:
             raise ConfigError("FsdpEngine: publish needs publish_to_fleet=True, got False")
-        self._client.publish(version, deadline_s=deadline_s)
+        if not self._replica:
+            self._client.publish(version, deadline_s=deadline_s)
+            return
+        deadline = Deadline.after(deadline_s, "publish")
+        self._finish_update(deadline_s)
+        self._publish_deadline_s = deadline_s
+        left_s = max(deadline.remaining_s, 0.001)
+        self._pending = self._client.begin_publish(version, deadline_s=left_s)
+        if not self._is_served:
+            self._finish_update(deadline_s)
+            self._is_served = True
+
+    def _finish_update(self, deadline_s: float) -> None:
+        """Wait for the one under way.
+
+        Raises:
+            RoundAborted, PeerTimeout: see `PendingUpdate.result`.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result(deadline_s=deadline_s)
 
     def save(self, path: str) -> None:
         """Model and optimiser, as a distributed checkpoint: it may be loaded by another number of ranks."""
@@ -147,8 +176,11 @@ class FsdpEngine(TrainEngine):
         return self._optimizer
 
     def close(self) -> None:
-        if self._client is not None:
-            self._client.close()
-            self._client = None
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        try:
+            self._finish_update(self._publish_deadline_s)
+        finally:
+            if self._client is not None:
+                self._client.close()
+                self._client = None
+            if dist.is_initialized():
+                dist.destroy_process_group()

@@ -93,7 +93,11 @@ class TrainEngine(Protocol):
         ...
 
     def publish(self, version: int, *, deadline_s: float) -> None:
-        """Publish the weights as they are; return once the fleet serves them."""
+        """Publish the weights as they are; return once the fleet serves them.
+
+        An engine that keeps a replica may return once they are copied; the next `publish`, or
+        `close`, then raises what became of them.
+        """
         ...
 
     def save(self, path: str) -> None:

@@ -1,0 +1,216 @@
+"""FSDP2 ranks on GPUs with a replica: weights are overwritten, or freed, as soon as they are copied."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing as mp
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_live_update import NUM_TRAINERS, TOKEN, WIRES, build, serve
+from torch.distributed.tensor import DTensor
+
+import windlass
+from windlass.config import ControlConfig, UpdateMode
+from windlass.errors import ConfigError, TransportUnavailable
+from windlass.transports.configs import TransportConfig
+from windlass.transports.registry import create_transport
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+NUM_VERSIONS = 4
+STEP_CYCLES = 400_000_000
+"""Of the GPU, about 0.2 s: the step is under way when its weights are asked for."""
+NEXT_STEP_CYCLES = 6_000_000_000
+"""About 3 s: an update that waited for it would take as long."""
+POISON = -7.0
+CUDA: Any = torch.cuda
+
+
+def train(
+    rank: int, url: str, store: str, wire: TransportConfig, replica: str, pipe: Connection
+) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    os.environ["NCCL_NVLS_ENABLE"] = "0"
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=rank, world_size=NUM_TRAINERS
+    )
+    model = build().cuda()
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    tokens = torch.arange(64, device="cuda").reshape(4, 16) + 64 * rank
+    side = CUDA.Stream()
+    with windlass.connect_trainer(
+        model, controller=url, token=TOKEN, transport=wire, replica=replica
+    ) as trainer:
+        for version in range(NUM_VERSIONS):
+            logits = model(tokens).flatten(0, 1)
+            torch.autograd.backward(torch.nn.functional.cross_entropy(logits, tokens.flatten()))
+            torch.cuda.synchronize()
+            dist.barrier()
+            stream: AbstractContextManager[object] = nullcontext()
+            if version % 2:
+                stream = torch.cuda.stream(side)
+            with stream:
+                CUDA._sleep(STEP_CYCLES)
+                optimizer.step()
+                stepped = CUDA.Event()
+                stepped.record()
+                was_running = not stepped.query()
+                pending = trainer.begin_publish(version)
+                kept = _keep(model)
+                _overwrite(model, free=replica == "host")
+                CUDA._sleep(NEXT_STEP_CYCLES)
+                ended = CUDA.Event()
+                ended.record()
+                pending.result(deadline_s=60)
+                waited_for_the_next = ended.query()
+            torch.cuda.synchronize()
+            _restore(model, kept)
+            optimizer.zero_grad()
+            full = {
+                name: parameter.full_tensor().detach().cpu()
+                for name, parameter in model.named_parameters()
+                if isinstance(parameter, DTensor)
+            }
+            pipe.send((version, full, was_running, waited_for_the_next, pending.copy.nbytes))
+            assert pipe.recv() == version
+    dist.destroy_process_group()
+
+
+def _locals(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [p.to_local() for p in model.parameters() if isinstance(p, DTensor)]
+
+
+@torch.no_grad()
+def _keep(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in _locals(model)]
+
+
+@torch.no_grad()
+def _overwrite(model: torch.nn.Module, *, free: bool) -> None:
+    """`free`: nor is the memory there any more, as of a trainer that offloads."""
+    for tensor in _locals(model):
+        tensor.fill_(POISON)
+        if free:
+            tensor.untyped_storage().resize_(0)
+    if free:
+        torch.cuda.empty_cache()
+
+
+@torch.no_grad()
+def _restore(model: torch.nn.Module, kept: Sequence[torch.Tensor]) -> None:
+    # Other memory takes the place of what was freed.
+    hold = [torch.full_like(tensor, POISON) for tensor in kept]
+    for tensor, was in zip(_locals(model), kept, strict=True):
+        storage = tensor.untyped_storage()
+        needed = (int(tensor.storage_offset()) + was.numel()) * was.element_size()
+        if storage.nbytes() < needed:
+            storage.resize_(needed)
+        tensor.copy_(was)
+    del hold
+
+
+@pytest.mark.parametrize("mode", [UpdateMode.STAGED, UpdateMode.IN_PLACE])
+@pytest.mark.parametrize(
+    ("wire", "replica"),
+    [("cuda_ipc", "host"), ("cuda_ipc", "device"), ("nixl", "device"), ("mooncake over TCP", "device")],
+)  # fmt: skip
+def test_engines_hold_the_copy_whatever_became_of_the_weights(
+    tmp_path: object, wire: str, replica: str, mode: UpdateMode
+) -> None:
+    try:
+        create_transport(WIRES[wire], memory_at=torch.zeros(1, device="cuda").data_ptr()).close()
+    except TransportUnavailable as error:
+        pytest.skip(str(error))
+    asyncio.run(run(str(tmp_path), wire, replica, mode))
+
+
+async def run(folder: str, wire: str, replica: str, mode: UpdateMode) -> None:
+    context = mp.get_context("spawn")
+    processes, pipes = [], {}
+
+    def start(name: str, target: object, *arguments: object) -> None:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=target, args=(*arguments, theirs))  # type: ignore[arg-type]
+        process.start()
+        processes.append(process)
+        pipes[name] = ours
+
+    async def receive(name: str) -> object:
+        ready = await asyncio.to_thread(pipes[name].poll, 120)
+        assert ready, f"{name} does not answer"
+        return pipes[name].recv()
+
+    dtypes = {"exact": torch.float32, "cast": torch.bfloat16}
+    config = ControlConfig(mode=mode, min_engines=2)
+    trainers = [f"trainer{rank}" for rank in range(NUM_TRAINERS)]
+    try:
+        async with windlass.Controller(token=TOKEN, config=config) as controller:
+            for index, (name, dtype) in enumerate(dtypes.items()):
+                device = (NUM_TRAINERS + index) % torch.cuda.device_count()
+                start(name, serve, name, device, dtype, controller.url, WIRES[wire])
+            for rank, name in enumerate(trainers):
+                start(name, train, rank, controller.url, f"{folder}/store", WIRES[wire], replica)
+            for name in dtypes:
+                assert await receive(name) == "ready"
+            for version in range(NUM_VERSIONS):
+                found = [await receive(name) for name in trainers]
+                for rank, told in enumerate(found):
+                    assert isinstance(told, tuple)
+                    _, _, was_running, waited_for_the_next, nbytes = told
+                    assert told[0] == version
+                    assert was_running, "the step was over before its weights were asked for"
+                    assert nbytes > 0
+                    # The first one loads kernels, and what NIXL and Mooncake wait for is theirs.
+                    if version and wire == "cuda_ipc":
+                        assert not waited_for_the_next, f"rank {rank}, version {version}"
+                assert isinstance(found[0], tuple)
+                for name, dtype in dtypes.items():
+                    pipes[name].send(True)
+                    held = await receive(name)
+                    assert isinstance(held, tuple)
+                    assert held[0] == version
+                    for parameter, truth in found[0][1].items():
+                        same = torch.equal(held[1][parameter], truth.to(dtype))
+                        assert same, (version, name, parameter)
+                for name in trainers:
+                    pipes[name].send(version)
+            for name in dtypes:
+                pipes[name].send(False)
+            for process in processes:
+                await asyncio.to_thread(process.join, 60)
+                assert process.exitcode == 0
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+@pytest.mark.parametrize("wire", ["nixl", "mooncake over TCP"])
+def test_a_copy_in_host_memory_is_refused_where_bytes_leave_from_the_gpu(wire: str) -> None:
+    module = torch.nn.Linear(8, 8).cuda()
+    try:
+        create_transport(WIRES[wire], memory_at=module.weight.data_ptr()).close()
+    except TransportUnavailable as error:
+        pytest.skip(str(error))
+    with pytest.raises(ConfigError, match="replica: must be 'device' with"):
+        windlass.connect_trainer(
+            module,
+            controller="http://127.0.0.1:1",
+            token=TOKEN,
+            transport=WIRES[wire],
+            replica="host",
+        )
