@@ -199,7 +199,8 @@ async def test_an_agent_leaves_a_controller_that_reads_nothing_and_connects_agai
             await third.wait()
         else:
             third.set()
-            await socket.receive()
+            async for _ in socket:
+                pass  # to its end: an agent that leaves has nothing under way then
         return socket
 
     server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
