@@ -13,13 +13,24 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 
 from windlass.errors import TransferFailed
 from windlass.telemetry.clock import Deadline
 
-__all__ = ["cut_inbound", "cut_marked", "dialled", "listening_ports", "new_mark"]
+__all__ = [
+    "Connection",
+    "connections_at",
+    "cut_inbound",
+    "cut_marked",
+    "dialled",
+    "listening_ports",
+    "new_mark",
+]
+
+Connection = tuple[Hashable, Hashable]
+"""Own and the peer's address, as the kernel gives them."""
 
 FIRST_BACKOFF_S = 0.001
 MAX_SYN_RETRIES = 127
@@ -44,6 +55,17 @@ def dialled() -> frozenset[tuple[int, int]]:
     return frozenset(found)
 
 
+def connections_at(ports: frozenset[int]) -> frozenset[Connection]:
+    """TCP connections of this process from or to one of `ports`."""
+    found = set()
+    for own in _sockets():
+        with contextlib.suppress(OSError):  # not connected
+            here, there = own.getsockname(), own.getpeername()
+            if here[1] in ports or there[1] in ports:
+                found.add((here, there))
+    return frozenset(found)
+
+
 def cut_inbound(ports: frozenset[int], deadline: Deadline) -> int:
     """End every connection accepted on `ports`; returns how many, once their readers let go.
 
@@ -64,15 +86,16 @@ def new_mark() -> int:
     return default + 1 if default < MAX_SYN_RETRIES else default - 1
 
 
-def cut_marked(mark: int, deadline: Deadline) -> int:
-    """As `cut_inbound`, but every connection that has the mark.
+def cut_marked(mark: int, deadline: Deadline, spared: frozenset[Connection] = frozenset()) -> int:
+    """As `cut_inbound`, but every connection that has the mark and is not `spared`.
 
     Raises:
         TransferFailed: a reader still holds one after `deadline`.
     """
 
     def is_marked(own: socket.socket) -> bool:
-        return bool(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT) == mark)
+        marked = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT) == mark
+        return marked and (own.getsockname(), own.getpeername()) not in spared
 
     return _cut(is_marked, deadline)
 

@@ -13,10 +13,12 @@ that may be TCP finds that out by a word which it writes first, and connects ane
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import final
 
 import numpy as np
@@ -40,8 +42,8 @@ from windlass.transports.base import (
 from windlass.transports.configs import NixlConfig
 from windlass.transports.cuda.driver import Device
 from windlass.transports.door import INCARNATION_NBYTES, Door, Doorway
-from windlass.transports.inbound import cut_marked
 from windlass.transports.lockable import check_lockable
+from windlass.transports.nixl_fence import TcpFence
 from windlass.transports.nixl_native import (
     TCP_MARK,
     NativeHandle,
@@ -98,6 +100,7 @@ class NixlTransport:
         if self._gpu is not None:
             self._gpu.use()  # UCX looks for GPUs in the thread that starts it
         self._name = secrets.token_hex(INCARNATION_NBYTES // 2)
+        self._fence = TcpFence(TCP_MARK)
         self._agent, self._log, self._detail = start_agent(config, self._name)
         self._errors = native_errors()
         self._door = Door(config.host, self._name, "nixl")
@@ -116,6 +119,7 @@ class NixlTransport:
         except RegionError as error:
             self._door.close()
             raise TransportUnavailable(f"nixl: no memory can be registered: {error}") from error
+        self._fence.spare_own_connections()
 
     def report(self) -> WireReport:
         """See `OneSidedTransport.report`; read from UCX's log, `ucx` until a peer was written."""
@@ -174,21 +178,18 @@ class NixlTransport:
         deadline = Deadline.after(deadline_s, f"nixl write to {batch.endpoint.address}")
         peer = self._peer(batch.endpoint, deadline)
         self._wait_for_late(peer, deadline)
-        self._acquire(deadline)
-        try:
-            if self._closed:
-                raise TransferFailed(f"{deadline.purpose}: the transport is closed")
+        if peer.keys and may_use_tcp(self._config.wire):
+            # Regions are loaded through the connection: NIXL never recovers where that fails.
+            self._reach(peer, batch.endpoint, deadline)
+        with self._held(deadline):
             self._refuse_open(peer, deadline)
             self._load(peer, batch)
             steps = [
                 (r.address, r.nbytes, max(key.step_nbytes for key in peer.keys[r.key]))
                 for r in batch.regions
             ]
-        finally:
-            self._lock.release()
-        if may_use_tcp(self._config.wire) or not peer.confirmed:
-            self._reach(peer, batch.endpoint, deadline)
         if not peer.confirmed:
+            self._reach(peer, batch.endpoint, deadline)
             self._log.check(self._config.wire)
             peer.confirmed = True
         spans = self._table.spans()
@@ -204,7 +205,7 @@ class NixlTransport:
     def fence(self, *, deadline_s: float) -> None:
         """See `OneSidedTransport.fence`; over other wires than TCP a process takes its writes along."""
         if may_use_tcp(self._config.wire):
-            cut_marked(TCP_MARK, Deadline.after(deadline_s, "nixl fence"))
+            self._fence.cut(Deadline.after(deadline_s, "nixl fence"))
 
     def close(self) -> None:
         """See `OneSidedTransport.close`; an agent with an open write is kept until the process ends."""
@@ -220,6 +221,7 @@ class NixlTransport:
                 for native in (*self._native.values(), *self._withdrawn, self._scratch_native):
                     self._agent.deregister_memory(native)
                 del self._agent  # ends UCX's progress thread
+                self._fence.close()
             self._native.clear()
             self._withdrawn.clear()
         for peer in peers:
@@ -232,12 +234,8 @@ class NixlTransport:
         elif may_use_verbs(self._config.wire):
             check_lockable(nbytes + OWN_PINNED_NBYTES, f"register: {address:#x}")
         try:
-            starts = [address, *edges_of(address, nbytes, self._step_nbytes)]
-            stops = (*starts[1:], address + nbytes)
-            parts = [
-                (start, stop - start, max(gpu, 0), "")
-                for start, stop in zip(starts, stops, strict=True)
-            ]
+            edges = [address, *edges_of(address, nbytes, self._step_nbytes), address + nbytes]
+            parts = [(one, other - one, max(gpu, 0), "") for one, other in pairwise(edges)]
             return self._agent.register_memory(parts, memory_kind(gpu), ["UCX"])
         except self._errors as error:
             raise RegionError(
@@ -318,17 +316,15 @@ class NixlTransport:
         handle: NativeHandle | None = None
         pause_s, state = 20e-6, ""
         while state != "DONE":
-            self._acquire(deadline)
-            try:
-                if handle is None:
-                    self._refuse_open(peer, deadline)
-                    handle = self._initialize(endpoint, (here, there, _WORD_NBYTES), (-1, -1))
-                    self._agent.transfer(handle)
-                state = self._agent.check_xfer_state(handle)
-            except self._errors:
-                state = "ERR"
-            finally:
-                self._lock.release()
+            with self._held(deadline):
+                try:
+                    if handle is None:
+                        self._refuse_open(peer, deadline)
+                        handle = self._initialize(endpoint, (here, there, _WORD_NBYTES), (-1, -1))
+                        self._agent.transfer(handle)
+                    state = self._agent.check_xfer_state(handle)
+                except self._errors:
+                    state = "ERR"
             if peer.doorway.wait_ended(_GRACE_S if state == "ERR" else pause_s):
                 raise PeerUnreachable(f"{deadline.purpose}: the process is gone")
             if state == "ERR":
@@ -345,18 +341,17 @@ class NixlTransport:
     def _reconnect(
         self, peer: NixlPeer, endpoint: PeerEndpoint, connection: int, deadline: Deadline
     ) -> None:
-        self._acquire(deadline)
-        try:
-            if peer.connection != connection:
-                return  # another thread has
-            peer.connection += 1
-            self._agent.remove_remote_agent(endpoint.incarnation)
-            for keys in peer.keys.values():
-                self._add(keys, endpoint)
-        except self._errors as error:
-            raise PeerUnreachable(f"{deadline.purpose}: {error}; nothing was sent") from error
-        finally:
-            self._lock.release()
+        refused: tuple[type[Exception], ...] = (*self._errors, RegionError)
+        with self._held(deadline):
+            try:
+                if peer.connection != connection:
+                    return  # another thread has
+                peer.connection += 1
+                self._agent.remove_remote_agent(endpoint.incarnation)
+                for keys in peer.keys.values():
+                    self._add(keys, endpoint)
+            except refused as error:
+                raise PeerUnreachable(f"{deadline.purpose}: {error}; nothing was sent") from error
 
     def _call(
         self,
@@ -366,14 +361,11 @@ class NixlTransport:
         deadline: Deadline,
     ) -> None:
         """One native transfer, from its start to its end."""
-        self._acquire(deadline)
-        try:
+        with self._held(deadline):
             self._refuse_open(peer, deadline)
             deadline.check_before_more()
             handle = self._post(peer, endpoint, pieces, deadline)
             done = self._look(peer, handle, deadline)
-        finally:
-            self._lock.release()
         pause_s = 20e-6
         while not done:
             # NIXL has no event for the end of a transfer: looking is the only way. The doorway is
@@ -462,12 +454,9 @@ class NixlTransport:
         """Give an earlier transfer that is only late the time of this one to end."""
         pause_s = 20e-6
         while deadline.remaining_s > 0:
-            self._acquire(deadline)
-            try:
+            with self._held(deadline):
                 if not (self._is_open(peer) and peer.late):
                     return
-            finally:
-                self._lock.release()
             if peer.doorway.wait_ended(pause_s):
                 return
             pause_s = min(pause_s * 2, 1e-2)
@@ -488,9 +477,17 @@ class NixlTransport:
             self._agent.deregister_memory(native)
         self._withdrawn.clear()
 
-    def _acquire(self, deadline: Deadline) -> None:
+    @contextlib.contextmanager
+    def _held(self, deadline: Deadline) -> Iterator[None]:
+        """The lock of an open transport."""
         if not self._lock.acquire(timeout=deadline.remaining_s):
             raise TransferFailed(
                 f"{deadline.purpose}: other writes took the deadline of {deadline.seconds} s; "
                 "nothing more was sent"
             )
+        try:
+            if self._closed:
+                raise TransferFailed(f"{deadline.purpose}: the transport is closed")
+            yield
+        finally:
+            self._lock.release()
