@@ -215,9 +215,6 @@ def start_agent(config: NixlConfig, name: str) -> tuple[NativeAgent, WireLog, st
         "UCX_PROTO_INFO": "y",
         "UCX_LOG_FILE": str(directory / f"{_LOG_NAME}.%p.log"),
         "NIXL_LOG_LEVEL": "ERROR",
-        # UCX takes GPU memory for host memory that it has not seen being allocated, as in a server
-        # that loaded another UCX before; NIXL refuses to register it then (nixl PR 1393).
-        "UCX_MEMTYPE_CACHE": "n",
     }
     if not _has_nics():
         # The wheel's own libnl-route, which this module brings in, crashes when the process ends.
