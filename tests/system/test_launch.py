@@ -139,11 +139,14 @@ def test_the_example_trains_publishes_saves_and_leaves_nothing_behind(tmp_path: 
             f'world_size = 1\nresume_from = "{tmp_path / "out" / "checkpoints" / "2"}"',
         ),
         ("max_staleness = 1", "max_staleness = 1\nnum_workers = 0"),
+        ('transport = "cma"', 'transport = "cma"\nreplica = "host"'),
     )
     with launched(resumed) as job:
         printed, _ = job.communicate(timeout=DEADLINE_S)
         assert job.returncode == 0, printed + (tmp_path / "stderr").read_text()
     assert [line.split(" ")[0] for line in printed.splitlines()[1:]] == ["resumed", "step", "done:"]
+    # The last one was still under way when the job's work was done.
+    assert summary(tmp_path)["outcomes"] == ["published"] * 2
 
 
 DECLINING = """

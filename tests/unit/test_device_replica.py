@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast, final
 
@@ -38,7 +38,7 @@ from windlass.testing.numpy_gpu import numpy_gpu
 from windlass.testing.resting_engine import RestingEngine
 from windlass.training.client import TrainerClient
 from windlass.transports.base import RemoteRegion, WireReport
-from windlass.transports.cuda import range_copy, sources
+from windlass.transports.cuda import driver, range_copy, sources
 from windlass.transports.cuda.driver import MemoryKind
 from windlass.transports.cuda.gpu import Gpu
 from windlass.transports.cuda.ipc import CudaIpcTransport, MappedRegion
@@ -387,6 +387,39 @@ def test_pageable_parameters_are_not_locked_once_they_are_copied(
         assert len(pair.gpu.device.pinned) == before  # type: ignore[attr-defined]
         pair.weights.poison()
         pair.deliver(version)
+
+
+def test_neither_the_copy_nor_a_digest_waits_in_the_stream_of_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called: list[tuple[str, tuple[Any, ...]]] = []
+
+    class Library:
+        """Notes what is called."""
+
+        def __getattr__(self, name: str) -> Callable[..., int]:
+            def call(*arguments: Any) -> int:
+                called.append((name, arguments))
+                return 0
+
+            return call
+
+    monkeypatch.setattr(driver, "driver", Library)
+    device = driver.Device(0)
+    event, stream = device.record(STREAM), driver.Stream(device)
+    stream.handle.value = 99
+    (recorded,) = [arguments for name, arguments in called if name == "cuEventRecord"]
+    assert recorded[1].value == STREAM
+    called.clear()
+    event.wait()
+    assert [name for name, _ in called] == [
+        "cuCtxSetCurrent", "cuEventSynchronize", "cuEventDestroy_v2"
+    ]  # fmt: skip
+    called.clear()
+    assert device.download(4096, 16, stream) == bytes(16)
+    assert [(name, arguments[-1].value) for name, arguments in called[1:]] == [
+        ("cuMemcpyDtoHAsync_v2", 99), ("cuStreamSynchronize", 99)
+    ]  # fmt: skip
 
 
 # --- over a network ------------------------------------------------------------------------------
