@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import time
+import weakref
 from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 import pytest
+import xxhash
 
 from windlass.errors import (
     ConfigError,
@@ -14,6 +16,7 @@ from windlass.errors import (
     TransferOutcomeUnknown,
     TransportUnavailable,
 )
+from windlass.memory.arena import Arena
 from windlass.telemetry.clock import Deadline
 from windlass.testing.peer_process import PeerProcess
 from windlass.testing.transport_conformance import NBYTES, ProcessConformance, Rig
@@ -198,6 +201,45 @@ def test_regions_that_touch_are_written_as_one_however_they_were_registered() ->
     assert (held[0] == held[1]).all()
     ours.close()
     theirs.close()
+
+
+def test_an_arena_under_a_late_write_is_freed_when_the_write_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    large = 32 << 20  # more than sockets hold
+    transport = create_transport(TCP)
+    assert isinstance(transport, NixlTransport)
+    arena, other = Arena(transport, large), Arena(transport, 4096)
+    arena.bytes.view("<u8")[:] = np.arange(large // 8)
+    wanted, memory = (
+        bytes(other.nbytes) + arena.bytes[other.nbytes :].tobytes(),
+        weakref.ref(arena.bytes),
+    )
+
+    def batch_from(source: Arena) -> WriteBatch:
+        return WriteBatch(
+            endpoint=peer.region.endpoint,
+            local_addresses=np.array([source.address], np.uint64),
+            remote_addresses=np.array([peer.region.address], np.uint64),
+            nbytes=np.array([source.nbytes], np.uint64),
+            regions=(peer.region,),
+        )
+
+    with PeerProcess(TCP, large) as peer:
+        try:
+            transport.write(batch_from(other), deadline_s=20.0)
+            stop_between_word_and_batch(monkeypatch, peer)
+            with pytest.raises(TransferOutcomeUnknown):
+                transport.write(batch_from(arena), deadline_s=3.0)
+            arena.close()
+            assert memory() is not None
+            peer.resume()
+            transport.write(batch_from(other), deadline_s=20.0)  # waits for the late one
+            assert memory() is None
+            assert peer.digest() == xxhash.xxh3_128_hexdigest(wanted)
+        finally:
+            other.close()
+            transport.close()
 
 
 @pytest.mark.nixl

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import final
 
 import numpy as np
@@ -74,7 +75,7 @@ class Arena:
         try:
             self._region = transport.register(self._address, nbytes)
         except BaseException:  # whatever it is: the memory must not outlive the attempt
-            self._free()
+            self._detach()()
             raise
 
     @property
@@ -100,22 +101,28 @@ class Arena:
     def close(self) -> None:
         """Unregister and free; before its transport is closed. Idempotent.
 
-        Memory: no peer may write after this. Views of `bytes` taken earlier stay readable where
-        the arena mapped the memory itself, and are dangling where the transport allocated it.
+        Memory: no peer may write after this. The transport owns it until no write of its own can
+        touch it any more. Views of `bytes` taken earlier stay readable where the arena mapped the
+        memory itself, and are dangling where the transport allocated it.
         """
         if self._closed:
             return
         self._closed = True
-        self._transport.unregister(self._region)
-        self._free()
+        self._transport.unregister(self._region, self._detach())
 
-    def _free(self) -> None:
-        self._bytes = np.empty(0, np.uint8)
-        if isinstance(self._transport, AllocatingTransport):
-            self._transport.release(self._address)
+    def _detach(self) -> Callable[[], None]:
+        """What frees the memory; until it is called or dropped the memory is there."""
+        held, self._bytes = self._bytes, np.empty(0, np.uint8)
+        return functools.partial(_free, self._transport, self._address, held)
 
     def __enter__(self) -> Arena:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _free(transport: OneSidedTransport, address: int, _: npt.NDArray[np.uint8]) -> None:
+    """Memory that was mapped goes with the last reference to its array, which the caller holds."""
+    if isinstance(transport, AllocatingTransport):
+        transport.release(address)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import final
 
 from windlass.transports.base import MemoryRegion, OneSidedTransport
@@ -53,8 +54,10 @@ class DeviceArena:
             raise
 
     def close(self) -> None:
-        """Unregister and free; before its transport is closed. Idempotent."""
-        if self.address:
-            self._transport.unregister(self.region)
-            self._device.free(self.address)
-            self.address = 0
+        """Unregister and free; before its transport is closed. Idempotent.
+
+        The transport owns the memory until no write of its own can touch it any more.
+        """
+        address, self.address = self.address, 0
+        if address:
+            self._transport.unregister(self.region, functools.partial(self._device.free, address))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from windlass.transports.base import (
     MemoryRegion,
     OneSidedTransport,
@@ -35,9 +37,9 @@ class WrappedTransport:
         """See `OneSidedTransport.register`."""
         return self.inner.register(address, nbytes)
 
-    def unregister(self, region: MemoryRegion) -> None:
+    def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
         """See `OneSidedTransport.unregister`."""
-        self.inner.unregister(region)
+        self.inner.unregister(region, released)
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
         """See `OneSidedTransport.write`."""

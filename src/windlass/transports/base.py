@@ -11,6 +11,7 @@ The local right to use memory (`MemoryRegion`) and the remote right to write it
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -138,18 +139,26 @@ class OneSidedTransport(Protocol):
     def register(self, address: int, nbytes: int) -> MemoryRegion:
         """Make local memory writable by peers and usable as a source.
 
-        Memory: the caller keeps it mapped and in place until `unregister`.
+        Memory: the caller keeps it mapped and in place until `unregister` says that it is released.
 
         Raises:
             RegionError: `nbytes` < 1, or it overlaps a region that is registered already.
         """
         ...
 
-    def unregister(self, region: MemoryRegion) -> None:
-        """Withdraw a region.
+    def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
+        """Withdraw a region; whoever owns its memory frees it in `released`, and not before.
+
+        A write of this transport whose outcome is unknown may go on reading what it was given, and a
+        read may go on filling it: so the memory must outlive the call.
+
+        Args:
+            region: no write is begun with it any more.
+            released: called once nothing that began here touches the memory: before this returns, or
+                later by any thread, or never, where nobody can tell. Must not register, write or close.
 
         Raises:
-            RegionError: not registered.
+            RegionError: not registered; `released` is not called.
         """
         ...
 

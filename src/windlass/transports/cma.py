@@ -15,7 +15,7 @@ import ctypes
 import errno
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import final
 
@@ -156,9 +156,11 @@ class CmaTransport:
         self._table.add(region)
         return region
 
-    def unregister(self, region: MemoryRegion) -> None:
+    def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
         """See `OneSidedTransport.unregister`."""
         self._table.remove(region)
+        if released is not None:
+            released()
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
         """See `OneSidedTransport.write`; the outcome is never unknown."""

@@ -10,6 +10,7 @@ import ctypes
 import itertools
 import secrets
 import threading
+from collections.abc import Callable
 from typing import final
 
 from windlass.errors import ConfigError, PeerUnreachable
@@ -107,10 +108,12 @@ class MemoryTransport:
         self._table.add(region)
         return region
 
-    def unregister(self, region: MemoryRegion) -> None:
+    def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
         """See `OneSidedTransport.unregister`; waits for a write that is under way."""
         with self._lock:
             self._table.remove(region)
+        if released is not None:
+            released()
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
         """See `OneSidedTransport.write`; the outcome is never unknown."""

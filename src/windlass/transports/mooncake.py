@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import final
@@ -49,6 +49,7 @@ from windlass.transports.splitting import (
     merge_adjacent,
     split_pieces,
 )
+from windlass.transports.withdrawn import Withdrawn
 
 __all__ = ["MooncakeTransport"]
 
@@ -139,6 +140,7 @@ class MooncakeTransport:
         self._table = RegionTable()
         self._lock = threading.Lock()
         self._peers: dict[PeerEndpoint, _Known] = {}
+        self._withdrawn = Withdrawn("mooncake")
         self._closed = False
         token = secrets.token_bytes(TOKEN_NBYTES)
         self._token_page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
@@ -200,12 +202,17 @@ class MooncakeTransport:
                 done.append(engine)
         return region
 
-    def unregister(self, region: MemoryRegion) -> None:
+    def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
         """See `OneSidedTransport.unregister`; later writes of peers are refused over TCP."""
         with self._lock:
             self._table.remove(region)
             for engine in self._engines:
                 engine.unpin(self._starts(region.address, region.nbytes))
+            if released is not None:
+                self._withdrawn.add(region, released, self._may_touch_memory())
+
+    def _may_touch_memory(self) -> bool:
+        return any(not known.peer.may_be_forgotten for known in self._peers.values())
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
         """See `OneSidedTransport.write`."""
@@ -274,6 +281,8 @@ class MooncakeTransport:
         for engine in self._engines:
             for address, nbytes in spans:
                 engine.unpin(self._starts(address, nbytes))
+        with self._lock:
+            self._withdrawn.close(any(not peer.may_be_forgotten for peer in peers))
 
     def _starts(self, address: int, nbytes: int) -> list[int]:
         return [address, *edges_of(address, nbytes, self._step_nbytes)]
@@ -294,6 +303,8 @@ class MooncakeTransport:
                 known.used_s = time.monotonic()
                 if unreachable:
                     self._forget(endpoint)
+                if self._withdrawn and not self._may_touch_memory():
+                    self._withdrawn.release()
 
     def _use(self, endpoint: PeerEndpoint) -> _Known:
         with self._lock:

@@ -156,7 +156,8 @@ class MooncakePeer:
     def may_be_forgotten(self) -> bool:
         """Whether nothing is lost with this object: no call is open, no outcome unknown.
 
-        Of a peer that is gone the outcomes do not matter.
+        Of a peer that is gone the outcomes do not matter. As long as this is false, local memory
+        may be read, or filled by a `read`.
         """
         with self._lock:
             return not self._num_open and (self._gone or not self._poison)

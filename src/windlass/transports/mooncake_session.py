@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import final
 
 import msgspec
@@ -89,9 +90,9 @@ class MooncakeSession:
         """Make local memory usable for `read`."""
         return self._inner.register(address, nbytes)
 
-    def unregister(self, region: MemoryRegion) -> None:
+    def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
         """See `OneSidedTransport.unregister`."""
-        self._inner.unregister(region)
+        self._inner.unregister(region, released)
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
         """See `OneSidedTransport.write`."""
@@ -169,4 +170,9 @@ class MooncakeSession:
         try:
             self._inner.read(batch, deadline_s=deadline.remaining_s)
         finally:
-            self._inner.unregister(region)
+            # A read that is late still fills the page.
+            self._inner.unregister(region, partial(_let_go, page))
+
+
+def _let_go(_: object) -> None:
+    """Nothing refers to the memory any more."""

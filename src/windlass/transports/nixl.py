@@ -17,7 +17,8 @@ import contextlib
 import mmap
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import final
 
@@ -64,6 +65,7 @@ from windlass.transports.splitting import (
     merge_adjacent,
     split_pieces,
 )
+from windlass.transports.withdrawn import Withdrawn
 
 __all__ = ["NixlTransport"]
 
@@ -110,7 +112,7 @@ class NixlTransport:
         self._native: dict[int, object] = {}
         self._lock = threading.Lock()
         self._peers: dict[PeerEndpoint, NixlPeer] = {}
-        self._withdrawn: list[object] = []
+        self._withdrawn = Withdrawn("nixl")
         self._closed = False
         self._page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
         self._scratch = int(self._page.ctypes.data)
@@ -161,12 +163,23 @@ class NixlTransport:
             self._native[address] = native
         return region
 
-    def unregister(self, region: MemoryRegion) -> None:
+    def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
         """See `OneSidedTransport.unregister`; under an open write it takes effect when that ends."""
         with self._lock:
             self._table.remove(region)
-            self._withdrawn.append(self._native.pop(region.address))
-            self._drop_withdrawn()
+            deregister = partial(self._deregister, self._native.pop(region.address), released)
+            self._withdrawn.add(region, deregister, self._is_any_open())
+
+    def _deregister(self, native: object, released: Callable[[], None] | None) -> None:
+        try:
+            self._agent.deregister_memory(native)
+        except self._errors as error:
+            raise TransferFailed(f"nixl: memory stays registered: {error}") from error
+        if released is not None:
+            released()
+
+    def _is_any_open(self) -> bool:
+        return any(self._is_open(peer) for peer in self._peers.values())
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
         """See `OneSidedTransport.write`.
@@ -215,15 +228,16 @@ class NixlTransport:
             self._closed = True
             peers, self._peers = list(self._peers.values()), {}
             self._table.clear()
-            if any(self._is_open(peer) or peer.words for peer in peers):
+            is_open = any(self._is_open(peer) or peer.words for peer in peers)
+            self._withdrawn.close(is_open)
+            if is_open:
                 _STRANDED.append((self._agent, peers, self._page))
             else:
-                for native in (*self._native.values(), *self._withdrawn, self._scratch_native):
+                for native in (*self._native.values(), self._scratch_native):
                     self._agent.deregister_memory(native)
                 del self._agent  # ends UCX's progress thread
                 self._fence.close()
             self._native.clear()
-            self._withdrawn.clear()
         for peer in peers:
             peer.doorway.close()
         self._door.close()
@@ -470,12 +484,8 @@ class NixlTransport:
         raise TransferOutcomeUnknown(f"an earlier write is open: {peer.poison}")
 
     def _drop_withdrawn(self) -> None:
-        num_open = sum(self._is_open(peer) for peer in self._peers.values())
-        if num_open:
-            return
-        for native in self._withdrawn:
-            self._agent.deregister_memory(native)
-        self._withdrawn.clear()
+        if self._withdrawn and not self._is_any_open():
+            self._withdrawn.release()
 
     @contextlib.contextmanager
     def _held(self, deadline: Deadline) -> Iterator[None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable
 from typing import final
 
 import numpy as np
@@ -117,9 +118,11 @@ class ShmTransport:
             self._table.add(region)
         return region
 
-    def unregister(self, region: MemoryRegion) -> None:
+    def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
         """See `OneSidedTransport.unregister`."""
         self._table.remove(region)
+        if released is not None:
+            released()
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
         """See `OneSidedTransport.write`; the outcome is never unknown."""

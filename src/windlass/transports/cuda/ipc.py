@@ -6,9 +6,10 @@ stores into it, by kernel or by copy engine. The owner's process takes no part i
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import final
 
@@ -29,6 +30,10 @@ from windlass.transports.processes import check_alive, own_endpoint
 from windlass.transports.regions import RegionTable, check_batch
 
 __all__ = ["CudaIpcTransport", "MappedRegion"]
+
+_log = logging.getLogger(__name__)
+_KEPT: list[Callable[[], None]] = []
+"""Owners of memory that late kernels may touch: kept until the process ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +99,14 @@ class CudaIpcTransport:
         self._table.add(region)
         return region
 
-    def unregister(self, region: MemoryRegion) -> None:
-        """See `OneSidedTransport.unregister`."""
+    def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
+        """See `OneSidedTransport.unregister`. Under late kernels nothing is released."""
         self._table.remove(region)
+        if released is not None and self.gpu.is_late:
+            _log.warning("GPU memory at %#x stays: late kernels may touch it", region.address)
+            _KEPT.append(released)
+        elif released is not None:
+            released()
 
     def map_region(self, region: RemoteRegion) -> MappedRegion:
         """Map a peer's region; its allocation is opened once and stays mapped: see `keep_mapped`.

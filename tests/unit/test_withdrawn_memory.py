@@ -1,0 +1,250 @@
+"""Memory under a write of unknown outcome is there until that write is over, whoever closes what."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import cast
+
+import numpy as np
+import pytest
+
+from windlass.errors import PeerUnreachable, TransferFailed, TransferOutcomeUnknown
+from windlass.memory.arena import Arena
+from windlass.memory.device_arena import DeviceArena
+from windlass.testing.numpy_gpu import numpy_gpu
+from windlass.testing.wrapped_transport import WrappedTransport
+from windlass.transports import mooncake, withdrawn
+from windlass.transports.base import MemoryRegion, PeerEndpoint, RemoteRegion, WriteBatch
+from windlass.transports.configs import MooncakeConfig
+from windlass.transports.cuda import ipc
+from windlass.transports.cuda.ipc import CudaIpcTransport
+from windlass.transports.memory import MemoryFabric, MemoryTransport
+from windlass.transports.mooncake import MooncakeTransport
+from windlass.transports.mooncake_native import NativeEngine, Started
+from windlass.transports.withdrawn import Withdrawn
+
+SECONDS = 20.0
+NBYTES = 1 << 14
+
+
+class Deferring(WrappedTransport):
+    """Has a write under way."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryTransport(MemoryFabric()))
+        self.waiting: list[Callable[[], None]] = []
+
+    def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
+        self.inner.unregister(region)
+        if released is not None:
+            self.waiting.append(released)
+
+
+def test_an_arena_leaves_its_memory_to_the_transport() -> None:
+    transport = Deferring()
+    arena = Arena(transport, NBYTES)
+    arena.bytes[:] = 7
+    address, memory = arena.address, weakref.ref(arena.bytes)
+    arena.close()
+    assert arena.nbytes == 0
+    assert ctypes.string_at(address, NBYTES) == bytes([7]) * NBYTES
+    (released,) = transport.waiting
+    released()
+    transport.waiting.clear()
+    del released
+    assert memory() is None
+    arena.close()
+    transport.close()
+
+
+def test_an_arena_on_a_gpu_leaves_its_memory_to_the_transport() -> None:
+    transport, gpu = Deferring(), numpy_gpu()
+    arena = DeviceArena(gpu.device, transport, NBYTES)
+    held = gpu.device.allocated  # type: ignore[attr-defined]
+    arena.close()
+    arena.close()
+    assert len(held) == len(transport.waiting) == 1
+    transport.waiting[0]()
+    assert not held
+    transport.close()
+
+
+def test_gpu_memory_under_late_kernels_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ipc, "Gpu", lambda *_: numpy_gpu())
+    monkeypatch.setattr(ipc, "_KEPT", kept := list[Callable[[], None]]())
+    transport, freed = CudaIpcTransport(), list[str]()
+    regions = [
+        MemoryRegion(address, 64, RemoteRegion(transport.endpoint(), address, 64))
+        for address in (4096, 8192)
+    ]
+    for region in regions:
+        transport._table.add(region)
+    transport.unregister(regions[0], lambda: freed.append("at rest"))
+    transport.gpu.distrust("late")
+    transport.unregister(regions[1], lambda: freed.append("late"))
+    assert (freed, len(kept)) == (["at rest"], 1)
+
+
+def test_memory_that_cannot_be_freed_holds_up_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    endpoint, freed = PeerEndpoint("nixl", "nobody", "0"), list[int]()
+    region = MemoryRegion(4096, 64, RemoteRegion(endpoint, 4096, 64))
+
+    def refuse() -> None:
+        raise TransferFailed("the GPU is gone")
+
+    waiting = Withdrawn("nixl")
+    with caplog.at_level(logging.WARNING):
+        waiting.add(region, refuse, True)
+        waiting.add(region, lambda: freed.append(1), True)
+        assert not freed
+        assert "may still touch 64 bytes at 0x1000" in caplog.text
+        waiting.add(region, lambda: freed.append(2), False)
+    assert freed == [1, 2]
+    assert "memory cannot be freed" in caplog.text
+    assert len(waiting) == 0
+
+
+class SlowEngine:
+    """Mooncake's calls within one process. A write reads its memory once it `may_go`."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.began, self.may_go, self.ended = (threading.Event() for _ in range(3))
+        self.may_go.set()
+
+    def get_rpc_port(self) -> int:
+        return int(self.listener.getsockname()[1])
+
+    def register_memory(self, *_: int) -> int:
+        return 0
+
+    def unregister_memory(self, _: int) -> int:
+        return 0
+
+    def send_probe(self, _: str) -> int:
+        return 0
+
+    def transfer_sync_read(self, _: str, here: int, there: int, nbytes: int) -> int:
+        ctypes.memmove(here, there, nbytes)
+        return 0
+
+    def batch_transfer_sync_write(
+        self, _: str, here: list[int], there: list[int], sizes: list[int]
+    ) -> int:
+        self.began.set()
+        self.may_go.wait(SECONDS)
+        for source, target, nbytes in zip(here, there, sizes, strict=True):
+            ctypes.memmove(target, source, nbytes)
+        self.ended.set()
+        return 0
+
+
+class Ends:
+    """A transport that writes from an arena into another one's memory."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.engines: list[SlowEngine] = []
+
+        def start(_: MooncakeConfig) -> Started:
+            self.engines.append(SlowEngine())
+            return Started(
+                engine=cast("NativeEngine", self.engines[-1]),
+                wire="tcp",
+                ordered=False,
+                detail="",
+                ports=frozenset(),
+                max_registration_nbytes=0,
+                num_nics=0,
+            )
+
+        monkeypatch.setattr(mooncake, "start_engine", start)
+        self.source, self.target = (
+            MooncakeTransport(MooncakeConfig(host="127.0.0.1")) for _ in range(2)
+        )
+        self.native = self.engines[0]
+        self.arena, self.landing = Arena(self.source, NBYTES), Arena(self.target, NBYTES)
+        self.arena.bytes[:] = np.arange(NBYTES) % 251 + 1
+        self.wanted = self.arena.bytes.tobytes()
+        self.memory = weakref.ref(self.arena.bytes)
+
+    def write(self, arena: Arena, deadline_s: float) -> None:
+        batch = WriteBatch(
+            endpoint=self.target.endpoint(),
+            local_addresses=np.array([arena.address], np.uint64),
+            remote_addresses=np.array([self.landing.address], np.uint64),
+            nbytes=np.array([NBYTES], np.uint64),
+            regions=(self.landing.region.remote,),
+        )
+        self.source.write(batch, deadline_s=deadline_s)
+
+    def lose(self) -> None:
+        """The arena is closed under a write that goes on."""
+        self.native.may_go.clear()
+        for deadline_s in (0.3, 2.0, 10.0):  # on a busy machine nothing may begin within the first
+            with pytest.raises((TransferOutcomeUnknown, TransferFailed, PeerUnreachable)) as found:
+                self.write(self.arena, deadline_s)
+            if found.type is TransferOutcomeUnknown:
+                break
+        assert self.native.began.is_set()
+        self.arena.close()
+
+    def end_of_call(self) -> None:
+        """Return once the write that was lost has come back."""
+        self.native.may_go.set()
+        (known,) = self.source._peers.values()
+        before = time.monotonic()
+        while not known.peer.may_be_forgotten:
+            assert time.monotonic() - before < SECONDS
+            threading.Event().wait(0.001)
+
+    def close(self) -> None:
+        self.native.may_go.set()
+        assert self.native.ended.wait(SECONDS)
+        self.source.close()
+        self.landing.close()
+        self.target.close()
+        for engine in self.engines:
+            engine.listener.close()
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
+    monkeypatch.setattr(withdrawn, "_KEPT", [])
+    found = Ends(monkeypatch)
+    yield found
+    found.close()
+
+
+def test_a_mooncake_arena_without_open_writes_is_freed_at_once(ends: Ends) -> None:
+    ends.write(ends.arena, SECONDS)
+    assert ends.landing.bytes.tobytes() == ends.wanted
+    ends.arena.close()
+    assert ends.memory() is None
+
+
+def test_a_mooncake_write_that_is_late_reads_the_arena_that_was_closed(ends: Ends) -> None:
+    ends.lose()
+    assert ends.memory() is not None
+    assert not ends.landing.bytes.any()
+    ends.end_of_call()
+    assert ends.landing.bytes.tobytes() == ends.wanted
+    other = Arena(ends.source, NBYTES)
+    ends.write(other, SECONDS)  # which finds that nothing is open any more
+    assert ends.memory() is None
+    other.close()
+
+
+def test_closing_mooncake_under_a_late_write_keeps_the_memory_for_good(ends: Ends) -> None:
+    ends.lose()
+    ends.source.close()
+    assert len(withdrawn._KEPT) == 1
+    assert ends.memory() is not None
+    ends.native.may_go.set()
+    assert ends.native.ended.wait(SECONDS)
+    assert ends.landing.bytes.tobytes() == ends.wanted
