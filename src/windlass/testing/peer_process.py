@@ -171,8 +171,9 @@ class PeerProcess:
         self._ask(_SignalOnWrite(offset, int(number)))
 
     def stop(self) -> None:
-        """SIGSTOP: memory stays, nothing runs."""
+        """SIGSTOP: memory stays, nothing runs any more when this returns."""
         self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
         """SIGCONT."""

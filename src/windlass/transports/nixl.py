@@ -228,8 +228,7 @@ class NixlTransport:
             self._closed = True
             peers, self._peers = list(self._peers.values()), {}
             self._table.clear()
-            is_open = any(self._is_open(peer) or peer.words for peer in peers)
-            self._withdrawn.close(is_open)
+            self._withdrawn.close(is_open := any(self._is_open(p) or p.words for p in peers))
             if is_open:
                 _STRANDED.append((self._agent, peers, self._page))
             else:
@@ -331,9 +330,10 @@ class NixlTransport:
         pause_s, state = 20e-6, ""
         while state != "DONE":
             with self._held(deadline):
+                if handle is None:
+                    self._refuse_open(peer, deadline)  # no new connection under an open write
                 try:
                     if handle is None:
-                        self._refuse_open(peer, deadline)
                         handle = self._initialize(endpoint, (here, there, _WORD_NBYTES), (-1, -1))
                         self._agent.transfer(handle)
                     state = self._agent.check_xfer_state(handle)
@@ -477,15 +477,12 @@ class NixlTransport:
 
     def _refuse_open(self, peer: NixlPeer, deadline: Deadline) -> None:
         if not self._is_open(peer):
-            self._drop_withdrawn()
+            if self._withdrawn and not self._is_any_open():
+                self._withdrawn.release()
             return
         if peer.doorway.has_ended():
             raise PeerUnreachable(f"{deadline.purpose}: the process is gone")
         raise TransferOutcomeUnknown(f"an earlier write is open: {peer.poison}")
-
-    def _drop_withdrawn(self) -> None:
-        if self._withdrawn and not self._is_any_open():
-            self._withdrawn.release()
 
     @contextlib.contextmanager
     def _held(self, deadline: Deadline) -> Iterator[None]:
