@@ -167,7 +167,7 @@ class HttpRounds:
         for command in (
             lambda w: Verify(version, {"trainer/0": digests[w]}),
             lambda _w: Apply(version),
-            lambda _w: Publish(version),
+            lambda _w: Publish(version, 30.0),
         ):
             await asyncio.gather(*(self._post(w, command(w)) for w in engines))
         return time.perf_counter() - began

@@ -49,7 +49,7 @@ class Served:
             if not self._changed.wait_for(lambda: self._num_steps == 0, deadline_s):
                 raise PeerTimeout(f"pause: a step runs on after {deadline_s} s")
 
-    def resume(self) -> None:
+    def resume(self, deadline_s: float) -> None:  # noqa: ARG002
         """Steps may begin."""
         with self._changed:
             self._paused = False
@@ -58,7 +58,7 @@ class Served:
     def finalise(self) -> None:
         """Nothing here is derived from weights; a cache of prefixes would be dropped."""
 
-    def set_version(self, version: int) -> None:
+    def set_version(self, version: int, deadline_s: float) -> None:  # noqa: ARG002
         """What the next tokens are labelled with."""
         self.version = version
 

@@ -104,14 +104,14 @@ class Engine:
             self.paused = True
             self.aborts += 1
 
-    def resume(self) -> None:
+    def resume(self, deadline_s: float) -> None:
         with self.lock:
             self.paused = False
 
     def finalise(self) -> None:
         return
 
-    def set_version(self, version: int) -> None:
+    def set_version(self, version: int, deadline_s: float) -> None:
         self.version = version
 
     # Called in the loop of the server.

@@ -290,14 +290,14 @@ class EngineProcess(Process):
         self._aborts += 1
         self._wake()
 
-    def resume(self) -> None:
+    def resume(self, deadline_s: float) -> None:
         self.paused = False
         self._wake()
 
     def finalise(self) -> None:
         return
 
-    def set_version(self, version: int) -> None:
+    def set_version(self, version: int, deadline_s: float) -> None:
         self.version = version
         self.misled = False
 

@@ -148,14 +148,14 @@ class Engine:
             self._paused = True
             self.num_pauses += 1
 
-    def resume(self) -> None:
+    def resume(self, deadline_s: float) -> None:
         with self._lock:
             self._paused = False
 
     def finalise(self) -> None:
         pass
 
-    def set_version(self, version: int) -> None:
+    def set_version(self, version: int, deadline_s: float) -> None:
         with self._lock:
             self._version = version
 

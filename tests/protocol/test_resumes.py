@@ -270,7 +270,7 @@ class Engine:
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
         self.paused = True
 
-    def resume(self) -> None:
+    def resume(self, deadline_s: float) -> None:
         self.resumes += 1
         if self.num_failures:
             self.num_failures -= 1
@@ -280,7 +280,7 @@ class Engine:
     def finalise(self) -> None:
         return
 
-    def set_version(self, version: int) -> None:
+    def set_version(self, version: int, deadline_s: float) -> None:
         self.version = version
 
 

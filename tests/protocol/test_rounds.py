@@ -726,3 +726,41 @@ def test_whoever_writes_has_time_left_to_say_how_that_ended(
     (write,) = (i.command for i in sent if isinstance(i, Send))
     assert isinstance(write, Write)
     assert write.deadline_s == pytest.approx(to_act_s)
+
+
+@pytest.mark.parametrize("mode", UpdateMode)
+def test_an_engine_that_hangs_has_time_left_to_say_that_it_does_not_go_on(mode: UpdateMode) -> None:
+    """It says so in its answer to `Publish`, and so its whole weights are not taken for mixed."""
+    machine = RoundMachine(make_spec(mode, publish_s=20.0))
+    told = [s for s in machine.start() if isinstance(s, Send)]
+    published: list[Publish] = []
+    finish: Finish | None = None
+    while told and finish is None:
+        send = told.pop(0)
+        result: Result = Done()
+        if isinstance(send.command, Write):
+            links = [LinkOutcome(d, LinkStatus.OK, 8, "d") for d in send.command.destinations]
+            result = Written(tuple(links), 0.0, 0.0)
+        elif isinstance(send.command, Verify):
+            result = Verified((), 8)
+        elif isinstance(send.command, Publish):
+            published.append(send.command)
+            result = Done(at_rest="PeerTimeout: POST /resume: no answer")
+        if not send.expects_reply:
+            continue
+        for instruction in machine.handle(Replied(send.worker, send.seq, result)):
+            if isinstance(instruction, Send):
+                told.append(instruction)
+            elif isinstance(instruction, Finish):
+                finish = instruction
+    assert finish is not None
+    assert set(finish.fates.values()) == {EngineFate.PUBLISHED}
+    assert finish.mixed == frozenset()
+    assert {p.deadline_s for p in published} == {time_to_act_s(20.0)}
+    assert len(published) == len(ENGINE_OF)
+    # One that is given up meanwhile is not waited for longer, either.
+    machine = RoundMachine(make_spec(mode, publish_s=20.0))
+    machine.start()
+    given_up = machine.handle(AgentLost(TRAINERS[0], "gone"))
+    aborts = [s.command for s in given_up if isinstance(s, Send) and s.worker in ENGINE_OF]
+    assert {a.deadline_s for a in aborts if isinstance(a, Abort)} == {time_to_act_s(20.0)}

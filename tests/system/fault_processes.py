@@ -80,7 +80,7 @@ class Generator:
             self._paused = True
         self.loop.call_soon_threadsafe(self.going.clear)
 
-    def resume(self) -> None:
+    def resume(self, deadline_s: float) -> None:
         with self._lock:
             self._paused = False
         self.loop.call_soon_threadsafe(self.going.set)
@@ -88,7 +88,7 @@ class Generator:
     def finalise(self) -> None:
         pass
 
-    def set_version(self, version: int) -> None:
+    def set_version(self, version: int, deadline_s: float) -> None:
         with self._lock:
             self._version = version
 

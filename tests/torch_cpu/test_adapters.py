@@ -61,13 +61,13 @@ class ServingHooks:
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
         self.calls.append("pause")
 
-    def resume(self) -> None:
+    def resume(self, deadline_s: float) -> None:
         self.calls.append("resume")
 
     def finalise(self) -> None:
         self.calls.append("finalise")
 
-    def set_version(self, version: int) -> None:
+    def set_version(self, version: int, deadline_s: float) -> None:
         self.version = version
 
 

@@ -45,10 +45,10 @@ class Api:
     def rest(self, pause_id: str, deadline_s: float) -> None:
         self.gate.at_rest(pause_id)
 
-    def resume(self) -> None:
+    def resume(self, deadline_s: float) -> None:
         pass
 
-    def set_version(self, version: int) -> None:
+    def set_version(self, version: int, deadline_s: float) -> None:
         self.versions.append(version)
 
 

@@ -76,8 +76,8 @@ async def test_an_engine_of_ones_own_serves_what_was_trained_and_labels_it() -> 
 def test_a_request_that_an_update_interrupts_hands_back_its_tokens_or_waits() -> None:
     own = example()
     served = own.Served(small_model(1).eval())
-    served.set_version(0)
-    served.resume()
+    served.set_version(0, 1.0)
+    served.resume(1.0)
     begin = served.step
 
     def paused_before_third(mode: windlass.PauseMode) -> Any:
@@ -88,8 +88,8 @@ def test_a_request_that_an_update_interrupts_hands_back_its_tokens_or_waits() ->
             count += 1
             if count == 3:
                 served.pause("p", mode, 5.0)
-                served.set_version(served.version + 1)
-                served.resume()
+                served.set_version(served.version + 1, 1.0)
+                served.resume(1.0)
             return begin()
 
         served.step = step

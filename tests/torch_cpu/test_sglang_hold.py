@@ -6,6 +6,7 @@ import base64
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -131,8 +132,8 @@ def pause(hooks: list[RankHooks], mode: PauseMode = PauseMode.IN_PLACE, number: 
 
 
 def publish(rank: RankHooks) -> None:
-    rank.set_version(1)
-    rank.resume()
+    rank.set_version(1, DEADLINE_S)
+    rank.resume(DEADLINE_S)
 
 
 @pytest.mark.parametrize(
@@ -160,10 +161,10 @@ def test_loops_are_held_from_the_pause_until_the_stamp(
 def test_an_abort_lets_the_loops_go_before_the_engine_goes_on(loops: Loops, url: str) -> None:
     hooks = hooks_of(loops, url, holds=True)
     pause(hooks)
-    together(*(rank.resume for rank in hooks))
+    together(*(partial(rank.resume, 20.0) for rank in hooks))
     assert loops.seen == [PAUSE, BEGIN, "Hold", END, GO_ON]
     pause(hooks, number=2)
-    together(*(rank.resume for rank in hooks))
+    together(*(partial(rank.resume, 20.0) for rank in hooks))
     assert loops.seen == [PAUSE, BEGIN, "Hold", END, GO_ON] * 2
 
 
@@ -182,7 +183,7 @@ def test_a_refused_session_fails_the_pause_at_once(loops: Loops, url: str) -> No
     hooks = hooks_of(loops, url, holds=True)
     with pytest.raises(PeerUnreachable, match=BEGIN):
         hooks[0].pause("1.1", PauseMode.IN_PLACE, DEADLINE_S)
-    hooks[0].resume()
+    hooks[0].resume(DEADLINE_S)
     assert loops.seen == [PAUSE, BEGIN, GO_ON]
 
 
@@ -216,5 +217,5 @@ def test_an_engine_that_does_not_answer_a_pause_is_resumed(loops: Loops, url: st
     hooks = hooks_of(loops, url, holds=True)
     with pytest.raises(PeerUnreachable, match=PAUSE):
         hooks[0].pause("1.1", PauseMode.IN_PLACE, DEADLINE_S)
-    hooks[0].resume()
+    hooks[0].resume(DEADLINE_S)
     assert loops.seen == [PAUSE, GO_ON]

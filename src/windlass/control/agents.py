@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from typing import assert_never, final
 
 from windlass.config import P2pBackend, UpdateBackend, UpdateMode
@@ -58,6 +59,9 @@ __all__ = ["EngineAgent", "TrainerAgent"]
 
 _log = logging.getLogger(__name__)
 FENCE_S = 5.0
+GO_ON_S = 20.0
+"""For an engine to go on where no controller is there to say."""
+MIN_RESUME_S = 0.1
 
 
 @final
@@ -168,6 +172,7 @@ class EngineAgent:
         self._lock = threading.Lock()
         self._mode = UpdateMode.IN_PLACE
         self._served_version = -1
+        self._is_stamped = True
         self._tainted = False
         self._open_to_writes = False
         self._may_be_written = False
@@ -221,9 +226,9 @@ class EngineAgent:
                     self._receiver.apply()
                     self._hooks.finalise()
                 case Publish():
-                    self._publish(command.version)
+                    self._publish(command.version, command.deadline_s)
                 case Abort():
-                    self._abort(tainted=command.tainted)
+                    self._abort(command.deadline_s, tainted=command.tainted)
                 case BeginByHand() | JoinByHand() | TakeTensors() | TakeFiles():
                     self._handle_by_hand(command)
                 case OpenRelay() | ConnectRelay() | Relay() | Forgo() | Feed():
@@ -312,7 +317,7 @@ class EngineAgent:
             self._may_be_written = True
             # The end of this round will not be told, and a later one's says nothing about it.
             self._tainted = self.tainted
-            self._go_on_if_whole()
+            self._go_on_if_whole(GO_ON_S)
             if self._at_rest:
                 raise PeerUnreachable(f"the engine did not go on: {self._at_rest}")
 
@@ -356,11 +361,10 @@ class EngineAgent:
                 "agent; use the backend p2p"
             )
 
-    def _publish(self, version: int) -> None:
-        self._hooks.set_version(version)
-        self._served_version = version
+    def _publish(self, version: int, deadline_s: float) -> None:
+        self._served_version, self._is_stamped = version, False
         self._tainted = self._open_to_writes = False
-        self._go_on_if_whole()
+        self._go_on_if_whole(deadline_s)
 
     def _fence(self) -> None:
         """Bytes of a source that ended in mid-write must not land in what is bound now.
@@ -371,13 +375,13 @@ class EngineAgent:
             self._one_sided.transport.fence(deadline_s=FENCE_S)
         self._may_be_written = False
 
-    def _abort(self, *, tainted: bool) -> None:
+    def _abort(self, deadline_s: float, *, tainted: bool) -> None:
         self._may_be_written = True
         self._tainted |= tainted
         self._open_to_writes = False
-        self._go_on_if_whole()
+        self._go_on_if_whole(deadline_s)
 
-    def _go_on_if_whole(self) -> None:
+    def _go_on_if_whole(self, deadline_s: float) -> None:
         """Have the engine generate; that it cannot now says nothing about its weights.
 
         Whoever hears of it (`Done.at_rest`, or the next welcome) tells it again.
@@ -385,9 +389,13 @@ class EngineAgent:
         self._at_rest = ""
         if self.tainted or self._served_version < 0:
             return
+        end = time.monotonic() + deadline_s
         try:
-            self._hooks.resume()
+            if not self._is_stamped:
+                self._hooks.set_version(self._served_version, deadline_s)
+                self._is_stamped = True
+            self._hooks.resume(max(end - time.monotonic(), MIN_RESUME_S))
         # The boundary of the engine: whatever its own code raises.
         except Exception as error:  # noqa: BLE001
-            _log.exception("resume")
+            _log.exception("going on")
             self._at_rest = f"{type(error).__name__}: {error}"

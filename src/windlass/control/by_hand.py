@@ -51,6 +51,7 @@ from windlass.control.messages import (
     Verified,
     Verify,
 )
+from windlass.control.relay_round import time_to_act_s
 from windlass.control.session import AgentSession
 from windlass.errors import DECODE_ERRORS, PeerUnreachable, RoundAborted, WindlassError
 
@@ -330,7 +331,7 @@ class HandDrivenUpdates:
             if reason:
                 await self._abort(update, reason)
                 return CallbackAnswer()
-            for command in (Apply(version), Publish(version)):
+            for command in (Apply(version), Publish(version, time_to_act_s(deadline_s))):
                 ranks = update.ranks({*away, *mixed})
                 results = await self._call(update, ranks, command, deadline_s)
                 mixed |= update.blame(_unlike(results, Done))

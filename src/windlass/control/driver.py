@@ -60,6 +60,7 @@ def spec_of(version: int, binding: Binding, config: ControlConfig) -> RoundSpec:
         max_rewrites=config.max_rewrites,
         pause_s=config.deadlines.pause_s,
         write_s=config.deadlines.write_s,
+        publish_s=config.deadlines.publish_s,
         collective=isinstance(config.backend, XcclBackend),
         lands_live=not isinstance(config.backend, DiskBackend),
         relay=binding.relay,

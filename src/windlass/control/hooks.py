@@ -28,14 +28,23 @@ class EngineHooks(Protocol):
         """
         ...
 
-    def resume(self) -> None:
-        """Go on generating. Idempotent."""
+    def resume(self, deadline_s: float) -> None:
+        """Go on generating. Idempotent.
+
+        Raises:
+            WindlassError: it does not now, or has not said that it does within `deadline_s`. It gets
+                no traffic then, and is asked again.
+        """
         ...
 
     def finalise(self) -> None:
         """Recompute state that is derived from weights and drop caches of old weights."""
         ...
 
-    def set_version(self, version: int) -> None:
-        """Stamp the version that tokens generated from now on carry."""
+    def set_version(self, version: int, deadline_s: float) -> None:
+        """Stamp the version that tokens generated from now on carry. Idempotent; before `resume`.
+
+        Raises:
+            WindlassError: as `resume`.
+        """
         ...

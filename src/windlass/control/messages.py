@@ -302,9 +302,10 @@ class Apply(msgspec.Struct, frozen=True, tag="apply"):
 
 
 class Publish(msgspec.Struct, frozen=True, tag="publish"):
-    """Engine: stamp `version` and resume."""
+    """Engine: stamp `version` and resume, or say by `deadline_s` that it does not."""
 
     version: int
+    deadline_s: float
 
 
 class BeginByHand(msgspec.Struct, frozen=True, tag="begin_by_hand"):
@@ -340,10 +341,12 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
         reason: one line.
         tainted: the engine's live weights may be mixed: stay paused. Otherwise go on with the old
             weights. Only the controller knows: one-sided writes leave no trace in the engine.
+        deadline_s: for the engine to go on; meanwhile no other command is carried out.
     """
 
     reason: str
     tainted: bool = False
+    deadline_s: float = 30.0
 
 
 class Probe(msgspec.Struct, frozen=True, tag="probe"):

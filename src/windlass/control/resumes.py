@@ -46,10 +46,13 @@ class Resumes:
 
     Args:
         owner: runs the rounds. sessions: of the agents that are connected.
+        deadline_s: for an engine to go on.
     """
 
-    def __init__(self, owner: ResumeOwner, sessions: Mapping[str, AgentSession]) -> None:
-        self._owner, self._sessions = owner, sessions
+    def __init__(
+        self, owner: ResumeOwner, sessions: Mapping[str, AgentSession], deadline_s: float
+    ) -> None:
+        self._owner, self._sessions, self._deadline_s = owner, sessions, deadline_s
         self._num_told: dict[Identity, int] = {}
         self._due: set[Identity] = set()
         self._timers = Timers()
@@ -83,7 +86,7 @@ class Resumes:
             if session is None or session.agent.identity != identity:
                 continue
             self._num_told[identity] += 1
-            again = Abort(f"go on: {session.agent.at_rest}")
+            again = Abort(f"go on: {session.agent.at_rest}", deadline_s=self._deadline_s)
             try:
                 await session.send(Envelope(*self._owner.new_place(), 1, again))
             except PeerUnreachable as error:

@@ -63,7 +63,7 @@ class RoundSpec:
         engines: engine name -> its rank workers.
         links: (source, destination) workers that exchange bytes.
         max_rewrites: how often a failed or mismatched link is written again.
-        pause_s, write_s: deadlines passed on to the agents.
+        pause_s, write_s, publish_s: deadlines passed on to the agents.
         collective: both halves of a write are told to enter it, and all links of a source at once.
         lands_live: whether `in_place` writes touch live memory before they are verified.
         relay: member of a relay group -> those that it passes on to; empty without a relay.
@@ -78,6 +78,7 @@ class RoundSpec:
     max_rewrites: int = 2
     pause_s: float = 30.0
     write_s: float = 120.0
+    publish_s: float = 30.0
     collective: bool = False
     lands_live: bool = True
     relay: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

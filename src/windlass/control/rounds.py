@@ -118,6 +118,11 @@ class RoundMachine:
         """Workers whose replies are outstanding."""
         return tuple(worker for worker, _ in self._pending.values())
 
+    @property
+    def _go_on_s(self) -> float:
+        """An engine that hangs must be able to say by the deadline that it does not go on."""
+        return time_to_act_s(self._spec.publish_s)
+
     def start(self) -> list[Instruction]:
         """Begin."""
         self._enter(Phase.PREPARE)
@@ -269,7 +274,7 @@ class RoundMachine:
                 self._send_engines(Apply(self._spec.version))
             case Phase.APPLY:
                 self._enter(Phase.PUBLISH)
-                self._send_engines(Publish(self._spec.version))
+                self._send_engines(Publish(self._spec.version, self._go_on_s))
             case Phase.PUBLISH:
                 self._finish_published()
             case Phase.DONE:
@@ -373,7 +378,8 @@ class RoundMachine:
             engine.fate = EngineFate.TAINTED if engine.mixed else EngineFate.LEFT_OUT
         for worker in engine.workers:
             if worker != lost:
-                self._send(worker, Abort(reason, engine.mixed), expects_reply=False)
+                farewell = Abort(reason, engine.mixed, self._go_on_s)
+                self._send(worker, farewell, expects_reply=False)
 
     def _may_be_mixed(self) -> bool:
         """Whether an engine that leaves now may hold bytes of two versions in live memory."""

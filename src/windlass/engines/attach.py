@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -45,7 +46,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 CONNECT_DEADLINE_S = 60.0
 RELEASE_S = 5.0
-"""For a loop that was let go; well within the deadline of the command that resumes the engine."""
+"""For a loop that was let go, of the time to resume."""
 API_DEADLINE_S = 60.0
 
 
@@ -108,11 +109,11 @@ class EngineApi(Protocol):
         """Make the main loop of every rank call its `RestGate.at_rest`."""
         ...
 
-    def resume(self) -> None:
+    def resume(self, deadline_s: float) -> None:
         """Go on generating after `pause`, and after `hold` has returned, unless a loop is stuck."""
         ...
 
-    def set_version(self, version: int) -> None:
+    def set_version(self, version: int, deadline_s: float) -> None:
         """Stamp what is generated from now on."""
         ...
 
@@ -162,22 +163,23 @@ class RankHooks:
             logger.warning("pause %s: the engine did not hold", pause_id, exc_info=True)
             self._gate.fail(pause_id, error)
 
-    def resume(self) -> None:
+    def resume(self, deadline_s: float) -> None:
         """See `EngineHooks.resume`; an engine that was not paused is left alone."""
         self._gate.end()
         if self._api is None or not self._paused:
             return
-        if self._held is not None:
-            self._held.join(RELEASE_S)  # a loop that is stuck elsewhere hears `resume` later
+        end = time.monotonic() + deadline_s
+        if self._held is not None:  # a loop that is stuck elsewhere hears `resume` later
+            self._held.join(min(RELEASE_S, deadline_s / 2))
             self._held = None
-        self._api.resume()
+        self._api.resume(end - time.monotonic())
         self._paused = False
 
     def finalise(self) -> None:
         """See `EngineHooks.finalise`."""
         self._captured.finalise()
 
-    def set_version(self, version: int) -> None:
+    def set_version(self, version: int, deadline_s: float) -> None:
         """See `EngineHooks.set_version`.
 
         An engine that is paused by its own routes runs no step, and may need its loop for this.
@@ -185,7 +187,7 @@ class RankHooks:
         if self._paused:
             self._gate.end()
         if self._api is not None:
-            self._api.set_version(version)
+            self._api.set_version(version, deadline_s)
 
 
 @final

@@ -16,11 +16,11 @@ class RestingEngine:
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
         """Nothing runs."""
 
-    def resume(self) -> None:
+    def resume(self, deadline_s: float) -> None:
         """Nothing to resume."""
 
     def finalise(self) -> None:
         """Nothing is derived from weights."""
 
-    def set_version(self, version: int) -> None:
+    def set_version(self, version: int, deadline_s: float) -> None:
         """No token carries it."""

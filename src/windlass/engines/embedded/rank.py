@@ -41,13 +41,13 @@ class _LeaderHooks:
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
         self._scheduler.pause(pause_id, mode, deadline_s)
 
-    def resume(self) -> None:
+    def resume(self, deadline_s: float) -> None:  # noqa: ARG002
         self._scheduler.resume()
 
     def finalise(self) -> None:
         """Nothing is derived from weights; caches of old weights go with their requests."""
 
-    def set_version(self, version: int) -> None:
+    def set_version(self, version: int, deadline_s: float) -> None:  # noqa: ARG002
         self._scheduler.set_version(version)
 
 
@@ -64,13 +64,13 @@ class _FollowerHooks:
             if not self._changed.wait_for(lambda: self._at_rest_for == pause_id, deadline_s):
                 raise PeerTimeout(f"pause {pause_id}: no pause step came within {deadline_s} s")
 
-    def resume(self) -> None:
+    def resume(self, deadline_s: float) -> None:
         """Rank 0's next step is the sign to go on."""
 
     def finalise(self) -> None:
         """Nothing is derived from weights."""
 
-    def set_version(self, version: int) -> None:
+    def set_version(self, version: int, deadline_s: float) -> None:
         """Rank 0 stamps tokens."""
 
     def rest(self, pause_id: str) -> None:

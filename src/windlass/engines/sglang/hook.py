@@ -335,11 +335,11 @@ class SglangApi:
         if self._flushes:
             post(self._url, "/flush_cache", {}, deadline_s)
 
-    def resume(self) -> None:
+    def resume(self, deadline_s: float) -> None:
         """See `EngineApi.resume`."""
-        post(self._url, "/continue_generation", {})
+        post(self._url, "/continue_generation", {}, deadline_s)
 
-    def set_version(self, version: int) -> None:
+    def set_version(self, version: int, deadline_s: float) -> None:
         """See `EngineApi.set_version`; running requests are not aborted."""
         body = {"new_version": str(version), "abort_all_requests": False}
-        post(self._url, "/update_weight_version", body)
+        post(self._url, "/update_weight_version", body, deadline_s)

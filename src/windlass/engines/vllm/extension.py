@@ -102,14 +102,14 @@ class VllmApi:
         body = {"method": "windlass_at_rest", "args": [pause_id], "timeout": deadline_s}
         post(self._url, "/collective_rpc", body, deadline_s)
 
-    def resume(self) -> None:
+    def resume(self, deadline_s: float) -> None:
         """See `EngineApi.resume`."""
-        post(self._url, "/resume", {})
+        post(self._url, "/resume", {}, deadline_s)
 
-    def set_version(self, version: int) -> None:
+    def set_version(self, version: int, deadline_s: float) -> None:
         """See `EngineApi.set_version`; releases without the route (0.24) stamp nothing."""
         with contextlib.suppress(NoSuchRoute):
-            post(self._url, "/update_weight_version", {"new_version": str(version)})
+            post(self._url, "/update_weight_version", {"new_version": str(version)}, deadline_s)
 
 
 class WindlassExtension:

@@ -179,10 +179,10 @@ class TableRank:
             self._paused = True
             self._routes.pause(mode, deadline_s)
 
-    def resume(self) -> None:
+    def resume(self, deadline_s: float) -> None:
         """See `EngineHooks.resume`."""
         if self._paused:
-            self._routes.resume()
+            self._routes.resume(deadline_s)
             self._paused = False
 
     def finalise(self) -> None:
@@ -193,10 +193,10 @@ class TableRank:
         """
         self._compare_opinion()
 
-    def set_version(self, version: int) -> None:
+    def set_version(self, version: int, deadline_s: float) -> None:
         """See `EngineHooks.set_version`."""
         if self._rank == 0:
-            self._routes.set_version(version)
+            self._routes.set_version(version, deadline_s)
 
     def _compare_opinion(self) -> None:
         if not self._has_opinion:

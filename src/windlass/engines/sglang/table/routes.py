@@ -193,14 +193,14 @@ class TableRoutes:
         elif mode is PauseMode.ABORT:
             post(self.url, f"/flush_cache?timeout={deadline_s}", {}, deadline_s)
 
-    def resume(self) -> None:
+    def resume(self, deadline_s: float) -> None:
         """Go on generating."""
-        post(self.url, "/continue_generation", {})
+        post(self.url, "/continue_generation", {}, deadline_s)
 
-    def set_version(self, version: int) -> None:
+    def set_version(self, version: int, deadline_s: float) -> None:
         """Running requests are not aborted."""
         body = {"new_version": str(version), "abort_all_requests": False}
-        post(self.url, "/update_weight_version", body)
+        post(self.url, "/update_weight_version", body, deadline_s)
 
     def checksums(self, deadline_s: float, skip: Sequence[str] = ()) -> dict[int, dict[str, str]]:
         """By rank and name, of what the model holds, computed by SGLang.
