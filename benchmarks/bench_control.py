@@ -73,7 +73,7 @@ def answer(worker: str, command: Command | Probe) -> Result:
             links = tuple(LinkOutcome(d, LinkStatus.OK, 0, DIGEST) for d in command.destinations)
             return Written(links, 0.0, 0.0)
         case Verify():
-            return Verified((), 0)
+            return Verified(())
         case _:
             return Done()
 

@@ -98,7 +98,7 @@ DECODERS: dict[str, tuple[Callable[[bytes], Any], tuple[bytes, ...]]] = {
         (
             encode(fake_hello(ENGINE, group="a")),
             encode(Announce(3, 1)),
-            encode(Reply(1, 2, 3, Done(0.5))),
+            encode(Reply(1, 2, 3, Done("away"))),
         ),
     ),
     "controller frame": (

@@ -93,7 +93,7 @@ class Socket:
                 links = tuple(LinkOutcome(d, status, 0, "", "") for d in command.destinations)
                 return Written(links, 0.0, 0.0)
             case Verify():
-                return Verified((), 24)
+                return Verified(())
             case _:
                 return Done()
 

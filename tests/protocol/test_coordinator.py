@@ -715,7 +715,7 @@ class Recorder:
             raise TransferOutcomeUnknown("deadline passed")
         if isinstance(command, Verify):
             raise LookupError("a defect")  # noqa: TRY004
-        return Done(float(len(self.commands)))
+        return Done(str(len(self.commands)))
 
 
 async def test_an_agent_answers_a_repeated_command_from_memory_and_refuses_old_ones() -> None:

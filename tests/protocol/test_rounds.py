@@ -374,7 +374,7 @@ class Script:
                 links = tuple(LinkOutcome(n, LinkStatus.OK, 8, f"{send.worker}>{n}") for n in names)
                 return Written(links, 0.0, 0.5)
             case Verify():
-                return Verified((), 8)
+                return Verified(())
             case _:
                 return Done()
 
@@ -561,7 +561,7 @@ def test_wrong_bytes_are_written_again_and_checked_again(mode: UpdateMode) -> No
     more: list[Send] = []
     for send in waiting:
         wrong = ("trainer/1",) if send.worker == "c/0" else ()
-        more = script.reply(send, Verified(wrong, 8))
+        more = script.reply(send, Verified(wrong))
     assert [(s.worker, s.command) for s in more] == [("trainer/1", Write(1, ("c/0",), 108.0))]
     checks = script.reply(more[0], script.good(more[0]))
     assert [s.worker for s in checks] == ["c/0"]
@@ -579,7 +579,7 @@ def test_bytes_that_stay_wrong_taint_one_engine_in_place_and_abort_staged(
     while queue:
         send = queue.popleft()
         bad = send.worker == "c/0" and isinstance(send.command, Verify)
-        queue.extend(script.reply(send, Verified(("trainer/1",), 8) if bad else script.good(send)))
+        queue.extend(script.reply(send, Verified(("trainer/1",)) if bad else script.good(send)))
     assert script.finish is not None
     writes = [s for s in script.sent if isinstance(s.command, Write)]
     assert len(writes) == len(TRAINERS) + 2
@@ -644,7 +644,7 @@ def test_a_link_that_its_source_does_not_mention_is_not_delivered() -> None:
     [
         (Phase.WRITE, Done()),
         (Phase.VERIFY, Done()),
-        (Phase.APPLY, Verified((), 8)),
+        (Phase.APPLY, Verified(())),
         (Phase.PUBLISH, Written((), 0.0, 0.0)),
     ],
 )
@@ -742,7 +742,7 @@ def test_an_engine_that_hangs_has_time_left_to_say_that_it_does_not_go_on(mode: 
             links = [LinkOutcome(d, LinkStatus.OK, 8, "d") for d in send.command.destinations]
             result = Written(tuple(links), 0.0, 0.0)
         elif isinstance(send.command, Verify):
-            result = Verified((), 8)
+            result = Verified(())
         elif isinstance(send.command, Publish):
             published.append(send.command)
             result = Done(at_rest="PeerTimeout: POST /resume: no answer")

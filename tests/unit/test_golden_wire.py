@@ -82,7 +82,7 @@ def from_agents() -> dict[str, bytes]:
         "hello": encode(hello),
         "announce": encode(Announce(3, 1)),
         "written": encode(Reply(1, 2, 3, Written(links, 0.5, 0.25))),
-        "verified": encode(Reply(1, 2, 3, Verified(("trainer/0",), 48))),
+        "verified": encode(Reply(1, 2, 3, Verified(("trainer/0",)))),
         "failure": encode(Reply(1, 2, 3, Failure(FailureKind.UNKNOWN, "late"))),
     }
 

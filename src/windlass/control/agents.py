@@ -220,7 +220,7 @@ class EngineAgent:
                     self._receiver.receive(command.groups, command.deadline_s)
                 case Verify():
                     mismatched = self._receiver.verify(command.version, command.expected)
-                    return Verified(mismatched, self._receiver.nbytes_from(command.expected))
+                    return Verified(mismatched)
                 case Apply():
                     self._open_to_writes = True
                     self._receiver.apply()

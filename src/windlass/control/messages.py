@@ -163,18 +163,15 @@ class Verified(msgspec.Struct, frozen=True, tag="verified"):
     """Engine rank: sources whose bytes did not have the expected digest (empty when all did)."""
 
     mismatched: tuple[str, ...]
-    nbytes: int
 
 
 class Done(msgspec.Struct, frozen=True, tag="done", omit_defaults=True):
     """A command that returns nothing else.
 
     Attributes:
-        seconds: what the agent itself measured.
         at_rest: why the engine does not generate although it was told to go on; else empty.
     """
 
-    seconds: float = 0.0
     at_rest: str = ""
 
 

@@ -102,10 +102,6 @@ class ReceiverBackend(Protocol):
         """Sources whose bytes do not have the expected digest, or that send nothing here."""
         ...
 
-    def nbytes_from(self, sources: Mapping[str, str]) -> int:
-        """Bytes that these sources send in one update."""
-        ...
-
     def apply(self) -> None:
         """Make verified bytes live. Idempotent. The engine must be at rest."""
         ...

@@ -160,10 +160,6 @@ class HandDrivenReceiver:
         self._check_complete()
         return ()
 
-    def nbytes_from(self, sources: Mapping[str, str]) -> int:  # noqa: ARG002
-        """No links here."""
-        return 0
-
     def close(self) -> None:
         """Leave all groups and free the shadow. Idempotent."""
         for group in self._groups.values():

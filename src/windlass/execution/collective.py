@@ -236,10 +236,6 @@ class CollectiveReceiver:
         """See `ReceiverBackend.verify`."""
         return self._target.verify(expected)
 
-    def nbytes_from(self, sources: Mapping[str, str]) -> int:
-        """See `ReceiverBackend.nbytes_from`."""
-        return self._target.nbytes_from(sources)
-
     def apply(self) -> None:
         """See `ReceiverBackend.apply`."""
         self._target.apply()

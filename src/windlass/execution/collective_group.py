@@ -158,7 +158,11 @@ def _connect(
 
 @final
 class TorchBroadcastGroup:
-    """`BroadcastGroup` on a process group; NCCL's device buffers mirror the host's."""
+    """One member of a group: all enter a broadcast together, from rank 0 into all others.
+
+    It owns its buffers, so that what is outside needs to know only host addresses; NCCL's device
+    buffers mirror the host's. Used by one thread.
+    """
 
     def __init__(
         self,
@@ -197,15 +201,19 @@ class TorchBroadcastGroup:
 
     @property
     def broken(self) -> bool:
-        """See `BroadcastGroup`."""
+        """Whether the group has failed: it never works again, another one must be formed."""
         return self._broken
 
     def buffer(self, slot: int) -> int:
-        """See `BroadcastGroup`."""
+        """Host address of a buffer. Not to be touched between `start` and `finish`."""
         return int(self._host[slot].data_ptr())
 
     def start(self, slot: int, nbytes: int, deadline_s: float) -> None:
-        """See `BroadcastGroup`."""
+        """Begin to broadcast the first `nbytes` of a buffer, from the root into all others.
+
+        Raises:
+            TransferFailed: the group is broken.
+        """
         import torch.distributed as dist
 
         if self._broken:
@@ -223,7 +231,11 @@ class TorchBroadcastGroup:
             raise TransferFailed(f"group {self._name}: {_first_line(error)}") from error
 
     def finish(self, slot: int, deadline_s: float) -> None:
-        """See `BroadcastGroup`."""
+        """Return once the buffer's bytes are there (or, at the root, may be overwritten).
+
+        Raises:
+            TransferFailed: a member is gone or late; the group is broken.
+        """
         started, self._works[slot] = self._works[slot], None
         if started is None:
             return
@@ -237,7 +249,7 @@ class TorchBroadcastGroup:
             raise TransferFailed(f"group {self._name}: {_first_line(error)}") from error
 
     def abort(self) -> None:
-        """See `BroadcastGroup`."""
+        """Close every connection, so that the other members notice. Idempotent."""
         if self._broken:
             return
         self._broken = True

@@ -168,10 +168,6 @@ class DeviceReceiver:
         """Nothing to receive: peers write."""
         raise ProtocolError("p2p: one-sided writes have no receiving half")
 
-    def nbytes_from(self, sources: Mapping[str, str]) -> int:
-        """Bytes that these sources write in one update."""
-        return sum(self._links[s].program.nbytes for s in sources if s in self._links)
-
     def apply(self) -> None:
         """Copy the shadow over and unpack what landed. Idempotent. The engine must be at rest."""
         with self._lock:

@@ -151,10 +151,6 @@ class DiskReceiver:
                 self._explain(home / index.file, index.digest)
         return tuple(sorted(wrong))
 
-    def nbytes_from(self, sources: Mapping[str, str]) -> int:
-        """See `ReceiverBackend.nbytes_from`."""
-        return self._target.nbytes_from(sources)
-
     def apply(self) -> None:
         """See `ReceiverBackend.apply`."""
         self._target.apply()

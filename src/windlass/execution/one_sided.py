@@ -89,10 +89,6 @@ class OneSidedReceiver:
         """See `Receiver.verify`."""
         return self._receiver.verify(expected)
 
-    def nbytes_from(self, sources: Mapping[str, str]) -> int:
-        """See `Receiver.nbytes_from`."""
-        return self._receiver.nbytes_from(sources)
-
     def apply(self) -> None:
         """See `Receiver.apply`."""
         self._receiver.apply()

@@ -169,10 +169,6 @@ class Receiver:
                 mismatched.append(source)
         return tuple(mismatched)
 
-    def nbytes_from(self, sources: Mapping[str, str]) -> int:
-        """Bytes that these sources write in one update."""
-        return sum(self._programs[source].nbytes for source in sources if source in self._programs)
-
     def apply(self) -> None:
         """Make verified bytes live: copy the shadow over, unpack the landing region. Idempotent.
 

@@ -140,11 +140,6 @@ class Sender:
         return self._replica
 
     @property
-    def replica_nbytes(self) -> int:
-        """Bytes of the replica allocated now."""
-        return 0 if self._replica is None else self._replica.nbytes
-
-    @property
     def copy_times(self) -> CopyTimes:
         """Of the replica's last copy."""
         return CopyTimes() if self._replica is None else self._replica.times

@@ -110,10 +110,6 @@ class TargetMemory:
             if source not in self.programs or self._digest(self.programs[source]) != digest
         )
 
-    def nbytes_from(self, sources: Mapping[str, str]) -> int:
-        """Bytes that these sources send in one update."""
-        return sum(self.programs[source].nbytes for source in sources if source in self.programs)
-
     def apply(self) -> None:
         """Copy the shadow over. Idempotent; nothing to do where bytes went to live memory."""
         if self._targets is self._live:

@@ -232,7 +232,7 @@ class FakeEngineRank:
             for source, digest in command.expected.items()
             if payload_digest(self.target[self.sources.index(source)]) != digest
         ]
-        return Verified(tuple(wrong), self.target.nbytes)
+        return Verified(tuple(wrong))
 
     def _binding(self) -> DestinationBinding:
         endpoint = PeerEndpoint("fake", self._path, "")
