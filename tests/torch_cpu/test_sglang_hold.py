@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -21,6 +20,7 @@ from windlass.engines.rest_gate import RestGate
 from windlass.engines.sglang.hook import AtRest, Hold, SglangApi
 from windlass.errors import PeerUnreachable
 from windlass.layout.manifest import ManifestBuilder, Role
+from windlass.testing.http_answers import answering
 
 DEADLINE_S = 20.0
 PAUSE, BEGIN, END = "/pause_generation", "/begin_weight_update", "/end_weight_update"
@@ -85,27 +85,14 @@ def loops() -> Loops:
 
 @pytest.fixture
 def url(loops: Loops) -> Iterator[str]:
-    class Routes(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = msgspec.json.decode(self.rfile.read(int(self.headers["Content-Length"])))
-            answer = msgspec.json.encode({"success": loops.answer(self.path, body)})
-            self.send_response(500 if self.path == PAUSE == loops.refused else 200)
-            self.send_header("Content-Length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
+    def answer(path: str, asked: bytes) -> tuple[int, bytes]:
+        body = msgspec.json.encode({"success": loops.answer(path, msgspec.json.decode(asked))})
+        return 500 if path == PAUSE == loops.refused else 200, body
 
-        def log_request(self, code: int | str = "", size: int | str = "") -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Routes)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    for gate in loops.gates:
-        gate.end()
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with answering(answer) as url:
+        yield url
+        for gate in loops.gates:
+            gate.end()
 
 
 def hooks_of(loops: Loops, url: str, *, holds: bool) -> list[RankHooks]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import http.server
 import json
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,40 +15,23 @@ from windlass.engines.attach import AgentSettings
 from windlass.engines.vllm.__main__ import connect
 from windlass.engines.vllm.extension import VllmApi, WindlassExtension
 from windlass.errors import ConfigError
+from windlass.testing.http_answers import answering
 
 
-@contextmanager
-def server(unplaced: Mapping[int, list[str]], *, answers_for: int) -> Iterator[str]:
+def server(unplaced: Mapping[int, list[str]], *, answers_for: int) -> AbstractContextManager[str]:
     """Its ranks write what they say where they are told to; the first few are in the answer."""
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            _, folder = body["args"]
-            said = {
-                rank: {"unplaced": names, "recomputed": [], "buffer_nbytes": 0}
-                for rank, names in unplaced.items()
-            }
-            for rank, joined in said.items():
-                (Path(folder) / str(rank)).write_text(json.dumps(joined))
-            results = [said[rank] for rank in range(answers_for)]
-            answer = json.dumps({"results": results}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
+    def answer(_path: str, asked: bytes) -> tuple[int, bytes]:
+        _, folder = json.loads(asked)["args"]
+        said = {
+            rank: {"unplaced": names, "recomputed": [], "buffer_nbytes": 0}
+            for rank, names in unplaced.items()
+        }
+        for rank, joined in said.items():
+            (Path(folder) / str(rank)).write_text(json.dumps(joined))
+        return 200, json.dumps({"results": [said[rank] for rank in range(answers_for)]}).encode()
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as listening:
-        thread = threading.Thread(target=listening.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listening.server_port}"
-        finally:
-            listening.shutdown()
-            thread.join()
+    return answering(answer)
 
 
 def settings(url: str, world_size: int) -> AgentSettings:

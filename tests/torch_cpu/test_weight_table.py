@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import http.server
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -40,6 +38,7 @@ from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role
 from windlass.memory.digest import new_digest
 from windlass.planning.planner import plan_transfer
+from windlass.testing.http_answers import answering
 from windlass.testing.resting_engine import RestingEngine
 from windlass.transports.base import PeerEndpoint, RemoteRegion
 from windlass.transports.memory import MemoryTransport
@@ -122,39 +121,20 @@ def test_the_model_is_built_with_the_servers_own_options() -> None:
 
 
 @contextmanager
-def answering(answers: dict[str, object]) -> Iterator[tuple[str, list[str]]]:
+def serving(answers: dict[str, object]) -> Iterator[tuple[str, list[str]]]:
     """A server that answers these routes with JSON, 400 the rest, and notes what it was asked."""
     asked: list[str] = []
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            answer = answers.get(self.path)
-            body = json.dumps(answer).encode()
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            self.send_response(400 if answer is None else 200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def answer(path: str, _asked: bytes) -> tuple[int, bytes]:
+        asked.append(path)
+        return 200 if path in answers else 400, json.dumps(answers.get(path)).encode()
 
-        do_POST = do_GET  # noqa: N815 - the base class's name
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", asked
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with answering(answer) as url:
+        yield url, asked
 
 
 def test_a_server_without_a_table_is_refused_with_the_option_that_makes_one() -> None:
-    with answering({}) as (url, _), pytest.raises(UnsupportedLayout, match=ENABLING):
+    with serving({}) as (url, _), pytest.raises(UnsupportedLayout, match=ENABLING):
         TableRoutes(url, 1).table(0)
 
 
@@ -165,7 +145,7 @@ def test_an_engine_is_at_rest_only_if_every_rank_has_answered() -> None:
         "/weights_checker": {"success": True, "message": "", "ranks": [rank]},
         "/flush_cache": {},
     }
-    with answering(answers) as (url, asked):
+    with serving(answers) as (url, asked):
         TableRoutes(url, 1).pause(PauseMode.RETRACT, 5.0)
         assert asked == list(answers)
         with pytest.raises(PeerUnreachable, match=r"ranks must be 0\.\.1"):

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from contextlib import AbstractContextManager
 
 import pytest
 
 from windlass.engines.sglang.settings import UNSAFE, refuse_unsafe_settings
 from windlass.errors import ConfigError, PeerUnreachable
+from windlass.testing.http_answers import answering
 
 PLAIN = {
     "version": "0.5.23",
@@ -31,26 +29,8 @@ PLAIN = {
 }
 
 
-@contextmanager
-def server(body: bytes, status: int = 200) -> Iterator[str]:
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-            """Nothing is logged."""
-
-    with HTTPServer(("127.0.0.1", 0), Answer) as listening:
-        thread = threading.Thread(target=listening.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listening.server_port}"
-        finally:
-            listening.shutdown()
-            thread.join()
+def server(body: bytes, status: int = 200) -> AbstractContextManager[str]:
+    return answering(lambda _path, _asked: (status, body))
 
 
 def test_a_server_without_any_of_them_and_one_that_tells_less_are_taken() -> None:

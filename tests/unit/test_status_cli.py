@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
 from windlass.cli.main import main
+from windlass.testing.http_answers import answering
 
 OVERVIEW = {
     "published_version": 3,
@@ -35,30 +34,11 @@ OVERVIEW = {
 }
 
 
-class _Overview(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        body = json.dumps(OVERVIEW).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Nothing is logged."""
-
-
 def test_the_brackets_of_an_ipv6_address_are_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WINDLASS_TOKEN", "secret of the test")
     monkeypatch.setenv("COLUMNS", "200")
-    with HTTPServer(("127.0.0.1", 0), _Overview) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            assert main(["status", f"http://127.0.0.1:{server.server_port}"]) == 0
-        finally:
-            server.shutdown()
-            thread.join()
+    with answering(lambda _path, _asked: (200, json.dumps(OVERVIEW).encode())) as url:
+        assert main(["status", url]) == 0
     assert "http://[fd77::1]:8000" in capsys.readouterr().out

@@ -33,7 +33,15 @@ from windlass.transports.registry import create_transport
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PendingUpdate", "TrainerClient", "connect_trainer", "version_number"]
+    from windlass.training.fsdp import DescribedTrainer
+
+__all__ = [
+    "PendingUpdate",
+    "TrainerClient",
+    "connect_described",
+    "connect_trainer",
+    "version_number",
+]
 
 
 _log = logging.getLogger(__name__)
@@ -314,14 +322,40 @@ def connect_trainer(
         UnsupportedLayout: a parameter whose placement or dtype cannot be described.
         TransportUnavailable, AuthenticationError, ProtocolError, PeerTimeout: see there.
     """
-    from windlass.training.fsdp import describe_trainer, step_stream
+    from windlass.training.fsdp import describe_trainer
 
     config = parse_transport(transport)
     described = describe_trainer(module, group=group, name_map=name_map, stacked=stacked)
+    return connect_described(
+        described,
+        config,
+        controller=controller,
+        token=token,
+        group=group,
+        arena_nbytes=arena_nbytes,
+        replica=replica,
+        connect_deadline_s=connect_deadline_s,
+    )
+
+
+def connect_described(
+    described: DescribedTrainer,
+    transport: TransportConfig,
+    *,
+    controller: str,
+    token: str,
+    group: str,
+    arena_nbytes: int,
+    replica: bool | str,
+    connect_deadline_s: float,
+) -> TrainerClient:
+    """Connect a rank whose parameters an adapter has described; the arguments are `connect_trainer`'s."""
+    from windlass.training.fsdp import step_stream
+
     return TrainerClient(
         manifest=described.manifest,
         parameters=described.parameters,
-        transport=create_transport(config, towards=controller, memory_at=described.memory_at),
+        transport=create_transport(transport, towards=controller, memory_at=described.memory_at),
         controller=controller,
         token=token,
         group=group,

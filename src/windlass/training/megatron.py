@@ -23,10 +23,9 @@ from windlass.layout.manifest import ManifestBuilder, Role
 from windlass.layout.naming.place import Coords, Geometry, place
 from windlass.layout.naming.rules import Family
 from windlass.layout.naming.tables import family_named
-from windlass.training.client import TrainerClient
-from windlass.training.fsdp import DescribedTrainer, step_stream
+from windlass.training.client import TrainerClient, connect_described
+from windlass.training.fsdp import DescribedTrainer
 from windlass.transports.configs import TransportConfig, parse_transport
-from windlass.transports.registry import create_transport
 
 __all__ = ["connect_megatron_trainer", "describe_megatron_trainer", "megatron_coords"]
 
@@ -83,18 +82,14 @@ def connect_megatron_trainer(
         use_main_params=use_main_params,
         ignore=ignore,
     )
-    return TrainerClient(
-        manifest=described.manifest,
-        parameters=described.parameters,
-        transport=create_transport(config, towards=controller, memory_at=described.memory_at),
+    return connect_described(
+        described,
+        config,
         controller=controller,
         token=token,
         group=group,
-        rank=described.rank,
-        world_size=described.world_size,
         arena_nbytes=arena_nbytes,
         replica=replica,
-        step_stream=step_stream(described.memory_at),
         connect_deadline_s=connect_deadline_s,
     )
 

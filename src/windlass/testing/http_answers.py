@@ -1,0 +1,45 @@
+"""An HTTP server that answers as a test says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+__all__ = ["answering"]
+
+POLL_S = 0.01
+"""How soon the server notices that it is to end."""
+
+
+@contextmanager
+def answering(answer: Callable[[str, bytes], tuple[int, bytes]]) -> Iterator[str]:
+    """The URL of a server on this host that lives as long as the block.
+
+    `answer(path, body)` gives status and body for every GET and POST, each in a thread of its own;
+    whatever holds one up must have ended before the block does.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            status, body = answer(self.path, asked)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET  # noqa: N815 - the base class's name
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+            """Nothing is logged."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(POLL_S,), name="http-answers")
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
