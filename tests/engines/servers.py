@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from sglang_fresh import LoadAfresh
 
 from windlass.engines.attach import AgentSettings
 from windlass.engines.sglang.__main__ import connect as connect_sglang
-from windlass.engines.sglang.hook import HOOK, Digests, order_ranks
+from windlass.engines.sglang.orders import HOOK, Digests, ask_ranks
 from windlass.engines.vllm.__main__ import connect as connect_vllm
 from windlass.transports.addresses import free_port
 
@@ -230,27 +231,28 @@ class Server:
 
     def digests(self) -> list[dict[str, str]]:
         """Per rank: a digest of every tensor that its model holds."""
-        with tempfile.TemporaryDirectory() as folder:
-            if self.engine == "vllm":
-                self.post("/collective_rpc", {"method": "write_digests", "args": ["", folder]})
-            else:
-                order_ranks(self.url, Digests(folder), self.layout.tp, 120.0)
-            return self._written(folder)
-
-    def _written(self, folder: str) -> list[dict[str, str]]:
-        ranks = range(self.layout.world_size)
-        return [json.loads((Path(folder) / str(rank)).read_text()) for rank in ranks]
+        if self.engine == "sglang":
+            return self._answered(ask_ranks(self.url, Digests, self.layout.world_size, HTTP_S))
+        return self._written("")
 
     def digests_of_fresh_load(self, checkpoint: Path) -> list[dict[str, str]]:
         """As `digests`, of a model that the engine's own loader makes anew in every rank."""
+        if self.engine == "sglang":
+            load = partial(LoadAfresh, str(checkpoint))
+            ranks = self.layout.world_size
+            return self._answered(ask_ranks(self.url, load, ranks, HTTP_S, hook="sglang_fresh.run"))
+        return self._written(str(checkpoint))
+
+    def _answered(self, answers: list[bytes]) -> list[dict[str, str]]:
+        return [json.loads(answer) for answer in answers]
+
+    def _written(self, checkpoint: str) -> list[dict[str, str]]:
+        """By vLLM's ranks."""
         with tempfile.TemporaryDirectory() as folder:
-            if self.engine == "vllm":
-                body = {"method": "write_digests", "args": [str(checkpoint), folder]}
-                self.post("/collective_rpc", body)
-            else:
-                order = LoadAfresh(str(checkpoint), folder)
-                order_ranks(self.url, order, self.layout.tp, 120.0, hook="sglang_fresh.run")
-            return self._written(folder)
+            body = {"method": "write_digests", "args": [checkpoint, folder]}
+            self.post("/collective_rpc", body)
+            ranks = range(self.layout.world_size)
+            return [json.loads((Path(folder) / str(rank)).read_text()) for rank in ranks]
 
     def digests_of_fresh_adapter(self, adapter: Path) -> list[dict[str, str]]:
         """Per rank: of the slots of a new model into which vLLM's own loader put an adapter."""
@@ -262,10 +264,16 @@ class Server:
     ) -> Sample:
         """A greedy answer, in SGLang's words, which both engines understand."""
         sampling = {"temperature": 0.0, "max_new_tokens": count, "ignore_eos": True}
-        body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+        body: dict[str, object] = {
+            "input_ids": prompt,
+            "sampling_params": sampling,
+            "return_logprob": True,
+        }
         if adapter:
             body["lora_path"] = adapter
         chosen = {"X-data-parallel-rank": str(replica)} if self.layout.dp > 1 else {}
+        if self.layout.dp > 1 and self.engine == "sglang":
+            body["routed_dp_rank"] = replica
         answer = self.post("/generate", body, **chosen)
         meta = answer["meta_info"]
         versions = [
@@ -337,12 +345,12 @@ _ORACLE: dict[str, tuple[str, ...]] = {
 }
 
 
-def environment(engine: str, tp: int, python_path: str) -> dict[str, str]:
+def environment(engine: str, num_ranks: int, python_path: str) -> dict[str, str]:
     """Of an engine's processes."""
     return {
         **os.environ,
         **_ENVIRONMENT[engine],
-        **({"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if tp == 2 else {}),
+        **({"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if num_ranks == 2 else {}),
         "PYTHONPATH": python_path,
         "WINDLASS_TOKEN": TOKEN,
         "HF_HUB_OFFLINE": "1",
@@ -374,7 +382,7 @@ def serving(
                 *FLAGS[engine],
                 *_ORACLE[engine],
             ],
-            env=environment(engine, layout.tp, f"{ROOT / 'src'}:{Path(__file__).parent}"),
+            env=environment(engine, layout.world_size, f"{ROOT / 'src'}:{Path(__file__).parent}"),
             stdout=subprocess.PIPE,
             stderr=stream,
             text=True,
@@ -384,7 +392,7 @@ def serving(
             line = process.stdout.readline()
             assert line, log.read_text()[-6000:]
             server = Server(process, json.loads(line)["url"], engine, layout, model, adapter)
-            if layout.pp > 1:
+            if layout.pp > 1 and engine == "vllm":
                 # vLLM 0.32 on CPUs makes what later stages receive in a warm-up that is left out
                 # where it does not compile, and dies with its first request.
                 server.post("/collective_rpc", {"method": "execute_dummy_batch"})

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from windlass.engines.capture.memory import fingerprints, held_by
+from windlass.engines.sglang.answers import say
+from windlass.engines.sglang.hook import own_rank
 
 
 class LoadAfresh(msgspec.Struct, frozen=True):
-    """Write the digests of a model loaded from `checkpoint` to `folder`/rank, as JSON."""
+    """Say the digests of a model loaded from `checkpoint` to the `Answers` of `folder`, as JSON."""
 
     checkpoint: str
     folder: str
@@ -42,7 +42,7 @@ def run(_model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
         model_config=config, load_config=LoadConfig(), device_config=DeviceConfig("cpu", 0)
     )
     digests = msgspec.json.encode(fingerprints(held_by(model)))
-    (Path(order.folder) / str(dist.get_rank())).write_bytes(digests)
+    say(order.folder, own_rank(), digests)
 
 
 def drop_experts_of_other_ranks() -> None:

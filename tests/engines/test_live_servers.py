@@ -10,7 +10,7 @@ of these the server leaves the fleet and joins the next. After every update
 3. so are their logprobs; and the tokens carry the version.
 
 Where ranks are more than tensor-parallel ones, requests run on every replica meanwhile, and updates
-pause them in turn by `abort` and `in_place`; 2 and 3 hold for every replica.
+pause them in turn by `abort` and `in_place` (SGLang: `retract`, and with stages only `abort`); 2 and 3 hold for every replica.
 
 At the end of those with experts or latent attention, where engines derive and repack most, and of all
 in the full run, a fresh server, loaded from the last checkpoint, must hold the same bytes, give the
@@ -50,6 +50,8 @@ from trainers import (
 import windlass
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
 from windlass.engines.launch import refuse_unsafe
+from windlass.engines.rest_gate import RestGate
+from windlass.engines.sglang.api import SglangApi
 from windlass.engines.sglang.settings import UNSAFE as UNSAFE_SGLANG
 from windlass.engines.vllm.__main__ import UNSAFE as UNSAFE_VLLM
 from windlass.engines.vllm.extension import VllmApi
@@ -86,6 +88,13 @@ BUSY_WAYS = (
     MOONCAKE_IN_PLACE,
 )
 """With requests running."""
+RETRACTING_WAYS = tuple(
+    replace(way, pause=PauseMode.RETRACT) if way.pause is PauseMode.IN_PLACE else way
+    for way in BUSY_WAYS
+)
+"""As well, where caches of a prompt outlive `in_place`, which keeps those of old weights."""
+ABORTING_WAYS = tuple(replace(way, pause=PauseMode.ABORT) for way in BUSY_WAYS)
+"""As well, where SGLang has stages."""
 TRAINERS = {
     "dense": (FSDP, MEGATRON_TP, MEGATRON_PP, MEGATRON_CP),
     "tied": (FSDP, MEGATRON_PP),
@@ -131,6 +140,9 @@ MANY = [
     Live("vllm", "moe", Layout(tp=2, ep=True)),
     Live("vllm", "dense", Layout(pp=2), BUSY_WAYS),
     Live("sglang", "moe", Layout(tp=2, ep=True)),
+    Live("sglang", "dense", Layout(dp=2), RETRACTING_WAYS),
+    Live("sglang", "dense", Layout(pp=2), ABORTING_WAYS),
+    Live("sglang", "tied", Layout(pp=2), ABORTING_WAYS),
 ]
 """Replicas, stages, and experts that are spread over ranks."""
 EVERYTHING = [
@@ -165,6 +177,11 @@ COVERING += [Live("vllm", "recurrent", Layout(2), fresh=False)]
 COVERING += [
     replace(live, ways=live.ways[:ways], fresh=False)
     for live, ways in zip(MANY, (2, 1), strict=False)
+]
+COVERING += [
+    replace(live, ways=live.ways[:2], only=(FSDP,), fresh=False)
+    for live in MANY
+    if (live.engine, live.kind) == ("sglang", "dense")
 ]
 
 CHOICES = {
@@ -310,6 +327,15 @@ def test_vllm_is_not_asked_to_retract(shown: Record) -> None:
     with pytest.raises(ConfigError, match="pause_mode must be one of"):
         VllmApi("http://127.0.0.1:1", can_hold=False).pause(PauseMode.RETRACT, 1.0)
     shown(refusal("vllm", "pause_mode retract", "vLLM has abort and keep (in_place) only"))
+
+
+def test_sglang_with_stages_is_asked_to_abort_only(shown: Record) -> None:
+    api = SglangApi("http://127.0.0.1:1", 2, RestGate(), holds=False, num_stages=2)
+    for mode in (PauseMode.RETRACT, PauseMode.IN_PLACE):
+        with pytest.raises(ConfigError, match="pause_mode must be abort with stages"):
+            api.pause(mode, 1.0)
+    reason = "SGLang's loop of a pipeline does not look whether it is paused"
+    shown(refusal("sglang", "pause_mode retract, in_place with --pp", reason))
 
 
 def refusal(engine: str, what: str, reason: str) -> Shown:

@@ -22,7 +22,7 @@ from windlass.control.server import ControlServer
 from windlass.engines.attach import EngineApi, post
 from windlass.engines.client import EngineClient
 from windlass.engines.rest_gate import RestGate
-from windlass.engines.sglang.hook import SglangApi
+from windlass.engines.sglang.api import SglangApi
 from windlass.engines.sglang.table.routes import TableRoutes
 from windlass.engines.vllm.extension import VllmApi
 from windlass.errors import PeerTimeout

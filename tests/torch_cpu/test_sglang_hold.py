@@ -17,8 +17,9 @@ from windlass.config import PauseMode
 from windlass.engines.attach import RankHooks
 from windlass.engines.capture.capture import Captured
 from windlass.engines.rest_gate import RestGate
-from windlass.engines.sglang.hook import AtRest, Hold, SglangApi
-from windlass.errors import PeerUnreachable
+from windlass.engines.sglang.api import SglangApi
+from windlass.engines.sglang.orders import AtRest, Hold
+from windlass.errors import ConfigError, PeerUnreachable
 from windlass.layout.manifest import ManifestBuilder, Role
 from windlass.testing.http_answers import answering
 
@@ -197,6 +198,19 @@ def test_a_session_outlives_a_loop_that_leaves_before_the_write_is_over(
     together(*(lambda rank=rank: publish(rank) for rank in hooks))
     assert loops.seen.index(END) > loops.seen.index("Hold")
     assert loops.seen[-1] == GO_ON
+
+
+def test_stages_stop_by_abort_alone_and_drain_before_their_caches_are_dropped(
+    loops: Loops, url: str
+) -> None:
+    api = SglangApi(url, len(loops.gates), loops.gates[0], holds=False, num_stages=2)
+    for mode in (PauseMode.IN_PLACE, PauseMode.RETRACT):
+        with pytest.raises(ConfigError, match=f"must be abort with stages, .* got {mode}"):
+            api.pause(mode, DEADLINE_S)
+    assert loops.seen == []
+    assert api.pause(PauseMode.ABORT, DEADLINE_S)
+    api.rest("1.1", DEADLINE_S)
+    assert loops.seen == [PAUSE, BEGIN, "AtRest", END, f"{FLUSH}?timeout=20.0"]
 
 
 def test_an_engine_that_does_not_answer_a_pause_is_resumed(loops: Loops, url: str) -> None:

@@ -36,9 +36,9 @@ def server(body: bytes, status: int = 200) -> AbstractContextManager[str]:
 def test_a_server_without_any_of_them_and_one_that_tells_less_are_taken() -> None:
     for told in (PLAIN, {"version": "0.5.6"}):
         with server(json.dumps(told).encode()) as url:
-            refuse_unsafe_settings(url)
+            refuse_unsafe_settings(url, 2)
     with server(b"", 404) as url:
-        refuse_unsafe_settings(url)
+        refuse_unsafe_settings(url, 2)
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ def test_a_server_without_any_of_them_and_one_that_tells_less_are_taken() -> Non
         ("elastic_ep_backend", "mooncake", "--elastic-ep-backend"),
         ("disaggregation_mode", "decode", "--disaggregation-mode"),
         ("nnodes", 2, "--nnodes"),
-        ("dp_size", 2, "--dp-size"),
-        ("pp_size", 2, "--pp-size"),
+        ("attn_dp_size", 2, "--attn-dp-size"),
+        ("enable_dp_attention", True, "--enable-dp-attention"),
         ("enable_memory_saver", True, "--enable-memory-saver"),
         ("speculative_algorithm", "EAGLE", "--speculative-algorithm"),
         ("enable_lora", True, "--enable-lora"),
@@ -65,10 +65,18 @@ def test_a_setting_that_an_update_does_not_survive_is_found_where_no_option_name
         server(json.dumps({**PLAIN, setting: value}).encode()) as url,
         pytest.raises(ConfigError, match=rf"{setting} must be .*, got {value}: ") as refused,
     ):
-        refuse_unsafe_settings(url)
+        refuse_unsafe_settings(url, 2)
     assert str(refused.value).endswith(UNSAFE[option])
+
+
+def test_a_server_with_other_ranks_than_were_announced_is_refused() -> None:
+    told = json.dumps({**PLAIN, "pp_size": 3}).encode()
+    with server(told) as url:
+        assert refuse_unsafe_settings(url, 6) == 3
+        with pytest.raises(ConfigError, match=r"'tp_size': 2, 'pp_size': 3.*, got 2"):
+            refuse_unsafe_settings(url, 2)
 
 
 def test_another_server_is_named() -> None:
     with server(b"<html>") as url, pytest.raises(PeerUnreachable, match="not SGLang's answer"):
-        refuse_unsafe_settings(url)
+        refuse_unsafe_settings(url, 2)

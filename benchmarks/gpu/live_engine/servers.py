@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -162,12 +161,10 @@ class Sglang(_Routes):
         return list(answer["output_ids"])
 
     async def fingerprints(self) -> list[dict[str, str]]:
-        from windlass.engines.sglang.hook import Digests, order_ranks
+        from windlass.engines.sglang.orders import Digests, ask_ranks
 
-        tp = self.options.tp
-        with tempfile.TemporaryDirectory() as folder:
-            await asyncio.to_thread(order_ranks, self.url, Digests(folder), tp, 60.0)
-            return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(tp)]
+        answers = await asyncio.to_thread(ask_ranks, self.url, Digests, self.options.tp, 60.0)
+        return [json.loads(answer) for answer in answers]
 
     async def own_init(self, trainers: Trainers, port: int) -> None:
         world = self.options.tp + 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from pathlib import Path
 
 import msgspec
@@ -21,6 +20,7 @@ from windlass.engines.launch import (
     tell_buffers,
 )
 from windlass.engines.quantised import require_followed
+from windlass.engines.sglang.replicas import with_plugin
 from windlass.engines.sglang.settings import UNSAFE, refuse_unsafe_settings
 from windlass.engines.versions import SGLANG
 
@@ -38,12 +38,19 @@ def _start(args: argparse.Namespace, rest: list[str]) -> int:
     command = [
         *(sys.executable, "-m", "sglang.launch_server", "--model-path", args.model),
         *("--host", args.host, "--port", str(args.port), "--tp-size", str(args.tp)),
+        *(("--pp-size", str(args.pp)) if args.pp > 1 else ()),
+        *(("--dp-size", str(args.dp)) if args.dp > 1 else ()),
         *("--custom-weight-loader", HOOK),
         *rest,
     ]
-    return serve(
-        args, command, environment={}, ready_line="The server is fired up", connect=connect
-    )
+    with with_plugin(args.dp) as environment:
+        return serve(
+            args,
+            command,
+            environment=environment,
+            ready_line="The server is fired up",
+            connect=connect,
+        )
 
 
 def connect(settings: AgentSettings) -> None:
@@ -54,15 +61,16 @@ def connect(settings: AgentSettings) -> None:
             does not survive.
         PeerUnreachable: the server is not there, or a rank refused; says why. PeerTimeout.
     """
-    from windlass.engines.sglang.hook import Join, Joined, order_ranks
+    from windlass.engines.sglang.orders import Join, Joined, ask_ranks
 
-    refuse_unsafe_settings(settings.url)
-    with tempfile.TemporaryDirectory() as folder:
-        order_ranks(settings.url, Join(settings, folder), settings.world_size, CONNECT_DEADLINE_S)
-        joined = [
-            msgspec.json.decode((Path(folder) / str(rank)).read_bytes(), type=Joined)
-            for rank in range(settings.world_size)
-        ]
+    num_stages = refuse_unsafe_settings(settings.url, settings.world_size)
+    answers = ask_ranks(
+        settings.url,
+        lambda folder: Join(settings, folder, num_stages),
+        settings.world_size,
+        CONNECT_DEADLINE_S,
+    )
+    joined = [msgspec.json.decode(answer, type=Joined) for answer in answers]
     check_placed(settings.name, [rank.unplaced for rank in joined])
     tell_buffers(settings.name, [(rank.buffer_nbytes, rank.recomputed) for rank in joined])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -17,8 +18,10 @@ _ADAPTERS = (
     "allocate pinned memory, which torch refuses without an accelerator)"
 )
 _DRAFT = "the draft model's weights are not captured"
-_STAGES = "ranks of later stages have no tensor-parallel number of their own"
-_REPLICAS = "SGLang refuses tensor updates of data-parallel replicas"
+_ATTENTION = (
+    "updates of data-parallel attention have not been shown: SGLang 0.5.23 serves none on a CPU (its "
+    "attention in plain torch lacks get_cpu_graph_seq_len_fill_value, and dies with the first request)"
+)
 _EXPERTS = "experts move between ranks while it serves"
 _OFFLOADED = "weights are copied to the GPU for every step"
 _HOSTS = "every rank must be on the launcher's host, where it writes what it has to say"
@@ -27,10 +30,8 @@ UNSAFE = {
     "--enable-memory-saver": "weights move and lose their registration when memory is released",
     "--speculative-algorithm": _DRAFT,
     "--speculative-draft-model-path": _DRAFT,
-    "--pp-size": _STAGES,
-    "--pipeline-parallel-size": _STAGES,
-    "--dp-size": _REPLICAS,
-    "--data-parallel-size": _REPLICAS,
+    "--attn-dp-size": _ATTENTION,
+    "--enable-dp-attention": _ATTENTION,
     "--torchao-config": "it has SGLang quantise while it loads",
     "--enable-lora": _ADAPTERS,
     "--lora-paths": _ADAPTERS,
@@ -49,8 +50,8 @@ _SETTINGS: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
     {
         "enable_memory_saver": ((False,), UNSAFE["--enable-memory-saver"]),
         "speculative_algorithm": ((None,), _DRAFT),
-        "pp_size": ((1,), _STAGES),
-        "dp_size": ((1,), _REPLICAS),
+        "attn_dp_size": ((1,), _ATTENTION),
+        "enable_dp_attention": ((False,), _ATTENTION),
         "torchao_config": (("",), UNSAFE["--torchao-config"]),
         "enable_lora": ((None, False), _ADAPTERS),
         "enable_eplb": ((False,), _EXPERTS),
@@ -63,23 +64,39 @@ _SETTINGS: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
     }
 )
 """Setting -> the values that an update survives, and why no other."""
+_SIZES = ("tp_size", "pp_size", "dp_size")
 
 
-def refuse_unsafe_settings(url: str) -> None:
+def refuse_unsafe_settings(url: str, world_size: int) -> int:
     """Ask a server what it was set to, however that was written: in a file, shortened, by default.
 
     A release that does not tell, or does not know a setting, is taken as its command line said.
 
+    Args:
+        url: of the server.
+        world_size: ranks that were announced.
+
+    Returns:
+        Stages of its pipeline.
+
     Raises:
-        ConfigError: names a setting with which an update would be wrong, and why.
+        ConfigError: names a setting with which an update would be wrong, and why; or the server has
+            another number of ranks.
         PeerUnreachable, PeerTimeout: it does not answer, or not as SGLang does.
     """
     try:
         told = msgspec.json.decode(get(url, "/server_info"), type=dict[str, object])
     except NoSuchRoute:
-        return
+        return 1
     except DECODE_ERRORS as error:
         raise PeerUnreachable(f"{url}/server_info: not SGLang's answer: {error}") from error
     for name, (survived, reason) in _SETTINGS.items():
         if name in told and told[name] not in survived:
             raise ConfigError(f"{url}: {name} must be {survived[0]}, got {told[name]}: {reason}")
+    sizes = [size if isinstance(size := told.get(name), int) else 1 for name in _SIZES]
+    if told.keys() >= set(_SIZES) and math.prod(sizes) != world_size:
+        raise ConfigError(
+            f"{url}: --tp x --pp x --dp must be the server's ranks, {dict(zip(_SIZES, sizes, strict=True))}, "
+            f"got {world_size}"
+        )
+    return sizes[_SIZES.index("pp_size")]

@@ -1,0 +1,110 @@
+"""What the ranks of a server say to whoever gave them an order, beside SGLang's own answer.
+
+SGLang answers for the first stage of a pipeline, when later ones may not have begun. So a rank leaves
+what it has to say in a folder, and says through a socket there that it is complete.
+"""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self, final
+
+import msgspec
+
+from windlass.errors import PeerTimeout, PeerUnreachable
+
+__all__ = ["Answers", "say", "say_failed"]
+
+_SOCKET = "said"
+_LONGEST = 4096
+"""Bytes that a rank sends before it goes on: no more than a socket holds that nobody reads."""
+
+
+class _Said(msgspec.Struct, frozen=True):
+    """`failed` says why there is nothing in the folder; empty if there is."""
+
+    rank: int
+    failed: str = ""
+
+
+def say(folder: str, rank: int, body: bytes) -> None:
+    """Called by a rank that has carried out an order; returns whether or not anybody listens yet."""
+    (Path(folder) / str(rank)).write_bytes(body)
+    _tell(folder, _Said(rank))
+
+
+def say_failed(folder: str, rank: int, reason: str) -> None:
+    """Called by a rank that could not."""
+    _tell(folder, _Said(rank, reason[: _LONGEST // 8]))
+
+
+def _tell(folder: str, said: _Said) -> None:
+    with socket.socket(socket.AF_UNIX) as line:
+        line.connect(str(Path(folder) / _SOCKET))
+        line.sendall(msgspec.json.encode(said))
+
+
+@final
+class Answers:
+    """A folder for the answers of every rank of this host; left when they have been read.
+
+    Args:
+        world_size: ranks that will answer.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._owned = ExitStack()
+        with ExitStack() as undo:
+            self.folder = undo.enter_context(tempfile.TemporaryDirectory())
+            self._listening = undo.enter_context(socket.socket(socket.AF_UNIX))
+            self._listening.bind(str(Path(self.folder) / _SOCKET))
+            self._listening.listen(world_size)
+            self._owned = undo.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._owned.close()
+
+    def gather(self, deadline_s: float) -> list[bytes]:
+        """What every rank said, by rank.
+
+        Raises:
+            PeerTimeout: names the ranks that said nothing within `deadline_s`.
+            PeerUnreachable: a rank could not carry out the order; says why.
+        """
+        missing, end_s = set(range(self._world_size)), time.monotonic() + deadline_s
+        while missing:
+            try:
+                said = self._next(end_s)
+            except TimeoutError as error:
+                raise PeerTimeout(
+                    f"ranks {sorted(missing)} have not said within {deadline_s} s that an order is "
+                    f"carried out"
+                ) from error
+            if said.failed:
+                raise PeerUnreachable(f"rank {said.rank}: {said.failed}")
+            missing.discard(said.rank)
+        return [(Path(self.folder) / str(rank)).read_bytes() for rank in range(self._world_size)]
+
+    def _next(self, end_s: float) -> _Said:
+        self._listening.settimeout(max(end_s - time.monotonic(), 0.001))
+        line, _ = self._listening.accept()
+        with line:
+            line.settimeout(max(end_s - time.monotonic(), 0.001))
+            received = b""
+            while part := line.recv(_LONGEST):
+                received += part
+        return msgspec.json.decode(received, type=_Said)

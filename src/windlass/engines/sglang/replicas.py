@@ -1,0 +1,106 @@
+"""A plugin of SGLang by which orders reach every data-parallel replica of a server.
+
+SGLang (0.5.23) sends what its control plane is asked to the schedulers of all replicas and waits for
+all of them. For tensors it refuses beforehand, because a payload has one entry per tensor-parallel
+rank. Orders are the same for every rank: only what is, and is for a custom weight loader, passes the
+refusal by, in the way in which SGLang handles the sessions around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Protocol
+
+from windlass.envs import environment_value
+from windlass.errors import ConfigError
+
+__all__ = ["register", "with_plugin"]
+
+_NAME = "windlass"
+_TARGET = (
+    "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.update_weights_from_tensor"
+)
+_OF_TENSORS = (None, "direct", "flattened_bucket")
+"""Load formats that are no custom weight loader."""
+_ENTRY_POINTS = f"[sglang.srt.plugins]\n{_NAME} = {__name__}:register\n"
+
+_Result = tuple[bool, str]
+
+
+class _Request(Protocol):
+    serialized_named_tensors: list[str | bytes]
+    load_format: str | None
+
+
+class _Manager(Protocol):
+    """The part of SGLang's tokenizer manager that is used."""
+
+    update_weights_from_tensor_communicator: object
+
+    def auto_create_handle_loop(self) -> None: ...
+
+    def _weight_update_session_call(
+        self, communicator: object, obj: _Request
+    ) -> Awaitable[_Result]: ...
+
+
+_Route = Callable[[_Manager, _Request, object], Awaitable[_Result]]
+
+
+@contextmanager
+def with_plugin(num_replicas: int) -> Iterator[dict[str, str]]:
+    """Yields what the environment of a server with so many replicas has besides.
+
+    An entry point is how SGLang finds a plugin, wherever on the path its distribution lies.
+
+    Raises:
+        ConfigError: this release has no plugins.
+    """
+    if num_replicas == 1:
+        yield {}
+        return
+    package = find_spec("sglang")  # looks for it without an import
+    places = () if package is None else tuple(package.submodule_search_locations or ())
+    if not any((Path(place) / "srt" / "plugins" / "hook_registry.py").exists() for place in places):
+        raise ConfigError(
+            f"dp: this release of SGLang refuses orders to replicas and has no plugins, "
+            f"got --dp {num_replicas}"
+        )
+    with TemporaryDirectory() as folder:
+        info = Path(folder) / f"{_NAME}_replicas-1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Name: {_NAME}-replicas\nVersion: 1\n")
+        (info / "entry_points.txt").write_text(_ENTRY_POINTS)
+        path, chosen = environment_value("PYTHONPATH"), environment_value("SGLANG_PLUGINS")
+        yield {
+            "PYTHONPATH": ":".join((folder, *((path,) if path else ()))),
+            **({"SGLANG_PLUGINS": f"{chosen},{_NAME}"} if chosen else {}),
+        }
+
+
+def register() -> None:
+    """Called by SGLang in each of its processes."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(_TARGET, _reach_every_replica, HookType.AROUND)
+
+
+async def _reach_every_replica(
+    original: _Route, manager: _Manager, request: _Request, received: object = None
+) -> _Result:
+    from sglang.srt.utils.common import normalize_serialized_named_tensor_payloads
+
+    if request.load_format in _OF_TENSORS or len(set(request.serialized_named_tensors)) > 1:
+        return await original(manager, request, received)
+
+    manager.auto_create_handle_loop()
+    request.serialized_named_tensors = normalize_serialized_named_tensor_payloads(
+        request.serialized_named_tensors
+    )
+    return await manager._weight_update_session_call(
+        manager.update_weights_from_tensor_communicator, request
+    )

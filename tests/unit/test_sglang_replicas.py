@@ -1,0 +1,116 @@
+"""The plugin of SGLang by which orders reach every replica, and how SGLang finds it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from windlass.engines.sglang import replicas
+from windlass.engines.sglang.replicas import with_plugin
+from windlass.errors import ConfigError
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is found as SGLang's, with plugins."""
+    place = tmp_path / "sglang"
+    (place / "srt" / "plugins").mkdir(parents=True)
+    (place / "__init__.py").touch()
+    (place / "srt" / "plugins" / "hook_registry.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sglang"]:
+        monkeypatch.delitem(sys.modules, name)
+    return place
+
+
+def test_a_server_without_replicas_is_started_as_ever() -> None:
+    with with_plugin(1) as environment:
+        assert environment == {}
+
+
+def test_the_plugin_is_found_on_the_path_for_as_long_as_the_server_runs(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert package.is_dir()
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    monkeypatch.setenv("SGLANG_PLUGINS", "another")
+    with with_plugin(2) as environment:
+        folder, *rest = environment["PYTHONPATH"].split(":")
+        assert rest == ["/elsewhere"]
+        assert environment["SGLANG_PLUGINS"] == "another,windlass"
+        (found,) = importlib.metadata.distributions(path=[folder])
+        (point,) = found.entry_points
+        assert (point.group, point.name) == ("sglang.srt.plugins", "windlass")
+        assert point.load() is replicas.register
+    assert not Path(folder).exists()
+
+
+def test_a_release_without_plugins_is_refused_replicas(package: Path) -> None:
+    (package / "srt" / "plugins" / "hook_registry.py").unlink()
+    with (
+        pytest.raises(ConfigError, match="refuses orders to replicas and has no plugins"),
+        with_plugin(2),
+    ):
+        pass
+
+
+@dataclass
+class Request:
+    serialized_named_tensors: list[str | bytes]
+    load_format: str | None
+
+
+@dataclass
+class Manager:
+    """SGLang's, as far as it is used."""
+
+    update_weights_from_tensor_communicator: object = "every replica"
+    asked: list[tuple[object, Request]] = field(default_factory=list)
+
+    def auto_create_handle_loop(self) -> None:
+        """Nothing to begin."""
+
+    async def _weight_update_session_call(
+        self, communicator: object, obj: Request
+    ) -> tuple[bool, str]:
+        self.asked.append((communicator, obj))
+        return True, "every replica"
+
+
+async def refuse(*_: object) -> tuple[bool, str]:
+    return False, "one replica only"
+
+
+@pytest.mark.parametrize(
+    ("payloads", "load_format", "reached"),
+    [
+        (["b3JkZXI=", "b3JkZXI="], "windlass.engines.sglang.hook.run", True),
+        (["b3JkZXI=", "b3RoZXI="], "windlass.engines.sglang.hook.run", False),
+        (["b3JkZXI=", "b3JkZXI="], None, False),
+        (["b3JkZXI=", "b3JkZXI="], "flattened_bucket", False),
+    ],
+)
+def test_only_what_is_the_same_for_every_rank_passes_the_refusal_by(
+    payloads: list[str | bytes],
+    load_format: str | None,
+    reached: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    common = ModuleType("sglang.srt.utils.common")
+    vars(common)["normalize_serialized_named_tensor_payloads"] = lambda given: [*given, "decoded"]
+    for name in ("sglang", "sglang.srt", "sglang.srt.utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, common.__name__, common)
+    manager: Any = Manager()
+    request = Request(payloads, load_format)
+    answer = asyncio.run(replicas._reach_every_replica(refuse, manager, request))
+    assert answer == ((True, "every replica") if reached else (False, "one replica only"))
+    assert manager.asked == ([("every replica", request)] if reached else [])
+    assert ("decoded" in request.serialized_named_tensors) == reached
