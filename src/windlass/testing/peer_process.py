@@ -7,6 +7,7 @@ with PeerProcess(CmaConfig(), 1 << 20) as peer:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -171,9 +172,10 @@ class PeerProcess:
         self._ask(_SignalOnWrite(offset, int(number)))
 
     def stop(self) -> None:
-        """SIGSTOP: memory stays, nothing runs any more when this returns."""
+        """SIGSTOP: memory stays, nothing runs any more when this returns, if it is a child of ours."""
         self._process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        with contextlib.suppress(ChildProcessError):  # somebody else has forked it
+            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
         """SIGCONT."""

@@ -13,6 +13,8 @@ import logging
 import select
 import socket
 import threading
+import time
+from enum import Enum, auto
 from typing import final
 
 from windlass.errors import ConfigError, PeerUnreachable, TransportUnavailable
@@ -26,6 +28,8 @@ INCARNATION_NBYTES = 16
 """Characters of an incarnation, all ASCII."""
 _MAX_VISITORS = 4096
 ACCEPT_AGAIN_S = 0.1
+KNOCK_S = 1.0
+"""How long to wait at a door when the connection to it broke, and until it is tried again."""
 
 _log = logging.getLogger(__name__)
 
@@ -100,95 +104,163 @@ class Door:
         """Close the connections of visitors that have left."""
         staying = []
         for visitor in self._visitors:
-            if _has_ended(visitor):
-                visitor.close()
-            else:
+            if _line_of(visitor) is _Line.WHOLE:
                 staying.append(visitor)
+            else:
+                visitor.close()
         self._visitors = staying
 
 
 @final
 class Doorway:
-    """The other side: a connection to the door of one incarnation of one peer.
+    """The other side: a connection to the door of one incarnation of one peer. Thread-safe.
+
+    Only the peer's kernel ends it in order, with the process. A connection that was broken proves
+    nothing, because the network may have done it: so the door is gone to once more.
 
     Raises:
         PeerUnreachable: nobody listens, somebody else does, or no answer by the deadline.
     """
 
     def __init__(self, endpoint: PeerEndpoint, deadline: Deadline) -> None:
+        self._endpoint = endpoint
+        self._lock = threading.Lock()
+        self._looking = threading.Lock()
+        self._closed = threading.Event()
+        self._is_broken = self._gone = False
+        self._again_s = 0.0
+        self._broken: list[socket.socket] = []
+        """Closed at the end: a thread may be waiting with one."""
         try:
-            host, port = split_host_port(endpoint.address)
-        except ConfigError as error:
-            raise PeerUnreachable(f"{endpoint.transport}: {error}") from error
-        try:
-            self._socket = socket.create_connection(
-                (host, port), timeout=max(deadline.remaining_s, 0.001)
-            )
+            self._socket = _enter(endpoint, deadline)
+        except _SomebodyElseError as error:
+            raise PeerUnreachable(f"{deadline.purpose}: {error}; nothing was sent") from error
         except OSError as error:
-            raise PeerUnreachable(f"{deadline.purpose}: nothing answers: {error}") from error
-        try:
-            self._check(endpoint, deadline)
-        except BaseException:  # whatever it was: no socket may be left behind
-            self._socket.close()
-            raise
-        self._socket.setblocking(False)
+            raise PeerUnreachable(
+                f"{deadline.purpose}: nothing answers: {error}; nothing was sent"
+            ) from error
 
     def has_ended(self) -> bool:
-        """Whether the peer's process, or its transport, is gone."""
-        return _has_ended(self._socket)
+        """Whether the peer's process, or its transport, is gone. May take `KNOCK_S`, once in a while."""
+        if self._gone or self._closed.is_set():
+            return True
+        match self._look():
+            case _Line.WHOLE:
+                return False
+            case _Line.ENDED:
+                return True
+            case _Line.BROKEN:
+                return self._knock_again()
+
+    def _look(self) -> _Line:
+        """A socket tells of its error once, and from then on as if it had ended in order."""
+        with self._looking:
+            line = _Line.BROKEN if self._is_broken else _line_of(self._socket)
+            self._is_broken = line is _Line.BROKEN
+            return line
 
     def wait_ended(self, timeout_s: float) -> bool:
         """As `has_ended`, but waits for it."""
-        try:
-            waiting = select.poll()
-            waiting.register(self._socket, select.POLLIN)
-            return bool(waiting.poll(max(timeout_s, 0.0) * 1e3)) and self.has_ended()
-        except (OSError, ValueError):  # closed by this side
-            return True
+        self._wait(max(timeout_s, 0.0))
+        return self._look() is not _Line.WHOLE and self.has_ended()
 
     def watch(self) -> None:
         """Return once the peer has ended or this side has called `close`."""
-        waiting = select.poll()
-        try:
-            waiting.register(self._socket, select.POLLIN)
-            while not self.has_ended():
-                waiting.poll()
-        except (OSError, ValueError):  # closed by this side
-            return
+        while not self.has_ended():
+            self._wait(None)
 
     def close(self) -> None:
         """Let go of the peer."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes `watch`
-        self._socket.close()
+        self._closed.set()
+        with self._lock:
+            for connection in (*self._broken, self._socket):
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)  # wakes `watch`
+                connection.close()
 
-    def _check(self, endpoint: PeerEndpoint, deadline: Deadline) -> None:
-        if self._read(deadline) != endpoint.incarnation.encode():
-            raise PeerUnreachable(
-                f"{deadline.purpose}: another process than {endpoint.incarnation!r} is there; "
-                "nothing was sent"
-            )
+    def _wait(self, timeout_s: float | None) -> None:
+        """Until something happens to the connection."""
+        connection = self._socket
+        if self._look() is _Line.BROKEN:
+            self._closed.wait(KNOCK_S if timeout_s is None else min(timeout_s, KNOCK_S))
+            return
+        waiting = select.poll()
+        with contextlib.suppress(OSError, ValueError):  # closed by this side
+            waiting.register(connection, select.POLLIN)
+            waiting.poll(None if timeout_s is None else timeout_s * 1e3)
 
-    def _read(self, deadline: Deadline) -> bytes:
-        answer = b""
-        try:
-            while len(answer) < INCARNATION_NBYTES:
-                self._socket.settimeout(max(deadline.remaining_s, 0.001))
-                more = self._socket.recv(INCARNATION_NBYTES - len(answer))
-                if not more:
-                    break
-                answer += more
-        except OSError as error:
-            raise PeerUnreachable(
-                f"{deadline.purpose}: no answer within {deadline.seconds} s; nothing was sent"
-            ) from error
-        return answer
+    def _knock_again(self) -> bool:
+        """Whether nobody is at the door any more, or somebody else. Silence is no answer."""
+        with self._lock:
+            if self._gone or self._closed.is_set() or time.monotonic() < self._again_s:
+                return self._gone or self._closed.is_set()
+            if self._look() is not _Line.BROKEN:
+                return False  # another thread has
+            purpose = f"door of {self._endpoint.address}"
+            try:
+                fresh = _enter(self._endpoint, Deadline.after(KNOCK_S, purpose))
+            except (ConnectionRefusedError, _SomebodyElseError):
+                self._gone = True
+            except OSError as error:
+                self._again_s = time.monotonic() + KNOCK_S
+                _log.warning("%s: the connection broke, and no answer: %s", purpose, error)
+            else:
+                self._broken.append(self._socket)
+                with self._looking:
+                    self._socket, self._is_broken = fresh, False
+            return self._gone
 
 
-def _has_ended(connection: socket.socket) -> bool:
+class _SomebodyElseError(Exception):
+    """Another process is at the door."""
+
+
+class _Line(Enum):
+    """What became of a connection."""
+
+    WHOLE = auto()
+    ENDED = auto()
+    BROKEN = auto()
+
+
+def _enter(endpoint: PeerEndpoint, deadline: Deadline) -> socket.socket:
+    """A connection to the door of `endpoint`.
+
+    Raises:
+        PeerUnreachable: the endpoint has no address.
+        OSError: nobody listens, or no answer by the deadline.
+    """
     try:
-        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        host, port = split_host_port(endpoint.address)
+    except ConfigError as error:
+        raise PeerUnreachable(f"{endpoint.transport}: {error}") from error
+    connection = socket.create_connection((host, port), timeout=max(deadline.remaining_s, 0.001))
+    try:
+        _check(connection, endpoint, deadline)
+        connection.setblocking(False)
+    except BaseException:  # whatever it was: no socket may be left behind
+        connection.close()
+        raise
+    return connection
+
+
+def _check(connection: socket.socket, endpoint: PeerEndpoint, deadline: Deadline) -> None:
+    answer = b""
+    while len(answer) < INCARNATION_NBYTES:
+        connection.settimeout(max(deadline.remaining_s, 0.001))
+        more = connection.recv(INCARNATION_NBYTES - len(answer))
+        if not more:
+            raise ConnectionResetError("the connection was closed before an answer")
+        answer += more
+    if answer != endpoint.incarnation.encode():
+        raise _SomebodyElseError(f"another process than {endpoint.incarnation!r} is there")
+
+
+def _line_of(connection: socket.socket) -> _Line:
+    try:
+        ended = connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
     except BlockingIOError:
-        return False
+        return _Line.WHOLE
     except OSError:
-        return True
+        return _Line.BROKEN
+    return _Line.ENDED if ended else _Line.WHOLE
