@@ -40,6 +40,9 @@ class LocalPeer:
     def register(self) -> None:
         self._region = self._transport.register(self._arena.address, self._arena.nbytes)
 
+    def fence(self) -> None:
+        self._transport.fence(deadline_s=1.0)
+
     def kill(self) -> None:
         self._transport.close()
 

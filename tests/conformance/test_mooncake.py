@@ -223,6 +223,7 @@ class Behind:
         self.fill = process.fill
         self.unregister = process.unregister
         self.register = process.register
+        self.fence = process.fence
         self.kill = process.kill
         self.close = process.close
 

@@ -100,6 +100,8 @@ def serve(pipe: Connection) -> None:
         elif kind == "register":
             region = transport.register(arena.address, NBYTES)
             answer = region.remote
+        elif kind == "fence":
+            transport.fence(deadline_s=ANSWER_S / 2)
         elif kind == "die on write":
             threading.Thread(target=watch, args=(value,), daemon=True).start()
         pipe.send(answer)
@@ -139,6 +141,9 @@ class GpuPeer:
 
     def register(self) -> None:
         self.region = self.ask("register")
+
+    def fence(self) -> None:
+        self.ask("fence")
 
     def send_signal(self, number: signal.Signals) -> None:
         assert self.process.pid is not None

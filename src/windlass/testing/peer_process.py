@@ -53,12 +53,16 @@ class _Unregister(msgspec.Struct, tag="unregister"):
     pass
 
 
+class _Fence(msgspec.Struct, tag="fence"):
+    pass
+
+
 class _SignalOnWrite(msgspec.Struct, tag="signal_on_write"):
     offset: int
     number: int
 
 
-_Command = _Read | _Digest | _Fill | _Register | _Unregister | _SignalOnWrite
+_Command = _Read | _Digest | _Fill | _Register | _Unregister | _Fence | _SignalOnWrite
 
 
 class _Answer(msgspec.Struct):
@@ -167,6 +171,10 @@ class PeerProcess:
         """Register the arena again; `region` is fresh."""
         self._region = self._ask(_Register()).region
 
+    def fence(self) -> None:
+        """See `OneSidedTransport.fence`; the arena is as it was."""
+        self._ask(_Fence())
+
     def signal_on_write(self, offset: int, number: signal.Signals) -> None:
         """Have the child send itself a signal once the byte at `offset` changes."""
         self._ask(_SignalOnWrite(offset, int(number)))
@@ -272,6 +280,8 @@ def serve(config: TransportConfig, nbytes: int) -> None:
                 transport.unregister(region)
             case _Register():
                 region = transport.register(arena.address, arena.nbytes)
+            case _Fence():
+                transport.fence(deadline_s=ANSWER_S / 2)
             case _SignalOnWrite(offset, number):
                 threading.Thread(target=_watch, args=(arena, offset, number), daemon=True).start()
         answer(data)

@@ -75,6 +75,7 @@ class Peer(Protocol):
     def fill(self, value: int) -> None: ...
     def unregister(self) -> None: ...
     def register(self) -> None: ...
+    def fence(self) -> None: ...
     def kill(self) -> None: ...
     def close(self) -> None: ...
 
@@ -394,6 +395,22 @@ class TransportConformance:
         rig.peer.register()
         rig.write(rig.batch([0], [0], [16]))
         check(rig.peer.read(0, 16) == rig.arena.bytes[:16].tobytes(), "written after it came back")
+
+    def test_memory_registered_after_a_fence_at_either_end_is_written(self, rig: Rig) -> None:
+        """As an engine's shadow is, which has lost one controller and found another."""
+        rig.write(rig.batch([0], [0], [16]))
+
+        def fence() -> None:
+            rig.transport.fence(deadline_s=rig.deadline_s)
+
+        for number, end in enumerate((rig.peer.fence, fence, rig.peer.fence)):
+            end()
+            rig.peer.unregister()
+            rig.peer.register()
+            start = 4096 * (number + 1)
+            rig.write(rig.batch([start], [0], [16]))
+            image = rig.arena.bytes[start : start + 16].tobytes()
+            check(rig.peer.read(0, 16) == image, f"written after fence {number}")
 
     def test_a_deadline_that_has_passed_is_an_error(self, rig: Rig) -> None:
         rig.refused(rig.batch([0], [0], [16]), TransferError, deadline_s=0.0)
