@@ -6,6 +6,7 @@ import ctypes
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
+from functools import partial
 from typing import final
 
 from windlass.config import ReplicaPlace, take_name
@@ -17,16 +18,19 @@ from windlass.execution.replica import ReplicaMemory
 from windlass.memory.arena import Arena
 from windlass.memory.device_arena import DeviceArena, DeviceMemory
 from windlass.memory.pinned_arena import PinnedArena
+from windlass.planning.simulate import LINKS_AT_ONCE
 from windlass.transports.base import OneSidedTransport, gpu_ordinal_of
 from windlass.transports.cuda.driver import Event
 from windlass.transports.cuda.gpu import Gpu, shared_gpu
 from windlass.transports.cuda.ipc import CudaIpcTransport
 from windlass.transports.cuda.range_copy import COPY_ENGINE_NBYTES, RangeCopy
+from windlass.transports.sharing import share
 
 __all__ = ["GpuCopies", "HostCopies", "replica_memory"]
 
 PART_NBYTES = 64 << 20
-"""Copied at a time by one thread."""
+"""Copied at a time by one thread, which releases the interpreter."""
+NUM_COPYING = LINKS_AT_ONCE
 PCIE_ENGINE_NBYTES = 1 << 20
 """Over PCIe a copy of this size takes longer than queueing it."""
 
@@ -109,14 +113,13 @@ class HostCopies:
     def copy(self, sources: UInt64Array, targets: UInt64Array, nbytes: UInt64Array) -> float:
         """See `ReplicaMemory`."""
         parts = [
-            (target + at, source + at, min(PART_NBYTES, size - at))
+            partial(ctypes.memmove, target + at, source + at, min(PART_NBYTES, size - at))
             for source, target, size in zip(
                 sources.tolist(), targets.tolist(), nbytes.tolist(), strict=True
             )
             for at in range(0, size, PART_NBYTES)
         ]
-        for _ in self._threads.map(_copy, parts):
-            pass
+        share(parts, self._threads, min(len(parts), NUM_COPYING) - 1)
         return 0.0
 
     def abandon(self, *, renew: bool) -> None:
@@ -212,8 +215,3 @@ class GpuCopies:
         if self._copy is not None:
             self._copy.close()
             self._copy = None
-
-
-def _copy(part: tuple[int, int, int]) -> None:
-    """In a thread; the copy releases the interpreter."""
-    ctypes.memmove(*part)

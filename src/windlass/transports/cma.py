@@ -16,7 +16,8 @@ import errno
 import itertools
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import final
 
 import numpy as np
@@ -38,6 +39,7 @@ from windlass.transports.base import (
 )
 from windlass.transports.processes import check_alive, own_endpoint
 from windlass.transports.regions import RegionTable, check_batch
+from windlass.transports.sharing import share
 from windlass.transports.splitting import Pieces, merge_adjacent, split_pieces
 
 __all__ = ["CmaTransport", "write_process_memory"]
@@ -188,15 +190,8 @@ class CmaTransport:
         total = int(batch.nbytes.sum())
         num_parts = max(min(self._num_threads, total // MIN_THREAD_NBYTES), 1)
         parts = list(_shares(pieces, total, num_parts))
-        others = [
-            self._helpers.submit(write_process_memory, pid, *part, deadline) for part in parts[1:]
-        ]
-        try:
-            write_process_memory(pid, *parts[0], deadline)
-        finally:
-            wait(others)
-        for other in others:
-            other.result()
+        jobs = [partial(write_process_memory, pid, *part, deadline) for part in parts]
+        share(jobs, self._helpers, len(jobs) - 1)
 
 
 def _shares(pieces: Pieces, total: int, num_parts: int) -> Iterator[Pieces]:
