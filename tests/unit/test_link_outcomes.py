@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 
 from windlass.config import UpdateMode
+from windlass.control.agents import EngineAgent
+from windlass.control.messages import Verify
+from windlass.control.relay_messages import Relay
 from windlass.errors import (
     PeerUnreachable,
     PlanError,
@@ -21,6 +24,7 @@ from windlass.execution.base import ParameterMemory
 from windlass.execution.bindings import DestinationBinding, LinkStatus
 from windlass.execution.receiver import Receiver
 from windlass.execution.relay_node import RelayNode
+from windlass.execution.relay_outlet import Outlet
 from windlass.execution.relay_round import RelayResult
 from windlass.execution.sender import Sender
 from windlass.layout.box import Box
@@ -28,6 +32,8 @@ from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.planning.planner import plan_transfer
 from windlass.planning.relay import RelayGroup
+from windlass.telemetry.clock import Deadline
+from windlass.testing.resting_engine import RestingEngine
 from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.transports.base import WriteBatch
 from windlass.transports.memory import MemoryFabric, MemoryTransport
@@ -333,3 +339,60 @@ def test_a_trainer_that_meets_what_nobody_foresaw_tells_the_engine_that_it_feeds
     links, parts = chain.run()
     assert links["engine-a/0"] is LinkStatus.UNKNOWN
     assert parts["engine-a/0"].unknown_from == ("trainer/0",)
+
+
+def die_in_mid_relay(chain: Chain, *, with_a_word: bool) -> RelayResult:
+    """The trainer is let in at the first engine, and then its connection ends."""
+    node = chain.nodes["engine-a/0"]
+    found: list[RelayResult] = []
+    part = threading.Thread(target=lambda: found.append(node.run(PLACE, SECONDS)))
+    part.start()
+    outlet = Outlet(node.open(), "trainer/0", PLACE, Deadline.after(SECONDS, "test"))
+    if with_a_word:
+        outlet.end(unknown=False)
+    outlet.close()
+    part.join(SECONDS)
+    return found[0]
+
+
+@pytest.mark.parametrize("with_a_word", [True, False])
+def test_an_upstream_that_ends_without_a_word_is_told(chain: Chain, with_a_word: bool) -> None:
+    result = die_in_mid_relay(chain, with_a_word=with_a_word)
+    assert result.missing == ("trainer/0",)
+    assert result.unknown_from == ()
+    assert result.wordless == (() if with_a_word else ("trainer/0",))
+
+
+@pytest.mark.parametrize("wordless", [(), ("trainer/0",)])
+def test_an_engine_fences_before_it_trusts_what_a_dead_upstream_wrote(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, wordless: tuple[str, ...]
+) -> None:
+    happened: list[str] = []
+    receiver = fleet.receivers["engine-a/0"]
+    agent = EngineAgent(receiver, RestingEngine())
+    refused = [True]
+
+    def fence(*, deadline_s: float) -> None:
+        happened.append("fence")
+        if refused.pop():
+            raise TransferFailed(f"a reader holds a connection after {deadline_s} s")
+
+    def verify(_: object, expected: dict[str, str]) -> tuple[str, ...]:
+        happened.append("verify")
+        return tuple(expected)
+
+    result = RelayResult(("trainer/0",), (), (), (), wordless, 0, 0.0)
+    monkeypatch.setattr(fleet.transports["engine-a/0"], "fence", fence)
+    monkeypatch.setattr(Receiver, "verify", verify)
+    monkeypatch.setattr(agent._relay, "run", lambda *_: result)
+    agent.handle(Relay(1, SECONDS), epoch=1, round_number=1)
+    command = Verify(1, {"trainer/0": "digest"})
+    if wordless:
+        with pytest.raises(TransferFailed):
+            agent.handle(command, epoch=1, round_number=1)
+        assert happened == ["fence"]
+        refused.append(False)
+    for _ in range(2):
+        agent.handle(command, epoch=1, round_number=1)
+    assert happened == (["fence", "fence"] if wordless else []) + ["verify"] * 2
+    agent.close()

@@ -175,7 +175,7 @@ class EngineAgent:
         self._is_stamped = True
         self._tainted = False
         self._open_to_writes = False
-        self._may_be_written = False
+        self._may_be_written = self._fence_is_due = False
         self._place = (0, 0)
         self._at_rest = ""
 
@@ -219,8 +219,7 @@ class EngineAgent:
                 case Receive():
                     self._receiver.receive(command.groups, command.deadline_s)
                 case Verify():
-                    mismatched = self._receiver.verify(command.version, command.expected)
-                    return Verified(mismatched)
+                    return self._verify(command)
                 case Apply():
                     self._open_to_writes = True
                     self._receiver.apply()
@@ -246,6 +245,12 @@ class EngineAgent:
         elif isinstance(command, Abort):
             self._relay.interrupt((epoch, round_number))
 
+    def _verify(self, command: Verify) -> Result:
+        """What a relay that died may have left in its kernel lands before this or never."""
+        if self._fence_is_due:
+            self._fence()
+        return Verified(self._receiver.verify(command.version, command.expected))
+
     def _take_part(self, command: RelayCommand) -> Result:
         if not isinstance(self._receiver, OneSidedReceiver):
             raise ProtocolError(f"{type(self._receiver).__name__} cannot take part in a relay")
@@ -257,6 +262,8 @@ class EngineAgent:
                 self._relay.connect(command.groups[0], command.bindings, command.addresses)
             case Relay():
                 done = self._relay.run(self._place, command.deadline_s)
+                self._fence_is_due = bool(done.wordless)
+                self._may_be_written |= self._fence_is_due
                 return Relayed(
                     missing=done.missing,
                     unknown_from=done.unknown_from,
@@ -373,7 +380,7 @@ class EngineAgent:
         """
         if self._may_be_written:
             self._one_sided.transport.fence(deadline_s=FENCE_S)
-        self._may_be_written = False
+        self._may_be_written = self._fence_is_due = False
 
     def _abort(self, deadline_s: float, *, tainted: bool) -> None:
         self._may_be_written = True

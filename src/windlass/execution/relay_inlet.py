@@ -51,10 +51,14 @@ class LaneEnded:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """`upstream` writes nothing more in this round, or never will."""
+    """`upstream` writes nothing more in this round, or never will.
+
+    `wordless`: its connection ended without a word, so what its kernel holds may still come.
+    """
 
     upstream: str
     unknown: bool
+    wordless: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +276,7 @@ class RelayInlet:
     def _drop(self, connection: _Connection) -> None:
         # The process behind it has ended, or gave up: it is past its last write.
         if connection.place is not None:
-            self._post(connection, Ended(connection.upstream, unknown=False))
+            self._post(connection, Ended(connection.upstream, unknown=False, wordless=True))
         self._connections.pop(connection.socket.fileno(), None)
         with contextlib.suppress(KeyError):
             self._selector.unregister(connection.socket)

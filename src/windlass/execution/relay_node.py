@@ -134,7 +134,9 @@ class RelayNode:
                     case LaneEnded():
                         round_.on_lane_end(event.upstream, event.lane)
                     case Ended():
-                        round_.on_end(event.upstream, unknown=event.unknown)
+                        round_.on_end(
+                            event.upstream, unknown=event.unknown, wordless=event.wordless
+                        )
                     case Interrupted():
                         break
                     case _:

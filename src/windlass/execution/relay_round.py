@@ -40,6 +40,8 @@ class RelayResult:
         unknown_from: upstreams whose bytes may still land here.
         unknown_to: engines in which bytes of this rank may still land.
         unreached: engines that did not let this rank in; nothing was written to them.
+        wordless: upstreams that ended without a word: over TCP their kernels may still hold bytes,
+            so a fence is due before what lies here is trusted.
         nbytes: passed on. wire_s: from the first chunk here to the last one passed on.
     """
 
@@ -47,6 +49,7 @@ class RelayResult:
     unknown_from: tuple[str, ...]
     unknown_to: tuple[str, ...]
     unreached: tuple[str, ...]
+    wordless: tuple[str, ...]
     nbytes: int
     wire_s: float
 
@@ -140,6 +143,7 @@ class RelayRound:
         }
         self._missing: set[str] = set()
         self._unknown: set[str] = set()
+        self._wordless: set[str] = set()
         self._first_s = self._last_s = 0.0
         self._nbytes = 0
         names = dict.fromkeys(name for lane in bound.children for name in lane)
@@ -209,8 +213,10 @@ class RelayRound:
             child = self._children[name]
             child.submit_last(partial(self._end_lane, child, lane))
 
-    def on_end(self, upstream: str, *, unknown: bool) -> None:
+    def on_end(self, upstream: str, *, unknown: bool, wordless: bool = False) -> None:
         """An upstream writes nothing more."""
+        if wordless and upstream in self._left:
+            self._wordless.add(upstream)
         for lane in self._lanes_of.get(upstream, ()):
             self.on_lane_end(upstream, lane)
         if unknown:
@@ -251,6 +257,7 @@ class RelayRound:
             unknown_from=tuple(sorted(self._unknown)),
             unknown_to=tuple(name for name, child in children if child.unknown),
             unreached=tuple(name for name, child in children if child.unreached),
+            wordless=tuple(sorted(self._wordless)),
             nbytes=self._nbytes,
             wire_s=max(self._last_s - self._first_s, 0.0),
         )
