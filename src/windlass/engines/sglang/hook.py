@@ -37,8 +37,9 @@ class _Rank:
     """This process; one model lives in it.
 
     Attributes:
-        can_be_held: it is the only rank, since more have not been shown, and what SGLang does around
-            an order leaves weights alone, so that they may be written meanwhile.
+        can_be_held: what SGLang does around an order leaves the weights of every rank alone, so that
+            they may be written meanwhile, and there are no stages, of which later ones would not hear
+            of an order that this one is held in, and no replicas (not shown).
     """
 
     membership: Membership = field(default_factory=Membership)
@@ -106,8 +107,9 @@ def _join(model: torch.nn.Module, order: Join, rank: int) -> None:
                 "pp: stages must hold weights that SGLang neither packs nor restores around an "
                 "order, since it answers for the first stage while others still do"
             )
+        alone = order.num_stages == 1 and settings.world_size == dist.get_world_size()
         _rank.can_be_held = (
-            settings.world_size == 1 and _has_sessions() and _plain(captured) and untouched
+            alone and _has_sessions() and _on_every_rank(model, _plain(captured) and untouched)
         )
         return captured
 
@@ -145,6 +147,13 @@ def _has_sessions() -> bool:
 def _plain(captured: Captured) -> bool:
     """Whether the manifest's parameters are the model's own memory, all of them."""
     return not captured.repacked and not captured.recomputed
+
+
+def _on_every_rank(model: torch.nn.Module, mine: bool) -> bool:
+    """Whether it is so on all ranks of this world, each of which is in the same order."""
+    least = torch.tensor([int(mine)], device=next(model.parameters()).device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return bool(least.item())
 
 
 def _orders_change_nothing(model: torch.nn.Module) -> bool:
