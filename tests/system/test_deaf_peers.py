@@ -175,6 +175,7 @@ async def test_an_agent_leaves_a_controller_that_reads_nothing_and_connects_agai
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(conversation, "send_frame", partial(send_frame, deadline_s=0.3))
+    monkeypatch.setattr(conversation, "FIRST_BACKOFF_S", 0.01)
     third = asyncio.Event()
     num_connections = 0
 
