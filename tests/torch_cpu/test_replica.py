@@ -18,7 +18,7 @@ from windlass.control.agents import TrainerAgent
 from windlass.control.client import CommandHandler
 from windlass.control.messages import Command, Result, Write
 from windlass.engines.client import EngineClient
-from windlass.errors import ConfigError, PeerTimeout, PlanError, RoundAborted
+from windlass.errors import ConfigError, PeerTimeout, PlanError, RegionError, RoundAborted
 from windlass.execution.base import ParameterMemory
 from windlass.execution.bindings import DestinationBinding, LinkStatus
 from windlass.execution.receiver import Receiver
@@ -451,6 +451,37 @@ def test_memory_under_a_write_of_unknown_outcome_is_read_again_and_never_written
         links.sender.prepare()
         links.deliver("b/0", 1)
         assert (links.sender.arena_nbytes, held.nbytes) == (copied, replica)
+    finally:
+        links.close()
+
+
+def test_without_memory_for_another_replica_nothing_in_doubt_is_used_and_the_next_version_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RegionError("no memory")
+
+    links = Links({0: Fault(kind=FaultKind.UNKNOWN)})
+    try:
+        links.memory.refill(0)
+        links.sender.begin_version(lambda: None)
+        links.sender.prepare()
+        (link,) = links.sender.write(["a/0"], 10.0).links
+        assert link.status is LinkStatus.UNKNOWN
+        arena, replica = links.sender._packer.arena, links.sender.replica
+        assert replica is not None
+        nbytes = replica.nbytes
+        links.memory.refill(1)
+        links.sender.begin_version(lambda: None)
+        with monkeypatch.context() as patch:
+            patch.setattr("windlass.execution.replica_memory.Arena", refuse)
+            for _ in range(2):
+                with pytest.raises(RegionError, match="no memory"):
+                    links.sender.prepare()
+                assert links.sender._packer.arena not in {None, arena}
+        links.sender.prepare()
+        links.deliver("b/0", 1)
+        assert replica.nbytes == nbytes
     finally:
         links.close()
 

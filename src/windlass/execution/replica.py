@@ -107,6 +107,7 @@ class Replica:
         self._sizes = [parameter.nbytes for parameter in manifest.parameters]
         self._indices = np.zeros(0, np.int64)
         self._offsets = np.zeros(0, np.uint64)
+        self._used = 0
         self._in_doubt = False
         self._only_once = False
         self._taken = False
@@ -176,6 +177,7 @@ class Replica:
         offsets, used = aligned_offsets(self._sizes[index] for index in parameters)
         self._indices, self._offsets = np.zeros(0, np.int64), np.zeros(0, np.uint64)
         self._memory.fit(used)
+        self._used = used
         self._indices = np.array(parameters, np.int64)
         self._offsets = np.array(offsets, np.uint64)
 
@@ -186,12 +188,16 @@ class Replica:
             sources: where the parameters lie.
 
         Raises:
-            TransferFailed, TransferOutcomeUnknown: see `ReplicaMemory.copy`.
+            RegionError, TransferFailed, TransferOutcomeUnknown: see `ReplicaMemory.copy` and `fit`.
         """
         self._whole, self._holds = False, None
         read = sources.copy()
-        if not len(self._indices) or not self._memory.address:
+        if not len(self._indices):
             return read
+        if not self._memory.address:  # it was parted with, and there was no room for another
+            self._memory.fit(self._used)
+            if not self._memory.address:
+                return read  # of parameters without bytes
         targets = self._offsets + np.uint64(self._memory.address)
         sizes = np.array([self._sizes[index] for index in self._indices], np.uint64)
         began = time.perf_counter()
@@ -211,13 +217,17 @@ class Replica:
         """A write of unknown outcome may still read the copy: it is not written to again."""
         self._in_doubt = True
 
-    def settle(self, *, renew: bool = True) -> bool:
-        """Part with memory that is in doubt; returns whether there was a doubt."""
+    @property
+    def in_doubt(self) -> bool:
+        """Whether a write of unknown outcome may still read the copy."""
+        return self._in_doubt
+
+    def settle(self, *, renew: bool = True) -> None:
+        """Part with memory that is in doubt, if it is."""
         doubted, self._in_doubt = self._in_doubt, False
         if doubted:
             self._holds = None
             self._memory.abandon(renew=renew)
-        return doubted
 
     def close(self) -> None:
         """Free the copy. Idempotent."""

@@ -462,8 +462,11 @@ class Sender:
 
     def _settle_doubt(self, *, renew: bool = True) -> None:
         """With a replica: part with memory that a write of unknown outcome may still read."""
-        if self._replica is not None and self._replica.settle(renew=renew):
-            self._packer.abandon(renew=renew)
+        if self._replica is not None and self._replica.in_doubt:
+            try:
+                self._replica.settle(renew=renew)
+            finally:  # no memory for another replica: the arena is in doubt all the same
+                self._packer.abandon(renew=renew)
 
     def _abandon(self, arena: PackArena | None) -> None:
         if self._replica is not None:
