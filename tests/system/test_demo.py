@@ -70,7 +70,7 @@ def test_staged_updates_over_mooncake(tmp_path: Path) -> None:
         create_transport(parse_transport("mooncake")).close()
     except TransportUnavailable as error:
         pytest.skip(str(error))
-    check(run_demo(tmp_path, "--transport", "mooncake", "--mode", "staged"))
+    check(run_demo(tmp_path, "--transport", "mooncake", "--mode", "staged", steps=3), steps=3)
 
 
 @pytest.mark.clusters
