@@ -113,21 +113,28 @@ class Controller:
             ConfigError: `engines` is one name.
             PeerTimeout: names who is missing after `deadline_s`.
         """
-        if isinstance(engines, str):  # every letter of it would be an engine
-            raise ConfigError(
-                f"wait_for_fleet: engines must be a sequence of names, got {engines!r}"
-            )
+        _check_names("wait_for_fleet", engines)
         await self.coordinator.wait_for_fleet(
             num_trainers=num_trainers, engines=engines, deadline_s=deadline_s
         )
 
-    async def wait_for_version(self, version: int, *, deadline_s: float) -> None:
+    async def wait_for_version(
+        self, version: int, *, engines: Sequence[str] = (), deadline_s: float
+    ) -> None:
         """Return once `version` or a later one is published.
 
+        Args:
+            version: see `TrainerClient.publish`.
+            engines: names of those that must serve what is published, too: one that was left out
+                of an update is brought up afterwards.
+            deadline_s: of the wait.
+
         Raises:
-            PeerTimeout: it was not within `deadline_s`.
+            ConfigError: `engines` is one name.
+            PeerTimeout: not within `deadline_s`; says who is behind.
         """
-        await self.coordinator.wait_for_version(version, deadline_s)
+        _check_names("wait_for_version", engines)
+        await self.coordinator.wait_for_version(version, engines=engines, deadline_s=deadline_s)
 
     async def __aenter__(self) -> Controller:
         mount_rollout_routes(self._server, self.rollouts, self.batches)
@@ -150,3 +157,8 @@ class Controller:
             closing.push_async_callback(self.rollouts.close)
             closing.callback(self._operations.close)
             await self._server.stop_listening()
+
+
+def _check_names(call: str, engines: Sequence[str]) -> None:
+    if isinstance(engines, str):  # every letter of it would be an engine
+        raise ConfigError(f"{call}: engines must be a sequence of names, got {engines!r}")

@@ -133,7 +133,13 @@ async def test_a_newcomer_gets_no_traffic_before_it_holds_the_published_version(
         await rig.add_engine("b")
         await rig.coordinator.wait_for_fleet(num_trainers=2, engines=("a", "b"), deadline_s=5)
         assert rig.routable == {"a": 0}
+        served = rig.coordinator.wait_for_version
+        await served(0, engines=("a",), deadline_s=5)
+        with pytest.raises(PeerTimeout, match=r"published is 0, behind it b$"):
+            await served(0, engines=("a", "b"), deadline_s=0.05)
+        waiting = asyncio.create_task(served(0, engines=("a", "b"), deadline_s=20))
         await rig.publish(1)
+        await waiting
         assert rig.routable == {"a": 1, "b": 1}
 
 

@@ -221,6 +221,8 @@ async def test_one_name_is_no_sequence_of_names_and_an_address_is_not_known_befo
             ConfigError, match="engines must be a sequence of names, got 'engine-a'"
         ):
             await controller.wait_for_fleet(num_trainers=0, engines="engine-a", deadline_s=1)
+        with pytest.raises(ConfigError, match="wait_for_version: engines must be a sequence"):
+            await controller.wait_for_version(0, engines="engine-a", deadline_s=1)
 
 
 async def test_a_rank_publishes_in_one_thread_at_a_time() -> None:

@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -160,28 +161,27 @@ class Coordinator(HandDrivenGate):
         Raises:
             PeerTimeout: names who is missing after `deadline_s`.
         """
-
-        def missing() -> list[str]:
-            return self._fleet.missing(num_trainers, engines)
-
+        missing = partial(self._fleet.missing, num_trainers, engines)
         await self._changes.until(
             lambda: not missing(),
             deadline_s,
             lambda: f"wait_for_fleet: missing after {deadline_s} s: {', '.join(missing())}",
         )
 
-    async def wait_for_version(self, version: int, deadline_s: float) -> None:
-        """Return once `version` or a later one is published.
+    async def wait_for_version(
+        self, version: int, *, engines: Sequence[str] = (), deadline_s: float
+    ) -> None:
+        """See `Controller.wait_for_version`."""
 
-        Raises:
-            PeerTimeout: it was not within `deadline_s`.
-        """
+        def behind() -> list[str]:
+            return sorted(set(engines) - {engine.name for engine in self.routable()})
+
         await self._changes.until(
-            lambda: self._published >= version,
+            lambda: self._published >= version and not behind(),
             deadline_s,
             lambda: (
-                f"wait_for_version: {version} was not published within {deadline_s} s, "
-                f"the fleet serves {self._published}"
+                f"wait_for_version: {version} was not published and served within {deadline_s} s; "
+                f"published is {self._published}, behind it {', '.join(behind()) or 'nobody'}"
             ),
         )
 

@@ -207,8 +207,9 @@ class _Demo:
                         deadline_s=settings.start_deadline_s,
                     )
                 await self._step(step)
+            # One that was killed late may have missed the last version: its peers bring it up.
             await self._controller.wait_for_version(
-                settings.steps, deadline_s=settings.step_deadline_s
+                settings.steps, engines=names, deadline_s=self._turn_deadline_s
             )
         finally:
             producer.cancel()
