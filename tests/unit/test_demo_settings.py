@@ -54,3 +54,9 @@ def test_nothing_but_the_output_of_an_earlier_demo_is_deleted(tmp_path: Path) ->
     assert (tmp_path / "thesis.tex").read_text() == "mine"
     with pytest.raises(ConfigError, match=r"demo: --output .* cannot be made"):
         make_directory(DemoSettings(output_dir=str(tmp_path / "thesis.tex")))
+
+
+def test_an_engine_may_not_be_killed_in_the_last_update() -> None:
+    with pytest.raises(ConfigError, match=r"kill_engine_at must be in \[0, steps=4\)"):
+        DemoSettings(steps=4, kill_engine_at=4)
+    assert DemoSettings(steps=4, kill_engine_at=3).kill_engine_at == 3

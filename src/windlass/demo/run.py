@@ -8,7 +8,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import final
 
@@ -35,7 +35,7 @@ from windlass.demo.settings import (
 )
 from windlass.demo.task import reward, sample_prompt
 from windlass.demo.view import render
-from windlass.errors import WindlassError
+from windlass.errors import PeerTimeout, WindlassError
 from windlass.rollout.batches import training_samples
 from windlass.rollout.messages import SamplingParams, TrainingSample
 from windlass.schedulers.base import ProcessSpec
@@ -96,7 +96,7 @@ class _Demo:
         self._show = show
         self._token = secrets.token_hex(16)
         self._served: list[TrainingSample] = []
-        self._killed = asyncio.Event()
+        self._killed, self._restarted = asyncio.Event(), asyncio.Event()
         self._kill_task: asyncio.Future[None] | None = None
         self._controller = windlass.Controller(
             token=self._token,
@@ -179,6 +179,8 @@ class _Demo:
         with_tokens = msgspec.structs.replace(spec, environment={**spec.environment, **tokens})
         while True:
             await self._scheduler.start(with_tokens)
+            if self._killed.is_set():
+                self._restarted.set()
             status = await self._scheduler.wait(spec.name)
             if restart and status.returncode == -signal.SIGKILL and self._killed.is_set():
                 self._note(f"{spec.name} is dead; starting it again")
@@ -199,21 +201,33 @@ class _Demo:
         producer = asyncio.create_task(self._produce())
         try:
             for step in range(settings.steps):
-                if step == settings.steps - 1:
-                    # An engine that was killed must be back before the last version goes out.
-                    await self._controller.wait_for_fleet(
-                        num_trainers=settings.num_trainers,
-                        engines=names,
-                        deadline_s=settings.start_deadline_s,
-                    )
+                if step == settings.steps - 1 and settings.kill_engine_at:
+                    await self._wait_for_the_killed(names)
                 await self._step(step)
-            # One that was killed late may have missed the last version: its peers bring it up.
             await self._controller.wait_for_version(
                 settings.steps, engines=names, deadline_s=self._turn_deadline_s
             )
         finally:
             producer.cancel()
             await asyncio.gather(producer, return_exceptions=True)
+
+    async def _wait_for_the_killed(self, names: Sequence[str]) -> None:
+        """It must be back before the last version goes out: its peers hold other dtypes.
+
+        Batches are put ahead of training, so that it may live still when this is called.
+        """
+        settings = self._settings
+        try:
+            async with asyncio.timeout(self._turn_deadline_s):
+                await self._restarted.wait()
+        except TimeoutError:
+            raise PeerTimeout(
+                f"demo: nothing was killed in an update to version {settings.kill_engine_at} "
+                f"within {self._turn_deadline_s} s"
+            ) from None
+        await self._controller.wait_for_fleet(
+            num_trainers=settings.num_trainers, engines=names, deadline_s=settings.start_deadline_s
+        )
 
     @property
     def _turn_deadline_s(self) -> float:

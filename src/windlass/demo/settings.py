@@ -111,9 +111,10 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.engine in REAL_ENGINES:
             self._check_real()
-        if not 0 <= self.kill_engine_at <= self.steps:
+        if not 0 <= self.kill_engine_at < self.steps:
             raise ConfigError(
-                f"demo: kill_engine_at must be in [0, steps={self.steps}], got {self.kill_engine_at}"
+                f"demo: kill_engine_at must be in [0, steps={self.steps}), since the engine comes back "
+                f"with a later version, got {self.kill_engine_at}"
             )
         parse_transport(self.transport)
         if self.backend not in BACKENDS:
