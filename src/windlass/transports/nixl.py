@@ -387,7 +387,7 @@ class NixlTransport:
             ended = peer.doorway.wait_ended(pause_s)
             with self._lock:
                 if ended and not self._look(peer, handle, deadline):
-                    peer.open = handle
+                    peer.open.append(handle)
                     peer.poison = f"{deadline.purpose}: the process is gone"
                     raise PeerUnreachable(peer.poison)
                 done = ended or self._look(peer, handle, deadline)
@@ -437,7 +437,7 @@ class NixlTransport:
         self, peer: NixlPeer, handle: NativeHandle, deadline: Deadline, error: Exception | None
     ) -> None:
         """The one place where a native error in mid-transfer becomes one of ours."""
-        peer.open = handle
+        peer.open.append(handle)
         if peer.doorway.wait_ended(_GRACE_S):
             peer.poison = f"{deadline.purpose}: the process is gone"
             raise PeerUnreachable(peer.poison) from error
@@ -446,23 +446,16 @@ class NixlTransport:
 
     def _give_up(self, peer: NixlPeer, handle: NativeHandle, deadline: Deadline) -> None:
         """The deadline has passed in mid-transfer. Holds the lock."""
-        peer.open, peer.late = handle, True
+        peer.late = peer.late or not peer.open  # one that failed in another thread may never end
+        peer.open.append(handle)
         peer.poison = (
             f"{deadline.purpose}: not over within {deadline.seconds} s; bytes may still land"
         )
         raise TransferOutcomeUnknown(peer.poison)
 
     def _is_open(self, peer: NixlPeer) -> bool:
-        """Whether a transfer that was given up may still be going on; closes it when it is done."""
-        if peer.open is None:
-            return False
-        try:
-            done = self._agent.check_xfer_state(peer.open) == "DONE"
-        except self._errors:
-            done = peer.late = False  # no error of NIXL is a fence
-        if done:
-            peer.open, peer.poison, peer.late = None, "", False
-        return not done
+        """Whether transfers that were given up may still be going on; closes those that are done."""
+        return peer.is_open(self._agent.check_xfer_state, self._errors)
 
     def _wait_for_late(self, peer: NixlPeer, deadline: Deadline) -> None:
         """Give an earlier transfer that is only late the time of this one to end."""

@@ -44,11 +44,29 @@ class NixlPeer:
         self.connection = 1
         self.gpu = -1
         self.confirmed = False
-        self.open: NativeHandle | None = None
+        self.open: list[NativeHandle] = []
+        """Given up, and not over: several threads may write at once."""
         self.poison = ""
         self.late = False
         self.words: list[NativeHandle] = []
         """Late ones, which nobody waits for."""
+
+    def is_open(
+        self, state_of: Callable[[NativeHandle], str], errors: tuple[type[Exception], ...]
+    ) -> bool:
+        """Whether one that was given up may still be going on; forgets those that are done."""
+        going_on: list[NativeHandle] = []
+        for handle in self.open:
+            try:
+                done = state_of(handle) == "DONE"
+            except errors:
+                done = self.late = False  # no error of NIXL is a fence
+            if not done:
+                going_on.append(handle)
+        self.open = going_on
+        if not going_on:
+            self.poison, self.late = "", False
+        return bool(going_on)
 
 
 def forget_ended(peers: dict[PeerEndpoint, NixlPeer], is_open: Callable[[NixlPeer], bool]) -> None:

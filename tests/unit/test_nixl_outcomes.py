@@ -1,0 +1,154 @@
+"""What becomes of NIXL's transfers, over an agent that says of each what a test wants."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import pytest
+
+from windlass.errors import TransferOutcomeUnknown
+from windlass.memory.arena import Arena
+from windlass.transports import nixl, withdrawn
+from windlass.transports.base import WriteBatch
+from windlass.transports.configs import NixlConfig, NixlWire
+from windlass.transports.nixl import NixlTransport
+from windlass.transports.nixl_native import NativeAgent, UInt64Array, WireLog
+
+NBYTES = 4096
+SECONDS = 20.0
+
+
+@dataclass(eq=False)
+class Transfer:
+    """One native transfer; begins in the agent's `state`."""
+
+    source: int
+    state: str = "DONE"
+
+
+class Agent:
+    """NIXL's calls; nothing moves."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.state = name, "DONE"
+        self.begun: list[Transfer] = []
+
+    def register_memory(self, regions: object, *_: object) -> object:
+        return regions
+
+    def deregister_memory(self, _: object) -> None:
+        pass
+
+    def get_partial_agent_metadata(self, *_: object) -> bytes:
+        return self.name.encode()
+
+    def add_remote_agent(self, metadata: bytes) -> bytes:
+        return metadata
+
+    def get_xfer_descs(self, pieces: UInt64Array, _: str) -> UInt64Array:
+        return pieces
+
+    def initialize_xfer(self, _: str, local: UInt64Array, *__: object) -> Transfer:
+        return Transfer(int(local[0, 0]))
+
+    def transfer(self, transfer: Transfer) -> None:
+        transfer.state = self.state
+        self.begun.append(transfer)
+
+    def check_xfer_state(self, transfer: Transfer) -> str:
+        return transfer.state
+
+
+class Log:
+    def check(self, _: object) -> None:
+        pass
+
+
+class Ends:
+    """A transport that writes out of two arenas into the memory of another one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        agents: list[Agent] = []
+
+        def start(_: NixlConfig, name: str) -> tuple[NativeAgent, WireLog, str]:
+            agents.append(Agent(name))
+            return cast("NativeAgent", agents[-1]), cast("WireLog", Log()), ""
+
+        monkeypatch.setattr(nixl, "start_agent", start)
+        monkeypatch.setattr(nixl, "native_errors", lambda: (RuntimeError,))
+        config = NixlConfig(host="127.0.0.1", wire=NixlWire.CMA)
+        self.ours, self.theirs = NixlTransport(config), NixlTransport(config)
+        self.agent = agents[0]
+        self.arenas = [Arena(self.ours, NBYTES), Arena(self.ours, NBYTES)]
+        self.target = Arena(self.theirs, NBYTES)
+
+    def write(self, arena: Arena, deadline_s: float) -> None:
+        batch = WriteBatch(
+            endpoint=self.theirs.endpoint(),
+            local_addresses=np.array([arena.address], np.uint64),
+            remote_addresses=np.array([self.target.address], np.uint64),
+            nbytes=np.array([NBYTES], np.uint64),
+            regions=(self.target.region.remote,),
+        )
+        self.ours.write(batch, deadline_s=deadline_s)
+
+    def lose(self) -> list[Transfer]:
+        """A write out of each arena, by two threads at once, the second of which gives up last."""
+        self.agent.state, lost = "PROC", list[Exception]()
+        before = len(self.agent.begun)
+
+        def write(arena: Arena, deadline_s: float) -> None:
+            try:
+                self.write(arena, deadline_s)
+            except TransferOutcomeUnknown as error:
+                lost.append(error)
+
+        jobs = zip(self.arenas, (2.0, 2.5), strict=True)
+        threads = [threading.Thread(target=write, args=job) for job in jobs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SECONDS)
+        self.agent.state = "DONE"
+        assert len(lost) == 2
+        found = {transfer.source: transfer for transfer in self.agent.begun[before:]}
+        return [found[arena.address] for arena in self.arenas]
+
+    def close(self) -> None:
+        for transfer in self.agent.begun:
+            transfer.state = "DONE"
+        self.ours.close()
+        self.target.close()
+        self.theirs.close()
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
+    monkeypatch.setattr(withdrawn, "_KEPT", [])
+    found = Ends(monkeypatch)
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_peer_is_open_until_each_of_its_lost_writes_is_over(ends: Ends, first: int) -> None:
+    """As a relay's are: four threads write to one engine."""
+    ends.write(ends.arenas[0], SECONDS)
+    lost = ends.lose()
+    memory = [weakref.ref(arena.bytes) for arena in ends.arenas]
+    for arena in ends.arenas:
+        arena.close()
+    other = Arena(ends.ours, NBYTES)
+    lost[first].state = "DONE"
+    with pytest.raises(TransferOutcomeUnknown, match="an earlier write is open"):
+        ends.write(other, 0.3)
+    assert all(ref() is not None for ref in memory)
+    lost[1 - first].state = "DONE"
+    ends.write(other, SECONDS)
+    assert [ref() for ref in memory] == [None, None]
+    other.close()
