@@ -21,7 +21,7 @@ from windlass.telemetry.clock import Deadline
 
 __all__ = [
     "Connection",
-    "connections_at",
+    "connections_to",
     "cut_inbound",
     "cut_marked",
     "dialled",
@@ -55,13 +55,13 @@ def dialled() -> frozenset[tuple[int, int]]:
     return frozenset(found)
 
 
-def connections_at(ports: frozenset[int]) -> frozenset[Connection]:
-    """TCP connections of this process from or to one of `ports`."""
+def connections_to(ports: frozenset[int]) -> frozenset[Connection]:
+    """TCP connections that this process has begun to one of `ports`."""
     found = set()
     for own in _sockets():
         with contextlib.suppress(OSError):  # not connected
             here, there = own.getsockname(), own.getpeername()
-            if here[1] in ports or there[1] in ports:
+            if there[1] in ports:
                 found.add((here, there))
     return frozenset(found)
 

@@ -11,7 +11,7 @@ import threading
 from typing import final
 
 from windlass.telemetry.clock import Deadline
-from windlass.transports.inbound import Connection, connections_at, cut_marked, listening_ports
+from windlass.transports.inbound import Connection, connections_to, cut_marked, listening_ports
 
 __all__ = ["TcpFence"]
 
@@ -32,8 +32,12 @@ class TcpFence:
         self._listened = listening_ports()
 
     def spare_own_connections(self) -> None:
-        """Once the agent has registered memory, and before a peer is told where it listens."""
-        found = connections_at(listening_ports() - self._listened)
+        """Once the agent has registered memory, and before a peer is told where it listens.
+
+        Both ends of such a connection are of this process. One that a peer has begun is not spared:
+        another agent of this process may have started meanwhile, and have been found already.
+        """
+        found = connections_to(listening_ports() - self._listened)
         with _LOCK:
             _OF_AGENTS_WITH_THEMSELVES[self] = found | {(peer, own) for own, peer in found}
 
