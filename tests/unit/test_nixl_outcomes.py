@@ -16,6 +16,7 @@ from windlass.memory.arena import Arena
 from windlass.transports import nixl, withdrawn
 from windlass.transports.base import WriteBatch
 from windlass.transports.configs import NixlConfig, NixlWire
+from windlass.transports.door import Doorway
 from windlass.transports.nixl import NixlTransport
 from windlass.transports.nixl_native import NativeAgent, UInt64Array, WireLog
 
@@ -81,19 +82,20 @@ class Ends:
 
         monkeypatch.setattr(nixl, "start_agent", start)
         monkeypatch.setattr(nixl, "native_errors", lambda: (RuntimeError,))
-        config = NixlConfig(host="127.0.0.1", wire=NixlWire.CMA)
-        self.ours, self.theirs = NixlTransport(config), NixlTransport(config)
+        self.config = NixlConfig(host="127.0.0.1", wire=NixlWire.CMA)
+        self.ours, self.theirs = NixlTransport(self.config), NixlTransport(self.config)
         self.agent = agents[0]
         self.arenas = [Arena(self.ours, NBYTES), Arena(self.ours, NBYTES)]
         self.target = Arena(self.theirs, NBYTES)
 
-    def write(self, arena: Arena, deadline_s: float) -> None:
+    def write(self, arena: Arena, deadline_s: float, target: Arena | None = None) -> None:
+        region = (target or self.target).region.remote
         batch = WriteBatch(
-            endpoint=self.theirs.endpoint(),
+            endpoint=region.endpoint,
             local_addresses=np.array([arena.address], np.uint64),
-            remote_addresses=np.array([self.target.address], np.uint64),
+            remote_addresses=np.array([region.address], np.uint64),
             nbytes=np.array([NBYTES], np.uint64),
-            regions=(self.target.region.remote,),
+            regions=(region,),
         )
         self.ours.write(batch, deadline_s=deadline_s)
 
@@ -152,3 +154,30 @@ def test_a_peer_is_open_until_each_of_its_lost_writes_is_over(ends: Ends, first:
     ends.write(other, SECONDS)
     assert [ref() for ref in memory] == [None, None]
     other.close()
+
+
+def test_nobody_waits_for_the_door_of_a_peer_whose_connection_broke(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a partition doors are silent, and each is waited at for a second."""
+    ends.write(ends.arenas[0], SECONDS)
+    held: list[bool] = []
+
+    def knock(_: Doorway) -> bool:
+        held.append(ends.ours._lock.locked())
+        return False
+
+    monkeypatch.setattr(Doorway, "_knock_again", knock)
+    (peer,) = ends.ours._peers.values()
+    peer.doorway._is_broken = True
+    another = NixlTransport(ends.config)
+    target = Arena(another, NBYTES)
+    ends.write(ends.arenas[0], SECONDS, target)
+    ends.lose()
+    with pytest.raises(TransferOutcomeUnknown):
+        ends.write(ends.arenas[0], 0.1)
+    assert held
+    assert not any(held)
+    peer.doorway._is_broken = False
+    target.close()
+    another.close()

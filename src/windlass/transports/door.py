@@ -140,8 +140,12 @@ class Doorway:
                 f"{deadline.purpose}: nothing answers: {error}; nothing was sent"
             ) from error
 
-    def has_ended(self) -> bool:
-        """Whether the peer's process, or its transport, is gone. May take `KNOCK_S`, once in a while."""
+    def has_ended(self, *, knock: bool = True) -> bool:
+        """Whether the peer's process, or its transport, is gone. May take `KNOCK_S`, once in a while.
+
+        Without `knock` never: a connection that was broken tells nothing then. For callers that
+        others wait for.
+        """
         if self._gone or self._closed.is_set():
             return True
         match self._look():
@@ -150,7 +154,7 @@ class Doorway:
             case _Line.ENDED:
                 return True
             case _Line.BROKEN:
-                return self._knock_again()
+                return knock and self._knock_again()
 
     def _look(self) -> _Line:
         """A socket tells of its error once, and from then on as if it had ended in order."""

@@ -473,7 +473,7 @@ class NixlTransport:
             if self._withdrawn and not self._is_any_open():
                 self._withdrawn.release()
             return
-        if peer.doorway.has_ended():
+        if peer.doorway.has_ended(knock=False):
             raise PeerUnreachable(f"{deadline.purpose}: the process is gone")
         raise TransferOutcomeUnknown(f"an earlier write is open: {peer.poison}")
 

@@ -75,7 +75,7 @@ def forget_ended(peers: dict[PeerEndpoint, NixlPeer], is_open: Callable[[NixlPee
     Whoever writes to one of them at this moment finds that it has ended. What UCX keeps of it stays:
     to have it forget a peer under an open transfer is not safe.
     """
-    ended = [e for e, p in peers.items() if p.doorway.has_ended() and not p.words]
+    ended = [e for e, p in peers.items() if p.doorway.has_ended(knock=False) and not p.words]
     for endpoint in ended:
         if not is_open(peers[endpoint]):
             peers.pop(endpoint).doorway.close()
