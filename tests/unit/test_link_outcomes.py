@@ -30,6 +30,7 @@ from windlass.execution.sender import Sender
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
+from windlass.memory.digest import new_digest
 from windlass.planning.planner import plan_transfer
 from windlass.planning.relay import RelayGroup
 from windlass.telemetry.clock import Deadline
@@ -339,6 +340,50 @@ def test_a_trainer_that_meets_what_nobody_foresaw_tells_the_engine_that_it_feeds
     links, parts = chain.run()
     assert links["engine-a/0"] is LinkStatus.UNKNOWN
     assert parts["engine-a/0"].unknown_from == ("trainer/0",)
+
+
+@pytest.mark.parametrize(
+    ("wire", "told"),
+    [
+        (TransferOutcomeUnknown("bytes may still land"), TransferOutcomeUnknown),
+        (TransferFailed("over"), MemoryError),
+    ],
+)
+def test_a_link_that_cannot_be_begun_does_not_hide_what_became_of_a_root(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch, wire: Exception, told: type[Exception]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise MemoryError("none left")
+
+    chain.fleet.script["engine-a/0"] = raises(wire)
+    monkeypatch.setattr(chain.fleet.sender, "_write", refuse)
+    node = chain.nodes["engine-a/0"]
+    part = threading.Thread(target=node.run, args=(PLACE, SECONDS))
+    part.start()
+    with pytest.raises(told):
+        chain.fleet.sender.feed(PLACE, ENGINES, SECONDS)
+    part.join(SECONDS)
+
+
+def test_a_last_chunk_that_could_not_be_verified_is_missing(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [0]
+
+    def refuse() -> object:
+        made[0] += 1
+        if made[0] == chain.nodes["engine-a/0"]._bound.payloads["trainer/0"].num_chunks:  # type: ignore[union-attr]
+            raise MemoryError("none left")
+        return new_digest()
+
+    node, found = chain.nodes["engine-a/0"], list[RelayResult]()
+    part = threading.Thread(target=lambda: found.append(node.run(PLACE, SECONDS)))
+    with monkeypatch.context() as patch:
+        patch.setattr("windlass.execution.relay_round.new_digest", refuse)
+        part.start()
+        chain.fleet.sender.feed(PLACE, ENGINES, SECONDS)
+        part.join(SECONDS)
+    assert found[0].missing == ("trainer/0",)
 
 
 def die_in_mid_relay(chain: Chain, *, with_a_word: bool) -> RelayResult:

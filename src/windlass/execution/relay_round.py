@@ -169,9 +169,6 @@ class RelayRound:
         if left is None or key not in left:
             return
         self._first_s = self._first_s or time.perf_counter()
-        left.discard(key)
-        if not left:
-            del self._left[upstream]
         payload = self._bound.payloads[landed.source]
         local = self._bound.local[landed.source]
         digest, pieces = new_digest(), payload.pieces_of(landed.chunk)
@@ -180,6 +177,9 @@ class RelayRound:
         ):
             digest.update(bytes_at(address, nbytes))
         self._last_s = time.perf_counter()
+        left.discard(key)  # until here it counts as missing, whatever stops this
+        if not left:
+            del self._left[upstream]
         if digest.hexdigest() != landed.digest:
             self._missing.add(landed.source)
             return

@@ -21,7 +21,7 @@ from typing import final
 
 import numpy as np
 
-from windlass.errors import ConfigError, PlanError, WindlassError
+from windlass.errors import ConfigError, PlanError, TransferOutcomeUnknown, WindlassError
 from windlass.execution.base import ParameterMemory, SendResult
 from windlass.execution.bind import (
     LinkProgram,
@@ -31,7 +31,7 @@ from windlass.execution.bind import (
     check_part,
 )
 from windlass.execution.bindings import DestinationBinding, LinkOutcome, LinkStatus
-from windlass.execution.outcomes import status_of, submit
+from windlass.execution.outcomes import is_unknown, status_of, submit
 from windlass.execution.pack_arena import PackArena
 from windlass.execution.packer import PackedLink, Peer
 from windlass.execution.packers import packer_for
@@ -276,6 +276,7 @@ class Sender:
 
         Raises:
             RoundAborted: a destination that this rank does not send to.
+            TransferOutcomeUnknown: bytes may still land, and the outcomes cannot be told one by one.
         """
         with self._lock:
             check_destinations(self._programs, destinations)
@@ -288,6 +289,11 @@ class Sender:
             }
             try:
                 sent = self._write([n for n in destinations if n not in digests], deadline)
+            except Exception as error:
+                met = [job.exception() for job in roots.values()]
+                if any(found is not None and is_unknown(found) for found in met):
+                    raise TransferOutcomeUnknown(f"{error!r}; and of roots: {met}") from error
+                raise
             finally:
                 wait(roots.values())
             outcomes = {link.destination: link for link in sent.links}
