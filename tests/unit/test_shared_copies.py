@@ -95,7 +95,7 @@ def test_nothing_is_begun_after_a_failure_and_all_that_began_is_waited_for(
     begun, noted = threading.Event(), threading.Event()
     note_end, ended = sharing._Work._note_end, list[str]()
 
-    def note(work: sharing._Work, error: Exception | None) -> None:
+    def note(work: sharing._Work, error: BaseException | None) -> None:
         note_end(work, error)
         noted.set()
 
@@ -113,6 +113,25 @@ def test_nothing_is_begun_after_a_failure_and_all_that_began_is_waited_for(
         with pytest.raises(TransferFailed, match="the first"):
             share([fail, go_on, lambda: ended.append("never")], threads, 1)
         assert ended == ["begun before"]
+
+
+def test_what_others_have_begun_is_waited_for_when_the_caller_is_interrupted() -> None:
+    caller, begun = threading.current_thread(), threading.Event()
+    going_on: list[str] = []
+
+    def job() -> None:
+        if threading.current_thread() is caller:
+            assert begun.wait(SECONDS)
+            raise KeyboardInterrupt
+        going_on.append("a copy")
+        begun.set()
+        threading.Event().wait(0.1)
+        going_on.pop()
+
+    with ThreadPoolExecutor(1) as threads:
+        with pytest.raises(KeyboardInterrupt):
+            share([job] * 20, threads, 1)
+        assert not going_on
 
 
 def test_many_jobs_are_carried_out_once_each() -> None:

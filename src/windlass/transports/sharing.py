@@ -23,7 +23,7 @@ def share(jobs: Iterable[Callable[[], object]], threads: Executor, num_helpers: 
         num_helpers: at most so many beside this thread.
 
     Raises:
-        Exception: what the first job raised that did.
+        BaseException: what the first job raised that did.
     """
     work = _Work(jobs)
     try:
@@ -42,17 +42,17 @@ class _Work:
     def __init__(self, jobs: Iterable[Callable[[], object]]) -> None:
         self._left = deque(jobs)
         self._num_under_way = 0
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._changed = threading.Condition()
 
     def help(self) -> None:
         """Carry out jobs until none is left."""
         while (job := self._take()) is not None:
-            error: Exception | None = None
+            error: BaseException | None = None
             try:
                 job()
-            # The boundary of a thread: the caller raises it.
-            except Exception as found:  # noqa: BLE001
+            # The boundary of a thread: the caller raises it, an interrupt of its own thread too.
+            except BaseException as found:  # noqa: BLE001
                 error = found
             self._note_end(error)
 
@@ -70,7 +70,7 @@ class _Work:
             self._num_under_way += 1
             return self._left.popleft()
 
-    def _note_end(self, error: Exception | None) -> None:
+    def _note_end(self, error: BaseException | None) -> None:
         with self._changed:
             self._num_under_way -= 1
             if error is not None:
