@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import final
 
@@ -31,6 +31,7 @@ from windlass.planning.planner import plan_transfer
 from windlass.testing.faulty_transport import Fault, FaultKind, make_faulty
 from windlass.testing.resting_engine import RestingEngine
 from windlass.testing.wrapped_transport import WrappedTransport
+from windlass.training import client
 from windlass.training.client import TrainerClient
 from windlass.transports.base import MemoryRegion
 from windlass.transports.configs import CmaConfig
@@ -145,7 +146,7 @@ class HeldWrites:
 
 def connect_engine(url: str) -> tuple[EngineClient, EngineMemory]:
     memory, transport = EngineMemory(), create_transport(CmaConfig())
-    client = EngineClient(
+    rank = EngineClient(
         manifest=engine_manifest("engine"),
         addresses=memory.addresses(),
         regions=[transport.register(t.data_ptr(), t.nbytes) for t in memory.tensors.values()],
@@ -155,7 +156,7 @@ def connect_engine(url: str) -> tuple[EngineClient, EngineMemory]:
         token=TOKEN,
         group="engine",
     )
-    return client, memory
+    return rank, memory
 
 
 def connect(
@@ -497,3 +498,52 @@ def test_an_arena_that_is_too_small_is_found_before_anything_is_copied() -> None
         small.close()
     finally:
         links.close()
+
+
+async def test_a_version_is_given_up_once_no_copy_reads_the_weights_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client, "MARGIN_S", 0.1)
+    asked, read, go = threading.Event(), threading.Event(), threading.Event()
+    go.set()
+
+    class Slow(Memory):
+        def __call__(self) -> list[ParameterMemory]:
+            asked.set()
+            assert read.wait(30)
+            return super().__call__()
+
+    def work(url: str) -> None:
+        memory = Slow(0, 1)
+        memory.refill(0)
+        engine, _ = connect_engine(url)
+        with (
+            engine,
+            connect(url, memory, go) as trainer,
+            ThreadPoolExecutor(1) as other,
+        ):
+            begun = other.submit(trainer.begin_publish, 0, deadline_s=2.0)
+            assert asked.wait(30)
+            assert not wait([begun], 4.0).done
+            read.set()
+            with pytest.raises(PeerTimeout):
+                begun.result(30)
+
+    await with_controller(ControlConfig(), work)
+
+
+async def test_a_version_whose_step_cannot_be_marked_leaves_the_turn_to_the_next() -> None:
+    def work(url: str) -> None:
+        memory, go = Memory(0, 1), threading.Event()
+        memory.refill(0)
+        go.set()
+        engine, served = connect_engine(url)
+        with engine, connect(url, memory, go) as trainer:
+            trainer._step_stream = lambda: 1 // 0
+            with pytest.raises(ZeroDivisionError):
+                trainer.begin_publish(0)
+            trainer._step_stream = None
+            trainer.begin_publish(0).result(deadline_s=30)
+            served.check(0)
+
+    await with_controller(ControlConfig(), work)

@@ -219,20 +219,26 @@ class TrainerClient:
             ConfigError: no replica was asked for (`connect_trainer`), `version` is no integer >= 0,
                 or a version is still being published.
             RoundAborted: given up before the weights were copied.
-            PeerTimeout: not copied within `deadline_s`. The weights may change after either.
+            PeerTimeout: not copied within `deadline_s`; comes later where a copy was under way, once that
+                is over. The weights may change after either.
         """
         version = version_number(version, "begin_publish")
         if not self._sender.has_replica:
             raise ConfigError("begin_publish: needs replica=True when connecting, got False")
         self._take_turn("begin_publish", version)
         began, copied = time.perf_counter(), threading.Event()
-        stream = None if self._step_stream is None else self._step_stream()
-        self._sender.begin_version(copied.set, version=version, stream=stream)
-        pending = PendingUpdate(
-            version, self._background.submit(self._announce_behind, version, deadline_s, copied)
-        )
+        with ExitStack() as undo:
+            undo.callback(self._publishing.release)
+            stream = None if self._step_stream is None else self._step_stream()
+            self._sender.begin_version(copied.set, version=version, stream=stream)
+            report = self._background.submit(self._announce_behind, version, deadline_s, copied)
+            undo.pop_all()
+        pending = PendingUpdate(version, report)
         pending.when_done(copied.set)
-        if not copied.wait(deadline_s + MARGIN_S) or pending.done():
+        if not copied.wait(deadline_s + MARGIN_S):
+            self._sender.end_version()  # a copy that is under way still reads the weights
+            pending.result(deadline_s=MARGIN_S)
+        elif pending.done():
             pending.result(deadline_s=MARGIN_S)
         pending.stood_s, pending.copy = time.perf_counter() - began, self._sender.copy_times
         return pending
