@@ -10,10 +10,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from windlass.config import ControlConfig, PhaseDeadlines
 from windlass.control.by_hand import HandDrivenUpdates
 from windlass.control.callback_messages import CallbackRequest, PauseCall
 from windlass.control.journal import Journal, JournalEntry, JournalKind
-from windlass.control.messages import Apply, Command, Pause, Verify
+from windlass.control.messages import Abort, Apply, Command, Pause, Verify
 from windlass.errors import ConfigError, PeerTimeout, PlanError, RoundAborted
 from windlass.testing.fake_fleet import TOKEN, FakeFleet
 from windlass.training.callback import RolloutCallback, WeightGroup
@@ -183,6 +184,20 @@ async def test_a_version_that_is_none_lets_the_engines_go_on() -> None:
             await asyncio.to_thread(head.continue_generation, "one")  # type: ignore[arg-type]
         await serves(rig, "a/0", "b/0")
         assert rig.routable == {"a": 0, "b": 0}
+
+
+async def test_an_engine_has_the_time_to_go_on_that_the_controller_gives_it() -> None:
+    told: list[Command] = []
+    async with FakeFleet(ControlConfig(deadlines=PhaseDeadlines(publish_s=10.0))) as rig:
+        await rig.start({})
+        await rig.add_engine("a", on_command=told.append)
+        await rig.publish(0)
+        with RolloutCallback(rig.server.url, TOKEN, deadline_s=WITHIN_S) as head:
+            await asyncio.to_thread(head.pause_generation)
+            with pytest.raises(ConfigError):
+                await asyncio.to_thread(head.continue_generation, -1)
+        await serves(rig, "a/0")
+    assert [command.deadline_s for command in told if isinstance(command, Abort)] == [8.0]
 
 
 async def test_no_head_publishes_when_another_has_no_version() -> None:

@@ -403,8 +403,9 @@ class HandDrivenUpdates:
         session = update.sessions.get(worker)
         if session is None:
             return
+        farewell = Abort(reason, tainted, time_to_act_s(self._config.deadlines.publish_s))
         try:
-            await session.call((*update.place, update.seq), Abort(reason, tainted))
+            await session.call((*update.place, update.seq), farewell)
         except PeerUnreachable as error:
             _log.info("%s", error)
         session.forget((*update.place, update.seq))
