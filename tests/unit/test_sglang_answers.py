@@ -56,3 +56,10 @@ def test_ranks_that_say_nothing_are_named() -> None:
         say(answers.folder, 1, b"")
         with pytest.raises(PeerTimeout, match=r"ranks \[0, 2\] have not said within 0.05 s"):
             answers.gather(0.05)
+
+
+def test_a_rank_goes_on_though_whoever_asked_has_ended() -> None:
+    with Answers(1) as answers:
+        folder = answers.folder
+    say(folder, 0, b"its loop, and with it the server, must not end by that")
+    say_failed(folder, 0, "nor its own reason be lost")

@@ -6,6 +6,7 @@ what it has to say in a folder, and says through a socket there that it is compl
 
 from __future__ import annotations
 
+import logging
 import socket
 import tempfile
 import time
@@ -20,6 +21,7 @@ from windlass.errors import PeerTimeout, PeerUnreachable
 
 __all__ = ["Answers", "say", "say_failed"]
 
+_log = logging.getLogger(__name__)
 _SOCKET = "said"
 _LONGEST = 4096
 """Bytes that a rank sends before it goes on: no more than a socket holds that nobody reads."""
@@ -33,20 +35,26 @@ class _Said(msgspec.Struct, frozen=True):
 
 
 def say(folder: str, rank: int, body: bytes) -> None:
-    """Called by a rank that has carried out an order; returns whether or not anybody listens yet."""
-    (Path(folder) / str(rank)).write_bytes(body)
-    _tell(folder, _Said(rank))
+    """Called by a rank that has carried out an order; returns whether or not anybody listens yet.
+
+    Nor does it matter to the rank whether anybody listens still: an error would end SGLang's loop.
+    """
+    _tell(folder, _Said(rank), body)
 
 
 def say_failed(folder: str, rank: int, reason: str) -> None:
-    """Called by a rank that could not."""
-    _tell(folder, _Said(rank, reason[: _LONGEST // 8]))
+    """Called by a rank that could not; as `say`."""
+    _tell(folder, _Said(rank, reason[: _LONGEST // 8]), b"")
 
 
-def _tell(folder: str, said: _Said) -> None:
-    with socket.socket(socket.AF_UNIX) as line:
-        line.connect(str(Path(folder) / _SOCKET))
-        line.sendall(msgspec.json.encode(said))
+def _tell(folder: str, said: _Said, body: bytes) -> None:
+    try:
+        (Path(folder) / str(said.rank)).write_bytes(body)
+        with socket.socket(socket.AF_UNIX) as line:
+            line.connect(str(Path(folder) / _SOCKET))
+            line.sendall(msgspec.json.encode(said))
+    except OSError as error:  # whoever asked has given up or ended, or is on another host
+        _log.warning("rank %s: nobody hears what it says in %s: %s", said.rank, folder, error)
 
 
 @final
