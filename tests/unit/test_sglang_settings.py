@@ -25,6 +25,7 @@ PLAIN = {
     "offload_group_size": -1,
     "speculative_algorithm": None,
     "disaggregation_mode": "null",
+    "tokenizer_worker_num": 1,
     "torchao_config": "",
 }
 
@@ -49,6 +50,7 @@ def test_a_server_without_any_of_them_and_one_that_tells_less_are_taken() -> Non
         ("offload_group_size", 2, "--offload-group-size"),
         ("elastic_ep_backend", "mooncake", "--elastic-ep-backend"),
         ("disaggregation_mode", "decode", "--disaggregation-mode"),
+        ("tokenizer_worker_num", 2, "--tokenizer-worker-num"),
         ("nnodes", 2, "--nnodes"),
         ("attn_dp_size", 2, "--attn-dp-size"),
         ("enable_dp_attention", True, "--enable-dp-attention"),

@@ -26,6 +26,10 @@ _EXPERTS = "experts move between ranks while it serves"
 _OFFLOADED = "weights are copied to the GPU for every step"
 _HOSTS = "every rank must be on the launcher's host, where it writes what it has to say"
 _APART = "prefill and decoding apart come to rest in other ways, which have not been shown"
+_TOKENIZERS = (
+    "an abort pause waits for the requests of one tokenizer: those of another reach the engine while "
+    "weights are written"
+)
 UNSAFE = {
     "--enable-memory-saver": "weights move and lose their registration when memory is released",
     "--speculative-algorithm": _DRAFT,
@@ -43,6 +47,7 @@ UNSAFE = {
     "--offload-group-size": _OFFLOADED,
     "--nnodes": _HOSTS,
     "--disaggregation-mode": _APART,
+    "--tokenizer-worker-num": _TOKENIZERS,
 }
 """Options of SGLang with which an update would be wrong, and why."""
 
@@ -61,6 +66,7 @@ _SETTINGS: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
         "offload_group_size": ((-1,), _OFFLOADED),
         "nnodes": ((1,), _HOSTS),
         "disaggregation_mode": (("null",), _APART),
+        "tokenizer_worker_num": ((1,), _TOKENIZERS),
     }
 )
 """Setting -> the values that an update survives, and why no other."""
