@@ -7,7 +7,7 @@ import importlib.metadata
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -114,3 +114,50 @@ def test_only_what_is_the_same_for_every_rank_passes_the_refusal_by(
     assert answer == ((True, "every replica") if reached else (False, "one replica only"))
     assert manager.asked == ([("every replica", request)] if reached else [])
     assert ("decoded" in request.serialized_named_tensors) == reached
+
+
+@dataclass
+class Flushed:
+    success: bool
+    replica: int
+
+
+@pytest.mark.parametrize(
+    ("successes", "answer"),
+    [
+        ([True, True], Flushed(True, -1)),
+        ([True, False], Flushed(False, 1)),
+        ([False, True], Flushed(False, 0)),
+    ],
+)
+def test_a_flush_that_one_replica_refuses_is_refused_though_another_answers_first(
+    successes: list[bool], answer: Flushed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    structs, asked = ModuleType("sglang.srt.managers.io_struct"), []
+    vars(structs)["FlushCacheReqInput"] = dict
+    for name in ("sglang", "sglang.srt", "sglang.srt.managers"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, structs.__name__, structs)
+    registry, hooks = ModuleType("sglang.srt.plugins.hook_registry"), {}
+    vars(registry)["HookRegistry"] = SimpleNamespace(
+        register=lambda target, hook, kind: hooks.update({target.rpartition(".")[2]: (hook, kind)})
+    )
+    vars(registry)["HookType"] = SimpleNamespace(AROUND="around")
+    monkeypatch.setitem(sys.modules, "sglang.srt.plugins", ModuleType("sglang.srt.plugins"))
+    monkeypatch.setitem(sys.modules, registry.__name__, registry)
+
+    async def communicator(request: object) -> list[Flushed]:
+        asked.append(request)
+        return [Flushed(success, replica) for replica, success in enumerate(successes)]
+
+    async def of_one(manager: Any, timeout_s: float | None) -> Flushed:
+        (answered, *_) = await manager.flush_cache_communicator({"timeout_s": timeout_s})
+        return Flushed(answered.success, -1)
+
+    manager: Any = Manager()
+    manager.flush_cache_communicator = communicator
+    replicas.register()
+    hook, kind = hooks["flush_cache"]
+    assert kind == "around"
+    assert asyncio.run(hook(of_one, manager, timeout_s=3.0)) == answer
+    assert asked[0] == {"timeout_s": 3.0}

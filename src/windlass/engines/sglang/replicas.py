@@ -3,12 +3,13 @@
 SGLang (0.5.23) sends what its control plane is asked to the schedulers of all replicas and waits for
 all of them. For tensors it refuses beforehand, because a payload has one entry per tensor-parallel
 rank. Orders are the same for every rank: only what is, and is for a custom weight loader, passes the
-refusal by, in the way in which SGLang handles the sessions around it.
+refusal by, in the way in which SGLang handles the sessions around it. Of the replicas' answers to a
+flush it passes on one; here a refusal of any replica counts, since that one keeps caches of old weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,9 +22,7 @@ from windlass.errors import ConfigError
 __all__ = ["register", "with_plugin"]
 
 _NAME = "windlass"
-_TARGET = (
-    "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.update_weights_from_tensor"
-)
+_MANAGER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 _OF_TENSORS = (None, "direct", "flattened_bucket")
 """Load formats that are no custom weight loader."""
 _ENTRY_POINTS = f"[sglang.srt.plugins]\n{_NAME} = {__name__}:register\n"
@@ -36,10 +35,16 @@ class _Request(Protocol):
     load_format: str | None
 
 
+class _Flushed(Protocol):
+    @property
+    def success(self) -> bool: ...
+
+
 class _Manager(Protocol):
     """The part of SGLang's tokenizer manager that is used."""
 
     update_weights_from_tensor_communicator: object
+    flush_cache_communicator: Callable[[object], Awaitable[Sequence[_Flushed]]]
 
     def auto_create_handle_loop(self) -> None: ...
 
@@ -49,6 +54,7 @@ class _Manager(Protocol):
 
 
 _Route = Callable[[_Manager, _Request, object], Awaitable[_Result]]
+_Flush = Callable[[_Manager, float | None], Awaitable[_Flushed]]
 
 
 @contextmanager
@@ -86,7 +92,9 @@ def register() -> None:
     """Called by SGLang in each of its processes."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(_TARGET, _reach_every_replica, HookType.AROUND)
+    around = HookType.AROUND
+    HookRegistry.register(f"{_MANAGER}.update_weights_from_tensor", _reach_every_replica, around)
+    HookRegistry.register(f"{_MANAGER}.flush_cache", _flush_every_replica, around)
 
 
 async def _reach_every_replica(
@@ -104,3 +112,15 @@ async def _reach_every_replica(
     return await manager._weight_update_session_call(
         manager.update_weights_from_tensor_communicator, request
     )
+
+
+async def _flush_every_replica(
+    original: _Flush, manager: _Manager, timeout_s: float | None = None
+) -> _Flushed:
+    """What one replica has refused is refused; what all have done SGLang does as ever, once more."""
+    from sglang.srt.managers.io_struct import FlushCacheReqInput
+
+    manager.auto_create_handle_loop()
+    answers = await manager.flush_cache_communicator(FlushCacheReqInput(timeout_s=timeout_s))
+    refused = [answer for answer in answers if not answer.success]
+    return refused[0] if refused else await original(manager, timeout_s)
