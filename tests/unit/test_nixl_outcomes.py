@@ -11,7 +11,7 @@ from typing import cast
 import numpy as np
 import pytest
 
-from windlass.errors import TransferOutcomeUnknown
+from windlass.errors import PeerUnreachable, TransferOutcomeUnknown
 from windlass.memory.arena import Arena
 from windlass.transports import nixl, withdrawn
 from windlass.transports.base import WriteBatch
@@ -21,6 +21,7 @@ from windlass.transports.nixl import NixlTransport
 from windlass.transports.nixl_native import NativeAgent, UInt64Array, WireLog
 
 NBYTES = 4096
+WORD_NBYTES = 8
 SECONDS = 20.0
 
 
@@ -29,6 +30,7 @@ class Transfer:
     """One native transfer; begins in the agent's `state`."""
 
     source: int
+    nbytes: int
     state: str = "DONE"
 
 
@@ -36,8 +38,11 @@ class Agent:
     """NIXL's calls; nothing moves."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.state = name, "DONE"
+        self.name, self.state, self.word = name, "DONE", "DONE"
         self.begun: list[Transfer] = []
+        self.parted: list[set[str]] = []
+        """How the transfers were, each time that a peer was removed."""
+        self.has_begun, self.has_lost_a_word = threading.Event(), threading.Event()
 
     def register_memory(self, regions: object, *_: object) -> object:
         return regions
@@ -55,11 +60,21 @@ class Agent:
         return pieces
 
     def initialize_xfer(self, _: str, local: UInt64Array, *__: object) -> Transfer:
-        return Transfer(int(local[0, 0]))
+        return Transfer(int(local[0, 0]), int(local[0, 1]))
+
+    def remove_remote_agent(self, _: str) -> None:
+        self.parted.append({transfer.state for transfer in self.begun})
+        self.word = "DONE"  # over a new connection
 
     def transfer(self, transfer: Transfer) -> None:
+        if transfer.nbytes == WORD_NBYTES:
+            transfer.state = self.word
+            if self.word == "ERR":
+                self.has_lost_a_word.set()
+            return
         transfer.state = self.state
         self.begun.append(transfer)
+        self.has_begun.set()
 
     def check_xfer_state(self, transfer: Transfer) -> str:
         return transfer.state
@@ -181,3 +196,27 @@ def test_nobody_waits_for_the_door_of_a_peer_whose_connection_broke(
     peer.doorway._is_broken = False
     target.close()
     another.close()
+
+
+def test_a_peer_is_not_removed_under_a_transfer_of_another_thread(ends: Ends) -> None:
+    """As a relay's threads write to one engine, whose fence has cut the connection of some of them."""
+    agent = ends.agent
+    ends.ours._config = NixlConfig(host="127.0.0.1", wire=NixlWire.TCP)
+    ends.write(ends.arenas[0], SECONDS)
+    agent.has_begun.clear()
+    agent.state = "PROC"
+    jobs = [threading.Thread(target=ends.write, args=(arena, SECONDS)) for arena in ends.arenas]
+    jobs[0].start()
+    assert agent.has_begun.wait(SECONDS)
+    agent.state, agent.word = "DONE", "ERR"
+    with pytest.raises(PeerUnreachable, match="other writes go on; nothing was sent"):
+        ends.write(ends.arenas[1], 0.5)
+    assert agent.parted == []
+    agent.has_lost_a_word.clear()
+    jobs[1].start()
+    assert agent.has_lost_a_word.wait(SECONDS)
+    agent.begun[1].state = "DONE"
+    for job in jobs:
+        job.join(SECONDS)
+    assert agent.parted == [{"DONE"}]
+    assert [t.source for t in agent.begun] == [ends.arenas[i].address for i in (0, 0, 1)]

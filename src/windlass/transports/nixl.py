@@ -274,7 +274,7 @@ class NixlTransport:
             doorway = Doorway(endpoint, deadline)
             with self._lock:
                 forget_ended(self._peers, self._is_open)
-                found = self._peers.setdefault(endpoint, NixlPeer(doorway))
+                found = self._peers.setdefault(endpoint, NixlPeer(doorway, self._lock))
             if found.doorway is not doorway:
                 doorway.close()
         if found.doorway.has_ended():
@@ -325,31 +325,33 @@ class NixlTransport:
             PeerUnreachable: the process is gone, or it was not there by the deadline.
         """
         here = np.array([self._scratch + mmap.PAGESIZE // 2], np.uint64)
-        there = np.array([peer.scratch], np.uint64)
+        word = (here, np.array([peer.scratch], np.uint64), _WORD_NBYTES)
         handle: NativeHandle | None = None
         pause_s, state = 20e-6, ""
-        while state != "DONE":
-            with self._held(deadline):
-                if handle is None:
-                    self._refuse_open(peer, deadline)  # no new connection under an open write
-                try:
+        with contextlib.ExitStack() as call:
+            while state != "DONE":
+                with self._held(deadline):
                     if handle is None:
-                        handle = self._initialize(endpoint, (here, there, _WORD_NBYTES), (-1, -1))
-                        self._agent.transfer(handle)
-                    state = self._agent.check_xfer_state(handle)
-                except self._errors:
-                    state = "ERR"
-            if peer.doorway.wait_ended(_GRACE_S if state == "ERR" else pause_s):
-                raise PeerUnreachable(f"{deadline.purpose}: the process is gone")
-            if state == "ERR":
-                return False
-            if handle is not None and state != "DONE" and deadline.remaining_s == 0:
-                peer.words.append(handle)
-                raise PeerUnreachable(
-                    f"{deadline.purpose}: no answer within {deadline.seconds} s; nothing of the "
-                    "batch was sent"
-                )
-            pause_s = min(pause_s * 2, 1e-3)
+                        self._refuse_open(peer, deadline)  # no new connection under an open write
+                        call.enter_context(peer.call())
+                    try:
+                        if handle is None:
+                            handle = self._initialize(endpoint, word, (-1, -1))
+                            self._agent.transfer(handle)
+                        state = self._agent.check_xfer_state(handle)
+                    except self._errors:
+                        state = "ERR"
+                if peer.doorway.wait_ended(_GRACE_S if state == "ERR" else pause_s):
+                    raise PeerUnreachable(f"{deadline.purpose}: the process is gone")
+                if state == "ERR":
+                    return False
+                if handle is not None and state != "DONE" and deadline.remaining_s == 0:
+                    peer.words.append(handle)
+                    raise PeerUnreachable(
+                        f"{deadline.purpose}: no answer within {deadline.seconds} s; nothing of the "
+                        "batch was sent"
+                    )
+                pause_s = min(pause_s * 2, 1e-3)
         return True
 
     def _reconnect(
@@ -357,9 +359,12 @@ class NixlTransport:
     ) -> None:
         refused: tuple[type[Exception], ...] = (*self._errors, RegionError)
         with self._held(deadline):
+            if not peer.wait_for_calls(connection, deadline.remaining_s) or self._closed:
+                raise PeerUnreachable(f"{deadline.purpose}: other writes go on; nothing was sent")
+            if peer.connection != connection:
+                return  # another thread has
+            self._refuse_open(peer, deadline)
             try:
-                if peer.connection != connection:
-                    return  # another thread has
                 peer.connection += 1
                 self._agent.remove_remote_agent(endpoint.incarnation)
                 for keys in peer.keys.values():
@@ -375,25 +380,27 @@ class NixlTransport:
         deadline: Deadline,
     ) -> None:
         """One native transfer, from its start to its end."""
-        with self._held(deadline):
-            self._refuse_open(peer, deadline)
-            deadline.check_before_more()
-            handle = self._post(peer, endpoint, pieces, deadline)
-            done = self._look(peer, handle, deadline)
-        pause_s = 20e-6
-        while not done:
-            # NIXL has no event for the end of a transfer: looking is the only way. The doorway is
-            # an event, and the wait is on that.
-            ended = peer.doorway.wait_ended(pause_s)
-            with self._lock:
-                if ended and not self._look(peer, handle, deadline):
-                    peer.open.append(handle)
-                    peer.poison = f"{deadline.purpose}: the process is gone"
-                    raise PeerUnreachable(peer.poison)
-                done = ended or self._look(peer, handle, deadline)
-                if not done and deadline.remaining_s == 0:
-                    self._give_up(peer, handle, deadline)
-            pause_s = min(pause_s * 2, 1e-3)
+        with contextlib.ExitStack() as call:
+            with self._held(deadline):
+                self._refuse_open(peer, deadline)
+                deadline.check_before_more()
+                call.enter_context(peer.call())
+                handle = self._post(peer, endpoint, pieces, deadline)
+                done = self._look(peer, handle, deadline)
+            pause_s = 20e-6
+            while not done:
+                # NIXL has no event for the end of a transfer: looking is the only way. The doorway
+                # is an event, and the wait is on that.
+                ended = peer.doorway.wait_ended(pause_s)
+                with self._lock:
+                    if ended and not self._look(peer, handle, deadline):
+                        peer.open.append(handle)
+                        peer.poison = f"{deadline.purpose}: the process is gone"
+                        raise PeerUnreachable(peer.poison)
+                    done = ended or self._look(peer, handle, deadline)
+                    if not done and deadline.remaining_s == 0:
+                        self._give_up(peer, handle, deadline)
+                pause_s = min(pause_s * 2, 1e-3)
 
     def _post(
         self,

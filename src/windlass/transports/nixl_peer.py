@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import mmap
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
 import msgspec
@@ -34,10 +36,12 @@ class NixlKey(msgspec.Struct, frozen=True, array_like=True):
 
 @final
 class NixlPeer:
-    """One incarnation of one peer. Guarded by the transport's lock, but for `doorway`."""
+    """One incarnation of one peer. Guarded by the transport's `lock`, but for `doorway`."""
 
-    def __init__(self, doorway: Doorway) -> None:
+    def __init__(self, doorway: Doorway, lock: threading.Lock) -> None:
         self.doorway = doorway
+        self._num_calls = 0
+        self._calls_ended = threading.Condition(lock)
         self.keys: dict[str, tuple[NixlKey, ...]] = {}
         """Regions that are known."""
         self.scratch = 0
@@ -50,6 +54,26 @@ class NixlPeer:
         self.late = False
         self.words: list[NativeHandle] = []
         """Late ones, which nobody waits for."""
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """Around a native call, from before it begins to its end. Enter it under the lock, leave it without."""
+        self._num_calls += 1
+        try:
+            yield
+        finally:
+            with self._calls_ended:
+                self._num_calls -= 1
+                self._calls_ended.notify_all()
+
+    def wait_for_calls(self, connection: int, timeout_s: float) -> bool:
+        """Whether no call is under way, in any thread, or `connection` is no longer the one in use.
+
+        Under the lock, which others may take meanwhile.
+        """
+        return self._calls_ended.wait_for(
+            lambda: not self._num_calls or self.connection != connection, timeout_s
+        )
 
     def is_open(
         self, state_of: Callable[[NativeHandle], str], errors: tuple[type[Exception], ...]
