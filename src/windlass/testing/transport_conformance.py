@@ -53,7 +53,7 @@ NBYTES = 8 << 20
 """Size of the arenas on both sides."""
 GUARD = 0xEE
 DEADLINE_S = 10.0
-PROMPT_S = 3.0
+PROMPT_S = 6.0
 """How long an error may take where nothing has to be waited for."""
 
 UInt64Array = npt.NDArray[np.uint64]
