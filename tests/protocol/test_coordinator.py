@@ -40,6 +40,7 @@ from windlass.control.messages import (
     decode_controller_frame,
     encode,
 )
+from windlass.control.relay_messages import Feed, Relay
 from windlass.control.round_types import Phase
 from windlass.control.server import ControlServer
 from windlass.errors import (
@@ -717,8 +718,10 @@ class Recorder:
 
     def handle(self, command: Command, *, epoch: int, round_number: int) -> Done:
         self.commands.append(command)
-        if isinstance(command, Write):
+        if isinstance(command, Write) and command.version == 1:
             raise TransferOutcomeUnknown("deadline passed")
+        if isinstance(command, Write | Feed | Relay):
+            raise MemoryError("writes may go on")  # noqa: TRY004
         if isinstance(command, Verify):
             raise LookupError("a defect")  # noqa: TRY004
         return Done(str(len(self.commands)))
@@ -739,6 +742,9 @@ async def test_an_agent_answers_a_repeated_command_from_memory_and_refuses_old_o
         Envelope(2, 5, 1, Prepare(1)),
         Envelope(3, 1, 1, Prepare(2)),
         Envelope(2, 6, 1, Write(1, ("a",), 1.0)),
+        Envelope(3, 1, 2, Write(2, ("a",), 1.0)),
+        Envelope(3, 1, 3, Feed(2, ("a",), 1.0)),
+        Envelope(3, 1, 4, Relay(2, 1.0)),
     ]
     replies: list[Reply] = []
 
@@ -778,7 +784,16 @@ async def test_an_agent_answers_a_repeated_command_from_memory_and_refuses_old_o
         "done",
         "done",
         FailureKind.UNKNOWN,
+        *(FailureKind.UNKNOWN,) * 3,
     ]
     assert replies[0] == replies[1] == replies[6]
-    assert [type(c).__name__ for c in handler.commands] == ["Prepare", "Write", "Verify", "Prepare"]
+    assert [type(c).__name__ for c in handler.commands] == [
+        "Prepare",
+        "Write",
+        "Verify",
+        "Prepare",
+        "Write",
+        "Feed",
+        "Relay",
+    ]
     assert "LookupError: a defect" in str(replies[5])

@@ -487,6 +487,36 @@ def test_without_memory_for_another_replica_nothing_in_doubt_is_used_and_the_nex
         links.close()
 
 
+def test_without_memory_for_another_arena_nothing_is_taken_and_the_next_version_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RegionError("no memory")
+
+    links, told = Links({0: Fault(kind=FaultKind.UNKNOWN)}), list[int]()
+    try:
+        links.memory.refill(0)
+        links.sender.begin_version(lambda: None)
+        links.sender.prepare()
+        (link,) = links.sender.write(["a/0"], 10.0).links
+        assert link.status is LinkStatus.UNKNOWN
+        nbytes = links.sender.arena_nbytes
+        links.memory.refill(1)
+        links.sender.begin_version(lambda: told.append(1))
+        with monkeypatch.context() as patch:
+            patch.setattr("windlass.execution.packer.Arena", refuse)
+            for _ in range(2):
+                with pytest.raises(RegionError, match="no memory"):
+                    links.sender.prepare()
+        assert not told
+        links.sender.prepare()
+        assert told == [1]
+        assert links.sender.arena_nbytes == nbytes > 0
+        links.deliver("b/0", 1)
+    finally:
+        links.close()
+
+
 def test_an_arena_that_is_too_small_is_found_before_anything_is_copied() -> None:
     links = Links()
     try:

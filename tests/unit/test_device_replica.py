@@ -18,7 +18,13 @@ from windlass.control.agents import TrainerAgent
 from windlass.control.client import CommandHandler
 from windlass.control.messages import Command, Result, Write
 from windlass.engines.client import EngineClient
-from windlass.errors import ConfigError, RoundAborted, TransferFailed, TransferOutcomeUnknown
+from windlass.errors import (
+    ConfigError,
+    RegionError,
+    RoundAborted,
+    TransferFailed,
+    TransferOutcomeUnknown,
+)
 from windlass.execution import device_sender
 from windlass.execution.base import ParameterMemory
 from windlass.execution.bindings import LinkOutcome, LinkStatus
@@ -225,6 +231,31 @@ def test_weights_that_are_overwritten_after_the_copy_are_served_as_they_were(pai
     assert pair.replica.times.nbytes == sum(b.nbytes for b in weights(0))
     pair.close()
     assert pair.num_held == 0
+
+
+def test_nothing_is_bound_where_there_is_no_memory_for_a_replica(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is sent without one would be read while its owner changes it."""
+
+    def refuse(*_: object) -> None:
+        raise RegionError("no memory")
+
+    pair.weights.refill(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.replica._memory, "fit", refuse)
+        with pytest.raises(RegionError, match="no memory"):
+            pair.connect()
+    pair.begin(0)
+    pair.sender.prepare(0)
+    with pytest.raises(RoundAborted):
+        pair.write(0)
+    assert pair.served.nothing_arrived()
+    pair.connect()
+    pair.begin(1)
+    pair.sender.prepare(1)
+    link = pair.write(1)
+    assert link.status is LinkStatus.OK, link.error
 
 
 def test_weights_that_move_need_no_new_tables_of_links(

@@ -441,3 +441,18 @@ def test_an_engine_fences_before_it_trusts_what_a_dead_upstream_wrote(
         agent.handle(command, epoch=1, round_number=1)
     assert happened == (["fence", "fence"] if wordless else []) + ["verify"] * 2
     agent.close()
+
+
+def test_a_relay_that_ends_well_leaves_an_earlier_one_of_its_round_to_be_fenced(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fences: list[float] = []
+    results = [RelayResult((), (), (), (), names, 0, 0.0) for names in (("trainer/0",), ())]
+    agent = EngineAgent(fleet.receivers["engine-a/0"], RestingEngine())
+    transport = fleet.transports["engine-a/0"]
+    monkeypatch.setattr(transport, "fence", lambda *, deadline_s: fences.append(deadline_s))
+    monkeypatch.setattr(Receiver, "verify", lambda *_: ())
+    monkeypatch.setattr(agent._relay, "run", lambda *_: results.pop(0))
+    for command in (Relay(1, SECONDS), Relay(1, SECONDS), Verify(1, {})):
+        agent.handle(command, epoch=1, round_number=1)
+    assert len(fences) == 1

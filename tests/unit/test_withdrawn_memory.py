@@ -91,12 +91,16 @@ def test_gpu_memory_under_late_kernels_is_kept(monkeypatch: pytest.MonkeyPatch) 
     assert (freed, len(kept)) == (["at rest"], 1)
 
 
-def test_memory_that_cannot_be_freed_holds_up_no_other(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [TransferFailed("the GPU is gone"), OSError(22, "not mapped")])
+def test_memory_that_cannot_be_freed_holds_up_no_other(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(withdrawn, "_KEPT", kept := list[Callable[[], None]]())
     endpoint, freed = PeerEndpoint("nixl", "nobody", "0"), list[int]()
     region = MemoryRegion(4096, 64, RemoteRegion(endpoint, 4096, 64))
 
     def refuse() -> None:
-        raise TransferFailed("the GPU is gone")
+        raise error
 
     waiting = Withdrawn("nixl")
     with caplog.at_level(logging.WARNING):
@@ -107,6 +111,7 @@ def test_memory_that_cannot_be_freed_holds_up_no_other(caplog: pytest.LogCapture
         waiting.add(region, lambda: freed.append(2), False)
     assert freed == [1, 2]
     assert "memory cannot be freed" in caplog.text
+    assert kept == [refuse]
     assert len(waiting) == 0
 
 

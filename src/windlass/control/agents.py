@@ -262,7 +262,7 @@ class EngineAgent:
                 self._relay.connect(command.groups[0], command.bindings, command.addresses)
             case Relay():
                 done = self._relay.run(self._place, command.deadline_s)
-                self._fence_is_due = bool(done.wordless)
+                self._fence_is_due |= bool(done.wordless)
                 self._may_be_written |= self._fence_is_due
                 return Relayed(
                     missing=done.missing,

@@ -35,9 +35,11 @@ from windlass.control.messages import (
     UpdateReport,
     Welcome,
     Withdraw,
+    Write,
     decode_controller_frame,
     encode,
 )
+from windlass.control.relay_messages import Feed, Relay
 from windlass.control.sockets import PartJoiner, send_frame
 from windlass.errors import (
     AuthenticationError,
@@ -47,6 +49,7 @@ from windlass.errors import (
     TransferOutcomeUnknown,
     WindlassError,
 )
+from windlass.execution.outcomes import is_unknown
 from windlass.telemetry.logs import log_fields
 
 __all__ = ["AgentConversation", "Announcement", "CommandHandler"]
@@ -418,14 +421,17 @@ class AgentConversation:
             name = type(command).__name__
             trace = not isinstance(error, WindlassError)  # those are foreseen, and say what to do
             _log.error("%s failed: %s: %s", name, type(error).__name__, error, exc_info=trace)
-            return Failure(_kind_of(error), f"{name}: {type(error).__name__}: {error}")
+            return Failure(_kind_of(error, command), f"{name}: {type(error).__name__}: {error}")
 
 
-def _kind_of(error: Exception) -> FailureKind:
+def _kind_of(error: Exception, command: Command) -> FailureKind:
+    """Of a command that writes, what nobody foresaw is UNKNOWN, as it is of one of its links."""
     match error:
         case TransferOutcomeUnknown():
             return FailureKind.UNKNOWN
         case StaleMessage():
             return FailureKind.STALE
+        case _ if isinstance(command, Write | Feed | Relay) and is_unknown(error):
+            return FailureKind.UNKNOWN
         case _:
             return FailureKind.FAILED

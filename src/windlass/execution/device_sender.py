@@ -115,6 +115,8 @@ class DeviceSender:
             self._transport.keep_mapped(r for binding in bindings for r in binding.regions)
             self._shift = check_part(self._manifest, plan.sources, plan.source_digests, "sources")
             known = {binding.worker: binding for binding in bindings}
+            bound: dict[str, DestinationBinding] = {}
+            programs: dict[str, tuple[LinkProgram, UInt64Array]] = {}
             for program in bind_links(plan, sending=True):
                 binding = known.get(program.peer)
                 if binding is None:
@@ -122,11 +124,12 @@ class DeviceSender:
                         f"connect: destination {program.peer} of the plan has no binding"
                     )
                 check_binding(program, binding, landing=False)
-                self._bindings[program.peer] = binding
-                self._programs[program.peer] = (program, self._reach(program, binding))
+                bound[program.peer] = binding
+                programs[program.peer] = (program, self._reach(program, binding))
             if self._replica is not None:
-                programs = [program for program, _ in self._programs.values()]
-                self._replica.fit(sorted({op.src_parameter for p in programs for op in p.ops}))
+                ops = [op for program, _ in programs.values() for op in program.ops]
+                self._replica.fit(sorted({op.src_parameter for op in ops}))
+            self._bindings, self._programs = bound, programs
             return None
 
     def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:  # noqa: ARG002

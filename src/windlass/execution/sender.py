@@ -231,7 +231,8 @@ class Sender:
 
         Raises:
             PlanError: parameters have another number or other sizes than when described.
-            RegionError: changed parameter memory cannot be registered.
+            RegionError: changed parameter memory cannot be registered, or there is still no memory
+                for an arena in place of one that was parted with.
             RoundAborted: with a replica: that of this version is gone or was never begun, and the
                 weights may be others.
         """
@@ -243,11 +244,13 @@ class Sender:
             self._settle_doubt()
             self._ready = {}
             self._feeds.forget()
+            programs = tuple(p for p in self._programs.values() if self._feeds.is_planned(p.peer))
+            if self._packer.arena is None and not self._packer.holds(programs):
+                self._packer.fit(programs)  # it was parted with, and there was no room for another
             if replica is None:
                 self._packer.sources = self._parameters.locate(self._read_in_place)
             else:
                 self._packer.sources = replica.take(self._parameters.locate(()))
-            programs = tuple(p for p in self._programs.values() if self._feeds.is_planned(p.peer))
             if self._packer.holds(programs):
                 self._pack_all(programs)
             self._pack_s = time.perf_counter() - began

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from typing import final
 
-from windlass.errors import TransferError
 from windlass.transports.base import MemoryRegion
 
 __all__ = ["Withdrawn"]
@@ -50,7 +49,9 @@ class Withdrawn:
         for released in waiting:
             try:
                 released()
-            except TransferError:  # of a GPU that has failed; it is nobody else's write that did
+            # Of a GPU that has failed, or of nobody knows what: the others must be freed all the same,
+            # and whoever writes or closes at this moment has no part in it.
+            except Exception:  # noqa: BLE001
                 _log.exception("%s: memory cannot be freed", self._transport)
                 _KEPT.append(released)
 
