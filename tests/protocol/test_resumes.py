@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from test_catch_up_retries import VERSION, Rig, Socket, hello_of, simulated
 
-from windlass.config import ControlConfig, PauseMode, UpdateMode
+from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
 from windlass.control import retries
 from windlass.control.access import Access, role_token
 from windlass.control.conversation import WELCOME_SEQ
@@ -20,6 +20,8 @@ from windlass.control.coordinator import Coordinator
 from windlass.control.fleet import PROBE_SEQ
 from windlass.control.journal import JournalKind
 from windlass.control.messages import Abort, Apply, Done, Envelope, Probe, Result, RoundOutcome
+from windlass.control.relay_round import time_to_act_s
+from windlass.control.resumes import Resumes
 from windlass.control.retries import MAX_ATTEMPTS
 from windlass.control.server import ControlServer
 from windlass.engines.client import EngineClient
@@ -46,10 +48,12 @@ class Resting(Socket):
         super().__init__(rig, name)
         self.broken = True
         self.told_s: list[int] = []
+        self.deadlines_s: list[float] = []
 
     def result_of(self, command: object) -> Result | None:
         if isinstance(command, Abort):
             self.told_s.append(round(self.rig.loop.time()))
+            self.deadlines_s.append(command.deadline_s)
             return Done(at_rest="away" if self.broken else "")
         return super().result_of(command)
 
@@ -92,6 +96,21 @@ def test_a_rank_at_rest_is_told_less_and_less_often_and_given_up_on_record() -> 
 
     with simulated(UpdateMode.STAGED) as rig:
         rig.loop.run_until_complete(scenario(rig))
+
+
+def test_a_rank_has_gone_on_before_a_pause_behind_it_is_late() -> None:
+    async def scenario(rig: Rig) -> None:
+        engine = await resting(rig)
+        await asyncio.sleep(1.5)
+        deadlines = ControlConfig().deadlines
+        assert engine.deadlines_s == [27.0]
+        assert engine.deadlines_s[0] < min(deadlines.pause_s, deadlines.publish_s)
+
+    with simulated(UpdateMode.STAGED) as rig:
+        rig.loop.run_until_complete(scenario(rig))
+    for short in (PhaseDeadlines(pause_s=5.0), PhaseDeadlines(publish_s=5.0)):
+        resumes = Resumes(rig.coordinator, {}, short)
+        assert resumes._deadline_s == time_to_act_s(5.0) < 5.0
 
 
 def test_a_rank_that_goes_on_gets_traffic_at_once_and_is_not_told_again() -> None:

@@ -100,7 +100,7 @@ class Coordinator(HandDrivenGate):
         self._announcements = Announcements()
         self._binding: Binding | None = None
         self._catch_ups = CatchUps(self, self._fleet, config, planner)
-        self._resumes = Resumes(self, self._sessions, config.deadlines.publish_s)
+        self._resumes = Resumes(self, self._sessions, config.deadlines)
         self._late = Counter[Identity]()
         self._driver: RoundDriver | None = None
         self._lock = asyncio.Lock()

@@ -11,9 +11,11 @@ import logging
 from collections.abc import Mapping
 from typing import Protocol, final
 
+from windlass.config import PhaseDeadlines
 from windlass.control.conversation import WELCOME_SEQ
 from windlass.control.fleet import PROBE_SEQ, Agent, Identity
 from windlass.control.messages import Abort, Done, Envelope, Reply
+from windlass.control.relay_round import time_to_act_s
 from windlass.control.retries import MAX_ATTEMPTS, Timers, backoff_s
 from windlass.control.session import AgentSession
 from windlass.errors import PeerUnreachable
@@ -46,13 +48,15 @@ class Resumes:
 
     Args:
         owner: runs the rounds. sessions: of the agents that are connected.
-        deadline_s: for an engine to go on.
+        deadlines: an engine has gone on within both that for going on and that for a pause, which
+            would wait behind it.
     """
 
     def __init__(
-        self, owner: ResumeOwner, sessions: Mapping[str, AgentSession], deadline_s: float
+        self, owner: ResumeOwner, sessions: Mapping[str, AgentSession], deadlines: PhaseDeadlines
     ) -> None:
-        self._owner, self._sessions, self._deadline_s = owner, sessions, deadline_s
+        self._owner, self._sessions = owner, sessions
+        self._deadline_s = time_to_act_s(min(deadlines.publish_s, deadlines.pause_s))
         self._num_told: dict[Identity, int] = {}
         self._due: set[Identity] = set()
         self._timers = Timers()
