@@ -33,6 +33,8 @@ __all__ = [
 ]
 
 HOOK = "windlass.engines.sglang.hook.run"
+SAID_S = 0.5
+"""For what ranks have said before their server refused or ended."""
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
@@ -132,7 +134,13 @@ def ask_ranks(
         PeerUnreachable: besides, a rank said why it could not. PeerTimeout.
     """
     with Answers(world_size) as answers:
-        order_ranks(url, order(answers.folder), world_size, deadline_s, hook=hook)
+        try:
+            order_ranks(url, order(answers.folder), world_size, deadline_s, hook=hook)
+        except PeerUnreachable:
+            # SGLang ends with the rank that failed, and its answer says nothing of why.
+            with suppress(PeerTimeout):
+                answers.gather(SAID_S)
+            raise
         return answers.gather(deadline_s)
 
 
