@@ -165,15 +165,14 @@ class NixlTransport:
 
     def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
         """See `OneSidedTransport.unregister`; under an open write it takes effect when that ends."""
-        with self._lock:
+        with self._lock, self._current():
             self._table.remove(region)
             deregister = partial(self._deregister, self._native.pop(region.address), released)
             self._withdrawn.add(region, deregister, self._is_any_open())
 
     def _deregister(self, native: object, released: Callable[[], None] | None) -> None:
         try:
-            with self._current():
-                self._agent.deregister_memory(native)
+            self._agent.deregister_memory(native)
         except self._errors as error:
             raise TransferFailed(f"nixl: memory stays registered: {error}") from error
         if released is not None:
@@ -343,7 +342,7 @@ class NixlTransport:
                         call.enter_context(peer.call())
                     try:
                         if handle is None:
-                            handle = self._initialize(endpoint, word, (-1, -1))
+                            handle = new_write(self._agent, endpoint.incarnation, word, (-1, -1))
                             self._agent.transfer(handle)
                         state = self._agent.check_xfer_state(handle)
                     except self._errors:
@@ -418,7 +417,7 @@ class NixlTransport:
     ) -> NativeHandle:
         try:
             gpus = (self._config.gpu, peer.gpu)
-            handle = self._initialize(endpoint, pieces, gpus)
+            handle = new_write(self._agent, endpoint.incarnation, pieces, gpus)
         except self._errors as error:
             if peer.doorway.wait_ended(_GRACE_S):
                 raise PeerUnreachable(f"{deadline.purpose}: the process is gone") from error
@@ -428,11 +427,6 @@ class NixlTransport:
         except self._errors as error:
             self._explain(peer, handle, deadline, error)
         return handle
-
-    def _initialize(
-        self, endpoint: PeerEndpoint, pieces: Sequence[UInt64Array], gpus: tuple[int, int]
-    ) -> NativeHandle:
-        return new_write(self._agent, endpoint.incarnation, pieces, gpus)
 
     def _look(self, peer: NixlPeer, handle: NativeHandle, deadline: Deadline) -> bool:
         """Whether the transfer is done. Holds the lock."""

@@ -189,11 +189,11 @@ def _within(
     """A method of `Device` that runs with it current, and leaves the thread as it was."""
 
     @functools.wraps(method)
-    def run(self: Device, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def _run(self: Device, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         with self.current():
             return method(self, *args, **kwargs)
 
-    return run
+    return _run
 
 
 @final
