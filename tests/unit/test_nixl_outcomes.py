@@ -210,7 +210,7 @@ def test_a_peer_is_not_removed_under_a_transfer_of_another_thread(ends: Ends) ->
     assert agent.has_begun.wait(SECONDS)
     agent.state, agent.word = "DONE", "ERR"
     with pytest.raises(PeerUnreachable, match="other writes go on; nothing was sent"):
-        ends.write(ends.arenas[1], 0.5)
+        ends.write(ends.arenas[1], 2.0)
     assert agent.parted == []
     agent.has_lost_a_word.clear()
     jobs[1].start()
