@@ -1,4 +1,7 @@
-"""A trainer rank of `test_launch.py`: publishing version 2 waits until it is told to go on."""
+"""A trainer rank of `test_launch.py`: publishing version 2 waits until it is told to go on.
+
+Version `LOST` is not published, which only `close` says, as with a replica.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from windlass.errors import RoundAborted
 from windlass.rollout.messages import TrainingSample
 from windlass.training.fsdp_engine import FsdpEngine, Samples
 from windlass.training.worker import TrainContext, run_train_worker
@@ -18,6 +22,7 @@ class Held:
 
     def __init__(self, inner: FsdpEngine) -> None:
         self._inner = inner
+        self._lost = False
 
     def setup(self, context: TrainContext) -> tuple[int, int]:
         return self._inner.setup(context)
@@ -28,6 +33,9 @@ class Held:
         return self._inner.train_step(step, groups)
 
     def publish(self, version: int, *, deadline_s: float) -> None:
+        if str(version) == os.environ.get("LOST"):
+            self._lost = True
+            return
         if version == 2:
             Path(os.environ["PUBLISHING"]).write_text("now")
             Path(os.environ["GO_ON"]).read_text()
@@ -41,6 +49,8 @@ class Held:
 
     def close(self) -> None:
         self._inner.close()
+        if self._lost:
+            raise RoundAborted("version lost")
 
 
 def loss(model: torch.nn.Module, groups: Samples) -> torch.Tensor:

@@ -211,6 +211,25 @@ def test_sigterm_in_an_update_waits_for_it_within_a_bound_and_ends_everything(
     assert found["outcomes"] == ["published"] * (done + 1)
 
 
+@pytest.mark.slow
+def test_a_last_version_that_was_not_published_fails_the_job(tmp_path: Path) -> None:
+    config = write(
+        tmp_path,
+        ("steps = 4", "steps = 1"),
+        (str(EXAMPLE / "trainer.py"), str(RANK)),
+        ("world_size = 2", "world_size = 1"),
+        ("max_staleness = 1", "max_staleness = 1\nnum_workers = 0"),
+    )
+    with launched(config, LOST="1") as job:
+        said, _ = job.communicate(timeout=DEADLINE_S)
+        assert job.returncode == 2
+    assert said.splitlines()[-1] == "failed: 1 steps, version 0 published"
+    printed = (tmp_path / "stderr").read_text()
+    assert "version 1 must be published after as many steps, got 0" in printed
+    found = summary(tmp_path)
+    assert (found["steps"], found["version"], found["stopped_by"]) == (1, 0, 0)
+
+
 def test_sigterm_before_the_fleet_is_there_ends_the_job(tmp_path: Path) -> None:
     never = tmp_path / "never.py"
     never.write_text("import signal; signal.pause()")

@@ -63,7 +63,8 @@ async def run_job(config: LaunchConfig, *, say: Callable[[str], None]) -> JobSum
         say: gets one line per event.
 
     Raises:
-        WindlassError: a process could not be started, died too often, or a deadline passed.
+        WindlassError: a process could not be started, died too often, or a deadline passed; or all
+            steps are done and the last update was not published.
     """
     recipe = load_recipe(Path(config.recipe.file), config.recipe.name)
     output_dir = _made(config.output_dir)
@@ -98,6 +99,12 @@ async def run_job(config: LaunchConfig, *, say: Callable[[str], None]) -> JobSum
     finally:
         stop.close()
     (output_dir / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary)))
+    # With a replica the last update ends in the ranks' `close`, which answers nobody.
+    if not summary.stopped_by and summary.version < summary.steps:
+        raise WindlassError(
+            f"the last update failed: version {summary.steps} must be published after as many steps, "
+            f"got {summary.version}; see the trainers' logs in {output_dir / 'logs'}"
+        )
     return summary
 
 
@@ -189,7 +196,9 @@ class _Job:
             outcomes=tuple(report.outcome for report in controller.coordinator.reports),
             rollouts=rollouts,
         )
-        ended = f"stopped by signal {summary.stopped_by}" if summary.stopped_by else "done"
+        ended = "done" if summary.version >= summary.steps else "failed"
+        if summary.stopped_by:
+            ended = f"stopped by signal {summary.stopped_by}"
         self.say(f"{ended}: {summary.steps} steps, version {summary.version} published")
         return summary
 
