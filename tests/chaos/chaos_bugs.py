@@ -95,7 +95,7 @@ BUGS = (
         "no resume after an abort",
         EngineAgent,
         "_abort",
-        "self._go_on_if_whole()",
+        "self._go_on_if_whole(deadline_s)",
         "pass",
         3,
     ),
