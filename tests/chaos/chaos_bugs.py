@@ -111,8 +111,8 @@ BUGS = (
         "a write of unknown outcome counts as failed",
         Sender,
         "_failed",
-        "status = LinkStatus.UNKNOWN",
-        "status = LinkStatus.FAILED",
+        "LinkOutcome(name, status,",
+        "LinkOutcome(name, LinkStatus.FAILED if status is LinkStatus.UNKNOWN else status,",
         6,
     ),
     Bug(
