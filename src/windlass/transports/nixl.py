@@ -99,11 +99,10 @@ class NixlTransport:
         self._config = config
         self._step_nbytes = config.max_registration_nbytes
         self._gpu = None if config.gpu < 0 else Device(config.gpu)
-        if self._gpu is not None:
-            self._gpu.use()  # UCX looks for GPUs in the thread that starts it
         self._name = secrets.token_hex(INCARNATION_NBYTES // 2)
         self._fence = TcpFence(TCP_MARK)
-        self._agent, self._log, self._detail = start_agent(config, self._name)
+        with self._current():  # UCX looks for GPUs in the thread that starts it
+            self._agent, self._log, self._detail = start_agent(config, self._name)
         self._errors = native_errors()
         self._door = Door(config.host, self._name, "nixl")
         address = join_host_port(config.host, self._door.port)
@@ -117,7 +116,8 @@ class NixlTransport:
         self._page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
         self._scratch = int(self._page.ctypes.data)
         try:
-            self._scratch_native = self._register_native(self._scratch, self._page.nbytes, -1)
+            with self._current():
+                self._scratch_native = self._register_native(self._scratch, self._page.nbytes, -1)
         except RegionError as error:
             self._door.close()
             raise TransportUnavailable(f"nixl: no memory can be registered: {error}") from error
@@ -147,7 +147,7 @@ class NixlTransport:
 
     def register(self, address: int, nbytes: int) -> MemoryRegion:
         """See `OneSidedTransport.register`; over verbs this pins the memory."""
-        with self._lock:
+        with self._lock, self._current():
             probe = MemoryRegion(address, nbytes, RemoteRegion(self._endpoint, address, nbytes))
             self._table.add(probe)  # refuses what overlaps before anything is pinned
             self._table.remove(probe)
@@ -165,7 +165,7 @@ class NixlTransport:
 
     def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
         """See `OneSidedTransport.unregister`; under an open write it takes effect when that ends."""
-        with self._lock:
+        with self._lock, self._current():
             self._table.remove(region)
             deregister = partial(self._deregister, self._native.pop(region.address), released)
             self._withdrawn.add(region, deregister, self._is_any_open())
@@ -189,6 +189,10 @@ class NixlTransport:
         """
         check_batch(self._table, batch, "nixl")
         deadline = Deadline.after(deadline_s, f"nixl write to {batch.endpoint.address}")
+        with self._current():
+            self._write(batch, deadline)
+
+    def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
         peer = self._peer(batch.endpoint, deadline)
         self._wait_for_late(peer, deadline)
         if peer.keys and may_use_tcp(self._config.wire):
@@ -222,7 +226,7 @@ class NixlTransport:
 
     def close(self) -> None:
         """See `OneSidedTransport.close`; an agent with an open write is kept until the process ends."""
-        with self._lock:
+        with self._lock, self._current():
             if self._closed:
                 return
             self._closed = True
@@ -241,10 +245,12 @@ class NixlTransport:
             peer.doorway.close()
         self._door.close()
 
+    def _current(self) -> contextlib.AbstractContextManager[None]:
+        """The GPU's context within: this may be the thread of a trainer, which has one of its own."""
+        return contextlib.nullcontext() if self._gpu is None else self._gpu.current()
+
     def _register_native(self, address: int, nbytes: int, gpu: int) -> object:
-        if self._gpu is not None:
-            self._gpu.use()
-        elif may_use_verbs(self._config.wire):
+        if self._gpu is None and may_use_verbs(self._config.wire):
             check_lockable(nbytes + OWN_PINNED_NBYTES, f"register: {address:#x}")
         try:
             edges = [address, *edges_of(address, nbytes, self._step_nbytes), address + nbytes]
@@ -336,7 +342,7 @@ class NixlTransport:
                         call.enter_context(peer.call())
                     try:
                         if handle is None:
-                            handle = self._initialize(endpoint, word, (-1, -1))
+                            handle = new_write(self._agent, endpoint.incarnation, word, (-1, -1))
                             self._agent.transfer(handle)
                         state = self._agent.check_xfer_state(handle)
                     except self._errors:
@@ -411,7 +417,7 @@ class NixlTransport:
     ) -> NativeHandle:
         try:
             gpus = (self._config.gpu, peer.gpu)
-            handle = self._initialize(endpoint, pieces, gpus)
+            handle = new_write(self._agent, endpoint.incarnation, pieces, gpus)
         except self._errors as error:
             if peer.doorway.wait_ended(_GRACE_S):
                 raise PeerUnreachable(f"{deadline.purpose}: the process is gone") from error
@@ -421,13 +427,6 @@ class NixlTransport:
         except self._errors as error:
             self._explain(peer, handle, deadline, error)
         return handle
-
-    def _initialize(
-        self, endpoint: PeerEndpoint, pieces: Sequence[UInt64Array], gpus: tuple[int, int]
-    ) -> NativeHandle:
-        if self._gpu is not None:
-            self._gpu.use()
-        return new_write(self._agent, endpoint.incarnation, pieces, gpus)
 
     def _look(self, peer: NixlPeer, handle: NativeHandle, deadline: Deadline) -> bool:
         """Whether the transfer is done. Holds the lock."""

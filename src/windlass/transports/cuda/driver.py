@@ -10,10 +10,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import site
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Concatenate, ParamSpec, TypeVar, final
 
 from windlass.errors import RegionError, TransferFailed, TransportUnavailable
 
@@ -40,6 +41,10 @@ _PEER_ALREADY_ENABLED = 704
 _MEMORY_TYPE_HOST = 1
 _PIN_FOR_EVERY_CONTEXT, _PIN_FOR_KERNELS = 1, 2
 _COMPUTE_MAJOR, _COMPUTE_MINOR, _MULTIPROCESSORS = 75, 76, 16
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class _IpcHandle(ctypes.Structure):
@@ -135,10 +140,11 @@ class Stream:
     """A non-blocking stream of one device."""
 
     def __init__(self, device: Device) -> None:
-        device.use()
         self._device = device
         self.handle = ctypes.c_void_p()
-        _check(driver().cuStreamCreate(ctypes.byref(self.handle), _NON_BLOCKING), "cuStreamCreate")
+        with device.current():
+            code = driver().cuStreamCreate(ctypes.byref(self.handle), _NON_BLOCKING)
+            _check(code, "cuStreamCreate")
 
     def record(self) -> Event:
         """An event after everything queued so far."""
@@ -146,8 +152,8 @@ class Stream:
 
     def close(self) -> None:
         """Destroy it; queued work goes on."""
-        self._device.use()
-        driver().cuStreamDestroy_v2(self.handle)
+        with self._device.current():
+            driver().cuStreamDestroy_v2(self.handle)
 
 
 @final
@@ -155,11 +161,12 @@ class Event:
     """A point in a stream."""
 
     def __init__(self, device: Device, stream: ctypes.c_void_p) -> None:
-        device.use()
         self._device = device
         self._handle = ctypes.c_void_p()
-        _check(driver().cuEventCreate(ctypes.byref(self._handle), _DISABLE_TIMING), "cuEventCreate")
-        _check(driver().cuEventRecord(self._handle, stream), "cuEventRecord")
+        with device.current():
+            code = driver().cuEventCreate(ctypes.byref(self._handle), _DISABLE_TIMING)
+            _check(code, "cuEventCreate")
+            _check(driver().cuEventRecord(self._handle, stream), "cuEventRecord")
 
     def wait(self) -> None:
         """Block this thread until the point is reached.
@@ -167,13 +174,26 @@ class Event:
         Raises:
             TransferFailed: work before it failed, now or earlier in this process.
         """
-        self._device.use()
-        _check(driver().cuEventSynchronize(self._handle), "cuEventSynchronize")
+        with self._device.current():
+            _check(driver().cuEventSynchronize(self._handle), "cuEventSynchronize")
         self.close()
 
     def close(self) -> None:
         """Nobody waits for it: instead of `wait`, which does this as well."""
         driver().cuEventDestroy_v2(self._handle)
+
+
+def _within(
+    method: Callable[Concatenate[Device, _P], _T],
+) -> Callable[Concatenate[Device, _P], _T]:
+    """A method of `Device` that runs with it current, and leaves the thread as it was."""
+
+    @functools.wraps(method)
+    def _run(self: Device, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with self.current():
+            return method(self, *args, **kwargs)
+
+    return _run
 
 
 @final
@@ -205,41 +225,47 @@ class Device:
         )
         return value.value
 
+    @_within
     def synchronize(self) -> None:
         """Wait for everything that this process has queued on the device, by whichever library."""
-        self.use()
         _check(driver().cuCtxSynchronize(), "cuCtxSynchronize")
 
     def record(self, stream: int) -> Event:
         """An event after everything queued so far in a stream of another library; 0: the default one."""
         return Event(self, ctypes.c_void_p(stream))
 
-    def use(self) -> None:
-        """Make it current in this thread."""
-        _check(driver().cuCtxSetCurrent(self._context), "cuCtxSetCurrent")
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Current in this thread within; then what was, as whose thread it is may rely on that."""
+        _check(driver().cuCtxPushCurrent_v2(self._context), "cuCtxPushCurrent")
+        try:
+            yield
+        finally:
+            popped = ctypes.c_void_p()
+            _check(driver().cuCtxPopCurrent_v2(ctypes.byref(popped)), "cuCtxPopCurrent")
 
+    @_within
     def enable_peer(self, other: Device) -> None:
         """Let kernels of this device reach memory of `other` in this process. Idempotent."""
-        self.use()
         code = driver().cuCtxEnablePeerAccess(other._context, 0)
         if code != _PEER_ALREADY_ENABLED:
             _check(code, f"cuCtxEnablePeerAccess({self.ordinal} -> {other.ordinal})")
 
+    @_within
     def allocate(self, nbytes: int) -> int:
         """cuMemAlloc: outside every pool, never moved; the caller frees it."""
-        self.use()
         address = ctypes.c_uint64()
         _check(driver().cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(nbytes)), "cuMemAlloc")
         return address.value
 
+    @_within
     def free(self, address: int) -> None:
         """Free memory from `allocate`."""
-        self.use()
         _check(driver().cuMemFree_v2(ctypes.c_uint64(address)), "cuMemFree")
 
+    @_within
     def upload(self, address: int, data: bytes | memoryview) -> None:
         """Host to device, complete on return."""
-        self.use()
         view = memoryview(data).cast("B")
         source = (ctypes.c_char * len(view)).from_buffer_copy(view)
         _check(
@@ -249,9 +275,9 @@ class Device:
         # It returns once the bytes are staged, and non-blocking streams do not wait for the rest.
         _check(driver().cuStreamSynchronize(None), "cuStreamSynchronize")
 
+    @_within
     def download(self, address: int, nbytes: int, stream: Stream | None = None) -> bytes:
         """Device to host; with `stream` in its order, else after what the default one has queued."""
-        self.use()
         target = (ctypes.c_char * nbytes)()
         if stream is not None:
             code = driver().cuMemcpyDtoHAsync_v2(
@@ -266,9 +292,9 @@ class Device:
         )
         return bytes(target)
 
+    @_within
     def clear(self, address: int, nbytes: int, stream: Stream) -> None:
         """Zero memory, in stream order."""
-        self.use()
         _check(
             driver().cuMemsetD8Async(
                 ctypes.c_uint64(address), ctypes.c_ubyte(0), ctypes.c_size_t(nbytes), stream.handle
@@ -276,9 +302,9 @@ class Device:
             "cuMemsetD8Async",
         )
 
+    @_within
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
         """By a copy engine, in stream order; either side may be a peer's memory."""
-        self.use()
         _check(
             driver().cuMemcpyAsync(
                 ctypes.c_uint64(target),
@@ -289,9 +315,9 @@ class Device:
             "cuMemcpyAsync",
         )
 
+    @_within
     def allocation(self, address: int) -> tuple[int, int]:
         """Start and bytes of the allocation around `address`."""
-        self.use()
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
         _check(
             driver().cuMemGetAddressRange_v2(
@@ -301,45 +327,45 @@ class Device:
         )
         return base.value, size.value
 
+    @_within
     def export(self, address: int) -> bytes:
         """The IPC handle of the allocation that begins at `address`."""
-        self.use()
         handle = _IpcHandle()
         code = driver().cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(address))
         _check(code, "cuIpcGetMemHandle")
         return bytes(handle.reserved)
 
+    @_within
     def open(self, handle: bytes) -> int:
         """Map a peer's allocation into this process, reachable by this device's kernels."""
-        self.use()
         raw = _IpcHandle((ctypes.c_byte * IPC_HANDLE_NBYTES).from_buffer_copy(handle))
         address = ctypes.c_uint64()
         code = driver().cuIpcOpenMemHandle_v2(ctypes.byref(address), raw, _LAZY_PEER_ACCESS)
         _check(code, "cuIpcOpenMemHandle")
         return address.value
 
+    @_within
     def close_handle(self, address: int) -> None:
         """Unmap what `open` mapped."""
-        self.use()
         driver().cuIpcCloseMemHandle(ctypes.c_uint64(address))
 
+    @_within
     def pin(self, address: int, nbytes: int) -> None:
         """Lock pages of host memory, so that kernels can read them. Whole pages."""
-        self.use()
         flags = ctypes.c_uint(_PIN_FOR_EVERY_CONTEXT | _PIN_FOR_KERNELS)
         code = driver().cuMemHostRegister_v2(
             ctypes.c_void_p(address), ctypes.c_size_t(nbytes), flags
         )
         _check(code, f"cuMemHostRegister({address:#x}, {nbytes})")
 
+    @_within
     def unpin(self, address: int) -> None:
         """Let go of what `pin` locked."""
-        self.use()
         driver().cuMemHostUnregister(ctypes.c_void_p(address))
 
+    @_within
     def host_pointer(self, address: int) -> int:
         """Where kernels find pinned host memory."""
-        self.use()
         found = ctypes.c_uint64()
         code = driver().cuMemHostGetDevicePointer_v2(
             ctypes.byref(found), ctypes.c_void_p(address), ctypes.c_uint(0)
@@ -347,9 +373,9 @@ class Device:
         _check(code, f"cuMemHostGetDevicePointer({address:#x})")
         return found.value
 
+    @_within
     def load(self, image: bytes) -> ctypes.c_void_p:
         """A module from a compiled image."""
-        self.use()
         module = ctypes.c_void_p()
         _check(driver().cuModuleLoadData(ctypes.byref(module), image), "cuModuleLoadData")
         return module
@@ -361,6 +387,7 @@ class Device:
         _check(code, f"cuModuleGetFunction({name})")
         return found
 
+    @_within
     def launch(
         self,
         function: ctypes.c_void_p,
@@ -370,7 +397,6 @@ class Device:
         stream: Stream,
     ) -> None:
         """Queue a kernel. `arguments`: ctypes values."""
-        self.use()
         pointers = (ctypes.c_void_p * len(arguments))(
             *(ctypes.cast(ctypes.pointer(value), ctypes.c_void_p) for value in arguments)
         )
