@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing as mp
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_live_update import NUM_TRAINERS, TOKEN, WIRES, build, serve
+from live_fleet import ENGINES, NUM_TRAINERS, TOKEN, WIRES, Fleet, build, needs
 from torch.distributed.tensor import DTensor
 
 import windlass
 from windlass.config import ControlConfig, UpdateMode
-from windlass.errors import ConfigError, TransportUnavailable
+from windlass.errors import ConfigError
 from windlass.transports.configs import TransportConfig
-from windlass.transports.registry import create_transport
 
 pytestmark = [
     pytest.mark.gpu,
@@ -137,81 +135,51 @@ def _restore(model: torch.nn.Module, kept: Sequence[tuple[torch.Tensor, int]]) -
 def test_engines_hold_the_copy_whatever_became_of_the_weights(
     tmp_path: object, wire: str, replica: str, mode: UpdateMode
 ) -> None:
-    try:
-        create_transport(WIRES[wire], memory_at=torch.zeros(1, device="cuda").data_ptr()).close()
-    except TransportUnavailable as error:
-        pytest.skip(str(error))
+    needs(wire)
     asyncio.run(run(str(tmp_path), wire, replica, mode))
 
 
 async def run(folder: str, wire: str, replica: str, mode: UpdateMode) -> None:
-    context = mp.get_context("spawn")
-    processes, pipes = [], {}
-
-    def start(name: str, target: object, *arguments: object) -> None:
-        ours, theirs = context.Pipe()
-        process = context.Process(target=target, args=(*arguments, theirs))  # type: ignore[arg-type]
-        process.start()
-        processes.append(process)
-        pipes[name] = ours
-
-    async def receive(name: str) -> object:
-        ready = await asyncio.to_thread(pipes[name].poll, 120)
-        assert ready, f"{name} does not answer"
-        return pipes[name].recv()
-
-    dtypes = {"exact": torch.float32, "cast": torch.bfloat16}
     config = ControlConfig(mode=mode, min_engines=2)
     trainers = [f"trainer{rank}" for rank in range(NUM_TRAINERS)]
-    try:
-        async with windlass.Controller(token=TOKEN, config=config) as controller:
-            for index, (name, dtype) in enumerate(dtypes.items()):
-                device = (NUM_TRAINERS + index) % torch.cuda.device_count()
-                start(name, serve, name, device, dtype, controller.url, WIRES[wire])
+    async with windlass.Controller(token=TOKEN, config=config) as controller:
+        with Fleet(controller.url, WIRES[wire]) as fleet:
+            fleet.start_engines()
             for rank, name in enumerate(trainers):
-                start(name, train, rank, controller.url, f"{folder}/store", WIRES[wire], replica)
-            for name in dtypes:
-                assert await receive(name) == "ready"
+                store = f"{folder}/store"
+                fleet.start(name, train, rank, controller.url, store, WIRES[wire], replica)
+            for name in ENGINES:
+                assert await fleet.receive(name) == ("ready",)
             for version in range(NUM_VERSIONS):
-                found = [await receive(name) for name in trainers]
+                found = [await fleet.receive(name) for name in trainers]
                 for rank, told in enumerate(found):
-                    assert isinstance(told, tuple)
-                    _, _, was_running, waited_for_the_next, nbytes = told
-                    assert told[0] == version
+                    published, _, was_running, waited_for_the_next, nbytes = told
+                    assert published == version
                     assert nbytes > 0
                     # The first one loads kernels, and what NIXL and Mooncake wait for is theirs.
                     if version:
                         assert was_running, "the step was over before its weights were asked for"
                     if version and wire == "cuda_ipc":
                         assert not waited_for_the_next, f"rank {rank}, version {version}"
-                assert isinstance(found[0], tuple)
-                for name, dtype in dtypes.items():
-                    pipes[name].send(True)
-                    held = await receive(name)
-                    assert isinstance(held, tuple)
-                    assert held[0] == version
-                    for parameter, truth in found[0][1].items():
-                        same = torch.equal(held[1][parameter], truth.to(dtype))
+                full = found[0][1]
+                for name, dtype in ENGINES.items():
+                    fleet.send(name, message=True)
+                    served, held = await fleet.receive(name)
+                    assert served == version
+                    for parameter, truth in full.items():
+                        same = torch.equal(held[parameter], truth.to(dtype))
                         assert same, (version, name, parameter)
                 for name in trainers:
-                    pipes[name].send(version)
-            for name in dtypes:
-                pipes[name].send(False)
-            for process in processes:
-                await asyncio.to_thread(process.join, 60)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+                    fleet.send(name, version)
+            for name in ENGINES:
+                fleet.send(name, message=False)
+            await fleet.join()
 
 
 @pytest.mark.parametrize("wire", ["nixl", "mooncake over TCP"])
 def test_a_copy_in_host_memory_is_refused_where_bytes_leave_from_the_gpu(wire: str) -> None:
+    needs(wire)
     module = torch.nn.Linear(8, 8).cuda()
-    try:
-        create_transport(WIRES[wire], memory_at=module.weight.data_ptr()).close()
-    except TransportUnavailable as error:
-        pytest.skip(str(error))
     with pytest.raises(ConfigError, match="replica: must be 'device' with"):
         windlass.connect_trainer(
             module,
