@@ -184,8 +184,9 @@ async def bring_up(
         assert ready, "the engine did not start"
         say("engine is up, captured and connected")
     except BaseException:  # nobody else knows the process yet
-        process.terminate()
-        await process.wait()
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
         raise
     return process
 

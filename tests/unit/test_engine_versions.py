@@ -40,9 +40,17 @@ def test_a_release_without_what_is_needed_is_refused(
     [
         (SGLANG, "0.5.23", []),
         (SGLANG, "0.5.23.post1", []),
-        (SGLANG, "0.5.21", ["was never updated while it served; 0.5.16, 0.5.23 were"]),
-        (SGLANG, "0.5.16", ["no weight version per token: all tokens"]),
-        (SGLANG, "0.5.6", ["no table", "no weight version per token", "was never"]),
+        (
+            SGLANG,
+            "0.5.21",
+            ["`--dp` is refused", "was never updated while it served; 0.5.16, 0.5.23 were"],
+        ),
+        (SGLANG, "0.5.16", ["no weight version per token: all tokens", "`--dp` is refused"]),
+        (
+            SGLANG,
+            "0.5.6",
+            ["no table", "no weight version per token", "`--dp` is refused", "was never"],
+        ),
         (SGLANG, "0.0.0.dev0", ["is no release"]),
         (SGLANG, "unknown", ["is no release"]),
         (VLLM, "0.32.0", []),

@@ -17,28 +17,15 @@ from windlass.engines.sglang.replicas import with_plugin
 from windlass.errors import ConfigError
 
 
-@pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that is found as SGLang's, with plugins."""
-    place = tmp_path / "sglang"
-    (place / "srt" / "plugins").mkdir(parents=True)
-    (place / "__init__.py").touch()
-    (place / "srt" / "plugins" / "hook_registry.py").touch()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in [name for name in sys.modules if name.partition(".")[0] == "sglang"]:
-        monkeypatch.delitem(sys.modules, name)
-    return place
-
-
 def test_a_server_without_replicas_is_started_as_ever() -> None:
     with with_plugin(1) as environment:
         assert environment == {}
 
 
 def test_the_plugin_is_found_on_the_path_for_as_long_as_the_server_runs(
-    package: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert package.is_dir()
+    monkeypatch.setattr(replicas, "installed_version", lambda _: "0.5.22")
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
     monkeypatch.setenv("SGLANG_PLUGINS", "another")
     with with_plugin(2) as environment:
@@ -52,12 +39,12 @@ def test_the_plugin_is_found_on_the_path_for_as_long_as_the_server_runs(
     assert not Path(folder).exists()
 
 
-def test_a_release_without_plugins_is_refused_replicas(package: Path) -> None:
-    (package / "srt" / "plugins" / "hook_registry.py").unlink()
-    with (
-        pytest.raises(ConfigError, match="refuses orders to replicas and has no plugins"),
-        with_plugin(2),
-    ):
+@pytest.mark.parametrize("version", ["0.5.16", "0.5.21"])
+def test_a_release_whose_ranks_do_not_know_their_replica_is_refused_replicas(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "installed_version", lambda _: version)
+    with pytest.raises(ConfigError, match=f"dp: must be 1 with SGLang {version}"), with_plugin(2):
         pass
 
 

@@ -18,11 +18,13 @@ from windlass.errors import ConfigError
 __all__ = [
     "ENGINES",
     "SGLANG",
+    "SGLANG_REPLICAS",
     "VLLM",
     "EngineReleases",
     "Feature",
     "Verdict",
     "check_installed",
+    "has",
     "installed_version",
     "judge",
 ]
@@ -74,11 +76,18 @@ class EngineReleases:
         return tuple(map(_spelt, self.run))
 
 
+SGLANG_REPLICAS = Feature(
+    "ranks that know their replica (`dp_rank` of `get_parallel()`)",
+    since=(0, 5, 22),
+    missing_in=(0, 5, 21),
+    without="`--dp` is refused",
+)
+
 SGLANG = EngineReleases(
     name="SGLang",
     package="sglang",
     distributions=("sglang",),
-    read=((0, 5, 6), (0, 5, 7), (0, 5, 16), (0, 5, 19), (0, 5, 21), (0, 5, 23)),
+    read=((0, 5, 6), (0, 5, 7), (0, 5, 16), (0, 5, 19), (0, 5, 21), (0, 5, 22), (0, 5, 23)),
     run={(0, 5, 16): "GPUs", (0, 5, 23): "CPUs"},
     features=(
         Feature(
@@ -118,6 +127,7 @@ SGLANG = EngineReleases(
             since=(0, 5, 21),
             missing_in=(0, 5, 20),
         ),
+        SGLANG_REPLICAS,
     ),
 )
 
@@ -205,7 +215,7 @@ def judge(engine: EngineReleases, version: str) -> Verdict:
     warnings = [
         f"{engine.name} {version} has no {feature.name}: {feature.without}"
         for feature in engine.features
-        if feature.without and release < feature.since and not _between(feature, release)
+        if feature.without and not has(feature, version)
     ]
     if not any(release[: len(run)] == run for run in engine.run):
         warnings.append(
@@ -213,6 +223,17 @@ def judge(engine: EngineReleases, version: str) -> Verdict:
             f"{', '.join(engine.proven)} were"
         )
     return Verdict(warnings=tuple(warnings))
+
+
+def has(feature: Feature, version: str) -> bool:
+    """Whether a release has it, or is not known not to.
+
+    Args:
+        feature: of the engine's table.
+        version: as its package tells it.
+    """
+    release = _parsed(version)
+    return not any(release) or release >= feature.since or _between(feature, release)
 
 
 def installed_version(engine: EngineReleases) -> str:

@@ -75,16 +75,21 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
 def own_rank() -> int:
     """Of this process among all of the server's: replicas, stages, tensor-parallel ranks.
 
-    A replica is a world of its own. Releases that do not say here which one this is are refused
-    replicas, see `with_plugin`.
+    A replica is a world of its own.
     """
+    return _own_replica() * dist.get_world_size() + dist.get_rank()
+
+
+def _own_replica() -> int:
+    """0 in releases that do not say it in a rank; `with_plugin` refuses those replicas."""
     try:
         from sglang.srt.runtime_context import get_parallel
-    except ImportError:
-        return dist.get_rank()
-    parallel = get_parallel()
-    replica: int = parallel.dp_rank or 0 if parallel.dp_size > 1 else 0
-    return replica * dist.get_world_size() + dist.get_rank()
+
+        parallel = get_parallel()
+        replica: int | None = parallel.dp_rank if parallel.dp_size > 1 else 0
+    except (ImportError, AttributeError):
+        return 0
+    return replica or 0
 
 
 def _join(model: torch.nn.Module, order: Join, rank: int) -> None:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Protocol
 
+from windlass.engines.versions import SGLANG, SGLANG_REPLICAS, has, installed_version
 from windlass.envs import environment_value
 from windlass.errors import ConfigError
 
@@ -64,16 +64,14 @@ def with_plugin(num_replicas: int) -> Iterator[dict[str, str]]:
     An entry point is how SGLang finds a plugin, wherever on the path its distribution lies.
 
     Raises:
-        ConfigError: this release has no plugins.
+        ConfigError: the ranks of this release do not say which replica they are.
     """
     if num_replicas == 1:
         yield {}
         return
-    package = find_spec("sglang")  # looks for it without an import
-    places = () if package is None else tuple(package.submodule_search_locations or ())
-    if not any((Path(place) / "srt" / "plugins" / "hook_registry.py").exists() for place in places):
+    if not has(SGLANG_REPLICAS, version := installed_version(SGLANG)):
         raise ConfigError(
-            f"dp: this release of SGLang refuses orders to replicas and has no plugins, "
+            f"dp: must be 1 with SGLang {version}, whose ranks do not say which replica they are, "
             f"got --dp {num_replicas}"
         )
     with TemporaryDirectory() as folder:
