@@ -16,8 +16,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import secrets
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import final
@@ -28,7 +27,6 @@ from windlass.errors import (
     PeerUnreachable,
     RegionError,
     TransferFailed,
-    TransferOutcomeUnknown,
     TransportUnavailable,
 )
 from windlass.telemetry.clock import Deadline
@@ -44,11 +42,11 @@ from windlass.transports.configs import NixlConfig
 from windlass.transports.cuda.driver import Device
 from windlass.transports.door import INCARNATION_NBYTES, Door, Doorway
 from windlass.transports.lockable import check_lockable
+from windlass.transports.nixl_calls import GRACE_S, NixlCalls
 from windlass.transports.nixl_fence import TcpFence
 from windlass.transports.nixl_native import (
     TCP_MARK,
     NativeHandle,
-    UInt64Array,
     may_use_tcp,
     may_use_verbs,
     memory_kind,
@@ -76,8 +74,6 @@ CONNECTIONS = 3
 """To one peer, in one write, before it counts as unreachable."""
 OWN_PINNED_NBYTES = 128 << 20
 """Room for what UCX pins for itself over verbs: 66 MB per agent were seen."""
-_GRACE_S = 0.25
-"""How long after an error the kernel may take to tell that the peer's process has ended."""
 _WORD_NBYTES = np.array([8], np.uint64)
 _STRANDED: list[object] = []
 """Agents with transfers that never ended: freeing one would free memory under a late write."""
@@ -102,17 +98,16 @@ class NixlTransport:
         self._name = secrets.token_hex(INCARNATION_NBYTES // 2)
         self._fence = TcpFence(TCP_MARK)
         with self._current():  # UCX looks for GPUs in the thread that starts it
-            self._agent, self._log, self._detail = start_agent(config, self._name)
-        self._errors = native_errors()
+            agent, self._log, self._detail = start_agent(config, self._name)
+        self._calls = NixlCalls(agent, native_errors(), config.gpu)
         self._door = Door(config.host, self._name, "nixl")
         address = join_host_port(config.host, self._door.port)
         self._endpoint = PeerEndpoint("nixl", address, self._name)
         self._table = RegionTable()
         self._native: dict[int, object] = {}
-        self._lock = threading.Lock()
+        self._lock = self._calls.lock
         self._peers: dict[PeerEndpoint, NixlPeer] = {}
         self._withdrawn = Withdrawn("nixl")
-        self._closed = False
         self._page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
         self._scratch = int(self._page.ctypes.data)
         try:
@@ -154,7 +149,7 @@ class NixlTransport:
             native = self._register_native(address, nbytes, self._config.gpu)
             try:
                 key = self._key_of(native, nbytes)
-            except self._errors as error:
+            except self._calls.errors as error:
                 raise RegionError(f"register: {address:#x} has no metadata: {error}") from error
             region = MemoryRegion(
                 address, nbytes, RemoteRegion(self._endpoint, address, nbytes, key)
@@ -172,14 +167,14 @@ class NixlTransport:
 
     def _deregister(self, native: object, released: Callable[[], None] | None) -> None:
         try:
-            self._agent.deregister_memory(native)
-        except self._errors as error:
+            self._calls.agent.deregister_memory(native)
+        except self._calls.errors as error:
             raise TransferFailed(f"nixl: memory stays registered: {error}") from error
         if released is not None:
             released()
 
     def _is_any_open(self) -> bool:
-        return any(self._is_open(peer) for peer in self._peers.values())
+        return any(self._calls.is_open(peer) for peer in self._peers.values())
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
         """See `OneSidedTransport.write`.
@@ -194,11 +189,11 @@ class NixlTransport:
 
     def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
         peer = self._peer(batch.endpoint, deadline)
-        self._wait_for_late(peer, deadline)
+        self._calls.wait_for_late(peer, deadline)
         if peer.keys and may_use_tcp(self._config.wire):
             # Regions are loaded through the connection: NIXL never recovers where that fails.
             self._reach(peer, batch.endpoint, deadline)
-        with self._held(deadline):
+        with self._calls.held(deadline):
             self._refuse_open(peer, deadline)
             self._load(peer, batch)
             steps = [
@@ -217,7 +212,9 @@ class NixlTransport:
         )
         local, remote, nbytes = split_pieces(*pieces, MAX_CALL_NBYTES)
         for part in calls(nbytes, max_pieces=MAX_PIECES, max_nbytes=MAX_CALL_NBYTES):
-            self._call(peer, batch.endpoint, (local[part], remote[part], nbytes[part]), deadline)
+            self._calls.write(
+                peer, batch.endpoint, (local[part], remote[part], nbytes[part]), deadline
+            )
 
     def fence(self, *, deadline_s: float) -> None:
         """See `OneSidedTransport.fence`; over other wires than TCP a process takes its writes along."""
@@ -227,18 +224,18 @@ class NixlTransport:
     def close(self) -> None:
         """See `OneSidedTransport.close`; an agent with an open write is kept until the process ends."""
         with self._lock, self._current():
-            if self._closed:
+            if self._calls.closed:
                 return
-            self._closed = True
+            self._calls.closed = True
             peers, self._peers = list(self._peers.values()), {}
             self._table.clear()
-            self._withdrawn.close(is_open := any(self._is_open(p) or p.words for p in peers))
+            self._withdrawn.close(is_open := any(self._calls.is_open(p) or p.words for p in peers))
             if is_open:
-                _STRANDED.append((self._agent, peers, self._page))
+                _STRANDED.append((self._calls.agent, peers, self._page))
             else:
                 for native in (*self._native.values(), self._scratch_native):
-                    self._agent.deregister_memory(native)
-                del self._agent  # ends UCX's progress thread
+                    self._calls.agent.deregister_memory(native)
+                del self._calls.agent  # ends UCX's progress thread
                 self._fence.close()
             self._native.clear()
         for peer in peers:
@@ -255,8 +252,8 @@ class NixlTransport:
         try:
             edges = [address, *edges_of(address, nbytes, self._step_nbytes), address + nbytes]
             parts = [(one, other - one, max(gpu, 0), "") for one, other in pairwise(edges)]
-            return self._agent.register_memory(parts, memory_kind(gpu), ["UCX"])
-        except self._errors as error:
+            return self._calls.agent.register_memory(parts, memory_kind(gpu), ["UCX"])
+        except self._calls.errors as error:
             raise RegionError(
                 f"register: [{address:#x}, {address + nbytes:#x}) is refused ({error}; UCX: "
                 f"{self._log.complaints() or 'no word'}); over verbs see ulimit -l"
@@ -267,7 +264,10 @@ class NixlTransport:
         step = self._step_nbytes if 0 < self._step_nbytes < nbytes else 0
         keys = [
             NixlKey(
-                self._agent.get_partial_agent_metadata(one, True, ["UCX"]), self._scratch, step, gpu
+                self._calls.agent.get_partial_agent_metadata(one, True, ["UCX"]),
+                self._scratch,
+                step,
+                gpu,
             )
             for one, gpu in ((native, self._config.gpu), (self._scratch_native, -1))
         ]
@@ -279,7 +279,7 @@ class NixlTransport:
         if found is None:
             doorway = Doorway(endpoint, deadline)
             with self._lock:
-                forget_ended(self._peers, self._is_open)
+                forget_ended(self._peers, self._calls.is_open)
                 found = self._peers.setdefault(endpoint, NixlPeer(doorway, self._lock))
             if found.doorway is not doorway:
                 doorway.close()
@@ -301,8 +301,8 @@ class NixlTransport:
     def _add(self, keys: Sequence[NixlKey], endpoint: PeerEndpoint) -> None:
         for key in keys:
             try:
-                name = self._agent.add_remote_agent(key.metadata)
-            except self._errors as error:
+                name = self._calls.agent.add_remote_agent(key.metadata)
+            except self._calls.errors as error:
                 raise RegionError(f"nixl: key of {endpoint.address}: {error}") from error
             if (name.decode() if isinstance(name, bytes) else name) != endpoint.incarnation:
                 raise RegionError(f"nixl: key of {endpoint.address} is of another process")
@@ -336,18 +336,20 @@ class NixlTransport:
         pause_s, state = 20e-6, ""
         with contextlib.ExitStack() as call:
             while state != "DONE":
-                with self._held(deadline):
+                with self._calls.held(deadline):
                     if handle is None:
                         self._refuse_open(peer, deadline)  # no new connection under an open write
                         call.enter_context(peer.call())
                     try:
                         if handle is None:
-                            handle = new_write(self._agent, endpoint.incarnation, word, (-1, -1))
-                            self._agent.transfer(handle)
-                        state = self._agent.check_xfer_state(handle)
-                    except self._errors:
+                            handle = new_write(
+                                self._calls.agent, endpoint.incarnation, word, (-1, -1)
+                            )
+                            self._calls.agent.transfer(handle)
+                        state = self._calls.agent.check_xfer_state(handle)
+                    except self._calls.errors:
                         state = "ERR"
-                if peer.doorway.wait_ended(_GRACE_S if state == "ERR" else pause_s):
+                if peer.doorway.wait_ended(GRACE_S if state == "ERR" else pause_s):
                     raise PeerUnreachable(f"{deadline.purpose}: the process is gone")
                 if state == "ERR":
                     return False
@@ -363,137 +365,22 @@ class NixlTransport:
     def _reconnect(
         self, peer: NixlPeer, endpoint: PeerEndpoint, connection: int, deadline: Deadline
     ) -> None:
-        refused: tuple[type[Exception], ...] = (*self._errors, RegionError)
-        with self._held(deadline):
-            if not peer.wait_for_calls(connection, deadline.remaining_s) or self._closed:
+        refused: tuple[type[Exception], ...] = (*self._calls.errors, RegionError)
+        with self._calls.held(deadline):
+            if not peer.wait_for_calls(connection, deadline.remaining_s) or self._calls.closed:
                 raise PeerUnreachable(f"{deadline.purpose}: other writes go on; nothing was sent")
             if peer.connection != connection:
                 return  # another thread has
             self._refuse_open(peer, deadline)
             try:
                 peer.connection += 1
-                self._agent.remove_remote_agent(endpoint.incarnation)
+                self._calls.agent.remove_remote_agent(endpoint.incarnation)
                 for keys in peer.keys.values():
                     self._add(keys, endpoint)
             except refused as error:
                 raise PeerUnreachable(f"{deadline.purpose}: {error}; nothing was sent") from error
 
-    def _call(
-        self,
-        peer: NixlPeer,
-        endpoint: PeerEndpoint,
-        pieces: tuple[UInt64Array, UInt64Array, UInt64Array],
-        deadline: Deadline,
-    ) -> None:
-        """One native transfer, from its start to its end."""
-        with contextlib.ExitStack() as call:
-            with self._held(deadline):
-                self._refuse_open(peer, deadline)
-                deadline.check_before_more()
-                call.enter_context(peer.call())
-                handle = self._post(peer, endpoint, pieces, deadline)
-                done = self._look(peer, handle, deadline)
-            pause_s = 20e-6
-            while not done:
-                # NIXL has no event for the end of a transfer: looking is the only way. The doorway
-                # is an event, and the wait is on that.
-                ended = peer.doorway.wait_ended(pause_s)
-                with self._lock:
-                    if ended and not self._look(peer, handle, deadline):
-                        peer.open.append(handle)
-                        peer.poison = f"{deadline.purpose}: the process is gone"
-                        raise PeerUnreachable(peer.poison)
-                    done = ended or self._look(peer, handle, deadline)
-                    if not done and deadline.remaining_s == 0:
-                        self._give_up(peer, handle, deadline)
-                pause_s = min(pause_s * 2, 1e-3)
-
-    def _post(
-        self,
-        peer: NixlPeer,
-        endpoint: PeerEndpoint,
-        pieces: tuple[UInt64Array, UInt64Array, UInt64Array],
-        deadline: Deadline,
-    ) -> NativeHandle:
-        try:
-            gpus = (self._config.gpu, peer.gpu)
-            handle = new_write(self._agent, endpoint.incarnation, pieces, gpus)
-        except self._errors as error:
-            if peer.doorway.wait_ended(_GRACE_S):
-                raise PeerUnreachable(f"{deadline.purpose}: the process is gone") from error
-            raise TransferFailed(f"{deadline.purpose}: not begun: {error}") from error
-        try:
-            self._agent.transfer(handle)
-        except self._errors as error:
-            self._explain(peer, handle, deadline, error)
-        return handle
-
-    def _look(self, peer: NixlPeer, handle: NativeHandle, deadline: Deadline) -> bool:
-        """Whether the transfer is done. Holds the lock."""
-        try:
-            state = self._agent.check_xfer_state(handle)
-        except self._errors as error:
-            self._explain(peer, handle, deadline, error)
-            return False
-        if state == "ERR":
-            self._explain(peer, handle, deadline, None)
-        return state == "DONE"
-
-    def _explain(
-        self, peer: NixlPeer, handle: NativeHandle, deadline: Deadline, error: Exception | None
-    ) -> None:
-        """The one place where a native error in mid-transfer becomes one of ours."""
-        peer.open.append(handle)
-        if peer.doorway.wait_ended(_GRACE_S):
-            peer.poison = f"{deadline.purpose}: the process is gone"
-            raise PeerUnreachable(peer.poison) from error
-        peer.poison = f"{deadline.purpose}: {error or 'error'}; bytes may still land"
-        raise TransferOutcomeUnknown(peer.poison) from error
-
-    def _give_up(self, peer: NixlPeer, handle: NativeHandle, deadline: Deadline) -> None:
-        """The deadline has passed in mid-transfer. Holds the lock."""
-        peer.late = peer.late or not peer.open  # one that failed in another thread may never end
-        peer.open.append(handle)
-        peer.poison = (
-            f"{deadline.purpose}: not over within {deadline.seconds} s; bytes may still land"
-        )
-        raise TransferOutcomeUnknown(peer.poison)
-
-    def _is_open(self, peer: NixlPeer) -> bool:
-        """Whether transfers that were given up may still be going on; closes those that are done."""
-        return peer.is_open(self._agent.check_xfer_state, self._errors)
-
-    def _wait_for_late(self, peer: NixlPeer, deadline: Deadline) -> None:
-        """Give an earlier transfer that is only late the time of this one to end."""
-        pause_s = 20e-6
-        while deadline.remaining_s > 0:
-            with self._held(deadline):
-                if not (self._is_open(peer) and peer.late):
-                    return
-            if peer.doorway.wait_ended(pause_s):
-                return
-            pause_s = min(pause_s * 2, 1e-2)
-
     def _refuse_open(self, peer: NixlPeer, deadline: Deadline) -> None:
-        if not self._is_open(peer):
-            if self._withdrawn and not self._is_any_open():
-                self._withdrawn.release()
-            return
-        if peer.doorway.has_ended(knock=False):
-            raise PeerUnreachable(f"{deadline.purpose}: the process is gone")
-        raise TransferOutcomeUnknown(f"an earlier write is open: {peer.poison}")
-
-    @contextlib.contextmanager
-    def _held(self, deadline: Deadline) -> Iterator[None]:
-        """The lock of an open transport."""
-        if not self._lock.acquire(timeout=deadline.remaining_s):
-            raise TransferFailed(
-                f"{deadline.purpose}: other writes took the deadline of {deadline.seconds} s; "
-                "nothing more was sent"
-            )
-        try:
-            if self._closed:
-                raise TransferFailed(f"{deadline.purpose}: the transport is closed")
-            yield
-        finally:
-            self._lock.release()
+        self._calls.refuse_open(peer, deadline)
+        if self._withdrawn and not self._is_any_open():
+            self._withdrawn.release()
