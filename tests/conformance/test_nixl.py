@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import threading
 import time
 import weakref
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 import msgspec
@@ -23,6 +26,7 @@ from windlass.testing.transport_conformance import NBYTES, ProcessConformance, R
 from windlass.transports.base import WriteBatch
 from windlass.transports.configs import NixlConfig, NixlWire
 from windlass.transports.nixl import NixlTransport
+from windlass.transports.nixl_calls import NixlCalls
 from windlass.transports.registry import create_transport
 
 CMA = NixlConfig(wire=NixlWire.CMA)
@@ -203,43 +207,120 @@ def test_regions_that_touch_are_written_as_one_however_they_were_registered() ->
     theirs.close()
 
 
-def test_an_arena_under_a_late_write_is_freed_when_the_write_is_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    large = 32 << 20  # more than sockets hold
-    transport = create_transport(TCP)
-    assert isinstance(transport, NixlTransport)
-    arena, other = Arena(transport, large), Arena(transport, 4096)
-    arena.bytes.view("<u8")[:] = np.arange(large // 8)
-    wanted, memory = (
-        bytes(other.nbytes) + arena.bytes[other.nbytes :].tobytes(),
-        weakref.ref(arena.bytes),
-    )
+LARGE = 32 << 20
+"""More than sockets hold."""
 
-    def batch_from(source: Arena) -> WriteBatch:
-        return WriteBatch(
-            endpoint=peer.region.endpoint,
+
+class Mortal:
+    """Arenas here, and a peer over TCP that stops or dies in the middle of a write."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.transport = create_transport(TCP)
+        self.arena, self.other = Arena(self.transport, LARGE), Arena(self.transport, 4096)
+        self.arena.bytes.view("<u8")[:] = np.arange(LARGE // 8)
+        self.memory = weakref.ref(self.arena.bytes)
+        self.peer = PeerProcess(TCP, LARGE)
+        self.write(self.other)
+        stop_between_word_and_batch(monkeypatch, self.peer)
+
+    def write(self, source: Arena, peer: PeerProcess | None = None, s: float = 20.0) -> None:
+        region = (peer or self.peer).region
+        batch = WriteBatch(
+            endpoint=region.endpoint,
             local_addresses=np.array([source.address], np.uint64),
-            remote_addresses=np.array([peer.region.address], np.uint64),
+            remote_addresses=np.array([region.address], np.uint64),
             nbytes=np.array([source.nbytes], np.uint64),
-            regions=(peer.region,),
+            regions=(region,),
         )
+        self.transport.write(batch, deadline_s=s)
 
-    with PeerProcess(TCP, large) as peer:
+    def lose(self) -> None:
+        with pytest.raises(TransferOutcomeUnknown):
+            self.write(self.arena, s=3.0)
+
+    def close(self) -> None:
+        self.transport.close()
+        self.peer.__exit__()
+
+
+@pytest.fixture
+def mortal_peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mortal]:
+    found = Mortal(monkeypatch)
+    yield found
+    found.close()
+
+
+def test_an_arena_under_a_late_write_is_freed_when_the_write_is_over(mortal_peer: Mortal) -> None:
+    ends = mortal_peer
+    wanted = bytes(ends.other.nbytes) + ends.arena.bytes[ends.other.nbytes :].tobytes()
+    ends.lose()
+    ends.arena.close()
+    assert ends.memory() is not None
+    ends.peer.resume()
+    ends.write(ends.other)  # waits for the late one
+    assert ends.memory() is None
+    assert ends.peer.digest() == xxhash.xxh3_128_hexdigest(wanted)
+    ends.other.close()
+
+
+def test_a_peer_that_died_in_mid_write_keeps_what_was_read_and_nothing_else(
+    mortal_peer: Mortal,
+) -> None:
+    ends = mortal_peer
+    ends.lose()
+    ends.peer.kill()
+    for _ in range(2):
+        later, released = np.zeros(4096, np.uint8), list[bool]()
+        region = ends.transport.register(later.ctypes.data, later.nbytes)
+        ends.transport.unregister(region, partial(released.append, True))
+        assert released == [True]
+    memory = weakref.ref(ends.other.bytes)
+    with PeerProcess(TCP, LARGE) as successor:
+        ends.write(ends.other, successor)
+        ends.other.close()
+        assert memory() is None
+        ends.arena.close()
+        with Arena(ends.transport, 4096) as another:
+            ends.write(another, successor)
+            with pytest.raises(PeerUnreachable):
+                ends.write(another)
+        assert ends.memory() is not None
+
+
+def test_closing_beside_a_write_ends_it_and_what_is_on_its_way_arrives_whole(
+    mortal_peer: Mortal,
+) -> None:
+    ends, found, begun = mortal_peer, list[Exception](), threading.Event()
+    post, patch = NixlCalls._post, pytest.MonkeyPatch()
+
+    def post_and_tell(*args: Any) -> Any:
+        handle = post(*args)
+        begun.set()
+        return handle
+
+    def write() -> None:
         try:
-            transport.write(batch_from(other), deadline_s=20.0)
-            stop_between_word_and_batch(monkeypatch, peer)
-            with pytest.raises(TransferOutcomeUnknown):
-                transport.write(batch_from(arena), deadline_s=3.0)
-            arena.close()
-            assert memory() is not None
-            peer.resume()
-            transport.write(batch_from(other), deadline_s=20.0)  # waits for the late one
-            assert memory() is None
-            assert peer.digest() == xxhash.xxh3_128_hexdigest(wanted)
-        finally:
-            other.close()
-            transport.close()
+            ends.write(ends.arena)
+        except TransferOutcomeUnknown as error:
+            found.append(error)
+
+    patch.setattr(NixlCalls, "_post", post_and_tell)
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert begun.wait(20.0)
+    wanted = xxhash.xxh3_128_hexdigest(ends.arena.bytes.tobytes())
+    patch.undo()
+    ends.arena.close()
+    ends.other.close()
+    ends.transport.close()
+    thread.join(5.0)
+    assert not thread.is_alive()
+    assert "the transport was closed; bytes may still land" in str(found[0])
+    assert ends.memory() is not None
+    ends.peer.resume()
+    deadline = Deadline.after(20.0, "the last byte")
+    while ends.peer.digest() != wanted:
+        deadline.check_before_more()
 
 
 @pytest.mark.nixl

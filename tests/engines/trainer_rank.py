@@ -26,6 +26,7 @@ from windlass.layout.naming.adapters import adapter_names
 from windlass.telemetry.clock import Deadline
 from windlass.training.client import TrainerClient
 from windlass.transports.mooncake_peer import Direction, MooncakePeer
+from windlass.transports.splitting import Pieces
 
 NUM_TOKENS = 16
 LEARNING_RATE = 0.02
@@ -98,14 +99,13 @@ def die_in_mid_write() -> None:
     def half(
         peer: MooncakePeer,
         direction: Direction,
-        local: list[int],
-        remote: list[int],
-        nbytes: list[int],
+        pieces: Pieces,
         deadline: Deadline,
     ) -> None:
+        local, remote, nbytes = pieces
         count = max(len(nbytes) // 2, 1)
-        sizes = nbytes[:count] if len(nbytes) > 1 else [max(nbytes[0] // 2, 1)]
-        move(peer, direction, local[:count], remote[:count], sizes, deadline)
+        sizes = nbytes[:count] if len(nbytes) > 1 else nbytes // 2 + nbytes % 2
+        move(peer, direction, (local[:count], remote[:count], sizes), deadline)
         os.kill(os.getpid(), signal.SIGKILL)
 
     setattr(MooncakePeer, "move", half)  # noqa: B010 - a method of a final class

@@ -19,6 +19,7 @@ from windlass.transports.configs import NixlConfig, NixlWire
 from windlass.transports.door import Doorway
 from windlass.transports.nixl import NixlTransport
 from windlass.transports.nixl_native import NativeAgent, UInt64Array, WireLog
+from windlass.transports.nixl_peer import forget_ended
 
 NBYTES = 4096
 WORD_NBYTES = 8
@@ -42,13 +43,14 @@ class Agent:
         self.begun: list[Transfer] = []
         self.parted: list[set[str]] = []
         """How the transfers were, each time that a peer was removed."""
+        self.deregistered: list[object] = []
         self.has_begun, self.has_lost_a_word = threading.Event(), threading.Event()
 
     def register_memory(self, regions: object, *_: object) -> object:
         return regions
 
-    def deregister_memory(self, _: object) -> None:
-        pass
+    def deregister_memory(self, regions: object) -> None:
+        self.deregistered.append(regions)
 
     def get_partial_agent_metadata(self, *_: object) -> bytes:
         return self.name.encode()
@@ -136,6 +138,31 @@ class Ends:
         found = {transfer.source: transfer for transfer in self.agent.begun[before:]}
         return [found[arena.address] for arena in self.arenas]
 
+    def lose_one(self) -> Transfer:
+        """A write out of the first arena that is given up."""
+        self.agent.state = "PROC"
+        with pytest.raises(TransferOutcomeUnknown):
+            self.write(self.arenas[0], 0.3)
+        self.agent.state = "DONE"
+        return self.agent.begun[-1]
+
+    def write_on(self) -> tuple[threading.Thread, list[Exception]]:
+        """A write out of the first arena that another thread has begun; what it ends with."""
+        self.agent.has_begun.clear()
+        self.agent.state, found = "PROC", list[Exception]()
+
+        def write() -> None:
+            try:
+                self.write(self.arenas[0], SECONDS)
+            except TransferOutcomeUnknown as error:
+                found.append(error)
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        assert self.agent.has_begun.wait(SECONDS)
+        self.agent.state = "DONE"
+        return thread, found
+
     def close(self) -> None:
         for transfer in self.agent.begun:
             transfer.state = "DONE"
@@ -164,11 +191,62 @@ def test_a_peer_is_open_until_each_of_its_lost_writes_is_over(ends: Ends, first:
     lost[first].state = "DONE"
     with pytest.raises(TransferOutcomeUnknown, match="an earlier write is open"):
         ends.write(other, 0.3)
-    assert all(ref() is not None for ref in memory)
+    assert memory[first]() is None
+    assert memory[1 - first]() is not None
     lost[1 - first].state = "DONE"
     ends.write(other, SECONDS)
-    assert [ref() for ref in memory] == [None, None]
+    assert memory[1 - first]() is None
     other.close()
+
+
+def test_a_lost_write_keeps_no_arena_that_it_does_not_read(ends: Ends) -> None:
+    """As of a peer that has died, whose transfer never ends; a trainer goes on making plans."""
+    lost = ends.lose_one()
+    ends.arenas.append(Arena(ends.ours, NBYTES))
+    memory = [weakref.ref(arena.bytes) for arena in ends.arenas]
+    for arena in ends.arenas:
+        arena.close()
+    assert [ref() is None for ref in memory] == [False, True, True]
+    another = NixlTransport(ends.config)
+    target, source = Arena(another, NBYTES), Arena(ends.ours, NBYTES)
+    ends.write(source, SECONDS, target)
+    assert memory[0]() is not None
+    lost.state = "DONE"
+    ends.write(source, SECONDS, target)  # to any peer
+    assert memory[0]() is None
+    source.close()
+    target.close()
+    another.close()
+
+
+def test_an_arena_under_a_write_that_goes_on_is_freed_when_that_has_ended(ends: Ends) -> None:
+    thread, found = ends.write_on()
+    memory = [weakref.ref(arena.bytes) for arena in ends.arenas]
+    for arena in ends.arenas:
+        arena.close()
+    assert [ref() is None for ref in memory] == [False, True]
+    ends.agent.begun[-1].state = "DONE"
+    thread.join(SECONDS)
+    assert found == []
+    assert memory[0]() is None
+
+
+def test_closing_beside_a_write_ends_it_with_an_error_and_frees_nothing_under_it(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl, "_STRANDED", stranded := list[object]())
+    thread, found = ends.write_on()
+    memory = [weakref.ref(arena.bytes) for arena in ends.arenas]
+    for arena in ends.arenas:
+        arena.close()
+    freed = len(ends.agent.deregistered)
+    ends.ours.close()
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+    assert "the transport was closed; bytes may still land" in str(found[0])
+    assert len(ends.agent.deregistered) == freed
+    assert [ref() is None for ref in memory] == [False, True]
+    assert len(stranded) == len(withdrawn._KEPT) == 1
 
 
 def test_nobody_waits_for_the_door_of_a_peer_whose_connection_broke(
@@ -220,3 +298,23 @@ def test_a_peer_is_not_removed_under_a_transfer_of_another_thread(ends: Ends) ->
         job.join(SECONDS)
     assert agent.parted == [{"DONE"}]
     assert [t.source for t in agent.begun] == [ends.arenas[i].address for i in (0, 0, 1)]
+
+
+def test_a_peer_that_has_ended_is_not_forgotten_under_a_call(ends: Ends) -> None:
+    """Nobody would know any more that the call touches its memory."""
+    ends.write(ends.arenas[0], SECONDS)
+    peers = dict(ends.ours._peers)
+    (peer,) = peers.values()
+    ends.target.close()
+    ends.theirs.close()
+    peer.doorway.watch()
+    column = np.array([ends.arenas[0].address], np.uint64)
+    with ends.ours._lock:
+        call = peer.call((column, column, column))
+        call.__enter__()
+        forget_ended(peers, ends.ours._calls.is_open)
+        assert list(peers.values()) == [peer]
+    call.__exit__(None, None, None)
+    with ends.ours._lock:
+        forget_ended(peers, ends.ours._calls.is_open)
+    assert not peers

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import ctypes
-import logging
+import queue
 import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import cast
 
 import numpy as np
 import pytest
 
-from windlass.errors import PeerUnreachable, TransferFailed, TransferOutcomeUnknown
+from windlass.errors import PeerUnreachable, RegionError, TransferFailed, TransferOutcomeUnknown
 from windlass.memory.arena import Arena
 from windlass.memory.device_arena import DeviceArena
+from windlass.telemetry.clock import Deadline
 from windlass.testing.numpy_gpu import numpy_gpu
 from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.transports import mooncake, withdrawn
@@ -27,6 +29,7 @@ from windlass.transports.cuda.ipc import CudaIpcTransport
 from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.transports.mooncake import MooncakeTransport
 from windlass.transports.mooncake_native import NativeEngine, Started
+from windlass.transports.mooncake_peer import Direction
 from windlass.transports.withdrawn import Withdrawn
 
 SECONDS = 20.0
@@ -77,7 +80,7 @@ def test_an_arena_on_a_gpu_leaves_its_memory_to_the_transport() -> None:
 
 def test_gpu_memory_under_late_kernels_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ipc, "Gpu", lambda *_: numpy_gpu())
-    monkeypatch.setattr(ipc, "_KEPT", kept := list[Callable[[], None]]())
+    monkeypatch.setattr(withdrawn, "_KEPT", kept := list[Callable[[], None]]())
     transport, freed = CudaIpcTransport(), list[str]()
     regions = [
         MemoryRegion(address, 64, RemoteRegion(transport.endpoint(), address, 64))
@@ -88,7 +91,59 @@ def test_gpu_memory_under_late_kernels_is_kept(monkeypatch: pytest.MonkeyPatch) 
     transport.unregister(regions[0], lambda: freed.append("at rest"))
     transport.gpu.distrust("late")
     transport.unregister(regions[1], lambda: freed.append("late"))
+    transport.close()
     assert (freed, len(kept)) == (["at rest"], 1)
+
+
+def region_at(address: int) -> MemoryRegion:
+    endpoint = PeerEndpoint("nixl", "nobody", "0")
+    return MemoryRegion(address, 64, RemoteRegion(endpoint, address, 64))
+
+
+class Touching:
+    """Withdrawn memory at the addresses of `touched` and at others."""
+
+    def __init__(self, *touched: int) -> None:
+        self.touched, self.freed = set(touched), list[int]()
+        self.withdrawn = Withdrawn("nixl")
+
+    def is_touched(self, region: MemoryRegion) -> bool:
+        return region.address in self.touched
+
+    def add(self, *addresses: int) -> None:
+        for address in addresses:
+            self.withdrawn.add(
+                region_at(address), partial(self.freed.append, address), self.is_touched
+            )
+
+
+def test_memory_waits_for_as_long_as_it_is_touched_whatever_else_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    memory = Touching(4096, 8192)
+    memory.add(4096, 8192, 12288)
+    assert memory.freed == [12288]
+    assert "may still touch 64 bytes at 0x1000" in caplog.text
+    assert "0x3000" not in caplog.text
+    memory.touched.remove(8192)
+    memory.withdrawn.release(memory.is_touched)
+    assert memory.freed == [12288, 8192]
+    memory.touched.clear()
+    memory.add(16384)
+    assert memory.freed == [12288, 8192, 4096, 16384]
+
+
+def test_what_is_touched_when_its_transport_ends_is_kept_for_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(withdrawn, "_KEPT", kept := list[Callable[[], None]]())
+    memory = Touching(4096, 8192)
+    memory.add(4096, 8192)
+    memory.touched.remove(8192)
+    memory.withdrawn.close(memory.is_touched)
+    memory.touched.clear()
+    memory.withdrawn.release(memory.is_touched)
+    assert (memory.freed, len(kept)) == ([8192], 1)
 
 
 @pytest.mark.parametrize("error", [TransferFailed("the GPU is gone"), OSError(22, "not mapped")])
@@ -96,23 +151,19 @@ def test_memory_that_cannot_be_freed_holds_up_no_other(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     monkeypatch.setattr(withdrawn, "_KEPT", kept := list[Callable[[], None]]())
-    endpoint, freed = PeerEndpoint("nixl", "nobody", "0"), list[int]()
-    region = MemoryRegion(4096, 64, RemoteRegion(endpoint, 4096, 64))
+    memory = Touching(4096, 8192)
 
     def refuse() -> None:
         raise error
 
-    waiting = Withdrawn("nixl")
-    with caplog.at_level(logging.WARNING):
-        waiting.add(region, refuse, True)
-        waiting.add(region, lambda: freed.append(1), True)
-        assert not freed
-        assert "may still touch 64 bytes at 0x1000" in caplog.text
-        waiting.add(region, lambda: freed.append(2), False)
-    assert freed == [1, 2]
+    memory.withdrawn.add(region_at(4096), refuse, memory.is_touched)
+    memory.add(8192)
+    assert not memory.freed
+    memory.touched.clear()
+    memory.add(12288)
+    assert memory.freed == [8192, 12288]
     assert "memory cannot be freed" in caplog.text
     assert kept == [refuse]
-    assert len(waiting) == 0
 
 
 class SlowEngine:
@@ -122,6 +173,8 @@ class SlowEngine:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.began, self.may_go, self.ended = (threading.Event() for _ in range(3))
         self.may_go.set()
+        self.codes: queue.SimpleQueue[int] | None = None
+        """What writes wait for and return, instead of moving bytes."""
 
     def get_rpc_port(self) -> int:
         return int(self.listener.getsockname()[1])
@@ -144,6 +197,10 @@ class SlowEngine:
     ) -> int:
         self.began.set()
         self.may_go.wait(SECONDS)
+        if self.codes is not None:
+            code = self.codes.get(timeout=SECONDS)
+            self.ended.set()
+            return code
         for source, target, nbytes in zip(here, there, sizes, strict=True):
             ctypes.memmove(target, source, nbytes)
         self.ended.set()
@@ -253,3 +310,99 @@ def test_closing_mooncake_under_a_late_write_keeps_the_memory_for_good(ends: End
     ends.native.may_go.set()
     assert ends.native.ended.wait(SECONDS)
     assert ends.landing.bytes.tobytes() == ends.wanted
+
+
+def test_a_late_mooncake_write_keeps_no_arena_that_it_does_not_read(ends: Ends) -> None:
+    before = Arena(ends.source, NBYTES)
+    ends.lose()
+    after = Arena(ends.source, NBYTES)
+    memory = [weakref.ref(arena.bytes) for arena in (before, after)]
+    before.close()
+    after.close()
+    assert [ref() is None for ref in memory] == [True, True]
+    assert ends.memory() is not None
+
+
+def test_a_mooncake_write_of_unknown_outcome_is_not_settled_by_another_that_was_late(
+    ends: Ends,
+) -> None:
+    """As a relay's threads write to one peer: the second call waits in line behind the first."""
+    ends.write(ends.arena, SECONDS)
+    (known,) = ends.source._peers.values()
+    native = ends.native
+    native.began.clear()
+    native.codes = queue.SimpleQueue()
+    local, remote, nbytes = (
+        np.array([value], np.uint64) for value in (ends.arena.address, ends.landing.address, NBYTES)
+    )
+    found: list[Exception] = []
+
+    def move(deadline_s: float) -> None:
+        try:
+            known.peer.move(
+                Direction.WRITE, (local, remote, nbytes), Deadline.after(deadline_s, "write")
+            )
+        except TransferOutcomeUnknown as error:
+            found.append(error)
+
+    jobs = [threading.Thread(target=move, args=(seconds,)) for seconds in (1.0, 4.0)]
+    jobs[0].start()
+    assert native.began.wait(SECONDS)
+    jobs[1].start()
+    jobs[0].join(SECONDS)
+    native.began.clear()
+    native.codes.put(-1)
+    assert native.began.wait(SECONDS)
+    jobs[1].join(SECONDS)
+    native.codes.put(0)
+    assert known.peer._start(lambda: 0).done.wait(SECONDS)
+    assert len(found) == 2
+    with pytest.raises(TransferOutcomeUnknown, match="an earlier write is open"):
+        ends.write(ends.arena, SECONDS)
+    ends.arena.close()
+    assert ends.memory() is not None
+
+
+def test_a_mooncake_write_that_never_began_keeps_no_arena(ends: Ends) -> None:
+    """It was in line behind one that is stuck, and ran out of time."""
+    ends.lose()
+    (known,) = ends.source._peers.values()
+    known.peer._unknown.clear()  # as if the other thread were waiting still
+    arena = Arena(ends.source, NBYTES)
+    memory = weakref.ref(arena.bytes)
+    local, remote, nbytes = (
+        np.array([value], np.uint64) for value in (arena.address, ends.landing.address, NBYTES)
+    )
+    with pytest.raises(TransferFailed, match="nothing more was sent"):
+        known.peer.move(Direction.WRITE, (local, remote, nbytes), Deadline.after(0.1, "write"))
+    arena.close()
+    assert memory() is None
+    assert ends.memory() is not None
+
+
+def test_closing_mooncake_beside_a_write_ends_it_with_an_error_and_keeps_its_memory(
+    ends: Ends,
+) -> None:
+    ends.native.may_go.clear()
+    found: list[Exception] = []
+
+    def write() -> None:
+        try:
+            ends.write(ends.arena, SECONDS)
+        except TransferOutcomeUnknown as error:
+            found.append(error)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert ends.native.began.wait(SECONDS)
+    ends.arena.close()
+    ends.source.close()
+    thread.join(5.0)
+    assert not thread.is_alive()
+    assert "the transport was closed; bytes may still land" in str(found[0])
+    assert ends.memory() is not None
+    ends.native.may_go.set()
+    assert ends.native.ended.wait(SECONDS)
+    assert ends.landing.bytes.tobytes() == ends.wanted
+    with pytest.raises((TransferFailed, RegionError)):
+        ends.write(Arena(ends.target, NBYTES), 1.0)

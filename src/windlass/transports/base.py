@@ -149,8 +149,9 @@ class OneSidedTransport(Protocol):
     def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
         """Withdraw a region; whoever owns its memory frees it in `released`, and not before.
 
-        A write of this transport whose outcome is unknown may go on reading what it was given, and a
-        read may go on filling it: so the memory must outlive the call.
+        A write of this transport that is not over, because another thread waits for it or its outcome
+        is unknown, may go on reading what it was given, and a read filling it: so the memory must
+        outlive the call. Memory that none of them was given is released at once.
 
         Args:
             region: no write is begun with it any more.

@@ -20,7 +20,7 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
-from windlass.errors import PeerUnreachable, RegionError, TransportUnavailable
+from windlass.errors import PeerUnreachable, RegionError, TransferFailed, TransportUnavailable
 from windlass.telemetry.clock import Deadline
 from windlass.transports.addresses import join_host_port
 from windlass.transports.base import (
@@ -209,10 +209,10 @@ class MooncakeTransport:
             for engine in self._engines:
                 engine.unpin(self._starts(region.address, region.nbytes))
             if released is not None:
-                self._withdrawn.add(region, released, self._may_touch_memory())
+                self._withdrawn.add(region, released, self._is_touched)
 
-    def _may_touch_memory(self) -> bool:
-        return any(not known.peer.may_be_forgotten for known in self._peers.values())
+    def _is_touched(self, region: MemoryRegion) -> bool:
+        return any(known.peer.touches(region) for known in self._peers.values())
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
         """See `OneSidedTransport.write`."""
@@ -251,13 +251,7 @@ class MooncakeTransport:
             *pieces, REQUEST_NBYTES if several else MAX_CALL_NBYTES
         )
         for part in calls(nbytes, max_pieces=MAX_PIECES, max_nbytes=MAX_CALL_NBYTES):
-            peer.move(
-                direction,
-                local[part].tolist(),
-                remote[part].tolist(),
-                nbytes[part].tolist(),
-                deadline,
-            )
+            peer.move(direction, (local[part], remote[part], nbytes[part]), deadline)
 
     def fence(self, *, deadline_s: float) -> None:
         """See `OneSidedTransport.fence`: over TCP connections are cut, over RDMA there is nothing."""
@@ -271,7 +265,7 @@ class MooncakeTransport:
             if self._closed:
                 return
             self._closed = True
-            peers, self._peers = [known.peer for known in self._peers.values()], {}
+            peers = [known.peer for known in self._peers.values()]
             spans = self._table.spans()
             self._table.clear()
         for peer in peers:
@@ -282,7 +276,8 @@ class MooncakeTransport:
             for address, nbytes in spans:
                 engine.unpin(self._starts(address, nbytes))
         with self._lock:
-            self._withdrawn.close(any(not peer.may_be_forgotten for peer in peers))
+            self._withdrawn.close(self._is_touched)
+            self._peers = {}
 
     def _starts(self, address: int, nbytes: int) -> list[int]:
         return [address, *edges_of(address, nbytes, self._step_nbytes)]
@@ -303,11 +298,12 @@ class MooncakeTransport:
                 known.used_s = time.monotonic()
                 if unreachable:
                     self._forget(endpoint)
-                if self._withdrawn and not self._may_touch_memory():
-                    self._withdrawn.release()
+                self._withdrawn.release(self._is_touched)
 
     def _use(self, endpoint: PeerEndpoint) -> _Known:
         with self._lock:
+            if self._closed:
+                raise TransferFailed(f"mooncake: {endpoint.address}: the transport is closed")
             known = self._peers.get(endpoint)
             if known is None:
                 self._forget_unused()

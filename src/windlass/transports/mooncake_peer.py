@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable
 from enum import StrEnum
-from typing import final
+from typing import NoReturn, final
 
 import numpy as np
 import numpy.typing as npt
@@ -34,9 +34,11 @@ import numpy.typing as npt
 from windlass.errors import ConfigError, PeerUnreachable, TransferFailed, TransferOutcomeUnknown
 from windlass.telemetry.clock import Deadline
 from windlass.transports.addresses import join_host_port, split_host_port
-from windlass.transports.base import PeerEndpoint
+from windlass.transports.base import MemoryRegion, PeerEndpoint
 from windlass.transports.door import INCARNATION_NBYTES, Doorway
 from windlass.transports.mooncake_native import Started
+from windlass.transports.regions import overlaps
+from windlass.transports.splitting import Pieces
 
 __all__ = ["TOKEN_NBYTES", "Direction", "MooncakePeer", "door_name", "format_incarnation"]
 
@@ -47,7 +49,9 @@ CONNECT_S = 1.0
 IDLE_S = 10.0
 READS = 4
 _OTHER_PROCESS = 1
+_NO_PIECES = np.empty(0, np.uint64)
 
+UInt64Array = npt.NDArray[np.uint64]
 _INCARNATION = re.compile(r"(~?)([0-9a-f]{32})@([0-9a-f]{1,16})(?::([0-9]{1,5}))?")
 _VOUCHED = "~"
 
@@ -76,10 +80,17 @@ def door_name(token: bytes) -> str:
 
 @final
 class _Call:
-    """A native call on its way through the peer's thread."""
+    """A native call on its way through the peer's thread.
 
-    def __init__(self, run: Callable[[], int]) -> None:
+    Args:
+        run: the call; returns its code.
+        local: addresses of the memory that it reads or fills; a peer's page is not named.
+        nbytes: sizes of these pieces.
+    """
+
+    def __init__(self, run: Callable[[], int], local: UInt64Array, nbytes: UInt64Array) -> None:
         self._run = run
+        self.local, self.nbytes = local, nbytes
         self._lock = threading.Lock()
         self._state = "queued"
         self.done = threading.Event()
@@ -140,27 +151,34 @@ class MooncakePeer:
         if self._vouched and not self._door_port:
             raise PeerUnreachable(f"mooncake: nobody vouches for {endpoint.incarnation!r}")
         self._doorway: Doorway | None = None
-        self._gone = False
-        self._waiting: set[_Call] = set()
+        self._gone = self._closed = False
         self.page = page
         self._page_address = int(page.ctypes.data)
         self._answered = False
-        self._poison = ""
-        self._abandoned: _Call | None = None
+        self._unknown: dict[_Call, str] = {}
+        """Nobody waits for them, and bytes may still land; and what is said of each."""
         self._lock = threading.Lock()
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._num_open = 0
+        self._open: set[_Call] = set()
+        """Not come back."""
         self._thread: threading.Thread | None = None
 
     @property
     def may_be_forgotten(self) -> bool:
         """Whether nothing is lost with this object: no call is open, no outcome unknown.
 
-        Of a peer that is gone the outcomes do not matter. As long as this is false, local memory
-        may be read, or filled by a `read`.
+        Of a peer that is gone the outcomes do not matter.
         """
         with self._lock:
-            return not self._num_open and (self._gone or not self._poison)
+            return not self._not_over()
+
+    def touches(self, region: MemoryRegion) -> bool:
+        """Whether local memory of the region may be read, or filled by a `read`."""
+        with self._lock:
+            return any(overlaps(region, call.local, call.nbytes) for call in self._not_over())
+
+    def _not_over(self) -> set[_Call]:
+        return self._open if self._gone else self._open | self._unknown.keys()
 
     def confirm(self, deadline: Deadline) -> None:
         """See that the process at the address is the one that is meant, before bytes are sent.
@@ -172,6 +190,7 @@ class MooncakePeer:
         self._refuse_poisoned(deadline)
         self._knock(deadline)
         code = self._ask_token(deadline)
+        self._refuse_closed(deadline)
         if code == _OTHER_PROCESS:
             raise PeerUnreachable(
                 f"{deadline.purpose}: {self.endpoint.address} is another process than "
@@ -205,9 +224,7 @@ class MooncakePeer:
     def move(
         self,
         direction: Direction,
-        local: list[int],
-        remote: list[int],
-        nbytes: list[int],
+        pieces: Pieces,
         deadline: Deadline,
     ) -> None:
         """One native call.
@@ -225,9 +242,13 @@ class MooncakePeer:
             if direction is Direction.WRITE
             else engine.batch_transfer_sync_read
         )
-        call = self._start(lambda: native(self.endpoint.address, local, remote, nbytes))
+        columns = [column.tolist() for column in pieces]
+        local, _, nbytes = pieces
+        call = self._start(
+            lambda: native(self.endpoint.address, *columns), local.copy(), nbytes.copy()
+        )
         if not call.done.wait(deadline.remaining_s):
-            if call.withdraw():
+            if self._withdraw(call):
                 self._refuse_poisoned(deadline)
                 raise TransferFailed(
                     f"{deadline.purpose}: other writes took the deadline of {deadline.seconds} s; "
@@ -238,16 +259,22 @@ class MooncakePeer:
             self._explain(call, deadline)
 
     def close(self) -> None:
-        """Let the threads end; waits for them unless a native call is stuck."""
+        """Let the threads end; waits for them unless a native call is stuck.
+
+        Writes that are not over by then end with an error.
+        """
+        self._closed = True
         if self._doorway is not None:
             self._doorway.close()
         with self._lock:
             thread = self._thread
+            stuck = self._gone or bool(self._unknown)
         if thread is None:
             return
         self._calls.put(None)
-        if not self._poison and not self._gone:
+        if not stuck:
             thread.join(CONNECT_S)
+        self._wake()
 
     def _knock(self, deadline: Deadline) -> None:
         """Go to the peer's door, once, and have a thread wait there for its end."""
@@ -274,11 +301,16 @@ class MooncakePeer:
     def _watch(self, doorway: Doorway) -> None:
         doorway.watch()
         with self._lock:
-            self._gone = True
-            waiting, self._waiting = self._waiting, set()
-        for call in waiting:
-            call.done.set()
-        self._calls.put(None)
+            self._gone = not self._closed  # this side's end looks the same
+        if self._gone:
+            self._wake()
+            self._calls.put(None)
+
+    def _wake(self) -> None:
+        """Whoever waits for a call that may never come back."""
+        with self._lock:
+            for call in self._open:
+                call.done.set()
 
     def _abandon(self, call: _Call, deadline: Deadline) -> None:
         message = (
@@ -288,12 +320,17 @@ class MooncakePeer:
         with self._lock:
             if call.done.is_set() and call.code == 0:
                 return  # it came back in this very moment
-            self._poison = message
-            self._abandoned = None if call.done.is_set() else call
+            self._unknown[call] = message
         raise TransferOutcomeUnknown(message)
 
     def _explain(self, call: _Call, deadline: Deadline) -> None:
         """The one place where code -1 becomes an exception; see the module's docstring."""
+        if self._closed:
+            if self._withdraw(call):
+                self._refuse_closed(deadline)
+            self._give_up(
+                call, f"{deadline.purpose}: the transport was closed; bytes may still land"
+            )
         if self._gone or self._refuses_connections(deadline):
             raise PeerUnreachable(f"{deadline.purpose}: {self.endpoint.address} is gone")
         if self.started.ordered and call.seconds < PROMPT_S and self._drained(deadline):
@@ -301,12 +338,23 @@ class MooncakePeer:
                 f"{deadline.purpose}: {self.endpoint.address} refused a piece (code {call.code}); "
                 "is the memory still registered there?"
             )
-        message = (
+        self._give_up(
+            call,
             f"{deadline.purpose}: code {call.code} from {self.endpoint.address}, which is still "
-            "there; bytes may still land"
+            "there; bytes may still land",
         )
+
+    def _withdraw(self, call: _Call) -> bool:
+        """Whether it was in time: then it touches no memory, however long others are stuck."""
+        if not call.withdraw():
+            return False
         with self._lock:
-            self._poison = message
+            self._open.discard(call)
+        return True
+
+    def _give_up(self, call: _Call, message: str) -> NoReturn:
+        with self._lock:
+            self._unknown[call] = message
         raise TransferOutcomeUnknown(message)
 
     def _drained(self, deadline: Deadline) -> bool:
@@ -344,8 +392,9 @@ class MooncakePeer:
         return code
 
     def _refuse_poisoned(self, deadline: Deadline) -> None:
+        self._refuse_closed(deadline)
         with self._lock:
-            poison, gone = self._poison, self._gone
+            poison, gone = next(iter(self._unknown.values()), ""), self._gone
         if gone:
             raise PeerUnreachable(f"{deadline.purpose}: {self.endpoint.address} is gone")
         if not poison:
@@ -356,14 +405,22 @@ class MooncakePeer:
             raise PeerUnreachable(f"{deadline.purpose}: {self.endpoint.address} is gone")
         raise TransferOutcomeUnknown(f"an earlier write is open: {poison}")
 
-    def _start(self, run: Callable[[], int]) -> _Call:
-        call = _Call(run)
+    def _refuse_closed(self, deadline: Deadline) -> None:
+        if self._closed:
+            raise TransferFailed(f"{deadline.purpose}: the transport is closed")
+
+    def _start(
+        self,
+        run: Callable[[], int],
+        local: UInt64Array = _NO_PIECES,
+        nbytes: UInt64Array = _NO_PIECES,
+    ) -> _Call:
+        call = _Call(run, local, nbytes)
         with self._lock:
             if self._gone:
                 call.done.set()
                 return call
-            self._waiting.add(call)
-            self._num_open += 1
+            self._open.add(call)
             self._calls.put(call)
             if self._thread is None:
                 # A daemon: a native call that is stuck must not keep the interpreter from ending.
@@ -397,10 +454,7 @@ class MooncakePeer:
 
     def _end(self, call: _Call) -> None:
         with self._lock:
-            self._num_open -= 1
-            self._waiting.discard(call)
-            if call is self._abandoned:
-                self._abandoned = None
-                if call.code == 0:  # acknowledged after all; any other code stays unknown
-                    self._poison = ""
+            self._open.discard(call)
+            if call.code == 0:  # acknowledged after all; any other code stays unknown
+                self._unknown.pop(call, None)
             call.done.set()

@@ -2,9 +2,9 @@
 
 What NIXL lacks is done here. Its transfers have no deadline and its calls are not thread-safe. A
 handle released in flight does not stop the bytes, so a transfer that ran out of time is kept, with
-its descriptors, until it ends; the peer is closed to other writes until then, and local memory
-under it stays registered. Withdrawing memory at the target does not stop a peer that knows it: UCX
-keeps the pages registered, so a region that a peer may still write must stay mapped.
+its descriptors, until it ends; the peer is closed to other writes until then, and the local memory
+under it, but no other, stays registered. Withdrawing memory at the target does not stop a peer that
+knows it: UCX keeps the pages registered, so a region that a peer may still write must stay mapped.
 
 Over TCP bytes of a process that has ended may still arrive, so `fence` ends every TCP connection
 of UCX, in either direction, since UCX writes over one in both. Whoever writes next over a wire
@@ -159,11 +159,11 @@ class NixlTransport:
         return region
 
     def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
-        """See `OneSidedTransport.unregister`; under an open write it takes effect when that ends."""
+        """See `OneSidedTransport.unregister`; under a write it takes effect when that ends."""
         with self._lock, self._current():
             self._table.remove(region)
             deregister = partial(self._deregister, self._native.pop(region.address), released)
-            self._withdrawn.add(region, deregister, self._is_any_open())
+            self._withdrawn.add(region, deregister, self._is_touched)
 
     def _deregister(self, native: object, released: Callable[[], None] | None) -> None:
         try:
@@ -173,8 +173,8 @@ class NixlTransport:
         if released is not None:
             released()
 
-    def _is_any_open(self) -> bool:
-        return any(self._calls.is_open(peer) for peer in self._peers.values())
+    def _is_touched(self, region: MemoryRegion) -> bool:
+        return any(self._calls.touches(peer, region) for peer in self._peers.values())
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
         """See `OneSidedTransport.write`.
@@ -185,7 +185,12 @@ class NixlTransport:
         check_batch(self._table, batch, "nixl")
         deadline = Deadline.after(deadline_s, f"nixl write to {batch.endpoint.address}")
         with self._current():
-            self._write(batch, deadline)
+            try:
+                self._write(batch, deadline)
+            finally:
+                if self._withdrawn:
+                    with self._lock:
+                        self._withdrawn.release(self._is_touched)
 
     def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
         peer = self._peer(batch.endpoint, deadline)
@@ -194,7 +199,7 @@ class NixlTransport:
             # Regions are loaded through the connection: NIXL never recovers where that fails.
             self._reach(peer, batch.endpoint, deadline)
         with self._calls.held(deadline):
-            self._refuse_open(peer, deadline)
+            self._calls.refuse_open(peer, deadline)
             self._load(peer, batch)
             steps = [
                 (r.address, r.nbytes, max(key.step_nbytes for key in peer.keys[r.key]))
@@ -227,10 +232,10 @@ class NixlTransport:
             if self._calls.closed:
                 return
             self._calls.closed = True
-            peers, self._peers = list(self._peers.values()), {}
             self._table.clear()
-            self._withdrawn.close(is_open := any(self._calls.is_open(p) or p.words for p in peers))
-            if is_open:
+            self._withdrawn.close(self._is_touched)
+            peers, self._peers = list(self._peers.values()), {}
+            if any(self._calls.is_open(p) or p.calls or p.words for p in peers):
                 _STRANDED.append((self._calls.agent, peers, self._page))
             else:
                 for native in (*self._native.values(), self._scratch_native):
@@ -284,6 +289,7 @@ class NixlTransport:
             if found.doorway is not doorway:
                 doorway.close()
         if found.doorway.has_ended():
+            self._calls.refuse_closed(deadline)
             raise PeerUnreachable(f"{deadline.purpose}: the process is gone")
         return found
 
@@ -338,8 +344,9 @@ class NixlTransport:
             while state != "DONE":
                 with self._calls.held(deadline):
                     if handle is None:
-                        self._refuse_open(peer, deadline)  # no new connection under an open write
-                        call.enter_context(peer.call())
+                        # Under an open write no new connection is made.
+                        self._calls.refuse_open(peer, deadline)
+                        call.enter_context(peer.call(word))
                     try:
                         if handle is None:
                             handle = new_write(
@@ -350,6 +357,7 @@ class NixlTransport:
                     except self._calls.errors:
                         state = "ERR"
                 if peer.doorway.wait_ended(GRACE_S if state == "ERR" else pause_s):
+                    self._calls.refuse_closed(deadline)
                     raise PeerUnreachable(f"{deadline.purpose}: the process is gone")
                 if state == "ERR":
                     return False
@@ -371,7 +379,7 @@ class NixlTransport:
                 raise PeerUnreachable(f"{deadline.purpose}: other writes go on; nothing was sent")
             if peer.connection != connection:
                 return  # another thread has
-            self._refuse_open(peer, deadline)
+            self._calls.refuse_open(peer, deadline)
             try:
                 peer.connection += 1
                 self._calls.agent.remove_remote_agent(endpoint.incarnation)
@@ -379,8 +387,3 @@ class NixlTransport:
                     self._add(keys, endpoint)
             except refused as error:
                 raise PeerUnreachable(f"{deadline.purpose}: {error}; nothing was sent") from error
-
-    def _refuse_open(self, peer: NixlPeer, deadline: Deadline) -> None:
-        self._calls.refuse_open(peer, deadline)
-        if self._withdrawn and not self._is_any_open():
-            self._withdrawn.release()

@@ -13,9 +13,11 @@ from typing import final
 import msgspec
 
 from windlass.errors import DECODE_ERRORS, RegionError
-from windlass.transports.base import PeerEndpoint, RemoteRegion
+from windlass.transports.base import MemoryRegion, PeerEndpoint, RemoteRegion
 from windlass.transports.door import Doorway
 from windlass.transports.nixl_native import NativeHandle
+from windlass.transports.regions import overlaps
+from windlass.transports.splitting import Pieces
 
 __all__ = ["NixlKey", "NixlPeer", "decode_keys", "encode_keys", "forget_ended"]
 
@@ -40,7 +42,8 @@ class NixlPeer:
 
     def __init__(self, doorway: Doorway, lock: threading.Lock) -> None:
         self.doorway = doorway
-        self._num_calls = 0
+        self.calls: dict[object, Pieces] = {}
+        """Under way, in any thread."""
         self._calls_ended = threading.Condition(lock)
         self.keys: dict[str, tuple[NixlKey, ...]] = {}
         """Regions that are known."""
@@ -48,7 +51,7 @@ class NixlPeer:
         self.connection = 1
         self.gpu = -1
         self.confirmed = False
-        self.open: list[NativeHandle] = []
+        self.open: dict[NativeHandle, Pieces] = {}
         """Given up, and not over: several threads may write at once."""
         self.poison = ""
         self.late = False
@@ -56,14 +59,15 @@ class NixlPeer:
         """Late ones, which nobody waits for."""
 
     @contextlib.contextmanager
-    def call(self) -> Iterator[None]:
+    def call(self, pieces: Pieces) -> Iterator[None]:
         """Around a native call, from before it begins to its end. Enter it under the lock, leave it without."""
-        self._num_calls += 1
+        mark = object()
+        self.calls[mark] = pieces
         try:
             yield
         finally:
             with self._calls_ended:
-                self._num_calls -= 1
+                del self.calls[mark]
                 self._calls_ended.notify_all()
 
     def wait_for_calls(self, connection: int, timeout_s: float) -> bool:
@@ -72,25 +76,30 @@ class NixlPeer:
         Under the lock, which others may take meanwhile.
         """
         return self._calls_ended.wait_for(
-            lambda: not self._num_calls or self.connection != connection, timeout_s
+            lambda: not self.calls or self.connection != connection, timeout_s
         )
 
     def is_open(
         self, state_of: Callable[[NativeHandle], str], errors: tuple[type[Exception], ...]
     ) -> bool:
         """Whether one that was given up may still be going on; forgets those that are done."""
-        going_on: list[NativeHandle] = []
-        for handle in self.open:
+        for handle in list(self.open):
             try:
                 done = state_of(handle) == "DONE"
             except errors:
                 done = self.late = False  # no error of NIXL is a fence
-            if not done:
-                going_on.append(handle)
-        self.open = going_on
-        if not going_on:
+            if done:
+                del self.open[handle]
+        if not self.open:
             self.poison, self.late = "", False
-        return bool(going_on)
+        return bool(self.open)
+
+    def touches(self, region: MemoryRegion) -> bool:
+        """Whether a call under way, or one that was given up and is not over, reads the region."""
+        return any(
+            overlaps(region, local, nbytes)
+            for local, _, nbytes in (*self.calls.values(), *self.open.values())
+        )
 
 
 def forget_ended(peers: dict[PeerEndpoint, NixlPeer], is_open: Callable[[NixlPeer], bool]) -> None:
@@ -99,8 +108,8 @@ def forget_ended(peers: dict[PeerEndpoint, NixlPeer], is_open: Callable[[NixlPee
     Whoever writes to one of them at this moment finds that it has ended. What UCX keeps of it stays:
     to have it forget a peer under an open transfer is not safe.
     """
-    ended = [e for e, p in peers.items() if p.doorway.has_ended(knock=False) and not p.words]
-    for endpoint in ended:
+    idle = {endpoint: p for endpoint, p in peers.items() if not (p.calls or p.words)}
+    for endpoint in [e for e, p in idle.items() if p.doorway.has_ended(knock=False)]:
         if not is_open(peers[endpoint]):
             peers.pop(endpoint).doorway.close()
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from windlass.errors import RegionError
 from windlass.transports.base import MemoryRegion, WriteBatch
 
-__all__ = ["RegionTable", "check_batch", "check_extent", "check_inside"]
+__all__ = ["RegionTable", "check_batch", "check_extent", "check_inside", "overlaps"]
 
 MAX_ADDRESS = 1 << 63
 
@@ -152,3 +152,9 @@ def check_inside(
             f"write: piece {row} at {int(addresses[row]):#x} with {int(nbytes[row])} bytes must lie "
             f"inside {where}"
         )
+
+
+def overlaps(region: MemoryRegion, addresses: UInt64Array, nbytes: UInt64Array) -> bool:
+    """Whether a byte of a piece lies in the region."""
+    start, stop = region.address, region.address + region.nbytes
+    return bool(((addresses < stop) & (addresses + nbytes > start)).any())

@@ -1,4 +1,4 @@
-"""Memory that is withdrawn and may still be touched: by a write or read here whose outcome is unknown."""
+"""Memory that is withdrawn and may still be touched: by a write or read here that is not over."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from windlass.transports.base import MemoryRegion
 
 __all__ = ["Withdrawn"]
 
+IsTouched = Callable[[MemoryRegion], bool]
 _log = logging.getLogger(__name__)
 _KEPT: list[Callable[[], None]] = []
 """What frees memory that may be touched for ever: kept until the process ends, never called again."""
@@ -17,36 +18,42 @@ _KEPT: list[Callable[[], None]] = []
 
 @final
 class Withdrawn:
-    """What frees such memory, until it may be called. Guarded by its transport's lock.
+    """Such memory, and what frees it, until nothing touches it. Guarded by its transport's lock.
 
     Args:
         transport: registry name, for the log.
+
+    `is_touched` tells whether what began here, and is not over, reads or fills a byte of a region.
     """
 
     def __init__(self, transport: str) -> None:
         self._transport = transport
-        self._waiting: list[Callable[[], None]] = []
+        self._waiting: list[tuple[MemoryRegion, Callable[[], None]]] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, region: MemoryRegion, released: Callable[[], None], is_touched: bool) -> None:
-        """Call `released` now, with all that wait, or have it wait."""
-        self._waiting.append(released)
-        if not is_touched:
-            self.release()
-            return
-        _log.warning(
-            "%s: a write of unknown outcome may still touch %d bytes at %#x: an arena is not freed yet",
-            self._transport,
-            region.nbytes,
-            region.address,
-        )
+    def add(
+        self, region: MemoryRegion, released: Callable[[], None], is_touched: IsTouched
+    ) -> None:
+        """Call `released` now or, while something touches `region`, once nothing does."""
+        self._waiting.append((region, released))
+        self.release(is_touched)
+        if any(held is region for held, _ in self._waiting):
+            _log.warning(
+                "%s: a write that is not over may still touch %d bytes at %#x: not freed yet",
+                self._transport,
+                region.nbytes,
+                region.address,
+            )
 
-    def release(self) -> None:
-        """Nothing is touched any more."""
+    def release(self, is_touched: IsTouched) -> None:
+        """Free what nothing touches any more."""
         waiting, self._waiting = self._waiting, []
-        for released in waiting:
+        for region, released in waiting:
+            if is_touched(region):
+                self._waiting.append((region, released))
+                continue
             try:
                 released()
             # Of a GPU that has failed, or of nobody knows what: the others must be freed all the same,
@@ -55,9 +62,8 @@ class Withdrawn:
                 _log.exception("%s: memory cannot be freed", self._transport)
                 _KEPT.append(released)
 
-    def close(self, is_touched: bool) -> None:
-        """The transport ends: nobody will ever tell."""
-        if not is_touched:
-            self.release()
-        _KEPT.extend(self._waiting)
+    def close(self, is_touched: IsTouched) -> None:
+        """The transport ends: nobody will ever tell of what is touched now."""
+        self.release(is_touched)
+        _KEPT.extend(released for _, released in self._waiting)
         self._waiting = []

@@ -6,7 +6,6 @@ stores into it, by kernel or by copy engine. The owner's process takes no part i
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -28,12 +27,9 @@ from windlass.transports.cuda.gpu import Gpu, end_queued
 from windlass.transports.cuda.range_copy import RangeCopy
 from windlass.transports.processes import check_alive, own_endpoint
 from windlass.transports.regions import RegionTable, check_batch
+from windlass.transports.withdrawn import Withdrawn
 
 __all__ = ["CudaIpcTransport", "MappedRegion"]
-
-_log = logging.getLogger(__name__)
-_KEPT: list[Callable[[], None]] = []
-"""Owners of memory that late kernels may touch: kept until the process ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +61,7 @@ class CudaIpcTransport:
         self._endpoint = own_endpoint("cuda_ipc")
         self._table = RegionTable()
         self._lock = threading.Lock()
+        self._withdrawn = Withdrawn("cuda_ipc")
         self._opened: dict[tuple[PeerEndpoint, bytes], int] = {}
 
     def report(self) -> WireReport:
@@ -101,12 +98,14 @@ class CudaIpcTransport:
 
     def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
         """See `OneSidedTransport.unregister`. Under late kernels nothing is released."""
-        self._table.remove(region)
-        if released is not None and self.gpu.is_late:
-            _log.warning("GPU memory at %#x stays: late kernels may touch it", region.address)
-            _KEPT.append(released)
-        elif released is not None:
-            released()
+        with self._lock:
+            self._table.remove(region)
+            if released is not None:
+                self._withdrawn.add(region, released, self._is_touched)
+
+    def _is_touched(self, _: MemoryRegion) -> bool:
+        """Nobody knows which memory late kernels touch."""
+        return self.gpu.is_late
 
     def map_region(self, region: RemoteRegion) -> MappedRegion:
         """Map a peer's region; its allocation is opened once and stays mapped: see `keep_mapped`.
@@ -190,6 +189,8 @@ class CudaIpcTransport:
     def close(self) -> None:
         """See `OneSidedTransport.close`. Keeps mapped what late stores may still reach."""
         self._table.clear()
+        with self._lock:
+            self._withdrawn.close(self._is_touched)
         if self.gpu.is_late:
             return
         self.keep_mapped(())
