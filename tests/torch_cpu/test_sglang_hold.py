@@ -35,7 +35,7 @@ class Loops:
 
     Attributes:
         seen: what was asked, in order; an order when its loops have left it.
-        refused: a route that answers with a refusal.
+        refused: a route that answers with a refusal. missing: routes that are not there.
         longest_hold_s: see `RestGate.hold`.
         carried_out: an order has been.
     """
@@ -43,6 +43,7 @@ class Loops:
     gates: tuple[RestGate, ...] = field(default_factory=lambda: (RestGate(), RestGate()))
     seen: list[str] = field(default_factory=list)
     refused: str = ""
+    missing: frozenset[str] = frozenset()
     longest_hold_s: float = DEADLINE_S
     carried_out: threading.Event = field(default_factory=threading.Event)
     busy: threading.Lock = field(default_factory=threading.Lock)
@@ -87,6 +88,8 @@ def loops() -> Loops:
 @pytest.fixture
 def url(loops: Loops) -> Iterator[str]:
     def answer(path: str, asked: bytes) -> tuple[int, bytes]:
+        if path in loops.missing:
+            return 404, b"{}"
         body = msgspec.json.encode({"success": loops.answer(path, msgspec.json.decode(asked))})
         return 500 if path == PAUSE == loops.refused else 200, body
 
@@ -181,6 +184,17 @@ def test_where_orders_touch_weights_the_loops_only_come_past(loops: Loops, url: 
     assert not loops.busy.locked()
     together(*(lambda rank=rank: publish(rank) for rank in hooks))
     assert loops.seen == [PAUSE, BEGIN, "AtRest", END, FLUSH, STAMP, GO_ON]
+
+
+def test_loops_of_a_release_without_sessions_are_held_all_the_same(loops: Loops, url: str) -> None:
+    loops.missing = frozenset({BEGIN, END})
+    hooks = hooks_of(loops, url, holds=True)
+    pause(hooks)
+    assert loops.busy.locked()
+    together(*(lambda rank=rank: publish(rank) for rank in hooks))
+    assert loops.seen[0] == PAUSE
+    assert sorted(loops.seen[1:3]) == sorted(["Hold", STAMP])
+    assert loops.seen[3:] == [GO_ON]
 
 
 def test_a_session_outlives_a_loop_that_leaves_before_the_write_is_over(

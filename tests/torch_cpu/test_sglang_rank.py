@@ -6,6 +6,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from windlass.engines.sglang import hook
 
@@ -24,8 +25,8 @@ RANK, WORLD_SIZE = 1, 2
 def test_a_rank_knows_its_number_among_all_of_the_server(
     release: str, says: SimpleNamespace | None, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hook.dist, "get_rank", lambda: RANK)
-    monkeypatch.setattr(hook.dist, "get_world_size", lambda: WORLD_SIZE)
+    monkeypatch.setattr(dist, "get_rank", lambda: RANK)
+    monkeypatch.setattr(dist, "get_world_size", lambda: WORLD_SIZE)
     for name in ("sglang", "sglang.srt"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     if says is not None:

@@ -113,9 +113,7 @@ def _join(model: torch.nn.Module, order: Join, rank: int) -> None:
                 "order, since it answers for the first stage while others still do"
             )
         alone = order.num_stages == 1 and settings.world_size == dist.get_world_size()
-        _rank.can_be_held = (
-            alone and _has_sessions() and _on_every_rank(model, _plain(captured) and untouched)
-        )
+        _rank.can_be_held = alone and _on_every_rank(model, _plain(captured) and untouched)
         return captured
 
     def api() -> SglangApi:
@@ -140,10 +138,7 @@ def _join(model: torch.nn.Module, order: Join, rank: int) -> None:
 
 
 def _has_sessions() -> bool:
-    """Whether orders come within sessions, which work on weights; 0.5.16 has none.
-
-    A loop that is held has been shown with sessions only.
-    """
+    """Whether orders come within sessions, which work on weights; 0.5.16 has none."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     return "restore_weights_before_loading" in vars(DefaultModelLoader)
