@@ -77,7 +77,8 @@ class Rank:
             name=name, controller=url, transport="cma", url="http://engine", world_size=1,
             checkpoint=str(self.checkpoint),
         )  # fmt: skip
-        self.membership.join(settings, 0, self._capture, lambda: self.api)
+        self.membership.learn(settings, 0, self._capture, lambda: self.api)
+        self.membership.join(settings, 0)
 
     def holds(self, trainer: torch.nn.ParameterDict) -> bool:
         expected = torch.cat([trainer["a"], trainer["b"]]).to(torch.bfloat16)

@@ -621,7 +621,8 @@ class Fleeting:
             name=self.name, controller=url, transport="cma", url="http://engine", world_size=1,
             checkpoint=str(self.checkpoint),
         )  # fmt: skip
-        self.membership.join(told, 0, self._capture, lambda: self.api)
+        self.membership.learn(told, 0, self._capture, lambda: self.api)
+        self.membership.join(told, 0)
 
     def leave(self) -> None:
         assert self.membership._attachment is not None

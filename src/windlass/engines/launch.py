@@ -176,12 +176,19 @@ def attach_running(args: argparse.Namespace, connect: Connect) -> int:
 
     Raises:
         ConfigError: no controller is named. Besides, see `Connect`.
+        SystemExit: SIGTERM or SIGINT; what was asked of the server has been brought to its end.
     """
     if not args.controller:
         raise ConfigError("--attach: --controller must be given")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end)
     connect(_settings(args, args.attach))
     os.write(1, msgspec.json.encode({"name": args.name, "url": args.attach}) + b"\n")
     return 0
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    sys.exit(128 + number)
 
 
 def _settings(args: argparse.Namespace, url: str, *, loaded: bool = True) -> AgentSettings:

@@ -21,9 +21,12 @@ LEAVE_DEADLINE_S = 30.0
 class Membership:
     """What the process of a rank keeps; one model lives in it.
 
-    The layout is learnt at the first `join`, while the engine still has the weights of its start.
-    Later ones, after the controller of the fleet before has ended, use it again: with another
-    controller, transport or mode of updates, the engine neither starts nor captures anew.
+    `learn` comes first and lets nobody write. Between it and `join` whoever gives these orders
+    compares what all ranks have learnt; should it die there, the engine is in no fleet.
+
+    The layout is learnt once, while the engine still has the weights of its start. Later joins, after
+    the controller of the fleet before has ended, use it again: with another controller, transport or
+    mode of updates, the engine neither starts nor captures anew.
 
     Attributes:
         gate: where the engine's main loop and the agent meet.
@@ -36,31 +39,31 @@ class Membership:
 
     @property
     def captured(self) -> Captured:
-        """What was learnt at the first `join`.
+        """What `learn` found.
 
         Raises:
-            UnsupportedLayout: there was none.
+            UnsupportedLayout: it has not been called.
         """
         return self._first()[1]
 
     @property
     def settings(self) -> AgentSettings:
-        """Of the first `join`; raises as `captured` does."""
+        """Of the first `learn`; raises as `captured` does."""
         return self._first()[0]
 
     def _first(self) -> tuple[AgentSettings, Captured, RankHooks]:
         if self._learnt is None:
-            raise UnsupportedLayout("this rank has not joined a fleet")
+            raise UnsupportedLayout("this rank has not learnt its layout")
         return self._learnt
 
-    def join(
+    def learn(
         self,
         settings: AgentSettings,
         rank: int,
         capture: Callable[[], Captured],
         api: Callable[[], EngineApi],
     ) -> Captured:
-        """Join a fleet, after leaving the one before. Called in the engine's main loop.
+        """What this rank holds of the checkpoint. Called in the engine's main loop.
 
         Args:
             settings: `name`, `url`, `checkpoint` and `world_size` are those of the first time.
@@ -69,26 +72,47 @@ class Membership:
             api: makes what pauses the engine; called on rank 0, once.
 
         Raises:
-            ConfigError: settings that must not change did.
-            ProtocolError: see `Attachment.leave`.
-            AuthenticationError, PeerTimeout, TransportUnavailable, RegionError: see `attach`.
+            ConfigError: settings that must not change did, or there are more ranks than announced.
         """
+        if rank >= settings.world_size:
+            raise ConfigError(
+                f"--tp x --pp x --dp must be the server's ranks, of which this is number {rank}, "
+                f"got {settings.world_size}"
+            )
         if self._learnt is None:
             captured = capture()
             hooks = RankHooks(captured, self.gate, api() if rank == 0 else None)
             self._learnt = settings, captured, hooks
             _settle_heap()
-        first, captured, hooks = self._learnt
-        if _identity(first) != _identity(settings):
-            raise ConfigError(
-                f"join: (name, url, checkpoint, ranks) must be {_identity(first)} as at the first "
-                f"time, got {_identity(settings)}"
-            )
+        self._require_same(settings)
+        return self.captured
+
+    def join(self, settings: AgentSettings, rank: int) -> None:
+        """Join a fleet, after leaving the one before. Called in the engine's main loop.
+
+        Args:
+            settings: as `learn` was given them.
+            rank: of this process.
+
+        Raises:
+            UnsupportedLayout: nothing has been learnt.
+            ConfigError: settings that must not change did.
+            ProtocolError: see `Attachment.leave`.
+            AuthenticationError, PeerTimeout, TransportUnavailable, RegionError: see `attach`.
+        """
+        self._require_same(settings)
+        _, captured, hooks = self._first()
         if self._attachment is not None:
             self._attachment.leave(LEAVE_DEADLINE_S)
             self._attachment = None
         self._attachment = attach(settings, rank, control_token(), captured, hooks)
-        return captured
+
+    def _require_same(self, settings: AgentSettings) -> None:
+        if _identity(self.settings) != _identity(settings):
+            raise ConfigError(
+                f"join: (name, url, checkpoint, ranks) must be {_identity(self.settings)} as at the "
+                f"first time, got {_identity(settings)}"
+            )
 
 
 def _settle_heap() -> None:

@@ -56,23 +56,25 @@ def _start(args: argparse.Namespace, rest: list[str]) -> int:
 def connect(settings: AgentSettings) -> None:
     """Have the ranks of a running server join a fleet, after leaving the one before.
 
+    None joins before the layouts of all have been found good: an engine is never in a fleet unchecked,
+    wherever this process ends.
+
     Raises:
         ConfigError: a checkpoint tensor is in the memory of no rank, or a setting that an update
             does not survive.
         PeerUnreachable: the server is not there, or a rank refused; says why. PeerTimeout.
     """
-    from windlass.engines.sglang.orders import Join, Joined, ask_ranks
+    from windlass.engines.sglang.orders import Join, Learn, Learnt, ask_ranks
 
-    num_stages = refuse_unsafe_settings(settings.url, settings.world_size)
+    url, world_size = settings.url, settings.world_size
+    num_stages = refuse_unsafe_settings(url, world_size)
     answers = ask_ranks(
-        settings.url,
-        lambda folder: Join(settings, folder, num_stages),
-        settings.world_size,
-        CONNECT_DEADLINE_S,
+        url, lambda folder: Learn(settings, folder, num_stages), world_size, CONNECT_DEADLINE_S
     )
-    joined = [msgspec.json.decode(answer, type=Joined) for answer in answers]
-    check_placed(settings.name, [rank.unplaced for rank in joined])
-    tell_buffers(settings.name, [(rank.buffer_nbytes, rank.recomputed) for rank in joined])
+    learnt = [msgspec.json.decode(answer, type=Learnt) for answer in answers]
+    check_placed(settings.name, [rank.unplaced for rank in learnt])
+    tell_buffers(settings.name, [(rank.buffer_nbytes, rank.recomputed) for rank in learnt])
+    ask_ranks(url, lambda folder: Join(settings, folder), world_size, CONNECT_DEADLINE_S)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """What `--custom-weight-loader windlass.engines.sglang.hook.run` lets SGLang's ranks do.
 
 SGLang calls a custom weight loader in every rank's scheduler loop, between batches, with the rank's
-model. The "weights" are one empty tensor whose name is an order in JSON: join the fleet, stay for as
-long as a pause lasts, say that the loop is at rest, or what the model holds.
+model. The "weights" are one empty tensor whose name is an order in JSON: learn the layout, join the
+fleet, stay for as long as a pause lasts, say that the loop is at rest, or what the model holds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from windlass.engines.capture.memory import fingerprints, held_by
 from windlass.engines.membership import Membership
 from windlass.engines.sglang.answers import say, say_failed
 from windlass.engines.sglang.api import SglangApi
-from windlass.engines.sglang.orders import AtRest, Digests, Hold, Join, Joined, Order
+from windlass.engines.sglang.orders import AtRest, Digests, Hold, Join, Learn, Learnt, Order
 from windlass.errors import UnsupportedLayout, WindlassError
 
 __all__ = ["load_again", "own_rank", "run"]
@@ -54,9 +54,13 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
     order: Order = msgspec.json.decode(named_tensors[0][0], type=Order)
     rank = own_rank()
     match order:
-        case Join():
+        case Learn() | Join():
             try:
-                _join(model, order, rank)
+                if isinstance(order, Learn):
+                    _learn(model, order, rank)
+                else:
+                    _rank.membership.join(order.settings, rank)
+                    say(order.folder, rank, b"")
             except WindlassError as error:  # SGLang answers for the first stage, and ends
                 say_failed(order.folder, rank, str(error))
                 raise
@@ -92,7 +96,7 @@ def _own_replica() -> int:
     return replica or 0
 
 
-def _join(model: torch.nn.Module, order: Join, rank: int) -> None:
+def _learn(model: torch.nn.Module, order: Learn, rank: int) -> None:
     settings = order.settings
 
     def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -126,15 +130,15 @@ def _join(model: torch.nn.Module, order: Join, rank: int) -> None:
             num_stages=order.num_stages,
         )
 
-    captured = _rank.membership.join(settings, rank, learn, api)
-    joined = Joined(
+    captured = _rank.membership.learn(settings, rank, learn, api)
+    learnt = Learnt(
         unplaced=captured.unplaced,
         constants=captured.constants,
         repacked=captured.repacked,
         recomputed=captured.recomputed,
         buffer_nbytes=captured.buffer_nbytes,
     )
-    say(order.folder, rank, msgspec.json.encode(joined))
+    say(order.folder, rank, msgspec.json.encode(learnt))
 
 
 def _has_sessions() -> bool:

@@ -24,7 +24,8 @@ __all__ = [
     "Digests",
     "Hold",
     "Join",
-    "Joined",
+    "Learn",
+    "Learnt",
     "Order",
     "ask_ranks",
     "order_ranks",
@@ -37,12 +38,19 @@ SAID_S = 0.5
 """For what ranks have said before their server refused or ended."""
 
 
-class Join(msgspec.Struct, frozen=True, tag="join"):
-    """Capture the layout and join the fleet; each rank says `Joined` to the `Answers` of `folder`."""
+class Learn(msgspec.Struct, frozen=True, tag="learn"):
+    """Capture the layout; each rank says `Learnt` to the `Answers` of `folder`."""
 
     settings: AgentSettings
     folder: str
     num_stages: int = 1
+
+
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    """Join the fleet, once what all ranks have learnt was found good; each says so in `folder`."""
+
+    settings: AgentSettings
+    folder: str
 
 
 class AtRest(msgspec.Struct, frozen=True, tag="at_rest"):
@@ -64,7 +72,7 @@ class Digests(msgspec.Struct, frozen=True, tag="digests"):
     folder: str
 
 
-class Joined(msgspec.Struct, frozen=True):
+class Learnt(msgspec.Struct, frozen=True):
     """Checkpoint tensors that left no trace on this rank, and see `Captured`."""
 
     unplaced: tuple[str, ...]
@@ -74,7 +82,7 @@ class Joined(msgspec.Struct, frozen=True):
     buffer_nbytes: int
 
 
-Order = Join | AtRest | Hold | Digests
+Order = Learn | Join | AtRest | Hold | Digests
 
 
 class _Empty:

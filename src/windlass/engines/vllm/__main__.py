@@ -77,14 +77,14 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 LOADS_WHILE_IT_RUNS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
 
-class _Joined(msgspec.Struct, frozen=True):
+class _Learnt(msgspec.Struct, frozen=True):
     unplaced: list[str]
     recomputed: list[str]
     buffer_nbytes: int
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    results: list[_Joined]
+    results: list[msgspec.Raw]
 
 
 def main() -> int:
@@ -170,33 +170,40 @@ def _generate_options() -> tuple[str, ...]:
 def connect(settings: AgentSettings) -> None:
     """Have the ranks of a running server join a fleet, after leaving the one before.
 
-    Every data-parallel replica carries out a call, but vLLM answers for the first one only: the
-    ranks of the others leave what they have to say in a folder.
+    None joins before the layouts of all have been found good: an engine is never in a fleet unchecked,
+    wherever this process ends.
 
     Raises:
         ConfigError: a checkpoint tensor is in the memory of no rank, or not all ranks that were
             announced are of this server and on this host.
         PeerUnreachable: the server is not there, or a rank refused; says why. PeerTimeout.
     """
+    answers = _ask_ranks(settings, "windlass_learn")
+    learnt = [msgspec.json.decode(answer, type=_Learnt) for answer in answers]
+    check_placed(settings.name, [rank.unplaced for rank in learnt])
+    tell_buffers(settings.name, [(rank.buffer_nbytes, rank.recomputed) for rank in learnt])
+    _ask_ranks(settings, "windlass_join")
+
+
+def _ask_ranks(settings: AgentSettings, method: str) -> Sequence[bytes | msgspec.Raw]:
+    """What a method of every rank returned, by rank.
+
+    Every data-parallel replica carries out a call, but vLLM answers for the first one only: the
+    ranks of the others leave what they have to say in a folder.
+    """
     encoded = msgspec.json.encode(settings).decode()
     with tempfile.TemporaryDirectory() as folder:
-        body = {"method": "windlass_connect", "args": [encoded, folder]}
-        answer = post(
-            settings.url,
-            "/collective_rpc",
-            {**body, "timeout": CONNECT_DEADLINE_S},
-            CONNECT_DEADLINE_S,
-        )
-        joined = msgspec.json.decode(answer, type=_Answer).results
-        if len(joined) < settings.world_size:
-            joined = [_left_in(folder, rank) for rank in range(settings.world_size)]
-    check_placed(settings.name, [rank.unplaced for rank in joined])
-    tell_buffers(settings.name, [(rank.buffer_nbytes, rank.recomputed) for rank in joined])
+        body = {"method": method, "args": [encoded, folder], "timeout": CONNECT_DEADLINE_S}
+        answer = post(settings.url, "/collective_rpc", body, CONNECT_DEADLINE_S)
+        results = msgspec.json.decode(answer, type=_Answer).results
+        if len(results) >= settings.world_size:
+            return results
+        return [_left_in(folder, rank) for rank in range(settings.world_size)]
 
 
-def _left_in(folder: str, rank: int) -> _Joined:
+def _left_in(folder: str, rank: int) -> bytes:
     try:
-        return msgspec.json.decode((Path(folder) / str(rank)).read_bytes(), type=_Joined)
+        return (Path(folder) / str(rank)).read_bytes()
     except FileNotFoundError as error:
         raise ConfigError(
             f"rank {rank} of the engine must be one of this server and of this host, got no answer "

@@ -117,8 +117,8 @@ class WindlassExtension:
 
     windlass_membership: Membership
 
-    def windlass_connect(self, encoded: str, folder: str) -> dict[str, list[str] | int]:
-        """Capture the layout and join the fleet.
+    def windlass_learn(self, encoded: str, folder: str) -> dict[str, list[str] | int]:
+        """Capture the layout; comes before `windlass_join`.
 
         Args:
             encoded: `AgentSettings` as JSON.
@@ -128,7 +128,7 @@ class WindlassExtension:
             Checkpoint tensors that left no trace on this rank, and see `Captured`.
 
         Raises:
-            ConfigError: a setting that an update does not survive.
+            ConfigError: a setting that an update does not survive; or see `Membership.learn`.
         """
         worker, rank = cast("_Worker", self), self.windlass_rank()
         settings = msgspec.json.decode(encoded, type=AgentSettings)
@@ -151,22 +151,27 @@ class WindlassExtension:
                 ignored=_cache_storages(worker),
             )
 
-        captured = self._windlass_membership().join(
+        captured = self._windlass_membership().learn(
             settings,
             rank,
             learn,
             lambda: VllmApi(settings.url, can_hold=_can_hold(worker.parallel_config)),
         )
-        joined: dict[str, list[str] | int] = {
+        learnt: dict[str, list[str] | int] = {
             "unplaced": list(captured.unplaced),
             "constants": list(captured.constants),
             "repacked": list(captured.repacked),
             "recomputed": list(captured.recomputed),
             "buffer_nbytes": captured.buffer_nbytes,
         }
-        if Path(folder).is_dir():
-            (Path(folder) / str(rank)).write_bytes(msgspec.json.encode(joined))
-        return joined
+        _leave_in(folder, rank, learnt)
+        return learnt
+
+    def windlass_join(self, encoded: str, folder: str) -> None:
+        """Join the fleet, once what all ranks have learnt was found good; as `windlass_learn`."""
+        settings, rank = msgspec.json.decode(encoded, type=AgentSettings), self.windlass_rank()
+        self._windlass_membership().join(settings, rank)
+        _leave_in(folder, rank, None)
 
     def windlass_rank(self) -> int:
         """Of this process among all of the server's: replicas, stages, tensor-parallel ranks."""
@@ -201,6 +206,11 @@ class WindlassExtension:
         if "windlass_membership" not in vars(self):
             self.windlass_membership = Membership()
         return self.windlass_membership
+
+
+def _leave_in(folder: str, rank: int, said: dict[str, list[str] | int] | None) -> None:
+    if Path(folder).is_dir():
+        (Path(folder) / str(rank)).write_bytes(msgspec.json.encode(said))
 
 
 def _can_hold(parallel: _ParallelConfig) -> bool:
