@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,23 @@ def check(measured: dict[str, object], steps: int = STEPS) -> None:
     assert measured["problems"] == []
     updates_by_last = updates[-1]["engines"]
     assert sorted(updates_by_last) == ["engine-a", "engine-b"]
+
+
+def test_ctrl_c_ends_a_demo_without_a_word(tmp_path: Path) -> None:
+    command = (
+        *(sys.executable, "-m", "windlass.cli.main", "demo", "--plain"),
+        *("--output", str(tmp_path / "out")),
+    )
+    demo = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert demo.stderr is not None
+    with demo, demo.stderr as said:
+        connected = next((line for line in said if "connected" in line), "")
+        assert connected, "it ended by itself"
+        demo.send_signal(signal.SIGINT)
+        after = said.read()
+        assert demo.wait(60) == 130
+    assert "Traceback" not in after, after
+    assert "never retrieved" not in after, after
 
 
 @pytest.mark.slow

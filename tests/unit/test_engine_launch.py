@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -124,3 +129,31 @@ def test_the_cost_of_buffers_is_told_where_there_are_some(
     assert (
         "engine a: buffers of 96 bytes stay on a rank; 2 of its tensors" in capsys.readouterr().err
     )
+
+
+SIGNALLED_AT_ITS_START = """
+import os, signal, subprocess, sys
+from windlass.engines.launch import arguments, serve
+
+start = subprocess.Popen
+
+def started(*args, **options):
+    server = start(*args, **options)
+    print(server.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return server
+
+subprocess.Popen = started
+args = arguments("program", None).parse_args(["--name", "a", "--model", "/m", "--port", "1"])
+command = [sys.executable, "-c", "import signal; signal.pause()"]
+serve(args, command, environment={}, ready_line="never", connect=lambda _: None)
+"""
+
+
+def test_a_launcher_that_is_ended_while_its_server_starts_ends_it_too() -> None:
+    command = (sys.executable, "-c", SIGNALLED_AT_ITS_START)
+    said = subprocess.run(command, stdout=subprocess.PIPE, timeout=60, check=False).stdout
+    server = int(said)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(server, signal.SIGKILL)
+        pytest.fail("the server outlives its launcher")

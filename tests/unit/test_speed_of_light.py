@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,3 +78,37 @@ def test_bench_refuses_what_it_does_not_know(
     assert "suite must be one of" in capsys.readouterr().err
     assert main(["bench", "--scripts", str(tmp_path)]) == 2
     assert "--scripts must be" in capsys.readouterr().err
+
+
+LEAVING_A_CHILD = """
+import os, signal, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+with open("{fifo}", "w") as told:
+    told.write(str(child.pid))
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
+def test_a_benchmark_ends_with_the_command_and_so_does_what_it_started(
+    by: signal.Signals, tmp_path: Path
+) -> None:
+    fifo, scripts = tmp_path / "fifo", tmp_path / "scripts"
+    os.mkfifo(fifo)
+    scripts.mkdir()
+    (scripts / "harness.py").touch()
+    (scripts / "bench_planner.py").write_text(LEAVING_A_CHILD.format(fifo=fifo))
+    options = ("--scripts", str(scripts), "--out", str(tmp_path / "out"))
+    bench = subprocess.Popen(
+        (sys.executable, "-m", "windlass.cli.main", "bench", "planner", *options)
+    )
+    child = os.pidfd_open(int(fifo.read_text()))
+    try:
+        bench.send_signal(by)
+        assert bench.wait(30) == 128 + by
+        assert select.select([child], [], [], 10.0)[0], "it goes on"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(child, signal.SIGKILL)
+        os.close(child)
+        bench.kill()

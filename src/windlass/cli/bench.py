@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from rich.console import Console
 from rich.table import Table
@@ -78,18 +82,33 @@ def run(args: argparse.Namespace) -> int:
             continue
         target = args.out / f"{Path(suite.script).stem}.json"
         start = time.monotonic()
-        status = subprocess.run(
-            [sys.executable, str(args.scripts / suite.script), "--json", str(target)],
-            env=inherited_environment(),
-            timeout=SCRIPTS_DEADLINE_S,
-            check=False,
-        ).returncode
+        script = str(args.scripts / suite.script)
+        status = _run_script([sys.executable, script, "--json", str(target)])
         failed |= status != 0
         rows = len(json.loads(target.read_text())) if status == 0 else 0
         result = str(target) if status == 0 else f"failed with {status}"
         summary.add_row(name, result, f"{time.monotonic() - start:.0f}", str(rows))
     Console(markup=False).print(summary)
     return int(failed)
+
+
+def _run_script(command: Sequence[str]) -> int:
+    """Its exit status. What it started ends with it when this process is interrupted or ended."""
+    before = signal.signal(signal.SIGTERM, _end)
+    try:
+        script = subprocess.Popen(command, env=inherited_environment(), start_new_session=True)
+        try:
+            return script.wait(SCRIPTS_DEADLINE_S)
+        except BaseException:
+            os.killpg(script.pid, signal.SIGKILL)
+            script.wait()
+            raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    sys.exit(128 + number)
 
 
 def count_gpus() -> int:

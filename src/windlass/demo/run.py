@@ -126,10 +126,12 @@ class _Demo:
         async with self._scheduler, self._controller:
             work = asyncio.create_task(self._work())
             guards = [work, *await self._start()]
-            done, pending = await asyncio.wait(guards, return_when=asyncio.FIRST_COMPLETED)
-            for task in pending:
-                task.cancel()
-            await asyncio.gather(*pending, return_exceptions=True)
+            try:
+                done, _ = await asyncio.wait(guards, return_when=asyncio.FIRST_COMPLETED)
+            finally:  # Ctrl-C, too: that their processes end now is no failure, and none starts again
+                for task in guards:
+                    task.cancel()
+                await asyncio.gather(*guards, return_exceptions=True)
             for task in done:
                 task.result()
             self._count_rollouts()

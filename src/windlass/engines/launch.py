@@ -240,6 +240,17 @@ def serve(
         return 2
     if args.controller:
         control_token()  # fails here and not in a rank
+    signalled = False
+    server: subprocess.Popen[bytes] | None = None
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        nonlocal signalled
+        signalled = True
+        if server is not None:
+            _signal(server.pid, signal.SIGKILL)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
     server = subprocess.Popen(
         list(command),
         stdin=subprocess.DEVNULL,
@@ -248,13 +259,10 @@ def serve(
         env={**inherited_environment(), **environment},
         start_new_session=True,
     )
+    if signalled:  # while it was being started
+        _signal(server.pid, signal.SIGKILL)
     url = url_of(args.advertise_host, args.port)
 
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        _signal(server.pid, signal.SIGKILL)
-
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
     ready = threading.Event()
     log = threading.Thread(
         target=_forward, args=(server, ready_line, ready), name="log", daemon=True
