@@ -17,6 +17,8 @@ from windlass.transports.configs import parse_transport
 from windlass.transports.registry import create_transport
 
 STEPS = 8
+FEW_STEPS = 4
+"""With two versions of staleness, three could be fed by the first version's answers alone."""
 
 
 def run_demo(tmp_path: Path, *options: str, steps: int = STEPS) -> dict[str, object]:
@@ -88,7 +90,8 @@ def test_staged_updates_over_mooncake(tmp_path: Path) -> None:
         create_transport(parse_transport("mooncake")).close()
     except TransportUnavailable as error:
         pytest.skip(str(error))
-    check(run_demo(tmp_path, "--transport", "mooncake", "--mode", "staged", steps=3), steps=3)
+    options = ("--transport", "mooncake", "--mode", "staged")
+    check(run_demo(tmp_path, *options, steps=FEW_STEPS), steps=FEW_STEPS)
 
 
 @pytest.mark.clusters
@@ -101,7 +104,7 @@ def test_every_process_as_a_step_of_a_slurm_job(
     (tmp_path / "slurm").mkdir()
     with slurm_cluster(tmp_path / "slurm") as conf:
         monkeypatch.setenv("SLURM_CONF", str(conf))
-        check(run_demo(tmp_path, "--scheduler", "slurm", steps=2), steps=2)
+        check(run_demo(tmp_path, "--scheduler", "slurm", steps=FEW_STEPS), steps=FEW_STEPS)
 
 
 @pytest.mark.clusters
@@ -109,4 +112,4 @@ def test_every_process_as_a_step_of_a_slurm_job(
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 @pytest.mark.timeout(300)
 def test_every_process_in_a_ray_placement_group(tmp_path: Path) -> None:
-    check(run_demo(tmp_path, "--scheduler", "ray", steps=2), steps=2)
+    check(run_demo(tmp_path, "--scheduler", "ray", steps=FEW_STEPS), steps=FEW_STEPS)

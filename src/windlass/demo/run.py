@@ -343,10 +343,12 @@ def _summarise(settings: DemoSettings, record: DemoRecord, console: Console) -> 
     first = record.rewards[0] if record.rewards else 0.0
     last = record.rewards[-1] if record.rewards else 0.0
     torn = record.torn
+    detected = torn.control_detected if torn else None
+    shown = "not known" if detected is None else f"{100 * detected:.0f} %"
     console.print(
         f"\n{len(record.updates)} versions published, reward {first:.3f} -> {last:.3f}, "
         f"{torn.torn if torn else '?'} torn of {torn.checked if torn else '?'} answers "
-        f"(a wrong version would have shown in {100 * torn.control_detected if torn else 0:.0f} %), "
+        f"(a wrong version would have shown in: {shown}), "
         f"{record.rollouts.get('lost')} lost, {record.wall_s:.0f} s",
         highlight=False,
     )
