@@ -213,6 +213,8 @@ def matrix(request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.parametrize("live", CHOICES[CHOICE], ids=str)
 async def test_an_updated_engine_is_a_fresh_one(live: Live, tmp_path: Path, shown: Record) -> None:
+    if live.kind == "recurrent" and "avx512_bf16" in Path("/proc/cpuinfo").read_text():
+        pytest.skip("vLLM packs convolutions on this CPU: refused, see engines.vllm.cpu_kernels")
     old = save(live.kind, 1, tmp_path / "old")
     checkpoint, version, rows = old, 0, []
     with serving(live.engine, old, tmp_path / "live.log", layout=live.layout) as server:
@@ -255,6 +257,16 @@ def busy(server: Server, checkpoint: Path) -> Iterator[list[list[int]]]:
     assert all(spoken)
 
 
+def differing(held: list[dict[str, str]], fresh: list[dict[str, str]]) -> list[str]:
+    """Tensors of any rank that are not those of a fresh load."""
+    return [
+        f"{rank}: {name}"
+        for rank, (ours, theirs) in enumerate(zip(held, fresh, strict=True))
+        for name in sorted(ours.keys() | theirs.keys())
+        if ours.get(name) != theirs.get(name)
+    ]
+
+
 async def publish(server: Server, ranks: Ranks, way: Way, version: int, checkpoint: Path) -> None:
     """In a fleet of its own."""
     config = ControlConfig(
@@ -275,7 +287,7 @@ def check(
 ) -> None:
     held = server.digests()
     assert all(a != b for a, b in zip(before, held, strict=True))
-    assert held == server.digests_of_fresh_load(checkpoint)
+    assert differing(held, server.digests_of_fresh_load(checkpoint)) == []
     for replica in range(server.layout.dp):
         sample = server.sample(PROMPT, NUM_TOKENS, replica=replica)
         check_answer(sample, checkpoint, version, old=old)

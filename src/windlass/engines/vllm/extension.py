@@ -23,10 +23,13 @@ from windlass.engines.capture.codes import checkpoint_specs
 from windlass.engines.capture.memory import fingerprints, held_by
 from windlass.engines.membership import Membership
 from windlass.engines.vllm.adapter import LoraWorker, Slot, capture_adapter, keep_adapter
+from windlass.engines.vllm.cpu_kernels import multiply_by_parameters
 from windlass.engines.vllm.settings import refuse_unsafe_config
 from windlass.errors import ConfigError
 
 __all__ = ["VllmApi", "WindlassExtension"]
+
+multiply_by_parameters()  # vLLM imports this module in a worker before it loads the model
 
 _MODES: Mapping[PauseMode, str] = {PauseMode.ABORT: "abort", PauseMode.IN_PLACE: "keep"}
 

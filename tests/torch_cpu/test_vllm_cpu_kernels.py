@@ -1,0 +1,71 @@
+"""Linear layers of vLLM on a CPU read their parameters, which updates write, and no packed copies."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from windlass.engines.vllm.cpu_kernels import multiply_by_parameters
+from windlass.errors import UnsupportedLayout
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Its modules, as far as they are used; `packed` lists the layers that it has packed."""
+    found = SimpleNamespace(packed=[], is_cpu=True, moves=False)
+
+    def pack(layer: SimpleNamespace, remove_weight: bool) -> None:
+        found.packed.append((layer, remove_weight))
+        if found.moves:
+            layer.weight = layer.weight.clone()
+
+    utils, platforms = ModuleType("vllm.model_executor.layers.utils"), ModuleType("vllm.platforms")
+    vars(utils)["dispatch_cpu_unquantized_gemm"] = pack
+    vars(platforms)["current_platform"] = SimpleNamespace(is_cpu=lambda: found.is_cpu)
+    layers = ModuleType("vllm.model_executor.layers")
+    vars(layers)["utils"] = utils
+    modules = (ModuleType("vllm"), ModuleType("vllm.model_executor"), layers, utils, platforms)
+    for module in modules:
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    found.utils = utils
+    return found
+
+
+def test_a_linear_layer_multiplies_by_its_parameter(vllm: SimpleNamespace) -> None:
+    multiply_by_parameters()
+    layer = SimpleNamespace(weight=torch.ones(3, 2))
+    vllm.utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    layer.weight *= 5  # an update
+    assert layer.cpu_linear(torch.ones(1, 2), layer.weight, None).tolist() == [[10.0] * 3]
+    assert vllm.packed == []
+
+
+def test_a_convolution_that_stays_where_it_was_is_left_to_vllm(vllm: SimpleNamespace) -> None:
+    multiply_by_parameters()
+    layer = SimpleNamespace(weight=torch.ones(3, 1, 4))
+    vllm.utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    assert vllm.packed == [(layer, False)]
+
+
+def test_a_convolution_that_is_packed_is_refused(vllm: SimpleNamespace) -> None:
+    vllm.moves = True
+    multiply_by_parameters()
+    layer = SimpleNamespace(weight=torch.ones(3, 1, 4))
+    with pytest.raises(UnsupportedLayout, match="recurrent layers cannot be updated"):
+        vllm.utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+
+
+def test_nothing_is_changed_on_gpus(vllm: SimpleNamespace) -> None:
+    vllm.is_cpu = False
+    before = vllm.utils.dispatch_cpu_unquantized_gemm
+    multiply_by_parameters()
+    assert vllm.utils.dispatch_cpu_unquantized_gemm is before
+
+
+def test_nothing_is_imported_outside_of_vllm() -> None:
+    assert "vllm" not in sys.modules
+    multiply_by_parameters()
+    assert "vllm" not in sys.modules
