@@ -64,6 +64,7 @@ BFLOAT16_MEAN_DISTANCE = 0.05
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
 
+PACKS_CONVOLUTIONS = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
 CHOICE = os.environ.get("WINDLASS_ENGINES", "") or "covering"
 
 
@@ -213,7 +214,7 @@ def matrix(request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.parametrize("live", CHOICES[CHOICE], ids=str)
 async def test_an_updated_engine_is_a_fresh_one(live: Live, tmp_path: Path, shown: Record) -> None:
-    if live.kind == "recurrent" and "avx512_bf16" in Path("/proc/cpuinfo").read_text():
+    if live.kind == "recurrent" and PACKS_CONVOLUTIONS:
         pytest.skip("vLLM packs convolutions on this CPU: refused, see engines.vllm.cpu_kernels")
     old = save(live.kind, 1, tmp_path / "old")
     checkpoint, version, rows = old, 0, []
