@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sized
 import numpy as np
 import pytest
 from test_catch_up_retries import Rig, Socket, simulated
-from test_resumes import Engine, Resting, manifest
+from test_resumes import Engine, Resting
 
 from windlass.config import ControlConfig, UpdateMode
 from windlass.control import catch_up, fleet, journal
@@ -38,6 +38,7 @@ from windlass.rollout import (
 from windlass.rollout import controller as rollout_controller
 from windlass.rollout.messages import WorkerHello
 from windlass.testing.fake_fleet import TOKEN
+from windlass.testing.small_pair import small_manifest
 from windlass.training.client import TrainerClient
 from windlass.transports.base import AllocatingTransport, MemoryRegion, OneSidedTransport
 from windlass.transports.configs import parse_transport
@@ -241,7 +242,7 @@ async def test_real_engines_that_are_updated_and_leave_give_everything_back(
     def new_trainer() -> TrainerClient:
         memory = (ParameterMemory(source.address, 24),)
         return TrainerClient(
-            manifest=manifest("trainer/0", Role.TRAINER),
+            manifest=small_manifest("trainer/0", Role.TRAINER),
             parameters=lambda: memory,
             transport=sending,
             controller=url,
@@ -253,7 +254,7 @@ async def test_real_engines_that_are_updated_and_leave_give_everything_back(
         receiving = create_transport(config, towards=url)
         served, target = memory_of(receiving)
         client = EngineClient(
-            manifest=manifest(f"{name}/0", Role.ENGINE),
+            manifest=small_manifest(f"{name}/0", Role.ENGINE),
             addresses=[target.address],
             regions=[target],
             transport=receiving,

@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import cast
 
 import msgspec
-import numpy as np
 import pytest
 from aiohttp import web
 from test_catch_up_retries import VERSION, Rig, Socket, hello_of, simulated
 
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
 from windlass.control import retries
-from windlass.control.access import Access, role_token
 from windlass.control.conversation import WELCOME_SEQ
 from windlass.control.coordinator import Coordinator
 from windlass.control.fleet import PROBE_SEQ
@@ -24,16 +22,9 @@ from windlass.control.relay_round import time_to_act_s
 from windlass.control.resumes import Resumes
 from windlass.control.retries import MAX_ATTEMPTS
 from windlass.control.server import ControlServer
-from windlass.engines.client import EngineClient
-from windlass.execution.base import ParameterMemory
-from windlass.layout.box import Box
-from windlass.layout.dtypes import DType
-from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.testing.fake_agents import FakeEngineRank, engine_manifest, fake_hello
 from windlass.testing.fake_fleet import TOKEN, FakeFleet
-from windlass.training.client import TrainerClient
-from windlass.transports.configs import parse_transport
-from windlass.transports.registry import create_transport
+from windlass.testing.small_pair import connect_small_pair
 
 WITHIN_S = 30.0
 TOLD_S = [1, 3, 7, 15, 31, 61, 91, 121]
@@ -303,13 +294,6 @@ class Engine:
         self.version = version
 
 
-def manifest(worker: str, role: Role) -> ShardManifest:
-    builder = ManifestBuilder(worker, role)
-    builder.add_parameter("p", nbytes=24, dtype=DType.UINT8)
-    builder.add_shard("weight", (4, 6), Box((0, 0), (4, 6)), "p")
-    return builder.build()
-
-
 @pytest.mark.parametrize("mode", UpdateMode)
 async def test_an_update_whose_resume_fails_is_published_and_its_engine_goes_on_later(
     mode: UpdateMode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -319,58 +303,29 @@ async def test_an_update_whose_resume_fails_is_published_and_its_engine_goes_on_
     coordinator = Coordinator(ControlConfig(mode=mode), journal_path=tmp_path / "journal")
     coordinator.mount(server)
     await server.start()
-    trained, served = np.arange(24, dtype=np.uint8), np.zeros(24, np.uint8)
-    addresses = [int(array.ctypes.data) for array in (trained, served)]
     hooks = Engine()
-    sides = [create_transport(parse_transport("cma"), towards=server.url) for _ in range(2)]
-    regions = [s.register(a, 24) for s, a in zip(sides, addresses, strict=True)]
-    url = server.url
-
-    def make() -> tuple[TrainerClient, EngineClient]:
-        memory = (ParameterMemory(addresses[0], 24),)
-        trainer = TrainerClient(
-            manifest=manifest("trainer/0", Role.TRAINER),
-            parameters=lambda: memory,
-            transport=sides[0],
-            controller=url,
-            token=role_token(TOKEN, Access.TRAINER),
-            registered=[regions[0]],
-        )
-        engine = EngineClient(
-            manifest=manifest("a/0", Role.ENGINE),
-            addresses=[addresses[1]],
-            regions=[regions[1]],
-            transport=sides[1],
-            hooks=hooks,
-            controller=url,
-            token=role_token(TOKEN, Access.ENGINE),
-            group="a",
-            url="http://127.0.0.1:9",
-        )
-        return trainer, engine
-
-    trainer, engine = await asyncio.to_thread(make)
+    nowhere = "http://127.0.0.1:9"
+    pair = await asyncio.to_thread(connect_small_pair, server.url, TOKEN, hooks, nowhere)
     try:
         await coordinator.wait_for_fleet(num_trainers=1, engines=["a"], deadline_s=WITHIN_S)
         hooks.num_failures = 4
-        report = await asyncio.to_thread(trainer.publish, 0)
+        report = await asyncio.to_thread(pair.trainer.publish, 0)
         assert (report.outcome, report.engines) == (RoundOutcome.PUBLISHED, ("a",))
         await until_routable(coordinator, {"a"})
         assert (hooks.resumes, hooks.paused, hooks.version) == (5, False, 0)
-        assert bytes(served) == bytes(trained)
+        assert bytes(pair.served) == bytes(pair.trained)
         # A round takes the pause over: nobody is told to go on while its weights are written.
         monkeypatch.setattr(retries, "FIRST_BACKOFF_S", 600.0)
         hooks.num_failures = 1
-        await asyncio.to_thread(trainer.publish, 1)
+        await asyncio.to_thread(pair.trainer.publish, 1)
         assert (coordinator.routable(), hooks.paused) == ((), True)
-        trained += 100
-        await asyncio.to_thread(trainer.publish, 2)
+        pair.trained[:] += 100
+        await asyncio.to_thread(pair.trainer.publish, 2)
         await until_routable(coordinator, {"a"})
         assert (hooks.paused, hooks.version, hooks.resumes) == (False, 2, 7)
-        assert bytes(served) == bytes(trained)
+        assert bytes(pair.served) == bytes(pair.trained)
         assert len(coordinator._resumes._timers) == 0
     finally:
-        await asyncio.to_thread(trainer.close)
-        await asyncio.to_thread(engine.close)
+        await asyncio.to_thread(pair.close)
         await coordinator.close()
         await server.close()

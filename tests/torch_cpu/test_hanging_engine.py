@@ -10,29 +10,20 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
 from windlass.control import retries
-from windlass.control.access import Access, role_token
 from windlass.control.coordinator import Coordinator
 from windlass.control.messages import RoundOutcome
 from windlass.control.server import ControlServer
 from windlass.engines.attach import EngineApi, post
-from windlass.engines.client import EngineClient
 from windlass.engines.rest_gate import RestGate
 from windlass.engines.sglang.api import SglangApi
 from windlass.engines.sglang.table.routes import TableRoutes
 from windlass.engines.vllm.extension import VllmApi
 from windlass.errors import PeerTimeout
-from windlass.execution.base import ParameterMemory
-from windlass.layout.box import Box
-from windlass.layout.dtypes import DType
-from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
-from windlass.training.client import TrainerClient
-from windlass.transports.configs import parse_transport
-from windlass.transports.registry import create_transport
+from windlass.testing.small_pair import connect_small_pair
 
 TOKEN = "a-token"
 WITHIN_S = 30.0
@@ -97,13 +88,6 @@ class Served:
             raise
 
 
-def manifest(worker: str, role: Role) -> ShardManifest:
-    builder = ManifestBuilder(worker, role)
-    builder.add_parameter("p", nbytes=24, dtype=DType.UINT8)
-    builder.add_shard("weight", (4, 6), Box((0, 0), (4, 6)), "p")
-    return builder.build()
-
-
 @pytest.mark.parametrize(
     ("hangs_at", "mode"), [("/version", UpdateMode.IN_PLACE), ("/resume", UpdateMode.STAGED)]
 )
@@ -121,44 +105,16 @@ async def test_an_engine_whose_server_hangs_is_published_and_rests_until_it_answ
     coordinator = Coordinator(config, journal_path=tmp_path / "journal")
     coordinator.mount(server)
     await server.start()
-    trained, served = np.arange(24, dtype=np.uint8), np.zeros(24, np.uint8)
-    addresses = [int(array.ctypes.data) for array in (trained, served)]
-    sides = [create_transport(parse_transport("cma"), towards=server.url) for _ in range(2)]
-    regions = [s.register(a, 24) for s, a in zip(sides, addresses, strict=True)]
-
-    def make() -> tuple[TrainerClient, EngineClient]:
-        memory = (ParameterMemory(addresses[0], 24),)
-        trainer = TrainerClient(
-            manifest=manifest("trainer/0", Role.TRAINER),
-            parameters=lambda: memory,
-            transport=sides[0],
-            controller=server.url,
-            token=role_token(TOKEN, Access.TRAINER),
-            registered=[regions[0]],
-        )
-        engine = EngineClient(
-            manifest=manifest("a/0", Role.ENGINE),
-            addresses=[addresses[1]],
-            regions=[regions[1]],
-            transport=sides[1],
-            hooks=hooks,
-            controller=server.url,
-            token=role_token(TOKEN, Access.ENGINE),
-            group="a",
-            url=hooks.url,
-        )
-        return trainer, engine
-
-    trainer, engine = await asyncio.to_thread(make)
+    pair = await asyncio.to_thread(connect_small_pair, server.url, TOKEN, hooks, hooks.url)
     try:
         await coordinator.wait_for_fleet(num_trainers=1, engines=["a"], deadline_s=WITHIN_S)
-        report = await asyncio.to_thread(trainer.publish, 0)
+        report = await asyncio.to_thread(pair.trainer.publish, 0)
         assert (report.outcome, report.engines) == (RoundOutcome.PUBLISHED, ("a",))
         assert report.left_out == {}
         assert coordinator.routable() == ()
         assert (hooks.failed[0], hooks.paused) == (hangs_at, True)
         assert not any(group.tainted for group in coordinator._fleet.engines())
-        assert bytes(served) == bytes(trained)
+        assert bytes(pair.served) == bytes(pair.trained)
         os.kill(process.pid, signal.SIGCONT)
         await coordinator._changes.until(
             lambda: bool(coordinator.routable()), WITHIN_S, lambda: "not routable"
@@ -168,8 +124,7 @@ async def test_an_engine_whose_server_hangs_is_published_and_rests_until_it_answ
     finally:
         process.kill()
         await process.wait()
-        await asyncio.to_thread(trainer.close)
-        await asyncio.to_thread(engine.close)
+        await asyncio.to_thread(pair.close)
         await coordinator.close()
         await server.close()
 

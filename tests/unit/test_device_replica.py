@@ -40,14 +40,14 @@ from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.memory.device_arena import DeviceMemory
 from windlass.memory.pinned_arena import PinnedArena
 from windlass.planning.planner import plan_transfer
-from windlass.testing.numpy_gpu import numpy_gpu
+from windlass.testing.numpy_gpu import OneProcess, numpy_gpu
 from windlass.testing.resting_engine import RestingEngine
 from windlass.training.client import TrainerClient
-from windlass.transports.base import RemoteRegion, WireReport
+from windlass.transports.base import WireReport
 from windlass.transports.cuda import driver, range_copy, sources
 from windlass.transports.cuda.driver import MemoryKind
 from windlass.transports.cuda.gpu import Gpu
-from windlass.transports.cuda.ipc import CudaIpcTransport, MappedRegion
+from windlass.transports.cuda.ipc import CudaIpcTransport
 from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.transports.processes import own_endpoint
 
@@ -130,19 +130,6 @@ class Served:
 
     def nothing_arrived(self) -> bool:
         return not any(buffer.any() for buffer in self.buffers)
-
-
-class OneProcess:
-    """`CudaIpcTransport` where all memory is this process's."""
-
-    def __init__(self) -> None:
-        self.gpu = numpy_gpu()
-
-    def map_region(self, region: RemoteRegion) -> MappedRegion:
-        return MappedRegion(region.address, region.address + region.nbytes, 0)
-
-    def keep_mapped(self, regions: Iterator[RemoteRegion]) -> None:
-        list(regions)
 
 
 def copies(gpu: Gpu, place: ReplicaPlace) -> GpuCopies:

@@ -20,30 +20,16 @@ from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.planning.planner import plan_transfer
-from windlass.testing.numpy_gpu import numpy_gpu
-from windlass.transports.base import RemoteRegion
+from windlass.testing.numpy_gpu import OneProcess, numpy_gpu
 from windlass.transports.cuda import driver, sources
 from windlass.transports.cuda.driver import Device, Event, MemoryKind
 from windlass.transports.cuda.gpu import Gpu
-from windlass.transports.cuda.ipc import CudaIpcTransport, MappedRegion
+from windlass.transports.cuda.ipc import CudaIpcTransport
 from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.transports.processes import own_endpoint
 
 SHAPE = (48, 16)
 SECONDS = 20.0
-
-
-class OneProcess:
-    """`CudaIpcTransport` where all memory is this process's."""
-
-    def __init__(self) -> None:
-        self.gpu = numpy_gpu()
-
-    def map_region(self, region: RemoteRegion) -> MappedRegion:
-        return MappedRegion(region.address, region.address + region.nbytes, 0)
-
-    def keep_mapped(self, regions: Iterator[RemoteRegion]) -> None:
-        list(regions)
 
 
 def manifest(worker: str, role: Role) -> ShardManifest:

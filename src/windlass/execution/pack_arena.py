@@ -12,6 +12,9 @@ class PackArena(Protocol):
     """Registered memory that is packed into."""
 
     @property
+    def address(self) -> int: ...
+
+    @property
     def nbytes(self) -> int: ...
 
     def close(self) -> None:
@@ -46,6 +49,11 @@ class ArenaSlot(Generic[ArenaT]):
         self._make = make
         self.limit_nbytes = limit_nbytes
         self.arena: ArenaT | None = None
+
+    @property
+    def address(self) -> int:
+        """Of its first byte; 0 where there is none."""
+        return self.arena.address if self.arena is not None else 0
 
     @property
     def nbytes(self) -> int:

@@ -96,7 +96,7 @@ class HostCopies:
     @property
     def address(self) -> int:
         """See `ReplicaMemory`."""
-        return 0 if self._slot.arena is None else self._slot.arena.address
+        return self._slot.address
 
     @property
     def nbytes(self) -> int:
@@ -158,7 +158,7 @@ class GpuCopies:
     @property
     def address(self) -> int:
         """See `ReplicaMemory`."""
-        return 0 if self._slot.arena is None else self._slot.arena.address
+        return self._slot.address
 
     @property
     def nbytes(self) -> int:

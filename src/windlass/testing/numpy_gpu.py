@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from typing import cast
 
 import numpy as np
@@ -12,10 +13,12 @@ from windlass.layout.dtypes import DType
 from windlass.memory.position_digest import PositionDigest
 from windlass.memory.quantize import pack_quantized
 from windlass.planning.plan import Transform
+from windlass.transports.base import RemoteRegion
 from windlass.transports.cuda.gpu import Gpu
+from windlass.transports.cuda.ipc import MappedRegion
 from windlass.transports.cuda.kernels import PIECE, PieceTable
 
-__all__ = ["numpy_gpu"]
+__all__ = ["OneProcess", "numpy_gpu"]
 
 _CASTS = {"put_bfloat16": DType.BFLOAT16, "put_float16": DType.FLOAT16}
 
@@ -120,6 +123,21 @@ class _NumpyGpu:
 def numpy_gpu() -> Gpu:
     """In the place of a real one."""
     return cast("Gpu", _NumpyGpu())
+
+
+class OneProcess:
+    """What `CudaIpcTransport` offers its sender, where all memory is this process's."""
+
+    def __init__(self) -> None:
+        self.gpu = numpy_gpu()
+
+    def map_region(self, region: RemoteRegion) -> MappedRegion:
+        """As it lies."""
+        return MappedRegion(region.address, region.address + region.nbytes, 0)
+
+    def keep_mapped(self, regions: Iterable[RemoteRegion]) -> None:
+        """Nothing is unmapped."""
+        list(regions)
 
 
 def _pieces_of(table: PieceTable, part: range | None) -> np.ndarray:
