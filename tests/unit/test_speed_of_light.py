@@ -87,17 +87,34 @@ with open("{fifo}", "w") as told:
     told.write(str(child.pid))
 signal.pause()
 """
+LEAVING_A_SERVER = """
+import subprocess, sys
+launcher = '''
+import os, signal, subprocess, sys
+ended = [signal.SIGINT, signal.SIGTERM]
+signal.pthread_sigmask(signal.SIG_BLOCK, ended)
+command = [sys.executable, "-c", "import signal; signal.pause()"]
+server = subprocess.Popen(command, start_new_session=True)
+with open("{fifo}", "w") as told:
+    told.write(str(server.pid))
+signal.sigwait(ended)
+server.kill()
+'''
+subprocess.Popen([sys.executable, "-c", launcher]).wait()
+"""
 
 
+@pytest.mark.parametrize("script", [LEAVING_A_CHILD, LEAVING_A_SERVER])
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
 def test_a_benchmark_ends_with_the_command_and_so_does_what_it_started(
-    by: signal.Signals, tmp_path: Path
+    by: signal.Signals, script: str, tmp_path: Path
 ) -> None:
+    """Also an engine's server, which its launcher starts in a session of its own."""
     fifo, scripts = tmp_path / "fifo", tmp_path / "scripts"
     os.mkfifo(fifo)
     scripts.mkdir()
     (scripts / "harness.py").touch()
-    (scripts / "bench_planner.py").write_text(LEAVING_A_CHILD.format(fifo=fifo))
+    (scripts / "bench_planner.py").write_text(script.format(fifo=fifo))
     options = ("--scripts", str(scripts), "--out", str(tmp_path / "out"))
     bench = subprocess.Popen(
         (sys.executable, "-m", "windlass.cli.main", "bench", "planner", *options)

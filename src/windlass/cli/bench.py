@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
 import os
@@ -24,6 +25,8 @@ from windlass.errors import ConfigError
 __all__ = ["add_arguments", "run"]
 
 SCRIPTS_DEADLINE_S = 3600.0
+STOP_DEADLINE_S = 60.0
+"""For what a benchmark has started to be ended by it, before it is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +103,22 @@ def _run_script(command: Sequence[str]) -> int:
         try:
             return script.wait(SCRIPTS_DEADLINE_S)
         except BaseException:
-            os.killpg(script.pid, signal.SIGKILL)
-            script.wait()
+            _stop(script)
             raise
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _stop(script: subprocess.Popen[bytes]) -> None:
+    """As Ctrl-C would; launchers of engines end servers then, which are not of the script's group."""
+    try:
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(script.pid, signal.SIGINT)
+            script.wait(STOP_DEADLINE_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(script.pid, signal.SIGKILL)
+        script.wait()
 
 
 def _end(number: int, _frame: FrameType | None) -> None:
