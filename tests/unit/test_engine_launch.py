@@ -157,3 +157,21 @@ def test_a_launcher_that_is_ended_while_its_server_starts_ends_it_too() -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(server, signal.SIGKILL)
         pytest.fail("the server outlives its launcher")
+
+
+GOING_ON_WITHOUT_A_LOG = (
+    "import os, sys, time; os.close(1); os.close(2); time.sleep(0.5); sys.exit(3)"
+)
+
+
+def test_the_end_of_a_log_is_not_taken_for_a_server_that_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of one that has just been killed, whose status is not known yet."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr("windlass.engines.launch.REACH_DEADLINE_S", 0.0)
+    args = arguments("program", None).parse_args(["--name", "a", "--model", "/m", "--port", "1"])
+    args.host = args.advertise_host = "127.0.0.1"
+    command = (sys.executable, "-c", GOING_ON_WITHOUT_A_LOG)
+    found = serve(args, command, environment={}, ready_line="never", connect=lambda _: None)
+    assert found == 3

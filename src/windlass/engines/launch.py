@@ -297,7 +297,7 @@ def starts_with_random_weights(command: Sequence[str]) -> bool:
 
 
 def _forward(server: subprocess.Popen[bytes], ready_line: str, ready: threading.Event) -> None:
-    """Copy the server's log to stderr; `ready` is set when it serves, and when its log ends."""
+    """Copy the server's log to stderr; `ready` is set when it serves."""
     if server.stdout is not None:
         with server.stdout as lines:
             for line in lines:
@@ -305,11 +305,10 @@ def _forward(server: subprocess.Popen[bytes], ready_line: str, ready: threading.
                 sys.stderr.buffer.flush()
                 if ready_line.encode() in line:
                     ready.set()
-    ready.set()
 
 
 def _watch(server: subprocess.Popen[bytes], ready: threading.Event) -> None:
-    """`ready` is set when the server ends; somebody else may hold its log open."""
+    """`ready` is set when the server has ended, and its status is known, which its log's end is not."""
     server.wait()
     ready.set()
 
