@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,8 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from windlass.engines.sglang import orders
 from windlass.engines.sglang.answers import say, say_failed
-from windlass.engines.sglang.orders import Digests, ask_ranks
+from windlass.engines.sglang.orders import Digests, ask_ranks, order_ranks
 from windlass.errors import PeerUnreachable
 
 DEADLINE_S = 20.0
@@ -64,3 +66,21 @@ def test_the_reason_of_a_rank_of_the_first_stage_outlives_its_server() -> None:
 def test_a_server_that_ends_without_a_reason_is_named() -> None:
     with pytest.raises(PeerUnreachable, match=r"POST http://.*/update_weights_from_tensor"):
         ask(lambda folder: say(folder, 1, b""))
+
+
+def test_a_session_that_may_open_yet_is_closed_by_a_process_that_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SGLang opens it once no request runs any more, whether or not anybody waits."""
+    asked: list[str] = []
+
+    def post(_url: str, path: str, *_: object) -> bytes:
+        asked.append(path)
+        if path == "/begin_weight_update":
+            raise SystemExit(128 + signal.SIGTERM)
+        return b'{"success": true}'
+
+    monkeypatch.setattr(orders, "post", post)
+    with pytest.raises(SystemExit):
+        order_ranks("http://nowhere", Digests(""), 1, DEADLINE_S)
+    assert asked == ["/begin_weight_update", "/end_weight_update"]

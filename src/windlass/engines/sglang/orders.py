@@ -163,7 +163,10 @@ def session(url: str, deadline_s: float) -> Iterator[Mapping[str, str]]:
     except NoSuchRoute:  # 0.5.16: no sessions, and no draft model here
         yield {}
         return
-    except PeerTimeout:
+    except (
+        PeerTimeout,
+        SystemExit,
+    ):  # SystemExit: by a signal, while the server waits for requests
         with suppress(WindlassError):  # it opens later, and nobody else would close it
             _call(url, "/end_weight_update", {}, deadline_s)
         raise
