@@ -406,3 +406,35 @@ def test_closing_mooncake_beside_a_write_ends_it_with_an_error_and_keeps_its_mem
     assert ends.landing.bytes.tobytes() == ends.wanted
     with pytest.raises((TransferFailed, RegionError)):
         ends.write(Arena(ends.target, NBYTES), 1.0)
+
+
+def test_closing_mooncake_beside_a_peer_that_does_not_answer_ends_the_write(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is asked of it once more: that would wait behind the call that is stuck."""
+    ends.write(ends.arena, SECONDS)
+    asked, may_answer, found = threading.Event(), threading.Event(), list[Exception]()
+
+    def read(*_: object) -> int:
+        asked.set()
+        may_answer.wait(SECONDS)
+        return -1
+
+    def write() -> None:
+        try:
+            ends.write(ends.arena, SECONDS)
+        except TransferFailed as error:
+            found.append(error)
+
+    monkeypatch.setattr(ends.native, "transfer_sync_read", read)
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert asked.wait(SECONDS)
+    ends.arena.close()
+    ends.source.close()
+    thread.join(5.0)
+    still = thread.is_alive()
+    may_answer.set()
+    thread.join(SECONDS)
+    assert not still
+    assert "the transport is closed" in str(found[0])

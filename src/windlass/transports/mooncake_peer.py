@@ -417,7 +417,7 @@ class MooncakePeer:
     ) -> _Call:
         call = _Call(run, local, nbytes)
         with self._lock:
-            if self._gone:
+            if self._gone or self._closed:
                 call.done.set()
                 return call
             self._open.add(call)
