@@ -132,7 +132,7 @@ def test_the_cost_of_buffers_is_told_where_there_are_some(
 
 
 SIGNALLED_AT_ITS_START = """
-import os, signal, subprocess, sys
+import os, signal, subprocess, sys, threading, time
 from windlass.engines.launch import arguments, serve
 
 start = subprocess.Popen
@@ -140,8 +140,18 @@ start = subprocess.Popen
 def started(*args, **options):
     server = start(*args, **options)
     print(server.pid, flush=True)
-    os.kill(os.getpid(), signal.SIGTERM)
+    SEND
     return server
+
+def callers_of(frame):
+    return [] if frame is None else [frame.f_code.co_name, *callers_of(frame.f_back)]
+
+def to_another_thread():
+    main = threading.main_thread().ident
+    while callers_of(sys._current_frames()[main])[:3] != ["wait", "wait", "serve"]:
+        pass
+    time.sleep(0.5)
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
 
 subprocess.Popen = started
 args = arguments("program", None).parse_args(["--name", "a", "--model", "/m", "--port", "1"])
@@ -150,8 +160,16 @@ serve(args, command, environment={}, ready_line="never", connect=lambda _: None)
 """
 
 
-def test_a_launcher_that_is_ended_while_its_server_starts_ends_it_too() -> None:
-    command = (sys.executable, "-c", SIGNALLED_AT_ITS_START)
+@pytest.mark.parametrize(
+    "send",
+    [
+        "os.kill(os.getpid(), signal.SIGTERM)",
+        "threading.Thread(target=to_another_thread, daemon=True).start()",
+    ],
+    ids=["at once", "to a thread that is not the one that waits"],
+)
+def test_a_launcher_that_is_ended_while_its_server_starts_ends_it_too(send: str) -> None:
+    command = (sys.executable, "-c", SIGNALLED_AT_ITS_START.replace("SEND", send))
     said = subprocess.run(command, stdout=subprocess.PIPE, timeout=60, check=False).stdout
     server = int(said)
     with contextlib.suppress(ProcessLookupError):

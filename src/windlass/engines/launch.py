@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from types import FrameType
 
@@ -18,6 +19,7 @@ import msgspec
 
 from windlass.engines.adapters import adapter_of
 from windlass.engines.attach import AgentSettings
+from windlass.engines.signals import EndSignals
 from windlass.engines.versions import EngineReleases, check_installed
 from windlass.envs import control_token, environment_value, inherited_environment
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
@@ -240,17 +242,7 @@ def serve(
         return 2
     if args.controller:
         control_token()  # fails here and not in a rank
-    signalled = False
-    server: subprocess.Popen[bytes] | None = None
-
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        nonlocal signalled
-        signalled = True
-        if server is not None:
-            _signal(server.pid, signal.SIGKILL)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
+    signals = EndSignals()
     server = subprocess.Popen(
         list(command),
         stdin=subprocess.DEVNULL,
@@ -259,8 +251,7 @@ def serve(
         env={**inherited_environment(), **environment},
         start_new_session=True,
     )
-    if signalled:  # while it was being started
-        _signal(server.pid, signal.SIGKILL)
+    signals.call(partial(_signal, server.pid, signal.SIGKILL))
     url = url_of(args.advertise_host, args.port)
 
     ready = threading.Event()

@@ -13,11 +13,9 @@ import argparse
 import contextlib
 import os
 import selectors
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from types import FrameType
 from typing import final
 
 import msgspec
@@ -25,6 +23,7 @@ import msgspec
 from windlass.engines.launch import check_placed
 from windlass.engines.sglang.table.routes import TableRoutes, refuse_unsafe_server
 from windlass.engines.sglang.table.wire import RankOrder, RankReport
+from windlass.engines.signals import EndSignals
 from windlass.engines.versions import SGLANG, installed_version
 from windlass.envs import control_token
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
@@ -123,8 +122,7 @@ class _Ranks:
             )
             for _ in orders
         ]
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._stop)
+        EndSignals().call(self._stop)
         for rank, order in enumerate(orders):
             self._tell(rank, msgspec.json.encode(order))
 
@@ -190,7 +188,7 @@ class _Ranks:
             raise PeerUnreachable(f"rank {rank}: {report.error}")
         return report
 
-    def _stop(self, _number: int, _frame: FrameType | None) -> None:
+    def _stop(self) -> None:
         for process in self._processes:
             process.kill()
 
