@@ -10,8 +10,10 @@ says this process has opened.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import re
+import signal
 import socket
 import threading
 from dataclasses import dataclass
@@ -48,6 +50,7 @@ _DEFAULTS = {
     "MC_SLICE_TIMEOUT": "30",
 }
 _VERBS = "/dev/infiniband/uverbs"
+_MARK = signal.SIGIO
 _STARTING = threading.Lock()
 """One engine at a time, so that the devices opened meanwhile are its own."""
 
@@ -120,9 +123,10 @@ def start_engine(config: MooncakeConfig) -> Started:
     engine = cast("NativeEngine", TransferEngine())
     asked = "tcp" if config.protocol is MooncakeProtocol.AUTO else config.protocol.value
     with _STARTING:
-        before, listened = _open_devices(), listening_ports()
+        _open_devices(mark=True)
+        listened = listening_ports()
         code = engine.initialize(config.host, "P2PHANDSHAKE", asked, config.device)
-        nics = sorted({name for fd, name in _open_devices().items() if before.get(fd) != name})
+        nics = sorted(_open_devices(mark=False))
         ports = listening_ports() - listened
     if code != 0:
         raise TransportUnavailable(
@@ -202,13 +206,27 @@ def _installed_version() -> str:
     return found[0]
 
 
-def _open_devices() -> dict[int, str]:
-    """RDMA devices that this process has open, by file descriptor."""
-    found: dict[int, str] = {}
+def _open_devices(*, mark: bool) -> set[str]:
+    """RDMA devices that this process has opened and that bear no mark yet.
+
+    The mark is a signal that is never sent, of the open file: a number is no identity. An engine that
+    another thread is destroying closes its device at any moment, and the next one gets its number.
+
+    Args:
+        mark: have them bear one from now on.
+    """
+    found = set()
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile: the listing's own descriptor is
-            target = str(entry.readlink())
-            if target.startswith(_VERBS):
-                name = Path("/sys/class/infiniband_verbs", Path(target).name, "ibdev")
-                found[int(entry.name)] = name.read_text(encoding="ascii").strip()
+            target, number = str(entry.readlink()), int(entry.name)
+            if not target.startswith(_VERBS) or fcntl.fcntl(number, fcntl.F_GETSIG) == _MARK:
+                continue
+            found.add(_device_name(target))
+            if mark:
+                fcntl.fcntl(number, fcntl.F_SETSIG, _MARK)
     return found
+
+
+def _device_name(verbs: str) -> str:
+    name = Path("/sys/class/infiniband_verbs", Path(verbs).name, "ibdev")
+    return name.read_text(encoding="ascii").strip()
