@@ -151,7 +151,8 @@ class OneSidedTransport(Protocol):
 
         A write of this transport that is not over, because another thread waits for it or its outcome
         is unknown, may go on reading what it was given, and a read filling it: so the memory must
-        outlive the call. Memory that none of them was given is released at once.
+        outlive the call. Memory that none of them was given is released at once. A batch of several
+        native calls counts call by call: withdraw nothing that a thread in `write` has still to send.
 
         Args:
             region: no write is begun with it any more.
