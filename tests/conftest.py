@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As in the background of a shell; what tests start and interrupt would ignore it as well.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 multiprocessing.set_forkserver_preload(
     [
