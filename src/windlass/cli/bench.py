@@ -14,11 +14,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 from rich.table import Table
 
+from windlass.engines.signals import exit_at_signal
 from windlass.envs import inherited_environment
 from windlass.errors import ConfigError
 
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_script(command: Sequence[str]) -> int:
     """Its exit status. What it started ends with it when this process is interrupted or ended."""
-    before = signal.signal(signal.SIGTERM, _end)
+    before = signal.signal(signal.SIGTERM, exit_at_signal)
     try:
         script = subprocess.Popen(command, env=inherited_environment(), start_new_session=True)
         try:
@@ -119,10 +119,6 @@ def _stop(script: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(script.pid, signal.SIGKILL)
         script.wait()
-
-
-def _end(number: int, _frame: FrameType | None) -> None:
-    sys.exit(128 + number)
 
 
 def count_gpus() -> int:

@@ -13,13 +13,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from types import FrameType
 
 import msgspec
 
 from windlass.engines.adapters import adapter_of
 from windlass.engines.attach import AgentSettings
-from windlass.engines.signals import EndSignals
+from windlass.engines.signals import EndSignals, exit_at_signal
 from windlass.engines.versions import EngineReleases, check_installed
 from windlass.envs import control_token, environment_value, inherited_environment
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
@@ -183,14 +182,10 @@ def attach_running(args: argparse.Namespace, connect: Connect) -> int:
     if not args.controller:
         raise ConfigError("--attach: --controller must be given")
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _end)
+        signal.signal(number, exit_at_signal)
     connect(_settings(args, args.attach))
     os.write(1, msgspec.json.encode({"name": args.name, "url": args.attach}) + b"\n")
     return 0
-
-
-def _end(number: int, _frame: FrameType | None) -> None:
-    sys.exit(128 + number)
 
 
 def _settings(args: argparse.Namespace, url: str, *, loaded: bool = True) -> AgentSettings:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import final
 
-__all__ = ["EndSignals"]
+__all__ = ["EndSignals", "exit_at_signal"]
+
+
+def exit_at_signal(number: int, _frame: FrameType | None) -> None:
+    """A handler: leave the main thread by SystemExit, with a shell's status for the signal."""
+    sys.exit(128 + number)
 
 
 @final
