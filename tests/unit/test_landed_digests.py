@@ -15,7 +15,7 @@ from windlass.errors import TransferFailed, TransferOutcomeUnknown
 from windlass.execution import blocks, landings
 from windlass.execution.bind import bind_links
 from windlass.execution.blocks import block_tables
-from windlass.execution.device_links import DIGEST_NBYTES, load_link, read_digest, unload_links
+from windlass.execution.device_links import WORDS_NBYTES, load_link, read_digest, unload_links
 from windlass.execution.device_receiver import DeviceReceiver
 from windlass.execution.landings import Landed, LandingListener, LandingTeller
 from windlass.layout.box import Box
@@ -74,7 +74,7 @@ class Pair:
         sources = np.array([b.ctypes.data for b in self.trained], np.uint64)
         targets = np.array(self.binding.parameter_addresses, np.uint64)
         link = load_link(self.gpu, program, block_tables(program, sources, targets))
-        self.gpu.device.clear(link.digest, DIGEST_NBYTES, self.gpu.stream)
+        self.gpu.device.clear(link.digest, WORDS_NBYTES, self.gpu.stream)
         told = []
         for number, table in enumerate(link.tables):
             for part in table.parts:

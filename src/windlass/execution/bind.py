@@ -46,6 +46,7 @@ class BoundOp:
     """One copy op. Sizes in elements, offsets and strides in bytes, as in `OpTable`.
 
     `sizes` are of what travels; `src_sizes` differ from them where `transform` computes scales.
+    `tensor` names it in errors.
     """
 
     mode: CopyMode
@@ -62,6 +63,7 @@ class BoundOp:
     landing_offset: int
     src_sizes: tuple[int, ...]
     transform: Transform = Transform.NONE
+    tensor: str = ""
 
     @property
     def lands(self) -> bool:
@@ -72,6 +74,11 @@ class BoundOp:
     def is_direct(self) -> bool:
         """Whether source memory goes out as it lies."""
         return self.mode is CopyMode.DIRECT
+
+    @property
+    def cast_dtype(self) -> DType:
+        """What its elements are rounded to, before they are quantised if they are."""
+        return self.dst_dtype if self.transform is Transform.NONE else DType.BFLOAT16
 
     @property
     def packed_strides(self) -> tuple[int, ...]:
@@ -170,7 +177,7 @@ def bind_links(plan: TransferPlan, *, sending: bool) -> tuple[LinkProgram, ...]:
     return tuple(
         LinkProgram(
             peer=plan.destinations[link.dst] if sending else plan.sources[link.src],
-            ops=tuple(_bind_op(plan.ops, row) for row in range(link.start, link.stop)),
+            ops=tuple(_bind_op(plan, row) for row in range(link.start, link.stop)),
             direct=_direct_runs(plan.ops, link),
             nbytes=int(plan.ops.nbytes[link.start : link.stop].sum()),
         )
@@ -230,7 +237,8 @@ def _check_strides(plan: TransferPlan) -> None:
             )
 
 
-def _bind_op(ops: OpTable, row: int) -> BoundOp:
+def _bind_op(plan: TransferPlan, row: int) -> BoundOp:
+    ops = plan.ops
     sizes = ops.sizes[row].tolist()
     keep = [dim for dim, size in enumerate(sizes) if size != 1] or [len(sizes) - 1]
     transform = Transform(int(ops.transform[row]))
@@ -255,6 +263,7 @@ def _bind_op(ops: OpTable, row: int) -> BoundOp:
         landing_offset=int(ops.landing_offset[row]),
         src_sizes=src_sizes,
         transform=transform,
+        tensor=plan.tensors[int(ops.tensor[row])],
     )
 
 

@@ -20,6 +20,7 @@ from windlass.execution.collective_group import TorchBroadcastGroup, join_group
 from windlass.execution.disk_files import DiskEntry, DiskIndex
 from windlass.execution.disk_read import read_boxes
 from windlass.execution.target import ShadowMemory
+from windlass.layout.dtypes import cast_refusal
 from windlass.layout.manifest import Shard, ShardManifest, contiguous_strides
 from windlass.memory.arena import aligned_offsets
 from windlass.memory.packing import copy_strided
@@ -196,12 +197,8 @@ class HandDrivenReceiver:
                 )
             for _, shard in self._shards.get(tensor.name, ()):
                 wanted = self._manifest.parameters[self._indices[shard.parameter]].dtype
-                cast = tensor.dtype.is_floating and wanted.is_floating
-                if tensor.dtype != wanted and not cast:
-                    raise PlanError(
-                        f"{worker}: only floating dtypes are cast, {tensor.name!r} must be {wanted}, "
-                        f"got {tensor.dtype}"
-                    )
+                if refusal := cast_refusal(tensor.dtype, wanted):
+                    raise PlanError(f"{worker}: tensor {tensor.name!r}: {refusal}")
 
     def _take(self, shard: Shard, tensor: WireTensor, address: int) -> None:
         position = self._indices[shard.parameter]
@@ -215,6 +212,7 @@ class HandDrivenReceiver:
             dst_address=self._memory.addresses[position] + shard.offset_bytes,
             dst_strides=shard.strides_bytes,
             dst_dtype=self._manifest.parameters[position].dtype,
+            tensor=tensor.name,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,22 +13,25 @@ import numpy.typing as npt
 
 from windlass.execution.bind import LinkProgram
 from windlass.execution.blocks import PieceArray, PieceKind
+from windlass.memory.packing import overflow_text
 from windlass.planning.plan import Transform
 from windlass.transports.cuda.gpu import Gpu
 from windlass.transports.cuda.kernels import PieceTable, put_kernel
 
 __all__ = [
-    "DIGEST_NBYTES",
+    "WORDS_NBYTES",
     "OWN_WORK_S",
     "DeviceLink",
     "UInt64Array",
     "load_link",
     "load_table",
     "read_digest",
+    "read_sent",
     "unload_links",
 ]
 
-DIGEST_NBYTES = 16
+WORDS_NBYTES = 24
+"""Two of a digest, and one that says where a cast overflowed."""
 OWN_WORK_S = 60.0
 """For work on a GPU's own memory, which takes milliseconds."""
 UInt64Array = npt.NDArray[np.uint64]
@@ -35,7 +39,7 @@ UInt64Array = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class DeviceLink:
-    """A link on the device. `digest`: address of its two words.
+    """A link on the device. `digest`: address of its words.
 
     `tables`: one per kind of piece, in the same order and with the same pieces at both ends.
     """
@@ -56,7 +60,7 @@ def load_link(gpu: Gpu, program: LinkProgram, tables: Mapping[PieceKind, PieceAr
         for kind, pieces in tables.items():
             loaded.append(load_table(gpu, kind, pieces))
             undo.callback(loaded[-1].close)
-        link = DeviceLink(program, tuple(loaded), gpu.device.allocate(DIGEST_NBYTES))
+        link = DeviceLink(program, tuple(loaded), gpu.device.allocate(WORDS_NBYTES))
         undo.pop_all()
     return link
 
@@ -69,7 +73,7 @@ def load_table(gpu: Gpu, kind: PieceKind, pieces: PieceArray) -> PieceTable:
 def _kernel_of(kind: PieceKind) -> str:
     match kind.transform:
         case Transform.NONE:
-            return put_kernel(kind.src_dtype, kind.dst_dtype, kind.dst_dtype.itemsize)
+            return put_kernel(kind.src_dtype, kind.dst_dtype)
         case Transform.FP8_BLOCK_VALUES:
             return f"fp8_values_{kind.src_dtype}"
         case Transform.FP8_BLOCK_SCALES:
@@ -87,6 +91,27 @@ def unload_links(gpu: Gpu, links: Mapping[str, DeviceLink]) -> None:
 
 
 def read_digest(gpu: Gpu, address: int) -> str:
-    """The two words at `address`, as links report them; waits for no other stream."""
-    a, b = np.frombuffer(gpu.device.download(address, DIGEST_NBYTES, gpu.stream), "<u8").tolist()
+    """The digest at `address`, as links report it; waits for no other stream."""
+    a, b, _ = _read_words(gpu, address)
     return f"{a:016x}{b:016x}"
+
+
+def read_sent(gpu: Gpu, address: int, program: LinkProgram) -> tuple[str, str]:
+    """What kernels noted of a link at its source.
+
+    Returns:
+        (digest, which tensor's cast overflowed or empty).
+    """
+    a, b, overflow = _read_words(gpu, address)
+    reason = ""
+    if overflow:
+        ends = itertools.accumulate(op.nbytes for op in program.ops)
+        op = next(op for op, end in zip(program.ops, ends, strict=True) if overflow <= end)
+        reason = overflow_text(op.tensor, op.src_dtype, op.cast_dtype)
+    return f"{a:016x}{b:016x}", reason
+
+
+def _read_words(gpu: Gpu, address: int) -> list[int]:
+    found = gpu.device.download(address, WORDS_NBYTES, gpu.stream)
+    words: list[int] = np.frombuffer(found, "<u8").tolist()
+    return words

@@ -16,7 +16,7 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
-from windlass.errors import PlanError
+from windlass.errors import PlanError, TransferFailed
 from windlass.execution import blocks
 from windlass.execution.bind import LinkProgram
 from windlass.execution.bindings import DigestKind
@@ -29,7 +29,7 @@ from windlass.execution.blocks import (
     kind_of,
     store_packed,
 )
-from windlass.execution.device_links import DIGEST_NBYTES, OWN_WORK_S, load_table, read_digest
+from windlass.execution.device_links import OWN_WORK_S, WORDS_NBYTES, load_table, read_sent
 from windlass.execution.pack_arena import ArenaSlot
 from windlass.execution.packer import PackedLink, Peer, as_pieces
 from windlass.execution.pieces import Pieces, batches, direct_pieces, packed_capacity
@@ -84,6 +84,7 @@ class DevicePacker:
         )
         self._sources = np.zeros(0, np.uint64)
         self._words = 0
+        self._program: LinkProgram | None = None
         self._waves: dict[tuple[str, int], tuple[_Wave, ...]] = {}
 
     @property
@@ -145,9 +146,14 @@ class DevicePacker:
     @property
     def digest(self) -> str:
         """See `Packer`."""
-        return read_digest(self._gpu, self._words)
+        if self._program is None:
+            raise PlanError("digest: no link was packed; pack one first")
+        digest, overflow = read_sent(self._gpu, self._words, self._program)
+        if overflow:
+            raise TransferFailed(overflow)
+        return digest
 
-    def _begin_digest(self) -> None:
+    def _begin_digest(self, program: LinkProgram) -> None:
         """Also waits for what this process has queued on the GPU, such as an optimiser step.
 
         Raises:
@@ -156,8 +162,9 @@ class DevicePacker:
         device = self._gpu.device
         self._gpu.settle(OWN_WORK_S)
         if not self._words:
-            self._words = device.allocate(DIGEST_NBYTES)
-        device.clear(self._words, DIGEST_NBYTES, self._gpu.stream)
+            self._words = device.allocate(WORDS_NBYTES)
+        device.clear(self._words, WORDS_NBYTES, self._gpu.stream)
+        self._program = program
 
     def pack_link(self, program: LinkProgram, peer: Peer, offset: int) -> tuple[PackedLink, int]:
         """See `Packer`."""
@@ -165,7 +172,7 @@ class DevicePacker:
         if (program.peer, offset) not in self._waves:
             cut = self._cut(program, peer, (offset,), nbytes)
             self._waves[program.peer, offset] = _all_or_none(cut)
-        self._begin_digest()
+        self._begin_digest(program)
         writes: list[Pieces] = []
         for wave in self._waves[program.peer, offset]:
             self._run(wave)
@@ -179,7 +186,7 @@ class DevicePacker:
 
     def ring(self, program: LinkProgram, peer: Peer) -> Iterator[Pieces]:
         """See `Packer`."""
-        self._begin_digest()
+        self._begin_digest(program)
         yield from batches(self._direct(program, peer))
         if (program.peer, -1) not in self._waves:
             nbytes = self.nbytes // 2 & -ALIGNMENT

@@ -21,8 +21,8 @@ from windlass.execution.blocks import (
     store_packed,
 )
 from windlass.execution.device_links import (
-    DIGEST_NBYTES,
     OWN_WORK_S,
+    WORDS_NBYTES,
     DeviceLink,
     UInt64Array,
     load_link,
@@ -196,7 +196,7 @@ class DeviceReceiver:
     def _hash(self, links: Mapping[str, DeviceLink]) -> dict[str, str]:
         gpu = self._gpu
         for link in links.values():
-            gpu.device.clear(link.digest, DIGEST_NBYTES, gpu.stream)
+            gpu.device.clear(link.digest, WORDS_NBYTES, gpu.stream)
             for table in link.tables:
                 gpu.kernels.hash(table, gpu.stream, link.digest)
         if links:

@@ -39,11 +39,11 @@ from windlass.execution.bindings import (
 )
 from windlass.execution.blocks import block_tables
 from windlass.execution.device_links import (
-    DIGEST_NBYTES,
+    WORDS_NBYTES,
     DeviceLink,
     UInt64Array,
     load_link,
-    read_digest,
+    read_sent,
     unload_links,
 )
 from windlass.execution.landings import Landed, LandingTeller
@@ -275,7 +275,7 @@ class DeviceSender:
         """Queue the stores of a link; what has landed when each event is reached."""
         gpu, stream, link = self._gpu, self._gpu.stream, self._links[name]
         listens, source = bool(self._bindings[name].listener), self._manifest.worker
-        gpu.device.clear(link.digest, DIGEST_NBYTES, stream)
+        gpu.device.clear(link.digest, WORDS_NBYTES, stream)
         queued = []
         for number, table in enumerate(link.tables):
             for part in table.parts if listens else (range(table.num_pieces),):
@@ -310,7 +310,9 @@ class DeviceSender:
             return LinkOutcome(name, LinkStatus.UNREACHABLE, 0, "", gone)
         if late:
             return LinkOutcome(name, LinkStatus.UNKNOWN, 0, "", late)
-        digest = read_digest(self._gpu, link.digest)
+        digest, overflow = read_sent(self._gpu, link.digest, link.program)
+        if overflow:
+            return LinkOutcome(name, LinkStatus.FAILED, 0, "", overflow)
         return LinkOutcome(name, LinkStatus.OK, link.program.nbytes, digest)
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from windlass.errors import TransferFailed
 from windlass.execution.disk_files import DiskEntry, DiskIndex
 from windlass.layout.box import Box
 from windlass.layout.manifest import Shard, ShardManifest
-from windlass.memory.packing import strided_view
+from windlass.memory.packing import copy_cast, strided_view
 
 __all__ = ["read_boxes"]
 
@@ -26,6 +26,9 @@ def read_boxes(
         indices: what they hold.
         manifest: of the rank.
         addresses: where its parameters are to be filled.
+
+    Raises:
+        TransferFailed: a cast overflowed, or nothing casts a file's dtype to the parameter's.
 
     Returns:
         Workers whose files cannot be read as their index says.
@@ -60,10 +63,11 @@ def read_boxes(
                             shard.strides_bytes or (dtype.itemsize,),
                             dtype,
                         )
-                        view.copy_(_slice(files[worker], entry, common).reshape(view.shape))
+                        part = _slice(files[worker], entry, common).reshape(view.shape)
                     except (SafetensorError, OSError, RuntimeError):
                         unreadable.append(worker)
                         continue
+                    copy_cast(view, part, shard.tensor)
                     todo.remove(wanted)
                     todo.extend(wanted.subtract(common))
     return unreadable

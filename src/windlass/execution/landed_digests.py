@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import final
 
 from windlass.errors import TransferFailed
-from windlass.execution.device_links import DIGEST_NBYTES, DeviceLink, read_digest
+from windlass.execution.device_links import WORDS_NBYTES, DeviceLink, read_digest
 from windlass.execution.landings import Landed
 from windlass.transports.cuda.gpu import Gpu
 
@@ -48,7 +48,7 @@ class LandedDigests:
             for address in freed.values():
                 device.free(address)
             for source in links:
-                self._words[source] = device.allocate(DIGEST_NBYTES)
+                self._words[source] = device.allocate(WORDS_NBYTES)
             self._links = dict(links)
 
     def add(self, landed: Landed) -> None:
@@ -69,7 +69,7 @@ class LandedDigests:
         if progress is None or (progress.version, progress.write) != (landed.version, landed.write):
             progress = _Progress(landed.version, landed.write, [0] * len(link.tables))
             self._progress[landed.source] = progress
-            gpu.device.clear(words, DIGEST_NBYTES, gpu.stream)
+            gpu.device.clear(words, WORDS_NBYTES, gpu.stream)
         table, part = link.tables[landed.table], range(landed.start, landed.stop)
         follows = part.start == progress.num_hashed[landed.table]
         if part and follows and part.stop <= table.num_pieces:

@@ -108,7 +108,11 @@ class Packer(Protocol):
 
     @property
     def digest(self) -> str:
-        """Of the link that `ring` packed last, hex; once its last batch was given out."""
+        """Of the link that `ring` packed last, hex; once its last batch was given out.
+
+        Raises:
+            TransferFailed: a cast overflowed.
+        """
         ...
 
     def pack_link(self, program: LinkProgram, peer: Peer, offset: int) -> tuple[PackedLink, int]:

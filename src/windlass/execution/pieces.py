@@ -94,6 +94,7 @@ def pack_op(op: BoundOp, src_parameter: int, address: int) -> None:
             src_strides=op.src_strides,
             src_dtype=op.src_dtype,
             dst_address=address,
+            tensor=op.tensor,
         )
         return
     copy_strided(
@@ -104,6 +105,7 @@ def pack_op(op: BoundOp, src_parameter: int, address: int) -> None:
         dst_address=address,
         dst_strides=op.packed_strides,
         dst_dtype=op.dst_dtype,
+        tensor=op.tensor,
     )
 
 

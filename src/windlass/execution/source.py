@@ -150,5 +150,6 @@ class SourceMemory:
                 dst_address=address,
                 dst_strides=part.packed_strides,
                 dst_dtype=part.dst_dtype,
+                tensor=part.tensor,
             )
             digest.update(memoryview(scratch)[: part.nbytes])

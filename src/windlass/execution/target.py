@@ -136,6 +136,7 @@ class TargetMemory:
             dst_address=self._targets[op.dst_parameter] + op.dst_offset,
             dst_strides=op.dst_strides,
             dst_dtype=op.dst_dtype,
+            tensor=op.tensor,
         )
 
     def close(self) -> None:

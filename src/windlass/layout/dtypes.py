@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-__all__ = ["SAFETENSORS_NAMES", "DType"]
+__all__ = ["CASTS", "SAFETENSORS_NAMES", "DType", "can_overflow", "cast_refusal"]
 
 
 class DType(StrEnum):
@@ -28,11 +28,6 @@ class DType(StrEnum):
         """Bytes per element."""
         return _ITEMSIZE[self]
 
-    @property
-    def is_floating(self) -> bool:
-        """Whether values of this type may be cast to another floating type while packing."""
-        return self.value.startswith(("float", "bfloat"))
-
 
 _ITEMSIZE = {
     DType.FLOAT64: 8,
@@ -48,6 +43,36 @@ _ITEMSIZE = {
     DType.UINT8: 1,
     DType.BOOL: 1,
 }
+
+_LARGEST = {
+    DType.FLOAT32: (2 - 2**-23) * 2.0**127,
+    DType.BFLOAT16: (2 - 2**-7) * 2.0**127,
+    DType.FLOAT16: 65504.0,
+}
+
+CASTS = tuple(
+    (source, target) for source in _LARGEST for target in _LARGEST if source is not target
+)
+"""Every (source, destination) that is cast on the way, by host packing and by a kernel alike.
+
+A cast rounds to nearest even, bit for bit as torch does, also to subnormal numbers and to zero. An
+infinity stays one, and a NaN a NaN of unspecified bits. A finite number that would become an infinity
+is an error: see `can_overflow`. Float8 is written with scales only (`layout/quantization.py`), and
+otherwise travels as it lies; so does every other type.
+"""
+
+
+def can_overflow(source: DType, target: DType) -> bool:
+    """Whether a finite number of `source` may have no finite one of `target` to be rounded to."""
+    return _LARGEST[source] > _LARGEST[target]
+
+
+def cast_refusal(source: DType, target: DType) -> str:
+    """Why elements of `source` cannot become elements of `target` on the way; empty if they can."""
+    if source is target or (source, target) in CASTS:
+        return ""
+    return f"only {', '.join(_LARGEST)} are cast into one another, got {source} at the source and {target} at the destination"
+
 
 SAFETENSORS_NAMES = {
     DType.FLOAT64: "F64",

@@ -66,7 +66,7 @@ class Capability:
 
 
 CAPABILITIES = (
-    Capability(Scheme.FP8_BLOCK, (DType.BFLOAT16, DType.FLOAT32), ""),
+    Capability(Scheme.FP8_BLOCK, (DType.BFLOAT16, DType.FLOAT32, DType.FLOAT16), ""),
     Capability(
         Scheme.FP8_BLOCK_UE8M0,
         (),

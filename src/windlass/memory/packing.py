@@ -11,15 +11,18 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from windlass.layout.dtypes import DType
+from windlass.errors import TransferFailed
+from windlass.layout.dtypes import DType, can_overflow, cast_refusal
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
     "bytes_at",
+    "copy_cast",
     "copy_strided",
     "is_contiguous",
+    "overflow_text",
     "row_major_blocks",
     "split_inner",
     "strided_view",
@@ -102,6 +105,7 @@ def copy_strided(
     dst_address: int,
     dst_strides: Sequence[int],
     dst_dtype: DType,
+    tensor: str = "",
 ) -> None:
     """Copy elements between two strided layouts of host memory, casting where dtypes differ.
 
@@ -112,10 +116,41 @@ def copy_strided(
         src_dtype: element type.
         dst_address: of the first element.
         dst_strides: bytes per dim, multiples of the item size.
-        dst_dtype: element type; floating types round to nearest even.
+        dst_dtype: element type: the same, or one of `CASTS`.
+        tensor: its name, for errors.
+
+    Raises:
+        TransferFailed: the cast overflowed; what stands at the destination must not be used.
     """
     source = strided_view(src_address, sizes, src_strides, src_dtype)
-    strided_view(dst_address, sizes, dst_strides, dst_dtype).copy_(source)
+    copy_cast(strided_view(dst_address, sizes, dst_strides, dst_dtype), source, tensor)
+
+
+def copy_cast(target: torch.Tensor, source: torch.Tensor, tensor: str) -> None:
+    """Copy `source` into `target`, of the same shape, and cast as `CASTS` says.
+
+    Raises:
+        TransferFailed: a finite number has become infinite, or nothing casts between the dtypes.
+    """
+    from windlass.frameworks.dtypes import dtype_of
+
+    have, want = dtype_of(tensor, source), dtype_of(tensor, target)
+    if refusal := cast_refusal(have, want):
+        raise TransferFailed(f"tensor {tensor!r}: {refusal}")
+    target.copy_(source)
+    if have is want or not can_overflow(have, want) or not target.numel():
+        return
+    # One pass over what was just written; only where it holds an infinity or a NaN it is looked at again.
+    least, most = target.aminmax()
+    if least.isfinite() and most.isfinite():
+        return
+    if bool((target.isinf() & source.isfinite()).any()):
+        raise TransferFailed(overflow_text(tensor, have, want))
+
+
+def overflow_text(tensor: str, have: DType, want: DType) -> str:
+    """Why an update with an overflow ends, on a GPU and in host memory."""
+    return f"tensor {tensor!r}: a finite {have} is too large for {want} and would become infinite"
 
 
 def strided_view(

@@ -1,4 +1,4 @@
-"""The quantising pack kernel: strided bfloat16 or float32 in, contiguous float8 or scales out.
+"""The quantising pack kernel: strided bfloat16, float16 or float32 in, contiguous float8 or scales out.
 
 Works through a matrix by rows of blocks, so scratch memory is some 128 rows of float32. The values
 are those of `per_block_cast_to_fp8` (DeepGEMM) on the whole matrix on a GPU, bit for bit.
@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from windlass.errors import TransferFailed
 from windlass.layout.dtypes import DType
 from windlass.layout.quantization import BLOCK, scale_shape
-from windlass.memory.packing import strided_view
+from windlass.memory.packing import overflow_text, strided_view
 from windlass.planning.plan import Transform
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def pack_quantized(
     src_strides: Sequence[int],
     src_dtype: DType,
     dst_address: int,
+    tensor: str = "",
 ) -> None:
     """Quantise a matrix of whole blocks.
 
@@ -42,6 +44,10 @@ def pack_quantized(
         src_dtype: element type.
         dst_address: of the payload: float8 of `sizes`, or float32 of `scale_shape(sizes)`,
             row-major.
+        tensor: its name, for errors.
+
+    Raises:
+        TransferFailed: a finite weight is too large for bfloat16.
     """
     import torch
 
@@ -53,8 +59,11 @@ def pack_quantized(
     step = out_dtype.itemsize
     out = strided_view(dst_address, out_sizes, (out_sizes[1] * step, step), out_dtype)
     for index, first in enumerate(range(0, rows, BLOCK)):
-        part = source[first : first + BLOCK].to(torch.bfloat16).float()
+        given = source[first : first + BLOCK]
+        part = given.to(torch.bfloat16).float()
         scales = _scales(part)
+        if not bool(scales.isfinite().all()) and bool((part.isinf() & given.isfinite()).any()):
+            raise TransferFailed(overflow_text(tensor, src_dtype, DType.BFLOAT16))
         if scaled:
             factor = (1.0 / scales).repeat_interleave(BLOCK)[:columns]
             out[first : first + BLOCK].copy_(part.mul_(factor).to(torch.float8_e4m3fn))

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from windlass.errors import UnsupportedLayout
+from windlass.layout.dtypes import cast_refusal
 from windlass.layout.manifest import Int64Array
 from windlass.layout.quantization import BLOCK
 from windlass.planning.intersect import Boxes, Holders, Pieces, ranges
@@ -29,7 +30,8 @@ from windlass.planning.rows import RowTable, TensorNames
 
 __all__ = ["Candidates", "RoutedPieces", "build_ops", "place_landing"]
 
-_FLOATING = np.array([dtype.is_floating for dtype in DTYPES], np.bool_)
+_IS_CAST = np.array([[not cast_refusal(have, want) for want in DTYPES] for have in DTYPES])
+"""[source, destination]; also of equal dtypes."""
 _CHUNK_OPS = 1 << 18
 
 Rows = npt.NDArray[np.intp]
@@ -109,14 +111,14 @@ def build_ops(given: RoutedPieces) -> OpTable:
     """Turn routed pieces into ops, in plan order, chunk by chunk to bound memory.
 
     Raises:
-        UnsupportedLayout: dtypes differ and are not both floating, or a cut through a block of a
-            quantised tensor.
+        UnsupportedLayout: dtypes between which nothing casts (`CASTS`), or a cut through a block of
+            a quantised tensor.
     """
     src, dst, routed = given.src, given.dst, given.routed
     atom = given.pieces.atom[given.candidates.piece[routed.op]]
     src_row, dst_row = _source_rows(given, atom), given.candidates.row[routed.op]
-    _refuse_casts(src, dst, src_row, dst_row, given.names)
     refuse_unquantized(src, dst, src_row, dst_row, given.names)
+    _refuse_casts(src, dst, src_row, dst_row, given.names)
     order = _plan_order(src, dst, src_row, dst_row, routed)
     ops = OpTable.empty(len(order))
     for first in range(0, len(order), _CHUNK_OPS):
@@ -202,13 +204,12 @@ def _refuse_casts(
     src: RowTable, dst: RowTable, src_row: Int64Array, dst_row: Int64Array, names: TensorNames
 ) -> None:
     have, want = src.dtype[src_row], dst.dtype[dst_row]
-    bad = (have != want) & ~(_FLOATING[have] & _FLOATING[want])
+    bad = ~_IS_CAST[have, want] & (dst.transform[dst_row] == Transform.NONE)
     if bad.any():
         op = int(bad.argmax())
         raise UnsupportedLayout(
-            f"tensor {names.names[int(dst.name[dst_row[op]])]!r}: only floating dtypes are cast, "
-            f"got {DTYPES[int(have[op])]} at the source and {DTYPES[int(want[op])]} at the "
-            "destination"
+            f"tensor {names.names[int(dst.name[dst_row[op]])]!r}: "
+            f"{cast_refusal(DTYPES[int(have[op])], DTYPES[int(want[op])])}"
         )
 
 

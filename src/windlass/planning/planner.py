@@ -96,7 +96,7 @@ def plan_transfer(
     Raises:
         ManifestError: manifests contradict each other.
         IncompleteCoverage: destination bytes have no source.
-        UnsupportedLayout: dtypes differ and are not both floating.
+        UnsupportedLayout: dtypes between which nothing casts (`CASTS`).
     """
     return plan_with_reports(sources, destinations, policy).plan
 

@@ -8,19 +8,19 @@ from typing import cast
 
 import numpy as np
 
-from windlass.errors import TransferOutcomeUnknown
-from windlass.layout.dtypes import DType
+from windlass.errors import TransferFailed, TransferOutcomeUnknown
+from windlass.layout.dtypes import CASTS, DType
 from windlass.memory.position_digest import PositionDigest
 from windlass.memory.quantize import pack_quantized
 from windlass.planning.plan import Transform
 from windlass.transports.base import RemoteRegion
 from windlass.transports.cuda.gpu import Gpu
 from windlass.transports.cuda.ipc import MappedRegion
-from windlass.transports.cuda.kernels import PIECE, PieceTable
+from windlass.transports.cuda.kernels import PIECE, PieceTable, put_kernel
 
 __all__ = ["OneProcess", "numpy_gpu"]
 
-_CASTS = {"put_bfloat16": DType.BFLOAT16, "put_float16": DType.FLOAT16}
+_CASTS = {put_kernel(*pair): pair for pair in CASTS}
 
 
 class _NumpyEvent:
@@ -77,7 +77,11 @@ class _NumpyDevice:
 class _NumpyKernels:
     def put(self, table: PieceTable, _: object, digest: int = 0, part: range | None = None) -> None:
         for piece in _pieces_of(table, part):
-            for row, stored in enumerate(_stored_rows(table, piece)):
+            rows, lost = _stored_rows(table, piece)
+            if lost and digest:
+                overflow = ctypes.c_uint64.from_address(digest + 16)
+                overflow.value = max(overflow.value, int(piece["pos"]) + 1)
+            for row, stored in enumerate(rows):
                 ctypes.memmove(
                     int(piece["dst"]) + row * int(piece["dst_pitch"]), stored, len(stored)
                 )
@@ -146,39 +150,62 @@ def _pieces_of(table: PieceTable, part: range | None) -> np.ndarray:
     return pieces if part is None else pieces[part.start : part.stop]
 
 
-def _stored_rows(table: PieceTable, piece: np.void) -> list[bytes]:
-    """What the kernel stores of a piece, row by row."""
+def _stored_rows(table: PieceTable, piece: np.void) -> tuple[list[bytes], bool]:
+    """What the kernel stores of a piece, row by row, and whether a cast has overflowed."""
     src, pitch = int(piece["src"]), int(piece["src_pitch"])
     rows, elems = int(piece["rows"]), int(piece["row_elems"])
     if table.kernel.startswith("fp8"):
         _, what, dtype = table.kernel.split("_")
         values = what == "values"
         out = np.zeros(rows * elems if values else 4, np.uint8)
-        pack_quantized(
-            transform=Transform.FP8_BLOCK_VALUES if values else Transform.FP8_BLOCK_SCALES,
-            sizes=(rows, elems),
-            src_address=src,
-            src_strides=(pitch, DType(dtype).itemsize),
-            src_dtype=DType(dtype),
-            dst_address=int(out.ctypes.data),
-        )
-        return [bytes(row) for row in out.reshape(rows if values else 1, -1)]
+        lost = False
+        try:
+            pack_quantized(
+                transform=Transform.FP8_BLOCK_VALUES if values else Transform.FP8_BLOCK_SCALES,
+                sizes=(rows, elems),
+                src_address=src,
+                src_strides=(pitch, DType(dtype).itemsize),
+                src_dtype=DType(dtype),
+                dst_address=int(out.ctypes.data),
+            )
+        except TransferFailed:
+            lost = True
+        return [bytes(row) for row in out.reshape(rows if values else 1, -1)], lost
     if table.kernel in _CASTS:
+        have, want = _CASTS[table.kernel]
         held = [
-            np.frombuffer(ctypes.string_at(src + r * pitch, 4 * elems), "<f4") for r in range(rows)
+            np.frombuffer(ctypes.string_at(src + r * pitch, have.itemsize * elems), np.uint8)
+            for r in range(rows)
         ]
-        if _CASTS[table.kernel] is DType.FLOAT16:
-            return [row.astype("<f2").tobytes() for row in held]
-        return [_bfloat16(row) for row in held]
+        values_read = [_decoded(row, have) for row in held]
+        made = [_encoded(row, want) for row in values_read]
+        lost = any(
+            bool((np.isinf(_decoded(after, want)) & np.isfinite(before)).any())
+            for before, after in zip(values_read, made, strict=True)
+        )
+        return [row.tobytes() for row in made], lost
     nbytes = elems * table.itemsize
-    return [ctypes.string_at(src + row * pitch, nbytes) for row in range(rows)]
+    return [ctypes.string_at(src + row * pitch, nbytes) for row in range(rows)], False
 
 
-def _bfloat16(row: np.ndarray) -> bytes:
-    """Of numbers that are not NaN."""
+def _decoded(row: np.ndarray, dtype: DType) -> np.ndarray:
+    """Bytes of one of the dtypes that are cast, as float32."""
+    if dtype is DType.BFLOAT16:
+        return (row.view("<u2").astype("<u4") << 16).view("<f4")
+    return row.view("<f4") if dtype is DType.FLOAT32 else row.view("<f2").astype("<f4")
+
+
+def _encoded(row: np.ndarray, dtype: DType) -> np.ndarray:
+    """Float32 rounded to nearest even: bytes."""
+    if dtype is DType.FLOAT32:
+        return row.view(np.uint8)
+    if dtype is DType.FLOAT16:
+        with np.errstate(over="ignore"):
+            return row.astype("<f2").view(np.uint8)
     bits = row.view("<u4").astype(np.uint64)
-    rounded: np.ndarray = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return rounded.astype("<u2").tobytes()
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+    rounded[np.isnan(row)] = 0x7FC0
+    return rounded.view(np.uint8)
 
 
 def _add(digest: int, row: bytes, position: int) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from windlass.errors import ConfigError
+from windlass.layout.dtypes import DType, cast_refusal
 from windlass.transports.cuda.driver import Device, Stream, compile_source
 
 __all__ = ["PIECE", "Kernels", "PieceTable", "cut_parts", "put_kernel"]
@@ -37,8 +38,6 @@ THREADS_PER_MULTIPROCESSOR = 2048
 PART_NBYTES = 1 << 30
 """What a part of a table stores at least: the last one is hashed when the wire is silent already.
 With 1 GiB that takes 0.5 ms, and stores are as fast as in one part (H200, 2026-11-21)."""
-
-_CASTS = {("float32", "bfloat16"): "put_bfloat16", ("float32", "float16"): "put_float16"}
 
 
 @final
@@ -84,17 +83,17 @@ def cut_parts(nbytes: npt.NDArray[np.int64]) -> tuple[range, ...]:
     return tuple(range(first, stop) for first, stop in itertools.pairwise(bounds))
 
 
-def put_kernel(src_dtype: str, dst_dtype: str, itemsize: int) -> str:
-    """Which kernel stores elements of `src_dtype` as `dst_dtype`.
+def put_kernel(src_dtype: DType, dst_dtype: DType) -> str:
+    """Which kernel stores elements of `src_dtype` as `dst_dtype`: one for each of `CASTS`.
 
     Raises:
-        ConfigError: no kernel casts between them.
+        ConfigError: nothing casts between them.
     """
-    if src_dtype == dst_dtype:
-        return f"put_{itemsize}"
-    if (src_dtype, dst_dtype) not in _CASTS:
-        raise ConfigError(f"cuda_ipc: no kernel casts {src_dtype} to {dst_dtype}")
-    return _CASTS[src_dtype, dst_dtype]
+    if src_dtype is dst_dtype:
+        return f"put_{dst_dtype.itemsize}"
+    if refusal := cast_refusal(src_dtype, dst_dtype):
+        raise ConfigError(f"cuda: {refusal}")
+    return f"put_{src_dtype}_{dst_dtype}"
 
 
 @final
@@ -126,6 +125,8 @@ class Kernels:
         part: range | None = None,
     ) -> None:
         """Queue the stores; with `digest_address`, add their digest to the two words there.
+
+        Of a cast that overflows the third word becomes 1 + a position in the payload of its piece.
 
         `part`: of the table's pieces; all by default.
         """

@@ -109,42 +109,68 @@ __device__ void put_rows(const Piece& p, u32 row_nbytes, Hash& h) {
     }
 }
 
-// Round to nearest even, as torch casts; a NaN becomes torch's.
-__device__ __forceinline__ u16 to_bfloat16(float f) {
-    u32 bits = __float_as_uint(f);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
-    return (u16)((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+// The dtypes that are cast into one another: CASTS in layout/dtypes.py.
+enum Dtype { FLOAT32, BFLOAT16, FLOAT16 };
+
+__device__ __forceinline__ constexpr u32 itemsize_of(Dtype dtype) { return dtype == FLOAT32 ? 4 : 2; }
+
+template <Dtype FROM>
+__device__ __forceinline__ float decode(u32 bits) {
+    if (FROM == FLOAT32) return __uint_as_float(bits);
+    if (FROM == BFLOAT16) return __uint_as_float(bits << 16);
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"((u16)bits));
+    return f;
 }
 
-__device__ __forceinline__ u16 to_float16(float f) {
+// Round to nearest even, as torch casts; a NaN becomes the one of c10.
+template <Dtype TO>
+__device__ __forceinline__ u32 encode(float f) {
+    const u32 bits = __float_as_uint(f);
+    if (TO == FLOAT32) return bits;
+    if (TO == BFLOAT16) {
+        if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
+        return (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
+    }
     u16 half;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(f));
     return half;
 }
 
-template <int KIND>
-__device__ __forceinline__ u16 narrow(float f) {
-    return KIND == 0 ? to_bfloat16(f) : to_float16(f);
+// As `encode`; `lost` becomes true where a finite number has become infinite.
+template <Dtype FROM, Dtype TO>
+__device__ __forceinline__ u32 cast(float f, bool& lost) {
+    const u32 bits = encode<TO>(f);
+    if (TO == FLOAT16 || (TO == BFLOAT16 && FROM == FLOAT32))
+        lost |= (bits & 0x7fffu) == (TO == FLOAT16 ? 0x7c00u : 0x7f80u) && (__float_as_uint(f) & 0x7fffffffu) != 0x7f800000u;
+    return bits;
 }
 
-// float32 to a 2-byte float: half of the bytes that are read cross the link.
-template <int KIND, bool HASH>
-__device__ void put_cast(const Piece& p, Hash& h) {
-    const u32 row_nbytes = p.row_elems * 2;
-    u64 mix = p.src | p.dst | row_nbytes;
+// `out[2]`: 0, or 1 more than a position in the payload of a piece with a cast that overflowed.
+__device__ __forceinline__ void note(u64* out, bool lost, const Piece& p) {
+    if (lost && out) atomicMax(out + 2, p.pos + 1);
+}
+
+template <Dtype FROM, Dtype TO, bool HASH>
+__device__ void put_cast(const Piece& p, Hash& h, u64* out) {
+    // Eight elements are one or two vectors of 16 bytes at either side.
+    constexpr u32 SRC = itemsize_of(FROM) / 2, DST = itemsize_of(TO) / 2;
+    const u32 row_nbytes = p.row_elems * itemsize_of(TO);
+    bool lost = false;
+    u64 mix = p.src | p.dst;
     if (p.rows > 1) mix |= p.src_pitch | p.dst_pitch;
-    if ((mix & 15) == 0) {
+    if ((mix & 15) == 0 && (p.row_elems & 7) == 0) {
         const u32 per_row = p.row_elems >> 3, total = per_row * p.rows, T = blockDim.x;
         for (u32 first = threadIdx.x; first < total; first += 4 * T) {
-            float4 v[8];
+            uint4 v[4 * SRC];
 #pragma unroll
             for (int k = 0; k < 4; k++) {
                 u32 i = first + k * T;
                 if (i < total) {
                     u32 row = p.rows == 1 ? 0 : i / per_row, at = i - row * per_row;
-                    const float4* s = (const float4*)(p.src + row * p.src_pitch) + 2 * at;
-                    v[2 * k] = __ldcs(s);
-                    v[2 * k + 1] = __ldcs(s + 1);
+                    const uint4* s = (const uint4*)(p.src + row * p.src_pitch) + SRC * at;
+#pragma unroll
+                    for (int j = 0; j < SRC; j++) v[SRC * k + j] = __ldcs(s + j);
                 }
             }
 #pragma unroll
@@ -152,31 +178,50 @@ __device__ void put_cast(const Piece& p, Hash& h) {
                 u32 i = first + k * T;
                 if (i < total) {
                     u32 row = p.rows == 1 ? 0 : i / per_row, at = i - row * per_row;
-                    float4 x = v[2 * k], y = v[2 * k + 1];
-                    uint4 packed;
-                    packed.x = narrow<KIND>(x.x) | ((u32)narrow<KIND>(x.y) << 16);
-                    packed.y = narrow<KIND>(x.z) | ((u32)narrow<KIND>(x.w) << 16);
-                    packed.z = narrow<KIND>(y.x) | ((u32)narrow<KIND>(y.y) << 16);
-                    packed.w = narrow<KIND>(y.z) | ((u32)narrow<KIND>(y.w) << 16);
-                    __stcs((uint4*)(p.dst + row * p.dst_pitch) + at, packed);
-                    if (HASH) absorb16(h, packed, p.pos + row * p.pos_pitch + 16ull * at);
+                    u32 made[8];
+#pragma unroll
+                    for (int e = 0; e < 8; e++) {
+                        const uint4 from = v[SRC * k + e * SRC / 8];
+                        const u32 at4 = FROM == FLOAT32 ? e & 3 : e >> 1;
+                        const u32 word = at4 == 0 ? from.x : at4 == 1 ? from.y : at4 == 2 ? from.z : from.w;
+                        const u32 bits = FROM == FLOAT32 ? word : e & 1 ? word >> 16 : word & 0xffffu;
+                        made[e] = cast<FROM, TO>(decode<FROM>(bits), lost);
+                    }
+                    uint4* d = (uint4*)(p.dst + row * p.dst_pitch) + DST * at;
+#pragma unroll
+                    for (int j = 0; j < DST; j++) {
+                        uint4 packed;
+                        packed.x = TO == FLOAT32 ? made[4 * j] : made[0] | made[1] << 16;
+                        packed.y = TO == FLOAT32 ? made[4 * j + 1] : made[2] | made[3] << 16;
+                        packed.z = TO == FLOAT32 ? made[4 * j + 2] : made[4] | made[5] << 16;
+                        packed.w = TO == FLOAT32 ? made[4 * j + 3] : made[6] | made[7] << 16;
+                        __stcs(d + j, packed);
+                        if (HASH) absorb16(h, packed, p.pos + row * p.pos_pitch + 16ull * (DST * at + j));
+                    }
                 }
             }
         }
+        note(out, lost, p);
         return;
     }
     const u32 unit = unit_of(row_nbytes), per_row = row_nbytes / unit, total = per_row * p.rows;
     for (u32 i = threadIdx.x; i < total; i += blockDim.x) {
         u32 row = i / per_row, at = (i - row * per_row) * unit;
-        const float* s = (const float*)(p.src + row * p.src_pitch) + at / 2;
-        u16* d = (u16*)(p.dst + row * p.dst_pitch + at);
+        const u64 s = p.src + row * p.src_pitch, d = p.dst + row * p.dst_pitch;
         u64 value = 0;
-        for (u32 k = 0; k < unit / 2; k++) {
-            d[k] = narrow<KIND>(s[k]);
-            value |= (u64)d[k] << (16 * k);
+        for (u32 k = 0; k < unit / itemsize_of(TO); k++) {
+            const u32 e = at / itemsize_of(TO) + k;
+            const u32 bits = FROM == FLOAT32 ? ((const u32*)s)[e] : ((const u16*)s)[e];
+            const u32 made = cast<FROM, TO>(decode<FROM>(bits), lost);
+            if (TO == FLOAT32)
+                ((u32*)d)[e] = made;
+            else
+                ((u16*)d)[e] = (u16)made;
+            value |= (u64)made << (8 * itemsize_of(TO) * k);
         }
         if (HASH) absorb(h, value, p.pos + row * p.pos_pitch + at);
     }
+    note(out, lost, p);
 }
 
 #define PUT(NAME, BODY)                                                                        \
@@ -197,32 +242,46 @@ PUT(put_1_hashed, (put_rows<true>(p, p.row_elems, h)))
 PUT(put_2_hashed, (put_rows<true>(p, p.row_elems * 2, h)))
 PUT(put_4_hashed, (put_rows<true>(p, p.row_elems * 4, h)))
 PUT(put_8_hashed, (put_rows<true>(p, p.row_elems * 8, h)))
-PUT(put_bfloat16, (put_cast<0, false>(p, h)))
-PUT(put_float16, (put_cast<1, false>(p, h)))
-PUT(put_bfloat16_hashed, (put_cast<0, true>(p, h)))
-PUT(put_float16_hashed, (put_cast<1, true>(p, h)))
+#define PUT_CAST(NAME, FROM, TO)                                   \
+    PUT(put_##NAME, (put_cast<FROM, TO, false>(p, h, out)))        \
+    PUT(put_##NAME##_hashed, (put_cast<FROM, TO, true>(p, h, out)))
+
+PUT_CAST(float32_bfloat16, FLOAT32, BFLOAT16)
+PUT_CAST(float32_float16, FLOAT32, FLOAT16)
+PUT_CAST(bfloat16_float32, BFLOAT16, FLOAT32)
+PUT_CAST(bfloat16_float16, BFLOAT16, FLOAT16)
+PUT_CAST(float16_float32, FLOAT16, FLOAT32)
+PUT_CAST(float16_bfloat16, FLOAT16, BFLOAT16)
 
 // Block float8 (128 x 128, e4m3, one float32 scale per block), as layout/quantization.py defines it.
 // A piece is one block: `src_pitch` apart at the source, values or one scale at the destination.
 
-__device__ __forceinline__ float to_float(u16 bits) { return __uint_as_float((u32)bits << 16); }
-
-template <bool FLOAT32>
-__device__ __forceinline__ float read_weight(const Piece& p, u32 row, u32 col) {
+// Weights are rounded to bfloat16 first.
+template <Dtype FROM>
+__device__ __forceinline__ float read_weight(const Piece& p, u32 row, u32 col, bool& lost) {
     const u64 at = p.src + row * p.src_pitch;
-    return FLOAT32 ? to_float(to_bfloat16(((const float*)at)[col])) : to_float(((const u16*)at)[col]);
+    const u32 bits = FROM == FLOAT32 ? ((const u32*)at)[col] : ((const u16*)at)[col];
+    if (FROM == BFLOAT16) return decode<BFLOAT16>(bits);
+    return decode<BFLOAT16>(cast<FROM, BFLOAT16>(decode<FROM>(bits), lost));
+}
+
+// A NaN stays: fmaxf would leave it out.
+__device__ __forceinline__ float max_nan(float a, float b) {
+    float found;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(found) : "f"(a), "f"(b));
+    return found;
 }
 
 __device__ __forceinline__ float block_max(float mine) {
     __shared__ float partial[32];
-    for (int step = 16; step; step >>= 1) mine = fmaxf(mine, __shfl_xor_sync(0xffffffffu, mine, step));
+    for (int step = 16; step; step >>= 1) mine = max_nan(mine, __shfl_xor_sync(0xffffffffu, mine, step));
     __syncthreads();
     if ((threadIdx.x & 31) == 0) partial[threadIdx.x >> 5] = mine;
     __syncthreads();
     mine = threadIdx.x < (blockDim.x >> 5) ? partial[threadIdx.x & 31] : 0.0f;
     if (threadIdx.x < 32) {
         for (int step = 16; step; step >>= 1)
-            mine = fmaxf(mine, __shfl_xor_sync(0xffffffffu, mine, step));
+            mine = max_nan(mine, __shfl_xor_sync(0xffffffffu, mine, step));
         if (threadIdx.x == 0) partial[0] = mine;
     }
     __syncthreads();
@@ -230,7 +289,7 @@ __device__ __forceinline__ float block_max(float mine) {
 }
 
 // As torch divides by a number on a GPU: by its reciprocal, which rounds differently.
-__device__ __forceinline__ float scale_of(float amax) { return fmaxf(amax, 1e-4f) * (1.0f / 448.0f); }
+__device__ __forceinline__ float scale_of(float amax) { return max_nan(amax, 1e-4f) * (1.0f / 448.0f); }
 
 __device__ __forceinline__ u32 to_e4m3(float f) {
     u16 pair;
@@ -238,26 +297,28 @@ __device__ __forceinline__ u32 to_e4m3(float f) {
     return pair & 0xffu;
 }
 
-template <bool FLOAT32, bool SCALES, bool HASH>
-__device__ void put_fp8(const Piece& p, Hash& h) {
+template <Dtype FROM, bool SCALES, bool HASH>
+__device__ void put_fp8(const Piece& p, Hash& h, u64* out) {
     // Each thread holds its part of the block: it is read once.
     const u32 unit = unit_of(p.row_elems), per_row = p.row_elems / unit, total = per_row * p.rows;
     float held[4][8];
     float amax = 0.0f;
+    bool lost = false;
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         u32 i = threadIdx.x + k * blockDim.x, row = i / per_row, at = (i - row * per_row) * unit;
         if (unit == 8 && i < total) {
 #pragma unroll
             for (int j = 0; j < 8; j++) {
-                held[k][j] = read_weight<FLOAT32>(p, row, at + j);
-                amax = fmaxf(amax, fabsf(held[k][j]));
+                held[k][j] = read_weight<FROM>(p, row, at + j, lost);
+                amax = max_nan(amax, fabsf(held[k][j]));
             }
         }
     }
     if (unit != 8)
         for (u32 i = threadIdx.x; i < p.rows * p.row_elems; i += blockDim.x)
-            amax = fmaxf(amax, fabsf(read_weight<FLOAT32>(p, i / p.row_elems, i % p.row_elems)));
+            amax = max_nan(amax, fabsf(read_weight<FROM>(p, i / p.row_elems, i % p.row_elems, lost)));
+    note(out, lost, p);
     const float scale = scale_of(block_max(amax));
     if (SCALES) {
         if (threadIdx.x == 0) {
@@ -288,7 +349,7 @@ __device__ void put_fp8(const Piece& p, Hash& h) {
         u32 row = i / per_row, at = (i - row * per_row) * unit;
         u64 value = 0;
         for (u32 j = 0; j < unit; j++) {
-            u32 bits = to_e4m3(read_weight<FLOAT32>(p, row, at + j) * factor);
+            u32 bits = to_e4m3(read_weight<FROM>(p, row, at + j, lost) * factor);
             ((u8*)(p.dst + row * p.dst_pitch))[at + j] = (u8)bits;
             value |= (u64)bits << (8 * j);
         }
@@ -296,14 +357,15 @@ __device__ void put_fp8(const Piece& p, Hash& h) {
     }
 }
 
-PUT(fp8_values_bfloat16, (put_fp8<false, false, false>(p, h)))
-PUT(fp8_values_float32, (put_fp8<true, false, false>(p, h)))
-PUT(fp8_scales_bfloat16, (put_fp8<false, true, false>(p, h)))
-PUT(fp8_scales_float32, (put_fp8<true, true, false>(p, h)))
-PUT(fp8_values_bfloat16_hashed, (put_fp8<false, false, true>(p, h)))
-PUT(fp8_values_float32_hashed, (put_fp8<true, false, true>(p, h)))
-PUT(fp8_scales_bfloat16_hashed, (put_fp8<false, true, true>(p, h)))
-PUT(fp8_scales_float32_hashed, (put_fp8<true, true, true>(p, h)))
+#define PUT_FP8(NAME, FROM)                                                     \
+    PUT(fp8_values_##NAME, (put_fp8<FROM, false, false>(p, h, out)))            \
+    PUT(fp8_scales_##NAME, (put_fp8<FROM, true, false>(p, h, out)))             \
+    PUT(fp8_values_##NAME##_hashed, (put_fp8<FROM, false, true>(p, h, out)))    \
+    PUT(fp8_scales_##NAME##_hashed, (put_fp8<FROM, true, true>(p, h, out)))
+
+PUT_FP8(bfloat16, BFLOAT16)
+PUT_FP8(float32, FLOAT32)
+PUT_FP8(float16, FLOAT16)
 
 // What lies at the destinations of the pieces, hashed where it lies. `num` vectors of 16 bytes behind
 // each other; four loads of every thread are under way at once.
