@@ -85,31 +85,6 @@ def test_rows_land_where_they_belong_and_both_digests_are_numpys(
     assert read(transport, words.data_ptr() + 16) == digest.words()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("elems", [8, 64, 6, 5])
-def test_a_cast_is_torchs_cast_and_is_hashed_as_it_lands(
-    transport: CudaIpcTransport, dtype: torch.dtype, elems: int
-) -> None:
-    rows = 200
-    source = torch.randn(rows, elems + 4, device="cuda") * 1e3
-    source[0, :4] = torch.tensor([float("inf"), -0.0, 1e-40, 3.4e38])
-    target = torch.zeros(rows, elems, dtype=dtype, device="cuda")
-    made = piece(
-        source.data_ptr(), target.data_ptr(), rows, elems, ((elems + 4) * 4, elems * 2), elems * 2
-    )
-    name = "put_bfloat16" if dtype is torch.bfloat16 else "put_float16"
-    table = PieceTable(transport.gpu.device, made, name, 2)
-    words = torch.zeros(4, dtype=torch.int64, device="cuda")
-    torch.cuda.synchronize()
-    transport.gpu.kernels.put(table, transport.gpu.stream, words.data_ptr())
-    transport.gpu.kernels.hash(table, transport.gpu.stream, words.data_ptr() + 16)
-    transport.gpu.wait(transport.gpu.stream.record(), 10.0)
-    table.close()
-    want = source[:, :elems].to(dtype)
-    assert torch.equal(target.view(torch.int16), want.contiguous().view(torch.int16))
-    assert read(transport, words.data_ptr()) == read(transport, words.data_ptr() + 16)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(256, 384), (200, 136), (128, 130), (1, 7)])
 def test_block_float8_is_that_of_the_cpu_bit_for_bit(

@@ -137,7 +137,7 @@ async def test_a_bucket_that_fails_releases_its_head_and_leaves_the_old_version_
             await asyncio.to_thread(two_versions, url)
         for bucket, says in (
             ({"down": torch.zeros(3, 3, dtype=torch.int32)}, "shape of 'down' must be"),
-            ({"down": tensors(2, "down")["down"].float()}, "only floating dtypes are cast, 'down'"),
+            ({"down": tensors(2, "down")["down"].float()}, "tensor 'down': only float32"),
             ({"up": torch.zeros(3, 3)}, "tensor of this model was expected, got 'up'"),
         ):
             await asyncio.to_thread(fail_in_the_second_bucket, url, bucket, says)
