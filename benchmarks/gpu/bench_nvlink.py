@@ -319,9 +319,10 @@ class Rank:
             self.host = torch.empty_like(self.memory, device="cpu", pin_memory=True)
             source = self.transport.gpu.device.host_pointer(self.host.data_ptr())
         pieces, nbytes = suite_pieces(kind, piece, source, target)
-        kernel, itemsize = {"cast": ("put_float32_bfloat16", 2), "fp8": ("fp8_values_bfloat16", 1)}.get(
-            kind, ("put_1", 1)
-        )
+        kernel, itemsize = {
+            "cast": ("put_float32_bfloat16", 2),
+            "fp8": ("fp8_values_bfloat16", 1),
+        }.get(kind, ("put_1", 1))
         table = PieceTable(self.transport.gpu.device, pieces, kernel, itemsize)
         digest = self.transport.gpu.device.allocate(16)
         stream, kernels = self.transport.gpu.stream, self.transport.gpu.kernels

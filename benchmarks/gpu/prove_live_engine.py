@@ -8,8 +8,9 @@ side: the live one from other weights, and on the trainers' GPUs the fresh one f
 the trainers saved of their last weights. Updates of other weights follow, `in_place` and then `staged`,
 each series ending in those last weights; after either, every tensor of every rank of the live server
 (parameters, buffers and what modules keep besides, as absorbed projections) must have the fingerprint
-that it has in the fresh one, and greedy tokens must be equal. A case that fails does not end the
-others; the exit status is 1 then, and the last lines say why.
+that it has in the fresh one, and greedy tokens must be equal: of prompts that share a long prefix, too,
+which the live server was asked before and between the updates as well. Servers cache prefixes as they do by
+default. A case that fails does not end the others; the exit status is 1 then, and the last lines say why.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
-from live_engine.cases import CASES, Case
+from live_engine.cases import CASES, FAMILIES, Case
 from live_engine.proof_ranks import ProofTrainers
 from live_engine.proof_servers import MODEL, Held, ProofServer, engine_version, reasons, tail
 from live_engine.surroundings import TOKEN
@@ -53,6 +54,7 @@ class Proof:
         outcome: `proven`, `failed` or `not run`. detail: why, if it is not proven.
         num_tensors: of all ranks, compared after either series. num_attributes: those among them
             that are neither parameters nor buffers. attributes: their last names.
+        prefix_hits: tokens that each server took from its cache of prefixes, in the end.
         update_s, wire_s, pause_s: median by mode, the first update left out.
     """
 
@@ -70,6 +72,7 @@ class Proof:
     num_attributes: int = 0
     attributes: list[str] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
+    prefix_hits: dict[str, float] = field(default_factory=dict)
     equal_after: list[str] = field(default_factory=list)
     update_s: dict[str, float] = field(default_factory=dict)
     wire_s: dict[str, float] = field(default_factory=dict)
@@ -194,11 +197,17 @@ class Run:
             wanted, before = await fresh.held(), await live.held()
             self._describe(wanted)
             self._require_other(before, wanted, "before the updates")
+            self._require_other_tokens(before, wanted)
             await self._series("in_place", trainers, live, wanted)
         async with self._controller(UpdateMode.STAGED, int(url.rsplit(":", 1)[1])) as controller:
             await self._wait(controller)
             await self._series("staged", trainers, live, wanted)
-            assert await fresh.held() == wanted, "the fresh server has changed"
+            again = await fresh.held()
+            assert not again.different(wanted), "the fresh server has changed"
+            self.row.prefix_hits = {
+                "live": await live.prefix_hits(),
+                "fresh": await fresh.prefix_hits(),
+            }
 
     def _controller(self, mode: UpdateMode, port: int) -> windlass.Controller:
         deadlines = PhaseDeadlines(pause_s=60)
@@ -252,6 +261,13 @@ class Run:
             and held.fingerprints[0].get(name) == wanted.fingerprints[0][name]
         ]
         assert not same, f"{when}: other weights must be other fingerprints: {same[:5]}"
+
+    def _require_other_tokens(self, held: Held, wanted: Held) -> None:
+        """Else equal ones would say nothing, not even that no cache answers with older weights."""
+        same = [
+            i for i, (a, b) in enumerate(zip(held.tokens, wanted.tokens, strict=True)) if a == b
+        ]
+        assert not same, f"other weights must be other tokens: prompts {same}"
 
     def _describe(self, wanted: Held) -> None:
         names = [name for rank in wanted.fingerprints for name in rank]
@@ -310,7 +326,11 @@ def options_of(words: list[str]) -> argparse.Namespace:
     options.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
     options.add_argument(
-        "--case", action="append", choices=[*CASES, "all"], required=True, help="may be repeated"
+        "--case",
+        action="append",
+        choices=[*CASES, "all", "families"],
+        required=True,
+        help="may be repeated",
     )
     options.add_argument("--trainer", choices=("fsdp", "megatron"), default="fsdp")
     options.add_argument("--transport", default="", help="a name or JSON; cuda_ipc, on a CPU cma")
@@ -335,6 +355,8 @@ def options_of(words: list[str]) -> argparse.Namespace:
     parsed = options.parse_args(words)
     if "all" in parsed.case:
         parsed.case = list(CASES)
+    elif "families" in parsed.case:
+        parsed.case = list(FAMILIES)
     parsed.transport = parsed.transport or ("cma" if parsed.on_cpu else "cuda_ipc")
     parsed.logs.mkdir(parents=True, exist_ok=True)
     return parsed

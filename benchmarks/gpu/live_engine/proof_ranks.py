@@ -6,7 +6,7 @@ import json
 import multiprocessing as mp
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from transformers.core_model_loading import revert_weight_conversion
 
 import windlass
 from live_engine.surroundings import TOKEN
-from live_engine.trainers import MegatronRank, TrainerRank, Trainers, serve, transport_of, unstack
+from live_engine.trainers import MegatronRank, TrainerRank, Trainers, serve, transport_of
 from windlass.frameworks.dtensor import NameMap
 from windlass.layout.naming.adapters import adapter_names
+from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS, StackedRule
 
 RANK = 8
 ADAPTER_CONFIG = {
@@ -35,6 +37,23 @@ ADAPTER_CONFIG = {
     "use_rslora": False,
 }
 """alpha / rank is no power of two."""
+
+
+_MIXTRAL_LAYER = "model.layers.{layer}"
+_MIXTRAL_EXPERT = f"{_MIXTRAL_LAYER}.block_sparse_moe.experts.{{expert}}"
+STACKED: Mapping[str, tuple[StackedRule, ...]] = {
+    "mixtral": (
+        StackedRule(
+            f"{_MIXTRAL_LAYER}.mlp.experts.gate_up_proj",
+            (f"{_MIXTRAL_EXPERT}.w1.weight", f"{_MIXTRAL_EXPERT}.w3.weight"),
+        ),
+        StackedRule(f"{_MIXTRAL_LAYER}.mlp.experts.down_proj", (f"{_MIXTRAL_EXPERT}.w2.weight",)),
+    ),
+    "gpt_oss": (),
+}
+"""By model type: how checkpoints name stacked experts, where not as Qwen3-MoE's do; gpt-oss' are stacked too."""
+RENAMED: Mapping[str, tuple[str, str]] = {"mixtral": (".mlp.gate.", ".block_sparse_moe.gate.")}
+"""By model type: a part of transformers' names, and of the checkpoint's."""
 
 
 class FsdpProof(TrainerRank):
@@ -57,6 +76,7 @@ class FsdpProof(TrainerRank):
             world_size=world,
         )
         config = transformers.AutoConfig.from_pretrained(model)
+        self.module_type: str = config.model_type
         torch.manual_seed(1)
         with torch.device(self.kind):
             self.module = transformers.AutoModelForCausalLM.from_config(
@@ -98,20 +118,24 @@ class FsdpProof(TrainerRank):
             token=TOKEN,
             transport=transport_of(transport, self.device, num_multiprocessors),
             name_map=self.names(),
+            stacked=STACKED.get(self.module_type, TRANSFORMERS_EXPERTS),
         )
 
     def names(self) -> NameMap | None:
         """From names in the module to the checkpoint's."""
-        return None
+        if self.module_type not in RENAMED:
+            return None
+        ours, theirs = RENAMED[self.module_type]
+        return lambda name: name.replace(ours, theirs)
 
     def save(self, folder: str) -> None:
-        """The full weights as a checkpoint; collective."""
-        write(self.rank, self._full(), Path(folder))
-
-    def _full(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self.module.named_parameters():
-            yield from unstack(name, parameter.full_tensor().detach())
-        yield from self._buffers().items()
+        """The full weights as a checkpoint, under the names that transformers gives it; collective."""
+        held = {
+            name: parameter.full_tensor().detach()
+            for name, parameter in self.module.named_parameters()
+        }
+        named = revert_weight_conversion(self.module, {**held, **self._buffers()})
+        write(self.rank, iter(named.items()), Path(folder))
 
 
 class AdapterProof(FsdpProof):

@@ -20,7 +20,13 @@ from live_engine.cases import Case
 from live_engine.load import generate_request
 from live_engine.servers import ENGINES, Sglang, Vllm, start
 
-PROMPTS = ([5, 6, 7, 8], [9] * 40, list(range(100, 170)), [31999, 3, 1500])
+_PREFIX = [(7919 * k + 11) % 32000 for k in range(320)]
+PROMPTS = (
+    *([5, 6, 7, 8], [9] * 40, list(range(100, 170)), [31999, 3, 1500]),
+    *(_PREFIX, [*_PREFIX, 17, 4], [*_PREFIX, 23, 29999, 8]),
+)
+"""The last ones share a long prefix, which caches keep from one to the next; all are asked in this
+order, so that a cache that holds nothing older is hit alike on every server."""
 NUM_TOKENS = 16
 ADAPTER = "tuned"
 """The name that requests give."""
@@ -33,9 +39,8 @@ SMALL = {
 """Several servers and trainers share a GPU: vLLM would count the memory of the others as its own."""
 ON_CPU = {
     "vllm": (
-        *("--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "256"),
-        *("--max-num-seqs", "4", "--max-num-batched-tokens", "256", "--skip-tokenizer-init"),
-        "--no-enable-prefix-caching",
+        *("--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "512"),
+        *("--max-num-seqs", "4", "--max-num-batched-tokens", "512", "--skip-tokenizer-init"),
     ),
     "sglang": (
         *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "bfloat16"),
@@ -86,6 +91,7 @@ class ProofServer:
         words = {**vars(options), "port": port, "quantization": "fp8-block", "load": 16}
         words["engine_memory"] = 0.4
         self.engine: Vllm | Sglang = ENGINES[options.engine](argparse.Namespace(**words), session)
+        self.port = port
         self.process: asyncio.subprocess.Process | None = None
 
     def command(self, folder: Path, controller: str) -> list[str]:
@@ -104,6 +110,7 @@ class ProofServer:
         """Without `devices` all GPUs are visible, and the first ones are taken."""
         own = ON_CPU_ENVIRONMENT if self.options.on_cpu else engine_environment(self.options.engine)
         chosen = {"CUDA_VISIBLE_DEVICES": devices} if devices else {}
+        chosen["VLLM_PORT"] = str(self.port + 100)  # each looks for free ports elsewhere
         words = self.command(folder, controller)
         self.process = await start(self.options.python, words, log, {**own, **chosen})
 
@@ -130,6 +137,13 @@ class ProofServer:
             )
             tokens.append(list(found))
         return Held(await self.engine.fingerprints(), tokens)
+
+    async def prefix_hits(self) -> float:
+        """Tokens of prompts that vLLM took from its cache; 0 where it does not say."""
+        async with self.session.get(f"{self.engine.url}/metrics") as response:
+            text = await response.text()
+        found = re.findall(r"^vllm:prefix_cache_hits_total\{.*\} (\S+)$", text, re.MULTILINE)
+        return sum(map(float, found))
 
     async def end(self) -> None:
         """Its launcher ends the engine's processes."""
