@@ -238,7 +238,12 @@ class Run:
         held = await live.held()
         different = held.different(wanted)
         assert not different, f"{mode}: {len(different)} tensors differ: {different[:8]}"
-        assert held.tokens == wanted.tokens, f"{mode}: tokens {held.tokens} and {wanted.tokens}"
+        wrong = [
+            f"prompt {i}: {a}, not {b}"
+            for i, (a, b) in enumerate(zip(held.tokens, wanted.tokens, strict=True))
+            if a != b
+        ]
+        assert not wrong, f"{mode}: tensors are equal, tokens are not: {'; '.join(wrong)}"
         self.row.equal_after.append(mode)
         self.row.nbytes = reports[-1].nbytes
         for name, values in (

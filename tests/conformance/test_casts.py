@@ -10,7 +10,6 @@ from importlib import resources
 import pytest
 import torch
 
-from support.cast_conformance import QUANTISED_FROM, HostCasts, KernelCasts
 from windlass.errors import ConfigError, TransferFailed, UnsupportedLayout
 from windlass.frameworks.dtypes import torch_dtype
 from windlass.layout.box import Box
@@ -18,6 +17,7 @@ from windlass.layout.dtypes import CASTS, DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.memory.packing import copy_cast
 from windlass.planning.planner import plan_transfer
+from windlass.testing.cast_conformance import QUANTISED_FROM, HostCasts, KernelCasts
 from windlass.testing.numpy_gpu import numpy_gpu
 from windlass.transports.cuda.gpu import Gpu
 from windlass.transports.cuda.kernels import put_kernel

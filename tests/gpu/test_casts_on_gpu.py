@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from support.cast_conformance import KernelCasts
+from windlass.testing.cast_conformance import KernelCasts
 from windlass.transports.cuda.gpu import Gpu, shared_gpu
 
 pytestmark = [

@@ -5,8 +5,8 @@ float8 parameters, its scales in float32 parameters of their own, and a `Quantiz
 two names. A source that holds the weight in bfloat16 then quantises while it packs.
 
 The one scheme is DeepSeek-V3's: blocks of 128 x 128 elements of the checkpoint tensor (smaller at
-its ends), `scale = max(amax, 1e-4) * (1 / 448)` in float32, `value = e4m3(w * (1 / scale))`. Float32
-weights are rounded to bfloat16 first, so that the result is that of the bfloat16 checkpoint.
+its ends), `scale = max(amax, 1e-4) * (1 / 448)` in float32, `value = e4m3(w * (1 / scale))`. Weights in
+float32 or float16 are rounded to bfloat16 first, so that the result is that of the bfloat16 checkpoint.
 
 This is `per_block_cast_to_fp8` of DeepGEMM and vLLM as torch runs it on a GPU, operation by
 operation. There a division by 448 is a product with its reciprocal; on a CPU torch divides, and half
