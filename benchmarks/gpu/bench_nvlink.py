@@ -34,6 +34,7 @@ from harness import Row, median_p95, parser, report, save
 from windlass.config import UpdateMode
 from windlass.execution.base import ParameterMemory
 from windlass.execution.bindings import DestinationBinding
+from windlass.execution.device_links import WORDS_NBYTES
 from windlass.execution.device_receiver import DeviceReceiver
 from windlass.execution.device_sender import DeviceSender
 from windlass.layout.manifest import ShardManifest
@@ -324,7 +325,7 @@ class Rank:
             "fp8": ("fp8_values_bfloat16", 1),
         }.get(kind, ("put_1", 1))
         table = PieceTable(self.transport.gpu.device, pieces, kernel, itemsize)
-        digest = self.transport.gpu.device.allocate(16)
+        digest = self.transport.gpu.device.allocate(WORDS_NBYTES)
         stream, kernels = self.transport.gpu.stream, self.transport.gpu.kernels
         self.methods: dict[str, Callable[[], None]] = {
             "kernel": lambda: kernels.put(table, stream),
