@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from windlass.errors import WindlassError
     from windlass.rollout.client import BatchClient
     from windlass.rollout.messages import SamplingParams, TrainingBatch, TrainingSample
-    from windlass.rollout.staleness import StalenessPolicy
+    from windlass.rollout.staleness import OnStale, StalenessPolicy
     from windlass.training.callback import RolloutCallback, WeightGroup
     from windlass.training.client import PendingUpdate, TrainerClient, connect_trainer
 
@@ -44,6 +44,7 @@ __all__ = [
     "Controller",
     "DiskBackend",
     "EngineClient",
+    "OnStale",
     "P2pBackend",
     "PauseMode",
     "PendingUpdate",
@@ -82,6 +83,7 @@ _HOMES = {
     "TrainingBatch": "windlass.rollout.messages",
     "TrainingSample": "windlass.rollout.messages",
     "StalenessPolicy": "windlass.rollout.staleness",
+    "OnStale": "windlass.rollout.staleness",
     "RolloutCallback": "windlass.training.callback",
     "WeightGroup": "windlass.training.callback",
     "PendingUpdate": "windlass.training.client",

@@ -17,8 +17,14 @@ import msgspec
 import pytest
 
 import windlass
+from windlass.control.coordinator import Coordinator
 from windlass.control.messages import RoundOutcome, UpdateReport
+from windlass.control.server import ControlServer
+from windlass.errors import RolloutError
+from windlass.operations import Operations
+from windlass.rollout import BatchQueue, RolloutController, StaticEngines
 from windlass.rollout.messages import TrainingSample
+from windlass.testing.fake_engine import FakeEngine
 
 TOKEN = "a-token"
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
@@ -73,6 +79,36 @@ async def test_metrics_are_prometheus_text_and_need_the_token(
     assert 'windlass_sample_staleness_versions_bucket{le="0.0"} 1.0' in text
     assert "windlass_sample_staleness_versions_count 3.0" in text
     assert 'windlass_rollouts{state="lost"} 0.0' in text
+
+
+async def test_what_was_thrown_away_as_too_old_is_in_metrics_overview_and_status() -> None:
+    policy = windlass.StalenessPolicy(1, 4, 4, on_stale=windlass.OnStale.DROP)
+    server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
+    async with (
+        FakeEngine("a") as engine,
+        RolloutController(StaticEngines([engine.entry]), policy, token=TOKEN) as rollouts,
+    ):
+        Operations(Coordinator(windlass.ControlConfig()), rollouts, BatchQueue()).mount(server)
+        await server.start()
+        rollouts.run_here({})
+        engine.hold(1)
+        group = rollouts.submit_group((1,), 4, windlass.SamplingParams(max_new_tokens=2))
+        await engine.until_held(4)
+        rollouts.set_version(2)
+        with pytest.raises(RolloutError, match="dropped, too old for version 2"):
+            await group
+        try:
+            async with aiohttp.ClientSession(headers=HEADERS) as session:
+                answer = await session.get(f"{server.url}/metrics")
+                text = await answer.text()
+            status = (sys.executable, "-m", "windlass.cli.main", "status", server.url)
+            code, output, errors = await command(*status)
+        finally:
+            await server.close()
+    for state, count in {"too_old": 0, "stopped_early": 1, "dropped": 4}.items():
+        assert f'windlass_rollouts{{state="{state}"}} {count}.0' in text
+    assert (code, errors) == (0, "")
+    assert "too old 0, stopped early 1, dropped 4, rejected 0, wasted tokens 0" in output
 
 
 async def test_two_controllers_in_one_process_count_apart(controller: windlass.Controller) -> None:

@@ -16,6 +16,7 @@ from windlass.control.server import ControlServer
 from windlass.errors import ConfigError, PeerTimeout, RolloutError
 from windlass.rollout import (
     BatchQueue,
+    OnStale,
     Reject,
     RolloutConfig,
     RolloutController,
@@ -221,6 +222,36 @@ def test_equal_prefixes_stay_on_an_engine_until_it_holds_too_much_more_than_anot
     assert [choose(1) for _ in range(6)] == ["a", "a", "a", "a", "a", "b"]
     assert choose(2) == "b"
     assert choose(2, avoid="b") == "a", "the engine that failed is left while there is another"
+
+
+@pytest.mark.parametrize("on_stale", OnStale)
+async def test_a_conversation_over_more_versions_than_the_bound_ends_as_its_owner_chose(
+    rig: Rig, on_stale: OnStale
+) -> None:
+    rig.policy = StalenessPolicy(1, 8, 8, on_stale=on_stale, max_resubmits=1)
+    (engine,) = await rig.start()
+    turns_made = 0
+
+    async def one_turn_per_version(context: WorkflowContext) -> None:
+        nonlocal turns_made
+        for _ in range(6):
+            await context.generate((7,))
+            turns_made += 1
+            engine.version += 1
+
+    rig.controller.run_here({"long": one_turn_per_version})
+    handle = rig.controller.submit_workflow("long", None, SAMPLING)
+    if on_stale is OnStale.TRAIN:
+        assert (await handle).versions == tuple(v for version in range(6) for v in [version] * 2)
+        assert turns_made == 6
+        return
+    with pytest.raises(RolloutError, match="dropped, too old"):
+        await handle
+    # The third turn of a run shows that it cannot be used; the three after it are never made.
+    runs = 2 if on_stale is OnStale.RESUBMIT else 1
+    assert engine.num_requests == 3 * runs
+    stats = rig.controller.stats()
+    assert (stats.stopped_early, stats.dropped, stats.failed, stats.lost) == (runs, 1, 0, 0)
 
 
 async def test_evaluation_beside_training_uses_none_of_its_bound(rig: Rig) -> None:

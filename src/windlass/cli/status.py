@@ -100,9 +100,11 @@ def _show(view: dict[str, Any], console: Console) -> None:
         )
     console.print(rounds)
     rollouts = view["rollouts"]
-    words = ("outstanding", "running", "waiting", "completed", "failed", "lost", "workers")
-    console.print(
-        "rollouts: " + ", ".join(f"{word} {rollouts[word]}" for word in words), highlight=False
-    )
+    for what, words in (
+        ("", ("outstanding", "running", "waiting", "completed", "failed", "lost", "workers")),
+        (" thrown away", ("too_old", "stopped_early", "dropped", "rejected", "wasted_tokens")),
+    ):
+        counts = ", ".join(f"{word.replace('_', ' ')} {rollouts[word]}" for word in words)
+        console.print(f"rollouts{what}: {counts}", highlight=False)
     ages = ", ".join(f"{age}: {count}" for age, count in view["staleness"].items()) or "none yet"
     console.print(f"staleness of trained samples (versions: count): {ages}", highlight=False)
