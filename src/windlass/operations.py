@@ -88,7 +88,6 @@ class Operations:
                 update_s=report.update_s,
                 phase_s=report.phase_s,
             )
-        self._phase = ""
         self._page.notify()
 
     def _on_phase(self, version: int, phase: Phase) -> None:
