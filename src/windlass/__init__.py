@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         UpdateMode,
         XcclBackend,
     )
+    from windlass.control.hooks import EngineHooks
     from windlass.control.messages import RoundOutcome, UpdateReport
     from windlass.controller import Controller
     from windlass.engines.client import EngineClient
@@ -44,6 +45,7 @@ __all__ = [
     "Controller",
     "DiskBackend",
     "EngineClient",
+    "EngineHooks",
     "OnStale",
     "P2pBackend",
     "PauseMode",
@@ -77,6 +79,7 @@ _HOMES = {
     "UpdateReport": "windlass.control.messages",
     "Controller": "windlass.controller",
     "EngineClient": "windlass.engines.client",
+    "EngineHooks": "windlass.control.hooks",
     "WindlassError": "windlass.errors",
     "BatchClient": "windlass.rollout.client",
     "SamplingParams": "windlass.rollout.messages",

@@ -78,6 +78,7 @@ class Operations:
             wire_s=report.wire_s,
             update_s=report.update_s,
             pause_s=report.pause_s,
+            pack_s=report.pack_s,
         )
         if self._tracer is not None:
             record_round(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import sys
@@ -54,6 +55,7 @@ def report(version: int) -> UpdateReport:
         wire_s=0.5,
         update_s=0.75,
         pause_s=0.25,
+        pack_s=0.0625,
         phase_s={"prepare": 0.1, "write": 0.5, "verify": 0.15},
         digest_ok=True,
     )
@@ -169,6 +171,7 @@ async def test_status_prints_rounds_staleness_and_outstanding_work(
     assert (code, errors) == (0, "")
     assert "published version -1" in output
     assert "1,234,567" in output
+    assert re.search(r"pack ms .*\n.* 62\.5 ", output)
     assert "outstanding 0" in output
     assert "0: 1, 2: 2" in output
     code, _, errors = await command(*status, token="wrong")
@@ -230,6 +233,7 @@ class Browser:
 async def browser(profile: Path) -> AsyncIterator[Browser]:
     process = await asyncio.create_subprocess_exec(
         *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
+        *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
         *(f"--user-data-dir={profile}", "--remote-debugging-port=0", "about:blank"),
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
@@ -264,6 +268,8 @@ async def test_a_real_browser_shows_rounds_and_staleness_and_follows_them(
         assert "1,234,567" in page
         assert 'title="write 500.0 ms"' in page
         assert 'title="2 samples"' in page
+        assert "thrown away: too old 0, stopped early 0, dropped 0, rejected by workflows 0" in page
+        assert "<td>62.5 ms</td>" in page
         await controller.batches.put(1, [[sample(-8)]])
         assert 'title="1 samples"' in await tab.html_with("7: 1")
         await tab.call("Page.navigate", url="about:blank")

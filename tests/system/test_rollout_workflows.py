@@ -40,21 +40,17 @@ class Rig:
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self.stack = stack
+        self.config = RolloutConfig(retry_backoff_s=0.01, max_rejections=3)
         self.policy = StalenessPolicy.unbounded(5000)
         self.engines = StaticEngines()
         self.controller: RolloutController
         self.url = ""
 
     async def start(self, num_engines: int = 1) -> list[FakeEngine]:
-        config = RolloutConfig(retry_backoff_s=0.01, max_rejections=3)
         self.controller = await self.stack.enter_async_context(
-            RolloutController(self.engines, self.policy, token=TOKEN, config=config)
+            RolloutController(self.engines, self.policy, token=TOKEN, config=self.config)
         )
-        server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
-        mount_rollout_routes(server, self.controller, BatchQueue())
-        await server.start()
-        self.stack.push_async_callback(server.close)
-        self.url = server.url
+        self.url = await self.serve(self.controller)
         engines = [
             await self.stack.enter_async_context(FakeEngine(f"engine-{index}"))
             for index in range(num_engines)
@@ -62,10 +58,17 @@ class Rig:
         self.engines.set(engine.entry for engine in engines)
         return engines
 
-    async def agent_worker(self, name: str) -> asyncio.subprocess.Process:
+    async def serve(self, controller: RolloutController) -> str:
+        server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
+        mount_rollout_routes(server, controller, BatchQueue())
+        await server.start()
+        self.stack.push_async_callback(server.close)
+        return server.url
+
+    async def agent_worker(self, name: str, url: str = "") -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, str(ROOT / "examples" / "agentic.py"), "worker"),
-            *("--name", name, "--controller", self.url),
+            *("--name", name, "--controller", url or self.url),
             env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "WINDLASS_TOKEN": TOKEN},
         )
         self.stack.push_async_callback(reap, process)
@@ -268,6 +271,25 @@ async def test_evaluation_beside_training_uses_none_of_its_bound(rig: Rig) -> No
     group = rig.controller.submit_group((1,), 4, SAMPLING)
     (handed,) = await rig.controller.next_batch(1, deadline_s=20)
     assert handed.group_id == group.group_id
+
+
+async def test_evaluation_behind_a_server_of_its_own_has_workers_of_its_own(rig: Rig) -> None:
+    await rig.start()
+    evaluation = await rig.stack.enter_async_context(
+        RolloutController(rig.engines, StalenessPolicy.unbounded(64), token=TOKEN)
+    )
+    url = await rig.serve(evaluation)
+    await rig.agent_worker("trains")
+    await rig.agent_worker("evaluates", url)
+    for controller, worker in ((rig.controller, "trains"), (evaluation, "evaluates")):
+        await controller.wait_for_workers(1, deadline_s=60)
+        handles = [controller.submit_workflow("book_a_seat", n, SAMPLING) for n in range(10)]
+        rollouts = await controller.wait(handles, deadline_s=30)
+        assert {rollout.worker for rollout in rollouts} == {worker}
+    server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
+    mount_rollout_routes(server, rig.controller, BatchQueue())
+    with pytest.raises(ConfigError, match="mounted once, again: .*/v1/completions"):
+        mount_rollout_routes(server, evaluation, BatchQueue())
 
 
 async def test_groups_and_single_rollouts_that_are_declined_are_replaced(rig: Rig) -> None:

@@ -88,13 +88,15 @@ def _show(view: dict[str, Any], console: Console) -> None:
             each["name"], str(each["version"]), ranks, each["refused"] or state, each["url"]
         )
     console.print(engines)
-    rounds = Table("version", "outcome", "update ms", "pause ms", "bytes", "left out", box=None)
+    columns = ("version", "outcome", "update ms", "pause ms", "pack ms", "bytes", "left out")
+    rounds = Table(*columns, box=None)
     for each in view["rounds"][-10:]:
         rounds.add_row(
             str(each["version"]),
             each["outcome"],
             f"{each['update_s'] * 1e3:.1f}",
             f"{each['pause_s'] * 1e3:.1f}",
+            f"{each['pack_s'] * 1e3:.1f}" if each["pack_s"] else "-",
             f"{each['nbytes']:,}",
             ", ".join(each["left_out"]),
         )

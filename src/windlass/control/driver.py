@@ -82,6 +82,7 @@ def report_of(version: int, serving: tuple[str, ...], result: RoundResult) -> Up
         pause_s=result.pause_s,
         phase_s=result.phase_s,
         digest_ok=finish.digest_ok,
+        pack_s=finish.pack_s,
     )
 
 
