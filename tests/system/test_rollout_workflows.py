@@ -40,15 +40,15 @@ class Rig:
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self.stack = stack
-        self.config = RolloutConfig(retry_backoff_s=0.01, max_rejections=3)
         self.policy = StalenessPolicy.unbounded(5000)
         self.engines = StaticEngines()
         self.controller: RolloutController
         self.url = ""
 
     async def start(self, num_engines: int = 1) -> list[FakeEngine]:
+        config = RolloutConfig(retry_backoff_s=0.01, max_rejections=3)
         self.controller = await self.stack.enter_async_context(
-            RolloutController(self.engines, self.policy, token=TOKEN, config=self.config)
+            RolloutController(self.engines, self.policy, token=TOKEN, config=config)
         )
         self.url = await self.serve(self.controller)
         engines = [
@@ -288,7 +288,7 @@ async def test_evaluation_behind_a_server_of_its_own_has_workers_of_its_own(rig:
         assert {rollout.worker for rollout in rollouts} == {worker}
     server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
     mount_rollout_routes(server, rig.controller, BatchQueue())
-    with pytest.raises(ConfigError, match="mounted once, again: .*/v1/completions"):
+    with pytest.raises(ConfigError, match=r"mounted once, again: .*/v1/completions"):
         mount_rollout_routes(server, evaluation, BatchQueue())
 
 
