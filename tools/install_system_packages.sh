@@ -1,21 +1,30 @@
 #!/usr/bin/env bash
-# The one system package Windlass can use: libibverbs, which Mooncake's TransferEngine links to.
+# The system packages Windlass can use: libibverbs, which Mooncake's TransferEngine links to, and a
+# Chromium, in which a test looks at the status page.
 # Installed where this user may install; named, and gone on without, where not.
 set -u
-if ldconfig -p 2>/dev/null | grep -q 'libibverbs\.so\.1'; then
-  exit 0
-fi
+missing=()
+ldconfig -p 2>/dev/null | grep -q 'libibverbs\.so\.1' || missing+=(libibverbs1)
+command -v chromium >/dev/null 2>&1 || command -v google-chrome >/dev/null 2>&1 || missing+=(chromium)
+[ "${#missing[@]}" -eq 0 ] && exit 0
+apt=()
 if command -v apt-get >/dev/null 2>&1; then
-  sudo=""
-  if [ "$(id -u)" -ne 0 ]; then
-    command -v sudo >/dev/null 2>&1 && sudo -n true 2>/dev/null && sudo="sudo -n" || sudo="missing"
-  fi
-  if [ "$sudo" != "missing" ]; then
-    if $sudo apt-get update -qq && $sudo apt-get install -y -qq --no-install-recommends libibverbs1; then
-      exit 0
-    fi
+  if [ "$(id -u)" -eq 0 ]; then
+    apt=(apt-get)
+  elif command -v sudo >/dev/null 2>&1 && sudo -n true 2>/dev/null; then
+    apt=(sudo -n apt-get)
   fi
 fi
-echo "windlass: libibverbs1 is not installed and could not be: the mooncake transport will be unavailable." >&2
-echo "windlass: install it with your package manager (Debian/Ubuntu: apt-get install libibverbs1)." >&2
+[ "${#apt[@]}" -gt 0 ] && "${apt[@]}" update -qq
+for package in "${missing[@]}"; do
+  if [ "${#apt[@]}" -gt 0 ] && "${apt[@]}" install -y -qq --no-install-recommends "$package"; then
+    continue
+  fi
+  case "$package" in
+    libibverbs1) lost="the mooncake transport will be unavailable" ;;
+    chromium) lost="the test of the status page in a browser will be skipped" ;;
+  esac
+  echo "windlass: $package is not installed and could not be: $lost." >&2
+  echo "windlass: install it with your package manager (Debian/Ubuntu: apt-get install $package)." >&2
+done
 exit 0

@@ -26,13 +26,14 @@ if TYPE_CHECKING:
         UpdateMode,
         XcclBackend,
     )
+    from windlass.control.hooks import EngineHooks
     from windlass.control.messages import RoundOutcome, UpdateReport
     from windlass.controller import Controller
     from windlass.engines.client import EngineClient
     from windlass.errors import WindlassError
     from windlass.rollout.client import BatchClient
     from windlass.rollout.messages import SamplingParams, TrainingBatch, TrainingSample
-    from windlass.rollout.staleness import StalenessPolicy
+    from windlass.rollout.staleness import OnStale, StalenessPolicy
     from windlass.training.callback import RolloutCallback, WeightGroup
     from windlass.training.client import PendingUpdate, TrainerClient, connect_trainer
 
@@ -44,6 +45,8 @@ __all__ = [
     "Controller",
     "DiskBackend",
     "EngineClient",
+    "EngineHooks",
+    "OnStale",
     "P2pBackend",
     "PauseMode",
     "PendingUpdate",
@@ -76,12 +79,14 @@ _HOMES = {
     "UpdateReport": "windlass.control.messages",
     "Controller": "windlass.controller",
     "EngineClient": "windlass.engines.client",
+    "EngineHooks": "windlass.control.hooks",
     "WindlassError": "windlass.errors",
     "BatchClient": "windlass.rollout.client",
     "SamplingParams": "windlass.rollout.messages",
     "TrainingBatch": "windlass.rollout.messages",
     "TrainingSample": "windlass.rollout.messages",
     "StalenessPolicy": "windlass.rollout.staleness",
+    "OnStale": "windlass.rollout.staleness",
     "RolloutCallback": "windlass.training.callback",
     "WeightGroup": "windlass.training.callback",
     "PendingUpdate": "windlass.training.client",

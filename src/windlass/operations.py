@@ -78,6 +78,7 @@ class Operations:
             wire_s=report.wire_s,
             update_s=report.update_s,
             pause_s=report.pause_s,
+            pack_s=report.pack_s,
         )
         if self._tracer is not None:
             record_round(
@@ -88,7 +89,6 @@ class Operations:
                 update_s=report.update_s,
                 phase_s=report.phase_s,
             )
-        self._phase = ""
         self._page.notify()
 
     def _on_phase(self, version: int, phase: Phase) -> None:

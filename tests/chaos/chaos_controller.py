@@ -59,6 +59,7 @@ class ControllerProcess(Process):
             batch_size=2 * GROUP_SIZE,
             max_concurrent=4 * GROUP_SIZE,
             start_version=max(0, self.coordinator.published_version),
+            max_resubmits=1000,
         )
         self.rollouts = RolloutController(
             self.coordinator,

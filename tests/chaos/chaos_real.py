@@ -180,6 +180,7 @@ class Run:
         self.server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
         self.coordinator.mount(self.server)
         policy = StalenessPolicy(max_staleness=MAX_STALENESS, batch_size=8, max_concurrent=16)
+        policy.max_resubmits = 1000
         self.policy = policy
         self.rollouts = RolloutController(
             self.coordinator,

@@ -24,7 +24,7 @@ from windlass.testing.fake_fleet import TOKEN, FakeFleet
 
 SECRET = "the owner's"
 METHODS = {"/v1/callback": "POST", "/v1/workers": "POST", "/v1/completions": "POST"}
-OUTSIDE = {"/", "/v1/train_workers"}
+OUTSIDE = {"/", "/v1/train_workers/{name}"}
 """Public, and mounted by `TrainController`."""
 
 
@@ -49,7 +49,7 @@ async def test_every_route_of_a_controller_is_declared_and_no_other() -> None:
     async with windlass.Controller(token=SECRET) as controller:
         mounted = {r.canonical for r in controller.server._app.router.resources()}
     assert mounted - OUTSIDE == set(ROUTES) - OUTSIDE
-    assert "/v1/train_workers" in ROUTES
+    assert "/v1/train_workers/{name}" in ROUTES
 
 
 async def test_a_role_may_call_its_own_routes_and_is_refused_by_name_elsewhere() -> None:

@@ -29,11 +29,14 @@ from windlass.control.messages import (
     decode_controller_frame,
 )
 from windlass.control.retries import MAX_ATTEMPTS
+from windlass.control.round_types import Phase
 from windlass.control.session import AgentSession
 from windlass.execution.bindings import DestinationBinding, LinkOutcome, LinkStatus
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role
+from windlass.operations import Operations
+from windlass.rollout import BatchQueue, RolloutController, StalenessPolicy
 from windlass.testing.fake_agents import fake_hello
 from windlass.testing.simulated_loop import SimulatedLoop
 from windlass.testing.simulated_network import SimulatedNetwork
@@ -174,6 +177,27 @@ def test_a_catch_up_that_failed_is_made_again_from_another_engine(mode: UpdateMo
         await asyncio.sleep(1.0)
         assert rig.routable == {"a", "b", "c"}
         assert rig.since(rig.writes[0][0]) == [(0, "a"), (1, "b")]
+
+    with simulated(mode) as rig:
+        rig.loop.run_until_complete(scenario(rig))
+
+
+@BOTH
+def test_no_phase_is_shown_after_a_catch_up_however_it_ended(mode: UpdateMode) -> None:
+    async def scenario(rig: Rig) -> None:
+        rollouts = RolloutController(rig.coordinator, StalenessPolicy.unbounded(1))
+        shown = Operations(rig.coordinator, rollouts, BatchQueue())
+        seen: list[Phase] = []
+        rig.coordinator.on_phase(lambda _version, phase: seen.append(phase))
+        rig.on_write = lambda _donor: LinkStatus.FAILED
+        await rig.join("a")
+        await rig.join("c", served=-1)
+        await asyncio.sleep(0.5)
+        assert (rig.routable, shown.overview()["phase"]) == ({"a"}, "")
+        rig.on_write = lambda _donor: LinkStatus.OK
+        await asyncio.sleep(1.0)
+        assert (rig.routable, shown.overview()["phase"]) == ({"a", "c"}, "")
+        assert seen.count(Phase.DONE) == len(rig.writes) == 2
 
     with simulated(mode) as rig:
         rig.loop.run_until_complete(scenario(rig))

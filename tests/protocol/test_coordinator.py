@@ -103,7 +103,7 @@ async def test_phases_and_listeners_see_a_round_in_order() -> None:
         rig.coordinator.on_update(lambda report: seen.append(report.version))
         await rig.start({"a": 1})
         await rig.publish(3)
-        phases = [Phase.PREPARE, Phase.WRITE, Phase.VERIFY, Phase.APPLY, Phase.PUBLISH]
+        phases = [phase for phase in Phase if phase is not Phase.PAUSE]
         assert seen == [*((3, phase) for phase in phases), 3]
 
 

@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 
 from windlass.control.lines import read_lines
 from windlass.errors import ConfigError, RolloutError
-from windlass.rollout import RolloutConfig, SamplingParams, StalenessPolicy
+from windlass.rollout import (
+    GroupHandle,
+    OnStale,
+    RolloutConfig,
+    RolloutGroup,
+    SamplingParams,
+    StalenessPolicy,
+)
 from windlass.rollout.book import Record, State
 from windlass.rollout.journal import RolloutJournal
 from windlass.rollout.lifecycle import Lifecycle
@@ -24,7 +31,7 @@ from windlass.rollout.saved import Entry, Saved
 from windlass.rollout.submission import Submissions
 
 SAMPLING = SamplingParams(max_new_tokens=1)
-BATCH, MAX_STALENESS = 4, 1
+BATCH, MAX_STALENESS, MAX_RESUBMITS = 4, 1, 2
 
 
 def outcome(task_id: str, attempt: int, status: OutcomeStatus, version: int) -> RolloutOutcome:
@@ -45,7 +52,9 @@ class Process(Submissions):
 
     def __init__(self, path: Path, world: World) -> None:
         self.world = world
-        self.policy = StalenessPolicy(MAX_STALENESS, BATCH, 6)
+        self.policy = StalenessPolicy(
+            *(MAX_STALENESS, BATCH, 6), on_stale=world.on_stale, max_resubmits=MAX_RESUBMITS
+        )
         self.journal = RolloutJournal(path, keep_delivered=True)
         config = RolloutConfig(max_attempts=99, max_rejections=99, retry_backoff_s=1e-9)
         life = Lifecycle(self.policy, config, self.taken_back, lambda: None, self.journal)
@@ -54,10 +63,22 @@ class Process(Submissions):
         self.run = saved.run
         self.recovered = self._go_on(saved, self.policy)
         self.book = self._life.book
+        for handle in self.recovered.groups.values():
+            self.watch(handle)
         # Workers are asked what they still have; what they forgot is tried again.
         for record in self.running():
             if (record.task_id, record.attempt) not in world.at_workers:
                 self._life.retry(record, "unknown", Partial())
+
+    def watch(self, handle: GroupHandle) -> None:
+        def ended(done: asyncio.Future[RolloutGroup]) -> None:
+            if not done.cancelled() and "dropped" in str(done.exception()):
+                self.world.dropped.add(frozenset(handle.task_ids))
+
+        handle._future.add_done_callback(ended)
+
+    def resubmits(self) -> dict[str, int]:
+        return {task_id: record.resubmits for task_id, record in self.book.records.items()}
 
     def running(self) -> list[Record]:
         return [r for records in self.book.by_engine.values() for r in records.values()]
@@ -94,7 +115,8 @@ class Process(Submissions):
             group = self._life.hand_out()
             self.journal.flush()
             for rollout in group.rollouts:
-                assert self.policy.version - min(rollout.versions) <= MAX_STALENESS
+                young = self.policy.version - min(rollout.versions) <= MAX_STALENESS
+                assert young or self.policy.on_stale is OnStale.TRAIN
             handed.append([rollout.task_id for rollout in group.rollouts])
             ids = frozenset(handed[-1])
             if acknowledge:
@@ -111,7 +133,8 @@ class Process(Submissions):
         running = self.running()
         found = len(book.waiting) + len(book.queued) + len(book.backoff) + len(book.held)
         found += len(running)
-        assert counts.submitted == counts.completed + counts.cancelled + counts.failed + found
+        ended = counts.completed + counts.cancelled + counts.failed + counts.dropped
+        assert counts.submitted == ended + found
         assert found == len(book.records)
         assert policy.running == len(book.queued) + len(book.backoff) + len(running)
         assert policy.accepted - policy.consumed == len(book.held)
@@ -122,13 +145,14 @@ class Process(Submissions):
 class World:
     """What survives: workers, the owner's store, and the file."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, on_stale: OnStale = OnStale.RESUBMIT) -> None:
+        self.path, self.on_stale = path, on_stale
         self.at_workers: dict[tuple[str, int], int] = {}
         self.sent: set[tuple[str, int]] = set()
         self.stored: list[frozenset[str]] = []
         self.wanted: list[frozenset[str]] = []
         self.cancelled: set[frozenset[str]] = set()
+        self.dropped: set[frozenset[str]] = set()
 
     async def restarted(self, old: Process, torn: int) -> Process:
         """The end of the file may be lost (`torn` bytes), as after a power cut."""
@@ -139,6 +163,11 @@ class World:
             self.path.write_bytes(data[: max(first, len(data) - torn)])
         fresh = Process(self.path, self)
         fresh.audit()
+        if not torn:
+            before = old.resubmits()
+            after = fresh.resubmits()
+            assert {t: n for t, n in after.items() if before.get(t, 0) != n} == {}
+        assert max(fresh.resubmits().values(), default=0) <= MAX_RESUBMITS
         return fresh
 
 
@@ -172,12 +201,12 @@ STEPS = st.lists(
 
 
 @settings(deadline=None, max_examples=120)
-@given(steps=STEPS)
+@given(steps=STEPS, on_stale=st.sampled_from(OnStale))
 def test_after_any_kills_everything_is_delivered_once_and_the_bound_holds(
-    steps: list[tuple[str, int]],
+    steps: list[tuple[str, int]], on_stale: OnStale
 ) -> None:
     async def run(path: Path) -> None:
-        world = World(path)
+        world = World(path, on_stale)
         process = Process(path, world)
         cut = False
         for step, number in steps:
@@ -186,6 +215,7 @@ def test_after_any_kills_everything_is_delivered_once_and_the_bound_holds(
                 case "add":
                     handle = process.submit_group((1,), 1 + number % 4, SAMPLING, metadata=number)
                     world.wanted.append(frozenset(handle.task_ids))
+                    process.watch(handle)
                 case "go":
                     process.dispatch()
                 case "ok":
@@ -237,7 +267,8 @@ def test_after_any_kills_everything_is_delivered_once_and_the_bound_holds(
         assert not process.book.records
         assert process.policy.running == 0
         if not cut:
-            assert set(world.wanted) == set(world.stored) | world.cancelled
+            assert set(world.wanted) == set(world.stored) | world.cancelled | world.dropped
+            assert not world.dropped or on_stale is not OnStale.TRAIN
         assert len(set(world.stored)) == len(world.stored)
         await process.journal.close()
         left = RolloutJournal(path).open(0)
@@ -272,6 +303,53 @@ async def test_what_an_earlier_process_left_is_there_with_its_prompts_groups_and
     new = second.submit((1,), SAMPLING)
     assert new.task_id not in {*first.book.records, *second.recovered.rollouts}
     assert second.incarnation == first.incarnation, "workers keep what they run for it"
+    await second.journal.close()
+
+
+async def test_how_often_a_rollout_was_made_again_and_when_it_began_survive_a_kill(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path / "journal")
+    process = Process(world.path, world)
+    handle = process.submit_group((1,), 1, SAMPLING)
+    process.watch(handle)
+    (task_id,) = handle.task_ids
+    for life in range(MAX_RESUBMITS + 1):
+        process.dispatch()
+        assert process.book.records[task_id].begun == process.policy.version
+        process = await world.restarted(process, 0)
+        record = process.book.records[task_id]
+        assert (record.resubmits, record.begun) == (life, process.policy.version)
+        assert record.state is State.RUNNING
+        process._life.set_version(process.policy.version + 2)
+        assert not world.at_workers, "stopped at its worker"
+        process = await world.restarted(process, 0)
+    await asyncio.sleep(0)  # callbacks of futures
+    assert not process.book.records
+    assert world.dropped == {frozenset(handle.task_ids)}
+    await process.journal.close()
+
+
+async def test_what_grew_too_old_while_no_controller_ran_is_dealt_with_at_the_start(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path / "journal", OnStale.DROP)
+    first = Process(world.path, world)
+    told = first.submit((2,), SAMPLING)
+    first.dispatch()
+    first.finish(0, OutcomeStatus.ACCEPTED, 0)  # handed out, and never acknowledged
+    first.submit_group((1,), 2, SAMPLING)
+    running = first.submit((3,), SAMPLING)
+    for _ in range(3):
+        first.dispatch()
+    first.finish(0, OutcomeStatus.ACCEPTED, 0)
+    first.journal.version(5)  # and the process ends before it has drawn the consequences
+    second = await world.restarted(first, 0)
+    assert (await second.recovered.rollouts[told.task_id]).versions == (0,)
+    for handle in (second.recovered.groups[0], second.recovered.rollouts[running.task_id]):
+        with pytest.raises(RolloutError, match="too old for version 5"):
+            await handle
+    assert second.book.counts.dropped == 3
     await second.journal.close()
 
 

@@ -22,7 +22,7 @@ from windlass.rollout.messages import (
     decode,
     encode,
 )
-from windlass.rollout.staleness import StalenessPolicy
+from windlass.rollout.staleness import OnStale, StalenessPolicy
 
 EVENTS = st.lists(
     st.sampled_from(
@@ -98,8 +98,15 @@ def test_impossible_bounds_are_refused(bad: tuple[int, int, int]) -> None:
 class Bench:
     """A lifecycle whose workers are this object."""
 
-    def __init__(self, start_version: int = 0) -> None:
-        self.policy = StalenessPolicy(1, 4, 6, start_version)
+    def __init__(
+        self,
+        start_version: int = 0,
+        on_stale: OnStale = OnStale.RESUBMIT,
+        max_resubmits: int = 3,
+    ) -> None:
+        self.policy = StalenessPolicy(
+            1, 4, 6, start_version, on_stale=on_stale, max_resubmits=max_resubmits
+        )
         self.life = Lifecycle(
             self.policy,
             RolloutConfig(max_attempts=3, retry_backoff_s=1e-9),
@@ -115,7 +122,7 @@ class Bench:
 
     def restarted(self) -> Bench:
         """Another controller process; it learns the version from the engines, and no more."""
-        fresh = Bench(self.policy.version)
+        fresh = Bench(self.policy.version, self.policy.on_stale, self.policy.max_resubmits)
         fresh.num = self.num
         assert fresh.policy.capacity() <= 2 * 4
         for task_id, attempt in self.at_worker.items():
@@ -162,14 +169,15 @@ class Bench:
             group = self.life.hand_out()
             self.handed.append([rollout.task_id for rollout in group.rollouts])
             for rollout in group.rollouts:
-                assert self.policy.version - min(rollout.versions) <= self.policy.max_staleness
+                age = self.policy.version - min(rollout.versions)
+                assert age <= self.policy.max_staleness or self.policy.on_stale is OnStale.TRAIN
                 self.delivered.append(rollout.task_id)
 
     def audit(self) -> None:
         book, counts = self.life.book, self.life.book.counts
         found = len(book.waiting) + len(book.queued) + len(book.backoff) + len(book.held)
         found += len(self.at_worker)
-        ended = counts.completed + counts.cancelled + counts.failed
+        ended = counts.completed + counts.cancelled + counts.failed + counts.dropped
         assert counts.submitted == ended + found
         assert found == len(book.records)
         assert sum(len(each) for each in book.by_engine.values()) == len(self.at_worker)
@@ -180,6 +188,26 @@ class Bench:
         assert len(self.delivered) == len(set(self.delivered)) == counts.completed
         for group in book.ready.values():
             assert group.complete()
+        self.audit_ages()
+
+    def audit_ages(self) -> None:
+        book, policy = self.life.book, self.policy
+        counts = book.counts
+        if policy.on_stale is OnStale.TRAIN:
+            waste = (counts.too_old, counts.stopped_early, counts.dropped, counts.wasted_tokens)
+            assert waste == (0, 0, 0, 0)
+            return
+        limit = policy.max_resubmits if policy.on_stale is OnStale.RESUBMIT else 0
+        assert all(record.resubmits <= limit for record in book.records.values())
+        for record in book.held.values():
+            assert record.outcome is not None
+            assert not policy.is_stale(record.outcome.versions())
+        for running in book.by_engine.values():
+            assert not any(policy.is_stale([record.begun or 0]) for record in running.values())
+        for group in self.groups:
+            ended = [record.state is State.ENDED for record in group.records]
+            assert all(ended) or not any(ended), "a group ends as a whole"
+            assert group.future.done() == all(ended)
 
 
 def outcome(task_id: str, attempt: int, status: OutcomeStatus, version: int) -> RolloutOutcome:
@@ -222,12 +250,12 @@ STEPS = st.lists(
 
 
 @settings(deadline=None, max_examples=150)
-@given(steps=STEPS)
+@given(steps=STEPS, on_stale=st.sampled_from(OnStale), max_resubmits=st.integers(0, 3))
 def test_every_rollout_is_in_exactly_one_place_and_delivered_at_most_once(
-    steps: list[tuple[str, int]],
+    steps: list[tuple[str, int]], on_stale: OnStale, max_resubmits: int
 ) -> None:
     async def run() -> None:
-        bench = Bench()
+        bench = Bench(0, on_stale, max_resubmits)
         for step, number in steps:
             version = bench.policy.version
             match step:
@@ -327,7 +355,62 @@ async def test_a_ready_group_loses_exactly_the_samples_that_grew_too_old() -> No
     bench.finish(OutcomeStatus.ACCEPTED, 0, 2)
     bench.hand_out()
     assert bench.delivered == ["1", "2"]
-    assert bench.life.book.counts.rejected == 1
+    assert (bench.life.book.counts.too_old, bench.life.book.counts.wasted_tokens) == (1, 1)
+
+
+@pytest.mark.parametrize("on_stale", OnStale)
+async def test_a_group_that_lasts_three_versions_ends_as_its_owner_chose(on_stale: OnStale) -> None:
+    bench = Bench(0, on_stale, max_resubmits=2)
+    bench.add_group(2)
+    for version in range(1, 30):
+        for _ in range(2):
+            bench.dispatch()
+        begun = bench.policy.version - 2
+        for task_id in sorted(bench.at_worker):
+            if bench.life.book.records[task_id].begun == begun:
+                bench.finish(OutcomeStatus.ACCEPTED, 0, begun)
+        bench.hand_out()
+        bench.life.set_version(version)
+        bench.audit()
+    counts = bench.life.book.counts
+    assert bench.groups[0].future.done()
+    assert not bench.at_worker
+    assert not bench.life.book.records
+    assert bench.policy.capacity() > 0
+    match on_stale:
+        case OnStale.TRAIN:
+            assert bench.groups[0].future.result().rollouts[0].versions == (0,)
+            assert counts.completed == 2
+        case OnStale.RESUBMIT:
+            assert counts.stopped_early == 5  # each twice, and one that ends the group
+            with pytest.raises(RolloutError, match=r"dropped, .* after 2 resubmissions"):
+                bench.groups[0].future.result()
+        case OnStale.DROP:
+            assert counts.stopped_early == 1
+            with pytest.raises(RolloutError, match=r"dropped, .*\(on_stale=drop"):
+                bench.groups[0].future.result()
+
+
+async def test_what_a_dropped_group_had_finished_counts_as_wasted_and_leaves_room() -> None:
+    bench = Bench(0, OnStale.DROP)
+    bench.add_group(3)
+    for _ in range(3):
+        bench.dispatch()
+    bench.life.set_version(1)
+    bench.finish(OutcomeStatus.ACCEPTED, 0, 1)  # young, but of the same group
+    bench.life.set_version(2)
+    counts = bench.life.book.counts
+    assert (counts.dropped, counts.stopped_early, counts.too_old) == (3, 1, 0)
+    assert counts.wasted_tokens == 1
+    assert (bench.policy.running, bench.policy.accepted, bench.policy.capacity()) == (0, 0, 6)
+    assert not bench.at_worker, "its last sample was stopped with it"
+    bench.audit()
+
+
+async def test_a_choice_that_is_none_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"on_stale must be one of .*'drop'.*, got 'ignore'"):
+        StalenessPolicy(1, 1, 1, on_stale="ignore")  # type: ignore[arg-type]
+    assert StalenessPolicy(1, 1, 1, on_stale="train").on_stale is OnStale.TRAIN  # type: ignore[arg-type]
 
 
 def test_a_completion_survives_the_wire_and_nonsense_is_named() -> None:

@@ -226,7 +226,7 @@ async def test_a_trainer_rank_that_does_not_take_a_command_is_named_by_its_deadl
     headers = {"Authorization": f"Bearer {role_token(TOKEN, Access.TRAINER)}"}
     async with aiohttp.ClientSession(headers=headers) as http:
         starting = asyncio.create_task(trainers.start(server.url, deadline_s=DEADLINE_S))
-        socket = await http.ws_connect(f"{server.url}/v1/train_workers")
+        socket = await http.ws_connect(f"{server.url}/v1/train_workers/trainer")
         try:
             await socket.send_bytes(encode_frame(Joined(TRAIN_PROTOCOL_VERSION, 0, 1, "first")))
             setup = decode_call(await socket.receive_bytes())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import sys
@@ -17,8 +18,14 @@ import msgspec
 import pytest
 
 import windlass
+from windlass.control.coordinator import Coordinator
 from windlass.control.messages import RoundOutcome, UpdateReport
+from windlass.control.server import ControlServer
+from windlass.errors import RolloutError
+from windlass.operations import Operations
+from windlass.rollout import BatchQueue, RolloutController, StaticEngines
 from windlass.rollout.messages import TrainingSample
+from windlass.testing.fake_engine import FakeEngine
 
 TOKEN = "a-token"
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
@@ -48,6 +55,7 @@ def report(version: int) -> UpdateReport:
         wire_s=0.5,
         update_s=0.75,
         pause_s=0.25,
+        pack_s=0.0625,
         phase_s={"prepare": 0.1, "write": 0.5, "verify": 0.15},
         digest_ok=True,
     )
@@ -73,6 +81,36 @@ async def test_metrics_are_prometheus_text_and_need_the_token(
     assert 'windlass_sample_staleness_versions_bucket{le="0.0"} 1.0' in text
     assert "windlass_sample_staleness_versions_count 3.0" in text
     assert 'windlass_rollouts{state="lost"} 0.0' in text
+
+
+async def test_what_was_thrown_away_as_too_old_is_in_metrics_overview_and_status() -> None:
+    policy = windlass.StalenessPolicy(1, 4, 4, on_stale=windlass.OnStale.DROP)
+    server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
+    async with (
+        FakeEngine("a") as engine,
+        RolloutController(StaticEngines([engine.entry]), policy, token=TOKEN) as rollouts,
+    ):
+        Operations(Coordinator(windlass.ControlConfig()), rollouts, BatchQueue()).mount(server)
+        await server.start()
+        rollouts.run_here({})
+        engine.hold(1)
+        group = rollouts.submit_group((1,), 4, windlass.SamplingParams(max_new_tokens=2))
+        await engine.until_held(4)
+        rollouts.set_version(2)
+        with pytest.raises(RolloutError, match="dropped, too old for version 2"):
+            await group
+        try:
+            async with aiohttp.ClientSession(headers=HEADERS) as session:
+                answer = await session.get(f"{server.url}/metrics")
+                text = await answer.text()
+            status = (sys.executable, "-m", "windlass.cli.main", "status", server.url)
+            code, output, errors = await command(*status)
+        finally:
+            await server.close()
+    for state, count in {"too_old": 0, "stopped_early": 1, "dropped": 4}.items():
+        assert f'windlass_rollouts{{state="{state}"}} {count}.0' in text
+    assert (code, errors) == (0, "")
+    assert "too old 0, stopped early 1, dropped 4, rejected 0, wasted tokens 0" in output
 
 
 async def test_two_controllers_in_one_process_count_apart(controller: windlass.Controller) -> None:
@@ -133,6 +171,7 @@ async def test_status_prints_rounds_staleness_and_outstanding_work(
     assert (code, errors) == (0, "")
     assert "published version -1" in output
     assert "1,234,567" in output
+    assert re.search(r"pack ms .*\n.* 62\.5 ", output)
     assert "outstanding 0" in output
     assert "0: 1, 2: 2" in output
     code, _, errors = await command(*status, token="wrong")
@@ -194,6 +233,7 @@ class Browser:
 async def browser(profile: Path) -> AsyncIterator[Browser]:
     process = await asyncio.create_subprocess_exec(
         *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
+        *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
         *(f"--user-data-dir={profile}", "--remote-debugging-port=0", "about:blank"),
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
@@ -228,6 +268,8 @@ async def test_a_real_browser_shows_rounds_and_staleness_and_follows_them(
         assert "1,234,567" in page
         assert 'title="write 500.0 ms"' in page
         assert 'title="2 samples"' in page
+        assert "thrown away: too old 0, stopped early 0, dropped 0, rejected by workflows 0" in page
+        assert "<td>62.5 ms</td>" in page
         await controller.batches.put(1, [[sample(-8)]])
         assert 'title="1 samples"' in await tab.html_with("7: 1")
         await tab.call("Page.navigate", url="about:blank")

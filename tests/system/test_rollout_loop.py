@@ -28,7 +28,9 @@ from windlass.errors import (
 from windlass.rollout import (
     BatchClient,
     BatchQueue,
+    GroupHandle,
     OnAbort,
+    OnStale,
     Rollout,
     RolloutConfig,
     RolloutController,
@@ -57,6 +59,7 @@ class Rig:
         self.config = RolloutConfig(retry_backoff_s=0.01)
         self.workers: dict[str, asyncio.subprocess.Process] = {}
         self.extra_routes: list[web.RouteDef] = []
+        self.long: list[GroupHandle] = []
         self.controller: RolloutController
         self.server: ControlServer
 
@@ -516,7 +519,8 @@ async def test_an_answer_that_grew_too_old_while_it_ran_is_made_again(rig: Rig) 
     await engine.release()
     rollouts = await finished(tasks)
     assert {rollout.versions for rollout in rollouts} == {(2,) * 6}
-    assert rig.controller.stats().rejected == 8
+    stats = rig.controller.stats()
+    assert (stats.stopped_early, stats.too_old, stats.rejected) == (8, 0, 0)
     rig.assert_balanced(completed=8)
 
 
@@ -536,6 +540,86 @@ async def test_a_group_that_grew_too_old_while_it_waited_is_made_again(rig: Rig)
         assert {rollout.prompt_ids for rollout in group.rollouts} == {group.prompt_ids}
     assert all(handle.done() for handle in handles)
     rig.assert_balanced(completed=16)
+
+
+async def train_beside_long_groups(rig: Rig, num_steps: int) -> tuple[FakeEngine, list[Rollout]]:
+    """Each step trains on two groups of short answers; two long groups need three versions."""
+    engine = await rig.up()
+    engine.hold(1, per_version=True)
+    long, short = SamplingParams(max_new_tokens=3), SamplingParams(max_new_tokens=1)
+    for number in (900, 901):
+        rig.long.append(rig.controller.submit_group((number, 5), 4, long))
+    await engine.until_held(8)
+    trained: list[Rollout] = []
+    for step in range(num_steps):
+        for number in (2 * step, 2 * step + 1):
+            rig.controller.submit_group((number + 1, 5), 4, short)
+        for group in await rig.controller.next_batch(2, deadline_s=20):
+            trained += group.rollouts
+        await engine.serve(step + 1)
+        rig.route(engine)
+    return engine, trained
+
+
+async def test_rollouts_that_last_longer_than_the_bound_end_and_are_reported(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.policy = StalenessPolicy(max_staleness=1, batch_size=8, max_concurrent=64)
+    engine, trained = await train_beside_long_groups(rig, 20)
+    assert len(trained) == 160
+    assert all(handle.done() for handle in rig.long), rig.controller.stats()
+    for handle in rig.long:
+        with pytest.raises(RolloutError, match=r"max_staleness=1\) after 3 resubmissions"):
+            await handle
+    stats = rig.controller.stats()
+    assert (stats.completed, stats.dropped, stats.lost, stats.outstanding) == (160, 8, 0, 0)
+    # 8 samples, 4 tries each; the end of a group stops the rest of it.
+    assert 3 * 8 + 2 <= stats.stopped_early + stats.too_old <= 4 * 8
+    assert "too old for version 2 (max_staleness=1, on_stale=resubmit" in caplog.text
+    await engine.until(lambda: engine.num_active == 0)
+
+
+async def test_rollouts_longer_than_the_bound_are_trained_on_if_their_owner_wants_that(
+    rig: Rig,
+) -> None:
+    rig.policy = StalenessPolicy(
+        max_staleness=1, batch_size=8, max_concurrent=64, on_stale=OnStale.TRAIN
+    )
+    _, trained = await train_beside_long_groups(rig, 5)
+    long = [rollout for rollout in trained if rollout.prompt_ids[0] >= 900]
+    assert sorted((r.prompt_ids[0], r.versions) for r in long) == [
+        (number, (0, 1, 2)) for number in (900, 901) for _ in range(4)
+    ]
+    assert all(handle.done() for handle in rig.long)
+    stats = rig.controller.stats()
+    assert (stats.stopped_early, stats.too_old, stats.wasted_tokens, stats.lost) == (0, 0, 0, 0)
+
+
+async def test_what_cannot_be_young_enough_is_stopped_at_the_engine_and_leaves_room(
+    rig: Rig,
+) -> None:
+    rig.policy = StalenessPolicy(
+        max_staleness=1, batch_size=8, max_concurrent=8, on_stale=OnStale.DROP
+    )
+    engine = await rig.up()
+    engine.hold(1, per_version=True)
+    sampling = SamplingParams(max_new_tokens=9)
+    group = rig.controller.submit_group((1, 5), 4, sampling)
+    single = rig.controller.submit((2, 5), sampling)
+    await engine.until_held(5)
+    for version in (1, 2):
+        assert engine.num_active == 5
+        await engine.serve(version)
+        rig.route(engine)
+    await engine.until(lambda: engine.num_active == 0)
+    for handle in (group, single):
+        with pytest.raises(RolloutError, match="dropped, too old for version 2"):
+            await handle
+    stats = rig.controller.stats()
+    # One sample of the group was found too old, the others go with it.
+    assert (stats.stopped_early, stats.dropped, stats.capacity, stats.lost) == (2, 5, 8, 0)
+    with pytest.raises(PeerTimeout, match=r"got 0 \(.*dropped 5, too old 0, stopped early 2,"):
+        await rig.controller.next_batch(1, deadline_s=0.05)
 
 
 async def test_admission_stops_at_the_bound_and_opens_with_the_next_version(rig: Rig) -> None:

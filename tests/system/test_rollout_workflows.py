@@ -16,6 +16,7 @@ from windlass.control.server import ControlServer
 from windlass.errors import ConfigError, PeerTimeout, RolloutError
 from windlass.rollout import (
     BatchQueue,
+    OnStale,
     Reject,
     RolloutConfig,
     RolloutController,
@@ -49,11 +50,7 @@ class Rig:
         self.controller = await self.stack.enter_async_context(
             RolloutController(self.engines, self.policy, token=TOKEN, config=config)
         )
-        server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
-        mount_rollout_routes(server, self.controller, BatchQueue())
-        await server.start()
-        self.stack.push_async_callback(server.close)
-        self.url = server.url
+        self.url = await self.serve(self.controller)
         engines = [
             await self.stack.enter_async_context(FakeEngine(f"engine-{index}"))
             for index in range(num_engines)
@@ -61,10 +58,17 @@ class Rig:
         self.engines.set(engine.entry for engine in engines)
         return engines
 
-    async def agent_worker(self, name: str) -> asyncio.subprocess.Process:
+    async def serve(self, controller: RolloutController) -> str:
+        server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
+        mount_rollout_routes(server, controller, BatchQueue())
+        await server.start()
+        self.stack.push_async_callback(server.close)
+        return server.url
+
+    async def agent_worker(self, name: str, url: str = "") -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, str(ROOT / "examples" / "agentic.py"), "worker"),
-            *("--name", name, "--controller", self.url),
+            *("--name", name, "--controller", url or self.url),
             env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "WINDLASS_TOKEN": TOKEN},
         )
         self.stack.push_async_callback(reap, process)
@@ -223,6 +227,36 @@ def test_equal_prefixes_stay_on_an_engine_until_it_holds_too_much_more_than_anot
     assert choose(2, avoid="b") == "a", "the engine that failed is left while there is another"
 
 
+@pytest.mark.parametrize("on_stale", OnStale)
+async def test_a_conversation_over_more_versions_than_the_bound_ends_as_its_owner_chose(
+    rig: Rig, on_stale: OnStale
+) -> None:
+    rig.policy = StalenessPolicy(1, 8, 8, on_stale=on_stale, max_resubmits=1)
+    (engine,) = await rig.start()
+    turns_made = 0
+
+    async def one_turn_per_version(context: WorkflowContext) -> None:
+        nonlocal turns_made
+        for _ in range(6):
+            await context.generate((7,))
+            turns_made += 1
+            engine.version += 1
+
+    rig.controller.run_here({"long": one_turn_per_version})
+    handle = rig.controller.submit_workflow("long", None, SAMPLING)
+    if on_stale is OnStale.TRAIN:
+        assert (await handle).versions == tuple(v for version in range(6) for v in [version] * 2)
+        assert turns_made == 6
+        return
+    with pytest.raises(RolloutError, match="dropped, too old"):
+        await handle
+    # The third turn of a run shows that it cannot be used; the three after it are never made.
+    runs = 2 if on_stale is OnStale.RESUBMIT else 1
+    assert engine.num_requests == 3 * runs
+    stats = rig.controller.stats()
+    assert (stats.stopped_early, stats.dropped, stats.failed, stats.lost) == (runs, 1, 0, 0)
+
+
 async def test_evaluation_beside_training_uses_none_of_its_bound(rig: Rig) -> None:
     rig.policy = StalenessPolicy(max_staleness=0, batch_size=4, max_concurrent=4)
     await rig.start()
@@ -237,6 +271,25 @@ async def test_evaluation_beside_training_uses_none_of_its_bound(rig: Rig) -> No
     group = rig.controller.submit_group((1,), 4, SAMPLING)
     (handed,) = await rig.controller.next_batch(1, deadline_s=20)
     assert handed.group_id == group.group_id
+
+
+async def test_evaluation_behind_a_server_of_its_own_has_workers_of_its_own(rig: Rig) -> None:
+    await rig.start()
+    evaluation = await rig.stack.enter_async_context(
+        RolloutController(rig.engines, StalenessPolicy.unbounded(64), token=TOKEN)
+    )
+    url = await rig.serve(evaluation)
+    await rig.agent_worker("trains")
+    await rig.agent_worker("evaluates", url)
+    for controller, worker in ((rig.controller, "trains"), (evaluation, "evaluates")):
+        await controller.wait_for_workers(1, deadline_s=60)
+        handles = [controller.submit_workflow("book_a_seat", n, SAMPLING) for n in range(10)]
+        rollouts = await controller.wait(handles, deadline_s=30)
+        assert {rollout.worker for rollout in rollouts} == {worker}
+    server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
+    mount_rollout_routes(server, rig.controller, BatchQueue())
+    with pytest.raises(ConfigError, match=r"mounted once, again: .*/v1/completions"):
+        mount_rollout_routes(server, evaluation, BatchQueue())
 
 
 async def test_groups_and_single_rollouts_that_are_declined_are_replaced(rig: Rig) -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 
 from windlass.cli import checks
 from windlass.cli.checks import Status, check_flags, run_checks
 from windlass.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_required_check_that_does_not_work_is_the_exit_status(
@@ -123,3 +128,26 @@ def test_an_engine_is_looked_for_with_its_own_interpreter(
     assert "no `/update_weight_version`" in found["found"]
     assert "No module named windlass" in without_windlass[0]["found"]
     assert nowhere[0]["status"] == "fails"
+
+
+@pytest.mark.mooncake
+@pytest.mark.parametrize(
+    ("num_gpus", "release", "extra"),
+    [(0, "12.8", ""), (2, "12.8", "mooncake-cuda12"), (2, "13.0", "mooncake-cuda13"), (1, None, "mooncake-cuda13")],
+)  # fmt: skip
+def test_a_machine_with_gpus_is_offered_mooncake_for_their_memory(
+    num_gpus: int, release: str | None, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "count_gpus", lambda: num_gpus)
+    monkeypatch.setattr(torch.version, "cuda", release)
+    assert version("mooncake-transfer-engine-non-cuda")  # is what this environment has
+    finding = checks._mooncake()
+    if not extra:
+        assert (finding.status, finding.remedy) == (Status.WORKS, "")
+        return
+    assert finding.status is Status.LIMITED
+    assert "built for host memory" in finding.found
+    assert f"pip install 'windlass[{extra}]'" in finding.remedy
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (wanted,) = declared["optional-dependencies"][extra]
+    assert "non-cuda" not in wanted

@@ -87,6 +87,20 @@ def test_code_on_a_page_names_what_is_there(page: Path) -> None:
         check_calls(tree, check_imports(tree))
 
 
+def test_public_names_and_files_that_are_named_exist() -> None:
+    """In running text, too, and in what examples say of themselves."""
+    names = 0
+    for text in [*PAGES, *ROOT.glob("examples/**/*.py")]:
+        for name in re.findall(r"\bwindlass\.([A-Z]\w+)", text.read_text()):
+            assert hasattr(windlass, name), f"{text.name}: windlass.{name}"
+            names += 1
+    assert names >= 20
+    for page in (ROOT / "CONTRIBUTING.md", ROOT / "docs/architecture.md"):
+        for path in re.findall(r"`([\w/]+/[\w*]+\.py)`", page.read_text()):
+            places = (ROOT, ROOT / "src/windlass")
+            assert any(list(place.glob(path)) for place in places), f"{page.name}: {path}"
+
+
 def test_pages_are_looked_at() -> None:
     found = [(tree, check_imports(tree)) for page in PAGES for tree in map(tree_of, blocks(page))]
     assert len(found) >= 15

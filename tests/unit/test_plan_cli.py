@@ -37,7 +37,7 @@ def test_the_figures_are_those_of_the_plan(
     assert 1.0 <= figures["imbalance"] <= 1.02
     assert figures["num_writes"] == planned.plan.num_writes()
     assert sum(figures["num_ops"].values()) == len(planned.plan.ops)
-    assert set(figures["num_ops"]) == {"direct", "packed", "scatter", "loader"}
+    assert set(figures["num_ops"]) == {"direct", "packed", "scatter"}
     assert figures["plan_digest"] == planned.plan.digest()
     assert figures["plan_seconds"] > 0
     assert figures["peak_rss_bytes"] > 1 << 20

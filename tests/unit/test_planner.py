@@ -112,12 +112,11 @@ def test_a_cast_that_is_not_between_floats_is_refused(have: DType, want: DType) 
         plan_transfer([rank("t", FULL, dtype=have)], [rank("engine", FULL, dtype=want)])
 
 
-def test_loader_tensors_go_to_the_landing_region_aligned() -> None:
+def test_payloads_for_a_strided_destination_go_to_the_landing_region_aligned() -> None:
     halves = [rank(f"t{i}", Box((i * 8, 0), (8, 64))) for i in range(2)]
-    policy = PlanPolicy(loader_tensors=frozenset({"w", "absent"}), landing_alignment=1000)
-    plan = plan_transfer(halves, [rank("engine", FULL)], policy)
-    assert (plan.ops.mode == CopyMode.LOADER).all()
-    assert (plan.ops.reason == Reason.LOADER_DECLARED).all()
+    transposed = rank("engine", FULL, strides=(2, 2 * ROWS))
+    plan = plan_transfer(halves, [transposed], PlanPolicy(landing_alignment=1000))
+    assert (plan.ops.mode == CopyMode.SCATTER).all()
     assert plan.ops.landing_offset.tolist() == [0, 2000]  # 1024 bytes each
     assert plan.landing_nbytes == (4000,)
 

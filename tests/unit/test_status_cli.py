@@ -27,18 +27,30 @@ OVERVIEW = {
         }
     ],
     "rounds": [],
-    "rollouts": dict.fromkeys(
-        ("outstanding", "running", "waiting", "completed", "failed", "lost", "workers"), 0
-    ),
+    "rollouts": {
+        **dict.fromkeys(
+            ("outstanding", "running", "waiting", "completed", "failed", "lost", "workers"), 0
+        ),
+        "too_old": 5,
+        "stopped_early": 7,
+        "dropped": 4,
+        "rejected": 1,
+        "wasted_tokens": 96,
+    },
     "staleness": {},
 }
 
 
-def test_the_brackets_of_an_ipv6_address_are_printed(
+def test_the_brackets_of_an_ipv6_address_and_what_was_thrown_away_are_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WINDLASS_TOKEN", "secret of the test")
     monkeypatch.setenv("COLUMNS", "200")
     with answering(lambda _path, _asked: (200, json.dumps(OVERVIEW).encode())) as url:
         assert main(["status", url]) == 0
-    assert "http://[fd77::1]:8000" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "http://[fd77::1]:8000" in shown
+    assert (
+        "rollouts thrown away: too old 5, stopped early 7, dropped 4, rejected 1, wasted tokens 96"
+        in shown
+    )

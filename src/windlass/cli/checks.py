@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from windlass.cli.bench import count_gpus
 from windlass.engines.launch import refuse_unsafe
 from windlass.engines.quantised import require_followed
 from windlass.engines.sglang.settings import UNSAFE as SGLANG_UNSAFE
@@ -25,6 +26,7 @@ from windlass.envs import environment_value
 from windlass.errors import ConfigError, WindlassError
 from windlass.transports.configs import parse_transport
 from windlass.transports.lockable import locks_without_limit
+from windlass.transports.mooncake_native import WITHOUT_CUDA, is_installed
 from windlass.transports.registry import create_transport
 
 __all__ = ["Finding", "Status", "check_flags", "run_checks"]
@@ -61,7 +63,7 @@ def run_checks(checkpoint: Path | None = None) -> tuple[Finding, ...]:
     findings = [
         _transport("cma", "allow ptrace between processes of this user, or use --transport shm"),
         _transport("shm", "mount a tmpfs at /dev/shm"),
-        _transport("mooncake", "pip install 'windlass[mooncake]' and the package libibverbs1"),
+        _mooncake(),
         _transport("nixl", "pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1"),
         _ptrace(),
         _shared_memory(),
@@ -87,6 +89,33 @@ def _transport(name: str, remedy: str) -> Finding:
         return Finding(name, Status.WORKS, f"{report.protocol}, {report.detail}{one_sided}")
     finally:
         transport.close()
+
+
+def _mooncake() -> Finding:
+    extra = _mooncake_extra()
+    install = f"pip install 'windlass[{extra}]' and the package libibverbs1"
+    finding = _transport("mooncake", install)
+    if finding.status is Status.WORKS and extra != "mooncake" and is_installed(WITHOUT_CUDA):
+        return Finding(
+            finding.name,
+            Status.LIMITED,
+            f"{finding.found}; {WITHOUT_CUDA} is built for host memory, and there are GPUs",
+            f"pip uninstall {WITHOUT_CUDA}; {install}",
+        )
+    return finding
+
+
+def _mooncake_extra() -> str:
+    """The extra whose wheel takes the memory that is here: GPUs want that of their CUDA release."""
+    if count_gpus() == 0:
+        return "mooncake"
+    try:
+        import torch
+    except ImportError:
+        release = ""
+    else:
+        release = torch.version.cuda or ""
+    return "mooncake-cuda12" if release.startswith("12.") else "mooncake-cuda13"
 
 
 def _ptrace() -> Finding:

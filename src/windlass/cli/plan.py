@@ -34,7 +34,6 @@ _WHY = {
     Reason.SOURCE_STRIDED: "the source is strided",
     Reason.CAST: "the dtypes differ",
     Reason.DESTINATION_STRIDED: "the destination is strided",
-    Reason.LOADER_DECLARED: "declared for the engine's loader",
     Reason.QUANTIZED: "quantised on the way",
 }
 

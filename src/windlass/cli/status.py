@@ -88,21 +88,25 @@ def _show(view: dict[str, Any], console: Console) -> None:
             each["name"], str(each["version"]), ranks, each["refused"] or state, each["url"]
         )
     console.print(engines)
-    rounds = Table("version", "outcome", "update ms", "pause ms", "bytes", "left out", box=None)
+    columns = ("version", "outcome", "update ms", "pause ms", "pack ms", "bytes", "left out")
+    rounds = Table(*columns, box=None)
     for each in view["rounds"][-10:]:
         rounds.add_row(
             str(each["version"]),
             each["outcome"],
             f"{each['update_s'] * 1e3:.1f}",
             f"{each['pause_s'] * 1e3:.1f}",
+            f"{each['pack_s'] * 1e3:.1f}" if each["pack_s"] else "-",
             f"{each['nbytes']:,}",
             ", ".join(each["left_out"]),
         )
     console.print(rounds)
     rollouts = view["rollouts"]
-    words = ("outstanding", "running", "waiting", "completed", "failed", "lost", "workers")
-    console.print(
-        "rollouts: " + ", ".join(f"{word} {rollouts[word]}" for word in words), highlight=False
-    )
+    for what, words in (
+        ("", ("outstanding", "running", "waiting", "completed", "failed", "lost", "workers")),
+        (" thrown away", ("too_old", "stopped_early", "dropped", "rejected", "wasted_tokens")),
+    ):
+        counts = ", ".join(f"{word.replace('_', ' ')} {rollouts[word]}" for word in words)
+        console.print(f"rollouts{what}: {counts}", highlight=False)
     ages = ", ".join(f"{age}: {count}" for age, count in view["staleness"].items()) or "none yet"
     console.print(f"staleness of trained samples (versions: count): {ages}", highlight=False)

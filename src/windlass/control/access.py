@@ -42,7 +42,7 @@ ROUTES = MappingProxyType(
     {
         "/v1/agents": (Access.TRAINER, Access.ENGINE),
         "/v1/callback": (Access.TRAINER,),
-        "/v1/train_workers": (Access.TRAINER,),
+        "/v1/train_workers/{name}": (Access.TRAINER,),
         "/v1/batches": (Access.TRAINER,),
         "/v1/workers": (Access.WORKER,),
         "/v1/completions": (Access.WORKER,),

@@ -82,6 +82,7 @@ def report_of(version: int, serving: tuple[str, ...], result: RoundResult) -> Up
         pause_s=result.pause_s,
         phase_s=result.phase_s,
         digest_ok=finish.digest_ok,
+        pack_s=finish.pack_s,
     )
 
 
@@ -100,7 +101,7 @@ class RoundDriver:
         clock: Callable[[], float],
         on_phase: Callable[[Phase], None],
     ) -> None:
-        """`on_phase` may raise OSError: the phase does not begin then."""
+        """`on_phase` may raise OSError: the phase does not begin then. `DONE` ends every round."""
         self._machine = RoundMachine(spec)
         self._version = spec.version
         self._epoch, self._round = epoch, round_number
@@ -133,7 +134,10 @@ class RoundDriver:
     async def run(self) -> RoundResult:
         """Drive the machine until it finishes. Every phase has a deadline, so this ends."""
         with log_fields(round_number=self._round, version=self._version):
-            result = await self._run()
+            try:
+                result = await self._run()
+            finally:
+                self._on_phase(Phase.DONE)
             finish = result.finish
             _log.info("round %s in %.3f s %s", finish.outcome.value, result.update_s, finish.reason)
         return result

@@ -67,7 +67,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class FailureKind(StrEnum):
@@ -403,6 +403,8 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report"):
         phase_s: seconds per phase, by name.
         digest_ok: every written range had the sender's digest on the receiving side.
         attempt: the `Announce.attempt` that this answers.
+        pack_s: the slowest trainer rank's time packing: casts, gathers, digests of what it packs;
+            before the pause or beside the writes. 0 where packing is part of the write (GPU memory).
     """
 
     version: int
@@ -417,6 +419,7 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report"):
     phase_s: dict[str, float]
     digest_ok: bool
     attempt: int = 0
+    pack_s: float = 0.0
 
 
 ControllerFrame = Welcome | Refused | Envelope | UpdateReport

@@ -70,6 +70,7 @@ class ControlServer:
         self._runner: web.AppRunner | None = None
         self._listener: socket.socket | None = None
         self._public: set[str] = set()
+        self._mounted: set[tuple[str, str]] = set()
 
     @property
     def url(self) -> str:
@@ -77,8 +78,19 @@ class ControlServer:
         return url_of(self._published_host, self._port)
 
     def add_routes(self, routes: Iterable[web.AbstractRouteDef]) -> None:
-        """Mount routes; before `start`."""
-        self._app.add_routes(routes)
+        """Mount routes; before `start`.
+
+        Raises:
+            ConfigError: a method and path that are mounted already; none of `routes` is mounted then.
+        """
+        added = list(routes)
+        keys = [(r.method, r.path) for r in added if isinstance(r, web.RouteDef)]
+        taken = self._mounted.intersection(keys)
+        if taken:
+            names = ", ".join(sorted(f"{method} {path}" for method, path in taken))
+            raise ConfigError(f"ControlServer: routes must be mounted once, again: {names}")
+        self._mounted.update(keys)
+        self._app.add_routes(added)
 
     @property
     def on_shutdown(self) -> MutableSequence[Callable[[web.Application], Awaitable[object]]]:

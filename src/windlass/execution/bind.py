@@ -37,7 +37,6 @@ __all__ = [
     "check_binding",
     "check_destinations",
     "check_part",
-    "refuse_loader_ops",
 ]
 
 
@@ -153,16 +152,6 @@ def check_destinations(known: Container[str], destinations: Sequence[str]) -> No
         raise RoundAborted(f"write: this rank sends nothing to {', '.join(unknown)}")
 
 
-def refuse_loader_ops(plan: TransferPlan, worker: str) -> None:
-    """Refuse what only the engine's own loader could place.
-
-    Raises:
-        PlanError: there is such an op.
-    """
-    if (plan.ops.mode == CopyMode.LOADER).any():
-        raise PlanError(f"{worker}: this receiver has no loader for loader ops")
-
-
 def bind_links(plan: TransferPlan, *, sending: bool) -> tuple[LinkProgram, ...]:
     """The links of a plan part, as programs.
 
@@ -193,7 +182,7 @@ def check_binding(
     Args:
         program: of the link.
         binding: what the destination offers.
-        landing: whether SCATTER and LOADER ops go to the landing region; kernels that store
+        landing: whether SCATTER ops go to the landing region; kernels that store
             strided need none.
 
     Raises:

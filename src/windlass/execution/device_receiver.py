@@ -10,7 +10,7 @@ import numpy as np
 
 from windlass.config import UpdateMode
 from windlass.errors import ProtocolError
-from windlass.execution.bind import bind_links, check_part, refuse_loader_ops
+from windlass.execution.bind import bind_links, check_part
 from windlass.execution.bindings import DestinationBinding, DigestKind, GroupOffer
 from windlass.execution.blocks import (
     OpPieces,
@@ -103,7 +103,6 @@ class DeviceReceiver:
             index = check_part(
                 self._manifest, plan.destinations, plan.destination_digests, "destinations"
             )
-            refuse_loader_ops(plan, self._manifest.worker)
             self._targets = self._shadow_addresses() if mode is UpdateMode.STAGED else self._live
             if self._lands:
                 self._make_landing(plan.landing_nbytes[index])

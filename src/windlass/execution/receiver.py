@@ -16,7 +16,7 @@ from typing import Protocol, final
 
 from windlass.config import UpdateMode
 from windlass.errors import PlanError
-from windlass.execution.bind import BoundOp, LinkProgram, bind_links, check_part, refuse_loader_ops
+from windlass.execution.bind import BoundOp, LinkProgram, bind_links, check_part
 from windlass.execution.bindings import DestinationBinding
 from windlass.layout.manifest import ShardManifest
 from windlass.memory.arena import ALIGNMENT, Arena, aligned_offsets
@@ -142,7 +142,6 @@ class Receiver:
         index = check_part(
             self._manifest, plan.destinations, plan.destination_digests, "destinations"
         )
-        refuse_loader_ops(plan, self._manifest.worker)
         self._programs = {p.peer: p for p in bind_links(plan, sending=False)}
         if self._elsewhere is not None:
             return self._bind_elsewhere(self._elsewhere, mode, plan.landing_nbytes[index])

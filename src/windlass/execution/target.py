@@ -12,7 +12,7 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
-from windlass.execution.bind import BoundOp, LinkProgram, bind_links, check_part, refuse_loader_ops
+from windlass.execution.bind import BoundOp, LinkProgram, bind_links, check_part
 from windlass.execution.source import refuse_transforms
 from windlass.layout.manifest import ShardManifest
 from windlass.memory.arena import ALIGNMENT, aligned_offsets
@@ -92,7 +92,6 @@ class TargetMemory:
         """
         worker = self.manifest.worker
         check_part(self.manifest, plan.destinations, plan.destination_digests, "destinations")
-        refuse_loader_ops(plan, worker)
         refuse_transforms(worker, plan)
         self.programs = {p.peer: p for p in bind_links(plan, sending=False)}
         self._targets = self._shadow.addresses if shadow else self._live

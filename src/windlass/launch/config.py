@@ -13,6 +13,7 @@ import msgspec
 from windlass.config import ControlConfig, P2pBackend, ReplicaPlace, take_name
 from windlass.errors import ConfigError
 from windlass.rollout.messages import SamplingParams
+from windlass.rollout.staleness import OnStale
 from windlass.schedulers.configs import LocalSchedulerConfig, SchedulerConfig
 from windlass.transports.configs import parse_transport
 
@@ -137,6 +138,7 @@ class RolloutSection(msgspec.Struct, frozen=True, kw_only=True):
         groups_per_step: prompts or tasks that one step trains on.
         samples_per_group: answers to each.
         max_staleness: versions that the oldest token of a trained answer may be behind.
+        on_stale: what becomes of one that is older. max_resubmits: of `OnStale.RESUBMIT`.
         max_concurrent: samples that run at a time.
         num_workers: worker processes; 0 runs rollouts in the controller's own loop.
         worker_script: calls `run_rollout_worker`; the plain worker when empty.
@@ -149,6 +151,8 @@ class RolloutSection(msgspec.Struct, frozen=True, kw_only=True):
     groups_per_step: int
     samples_per_group: int
     max_staleness: int = 1
+    on_stale: OnStale = OnStale.RESUBMIT
+    max_resubmits: int = 3
     max_concurrent: int = 256
     num_workers: int = 1
     worker_script: str = ""
@@ -159,6 +163,7 @@ class RolloutSection(msgspec.Struct, frozen=True, kw_only=True):
         _at_least("rollout.groups_per_step", self.groups_per_step, 1)
         _at_least("rollout.samples_per_group", self.samples_per_group, 1)
         _at_least("rollout.max_staleness", self.max_staleness, 0)
+        _at_least("rollout.max_resubmits", self.max_resubmits, 0)
         _at_least("rollout.max_concurrent", self.max_concurrent, 1)
         _at_least("rollout.num_workers", self.num_workers, 0)
         _positive("rollout.batch_deadline_s", self.batch_deadline_s)

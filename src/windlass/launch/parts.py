@@ -38,6 +38,8 @@ def job_controller(config: LaunchConfig, token: str) -> Controller:
             max_staleness=rollout.max_staleness,
             batch_size=rollout.groups_per_step * rollout.samples_per_group,
             max_concurrent=rollout.max_concurrent,
+            on_stale=rollout.on_stale,
+            max_resubmits=rollout.max_resubmits,
         ),
     )
 

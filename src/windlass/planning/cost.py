@@ -103,7 +103,7 @@ def predict(plan: TransferPlan, fabric: Fabric, routing: RoutingReport) -> CostE
     near, far = np.where(local, ops.nbytes, 0), np.where(local, 0, ops.nbytes)
     writes = ops.nbytes // np.maximum(ops.run_nbytes, 1)
     packs = (ops.mode != CopyMode.DIRECT) * ops.nbytes
-    unpacks = np.isin(ops.mode, (CopyMode.SCATTER, CopyMode.LOADER)) * ops.nbytes
+    unpacks = (ops.mode == CopyMode.SCATTER) * ops.nbytes
     nic, link = fabric.nic_gbytes_per_s * _GB, fabric.local_gbytes_per_s * _GB
     egress = np.maximum(
         _per_rank(ops.src, far, num_src) / nic, _per_rank(ops.src, near, num_src) / link

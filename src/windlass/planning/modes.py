@@ -78,7 +78,6 @@ def choose_modes(
     dst_itemsize: Int64Array,
     casts: BoolArray,
     quantizes: BoolArray,
-    loader: BoolArray,
     direct_min_run_bytes: int,
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], Int64Array]:
     """Pick a mode per op.
@@ -89,7 +88,6 @@ def choose_modes(
         dst_itemsize: (n,) bytes.
         casts: dtypes differ.
         quantizes: the source computes values or scales; counts as a cast.
-        loader: declared for the engine's loader.
         direct_min_run_bytes: see `PlanPolicy`.
 
     Returns:
@@ -105,7 +103,6 @@ def choose_modes(
     casts = casts | quantizes
     # First match wins, in this order.
     rules: tuple[tuple[BoolArray, CopyMode, Reason], ...] = (
-        (loader, CopyMode.LOADER, Reason.LOADER_DECLARED),
         (~casts & (run == nbytes), CopyMode.DIRECT, Reason.CONTIGUOUS),
         (~casts & (run >= direct_min_run_bytes), CopyMode.DIRECT, Reason.LONG_RUNS),
         (~dst_whole, CopyMode.SCATTER, Reason.DESTINATION_STRIDED),

@@ -103,7 +103,6 @@ class RoutedPieces:
     holders: Holders
     candidates: Candidates
     routed: Assignment
-    is_loader: npt.NDArray[np.bool_]
     direct_min_run_nbytes: int
 
 
@@ -150,7 +149,6 @@ def _ops(given: RoutedPieces, part: Rows, s: Int64Array, d: Int64Array) -> OpTab
         dst_itemsize,
         src.dtype[s] != dst.dtype[d],
         transform != Transform.NONE,
-        given.is_loader[dst.name[d]],
         given.direct_min_run_nbytes,
     )
     return OpTable(
@@ -232,7 +230,7 @@ def place_landing(
 ) -> tuple[Int64Array, tuple[int, ...]]:
     """Give every payload that needs unpacking its place in its destination's landing region."""
     offsets = np.full(len(ops), -1, np.int64)
-    needs = np.flatnonzero((ops.mode == CopyMode.SCATTER) | (ops.mode == CopyMode.LOADER))
+    needs = np.flatnonzero(ops.mode == CopyMode.SCATTER)
     needs = needs[np.argsort(ops.dst[needs], kind="stable")]
     extent = -(-ops.nbytes[needs] // align) * align
     stop = np.cumsum(extent)

@@ -46,16 +46,12 @@ class CopyMode(IntEnum):
     `num_runs` contiguous runs (one when both sides are contiguous); zero copy.
     PACKED: the source packs (gathers, casts) into its arena; one contiguous write.
     SCATTER: packed where needed, written into the destination's landing region, unpacked there.
-    LOADER: as SCATTER, for tensors whose engine loader does something that is no copy: the
-    destination parameter stands for the loader's input, `dst_offset` and `dst_strides` say where
-    in it the payload belongs.
     A payload in a landing region is row-major over `sizes`.
     """
 
     DIRECT = 0
     PACKED = 1
     SCATTER = 2
-    LOADER = 3
 
 
 class Reason(IntEnum):
@@ -66,8 +62,7 @@ class Reason(IntEnum):
     SOURCE_STRIDED = 2
     CAST = 3
     DESTINATION_STRIDED = 4
-    LOADER_DECLARED = 5
-    QUANTIZED = 6
+    QUANTIZED = 5
 
 
 class Transform(IntEnum):

@@ -52,7 +52,6 @@ class PlanPolicy:
             this long is written run by run without packing.
         min_split_bytes: an op smaller than this is never split over several sources.
         landing_alignment: bytes; every payload in a landing region starts at a multiple.
-        loader_tensors: checkpoint names that the engine's own loader must be given.
         forbid_unused: refuse tensors that sources hold and no destination wants.
 
     Raises:
@@ -62,7 +61,6 @@ class PlanPolicy:
     direct_min_run_bytes: int = 16 * 1024
     min_split_bytes: int = 256 * 1024
     landing_alignment: int = 256
-    loader_tensors: frozenset[str] = frozenset()
     forbid_unused: bool = False
 
     def __post_init__(self) -> None:
@@ -136,7 +134,6 @@ def plan_with_reports(
             holders=holders,
             candidates=candidates,
             routed=routed,
-            is_loader=np.array([n in policy.loader_tensors for n in names.names], np.bool_),
             direct_min_run_nbytes=policy.direct_min_run_bytes,
         )
     )

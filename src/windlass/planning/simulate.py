@@ -145,7 +145,7 @@ def _flows_of(plan: TransferPlan, fabric: Fabric) -> _Flows:
     starts = np.array([link.start for link in links], np.int64)
     writes = ops.nbytes // np.maximum(ops.run_nbytes, 1)
     packed = (ops.mode != CopyMode.DIRECT) * ops.nbytes
-    landed = np.isin(ops.mode, (CopyMode.SCATTER, CopyMode.LOADER)) * ops.nbytes
+    landed = (ops.mode == CopyMode.SCATTER) * ops.nbytes
     nbytes, num_writes, num_packed, num_landed = (
         np.add.reduceat(column, starts).astype(np.float64) if links else np.zeros(0)
         for column in (ops.nbytes, writes, packed, landed)

@@ -23,7 +23,7 @@ from windlass.rollout.messages import (
 )
 from windlass.rollout.recovery import Recovered
 from windlass.rollout.service import mount_rollout_routes
-from windlass.rollout.staleness import StalenessPolicy
+from windlass.rollout.staleness import OnStale, StalenessPolicy
 from windlass.rollout.workflows import Reject, Workflow, WorkflowContext
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "EngineDirectory",
     "GroupHandle",
     "OnAbort",
+    "OnStale",
     "Recovered",
     "Reject",
     "Rollout",

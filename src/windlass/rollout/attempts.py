@@ -8,7 +8,7 @@ import time
 
 from windlass.rollout.generate import AttemptError
 from windlass.rollout.messages import OutcomeStatus, Partial, RolloutOutcome, RolloutTask
-from windlass.rollout.workflows import AttemptResult, Reject
+from windlass.rollout.workflows import AttemptResult, Reject, TooOld
 from windlass.telemetry.logs import log_fields
 
 __all__ = ["outcome_of"]
@@ -35,6 +35,8 @@ def outcome_of(
         status, result = OutcomeStatus.ACCEPTED, job.result()
     elif isinstance(failure, Reject):
         status, error = OutcomeStatus.REJECTED, str(failure)
+    elif isinstance(failure, TooOld):
+        status, error = OutcomeStatus.STALE, str(failure)
     else:
         status, error = OutcomeStatus.ERROR, str(failure)
         if isinstance(failure, AttemptError):

@@ -59,6 +59,8 @@ class Record:
         attempt: of the last dispatch; 0 before the first. Only ever grows, with gaps.
         handed: how often it was dispatched.
         failures: attempts that ended in an error.
+        resubmits: how often an answer of it was too old and it was made again.
+        begun: version of the oldest token that the running attempt can have; None if not known.
         engine: of the last attempt. engine_held: key in `Book.by_engine`, kept by `Book.move`.
         place: where `Book.move` put it.
         timer: of the running attempt or of the backoff.
@@ -79,6 +81,8 @@ class Record:
     handed: int = 0
     failures: int = 0
     rejections: int = 0
+    resubmits: int = 0
+    begun: int | None = None
     workflow: str = ""
     arguments: bytes = b""
     last_error: str = ""
@@ -137,7 +141,11 @@ class Counts:
     completed: int = 0
     cancelled: int = 0
     failed: int = 0
+    dropped: int = 0
     rejected: int = 0
+    too_old: int = 0
+    stopped_early: int = 0
+    wasted_tokens: int = 0
     retried: int = 0
     ignored: int = 0
     declined: int = 0

@@ -177,7 +177,7 @@ class RolloutController(Submissions):
         self._pump_soon()
 
     async def next_batch(self, num_groups: int, *, deadline_s: float) -> tuple[RolloutGroup, ...]:
-        """The next `num_groups` groups, in order of completion, none too stale to be consumed.
+        """The next `num_groups` groups, in order of completion; none too old, unless `OnStale.TRAIN`.
 
         Concurrent callers are served in order of their calls.
 
@@ -204,7 +204,8 @@ class RolloutController(Submissions):
             raise PeerTimeout(
                 f"next_batch: {num_groups} groups within {deadline_s} s, got "
                 f"{len(self._book.ready)} (running {stats.running}, waiting {stats.waiting}, "
-                f"failed {stats.failed}, workers {stats.workers}, engines {stats.engines})"
+                f"failed {stats.failed}, dropped {stats.dropped}, too old {stats.too_old}, stopped "
+                f"early {stats.stopped_early}, workers {stats.workers}, engines {stats.engines})"
             ) from error
 
     def acknowledge(self, task_ids: Iterable[str]) -> None:
@@ -270,7 +271,7 @@ class RolloutController(Submissions):
         )
 
     def set_version(self, version: int) -> None:
-        """The consumer holds `version` now. Held answers that grew too old are submitted again.
+        """The consumer holds `version` now. `StalenessPolicy.on_stale` says what becomes of what grew too old.
 
         Called by itself with the newest version that a routable engine serves.
         """
@@ -288,15 +289,19 @@ class RolloutController(Submissions):
             + len(book.held)
             + at_workers
         )
-        ended = counts.completed + counts.cancelled + counts.failed
+        ended = counts.completed + counts.cancelled + counts.failed + counts.dropped
         return RolloutStats(
             submitted=counts.submitted,
             completed=counts.completed,
             cancelled=counts.cancelled,
             failed=counts.failed,
+            dropped=counts.dropped,
             outstanding=found,
             lost=counts.submitted - ended - found,
             rejected=counts.rejected,
+            too_old=counts.too_old,
+            stopped_early=counts.stopped_early,
+            wasted_tokens=counts.wasted_tokens,
             retried=counts.retried,
             ignored=counts.ignored,
             declined=counts.declined,

@@ -12,7 +12,7 @@ from windlass.rollout.handles import RolloutConfig
 from windlass.rollout.lifecycle import Lifecycle
 from windlass.rollout.links import Link
 from windlass.rollout.messages import EngineTarget, RolloutTask
-from windlass.rollout.staleness import StalenessPolicy
+from windlass.rollout.staleness import OnStale, StalenessPolicy
 
 __all__ = ["Dispatcher"]
 
@@ -74,7 +74,7 @@ class Dispatcher:
         return record
 
     def usable_engines(self) -> list[EngineTarget]:
-        """Routable, and not so far behind the newest that its answers would be thrown away."""
+        """Routable, and not so far behind the newest that its answers would be too old."""
         routable = self._engines.routable()
         newest = max((version for _, _, version in routable), default=-1)
         return [
@@ -116,6 +116,9 @@ class Dispatcher:
                 partial=record.partial,
                 workflow=record.workflow,
                 arguments=record.arguments,
+                max_staleness=None
+                if self._policy.on_stale is OnStale.TRAIN
+                else self._policy.max_staleness,
             )
         )
         return True

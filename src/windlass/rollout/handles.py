@@ -124,13 +124,20 @@ class RolloutGroup:
 
 
 class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts since the start; submitted = completed + cancelled + failed + outstanding + lost.
+    """Counts since the start of this process.
+
+    submitted = completed + cancelled + failed + dropped + outstanding + lost.
 
     Attributes:
         completed: handed to the owner. failed: given up after `max_attempts` or the deadline.
+        dropped: given up as too old, `OnStale`; of a group all samples.
         outstanding: found in a queue, at a worker, in a backoff, or waiting in a group.
         lost: submitted and found nowhere; anything but 0 is a defect.
-        rejected: answers thrown away as too stale; each was submitted again.
+        rejected: answers that a workflow rejected.
+        too_old: finished answers that were thrown away because they were too old.
+        stopped_early: running attempts that were cancelled because their answer would have been.
+        wasted_tokens: tokens of the answers that were thrown away, of finished samples of dropped
+            groups and of those that were not carried on; what a stopped attempt had is not known.
         retried: attempts repeated after an engine, worker or deadline failure.
         parked: no worker that knows their workflow has room.
         ignored: outcomes that came twice or too late.
@@ -141,9 +148,13 @@ class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
     completed: int
     cancelled: int
     failed: int
+    dropped: int
     outstanding: int
     lost: int
     rejected: int
+    too_old: int
+    stopped_early: int
+    wasted_tokens: int
     retried: int
     ignored: int
     declined: int

@@ -159,6 +159,8 @@ class RolloutJournal:
                     worker=record.worker,
                     failures=record.failures,
                     rejections=record.rejections,
+                    resubmits=record.resubmits,
+                    begun=record.begun,
                 )
             )
 
@@ -170,7 +172,7 @@ class RolloutJournal:
     def resubmitted(self, record: Record) -> None:
         """Its outcome was thrown away; it waits for admission again."""
         if self.on:
-            self._add(Resubmitted(record.task_id, record.rejections))
+            self._add(Resubmitted(record.task_id, record.rejections, record.resubmits))
 
     def delivered(self, task_ids: Sequence[str]) -> None:
         """Handed to the owner, together."""
@@ -202,7 +204,7 @@ class RolloutJournal:
             self._add(Ended((), num_consumed=-len(task_ids)))
 
     def ended(self, task_id: str, *, num_consumed: int = 0) -> None:
-        """Cancelled or failed; or known to the owner already, as `num_consumed` samples."""
+        """Cancelled, failed or dropped; or known to the owner already, as `num_consumed` samples."""
         if self.on:
             self._add(Ended((task_id,), num_consumed=num_consumed))
 

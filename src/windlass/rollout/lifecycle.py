@@ -1,8 +1,9 @@
 """What happens to a rollout, transition by transition; all synchronous, no I/O.
 
 WAITING -> QUEUED (admitted) -> RUNNING (at a worker) -> ENDED, or HELD until its group is
-complete and handed out. An error leads from RUNNING over BACKOFF to QUEUED; an answer that
-is too stale leads from RUNNING or HELD to the head of WAITING.
+complete and handed out. An error leads from RUNNING over BACKOFF to QUEUED; an answer that is
+too old, or that cannot be young enough any more, leads from RUNNING or HELD to the head of WAITING,
+or to the end of its whole group, as `OnStale` says.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from windlass.errors import PeerTimeout, RolloutError
-from windlass.rollout.book import Book, Group, Record, State
+from windlass.rollout.book import NOTHING, Book, Group, Record, State
 from windlass.rollout.deadlines import Deadlines
 from windlass.rollout.handles import RolloutConfig, RolloutGroup
 from windlass.rollout.journal import RolloutJournal
-from windlass.rollout.messages import OutcomeStatus, Partial, RolloutOutcome
+from windlass.rollout.messages import OnAbort, OutcomeStatus, Partial, RolloutOutcome
 from windlass.rollout.staleness import StalenessPolicy
 from windlass.telemetry.logs import log_fields
 
@@ -25,6 +26,7 @@ __all__ = ["Lifecycle"]
 
 logger = logging.getLogger(__name__)
 MAX_BACKOFF_S = 2.0
+WARN_EVERY_S = 10.0
 DECLINABLE = 4096
 """Handed out results that may still be declined; the newest."""
 
@@ -59,6 +61,7 @@ class Lifecycle:
         self._policy = policy
         self._config = config
         self._handed_out: OrderedDict[str, tuple[str, ...]] = OrderedDict()
+        self._silent_until = 0.0
         self._take_back = take_back
         self._work_changed = work_changed
         self._deadlines = Deadlines(config.attempt_deadline_s, self._attempt_expired)
@@ -95,9 +98,25 @@ class Lifecycle:
         record.handed += 1
         record.engine = engine
         record.worker = worker
+        if self._policy.throws_away(record.partial.versions):
+            self.book.counts.wasted_tokens += len(record.partial.output_ids)
+            record.partial = NOTHING
+        record.begun = self._oldest_token(record)
         self.journal.attempted(record)
         self.book.move(record, State.RUNNING)
         return self._start_timers(record)
+
+    def _oldest_token(self, record: Record) -> int | None:
+        """Version of the oldest token that an attempt which starts now will have.
+
+        An engine is taken to begin at once. A workflow may have much to do before, and one that starts
+        over at every update has no old tokens.
+        """
+        if record.partial.versions:
+            return min(record.partial.versions)
+        if record.workflow or self._config.on_abort is OnAbort.RETRY:
+            return None
+        return self._policy.version
 
     def _start_timers(self, record: Record) -> float:
         loop = asyncio.get_running_loop()
@@ -121,10 +140,14 @@ class Lifecycle:
         """The running attempt has this outcome."""
         match outcome.status:
             case OutcomeStatus.ACCEPTED:
-                if self._policy.is_stale(outcome.versions()):
-                    self._resubmit(record)
+                if self._policy.throws_away(outcome.versions()):
+                    self.book.counts.too_old += 1
+                    self._throw_away(record, outcome)
                 else:
                     self._accept(record, outcome)
+            case OutcomeStatus.STALE:
+                self.book.counts.stopped_early += 1
+                self._throw_away(record, outcome)
             case OutcomeStatus.REJECTED:
                 self._reject(record, outcome.error)
             case OutcomeStatus.ERROR | OutcomeStatus.CANCELLED:
@@ -134,6 +157,7 @@ class Lifecycle:
     def _reject(self, record: Record, reason: str) -> None:
         """The worker does not want the trajectory used."""
         record.rejections += 1
+        self.book.counts.rejected += 1
         if record.rejections < self._config.max_rejections:
             self._resubmit(record)
             return
@@ -210,16 +234,70 @@ class Lifecycle:
             record.admitted = False
         self.journal.resubmitted(record)
         record.outcome = None
-        record.partial = Partial()
+        record.partial = NOTHING
         record.stop_expiry()
-        self.book.counts.rejected += 1
         self.book.move(record, State.WAITING, front=True)
         self._work_changed()
+
+    # --- too old -----------------------------------------------------------------------------
+
+    def _throw_away(self, record: Record, outcome: RolloutOutcome | None) -> None:
+        """Too old, or it would be: it is made again, or its whole group is dropped.
+
+        It is neither at a worker nor counted as accepted any more.
+        """
+        self.book.counts.wasted_tokens += 0 if outcome is None else len(outcome.versions())
+        if self._policy.makes_again(record.resubmits):
+            record.resubmits += 1
+            self._resubmit(record)
+        else:
+            self._drop(record)
+        self._warn_of_waste()
+
+    def _drop(self, record: Record) -> None:
+        policy, group = self._policy, record.group
+        error = RolloutError(
+            f"rollout {record.task_id}: dropped, too old for version {policy.version} "
+            f"(max_staleness={policy.max_staleness}) after {record.resubmits} resubmissions "
+            f"(on_stale={policy.on_stale}, max_resubmits={policy.max_resubmits})"
+        )
+        logger.info("%s", error)
+        if group is not None:
+            self.book.ready.pop(group.group_id, None)
+        for member in [record] if group is None else group.records:
+            if member is not record:
+                if member.outcome is not None:
+                    self.book.counts.wasted_tokens += len(member.outcome.versions())
+                self._withdraw(member)
+            self._end(member)
+            self.journal.ended(member.task_id)
+            self.book.counts.dropped += 1
+        future = record.future if group is None else group.future
+        if future is not None and not future.done():
+            future.set_exception(error)
+        self._work_changed()
+
+    def _warn_of_waste(self) -> None:
+        """Once for all that is thrown away in this turn of the loop, and then not for a while."""
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self._silent_until:
+            self._silent_until = loop.time() + WARN_EVERY_S
+            loop.call_soon(self._log_waste)
+
+    def _log_waste(self) -> None:
+        policy, counts = self._policy, self.book.counts
+        logger.warning(
+            "rollouts are too old for version %d (max_staleness=%d, on_stale=%s, max_resubmits=%d): "
+            "since the start %d answers were thrown away, %d attempts stopped early, %d rollouts "
+            "dropped, %d tokens wasted",
+            *(policy.version, policy.max_staleness, policy.on_stale, policy.max_resubmits),
+            *(counts.too_old, counts.stopped_early, counts.dropped, counts.wasted_tokens),
+        )
 
     # --- consumption -----------------------------------------------------------------------
 
     def set_version(self, version: int) -> None:
-        """The consumer holds `version`; held answers that grew too old are submitted again."""
+        """The consumer holds `version`; what is too old for it by now is thrown away."""
         if version <= self._policy.version:
             return
         self._policy.set_version(version)
@@ -228,11 +306,20 @@ class Lifecycle:
         self._work_changed()
 
     def drop_stale(self) -> None:
-        """Submit held answers that are too old for the consumer's version again."""
-        for record in list(self.book.held.values()):
-            if record.outcome is not None and self._policy.is_stale(record.outcome.versions()):
-                self._policy.discard()
-                self._resubmit(record)
+        """Throw away held answers that are too old by now, and stop attempts that would be."""
+        throws_away = self._policy.throws_away
+        old = [
+            r for r in self.book.held.values() if r.outcome and throws_away(r.outcome.versions())
+        ]
+        for running in self.book.by_engine.values():
+            old += [r for r in running.values() if r.begun is not None and throws_away((r.begun,))]
+        for record in old:
+            if record.state is State.ENDED:  # its group was dropped
+                continue
+            self.book.counts.too_old += record.state is State.HELD
+            self.book.counts.stopped_early += record.state is State.RUNNING
+            self._withdraw(record)
+            self._throw_away(record, record.outcome)
 
     def hand_out(self) -> RolloutGroup:
         """The group that has been ready longest; its samples are consumed.
@@ -308,10 +395,7 @@ class Lifecycle:
         """Nobody wants it any more; the rest of its group goes with it. Idempotent."""
         if record.state is State.ENDED:
             return
-        if record.state is State.RUNNING:
-            self._take_back(record)
-        elif record.state is State.HELD:
-            self._policy.discard()
+        self._withdraw(record)
         self._end(record)
         self.journal.ended(record.task_id)
         self.book.counts.cancelled += 1
@@ -320,6 +404,13 @@ class Lifecycle:
         if record.group is not None:
             self.cancel_group(record.group)
         self._work_changed()
+
+    def _withdraw(self, record: Record) -> None:
+        """Take it back from its worker, or from what waits to be consumed."""
+        if record.state is State.RUNNING:
+            self._take_back(record)
+        elif record.state is State.HELD:
+            self._policy.discard()
 
     def cancel_group(self, group: Group) -> None:
         """Cancel every sample that has not ended. Idempotent."""

@@ -63,12 +63,14 @@ class OutcomeStatus(StrEnum):
 
     ACCEPTED: tokens are there.
     REJECTED: the worker found the tokens unusable; the rollout is submitted again.
+    STALE: the worker stopped it, because its tokens are further apart than `max_staleness` allows.
     ERROR: the engine or the worker failed; the rollout is tried elsewhere.
     CANCELLED: the controller asked for it.
     """
 
     ACCEPTED = "accepted"
     REJECTED = "rejected"
+    STALE = "stale"
     ERROR = "error"
     CANCELLED = "cancelled"
 
@@ -142,6 +144,8 @@ class RolloutTask(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         partial: tokens to go on from.
         workflow: key of the worker's own mapping; empty for a plain prompt.
         arguments: of the workflow, msgpack.
+        max_staleness: a workflow whose newest token is more versions newer than its oldest is
+            stopped; None for never.
     """
 
     task_id: str
@@ -154,6 +158,7 @@ class RolloutTask(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     partial: Partial = Partial()
     workflow: str = ""
     arguments: bytes = b""
+    max_staleness: int | None = None
 
 
 class RolloutOutcome(msgspec.Struct, frozen=True, gc=False, kw_only=True):

@@ -42,8 +42,8 @@ class Restored:
 def restore(saved: Saved, life: Lifecycle, policy: StalenessPolicy) -> Restored:
     """Put every task where it was; call once, in the loop, before anything else happens.
 
-    Running attempts stay with their workers, which are asked when they register. Time limits
-    begin anew. What ran in the controller's own loop is queued again.
+    Running attempts stay with their workers, which are asked when they register. What has grown too
+    old is still there: `Lifecycle.drop_stale` once everybody has his handle. Time limits begin anew. What ran in the controller's own loop is queued again.
     """
     loop = asyncio.get_running_loop()
     restored = Restored([], [], {})
@@ -81,7 +81,6 @@ def restore(saved: Saved, life: Lifecycle, policy: StalenessPolicy) -> Restored:
         life.book.move(record, State.WAITING, front=True)
     for group in restored.groups.values():
         life.ready_if_complete(group)
-    life.drop_stale()
     return restored
 
 
@@ -111,4 +110,5 @@ def _record(task: SavedTask, now: float) -> Record:
         record.attempt, record.handed = attempt.attempt, attempt.handed
         record.engine, record.worker = attempt.engine, attempt.worker
         record.failures, record.rejections = attempt.failures, attempt.rejections
+        record.resubmits, record.begun = attempt.resubmits, attempt.begun
     return record

@@ -59,7 +59,10 @@ class Submitted(msgspec.Struct, frozen=True, kw_only=True, tag="submitted"):
 
 
 class Attempted(msgspec.Struct, frozen=True, kw_only=True, tag="attempted"):
-    """A worker was given it. `handed`: how often one was. Counts as running from here on."""
+    """A worker was given it. `handed`: how often one was. Counts as running from here on.
+
+    `resubmits` and `begun` are those of `book.Record`.
+    """
 
     task_id: str
     attempt: int
@@ -68,6 +71,8 @@ class Attempted(msgspec.Struct, frozen=True, kw_only=True, tag="attempted"):
     worker: str
     failures: int = 0
     rejections: int = 0
+    resubmits: int = 0
+    begun: int | None = None
 
 
 class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
@@ -81,6 +86,7 @@ class Resubmitted(msgspec.Struct, frozen=True, tag="resubmitted"):
 
     task_id: str
     rejections: int
+    resubmits: int = 0
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
@@ -173,7 +179,9 @@ class Saved:
         if isinstance(entry, Attempted):
             task.attempt = entry
         elif isinstance(entry, Resubmitted) and task.attempt is not None:
-            task.attempt = msgspec.structs.replace(task.attempt, rejections=entry.rejections)
+            task.attempt = msgspec.structs.replace(
+                task.attempt, rejections=entry.rejections, resubmits=entry.resubmits
+            )
 
     def _drop_broken_groups(self) -> None:
         """A group of which some samples were given up was given up as a whole."""
@@ -201,6 +209,6 @@ class Saved:
             if task.attempt is not None:
                 yield task.attempt
                 if not task.running and task.outcome is None:
-                    yield Resubmitted(task.task_id, task.attempt.rejections)
+                    yield Resubmitted(task.task_id, task.attempt.rejections, task.attempt.resubmits)
             if task.outcome is not None:
                 yield Accepted(task.outcome)

@@ -3,7 +3,7 @@
 Admission follows AReaL: at version v no more than (max_staleness + v + 1) batches may
 have been accepted or be running. That alone does not bound the age of a sample, because
 a slow rollout is overtaken by updates while it runs; so age is checked again when a
-sample is consumed, token by token. And the count starts at the version that the process
+sample is consumed, token by token, and `OnStale` says what becomes of one that is too old. And the count starts at the version that the process
 started with, and never lets more than max_staleness + 1 batches wait unconsumed, so a
 recovered controller does not find capacity that was used up before.
 """
@@ -12,13 +12,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
-from windlass.config import check_numbers
+from windlass.config import check_numbers, take_name
 from windlass.errors import ConfigError, RolloutError
 
-__all__ = ["StalenessPolicy"]
+__all__ = ["OnStale", "StalenessPolicy"]
 
 _UNBOUNDED = 1 << 40
+
+
+class OnStale(StrEnum):
+    """What becomes of an answer whose oldest token is more than `max_staleness` versions old.
+
+    TRAIN: it is handed out all the same; its versions per token say how old it is (AReaL does this).
+    RESUBMIT: it is thrown away and made again, `max_resubmits` times at most, then dropped.
+    DROP: the rollout ends with an error, and its whole group with it.
+    """
+
+    TRAIN = "train"
+    RESUBMIT = "resubmit"
+    DROP = "drop"
 
 
 @dataclass(slots=True)
@@ -31,6 +45,8 @@ class StalenessPolicy:
         max_concurrent: samples that run at a time.
         start_version: version at which the counts are zero.
         version: the consumer's.
+        on_stale: what becomes of an answer that is too old. max_resubmits: how often one rollout is
+            made again for that, with `OnStale.RESUBMIT`.
         running: admitted, not ended. accepted: ended with tokens. consumed: of those, handed out.
     """
 
@@ -42,9 +58,13 @@ class StalenessPolicy:
     running: int = 0
     accepted: int = 0
     consumed: int = 0
+    on_stale: OnStale = OnStale.RESUBMIT
+    max_resubmits: int = 3
 
     def __post_init__(self) -> None:
-        check_numbers(self, {"max_staleness": 0, "batch_size": 1, "max_concurrent": 1})
+        least = {"max_staleness": 0, "batch_size": 1, "max_concurrent": 1, "max_resubmits": 0}
+        check_numbers(self, least)
+        self.on_stale = take_name("StalenessPolicy: on_stale", self.on_stale, OnStale)
         if self.running or self.accepted or self.consumed:
             raise ConfigError(
                 "staleness: running, accepted and consumed must start at 0 (recover with "
@@ -93,8 +113,16 @@ class StalenessPolicy:
         )
 
     def is_stale(self, versions: Sequence[int]) -> bool:
-        """Whether a sample with these token versions is too old to be consumed now."""
+        """Whether a sample with these token versions is older than the bound now."""
         return bool(versions) and self.version - min(versions) > self.max_staleness
+
+    def throws_away(self, versions: Sequence[int]) -> bool:
+        """Whether a sample with these token versions may not be consumed any more."""
+        return self.on_stale is not OnStale.TRAIN and self.is_stale(versions)
+
+    def makes_again(self, num_resubmits: int) -> bool:
+        """Whether a sample that is too old is made once more after so many times."""
+        return self.on_stale is OnStale.RESUBMIT and num_resubmits < self.max_resubmits
 
     def set_version(self, version: int) -> None:
         """The consumer holds `version` now; older ones are ignored."""

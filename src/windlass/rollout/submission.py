@@ -194,6 +194,7 @@ class Submissions:
             recovered.groups[group.group_id] = self._group_handle(group)
         for record in restored.again:
             self._life.deliver(record)
+        self._life.drop_stale()
         return recovered
 
     def _check_open(self, what: str) -> None:

@@ -19,6 +19,7 @@ from windlass.telemetry.logs import add_log_fields
 __all__ = [
     "AttemptResult",
     "Reject",
+    "TooOld",
     "Workflow",
     "WorkflowContext",
     "check_workflows",
@@ -29,6 +30,10 @@ __all__ = [
 
 class Reject(RolloutError):
     """Raised by a workflow whose trajectory must not be used; the rollout is tried again."""
+
+
+class TooOld(RolloutError):
+    """The tokens of a workflow's turns are too many versions apart to be trained on."""
 
 
 class WorkflowContext:
@@ -44,12 +49,13 @@ class WorkflowContext:
         turns: calls that have ended, in order of their end.
     """
 
-    __slots__ = ("_num_calls", "_session", "_task", "arguments", "turns")
+    __slots__ = ("_num_calls", "_session", "_task", "_versions", "arguments", "turns")
 
     def __init__(self, session: aiohttp.ClientSession, task: RolloutTask) -> None:
         self._session = session
         self._task = task
         self._num_calls = 0
+        self._versions: tuple[int, ...] = ()  # of the oldest and of the newest token
         self.arguments: object = msgspec.msgpack.decode(task.arguments)
         self.turns: list[Turn] = []
 
@@ -79,7 +85,8 @@ class WorkflowContext:
 
         Raises:
             ConfigError: an empty prompt.
-            RolloutError: the engine failed. Let it pass, and the rollout is tried elsewhere.
+            RolloutError: the engine failed, or the turns are too many versions apart for
+                `StalenessPolicy`. Let it pass, and the rollout is tried elsewhere, or given up.
         """
         if not prompt_ids:
             raise ConfigError(f"workflow {self._task.workflow}: prompt_ids must not be empty")
@@ -95,7 +102,17 @@ class WorkflowContext:
         self.turns.append(turn)
         if answer.tokens.versions:
             add_log_fields(version=answer.tokens.versions[-1])
+            self._check_age(answer.tokens.versions)
         return turn
+
+    def _check_age(self, versions: Sequence[int]) -> None:
+        seen, limit = (*self._versions, *versions), self._task.max_staleness
+        oldest, newest = self._versions = min(seen), max(seen)
+        if limit is not None and newest - oldest > limit:
+            raise TooOld(
+                f"workflow {self._task.workflow}: versions {oldest} to {newest} in one rollout "
+                f"(max_staleness={limit})"
+            )
 
 
 Workflow = Callable[[WorkflowContext], Awaitable[object]]

@@ -35,6 +35,7 @@ class ControllerMetrics:
                 ("wire", "The slowest rank's time inside transport writes"),
                 ("whole", "First command to last reply"),
                 ("pause", "Longest pause of an engine"),
+                ("pack", "The slowest rank's time packing; 0 where that is part of the write"),
             )
         }
         self._staleness = Histogram(
@@ -55,12 +56,20 @@ class ControllerMetrics:
         )
 
     def observe_round(
-        self, outcome: str, nbytes: int, *, wire_s: float, update_s: float, pause_s: float
+        self,
+        outcome: str,
+        nbytes: int,
+        *,
+        wire_s: float,
+        update_s: float,
+        pause_s: float,
+        pack_s: float,
     ) -> None:
         """A round ended."""
         self._rounds.labels(outcome).inc()
         self._nbytes.inc(nbytes)
-        for name, seconds in (("wire", wire_s), ("whole", update_s), ("pause", pause_s)):
+        clocks = {"wire": wire_s, "whole": update_s, "pause": pause_s, "pack": pack_s}
+        for name, seconds in clocks.items():
             self._clocks[name].observe(seconds)
 
     def observe_staleness(self, ages: Iterable[int]) -> None:

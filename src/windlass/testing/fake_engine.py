@@ -63,6 +63,7 @@ class FakeEngine:
         self._token_versions = token_versions
         self._token_s = token_s
         self._hold_at: int | None = None
+        self._hold_per_version = False
         self._active: set[_Request] = set()
         self._changed = asyncio.Condition()
         self._runner: web.AppRunner | None = None
@@ -100,9 +101,18 @@ class FakeEngine:
         """Requests in generation."""
         return len(self._active)
 
-    def hold(self, num_tokens: int) -> None:
-        """Requests stop once their context has grown by `num_tokens` in this call."""
-        self._hold_at = num_tokens
+    def hold(self, num_tokens: int, *, per_version: bool = False) -> None:
+        """Requests stop once their context has grown by `num_tokens` in this call.
+
+        With `per_version` those of the version that is served now count, and `serve` lets them go on.
+        """
+        self._hold_at, self._hold_per_version = num_tokens, per_version
+
+    async def serve(self, version: int) -> None:
+        """Make the tokens from now on with `version`."""
+        self.version = version
+        async with self._changed:
+            self._changed.notify_all()
 
     async def release(self) -> None:
         """Held requests go on."""
@@ -128,7 +138,9 @@ class FakeEngine:
         await self.until(lambda: sum(map(self._held, self._active)) >= num_requests)
 
     def _held(self, request: _Request) -> bool:
-        return self._hold_at is not None and len(request.output_ids) >= self._hold_at
+        made = request.versions
+        count = made.count(self.version) if self._hold_per_version else len(made)
+        return self._hold_at is not None and count >= self._hold_at
 
     async def _generate(self, http_request: web.Request) -> web.Response:
         body = msgspec.json.decode(await http_request.read(), type=_Body)
@@ -155,8 +167,8 @@ class FakeEngine:
                 request.versions.append(self.version)
         finally:
             self._active.discard(request)
-        async with self._changed:
-            self._changed.notify_all()
+            async with self._changed:  # also when its client is gone
+                self._changed.notify_all()
         return web.json_response(self._answer(request))
 
     def _answer(self, request: _Request) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def execute(plan: TransferPlan, sources: Buffers, destinations: Buffers) -> dict
             raise TransferFailed(f"op {op}: nbytes is {ops.nbytes[op]}, sizes say {len(read)}")
         payload = source[read]
         mode = CopyMode(int(ops.mode[op]))
-        if mode in (CopyMode.SCATTER, CopyMode.LOADER):
+        if mode is CopyMode.SCATTER:
             at = slice(int(ops.landing_offset[op]), int(ops.landing_offset[op]) + len(payload))
             if at.start < 0 or at.stop > len(landing[dst]) or taken[dst][at].any():
                 raise TransferFailed(f"op {op}: landing {at.start}:{at.stop} is outside or taken")

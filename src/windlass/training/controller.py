@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -85,11 +86,11 @@ class TrainController:
         command: the user's script, which calls `run_train_worker`.
         world_size: ranks. token: the owner's secret of the server that this is
             mounted on; ranks get the token of role trainer.
-        name: ranks are called NAME-0, NAME-1, ...
+        name: ranks are called NAME-0, NAME-1, ...; letters, digits, "_", "." and "-".
         environment: added to every rank's. num_cpus, num_gpus: reserved per rank.
 
     Raises:
-        ConfigError: world_size < 1.
+        ConfigError: world_size < 1, or a name of other characters.
     """
 
     def __init__(
@@ -106,7 +107,9 @@ class TrainController:
     ) -> None:
         if world_size < 1:
             raise ConfigError(f"TrainController: world_size must be >= 1, got {world_size}")
-        self._scheduler, self._token = scheduler, token
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+            raise ConfigError(f"TrainController: name must be of A-Z a-z 0-9 _ . -, got {name!r}")
+        self._scheduler, self._token, self._name = scheduler, token, name
         self._command = tuple(command)
         self._environment = dict(environment or {})
         self._num_cpus, self._num_gpus = num_cpus, num_gpus
@@ -117,8 +120,16 @@ class TrainController:
         self._lock = asyncio.Lock()
 
     def mount(self, server: ControlServer) -> None:
-        """Add the ranks' route to a server that has not started."""
-        server.add_routes([web.get("/v1/train_workers", self._serve)])
+        """Add the ranks' route to a server that has not started.
+
+        Several may be mounted on one server, actor and critic for example, under names of their own.
+
+        Raises:
+            ConfigError: the server has one of this name.
+        """
+        # The expression keeps several on one server apart: access goes by the route without it.
+        route = f"/v1/train_workers/{{name:{re.escape(self._name)}}}"
+        server.add_routes([web.get(route, self._serve)])
 
     # --- calls -------------------------------------------------------------------------------
 
@@ -139,6 +150,7 @@ class TrainController:
                 **self._environment,
                 **role_environment(self._token, Access.TRAINER),
                 "WINDLASS_TRAIN_URL": url,
+                "WINDLASS_TRAIN_NAME": self._name,
                 "RANK": str(index),
                 "WORLD_SIZE": str(len(self._ranks)),
             }

@@ -144,7 +144,8 @@ def run_train_worker(
         )
     rank, world_size = map(int, numbers)
     configure_logging(f"trainer rank {rank}")
-    worker = _Worker(engine, url, control_token(), rank, world_size, operations or {})
+    name = environment_value("WINDLASS_TRAIN_NAME")
+    worker = _Worker(engine, url, name, control_token(), rank, world_size, operations or {})
     try:
         worker.run()
     finally:
@@ -157,13 +158,14 @@ class _Worker:
         self,
         engine: TrainEngine,
         url: str,
+        name: str,
         token: str,
         rank: int,
         world_size: int,
         operations: Mapping[str, TrainOperation] = MappingProxyType({}),
     ) -> None:
         self._operations = dict(operations)
-        self._engine, self._url, self._token = engine, url, token
+        self._engine, self._url, self._name, self._token = engine, url, name, token
         self._rank, self._world_size = rank, world_size
         self._calls: queue.SimpleQueue[Call | Exception] = queue.SimpleQueue()
         self._replies: dict[int, CallReply] = {}
@@ -245,7 +247,7 @@ class _Worker:
             while True:
                 try:
                     async with session.ws_connect(
-                        f"{self._url}/v1/train_workers",
+                        f"{self._url}/v1/train_workers/{self._name}",
                         heartbeat=HEARTBEAT_S,
                         max_msg_size=MAX_MESSAGE_NBYTES,
                     ) as socket:

@@ -28,7 +28,14 @@ from windlass.transports.configs import MooncakeConfig, MooncakeProtocol
 from windlass.transports.inbound import listening_ports
 from windlass.transports.mooncake_verbs import max_registration_nbytes
 
-__all__ = ["MAX_PIECES", "NativeEngine", "Started", "start_engine"]
+__all__ = [
+    "MAX_PIECES",
+    "WITHOUT_CUDA",
+    "NativeEngine",
+    "Started",
+    "is_installed",
+    "start_engine",
+]
 
 MAX_PIECES = 1024
 """Per call. Over 2048 pieces waiting at one peer, the engine fails every later call to it, for
@@ -36,8 +43,10 @@ good; and until then error returns leave pieces behind that land a second later.
 
 _MINIMUM = (0, 3, 12, 1)
 """Before 0.3.12.post1 a TCP write returned when it was sent, not when it was visible."""
+WITHOUT_CUDA = "mooncake-transfer-engine-non-cuda"
+"""The distribution that asks for no CUDA."""
 _DISTRIBUTIONS = (
-    "mooncake-transfer-engine-non-cuda",
+    WITHOUT_CUDA,
     "mooncake-transfer-engine",
     "mooncake-transfer-engine-cuda13",
 )
@@ -187,15 +196,22 @@ def _check_host(host: str) -> None:
         ) from error
 
 
+def is_installed(distribution: str) -> bool:
+    """Whether this environment has a distribution, by its metadata."""
+    try:
+        version(distribution)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
 def _installed_version() -> str:
-    found: list[str] = []
-    for name in _DISTRIBUTIONS:
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
+    found = [f"{name} {version(name)}" for name in _DISTRIBUTIONS if is_installed(name)]
     if not found:
-        raise TransportUnavailable("mooncake: not installed; pip install 'windlass[mooncake]'")
+        raise TransportUnavailable(
+            "mooncake: not installed; pip install 'windlass[mooncake]', on machines with GPUs "
+            "'windlass[mooncake-cuda13]' or 'windlass[mooncake-cuda12]'"
+        )
     if len(found) > 1:
         raise TransportUnavailable(
             f"mooncake: one distribution must own the package, found {' and '.join(found)}"
