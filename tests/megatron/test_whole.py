@@ -59,7 +59,12 @@ WHOLE = [
     row("lazy_aligned", ddp={**LAZY, "align_param_gather": True}),
     row("lazy_bf16", ddp=LAZY, dtype=torch.bfloat16),
 ]
-REFUSED: list[Row] = []
+REFUSED = {
+    row("unsynced", ddp=LAZY, unsynced=True): "must hold the same bytes",
+    row("unsynced_replica", ddp=LAZY, unsynced=True, way="begin_publish"): "the same bytes",
+    row("freed", freed=True): "its memory is freed",
+    row("freed_lazy", ddp=LAZY, freed=True): "its memory is freed",
+}
 ROWS = [*WHOLE, *REFUSED]
 
 
@@ -145,6 +150,21 @@ def test_what_is_served_is_what_the_next_forward_pass_computes_with(
     eager = states_of(ROWS[0], folder)
     if row.case.dtype is torch.float32:  # gathering early changes nothing that is trained
         assert [s["loss"] for s in states] == [s["loss"] for s in eager]
+
+
+@pytest.mark.parametrize(("row", "reason"), REFUSED.items(), ids=str)
+def test_what_is_not_whole_is_refused_by_name_and_not_published(
+    row: Row, reason: str, outcome: Outcome
+) -> None:
+    folder, served = outcome
+    version, weights = served[str(row)]
+    assert version == -1
+    assert all(not tensor.any() for tensor in weights.values())
+    for state in states_of(row, folder):
+        assert reason in state["met"]["publish"]
+        assert ".weight" in state["met"]["publish"] or row.freed
+        if row.unsynced:
+            assert "trainer/0 but not trainer/1" in state["met"]["publish"]
 
 
 @pytest.mark.parametrize("row", WHOLE, ids=str)

@@ -16,7 +16,7 @@ from trained_rank import NUM_TOKENS, bytes_at, scatter
 NUM_VERSIONS = 2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Row:
     """A model, its layout, how it is trained, and how it is published.
 
@@ -92,9 +92,9 @@ def published(row: Row, url: str, token: str) -> dict[str, Any]:
         for version in range(NUM_VERSIONS):
             training.step()
             met |= unwhole("before", training)
-            if row.freed:
-                for buffer in (b for m in training.models for b in m.buffers):
-                    buffer.offload_to_cpu(move_grads=False)
+            for buffer in (b for m in training.models for b in m.buffers if row.freed):
+                buffer.param_data_cpu = buffer.param_data.clone()  # Megatron's own would be pinned
+                buffer.offload_to_cpu(move_grads=False)
             try:
                 if row.way == "begin_publish":
                     trainer.begin_publish(version, deadline_s=60).result(deadline_s=60)
@@ -106,9 +106,8 @@ def published(row: Row, url: str, token: str) -> dict[str, Any]:
             except WindlassError as error:
                 met["publish"] = f"{type(error).__name__}: {error}"
             met |= unwhole("after", training)
-            if row.freed:
-                for buffer in (b for m in training.models for b in m.buffers):
-                    buffer.reload_from_cpu(move_grads=False)
+            for buffer in (b for m in training.models for b in m.buffers if row.freed):
+                buffer.reload_from_cpu(move_grads=False)
         loss = training.loss()  # what was not gathered before is gathered now
     return {**state_of(row, training), "loss": loss, "met": met}
 

@@ -235,7 +235,7 @@ class Replicated:
         for row, index in zip(table[of_box], rank[of_box], strict=True):
             key = int(row["kind"]), int(row["a"]), int(row["b"])
             groups.setdefault(key, []).append(workers[int(index)])
-        sides = " but not ".join(_listed(names) for names in groups.values())
+        sides = " but not ".join(_listed(names) for names in sorted(groups.values()))
         names = {self.names[int(index)] for index in bad}
         more = f" (and {len(bad) - 1} more boxes, of {len(names)} tensors)" if len(bad) > 1 else ""
         return (
