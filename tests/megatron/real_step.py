@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,13 +22,23 @@ Compute = Callable[..., tuple[torch.Tensor, Reduce]]
 class RealTraining:
     """AdamW over the chunks of one rank.
 
+    Args:
+        ddp, optimizer: further arguments of Megatron's two configurations.
+
     Attributes:
         models: the chunks in `DistributedDataParallel`, which with a distributed optimizer has moved
             their parameters into its own buffers.
     """
 
     def __init__(
-        self, chunks: Sequence[Any], *, num_tokens: int, lr: float, distributed: bool = False
+        self,
+        chunks: Sequence[Any],
+        *,
+        num_tokens: int,
+        lr: float,
+        distributed: bool = False,
+        ddp: Mapping[str, Any] = MappingProxyType({}),
+        optimizer: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         from megatron.core.distributed import (
             DistributedDataParallel,
@@ -39,11 +50,11 @@ class RealTraining:
 
         self._config, self._num_tokens = chunks[0].config, num_tokens
         bf16 = bool(self._config.bf16)
-        ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed)
-        self.models = [DistributedDataParallel(self._config, ddp, chunk) for chunk in chunks]
+        wrapping = DistributedDataParallelConfig(use_distributed_optimizer=distributed, **ddp)
+        self.models = [DistributedDataParallel(self._config, wrapping, chunk) for chunk in chunks]
         options = OptimizerConfig(
             optimizer="adam", lr=lr, weight_decay=0.0, clip_grad=0.0, bf16=bf16,
-            use_distributed_optimizer=distributed, params_dtype=self._config.params_dtype,
+            use_distributed_optimizer=distributed, params_dtype=self._config.params_dtype, **optimizer,
         )  # fmt: skip
         self._optimizer = get_megatron_optimizer(options, self.models)
         self._config.finalize_model_grads_func = finalize_model_grads

@@ -23,6 +23,7 @@ from windlass.control.messages import (
     Offered,
     Pause,
     Prepare,
+    Prepared,
     Publish,
     Receive,
     Result,
@@ -51,6 +52,7 @@ from windlass.execution.device_receiver import DeviceReceiver
 from windlass.execution.one_sided import OneSidedReceiver, OneSidedSender
 from windlass.execution.receiver import Receiver
 from windlass.execution.relay_node import RelayNode
+from windlass.execution.replicated_digests import ReplicatedDigests
 from windlass.execution.sender import Sender
 from windlass.execution.source import refuse_gpu_memory
 from windlass.planning.plan import TransferPlan
@@ -77,12 +79,15 @@ class TrainerAgent:
         self._one_sided, self._host = sender, host
         self._backend: UpdateBackend = P2pBackend()
         self._sender: SenderBackend = sender_for(self._backend, sender, host)
+        self._replicated = ReplicatedDigests(sender.manifest, sender.parameters)
+        self._digested: tuple[Prepare, bytes] | None = None
 
     def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:
         """See `CommandHandler.handle`."""
         match command:
             case ConnectTrainer():
                 self._choose(command.backend)
+                self._replicated.bind(command.replicated)
                 plan = TransferPlan.decode(command.plan)
                 offer = self._sender.connect(plan, command.bindings)
                 if offer is not None:
@@ -90,7 +95,11 @@ class TrainerAgent:
             case JoinGroups():
                 self._sender.join(command.offers, command.deadline_s)
             case Prepare():
+                # Before the replica is taken: the weights may change then.
+                digested = self._digest(command) if len(self._replicated) else None
                 self._sender.prepare(command.version)
+                if digested is not None:
+                    return Prepared(digested)
             case Write():
                 sent = self._sender.write(command.version, command.destinations, command.deadline_s)
                 return Written(sent.links, sent.pack_s, sent.wire_s)
@@ -122,6 +131,20 @@ class TrainerAgent:
             case _:
                 assert_never(command)
         return Done()
+
+    def _digest(self, command: Prepare) -> bytes:
+        """What this rank holds of boxes that others hold too; of a replica, what it was taken from."""
+        replica = self._one_sided.replica
+        if replica is not None and replica.is_taken(command.version):
+            if self._digested is None or self._digested[0] != command:
+                raise RoundAborted(
+                    "prepare: ranks must be compared anew since this version's weights were copied, and "
+                    "they may have changed: publish again"
+                )
+        else:
+            digested = self._replicated.take(command.turn, command.period)
+            self._digested = command, digested.tobytes()
+        return self._digested[1]
 
     def _relaying(self) -> OneSidedSender:
         if not isinstance(self._sender, OneSidedSender):

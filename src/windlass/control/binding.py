@@ -9,6 +9,8 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from windlass.config import P2pBackend, UpdateBackend, UpdateMode
 from windlass.control.fleet import Group, Identity
 from windlass.control.messages import (
@@ -34,9 +36,10 @@ from windlass.errors import (
     WindlassError,
 )
 from windlass.execution.bindings import DestinationBinding, GroupOffer
-from windlass.layout.manifest import ShardManifest
+from windlass.layout.manifest import Role, ShardManifest
 from windlass.planning.plan import TransferPlan
 from windlass.planning.relay import copy_part
+from windlass.planning.replicated import Replicated, find_replicated
 from windlass.transports.addresses import HOST_VARIABLE, is_loopback, split_host_port
 
 __all__ = ["Binding", "EnginesUnbound", "Planner", "bind_fleet", "find_unplannable", "signature_of"]
@@ -68,6 +71,8 @@ class Binding:
         signature: the incarnations it holds for; another fleet needs another binding.
         engines: engine -> workers. trainers: workers. links: (source, destination) pairs.
         relay: member of a relay group -> those that it passes on to.
+        replicated: what several of the trainers hold; None where engines are the source.
+        sent_nbytes: by the trainer that sends most.
     """
 
     signature: frozenset[Identity]
@@ -76,10 +81,19 @@ class Binding:
     links: frozenset[tuple[str, str]]
     plan_digest: str
     relay: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    replicated: Replicated | None = None
+    sent_nbytes: int = 0
 
     def identities_of(self, engine: str) -> frozenset[Identity]:
         """The processes behind the ranks of an engine."""
-        workers = self.engines[engine]
+        return self._identities(self.engines[engine])
+
+    @property
+    def sources(self) -> frozenset[Identity]:
+        """The processes behind the trainers."""
+        return self._identities(self.trainers)
+
+    def _identities(self, workers: Sequence[str]) -> frozenset[Identity]:
         return frozenset(identity for identity in self.signature if identity[0] in workers)
 
 
@@ -153,7 +167,9 @@ async def bind_fleet(
         raise EnginesUnbound({engine_of[w]: why for w, why in astray.items()}, {}, "")
     confirmed = await caller.call(
         {
-            w: ConnectTrainer(part, digest, relay.direct(bindings), backend)
+            w: ConnectTrainer(
+                part, digest, relay.direct(bindings), backend, compiled.replicated_parts.get(w, b"")
+            )
             for w, part in compiled.source_parts.items()
         }
     )
@@ -172,6 +188,8 @@ async def bind_fleet(
         links=compiled.links,
         plan_digest=digest,
         relay=relay.children,
+        replicated=compiled.replicated,
+        sent_nbytes=compiled.sent_nbytes,
     )
 
 
@@ -306,6 +324,9 @@ class _Compiled:
     source_parts: dict[str, bytes]
     destination_parts: dict[str, bytes]
     links: frozenset[tuple[str, str]]
+    replicated: Replicated | None
+    replicated_parts: dict[str, bytes]
+    sent_nbytes: int
 
 
 def _compile(
@@ -323,7 +344,14 @@ def _compile(
         for m in destinations
         if m.worker in copies
     }
+    # Engines verify what they serve: they may hold copies of a tensor that they use differently.
+    of_trainers = all(manifest.role is Role.TRAINER for manifest in sources)
+    replicated = find_replicated(sources) if of_trainers else None
+    held = {} if replicated is None else replicated.parts
     return _Compiled(
+        replicated=replicated,
+        replicated_parts={worker: part.encode() for worker, part in held.items()},
+        sent_nbytes=int(np.bincount(plan.ops.src, plan.ops.nbytes, 1).max()),
         digest=plan.digest(),
         source_parts={m.worker: plan.for_source(m.worker).encode() for m in sources},
         destination_parts={worker: part.encode() for worker, part in parts.items()},

@@ -102,6 +102,8 @@ class Coordinator(HandDrivenGate):
         self._catch_ups = CatchUps(self, self._fleet, config, planner)
         self._resumes = Resumes(self, self._sessions, config.deadlines)
         self._late = Counter[Identity]()
+        self._compared: frozenset[Identity] = frozenset()
+        self._turn = 0
         self._driver: RoundDriver | None = None
         self._lock = asyncio.Lock()
         self._changes = Changes()
@@ -426,7 +428,13 @@ class Coordinator(HandDrivenGate):
         self._journal_round(JournalKind.ROUND_BEGAN, version, tuple(binding.engines))
         place = (self._epoch, self._round)  # a Hello may bring a higher epoch meanwhile
         self._driver = RoundDriver(
-            spec_of(version, binding, self._config),
+            spec_of(
+                version,
+                binding,
+                self._config,
+                turn=self._turn,
+                is_first=self._compared != binding.sources,
+            ),
             epoch=place[0],
             round_number=place[1],
             deadlines=self._config.deadlines,
@@ -475,6 +483,8 @@ class Coordinator(HandDrivenGate):
         serving = tuple(n for n, f in finish.fates.items() if f is EngineFate.PUBLISHED)
         if finish.outcome is RoundOutcome.PUBLISHED:
             self._published = version
+            if binding.replicated is not None:
+                self._compared, self._turn = binding.sources, self._turn + 1
             self._journal_outcome(JournalKind.PUBLISHED, version, serving)
         else:
             self._journal_outcome(JournalKind.ROUND_ENDED, version, (), finish.reason)

@@ -48,8 +48,22 @@ class RoundResult:
     phase_s: dict[str, float]
 
 
-def spec_of(version: int, binding: Binding, config: ControlConfig) -> RoundSpec:
-    """The round that publishes `version` to a bound fleet."""
+def spec_of(
+    version: int, binding: Binding, config: ControlConfig, *, turn: int, is_first: bool
+) -> RoundSpec:
+    """The round that publishes `version` to a bound fleet.
+
+    Args:
+        version: to publish.
+        binding: of the fleet.
+        config: mode, deadlines, retries.
+        turn: counts comparisons of what trainers hold in common.
+        is_first: compare all of it.
+    """
+    replicated = binding.replicated
+    period = 1
+    if replicated is not None and not is_first:
+        period = replicated.period(binding.sent_nbytes)
     return RoundSpec(
         version=version,
         mode=config.mode,
@@ -64,6 +78,9 @@ def spec_of(version: int, binding: Binding, config: ControlConfig) -> RoundSpec:
         collective=isinstance(config.backend, XcclBackend),
         lands_live=not isinstance(config.backend, DiskBackend),
         relay=binding.relay,
+        replicated=replicated,
+        turn=turn,
+        period=period,
     )
 
 

@@ -46,6 +46,7 @@ __all__ = [
     "Offered",
     "Pause",
     "Prepare",
+    "Prepared",
     "Probe",
     "Publish",
     "Receive",
@@ -151,6 +152,12 @@ class Offered(msgspec.Struct, frozen=True, tag="offered"):
     offer: GroupOffer
 
 
+class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
+    """Trainer rank: ready to write. `digested`: `DIGESTED` rows of boxes that others hold too."""
+
+    digested: bytes
+
+
 class Written(msgspec.Struct, frozen=True, tag="written"):
     """Trainer rank: the outcome of every link it was asked to write."""
 
@@ -182,7 +189,7 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
     message: str
 
 
-Result = Bound | Offered | Written | Verified | RelayOpened | Relayed | Done | Failure
+Result = Bound | Offered | Prepared | Written | Verified | RelayOpened | Relayed | Done | Failure
 
 
 class Reply(msgspec.Struct, frozen=True, tag="reply"):
@@ -231,13 +238,14 @@ class ConnectEngine(msgspec.Struct, frozen=True, tag="connect_engine"):
 class ConnectTrainer(msgspec.Struct, frozen=True, tag="connect_trainer"):
     """Bind the plan to these addresses; answer `Done`, or `Offered` where a group must form.
 
-    `plan` is the rank's own part.
+    `plan` is the rank's own part; `replicated` the `ReplicatedPart` of boxes that others hold too.
     """
 
     plan: bytes
     plan_digest: str
     bindings: tuple[DestinationBinding, ...]
     backend: UpdateBackend = P2pBackend()
+    replicated: bytes = b""
 
 
 class JoinGroups(msgspec.Struct, frozen=True, tag="join_groups"):
@@ -251,9 +259,17 @@ class JoinGroups(msgspec.Struct, frozen=True, tag="join_groups"):
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
-    """Trainer: pack, cast and quantise into the arena as far as it holds."""
+    """Trainer: pack, cast and quantise into the arena as far as it holds; answer `Done`.
+
+    A rank with replicated boxes answers `Prepared`, with digests of the blocks that are due.
+
+    Attributes:
+        turn, period: see `ReplicatedPart.due`.
+    """
 
     version: int
+    turn: int = 0
+    period: int = 1
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):

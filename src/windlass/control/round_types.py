@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from windlass.config import PauseMode, UpdateMode
 from windlass.control.messages import Command, Result, RoundOutcome
+from windlass.planning.replicated import Replicated
 
 __all__ = [
     "AgentLost",
@@ -67,6 +68,8 @@ class RoundSpec:
         collective: both halves of a write are told to enter it, and all links of a source at once.
         lands_live: whether `in_place` writes touch live memory before they are verified.
         relay: member of a relay group -> those that it passes on to; empty without a relay.
+        replicated: what trainers hold in common and must agree about; None for nothing.
+        turn, period: see `ReplicatedPart.due`.
     """
 
     version: int
@@ -82,6 +85,9 @@ class RoundSpec:
     collective: bool = False
     lands_live: bool = True
     relay: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    replicated: Replicated | None = None
+    turn: int = 0
+    period: int = 1
 
 
 # --- events --------------------------------------------------------------------------------

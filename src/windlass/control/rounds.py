@@ -17,6 +17,7 @@ What goes wrong, and what then:
 - In a relay (once, before anything is written again) engines write as well. Each of them says
   which links are not complete, and whether bytes may still land in it: what is missing is
   written by the trainers, without being counted as a rewrite.
+- Trainers that hold the same box and not the same bytes end the round before anything is written.
 - A trainer that fails before it has written ends the round: `in_place` engines that may hold
   mixed weights are tainted and stay paused, all others go on with the old version. Trainers that
   were writing when the round ended are named in `Finish.unsettled`.
@@ -32,6 +33,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import assert_never
 
+import numpy as np
+
 from windlass.config import UpdateMode
 from windlass.control.links import LinkLedger
 from windlass.control.messages import (
@@ -43,6 +46,7 @@ from windlass.control.messages import (
     FailureKind,
     Pause,
     Prepare,
+    Prepared,
     Publish,
     Receive,
     Result,
@@ -68,7 +72,9 @@ from windlass.control.round_types import (
     RoundSpec,
     Send,
 )
+from windlass.errors import ProtocolError
 from windlass.execution.bindings import LinkOutcome, LinkStatus
+from windlass.planning.replicated import DIGESTED, decode_digested
 
 __all__ = ["RoundMachine"]
 
@@ -102,6 +108,8 @@ class RoundMachine:
         self._pending: dict[int, tuple[str, Command]] = {}
         self._links = LinkLedger(spec.links)
         self._relay = RelayPass(spec.relay)
+        parts = () if spec.replicated is None else spec.replicated.parts
+        self._digested = {worker: np.zeros(0, DIGESTED) for worker in parts}
         self._lost_trainers: set[str] = set()
         self._rewrites_left = spec.max_rewrites
         self._wrote = False
@@ -127,7 +135,7 @@ class RoundMachine:
         """Begin."""
         self._enter(Phase.PREPARE)
         for trainer in self._spec.trainers:
-            self._send(trainer, Prepare(self._spec.version))
+            self._send(trainer, Prepare(self._spec.version, self._spec.turn, self._spec.period))
         if self._spec.mode is UpdateMode.IN_PLACE:
             self._send_pauses()
         self._advance()
@@ -172,7 +180,11 @@ class RoundMachine:
                 if not self._links.verify(worker, result.mismatched):
                     reason = f"{worker}: found wrong bytes of workers that send it nothing"
                     self._drop(self._engine_of[worker], reason)
-            case ((Prepare() | Pause() | Apply() | Publish()), Done()):
+            case Prepare(), Prepared() if worker in self._digested:
+                self._on_prepared(worker, result)
+            case Prepare(), Done() if worker not in self._digested:
+                pass
+            case ((Pause() | Apply() | Publish()), Done()):
                 pass  # the phase counts replies, nothing else to note
             case _:
                 text = f"answered {type(command).__name__} with {type(result).__name__}"
@@ -187,6 +199,12 @@ class RoundMachine:
         asked = self._links.answered(worker)
         poisoned = {self._engine_of[d] for d in asked} if unknown else set()
         self._give_up(f"{worker}: {failure.message}", poisoned)
+
+    def _on_prepared(self, trainer: str, prepared: Prepared) -> None:
+        try:
+            self._digested[trainer] = decode_digested(prepared.digested)
+        except ProtocolError as error:
+            self._on_failure(trainer, Failure(FailureKind.FAILED, str(error)))
 
     def _on_written(self, trainer: str, written: Written) -> None:
         tally = self._tally
@@ -266,6 +284,10 @@ class RoundMachine:
     def _next_phase(self) -> None:
         match self._phase:
             case Phase.PREPARE:
+                replicated = self._spec.replicated
+                if replicated is not None and (why := replicated.disagreement(self._digested)):
+                    self._give_up(why)
+                    return
                 self._write(self._links.unwritten(self._active_workers()))
             case Phase.WRITE | Phase.VERIFY:
                 self._after_delivery()

@@ -18,7 +18,7 @@ import http.client
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, final
 
@@ -72,6 +72,8 @@ class RolloutCallback:
         controller: address. token: secret.
         head: name of this head, unique among those that drive one update together.
         client: for `update_weights`; not closed.
+        check_weights: called by `pause_generation` first, to refuse weights that are not whole:
+            `functools.partial(windlass.training.megatron.check_whole, model)`.
         stage, num_stages: which of how many heads this one is, its pipeline stage for example.
             Engines then take the calls of all heads in the order (call, stage), whichever
             arrives first, and the update ends when all heads have called
@@ -90,6 +92,7 @@ class RolloutCallback:
         *,
         head: str = "head",
         client: TrainerClient | None = None,
+        check_weights: Callable[[], None] | None = None,
         stage: int = -1,
         num_stages: int = 0,
         deadline_s: float = 120.0,
@@ -107,6 +110,7 @@ class RolloutCallback:
         self._lock, self._num_calls = threading.Lock(), 0
         self._address = (parts.hostname or "", parts.port or 80)
         self._token, self._client, self._deadline_s = token, client, deadline_s
+        self._check_weights = check_weights
         self._pool = ThreadPoolExecutor(NUM_THREADS, "windlass-callback")
         self._closed = threading.Event()
 
@@ -122,7 +126,10 @@ class RolloutCallback:
         Raises:
             RoundAborted: an engine did not come to rest.
             PeerTimeout, AuthenticationError: see `continue_generation`.
+            WindlassError: what `check_weights` raises; no engine has been paused.
         """
+        if self._check_weights is not None:
+            self._check_weights()
         with self._lock:
             self._num_calls = 0
         self._call(PauseCall(session_s, self._stage, self._num_stages), deadline_s)
@@ -175,15 +182,14 @@ class RolloutCallback:
     def update_weights(
         self, version: int, *, deadline_s: float | None = None
     ) -> Future[UpdateReport]:
-        """`TrainerClient.publish`, as a future: by the controller's own backend, no pause needed.
+        """`TrainerClient.publish_soon`: by the controller's own backend, no pause needed.
 
         Raises:
-            ConfigError: the callback was made without a client.
+            ConfigError: the callback was made without a client; see also there.
         """
         if self._client is None:
             raise ConfigError("update_weights: the callback was made without a client")
-        client, seconds = self._client, deadline_s or self._deadline_s
-        return self._pool.submit(lambda: client.publish(version, deadline_s=seconds))
+        return self._client.publish_soon(version, deadline_s=deadline_s or self._deadline_s)
 
     def close(self) -> None:
         """End the threads; calls under way end at their deadline. Idempotent."""

@@ -117,6 +117,7 @@ class TrainerClient:
         rank, world_size: in that job. arena_nbytes: see `Sender`.
         registered: see `Sender`. connect_deadline_s: how long to wait for the controller's welcome.
         replica: see `connect_trainer`.
+        make_whole: see `make_whole`; None where weights are whole after every optimizer step.
         step_stream: the stream of the weights' GPU that the calling thread queues its steps in, for
             the copy of `begin_publish` to wait for; None to wait for all of the GPU's work.
         intercept: stands between channel and agent, for tests that inject faults.
@@ -142,11 +143,13 @@ class TrainerClient:
         arena_nbytes: int = 0,
         registered: Sequence[MemoryRegion] = (),
         replica: bool | str = False,
+        make_whole: Callable[[], None] | None = None,
         step_stream: Callable[[], int] | None = None,
         connect_deadline_s: float = 60.0,
         intercept: Callable[[TrainerAgent], CommandHandler] | None = None,
     ) -> None:
         self._transport = transport
+        self._make_whole = make_whole
         self._step_stream = step_stream
         self._publishing = threading.Lock()
         with ExitStack() as undo:
@@ -181,6 +184,15 @@ class TrainerClient:
             self._channel.connect(connect_deadline_s)
             undo.pop_all()
 
+    def make_whole(self) -> None:
+        """Have every rank hold all of the last optimizer step; `publish` and its kin do this first.
+
+        Collective: every trainer rank calls it. Frameworks that gather stepped parameters lazily, inside
+        the next forward pass, do it here instead. Does nothing for the others.
+        """
+        if self._make_whole is not None:
+            self._make_whole()
+
     def publish(self, version: int, *, deadline_s: float = 600.0) -> UpdateReport:
         """Publish the weights as they are now; return once the fleet serves them.
 
@@ -198,9 +210,28 @@ class TrainerClient:
             PeerTimeout: no answer within `deadline_s`; the weights must still not change.
         """
         version = version_number(version, "publish")
-        self._take_turn("publish", version)
-        self._sender.begin_version(version=version)
+        with ExitStack() as undo:
+            self._take_turn("publish", version, undo)
+            self._sender.begin_version(version=version)
+            undo.pop_all()
         return self._announce(version, deadline_s, None)
+
+    def publish_soon(self, version: int, *, deadline_s: float = 600.0) -> Future[UpdateReport]:
+        """As `publish`, but return at once: the weights must not change until the future is done.
+
+        Collective: every trainer rank calls it with the same version. Weights are made whole in the
+        calling thread, before it returns.
+
+        Raises:
+            ConfigError: `version` is no integer >= 0, or a version is still being published.
+        """
+        version = version_number(version, "publish_soon")
+        with ExitStack() as undo:
+            self._take_turn("publish_soon", version, undo)
+            self._sender.begin_version(version=version)
+            report = self._background.submit(self._announce_behind, version, deadline_s, None)
+            undo.pop_all()
+        return report
 
     def begin_publish(self, version: int, *, deadline_s: float = 600.0) -> PendingUpdate:
         """As `publish`, but return once the weights are copied: they may change, move or go away.
@@ -225,10 +256,9 @@ class TrainerClient:
         version = version_number(version, "begin_publish")
         if not self._sender.has_replica:
             raise ConfigError("begin_publish: needs replica=True when connecting, got False")
-        self._take_turn("begin_publish", version)
         began, copied = time.perf_counter(), threading.Event()
         with ExitStack() as undo:
-            undo.callback(self._publishing.release)
+            self._take_turn("begin_publish", version, undo)
             stream = None if self._step_stream is None else self._step_stream()
             self._sender.begin_version(copied.set, version=version, stream=stream)
             report = self._background.submit(self._announce_behind, version, deadline_s, copied)
@@ -243,16 +273,18 @@ class TrainerClient:
         pending.stood_s, pending.copy = time.perf_counter() - began, self._sender.copy_times
         return pending
 
-    def _take_turn(self, what: str, version: int) -> None:
-        """`_announce` gives it back."""
+    def _take_turn(self, what: str, version: int, undo: ExitStack) -> None:
+        """Every way to publish begins here. `_announce` gives the turn back, or `undo`."""
         if not self._publishing.acquire(blocking=False):
             raise ConfigError(
                 f"{what}: version {version} must wait for the end of the one under way: "
                 "`result` of begin_publish, or publish in another thread"
             )
+        undo.callback(self._publishing.release)
+        self.make_whole()
 
     def _announce_behind(
-        self, version: int, deadline_s: float, copied: threading.Event
+        self, version: int, deadline_s: float, copied: threading.Event | None
     ) -> UpdateReport:
         try:
             return self._announce(version, deadline_s, copied)
@@ -369,6 +401,7 @@ def connect_described(
         world_size=described.world_size,
         arena_nbytes=arena_nbytes,
         replica=replica,
+        make_whole=described.make_whole,
         step_stream=step_stream(described.memory_at),
         connect_deadline_s=connect_deadline_s,
     )

@@ -21,13 +21,15 @@ __all__ = ["DescribedTrainer", "describe_trainer", "step_stream"]
 class DescribedTrainer:
     """One rank: what it holds, where it lies, and which rank it is.
 
-    `parameters` is called anew for every update, because offloading rebinds storage.
+    `parameters` is called anew for every update, because offloading rebinds storage. `make_whole`: see
+    `TrainerClient.make_whole`.
     """
 
     manifest: ShardManifest
     parameters: Callable[[], tuple[ParameterMemory, ...]]
     rank: int
     world_size: int
+    make_whole: Callable[[], None] | None = None
 
     @property
     def memory_at(self) -> int:

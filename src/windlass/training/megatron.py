@@ -7,6 +7,7 @@ come from the layers themselves, so any pipeline layout is understood.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,9 +15,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    FullyShardedDataParallel,
+    TorchFullyShardedDataParallel,
+)
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from windlass.errors import ManifestError, UnsupportedLayout
+from windlass.errors import ConfigError, ManifestError, PlanError, UnsupportedLayout
 from windlass.execution.base import ParameterMemory
 from windlass.frameworks.dtypes import dtype_of
 from windlass.layout.manifest import ManifestBuilder, Role
@@ -27,7 +33,13 @@ from windlass.training.client import TrainerClient, connect_described
 from windlass.training.fsdp import DescribedTrainer
 from windlass.transports.configs import TransportConfig, parse_transport
 
-__all__ = ["connect_megatron_trainer", "describe_megatron_trainer", "megatron_coords"]
+__all__ = [
+    "check_whole",
+    "connect_megatron_trainer",
+    "describe_megatron_trainer",
+    "make_whole",
+    "megatron_coords",
+]
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _BUFFERS = ("mlp.router.expert_bias",)
@@ -106,13 +118,13 @@ def describe_megatron_trainer(
     """Describe this rank's part of the model. Not collective.
 
     Raises:
-        UnsupportedLayout: a name without a rule, an attention or MLP that no table describes, or
-            fp32 copies that the distributed optimizer holds as flat ranges.
+        UnsupportedLayout: a name without a rule, an attention or MLP that no table describes, fp32
+            copies that the distributed optimizer holds as flat ranges, parameters in fp8, or
+            parameters that a wrapper cuts over data-parallel ranks.
         ManifestError: shapes that contradict the configuration.
     """
-    chunks = (model,) if isinstance(model, torch.nn.Module) else tuple(model)
-    if not chunks:
-        raise ManifestError("model must have at least one chunk, got none")
+    chunks = _chunks_of(model)
+    _refuse_wrappers(chunks)
     table = family_named(family) if isinstance(family, str) else family
     config = _unwrap(chunks[0]).config
     geometry = _geometry(config, vocab_size)
@@ -124,6 +136,11 @@ def describe_megatron_trainer(
     holds_embedding = False
     for name, memory in _memories(chunks, use_main_params, tuple(ignore)):
         tensor = memory()
+        if type(tensor) is not torch.Tensor:
+            raise UnsupportedLayout(
+                f"parameter {name!r} must be a plain tensor, got {type(tensor).__name__}: values that "
+                "are held in another form than their dtype says (fp8 with scales) have no naming table"
+            )
         if not tensor.is_contiguous():
             raise UnsupportedLayout(
                 f"parameter {name!r} must be contiguous, got strides {tuple(tensor.stride())}"
@@ -151,10 +168,91 @@ def describe_megatron_trainer(
     if tied and holds_embedding:
         builder.add_alias(_HEAD, _EMBEDDING)
 
-    def parameters() -> tuple[ParameterMemory, ...]:
-        return tuple(ParameterMemory(t.data_ptr(), t.nbytes) for t in (read() for read in readers))
+    manifest = builder.build()
 
-    return DescribedTrainer(builder.build(), parameters, rank, dist.get_world_size())
+    def parameters() -> tuple[ParameterMemory, ...]:
+        tensors = [read() for read in readers]
+        for spec, tensor in zip(manifest.parameters, tensors, strict=True):
+            _refuse_freed(spec.name, tensor)
+        return tuple(ParameterMemory(tensor.data_ptr(), tensor.nbytes) for tensor in tensors)
+
+    return DescribedTrainer(
+        manifest, parameters, rank, dist.get_world_size(), lambda: make_whole(chunks)
+    )
+
+
+def make_whole(model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
+    """Gather what the distributed optimizer has stepped and left for the next forward pass to gather.
+
+    That is how `overlap_param_gather=True` works: after `optimizer.step` a rank holds new values of the
+    parameters that it steps and old ones of all others. `TrainerClient` calls this before it publishes;
+    whoever reads parameters by himself, for a `WeightGroup` or for files, calls it before.
+
+    Collective: over the data-parallel ranks of each chunk, in the calling thread. The forward pass goes
+    on from what is gathered here and does not gather it again.
+
+    Args:
+        model: as for `connect_megatron_trainer`.
+
+    Raises:
+        PlanError: parameters whose memory is freed.
+    """
+    for chunk in _lazily_gathered(_chunks_of(model)):
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            _refuse_freed("of a parameter buffer", buffer.param_data)
+        chunk.start_param_sync(force_sync=True)
+
+
+def check_whole(model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
+    """Refuse a model that `make_whole` has not been called for since its last step. Not collective.
+
+    Raises:
+        ConfigError: parameters of this rank may be those of an earlier step.
+    """
+    for chunk in _lazily_gathered(_chunks_of(model)):
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            if not group.param_gather_dispatched or group.param_gather_handle is not None:
+                raise ConfigError(
+                    "overlap_param_gather: parameters of the last step must be gathered before they are "
+                    "read: call windlass.training.megatron.make_whole(model) on every rank"
+                )
+
+
+def _chunks_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> tuple[torch.nn.Module, ...]:
+    chunks = (model,) if isinstance(model, torch.nn.Module) else tuple(model)
+    if not chunks:
+        raise ManifestError("model must have at least one chunk, got none")
+    return chunks
+
+
+def _lazily_gathered(chunks: Sequence[torch.nn.Module]) -> Iterator[DistributedDataParallel]:
+    for wrapper in itertools.chain.from_iterable(map(_wrappers, chunks)):
+        if isinstance(wrapper, DistributedDataParallel):
+            options = wrapper.ddp_config
+            if options.use_distributed_optimizer and options.overlap_param_gather:
+                yield wrapper
+
+
+def _refuse_wrappers(chunks: Sequence[torch.nn.Module]) -> None:
+    """Refuse what `make_whole` cannot make whole, or what no naming table describes."""
+    for wrapper in itertools.chain.from_iterable(map(_wrappers, chunks)):
+        if isinstance(wrapper, FullyShardedDataParallel | TorchFullyShardedDataParallel):
+            raise UnsupportedLayout(
+                f"model must not be wrapped in {type(wrapper).__name__}: it cuts parameters over "
+                "data-parallel ranks, which no naming table describes; use DistributedDataParallel"
+            )
+        if isinstance(wrapper, DistributedDataParallel) and wrapper.ddp_config.fp8_param_gather:
+            raise UnsupportedLayout(
+                "fp8_param_gather must be False, got True: parameters in fp8 are published as bytes "
+                "without their scales; keep parameters in bfloat16"
+            )
+
+
+def _refuse_freed(name: str, tensor: torch.Tensor) -> None:
+    """Raises PlanError for a tensor whose storage its owner has freed (offloaded, for example)."""
+    reach = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    if tensor.numel() and tensor.untyped_storage().nbytes() < reach:
+        raise PlanError(f"parameter {name!r}: its memory is freed; load it back before publishing")
 
 
 def megatron_coords() -> Coords:
@@ -225,13 +323,16 @@ def _memories(
                 yield name, _ModelParam(buffer)
 
 
+def _wrappers(chunk: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Data-parallel, precision and compile wrappers from the outside in, and last the model."""
+    inner: torch.nn.Module | None = chunk
+    while inner is not None:
+        yield inner
+        inner = inner._modules.get("module", inner._modules.get("_orig_mod"))
+
+
 def _unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
-    """The model inside data-parallel, precision and compile wrappers."""
-    while True:
-        inner = chunk._modules.get("module", chunk._modules.get("_orig_mod"))
-        if inner is None:
-            return chunk
-        chunk = inner
+    return list(_wrappers(chunk))[-1]
 
 
 def _layer_numbers(chunk: torch.nn.Module) -> dict[str, int]:

@@ -1,0 +1,184 @@
+"""Digests of what this rank holds and others hold too, for the controller to compare.
+
+In host memory by `memory/digest.py`, on GPUs by the kernels of `memory/position_digest.py`, wherever each
+parameter lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+
+from windlass.errors import UnsupportedLayout
+from windlass.execution.base import ParameterMemory
+from windlass.execution.bindings import DigestKind
+from windlass.execution.device_links import DIGEST_NBYTES, OWN_WORK_S
+from windlass.execution.parameters import check_described
+from windlass.layout.manifest import MAX_DIMS, Int64Array, ShardManifest
+from windlass.memory.digest import hash_strided, new_digest
+from windlass.planning.replicated import DIGESTED, HELD, DueBlocks, ReplicatedPart
+from windlass.transports.cuda.driver import gpu_of
+from windlass.transports.cuda.gpu import shared_gpu
+from windlass.transports.cuda.kernels import PIECE, PieceTable
+
+__all__ = ["ReplicatedDigests"]
+
+UInt64Array = npt.NDArray[np.uint64]
+_KINDS = tuple(DigestKind)
+
+
+@final
+class ReplicatedDigests:
+    """Of one rank. Not thread-safe.
+
+    Args:
+        manifest: of the rank.
+        parameters: where the parameters lie now, in manifest order; asked at every `take`.
+    """
+
+    def __init__(
+        self, manifest: ShardManifest, parameters: Callable[[], Sequence[ParameterMemory]]
+    ) -> None:
+        self._manifest, self._parameters = manifest, parameters
+        self._part = ReplicatedPart(np.zeros(0, HELD))
+        self._itemsizes = np.zeros(0, np.int64)
+
+    def bind(self, part: bytes) -> None:
+        """Take `ReplicatedPart.encode()`; empty for none.
+
+        Raises:
+            ProtocolError, PlanError: see `ReplicatedPart.decode`.
+        """
+        self._part = ReplicatedPart.decode(part, self._manifest)
+        of_parameter = np.array([p.dtype.itemsize for p in self._manifest.parameters], np.int64)
+        self._itemsizes = of_parameter[self._part.held["parameter"]]
+
+    def __len__(self) -> int:
+        return len(self._part)
+
+    def take(self, turn: int, period: int) -> npt.NDArray[np.void]:
+        """Digest the blocks whose turn it is; reads the parameters, which must stand still.
+
+        On a GPU it waits first for all that this process has queued there.
+
+        Args:
+            turn: see `ReplicatedPart.due`.
+            period: see there.
+
+        Returns:
+            (n,) `DIGESTED`, one for every box of which a block was due.
+
+        Raises:
+            PlanError: parameters have another number or other sizes than when described.
+            UnsupportedLayout: on a GPU: rows with gaps between their elements.
+            TransferFailed, TransferOutcomeUnknown: see `Gpu.settle` and `Gpu.finish`.
+        """
+        located = tuple(self._parameters())
+        check_described(self._manifest, located)
+        due = self._part.due(self._itemsizes, turn, period)
+        rows, first = np.unique(due.row, return_index=True)
+        ends = np.append(first[1:], len(due.row))
+        found = np.zeros(len(rows), DIGESTED)
+        found["box"] = self._part.held["box"][rows]
+        parameter = self._part.held["parameter"][rows]
+        lies_on = {p: gpu_of(located[p].address) for p in np.unique(parameter).tolist()}
+        ordinals = np.array([lies_on[p] for p in parameter.tolist()], np.int64)
+        starts = np.array([memory.address for memory in located], np.uint64)
+        address = starts[self._part.held["parameter"][due.row]] + due.offset.astype(np.uint64)
+        for ordinal in np.unique(ordinals).tolist():
+            mine = np.flatnonzero(ordinals == ordinal)
+            spans = [range(int(first[i]), int(ends[i])) for i in mine]
+            if ordinal < 0:
+                found["kind"][mine] = _KINDS.index(DigestKind.XXH3)
+                words = self._in_host_memory(due, address, spans)
+            else:
+                found["kind"][mine] = _KINDS.index(DigestKind.POSITION)
+                words = self._on_gpu(due, address, spans, ordinal)
+            found["a"][mine], found["b"][mine] = words[:, 0], words[:, 1]
+        return found
+
+    def _in_host_memory(
+        self, due: DueBlocks, address: UInt64Array, spans: Sequence[range]
+    ) -> UInt64Array:
+        specs = self._manifest.parameters
+        sizes, addresses = due.sizes.tolist(), address.tolist()
+        words = np.zeros((len(spans), 2), np.uint64)
+        for index, span in enumerate(spans):
+            held = self._part.held[int(due.row[span.start])]
+            digest, strides = new_digest(), held["strides"].tolist()
+            for block in span:
+                hash_strided(
+                    digest,
+                    address=addresses[block],
+                    sizes=sizes[block],
+                    strides_bytes=strides,
+                    dtype=specs[int(held["parameter"])].dtype,
+                )
+            words[index] = np.frombuffer(digest.digest(), "<u8")
+        return words
+
+    def _on_gpu(
+        self, due: DueBlocks, address: UInt64Array, spans: Sequence[range], ordinal: int
+    ) -> UInt64Array:
+        gpu = shared_gpu(ordinal)
+        gpu.settle(OWN_WORK_S)
+        cut = [self._pieces(due, address, span) for span in spans]
+        itemsizes = self._itemsizes[due.row[[span.start for span in spans]]]
+        with ExitStack() as undo:
+            nbytes = len(spans) * DIGEST_NBYTES
+            words = gpu.device.allocate(nbytes)
+            undo.callback(gpu.device.free, words)
+            gpu.device.clear(words, nbytes, gpu.stream)
+            for itemsize in np.unique(itemsizes).tolist():
+                mine = np.flatnonzero(itemsizes == itemsize).tolist()
+                pieces = np.concatenate([cut[index] for index in mine])
+                table = PieceTable(gpu.device, pieces, f"put_{itemsize}", itemsize)
+                undo.callback(table.close)
+                stop = 0
+                for index in mine:
+                    start, stop = stop, stop + len(cut[index])
+                    place = words + index * DIGEST_NBYTES
+                    gpu.kernels.hash(table, gpu.stream, place, range(start, stop))
+            try:
+                gpu.finish(OWN_WORK_S)
+            except BaseException:
+                if gpu.is_late:
+                    undo.pop_all()  # kernels may still read the tables
+                raise
+            return np.frombuffer(gpu.device.download(words, nbytes, gpu.stream), "<u8").reshape(
+                -1, 2
+            )
+
+    def _pieces(self, due: DueBlocks, address: UInt64Array, span: range) -> npt.NDArray[np.void]:
+        """The rows of a box's blocks, cut by sizes alone: every holder must cut alike."""
+        row = int(due.row[span.start])
+        strides: Int64Array = self._part.held["strides"][row].astype(np.int64)
+        itemsize = int(self._itemsizes[row])
+        sizes = due.sizes[span.start : span.stop]
+        if (strides[-1] != itemsize) and (sizes[:, -1] > 1).any():
+            name = self._manifest.parameters[int(self._part.held["parameter"][row])].name
+            raise UnsupportedLayout(
+                f"parameter {name!r}: on a GPU its rows must be contiguous, as at other ranks that hold "
+                f"the same, got a stride of {strides[-1]} bytes between elements of {itemsize}"
+            )
+        num_outer = sizes[:, : MAX_DIMS - 2].prod(axis=1)
+        block = np.repeat(np.arange(len(sizes)), num_outer)
+        outer = np.arange(len(block)) - np.repeat(np.cumsum(num_outer) - num_outer, num_outer)
+        ahead = np.cumsum(sizes.prod(axis=1)) - sizes.prod(axis=1)
+        per_outer = sizes[:, MAX_DIMS - 2 :].prod(axis=1)
+        pieces = np.zeros(len(block), PIECE)
+        at = np.zeros(len(block), np.int64)
+        left = outer
+        for axis in range(MAX_DIMS - 3, -1, -1):
+            at += left % sizes[block, axis] * strides[axis]
+            left = left // sizes[block, axis]
+        pieces["dst"] = address[span.start : span.stop][block] + at.astype(np.uint64)
+        pieces["dst_pitch"] = strides[-2]
+        pieces["pos"] = (ahead[block] + outer * per_outer[block]) * itemsize
+        pieces["pos_pitch"] = sizes[block, -1] * itemsize
+        pieces["rows"], pieces["row_elems"] = sizes[block, -2], sizes[block, -1]
+        return pieces
