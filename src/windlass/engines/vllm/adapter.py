@@ -77,7 +77,12 @@ def capture_adapter(
     def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         with saved(weights, folder) as place:
             worker.remove_lora(number)
-            worker.add_lora(LoRARequest(settings.adapter, number, str(place)))
+            try:
+                worker.add_lora(LoRARequest(settings.adapter, number, str(place)))
+            except BaseException:
+                worker.remove_lora(number)
+                worker.add_lora(LoRARequest(settings.adapter, number, str(folder)))
+                raise
 
     captured = capture(
         Slot(model),
