@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 import torch
 
@@ -41,11 +42,18 @@ class Slotted:
         self.gain = 3.0
 
 
+class Facts(msgspec.Struct, frozen=True):
+    """An object that refuses to be set."""
+
+    rank: int = 0
+
+
 @dataclass
 class Method:
     """As engines' `quant_method`."""
 
     kernel: Kernel | None
+    facts: Facts = field(default_factory=Facts)
     slotted: Slotted = field(default_factory=Slotted)
     sizes: list[int] = field(default_factory=lambda: [1, 2])
 

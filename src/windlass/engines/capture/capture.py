@@ -136,7 +136,9 @@ def _learn(
         raise UnsupportedLayout(
             f"{sorted(seen.computed)}: tensors that the engine computes from the checkpoint"
         )
-    return seen, learn(seen.computed, seen.numbers, seen.factors, loads.codes, loads.load, loads.held)
+    return seen, learn(
+        seen.computed, seen.numbers, seen.factors, loads.codes, loads.load, loads.held
+    )
 
 
 def _described(seen: Seen, codes: Codes, worker: str, part: Recompute | None) -> Captured:

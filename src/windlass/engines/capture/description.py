@@ -144,8 +144,10 @@ class Captured:
             UnsupportedLayout: see `Rounding.apply` and `Recompute.run`.
         """
         with torch.inference_mode():  # as tensors that were made in it demand
-            for part in (*self.roundings, *self.repacks):
-                part.apply()
+            for rounding in self.roundings:
+                rounding.apply()
+            for repack in self.repacks:
+                repack.apply()
         touched = [repack.target for repack in self.repacks]
         touched += [target for rounding in self.roundings for target in rounding.targets]
         for device in {target.device for target in touched if target.is_cuda}:

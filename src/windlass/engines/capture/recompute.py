@@ -173,7 +173,9 @@ class Recompute:
             raise UnsupportedLayout(f"{moved}: tensors that the engine's loader has moved")
         unwritten = sorted(n for n, c in marks.clear(held).items() if c != self._unwritten[n])
         if unwritten:
-            raise UnsupportedLayout(f"{unwritten}: tensors that the engine's loader has not written")
+            raise UnsupportedLayout(
+                f"{unwritten}: tensors that the engine's loader has not written"
+            )
         if len(taken) != len(self.buffers):
             missing = [s.name for s, _ in self.buffers if s.name not in taken]
             raise UnsupportedLayout(f"{missing}: tensors that the engine's loader has not taken")

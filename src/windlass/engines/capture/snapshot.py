@@ -14,7 +14,8 @@ import socket
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from types import MemberDescriptorType
 from typing import final
 
@@ -28,14 +29,17 @@ __all__ = ["Snapshot", "undone_if_it_fails"]
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy"}
-"""Packages whose objects are left alone, containers, modules and tensors apart."""
+_APART = frozenset({"compilation", "config", "configs", "distributed"})
+"""Objects of these packages, and of these parts of an engine, are left alone; containers, modules and
+tensors are not. Compiled code refers to memory of its graphs, configurations belong to everybody."""
+_UNSET = object()
+_MADE_IN_PYTHON = 1 << 9
+"""`Py_TPFLAGS_HEAPTYPE`: slots of others are no state that Python code may set."""
 _SHARED = (
     *((dist.ProcessGroup,) if dist.is_available() else ()),
     *(threading.Thread, type(threading.Lock()), type(threading.RLock()), socket.socket),
 )
 """An object that holds one of these (a communicator) has state that others share: it is left alone."""
-
-Restore = Callable[[], None]
 
 
 @final
@@ -52,17 +56,36 @@ class Snapshot:
     def __init__(
         self, model: torch.nn.Module, ignored: frozenset[int] = frozenset(), *, copies: bool = False
     ) -> None:
-        reached = list(_reached(model))
-        self._restores = [restore for item in reached for restore in _restores_of(item)]
+        self._mappings: list[tuple[dict[str, object], dict[str, object]]] = []
+        self._sequences: list[tuple[list[object] | deque[object], list[object]]] = []
+        self._sets: list[tuple[set[object], set[object]]] = []
+        self._slots: list[tuple[object, dict[MemberDescriptorType, object]]] = []
+        self._tensors: list[_KeptTensor] = []
+        for item, kind in _reached(model):
+            self._keep(item, kind)
         self._bytes: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         if copies:
             others = (
-                (f"#{number}", item, Kind.ATTRIBUTE)
-                for number, item in enumerate(reached)
-                if isinstance(item, torch.Tensor) and _has_memory(item)
+                (f"#{number}", kept.tensor, Kind.ATTRIBUTE)
+                for number, kept in enumerate(self._tensors)
+                if kept.data is not None
             )
             held = distinct((*tensors_of(model), *others), ignored)
             self._bytes = _copies(held)
+
+    def _keep(self, item: object, kind: _Kind) -> None:
+        if kind.has_dict:
+            self._mappings.append((vars(item), dict(vars(item))))
+        if kind.members:
+            self._slots.append((item, _slots(item, kind)))
+        if isinstance(item, torch.Tensor):
+            self._tensors.append(_KeptTensor.of(item))
+        elif isinstance(item, dict):
+            self._mappings.append((item, dict(item)))
+        elif isinstance(item, list | deque):
+            self._sequences.append((item, list(item)))
+        elif isinstance(item, set):
+            self._sets.append((item, set(item)))
 
     @property
     def copies(self) -> Mapping[str, torch.Tensor]:
@@ -71,8 +94,24 @@ class Snapshot:
 
     def restore(self) -> None:
         """Put everything back. Idempotent."""
-        for restore in self._restores:
-            restore()
+        for mapping, pairs in self._mappings:
+            if list(mapping) != list(pairs) or not _same(mapping.values(), pairs.values()):
+                mapping.clear()
+                mapping.update(pairs)
+        for sequence, items in self._sequences:
+            if not _same(sequence, items):
+                sequence.clear()
+                sequence.extend(items)
+        for members, kept in self._sets:
+            if members != kept:
+                members.clear()
+                members.update(kept)
+        for item, values in self._slots:
+            for member, value in values.items():
+                if _value(member, item) is not value:
+                    member.__set__(item, value)
+        for tensor in self._tensors:
+            tensor.restore()
         # Tensors that were made in inference mode are written in it only; others may be.
         with torch.inference_mode():
             for memory, copy in self._bytes.values():
@@ -100,131 +139,106 @@ def _copies(held: Mapping[str, Holding]) -> dict[str, tuple[torch.Tensor, torch.
     return {n: (m, m.clone() if roomy else m.cpu()) for n, m in memories.items()}
 
 
-def _reached(model: torch.nn.Module) -> Iterator[object]:
+@dataclass(frozen=True, slots=True)
+class _KeptTensor:
+    """A tensor's type and memory; `data` is None where it lies in none."""
+
+    tensor: torch.Tensor
+    kind: type
+    requires_grad: bool
+    data: torch.Tensor | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _KeptTensor:
+        data = tensor.data if _has_memory(tensor) else None
+        return cls(tensor, tensor.__class__, tensor.requires_grad, data)
+
+    def restore(self) -> None:
+        if self.tensor.__class__ is not self.kind:
+            self.tensor.__class__ = self.kind
+        if self.data is not None and not _is_at(self.tensor, self.data):
+            self.tensor.data = self.data
+        if self.tensor.requires_grad != self.requires_grad:
+            self.tensor.requires_grad_(self.requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What is looked at in objects of a class; `exempt`: whether they cannot be shared state."""
+
+    has_dict: bool
+    members: tuple[MemberDescriptorType, ...]
+    exempt: bool
+
+
+_KINDS: dict[type, _Kind | None] = {}
+
+
+def _kind_of(item: object) -> _Kind | None:
+    """None for what is left alone, with all that it holds."""
+    kind = type(item)  # and not what a proxy says that it is
+    if kind not in _KINDS:
+        _KINDS[kind] = _look_at(kind)
+    return _KINDS[kind]
+
+
+def _look_at(kind: type) -> _Kind | None:
+    exempt = issubclass(kind, (torch.nn.Module, torch.Tensor, *_CONTAINERS))
+    if not exempt:
+        package, *parts = kind.__module__.split(".")
+        foreign = package in _FOREIGN or not _APART.isdisjoint(parts)
+        if foreign or issubclass(kind, (type, enum.Enum)):
+            return None
+    members = (member for base in kind.__mro__ for member in vars(base).values())
+    return _Kind(
+        has_dict=kind.__dictoffset__ != 0,
+        members=tuple(
+            m
+            for m in members
+            if isinstance(m, MemberDescriptorType) and m.__objclass__.__flags__ & _MADE_IN_PYTHON
+        ),
+        exempt=exempt,
+    )
+
+
+def _reached(model: torch.nn.Module) -> Iterator[tuple[object, _Kind]]:
     """Every object whose state is kept, once."""
     seen: dict[int, object] = {}  # as long as they are kept here their numbers are theirs
     waiting: list[object] = [model]
     while waiting:
         item = waiting.pop()
-        if id(item) in seen or not _is_kept(item):
+        kind = _kind_of(item)
+        if kind is None or id(item) in seen:
+            continue
+        held = vars(item).values() if kind.has_dict else ()
+        if not kind.exempt and any(isinstance(value, _SHARED) for value in held):
             continue
         seen[id(item)] = item
-        yield item
-        waiting.extend(_parts(item))
+        yield item, kind
+        waiting.extend(held)
+        if kind.members:
+            waiting.extend(_slots(item, kind).values())
+        if isinstance(item, dict):
+            waiting.extend(item.values())
+        elif isinstance(item, list | tuple | set | frozenset | deque):
+            waiting.extend(item)
 
 
-def _is_kept(item: object) -> bool:
-    kind = type(item)  # and not what a proxy says that it is
-    if issubclass(kind, (torch.nn.Module, torch.Tensor, *_CONTAINERS)):
-        return True
-    if issubclass(kind, (type, enum.Enum)):
-        return False
-    if kind.__module__.partition(".")[0] in _FOREIGN:
-        return False
-    return not any(isinstance(value, _SHARED) for value in _attributes(item).values())
-
-
-def _parts(item: object) -> Iterable[object]:
-    if isinstance(item, dict):
-        return item.values()
-    if isinstance(item, _CONTAINERS):
-        return tuple(item)
-    return (*_attributes(item).values(), *_slots(item).values())
-
-
-def _attributes(item: object) -> dict[str, object]:
-    return vars(item) if hasattr(item, "__dict__") else {}
-
-
-def _slots(item: object) -> dict[str, object]:
+def _slots(item: object, kind: _Kind) -> dict[MemberDescriptorType, object]:
     """Values in `__slots__`, of classes in Python."""
-    found: dict[str, object] = {}
-    for base in type(item).__mro__:
-        for name, member in vars(base).items():
-            if isinstance(member, MemberDescriptorType) and hasattr(item, name):
-                found.setdefault(name, member.__get__(item))
-    return found
+    return {m: v for m in kind.members if (v := _value(m, item)) is not _UNSET}
 
 
-def _restores_of(item: object) -> Iterator[Restore]:
-    """What puts one object back."""
-    if isinstance(item, dict):
-        yield _of_mapping(item)
-    elif isinstance(item, (list, deque)):
-        yield _of_sequence(item)
-    elif isinstance(item, set):
-        yield _of_set(item)
-    elif not isinstance(item, (tuple, frozenset)):
-        if isinstance(item, torch.Tensor):
-            yield _of_tensor(item)
-        else:
-            yield _of_slots(item)
-        if hasattr(item, "__dict__"):
-            yield _of_mapping(vars(item))
-
-
-def _of_mapping(target: dict[str, object]) -> Restore:
-    kept = dict(target)
-
-    def restore() -> None:
-        if list(target) != list(kept) or not _same(target.values(), kept.values()):
-            target.clear()
-            target.update(kept)
-
-    return restore
-
-
-def _of_sequence(target: list[object] | deque[object]) -> Restore:
-    kept = list(target)
-
-    def restore() -> None:
-        if not _same(target, kept):
-            target.clear()
-            target.extend(kept)
-
-    return restore
+def _value(member: MemberDescriptorType, item: object) -> object:
+    try:
+        return member.__get__(item)
+    except AttributeError:
+        return _UNSET
 
 
 def _same(one: Collection[object], other: Collection[object]) -> bool:
     """The same objects in the same order."""
     return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
-
-
-def _of_set(target: set[object]) -> Restore:
-    kept = set(target)
-
-    def restore() -> None:
-        if target != kept:
-            target.clear()
-            target.update(kept)
-
-    return restore
-
-
-def _of_slots(item: object) -> Restore:
-    kept = _slots(item)
-
-    def restore() -> None:
-        for name, value in kept.items():
-            if not hasattr(item, name) or _slots(item)[name] is not value:
-                object.__setattr__(item, name, value)
-
-    return restore
-
-
-def _of_tensor(tensor: torch.Tensor) -> Restore:
-    kind, requires_grad = tensor.__class__, tensor.requires_grad
-    kept = tensor.data if _has_memory(tensor) else None
-
-    def restore() -> None:
-        if tensor.__class__ is not kind:
-            tensor.__class__ = kind  # type: ignore[assignment]
-        if kept is not None and not _is_at(tensor, kept):
-            tensor.data = kept
-        if tensor.requires_grad != requires_grad:
-            tensor.requires_grad_(requires_grad)
-
-    return restore
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -66,7 +66,7 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
                     say(order.folder, rank, b"")
             except _RefusedElsewhereError:
                 pass  # the rank that has a reason tells it
-            except Exception as error:  # SGLang's loop, and with it the engine, would end with it
+            except Exception as error:  # noqa: BLE001 - SGLang's loop, and the engine, would end with it
                 _log.exception("rank %s: %s", rank, type(order).__name__)
                 say_failed(order.folder, rank, _reason(error))
         case AtRest():
@@ -112,36 +112,20 @@ def _own_replica() -> int:
 def _learn(model: torch.nn.Module, order: Learn, rank: int) -> None:
     settings = order.settings
 
-    def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        load_again(model, weights)
+    alone = order.num_stages == 1 and settings.world_size == dist.get_world_size()
 
     def learn() -> Captured:
-        alone = order.num_stages == 1 and settings.world_size == dist.get_world_size()
-        found: Captured | Exception
-        try:
-            found = capture(
-                model,
-                checkpoint_specs(Path(settings.checkpoint)),
-                load,
-                worker=f"{settings.name}/{rank}",
-                reference=settings.reference(),
-            )
-            untouched = _orders_change_nothing(model)
-            if order.num_stages > 1 and _has_sessions() and not untouched:
-                raise UnsupportedLayout(
-                    "pp: stages must hold weights that SGLang neither packs nor restores around an "
-                    "order, since it answers for the first stage while others still do"
-                )
-        except Exception as error:
-            if not alone:
-                raise
-            found = error
         # Ranks agree on it: those that have learnt theirs do not learn again with one that has not.
-        if alone and not _on_every_rank(model, not isinstance(found, Exception)):
-            raise found if isinstance(found, Exception) else _RefusedElsewhereError
-        assert isinstance(found, Captured)
-        _rank.can_be_held = alone and _on_every_rank(model, _plain(found) and untouched)
-        return found
+        try:
+            captured, untouched = _layout_of(model, order, rank)
+        except BaseException:
+            if alone:
+                _on_every_rank(model, mine=False)
+            raise
+        if alone and not _on_every_rank(model, mine=True):
+            raise _RefusedElsewhereError
+        _rank.can_be_held = alone and _on_every_rank(model, mine=_plain(captured) and untouched)
+        return captured
 
     def api() -> SglangApi:
         gate = _rank.membership.gate
@@ -164,6 +148,29 @@ def _learn(model: torch.nn.Module, order: Learn, rank: int) -> None:
     say(order.folder, rank, msgspec.json.encode(learnt))
 
 
+def _layout_of(model: torch.nn.Module, order: Learn, rank: int) -> tuple[Captured, bool]:
+    """What was learnt, and whether SGLang leaves weights alone around an order."""
+    settings = order.settings
+
+    def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        load_again(model, weights)
+
+    captured = capture(
+        model,
+        checkpoint_specs(Path(settings.checkpoint)),
+        load,
+        worker=f"{settings.name}/{rank}",
+        reference=settings.reference(),
+    )
+    untouched = _orders_change_nothing(model)
+    if order.num_stages > 1 and _has_sessions() and not untouched:
+        raise UnsupportedLayout(
+            "pp: stages must hold weights that SGLang neither packs nor restores around an "
+            "order, since it answers for the first stage while others still do"
+        )
+    return captured, untouched
+
+
 def _has_sessions() -> bool:
     """Whether orders come within sessions, which work on weights; 0.5.16 has none."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
@@ -176,7 +183,7 @@ def _plain(captured: Captured) -> bool:
     return not captured.repacked and not captured.recomputed
 
 
-def _on_every_rank(model: torch.nn.Module, mine: bool) -> bool:
+def _on_every_rank(model: torch.nn.Module, *, mine: bool) -> bool:
     """Whether it is so on all ranks of this world, each of which is in the same order."""
     least = torch.tensor([int(mine)], device=next(model.parameters()).device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)

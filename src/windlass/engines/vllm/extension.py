@@ -145,7 +145,11 @@ class WindlassExtension:
 
         def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
             model = worker.model_runner.get_model()
-            with _forgotten_if_it_fails(model), _experts_packed_anew(model), _no_warnings_of_parts():
+            with (
+                _forgotten_if_it_fails(model),
+                _experts_packed_anew(model),
+                _no_warnings_of_parts(),
+            ):
                 worker.reload_weights(weights_iterator=weights, is_checkpoint_format=True)
 
         def learn() -> Captured:
