@@ -45,11 +45,16 @@ def specs_of(shapes: dict[str, tuple[int, ...]]) -> list[CheckpointSpec]:
     return [CheckpointSpec(name, shape, DType.BFLOAT16) for name, shape in sorted(shapes.items())]
 
 
-def values(specs: list[CheckpointSpec], seed: int) -> dict[str, torch.Tensor]:
+def masters(specs: list[CheckpointSpec], seed: int) -> dict[str, torch.Tensor]:
+    """In float32, of which no bfloat16 holds the values."""
     generator = torch.Generator().manual_seed(seed)
-    return {
-        s.name: torch.randn(s.shape, generator=generator).to(torch_dtype(s.dtype)) for s in specs
-    }
+    return {s.name: torch.randn(s.shape, generator=generator) for s in specs}
+
+
+def values(specs: list[CheckpointSpec], seed: int) -> dict[str, torch.Tensor]:
+    """The checkpoint that a trainer with these masters saves."""
+    held = masters(specs, seed)
+    return {s.name: held[s.name].to(torch_dtype(s.dtype)) for s in specs}
 
 
 def copies(checkpoint: dict[str, torch.Tensor]) -> Weights:
@@ -87,12 +92,13 @@ class Named(torch.nn.Module):
 
 
 class Layer(torch.nn.Module):
-    """Of a state space model: one tensor is computed, others are copied, two are multiplied."""
+    """Of a state space model: one tensor is computed, others are copied (one to float32), two are
+    multiplied."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
         self.decay = torch.nn.Parameter(torch.zeros(heads))
-        self.skip = torch.nn.Parameter(torch.zeros(heads, dtype=torch.bfloat16))
+        self.skip = torch.nn.Parameter(torch.zeros(heads))
         self.norm = torch.nn.Parameter(torch.zeros(HIDDEN, dtype=torch.bfloat16))
         self.proj = torch.nn.Parameter(torch.zeros(heads, HIDDEN, dtype=torch.bfloat16))
         self.folded = torch.nn.Buffer(torch.zeros(HIDDEN, dtype=torch.bfloat16))
@@ -637,13 +643,13 @@ def publish(trainer: torch.nn.Module, url: str, version: int) -> None:
         assert client.publish(version).digest_ok
 
 
-def trainer_of(checkpoint: dict[str, torch.Tensor]) -> torch.nn.Module:
-    """A module whose names are those of the checkpoint, in float32."""
+def trainer_of(held: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """A module whose names are those of the checkpoint."""
     trainer = torch.nn.Module()
     trainer.layers = torch.nn.ModuleList(torch.nn.Module() for _ in range(LAYERS))
-    for name, tensor in checkpoint.items():
+    for name, tensor in held.items():
         _, index, kind = name.split(".")
-        trainer.layers[int(index)].register_parameter(kind, torch.nn.Parameter(tensor.float()))
+        trainer.layers[int(index)].register_parameter(kind, torch.nn.Parameter(tensor))
     return trainer
 
 
@@ -657,9 +663,9 @@ async def test_engines_of_a_fleet_and_a_newcomer_brought_up_by_them_compute_alik
     async with windlass.Controller(token=TOKEN, config=ControlConfig(mode=mode)) as controller:
         await asyncio.to_thread(first.join, controller.url)
         for version in (1, 2):
-            checkpoint = values(SPECS, 10 + version)
-            await asyncio.to_thread(publish, trainer_of(checkpoint), controller.url, version)
-            fresh.load(copies(checkpoint))
+            trainer = trainer_of(masters(SPECS, 10 + version))
+            await asyncio.to_thread(publish, trainer, controller.url, version)
+            fresh.load(copies(values(SPECS, 10 + version)))
             require_equal(first.model, fresh)
         everyone = asyncio.Event()
 
@@ -700,15 +706,14 @@ async def test_an_update_that_is_aborted_never_calls_the_loader(
         await asyncio.to_thread(engine.join, controller.url)
         loads = engine.loads
         with pytest.raises(WindlassError):
-            await asyncio.to_thread(publish, trainer_of(values(SPECS, 2)), controller.url, 1)
+            await asyncio.to_thread(publish, trainer_of(masters(SPECS, 2)), controller.url, 1)
         assert engine.loads == loads
         for name, tensor in bytes_of(engine.model).items():
             assert torch.equal(tensor, before[name]), name
         stuck.fails = False
-        checkpoint = values(SPECS, 3)
-        await asyncio.to_thread(publish, trainer_of(checkpoint), controller.url, 2)
+        await asyncio.to_thread(publish, trainer_of(masters(SPECS, 3)), controller.url, 2)
         assert engine.loads == loads + 1
-        fresh.load(copies(checkpoint))
+        fresh.load(copies(values(SPECS, 3)))
         require_equal(engine.model, fresh)
     engine.leave()
 
@@ -886,13 +891,12 @@ async def test_a_version_after_one_whose_load_failed_is_right_when_it_is_publish
     assert isinstance(model, Buffering)
     async with windlass.Controller(token=TOKEN, config=ControlConfig(mode=mode)) as controller:
         await asyncio.to_thread(engine.join, controller.url)
-        await asyncio.to_thread(publish, trainer_of(values(BUFFERED, 2)), controller.url, 1)
+        await asyncio.to_thread(publish, trainer_of(masters(BUFFERED, 2)), controller.url, 1)
         model.failing_at = 5
         with pytest.raises(WindlassError, match="out of memory"):
-            await asyncio.to_thread(publish, trainer_of(values(BUFFERED, 3)), controller.url, 2)
+            await asyncio.to_thread(publish, trainer_of(masters(BUFFERED, 3)), controller.url, 2)
         model.failing_at = -1
-        checkpoint = values(BUFFERED, 4)
-        await asyncio.to_thread(publish, trainer_of(checkpoint), controller.url, 3)
-        fresh.load(copies(checkpoint))
+        await asyncio.to_thread(publish, trainer_of(masters(BUFFERED, 4)), controller.url, 3)
+        fresh.load(copies(values(BUFFERED, 4)))
         require_equal(model, fresh)
     engine.leave()

@@ -116,6 +116,8 @@ class Snapshot:
         with torch.inference_mode():
             for memory, copy in self._bytes.values():
                 memory.copy_(copy)
+        if any(memory.is_cuda for memory, _ in self._bytes.values()):
+            torch.cuda.synchronize()  # the engine's next step may run on another stream
 
 
 def undone_if_it_fails(load: Load, model: torch.nn.Module) -> Load:
