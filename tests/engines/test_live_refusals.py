@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from servers import TOKEN, Layout, Sample, Server, build, save, serving
+from servers import ADAPTER, TOKEN, Layout, Sample, Server, adapted, build, save, serving
 
 import windlass
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
@@ -94,6 +94,30 @@ async def test_an_engine_that_refuses_to_join_answers_as_before(
         model.save_pretrained(tmp_path / "3")
         assert server.digests() == server.digests_of_fresh_load(tmp_path / "3")
         assert answers(server) != before
+
+
+async def test_an_engine_that_refuses_another_adapter_serves_its_own_as_before(
+    tmp_path: Path,
+) -> None:
+    """Its slot is too narrow for the other one, which vLLM finds out after it has let go of its own."""
+    base, own, wide = save("dense", 1, tmp_path / "base"), tmp_path / "own", tmp_path / "wide"
+    adapted(build("dense", 1).float(), seed=4).save_pretrained(own)
+    adapted(build("dense", 1).float(), seed=5, rank=16).save_pretrained(wide)
+
+    def answers_of_both() -> list[Sample]:
+        own = [server.sample(list(prompt), NUM_TOKENS, adapter=ADAPTER) for prompt in PROMPTS]
+        return own + answers(server)
+
+    with serving("vllm", base, tmp_path / "live.log", layout=Layout(1), adapter=own) as server:
+        before, held = answers_of_both(), server.digests()
+        async with windlass.Controller(token=TOKEN) as controller:
+            with pytest.raises(WindlassError, match=r"rank 0: .*rank"):
+                await asyncio.to_thread(replace(server, adapter=wide).join, controller.url, "cma")
+            assert server.digests() == held
+            assert answers_of_both() == before
+            await asyncio.to_thread(server.join, controller.url, "cma")
+            assert server.digests() == held
+            assert answers_of_both() == before
 
 
 @pytest.mark.parametrize(("engine", "kind"), [("vllm", "recurrent"), ("sglang", "offset")])

@@ -102,20 +102,21 @@ class Captured:
 
     Attributes:
         manifest: of the rank. addresses: of its parameters, in order.
-        roundings, repacks: to be applied after every update, in this order.
+        repacks: to be applied after every update.
         constants: tensors that no checkpoint changes (rotary caches, scales of 1).
         unplaced: checkpoint tensors that left no trace on this rank (other ranks' experts, or a
             copy that the engine hides from its model).
         recompute: what the engine's own loader has to do after every update, if anything.
+        roundings: to be applied after every update, before the repacks.
     """
 
     manifest: ShardManifest
     addresses: tuple[int, ...]
-    roundings: tuple[Rounding, ...]
     repacks: tuple[Repack, ...]
     constants: tuple[str, ...]
     unplaced: tuple[str, ...]
     recompute: Recompute | None = None
+    roundings: tuple[Rounding, ...] = ()
 
     @property
     def repacked(self) -> tuple[str, ...]:

@@ -28,8 +28,15 @@ __all__ = ["Recompute", "Surroundings", "learn"]
 
 _SEEDS = (2, 3)
 _TRIALS = 3
-_MARKS = {1: 0x7F, 2: 0x7FD5, 4: 0x7FD5D5D5, 8: 0x7FF5D5D5D5D5D5D5}
-"""By the size of an element, the bits of a NaN in every floating-point type of that size."""
+_MARKS = {
+    torch.float64: 0x7FF5D5D5D5D5D5D5,
+    torch.float32: 0x7FD5D5D5,
+    torch.bfloat16: 0x7FD5,
+    torch.float16: 0x7FD5,
+    torch.float8_e4m3fn: 0xFF,
+    torch.float8_e5m2: 0xFF,
+}
+"""Bits of a NaN; what has none, or another type, is not marked."""
 PREFIX = "loader/"
 """Of the manifest's names of buffers."""
 
@@ -329,7 +336,7 @@ class _Part:
     def _unwritten(self, sources: frozenset[str]) -> dict[str, int]:
         """See `Recompute`; without tensors from whose old values the loader computes something."""
         held = self._held()
-        names = {n for n in self._filled(sources) if held[n].tensor.is_floating_point()}
+        names = {n for n in self._filled(sources) if held[n].tensor.dtype in _MARKS}
         self._load(self._codes.some(sources, _SEEDS[0]))
         plain = self._prints()
         while names:
@@ -394,22 +401,24 @@ class _Marks:
 
     def __init__(self, held: Mapping[str, Holding], left: Mapping[str, int]) -> None:
         self._names = tuple(left)
+        self._before: dict[str, torch.Tensor] = {}
         with torch.inference_mode():  # as tensors that were made in it demand
-            memories = {name: bits_of(held[name].memory()) for name in left}
-            self._before = {n: m.clone() for n, m in memories.items() if left[n]}
-            for memory in memories.values():
-                memory.fill_(_MARKS[memory.element_size()])
+            for name in left.keys() & held.keys():
+                memory = bits_of(held[name].memory())
+                if left[name]:
+                    self._before[name] = memory.clone()
+                memory.fill_(_MARKS[held[name].tensor.dtype])
 
     def clear(self, held: Mapping[str, Holding]) -> dict[str, int]:
-        """How many elements were not written, by name; these get their old values back."""
-        found: dict[str, int] = {}
+        """How many elements were not written, by name; these get their old values back.
+
+        -1 for a tensor that is not there any more.
+        """
+        found = dict.fromkeys(self._names, -1)
         with torch.inference_mode():
-            for name in self._names:
-                memory = bits_of(held[name].memory()) if name in held else None
-                if memory is None:
-                    found[name] = -1
-                    continue
-                left = memory == _MARKS[memory.element_size()]
+            for name in found.keys() & held.keys():
+                memory = bits_of(held[name].memory())
+                left = memory == _MARKS[held[name].tensor.dtype]
                 found[name] = int(left.sum())
                 before = self._before.get(name)
                 if found[name] and before is not None and len(before) == len(memory):

@@ -112,6 +112,9 @@ class Snapshot:
                     member.__set__(item, value)
         for tensor in self._tensors:
             tensor.restore()
+        self._restore_bytes()
+
+    def _restore_bytes(self) -> None:
         # Tensors that were made in inference mode are written in it only; others may be.
         with torch.inference_mode():
             for memory, copy in self._bytes.values():
