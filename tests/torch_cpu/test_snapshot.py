@@ -267,6 +267,21 @@ def test_a_layout_that_is_refused_leaves_an_engine_that_answers_as_before() -> N
     assert torch.equal(model(X), answer)
 
 
+def test_what_only_a_load_makes_is_refused() -> None:
+    """Restored, the engine does not have it, and an update would have nowhere to write."""
+    model = Model()
+    answer = model(X).clone()
+
+    def load(weights: Weights) -> None:
+        model.load(weights)
+        for layer in model.rows:
+            vars(layer)["transposed"] = layer.weight.t().contiguous()
+
+    with pytest.raises(UnsupportedLayout, match=r"layers.0.transposed.*had not before"):
+        capture(model, SPECS, load, worker="e/0")
+    assert torch.equal(model(X), answer)
+
+
 class Communicator:
     """State that other processes go by."""
 

@@ -51,8 +51,8 @@ def capture(
 
     That is: bytes, tensors at their addresses, and what modules, tensors and objects of the engine
     beside them hold (`Snapshot`). What else `load` changes is its own to put back when it fails.
-    The engine is at rest; no collective of ours. Memory: a copy of every tensor of the model (on its device where that has room, else on the
-    host), and what `exact_numel` says.
+    The engine is at rest; no collective of ours. Memory: a copy of every tensor of the model (on its
+    device where that has room, else on the host), and what `exact_numel` says.
 
     Args:
         model: of this rank.
@@ -71,9 +71,9 @@ def capture(
             computes others, for as long as the engine lives; if not, computed tensors are refused.
 
     Raises:
-        UnsupportedLayout: the loader failed, with its reason; a tensor that is computed and that no load of a part computes again, a
-            parameter (other than a scalar) that the loader does not write, memory that moves with
-            every load; names all of them.
+        UnsupportedLayout: the loader failed, with its reason; or a tensor that is computed and that
+            no load of a part computes again, a parameter (other than a scalar) that the loader does
+            not write, memory that moves with every load, or that only loads make; names all of them.
     """
     held = partial(held_by, model, ignored)
     codes = Codes(specs, _device(held()))
@@ -100,9 +100,15 @@ def capture(
     finally:
         before.restore()
     # Where tensors lie is told of those that are there again, not of what the last load has made.
+    now = held()
+    made = [n for n in seen.numbers if n not in now or now[n].reach != seen.holdings[n].reach]
+    if made:
+        raise UnsupportedLayout(
+            f"{made}: tensors that the engine had not before its loader made them"
+        )
     if part is not None:
         part.settle()
-    return _described(replace(seen, holdings=held()), codes, worker, part)
+    return _described(replace(seen, holdings=now), codes, worker, part)
 
 
 @dataclass(frozen=True, slots=True)
