@@ -140,11 +140,11 @@ ADAPTER = "tuned"
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def adapted(model: Any, seed: int) -> Any:
+def adapted(model: Any, seed: int, rank: int = 4) -> Any:
     """With a LoRA adapter of distinct random weights; alpha / rank is no power of two."""
     from peft import LoraConfig, get_peft_model
 
-    peft = get_peft_model(model, LoraConfig(r=4, lora_alpha=6, target_modules=list(_LINEAR)))
+    peft = get_peft_model(model, LoraConfig(r=rank, lora_alpha=6, target_modules=list(_LINEAR)))
     torch.manual_seed(seed)
     with torch.no_grad():
         for name, parameter in peft.named_parameters():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,6 +14,17 @@ from windlass.engines.capture.memory import fingerprints, held_by
 from windlass.engines.sglang.answers import say
 from windlass.engines.sglang.hook import own_rank
 
+FAILS = os.environ.get("WINDLASS_TEST_LOAD_FAILS", "")
+"""A file: while it is there, every load fails after as many tensors as it says."""
+
+
+def failing(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same tensors, as long as there is no such file."""
+    for number, named in enumerate(weights):
+        if FAILS and Path(FAILS).exists() and number == int(Path(FAILS).read_text()):
+            raise RuntimeError("told to fail")
+        yield named
+
 
 class LoadAfresh(msgspec.Struct, frozen=True):
     """Say the digests of a model loaded from `checkpoint` to the `Answers` of `folder`, as JSON."""
@@ -20,8 +33,11 @@ class LoadAfresh(msgspec.Struct, frozen=True):
     folder: str
 
 
-def run(_model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+def run(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Called by SGLang in the main loop of every rank."""
+    if FAILS and "load_weights" not in vars(model):
+        load = model.load_weights
+        model.load_weights = lambda weights: load(failing(weights))
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
@@ -38,10 +54,10 @@ def run(_model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
     drop_experts_of_other_ranks()
     order = msgspec.json.decode(named_tensors[0][0], type=LoadAfresh)
     config = ModelConfig.from_server_args(get_server_args(), model_path=order.checkpoint)
-    model = get_model(
+    fresh = get_model(
         model_config=config, load_config=LoadConfig(), device_config=DeviceConfig("cpu", 0)
     )
-    digests = msgspec.json.encode(fingerprints(held_by(model)))
+    digests = msgspec.json.encode(fingerprints(held_by(fresh)))
     say(order.folder, own_rank(), digests)
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+import torch
 import vllm_cpu_experts
 
 from windlass.engines.capture.memory import fingerprints, held_by
@@ -14,10 +17,33 @@ from windlass.engines.vllm.adapter import Slot
 from windlass.engines.vllm.extension import WindlassExtension
 
 vllm_cpu_experts.install()
+if os.environ.get("WINDLASS_TEST_WITHOUT_AVX512_BF16"):
+    torch.cpu._is_avx512_bf16_supported = lambda: False
+FAILS = os.environ.get("WINDLASS_TEST_LOAD_FAILS", "")
+"""A file: while it is there, every load fails after as many tensors as it says."""
+
+
+def failing(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same tensors, as long as there is no such file."""
+    for number, named in enumerate(weights):
+        if FAILS and Path(FAILS).exists() and number == int(Path(FAILS).read_text()):
+            raise RuntimeError("told to fail")
+        yield named
 
 
 class FreshLoads(WindlassExtension):
     """What the fleet uses, and the oracle."""
+
+    def windlass_learn(self, encoded: str, folder: str) -> dict[str, list[str] | int]:
+        """As the fleet's, with a loader that can be told to fail."""
+        worker = cast("Any", self)
+        if FAILS and "reload_weights" not in vars(worker):
+            reload = worker.reload_weights
+            worker.reload_weights = lambda *, weights_iterator, is_checkpoint_format: reload(
+                weights_iterator=failing(weights_iterator),
+                is_checkpoint_format=is_checkpoint_format,
+            )
+        return super().windlass_learn(encoded, folder)
 
     def write_digests(self, checkpoint: str, folder: str) -> None:
         """`windlass_digests`, or `fresh_digests` of a checkpoint, to `folder`/rank.

@@ -364,3 +364,97 @@ def test_a_factor_is_not_looked_for_unasked() -> None:
     engine = Slots({"q": 1.5, "v": 1.5}, torch.bfloat16)
     with pytest.raises(UnsupportedLayout, match=r"'b'.*computes"):
         capture(engine, ADAPTER, engine.load, worker="e/1", recompute=False)
+
+
+class Wide(torch.nn.Module):
+    """An engine that keeps some tensors in another type than its checkpoint does."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate = torch.nn.Parameter(torch.zeros(6, 5, dtype=dtype))
+        self.fused = torch.nn.Parameter(torch.full((9, 5), 0.3).to(dtype))
+        self.shuffled = torch.nn.Parameter(torch.zeros(64, 64, dtype=dtype))
+        self.plain = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+        self.decay = torch.nn.Parameter(torch.zeros(6, dtype=dtype))
+        self.order = torch.randperm(64 * 64, generator=torch.Generator().manual_seed(2))
+
+    def load(self, weights: Weights) -> None:
+        for name, tensor in weights:
+            match name:
+                case "gate":
+                    self.gate.data.copy_(tensor)
+                case "up":
+                    self.fused.data[:4].copy_(tensor)
+                case "down":  # rows 4 and 8 are padding
+                    self.fused.data[5:8].copy_(tensor)
+                case "shuffled":
+                    self.shuffled.data.copy_(tensor.reshape(-1)[self.order].reshape(64, 64))
+                case "plain":
+                    self.plain.data.copy_(tensor)
+                case _:
+                    assert name == "A_log"
+                    self.decay.data.copy_(-torch.exp(tensor.float()))
+
+
+@pytest.mark.parametrize("exact_numel", [0, EXACT_NUMEL], ids=["by_row", "by_place"])
+@pytest.mark.parametrize(
+    ("stored", "down", "engine_dtype"),
+    [
+        (DType.BFLOAT16, DType.FLOAT32, torch.float32),
+        (DType.FLOAT16, DType.BFLOAT16, torch.float32),
+        (DType.FLOAT32, DType.FLOAT32, torch.bfloat16),
+        (DType.BFLOAT16, DType.BFLOAT16, torch.float16),
+        (DType.FLOAT16, DType.FLOAT16, torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("trained", [torch.float32, torch.bfloat16, torch.float16])
+def test_updates_from_wider_masters_leave_what_the_saved_checkpoint_would(
+    stored: DType, down: DType, engine_dtype: torch.dtype, trained: torch.dtype, exact_numel: int
+) -> None:
+    """Copied, fused, repacked and computed tensors alike; each value of the masters is distinct."""
+    shapes = {
+        "gate": (6, 5), "up": (4, 5), "down": (3, 5), "shuffled": (64, 64), "plain": (4,),
+        "A_log": (6,),
+    }  # fmt: skip
+    specs = [
+        CheckpointSpec(name, shape, {"down": down, "plain": DType.BFLOAT16}.get(name, stored))
+        for name, shape in shapes.items()
+    ]
+    fresh, engine = Wide(engine_dtype), Wide(engine_dtype)
+    captured = capture(engine, specs, engine.load, worker="e/0", exact_numel=exact_numel)
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(2):
+        masters = {
+            s.name: torch.randn(s.shape, generator=generator).to(trained).float() for s in specs
+        }
+        deliver(captured, masters)
+        saved = {s.name: masters[s.name].to(torch_dtype(s.dtype)) for s in specs}
+        fresh.load((name, tensor.clone()) for name, tensor in saved.items())
+        for name, parameter in fresh.named_parameters():
+            assert torch.equal(engine.get_parameter(name), parameter), name
+
+
+def test_a_value_that_the_checkpoints_type_cannot_hold_fails_the_update() -> None:
+    engine = torch.nn.Linear(3, 2, bias=False)
+
+    def load(weights: Weights) -> None:
+        for _, tensor in weights:
+            engine.weight.data.copy_(tensor)
+
+    captured = capture(engine, [CheckpointSpec("w", (2, 3), DType.FLOAT16)], load, worker="e/0")
+    deliver(captured, {"w": torch.tensor([[1.0, 2, 3], [4, 5, 65504]])})
+    with pytest.raises(UnsupportedLayout, match=r"weight.*too large for torch.float16"):
+        deliver(captured, {"w": torch.tensor([[1.0, 2, 3], [4, 5, 65600]])})
+
+
+def test_tensors_of_several_types_in_one_that_holds_neither_are_refused() -> None:
+    engine = Wide(torch.float16)
+    specs = [
+        CheckpointSpec("up", (4, 5), DType.BFLOAT16), CheckpointSpec("down", (3, 5), DType.FLOAT32),
+        CheckpointSpec("gate", (6, 5), DType.FLOAT16), CheckpointSpec("plain", (4,), DType.BFLOAT16),
+        CheckpointSpec("A_log", (6,), DType.FLOAT32), CheckpointSpec("shuffled", (64, 64), DType.FLOAT32),
+    ]  # fmt: skip
+    with pytest.raises(
+        UnsupportedLayout, match=r"fused: its checkpoint tensors must be of one type"
+    ):
+        capture(engine, specs, engine.load, worker="e/0")

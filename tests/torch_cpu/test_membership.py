@@ -21,7 +21,7 @@ from windlass.engines.capture.capture import Captured, capture
 from windlass.engines.capture.codes import checkpoint_specs
 from windlass.engines.membership import Membership
 from windlass.engines.rest_gate import RestGate
-from windlass.errors import ConfigError, ProtocolError
+from windlass.errors import ConfigError, ProtocolError, UnsupportedLayout
 
 TOKEN = "secret of the test"
 
@@ -72,13 +72,16 @@ class Rank:
         specs = checkpoint_specs(self.checkpoint)
         return capture(self.model, specs, self._load, worker="engine/0")
 
-    def join(self, url: str, *, name: str = "engine") -> None:
+    def learn(self, url: str, *, name: str = "engine") -> AgentSettings:
         settings = AgentSettings(
             name=name, controller=url, transport="cma", url="http://engine", world_size=1,
             checkpoint=str(self.checkpoint),
         )  # fmt: skip
         self.membership.learn(settings, 0, self._capture, lambda: self.api)
-        self.membership.join(settings, 0)
+        return settings
+
+    def join(self, url: str, *, name: str = "engine") -> None:
+        self.membership.join(self.learn(url, name=name), 0)
 
     def holds(self, trainer: torch.nn.ParameterDict) -> bool:
         expected = torch.cat([trainer["a"], trainer["b"]]).to(torch.bfloat16)
@@ -129,6 +132,27 @@ async def test_a_rank_stays_with_a_controller_that_is_connected(
         await asyncio.to_thread(publish, trainer, controller.url, 1)
         assert rank.holds(trainer)
     monkeypatch.undo()
+    leave(rank)
+
+
+async def test_a_rank_that_was_refused_learns_from_the_right_folder(
+    rank: Rank, tmp_path: Path
+) -> None:
+    """Also if it was another rank of its engine that refused: none has joined."""
+    right, wrong = rank.checkpoint, tmp_path / "wrong"
+    wrong.mkdir()
+    save_file({"a": torch.zeros(4, 6), "c": torch.zeros(3)}, wrong / "model.safetensors")
+    async with windlass.Controller(token=TOKEN) as controller:
+        rank.checkpoint = wrong
+        with pytest.raises(UnsupportedLayout, match=r"loader failed.*KeyError: 'c'"):
+            await asyncio.to_thread(rank.join, controller.url)
+        rank.checkpoint = right
+        await asyncio.to_thread(rank.learn, controller.url, name="first")
+        await asyncio.to_thread(rank.join, controller.url)
+        assert rank.num_captures == 3
+        trainer = weights(5)
+        await asyncio.to_thread(publish, trainer, controller.url, 1)
+        assert rank.holds(trainer)
     leave(rank)
 
 

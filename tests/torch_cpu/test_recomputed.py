@@ -45,11 +45,16 @@ def specs_of(shapes: dict[str, tuple[int, ...]]) -> list[CheckpointSpec]:
     return [CheckpointSpec(name, shape, DType.BFLOAT16) for name, shape in sorted(shapes.items())]
 
 
-def values(specs: list[CheckpointSpec], seed: int) -> dict[str, torch.Tensor]:
+def masters(specs: list[CheckpointSpec], seed: int) -> dict[str, torch.Tensor]:
+    """In float32, of which no bfloat16 holds the values."""
     generator = torch.Generator().manual_seed(seed)
-    return {
-        s.name: torch.randn(s.shape, generator=generator).to(torch_dtype(s.dtype)) for s in specs
-    }
+    return {s.name: torch.randn(s.shape, generator=generator) for s in specs}
+
+
+def values(specs: list[CheckpointSpec], seed: int) -> dict[str, torch.Tensor]:
+    """The checkpoint that a trainer with these masters saves."""
+    held = masters(specs, seed)
+    return {s.name: held[s.name].to(torch_dtype(s.dtype)) for s in specs}
 
 
 def copies(checkpoint: dict[str, torch.Tensor]) -> Weights:
@@ -87,12 +92,13 @@ class Named(torch.nn.Module):
 
 
 class Layer(torch.nn.Module):
-    """Of a state space model: one tensor is computed, others are copied, two are multiplied."""
+    """Of a state space model: one tensor is computed, others are copied (one to float32), two are
+    multiplied."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
         self.decay = torch.nn.Parameter(torch.zeros(heads))
-        self.skip = torch.nn.Parameter(torch.zeros(heads, dtype=torch.bfloat16))
+        self.skip = torch.nn.Parameter(torch.zeros(heads))
         self.norm = torch.nn.Parameter(torch.zeros(HIDDEN, dtype=torch.bfloat16))
         self.proj = torch.nn.Parameter(torch.zeros(heads, HIDDEN, dtype=torch.bfloat16))
         self.folded = torch.nn.Buffer(torch.zeros(HIDDEN, dtype=torch.bfloat16))
@@ -595,9 +601,11 @@ def test_sources_are_those_of_all_computed_tensors_and_no_more() -> None:
 class Fleeting:
     """One rank of an engine in a fleet."""
 
-    def __init__(self, name: str, checkpoint: Path) -> None:
+    def __init__(
+        self, name: str, checkpoint: Path, model: Engine | Buffering | None = None
+    ) -> None:
         self.name, self.checkpoint = name, checkpoint
-        self.model = Engine()
+        self.model = Engine() if model is None else model
         self.model.load(checkpoint_tensors(checkpoint))
         self.membership = Membership()
         self.api = Api(self.membership.gate)
@@ -635,13 +643,13 @@ def publish(trainer: torch.nn.Module, url: str, version: int) -> None:
         assert client.publish(version).digest_ok
 
 
-def trainer_of(checkpoint: dict[str, torch.Tensor]) -> torch.nn.Module:
-    """A module whose names are those of the checkpoint, in float32."""
+def trainer_of(held: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """A module whose names are those of the checkpoint."""
     trainer = torch.nn.Module()
     trainer.layers = torch.nn.ModuleList(torch.nn.Module() for _ in range(LAYERS))
-    for name, tensor in checkpoint.items():
+    for name, tensor in held.items():
         _, index, kind = name.split(".")
-        trainer.layers[int(index)].register_parameter(kind, torch.nn.Parameter(tensor.float()))
+        trainer.layers[int(index)].register_parameter(kind, torch.nn.Parameter(tensor))
     return trainer
 
 
@@ -655,9 +663,9 @@ async def test_engines_of_a_fleet_and_a_newcomer_brought_up_by_them_compute_alik
     async with windlass.Controller(token=TOKEN, config=ControlConfig(mode=mode)) as controller:
         await asyncio.to_thread(first.join, controller.url)
         for version in (1, 2):
-            checkpoint = values(SPECS, 10 + version)
-            await asyncio.to_thread(publish, trainer_of(checkpoint), controller.url, version)
-            fresh.load(copies(checkpoint))
+            trainer = trainer_of(masters(SPECS, 10 + version))
+            await asyncio.to_thread(publish, trainer, controller.url, version)
+            fresh.load(copies(values(SPECS, 10 + version)))
             require_equal(first.model, fresh)
         everyone = asyncio.Event()
 
@@ -698,14 +706,197 @@ async def test_an_update_that_is_aborted_never_calls_the_loader(
         await asyncio.to_thread(engine.join, controller.url)
         loads = engine.loads
         with pytest.raises(WindlassError):
-            await asyncio.to_thread(publish, trainer_of(values(SPECS, 2)), controller.url, 1)
+            await asyncio.to_thread(publish, trainer_of(masters(SPECS, 2)), controller.url, 1)
         assert engine.loads == loads
         for name, tensor in bytes_of(engine.model).items():
             assert torch.equal(tensor, before[name]), name
         stuck.fails = False
-        checkpoint = values(SPECS, 3)
-        await asyncio.to_thread(publish, trainer_of(checkpoint), controller.url, 2)
+        await asyncio.to_thread(publish, trainer_of(masters(SPECS, 3)), controller.url, 2)
         assert engine.loads == loads + 1
-        fresh.load(copies(checkpoint))
+        fresh.load(copies(values(SPECS, 3)))
         require_equal(engine.model, fresh)
+    engine.leave()
+
+
+class Buffering(torch.nn.Module):
+    """An engine that keeps the tensors of a layer until it has as many elements as the layer has.
+
+    Then it makes the layer anew and writes what it kept, as vLLM does; what comes later is dropped.
+    A load that fails leaves what it kept for the next one.
+    """
+
+    def __init__(self, kept: dict[int, list[tuple[str, torch.Tensor]]] | None = None) -> None:
+        super().__init__()
+        self.rows = [Layer(HEADS) for _ in range(LAYERS)]
+        self.layers = torch.nn.ModuleList(self.rows)
+        self.kept: dict[int, list[tuple[str, torch.Tensor]]] = {} if kept is None else kept
+        self.failing_at = -1
+
+    def load(self, weights: Weights) -> None:
+        kept, complete = self.kept, set[int]()
+        for number, (name, tensor) in enumerate(weights):
+            if number == self.failing_at:
+                raise RuntimeError("out of memory")
+            index, kind = int(name.split(".")[1]), name.split(".")[2]
+            if index in complete:
+                continue
+            kept.setdefault(index, []).append((kind, tensor))
+            if sum(t.numel() for _, t in kept[index]) >= HEADS + HIDDEN:
+                given = dict(kept.pop(index))
+                layer, left_over = self.rows[index], torch.full((HEADS + HIDDEN,), 77.0)
+                layer.decay.copy_(-torch.exp(given.get("A_log", left_over[:HEADS]).float()))
+                layer.norm.copy_(given.get("norm", left_over[:HIDDEN]) + 1.0)
+                complete.add(index)
+        kept.clear()
+
+
+BUFFERED = [s for s in SPECS if s.name.split(".")[2] in ("A_log", "norm")]
+KEPT_ELSEWHERE: dict[int, list[tuple[str, torch.Tensor]]] = {}
+
+
+def requires_no_grad(model: Buffering) -> Buffering:
+    for row in model.rows:
+        for unused in ("skip", "proj"):
+            delattr(row, unused)
+        del row.folded
+        row.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("where", ["model", "elsewhere"])
+def test_what_a_load_that_failed_has_left_does_not_get_into_the_next_version(where: str) -> None:
+    KEPT_ELSEWHERE.clear()
+    engine = requires_no_grad(Buffering(KEPT_ELSEWHERE if where == "elsewhere" else None))
+    fresh = requires_no_grad(Buffering())
+    captured = capture(engine, BUFFERED, engine.load, worker="e/0")
+    assert sources(captured) == {spec.name for spec in BUFFERED}
+    for failing_at in range(len(BUFFERED)):
+        engine.failing_at = failing_at
+        with pytest.raises(UnsupportedLayout, match="out of memory"):
+            deliver(captured, values(BUFFERED, 2 * failing_at))
+        engine.failing_at = -1
+        checkpoint = values(BUFFERED, 2 * failing_at + 1)
+        deliver(captured, checkpoint)
+        fresh.load(copies(checkpoint))
+        require_equal(engine, fresh)
+
+
+def test_a_loader_that_never_recovers_is_not_believed() -> None:
+    """It goes on with what it has kept; a fleet leaves such an engine out."""
+    engine = Engine()
+    state = {"fails": False, "offset": 0.0}
+
+    def load(weights: Weights) -> None:
+        engine.load(weights)
+        if state["fails"]:
+            state["offset"] = 1.0
+            raise RuntimeError("interrupted")
+        for row in engine.rows:
+            row.decay.data += state["offset"]
+        state["offset"] *= 2
+
+    captured = capture(engine, SPECS, load, worker="e/0")
+    state["fails"] = True
+    with pytest.raises(UnsupportedLayout, match="interrupted"):
+        deliver(captured, values(SPECS, 4))
+    state["fails"] = False
+    for seed in (5, 6):
+        with pytest.raises(UnsupportedLayout, match=r"decay.*other bytes with every load"):
+            deliver(captured, values(SPECS, seed))
+
+
+def test_a_loader_that_writes_what_updates_write_is_found_after_it_failed() -> None:
+    engine = Engine()
+    state = {"fails": False, "stale": False}
+
+    def load(weights: Weights) -> None:
+        engine.load(weights)
+        if state["fails"]:
+            state["stale"] = True
+            raise RuntimeError("interrupted")
+        if state["stale"]:
+            engine.rows[1].proj.data.zero_()
+
+    captured = capture(engine, SPECS, load, worker="e/0")
+    state["fails"] = True
+    with pytest.raises(UnsupportedLayout, match="interrupted"):
+        deliver(captured, values(SPECS, 4))
+    state["fails"] = False
+    with pytest.raises(UnsupportedLayout, match=r"layers.1.proj.*has changed and must not"):
+        deliver(captured, values(SPECS, 5))
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [("leaves", r"layers.3.decay.*has not written"), ("stops", r"layers.4.scale.*has not taken")],
+)
+def test_a_loader_that_says_nothing_of_what_it_leaves_out_fails_the_update(
+    harm: str, message: str
+) -> None:
+    engine, harmed = Engine(), list[bool]()
+
+    def load(weights: Weights) -> None:
+        if not harmed:
+            engine.load(weights)
+        elif harm == "leaves":  # the old values, as vLLM does with a warning
+            engine.load((n, t) for n, t in weights if n != "layers.3.A_log")
+        else:
+            engine.load((n, t) for n, t in zip_without(weights, "layers.4.scale"))
+
+    def zip_without(weights: Weights, last: str) -> Weights:
+        for spec in (s for s in SPECS if s.name in COMPUTED_FROM and s.name != last):
+            name, tensor = next(weights)
+            assert name == spec.name
+            yield name, tensor
+        yield last, torch.ones(1).bfloat16()
+
+    captured = capture(engine, SPECS, load, worker="e/0")
+    deliver(captured, values(SPECS, 3))
+    harmed.append(True)
+    with pytest.raises(UnsupportedLayout, match=message):
+        deliver(captured, values(SPECS, 4))
+
+
+def test_elements_that_no_load_writes_stay_what_they_are() -> None:
+    engine = Named({"padded": (4, 6), "sum": (3,)})
+    specs = [CheckpointSpec("a", (3, 5), DType.FLOAT32), CheckpointSpec("b", (3,), DType.FLOAT32)]
+    engine["padded"].fill_(0.125)
+
+    def load(weights: Weights) -> None:
+        given = dict(weights)
+        if "a" in given:
+            engine["padded"][:3, :5] = given["a"] + 1
+        if "b" in given:
+            engine["sum"].copy_(engine["sum"] * 0 + given["b"] * 3)  # reads what it overwrites
+
+    captured = capture(engine, specs, load, worker="e/0")
+    for seed in (1, 2):
+        checkpoint = values(specs, seed)
+        deliver(captured, checkpoint)
+        assert torch.equal(engine["padded"][:3, :5], checkpoint["a"] + 1)
+        assert bool((engine["padded"][3] == 0.125).all())
+        assert bool((engine["padded"][:, 5] == 0.125).all())
+        assert torch.equal(engine["sum"], checkpoint["b"] * 3)
+
+
+@pytest.mark.parametrize("mode", UpdateMode)
+async def test_a_version_after_one_whose_load_failed_is_right_when_it_is_published(
+    mode: UpdateMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WINDLASS_TOKEN", TOKEN)
+    save_file(values(BUFFERED, 1), tmp_path / "model.safetensors")
+    KEPT_ELSEWHERE.clear()
+    engine = Fleeting("engine", tmp_path, requires_no_grad(Buffering(KEPT_ELSEWHERE)))
+    fresh, model = requires_no_grad(Buffering()), engine.model
+    assert isinstance(model, Buffering)
+    async with windlass.Controller(token=TOKEN, config=ControlConfig(mode=mode)) as controller:
+        await asyncio.to_thread(engine.join, controller.url)
+        await asyncio.to_thread(publish, trainer_of(masters(BUFFERED, 2)), controller.url, 1)
+        model.failing_at = 5
+        with pytest.raises(WindlassError, match="out of memory"):
+            await asyncio.to_thread(publish, trainer_of(masters(BUFFERED, 3)), controller.url, 2)
+        model.failing_at = -1
+        await asyncio.to_thread(publish, trainer_of(masters(BUFFERED, 4)), controller.url, 3)
+        fresh.load(copies(values(BUFFERED, 4)))
+        require_equal(model, fresh)
     engine.leave()

@@ -36,6 +36,7 @@ class Membership:
         self.gate = RestGate()
         self._learnt: tuple[AgentSettings, Captured, RankHooks] | None = None
         self._attachment: Attachment | None = None
+        self._has_joined = False
 
     @property
     def captured(self) -> Captured:
@@ -66,12 +67,14 @@ class Membership:
         """What this rank holds of the checkpoint. Called in the engine's main loop.
 
         Args:
-            settings: `name`, `url`, `checkpoint` and `world_size` are those of the first time.
+            settings: `name`, `url`, `checkpoint` and `world_size` are those of the first time that
+                this rank has joined a fleet with.
             rank: of this process.
-            capture: learns the layout; called once.
-            api: makes what pauses the engine; called on rank 0, once.
+            capture: learns the layout; called once for these.
+            api: makes what pauses the engine; called on rank 0, as often.
 
         Raises:
+            UnsupportedLayout: see `capture`; nothing was learnt.
             ConfigError: settings that must not change did, or there are more ranks than announced.
         """
         if rank >= settings.world_size:
@@ -79,7 +82,9 @@ class Membership:
                 f"--tp x --pp x --dp must be the server's ranks, of which this is number {rank}, "
                 f"got {settings.world_size}"
             )
-        if self._learnt is None:
+        if self._learnt is None or (
+            not self._has_joined and _identity(self.settings) != _identity(settings)
+        ):
             captured = capture()
             hooks = RankHooks(captured, self.gate, api() if rank == 0 else None)
             self._learnt = settings, captured, hooks
@@ -106,6 +111,7 @@ class Membership:
             self._attachment.leave(LEAVE_DEADLINE_S)
             self._attachment = None
         self._attachment = attach(settings, rank, control_token(), captured, hooks)
+        self._has_joined = True
 
     def _require_same(self, settings: AgentSettings) -> None:
         if _identity(self.settings) != _identity(settings):

@@ -13,7 +13,7 @@ sharded weight transfer; carrying coordinates in the values needs no operator co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
 
@@ -24,8 +24,9 @@ from windlass.engines.capture.description import Captured, Repack, Seen, describ
 from windlass.engines.capture.factors import factors_of, scaled
 from windlass.engines.capture.memory import Held, Holding, Kind, fingerprint, held_by
 from windlass.engines.capture.numbers import Exact, Numbers, Rows, rows_of
-from windlass.engines.capture.recompute import learn
-from windlass.errors import UnsupportedLayout
+from windlass.engines.capture.recompute import Recompute, learn
+from windlass.engines.capture.snapshot import Snapshot, undone_if_it_fails
+from windlass.errors import UnsupportedLayout, WindlassError
 
 __all__ = ["Captured", "Load", "Repack", "capture"]
 
@@ -46,10 +47,12 @@ def capture(
     multiplied: bool = False,
     recompute: bool = True,
 ) -> Captured:
-    """Learn the layout of a model that serves nobody yet. Its weights are restored at the end.
+    """Learn the layout of a model, which then holds what it held before, in whatever way this ends.
 
-    Memory: a copy of every tensor of the model (on its device where that has room, else on the
-    host), and what `exact_numel` says.
+    That is: bytes, tensors at their addresses, and what modules, tensors and objects of the engine
+    beside them hold (`Snapshot`). What else `load` changes is its own to put back when it fails.
+    The engine is at rest; no collective of ours. Memory: a copy of every tensor of the model (on its
+    device where that has room, else on the host), and what `exact_numel` says.
 
     Args:
         model: of this rank.
@@ -68,26 +71,44 @@ def capture(
             computes others, for as long as the engine lives; if not, computed tensors are refused.
 
     Raises:
-        UnsupportedLayout: a tensor that is computed and that no load of a part computes again, a
-            parameter (other than a scalar) that the loader does not write, memory that moves with
-            every load; names all of them.
+        UnsupportedLayout: the loader failed, with its reason; or a tensor that is computed and that
+            no load of a part computes again, a parameter (other than a scalar) that the loader does
+            not write, memory that moves with every load, or that only loads make; names all of them.
     """
     held = partial(held_by, model, ignored)
-    before = _copies(held())
     codes = Codes(specs, _device(held()))
+    guarded = undone_if_it_fails(load, model)
+    before = Snapshot(model, ignored, copies=True)
     try:
-        factors = factors_of(codes, load, held) if multiplied else {}
-        loads = _Loads(codes, load, held, factors, before if reference is not None else {})
-        described = _learn(loads, worker, exact_numel, recompute=recompute)
+        factors = factors_of(codes, guarded, held) if multiplied else {}
+        start = before.copies if reference is not None else {}
+        loads = _Loads(codes, guarded, held, factors, start)
+        seen, part = _learn(loads, worker, exact_numel, recompute=recompute)
         if reference is not None:
-            load(described.filling(reference()))
-            _require_repeated(held(), before)
-            if described.recompute is not None:
-                described.recompute.run()
-                _require_repeated(held(), before)
+            guarded(reference() if part is None else part.filling(reference()))
+            _require_repeated(held(), start)
+            if part is not None:
+                part.run()
+                _require_repeated(held(), start)
+    except WindlassError:
+        raise
+    except Exception as error:
+        raise UnsupportedLayout(
+            f"{worker}: the engine's loader failed while its layout was learnt: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     finally:
-        _restore(held(), before)
-    return described
+        before.restore()
+    # Where tensors lie is told of those that are there again, not of what the last load has made.
+    now = held()
+    made = [n for n in seen.numbers if n not in now or now[n].reach != seen.holdings[n].reach]
+    if made:
+        raise UnsupportedLayout(
+            f"{made}: tensors that the engine had not before its loader made them"
+        )
+    if part is not None:
+        part.settle()
+    return _described(replace(seen, holdings=now), codes, worker, part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +125,9 @@ class _Loads:
     start: Mapping[str, torch.Tensor]
 
 
-def _learn(loads: _Loads, worker: str, exact_numel: int, *, recompute: bool) -> Captured:
+def _learn(
+    loads: _Loads, worker: str, exact_numel: int, *, recompute: bool
+) -> tuple[Seen, Recompute | None]:
     """Observe until everything is understood."""
     scattered = frozenset(loads.factors)
     while True:
@@ -114,13 +137,18 @@ def _learn(loads: _Loads, worker: str, exact_numel: int, *, recompute: bool) -> 
             break
         scattered |= described
     if not seen.computed:
-        return described
+        return seen, None
     if not recompute:
         raise UnsupportedLayout(
             f"{sorted(seen.computed)}: tensors that the engine computes from the checkpoint"
         )
-    part = learn(seen.computed, seen.numbers, seen.factors, loads.codes, loads.load, loads.held)
-    described = describe(seen, loads.codes, worker, part)
+    return seen, learn(
+        seen.computed, seen.numbers, seen.factors, loads.codes, loads.load, loads.held
+    )
+
+
+def _described(seen: Seen, codes: Codes, worker: str, part: Recompute | None) -> Captured:
+    described = describe(seen, codes, worker, part)
     if not isinstance(described, Captured):
         raise UnsupportedLayout(f"{sorted(described)}: tensors that are not described twice alike")
     return described
@@ -144,7 +172,8 @@ def _observe(loads: _Loads, exact_numel: int, scattered: frozenset[str]) -> Seen
     right = {n for n, proof in proofs.items() if proof.holds(held[n], 1)}
     idle = {n: held[n].memory().clone() for n in constants if _is_weight(held[n])}
     for name in idle:
-        held[name].memory().view(torch.uint8).fill_(0x55)
+        with torch.inference_mode():  # as tensors that were made in it demand
+            held[name].memory().view(torch.uint8).fill_(0x55)
     load(codes.random(0))
     held = loads.held()
     right = {n for n in right if proofs[n].holds(held[n], 0)}
@@ -250,12 +279,6 @@ class _Proof:
         return True
 
 
-def _copies(held: Mapping[str, Holding]) -> dict[str, torch.Tensor]:
-    nbytes = sum(holding.nbytes for holding in held.values() if holding.tensor.is_cuda)
-    roomy = not nbytes or nbytes < torch.cuda.mem_get_info()[0] // 2
-    return {n: h.memory().clone() if roomy else h.memory().cpu() for n, h in held.items()}
-
-
 def _device(held: Mapping[str, Holding]) -> torch.device:
     """Where the parameters are; loads made there need no way over the host."""
     devices = {h.tensor.device for h in held.values() if h.kind is Kind.PARAMETER}
@@ -277,10 +300,3 @@ def _require_repeated(held: Mapping[str, Holding], before: Mapping[str, torch.Te
             f"{changed}: loading the engine's own checkpoint again gives other bytes than its start "
             f"gave: the engine does not repeat its post-processing, or was not started from it"
         )
-
-
-def _restore(held: Mapping[str, Holding], before: Mapping[str, torch.Tensor]) -> None:
-    with torch.no_grad():
-        for name, holding in held.items():
-            if name in before and before[name].shape == (holding.reach,):
-                holding.memory().copy_(before[name])

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from windlass.engines.capture.boxes import TooManyBoxes
+from windlass.engines.capture.boxes import PlacedBox, TooManyBoxes
 from windlass.engines.capture.codes import Codes, bits_of, quantized_tensors
 from windlass.engines.capture.factors import scaled
 from windlass.engines.capture.memory import Holding
 from windlass.engines.capture.numbers import Exact, Numbers, Parts, parts_of
 from windlass.engines.capture.recompute import Recompute
 from windlass.errors import UnsupportedLayout
-from windlass.frameworks.dtypes import dtype_of
+from windlass.frameworks.dtypes import dtype_of, torch_dtype
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 
-__all__ = ["Captured", "Repack", "Seen", "describe"]
+__all__ = ["Captured", "Repack", "Rounding", "Seen", "describe"]
 
 MAX_BOXES = 256
 """Boxes of one tensor in one parameter; what is more scattered is received apart and repacked."""
@@ -35,7 +35,8 @@ class Repack:
     Attributes:
         name: of the parameter.
         target: the parameter's memory, (reach,).
-        buffer: (n,) what updates write instead, in checkpoint order.
+        buffer: (n,) what updates write instead, in checkpoint order; of the type of `target`, or of
+            the checkpoint if that has values which `target` cannot hold.
         places: (n,) index into `target` of every element of `buffer`[`elements`].
         elements: (n,) index into `buffer`.
         factor: of every element, multiplied in the type of `target`.
@@ -50,8 +51,49 @@ class Repack:
 
     def apply(self) -> None:
         """Put the buffer's elements where the engine wants them."""
-        values = scaled(self.buffer, self.factor)
+        values = scaled(self.buffer.to(self.target.dtype), self.factor)
         bits_of(self.target)[self.places] = bits_of(values)[self.elements]
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """Elements that an update leaves with more than their checkpoint's type holds.
+
+    A fresh engine has loaded them from that type, so after every update they are rounded to it and
+    cast to the engine's type, as its loader would.
+
+    Attributes:
+        name: of the parameter.
+        dtype: of the checkpoint's tensors.
+        received: views of the memory that updates write.
+        targets: of the parameter, as many of the same shapes; the same views where the parameter's
+            type holds every value that updates bring and the checkpoint's type besides.
+    """
+
+    name: str
+    dtype: torch.dtype
+    received: tuple[torch.Tensor, ...]
+    targets: tuple[torch.Tensor, ...]
+
+    @property
+    def in_place(self) -> bool:
+        """Whether updates write the parameter itself."""
+        return self.received is self.targets
+
+    def apply(self) -> None:
+        """Round. Idempotent.
+
+        Raises:
+            UnsupportedLayout: a finite value is too large for the checkpoint's type.
+        """
+        for received, target in zip(self.received, self.targets, strict=True):
+            rounded = received.to(self.dtype)
+            if bool((rounded.isinf() & received.isfinite()).any()):
+                raise UnsupportedLayout(
+                    f"{self.name}: a finite {received.dtype} is too large for {self.dtype}, in which "
+                    f"the checkpoint holds it, and would become infinite"
+                )
+            target.copy_(rounded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +107,7 @@ class Captured:
         unplaced: checkpoint tensors that left no trace on this rank (other ranks' experts, or a
             copy that the engine hides from its model).
         recompute: what the engine's own loader has to do after every update, if anything.
+        roundings: to be applied after every update, before the repacks.
     """
 
     manifest: ShardManifest
@@ -73,12 +116,14 @@ class Captured:
     constants: tuple[str, ...]
     unplaced: tuple[str, ...]
     recompute: Recompute | None = None
+    roundings: tuple[Rounding, ...] = ()
 
     @property
     def repacked(self) -> tuple[str, ...]:
         """Names of the manifest's parameters that are buffers, and no memory of the model."""
         received = () if self.recompute is None else self.recompute.parameters
-        return (*(repack.name for repack in self.repacks), *received)
+        apart = (r.name for r in self.roundings if not r.in_place)
+        return (*apart, *(repack.name for repack in self.repacks), *received)
 
     @property
     def recomputed(self) -> tuple[str, ...]:
@@ -90,26 +135,26 @@ class Captured:
         """What the buffers take besides the model."""
         received = () if self.recompute is None else self.recompute.buffers
         buffers = [*(repack.buffer for repack in self.repacks), *(b for _, b in received)]
+        buffers += [memory for r in self.roundings if not r.in_place for memory in r.received]
         return sum(buffer.nbytes for buffer in buffers)
 
     def finalise(self) -> None:
         """Bring state that is derived from received bytes up to date. Idempotent.
 
         Raises:
-            UnsupportedLayout: see `Recompute.run`.
+            UnsupportedLayout: see `Rounding.apply` and `Recompute.run`.
         """
-        for repack in self.repacks:
-            repack.apply()
-        for device in {repack.target.device for repack in self.repacks if repack.target.is_cuda}:
+        with torch.inference_mode():  # as tensors that were made in it demand
+            for rounding in self.roundings:
+                rounding.apply()
+            for repack in self.repacks:
+                repack.apply()
+        touched = [repack.target for repack in self.repacks]
+        touched += [target for rounding in self.roundings for target in rounding.targets]
+        for device in {target.device for target in touched if target.is_cuda}:
             torch.cuda.synchronize(device)  # the engine's next step may run on another stream
         if self.recompute is not None:
             self.recompute.run()
-
-    def filling(
-        self, weights: Iterator[tuple[str, torch.Tensor]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same tensors; those that the loader recomputes from are kept on the way."""
-        return weights if self.recompute is None else self.recompute.filling(weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +183,7 @@ def describe(
     """
     builder = ManifestBuilder(worker, Role.ENGINE)
     addresses: list[int] = []
+    roundings: list[Rounding] = []
     repacks: list[Repack] = []
     placed: set[str] = set()
     scattered = set(seen.unproven)
@@ -149,18 +195,23 @@ def describe(
         factor = seen.factors.get(name, 1.0)
         copied = _boxes(numbers, codes) if factor == 1.0 else None
         if copied is not None:
-            parts = copied
-            address, extent = holding.address, holding.reach
+            parts, memory = copied, holding.memory()
+            dtype = _received_dtype(name, holding, parts)
+            if dtype is not dtype_of(name, memory):
+                memory = torch.zeros_like(memory, dtype=torch_dtype(dtype))
         else:
             if not isinstance(numbers, Exact):
                 scattered.add(name)
                 continue
             repack, parts = _repack(name, holding, codes, numbers, factor)
             repacks.append(repack)
-            address, extent = repack.buffer.data_ptr(), len(repack.buffer)
+            memory = repack.buffer
+            dtype = dtype_of(name, memory)
+        target = memory if copied is None else holding.memory()
+        roundings += _roundings(name, memory, target, parts)
         placed.update(spec.name for spec, _ in parts)
-        _add_parameter(builder, name, dtype_of(name, holding.tensor), extent, parts)
-        addresses.append(address)
+        _add_parameter(builder, name, dtype, len(memory), parts)
+        addresses.append(memory.data_ptr())
     if scattered:
         return frozenset(scattered)
     if recompute is not None:
@@ -172,10 +223,58 @@ def describe(
     return Captured(
         manifest=builder.build(),
         addresses=tuple(addresses),
+        roundings=tuple(roundings),
         repacks=tuple(repacks),
         constants=seen.constants,
         unplaced=tuple(s.name for s in codes.specs if s.name not in placed and s.numel),
         recompute=recompute,
+    )
+
+
+_HALVES = (DType.BFLOAT16, DType.FLOAT16)
+"""Types to which wider values are rounded; what is quantised has rules of its own."""
+
+
+def _received_dtype(name: str, holding: Holding, parts: Parts) -> DType:
+    """The type in which updates bring a tensor: its own, unless that cannot hold the checkpoint's.
+
+    Raises:
+        UnsupportedLayout: it cannot, and the checkpoint has several types for it.
+    """
+    own, stored = dtype_of(name, holding.tensor), {spec.dtype for spec, _ in parts}
+    if own not in _HALVES or not stored & {*_HALVES} - {own}:
+        return own
+    if len(stored) > 1:
+        raise UnsupportedLayout(
+            f"{name}: its checkpoint tensors must be of one type, or the engine's tensor of float32, "
+            f"got {sorted(stored)} for {own}"
+        )
+    return stored.pop()
+
+
+def _roundings(
+    name: str, memory: torch.Tensor, target: torch.Tensor, parts: Parts
+) -> Iterator[Rounding]:
+    """What `memory`, that updates write, needs to be what a load of the checkpoint leaves in `target`."""
+    own = dtype_of(name, memory)
+    apart = target.dtype is not memory.dtype
+    for stored in sorted({spec.dtype for spec, _ in parts} & {*_HALVES}):
+        if stored is own and not apart:
+            continue
+        boxes = [box for spec, boxes in parts if spec.dtype is stored for box in boxes]
+        received = _views(memory, boxes)
+        targets = _views(target, boxes) if apart else received
+        yield Rounding(name, torch_dtype(stored), received, targets)
+
+
+def _views(memory: torch.Tensor, boxes: Sequence[PlacedBox]) -> tuple[torch.Tensor, ...]:
+    """Of boxes in a tensor's memory; one of all of it, if they are that."""
+    if sum(placed.box.numel for placed in boxes) == len(memory):
+        return (memory,)
+    first = memory.storage_offset()
+    return tuple(
+        memory.as_strided(placed.box.sizes, placed.strides, first + placed.offset)
+        for placed in boxes
     )
 
 
@@ -230,10 +329,11 @@ def _repack(
             f"{name}: its checkpoint elements are scattered over more than {MAX_BOXES} boxes"
         ) from error
     device = holding.tensor.device
+    dtype = torch_dtype(_received_dtype(name, holding, parts))
     repack = Repack(
         name=name,
         target=holding.memory(),
-        buffer=torch.zeros(len(unique), dtype=holding.tensor.dtype, device=device),
+        buffer=torch.zeros(len(unique), dtype=dtype, device=device),
         places=torch.from_numpy(written).to(device),
         elements=torch.from_numpy(elements.reshape(-1)).to(device),
         factor=factor,

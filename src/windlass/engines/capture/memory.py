@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -10,7 +10,16 @@ import torch
 
 from windlass.engines.capture.codes import bits_of
 
-__all__ = ["Held", "Holding", "Kind", "fingerprint", "fingerprints", "held_by"]
+__all__ = [
+    "Held",
+    "Holding",
+    "Kind",
+    "distinct",
+    "fingerprint",
+    "fingerprints",
+    "held_by",
+    "tensors_of",
+]
 
 
 class Kind(StrEnum):
@@ -61,10 +70,17 @@ def held_by(model: torch.nn.Module, ignored: frozenset[int] = frozenset()) -> Ma
         model: of this rank.
         ignored: addresses of storages that hold no weights (key-value caches).
     """
+    return distinct(tensors_of(model), ignored)
+
+
+def distinct(
+    tensors: Iterable[tuple[str, torch.Tensor, Kind]], ignored: frozenset[int]
+) -> Mapping[str, Holding]:
+    """As `held_by`, of these tensors in this order."""
     found: dict[str, Holding] = {}
     taken: set[tuple[int, int]] = set()
     ranges: dict[int, list[tuple[int, int]]] = {}
-    for name, tensor, kind in _tensors(model):
+    for name, tensor, kind in tensors:
         if tensor.numel() == 0 or tensor.is_meta or tensor.is_sparse:
             continue
         holding = Holding(name, tensor, kind)
@@ -79,7 +95,8 @@ def held_by(model: torch.nn.Module, ignored: frozenset[int] = frozenset()) -> Ma
     return found
 
 
-def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, Kind]]:
+def tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, Kind]]:
+    """Everything that modules hold by a name: parameters, buffers, other attributes."""
     for name, parameter in model.named_parameters():
         yield name, parameter, Kind.PARAMETER
     for name, buffer in model.named_buffers():

@@ -9,7 +9,7 @@ everything would: every tensor of the model, bit for bit, and at its address.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import final
@@ -19,7 +19,7 @@ import torch
 from windlass.engines.capture.codes import CheckpointSpec, Codes, Load, bits_of
 from windlass.engines.capture.dependence import sources_of
 from windlass.engines.capture.factors import scaled
-from windlass.engines.capture.memory import Held, fingerprint
+from windlass.engines.capture.memory import Held, Holding, Kind, fingerprint
 from windlass.engines.capture.numbers import Numbers
 from windlass.errors import UnsupportedLayout, WindlassError
 from windlass.frameworks.dtypes import torch_dtype
@@ -27,6 +27,16 @@ from windlass.frameworks.dtypes import torch_dtype
 __all__ = ["Recompute", "Surroundings", "learn"]
 
 _SEEDS = (2, 3)
+_TRIALS = 3
+_MARKS = {
+    torch.float64: 0x7FF5D5D5D5D5D5D5,
+    torch.float32: 0x7FD5D5D5,
+    torch.bfloat16: 0x7FD5,
+    torch.float16: 0x7FD5,
+    torch.float8_e4m3fn: 0xFF,
+    torch.float8_e5m2: 0xFF,
+}
+"""Bits of a NaN; what has none, or another type, is not marked."""
 PREFIX = "loader/"
 """Of the manifest's names of buffers."""
 
@@ -60,49 +70,130 @@ class Surroundings:
 
 
 @final
-@dataclass(frozen=True, slots=True)
 class Recompute:
     """What the engine's loader does after every update.
 
-    Attributes:
+    A run is right if the loader has taken every buffer, written all that it is to fill (which holds
+    NaN before), and moved nothing. After one that failed the loader may have kept tensors of that
+    version, which nobody sees: runs are then repeated until two following ones leave the same bytes
+    in every tensor of the model, and have left alone what updates write themselves and what no
+    checkpoint changes.
+
+    Args:
         names: of the engine's tensors that it fills: the computed ones, and copies of the same
             checkpoint tensors.
         buffers: the checkpoint tensors that it is given, in checkpoint order; updates write them.
+        written: names of the engine's tensors that updates write themselves.
+        unwritten: of those of `names` that may hold NaN before a load, how many elements a load
+            leaves as they are (padding).
         load: see `capture`. held: what the model holds now.
-        fixed: addresses of tensors that it must not move.
+        surroundings: of the thread that captures.
     """
 
-    names: tuple[str, ...]
-    buffers: tuple[tuple[CheckpointSpec, torch.Tensor], ...]
-    load: Load
-    held: Held
-    fixed: Mapping[str, int]
-    surroundings: Surroundings
+    def __init__(
+        self,
+        *,
+        names: tuple[str, ...],
+        buffers: tuple[tuple[CheckpointSpec, torch.Tensor], ...],
+        written: frozenset[str],
+        unwritten: Mapping[str, int],
+        load: Load,
+        held: Held,
+        surroundings: Surroundings,
+    ) -> None:
+        self.names, self.buffers = names, buffers
+        self._written, self._unwritten = written, dict(unwritten)
+        self._load, self._held = load, held
+        self._surroundings = surroundings
+        self._fixed: Mapping[str, int] = {}
+        self._constants: Mapping[str, int] = {}
+        self._is_proven = True
 
     @property
     def parameters(self) -> tuple[str, ...]:
         """The manifest's names of the buffers."""
         return tuple(PREFIX + spec.name for spec, _ in self.buffers)
 
+    def settle(self) -> None:
+        """Take note of where the model's tensors lie, which they do from now on, and of its constants."""
+        held = self._held()
+        self._fixed = _places(held, self._written, self.names)
+        self._constants = {
+            name: fingerprint(h.memory())
+            for name, h in held.items()
+            if name not in self._written
+            and name not in self.names
+            and h.kind is not Kind.ATTRIBUTE  # which may be scratch memory of steps
+        }
+
     def run(self) -> None:
         """Load the buffers. The engine is at rest; called in any thread.
 
         Raises:
-            UnsupportedLayout: the loader failed, or moved what must stay where it is.
+            UnsupportedLayout: the loader failed, left out what it should have taken or written, or
+                moved or changed what must stay. The model holds its own tensors at their addresses,
+                with bytes of which nothing is known.
         """
-        with self.surroundings.entered():
-            try:
-                self.load((s.name, b.clone().reshape(s.shape)) for s, b in self.buffers)
-            except WindlassError:
-                raise
-            except Exception as error:
-                raise UnsupportedLayout(
-                    f"{list(self.names)}: the engine's loader failed: {type(error).__name__}: {error}"
-                ) from error
-        held = self.held()
-        moved = [n for n, at in self.fixed.items() if n not in held or held[n].address != at]
+        was_proven, self._is_proven = self._is_proven, False
+        with self._surroundings.entered():
+            if was_proven:
+                self._load_once()
+            else:
+                self._load_until_repeated()
+        self._is_proven = True
+
+    def _load_until_repeated(self) -> None:
+        before = {n: p for n, p in self._prints().items() if n in self._written}
+        earlier: Mapping[str, int] = {}
+        for _ in range(_TRIALS):
+            self._load_once()
+            found = self._prints()
+            if found == earlier:
+                break
+            earlier = found
+        else:
+            raise UnsupportedLayout(
+                f"{list(self.names)}: the engine's loader, which failed before, leaves other bytes "
+                f"with every load of the same tensors"
+            )
+        stale = sorted(n for n, p in {**before, **self._constants}.items() if found.get(n) != p)
+        if stale:
+            raise UnsupportedLayout(
+                f"{stale}: tensors that the engine's loader, which failed before, has changed and "
+                f"must not"
+            )
+
+    def _load_once(self) -> None:
+        taken: list[str] = []
+        marks = _Marks(self._held(), self._unwritten)
+        try:
+            self._load(self._received(taken))
+        except WindlassError:
+            raise
+        except Exception as error:
+            raise UnsupportedLayout(
+                f"{list(self.names)}: the engine's loader failed: {type(error).__name__}: {error}"
+            ) from error
+        held = self._held()
+        moved = [n for n, at in self._fixed.items() if n not in held or held[n].address != at]
         if moved:
             raise UnsupportedLayout(f"{moved}: tensors that the engine's loader has moved")
+        unwritten = sorted(n for n, c in marks.clear(held).items() if c != self._unwritten[n])
+        if unwritten:
+            raise UnsupportedLayout(
+                f"{unwritten}: tensors that the engine's loader has not written"
+            )
+        if len(taken) != len(self.buffers):
+            missing = [s.name for s, _ in self.buffers if s.name not in taken]
+            raise UnsupportedLayout(f"{missing}: tensors that the engine's loader has not taken")
+
+    def _received(self, taken: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for spec, buffer in self.buffers:
+            taken.append(spec.name)
+            yield spec.name, buffer.clone().reshape(spec.shape)
+
+    def _prints(self) -> dict[str, int]:
+        return _prints(self._held())
 
     def filling(
         self, weights: Iterator[tuple[str, torch.Tensor]]
@@ -143,7 +234,7 @@ def learn(
     """
 
     def prints() -> dict[str, int]:
-        return {n: fingerprint(h.memory()) for n, h in held().items() if n in computed}
+        return {n: p for n, p in _prints(held()).items() if n in computed}
 
     load(codes.random(0))
     base = prints()
@@ -214,7 +305,8 @@ class _Part:
                 filled = numbers >= 0
                 values = self._codes.expected(numbers[filled], seed, memory.dtype, loud=True)
                 part = bits_of(memory[begin : begin + len(numbers)])
-                part[filled] = bits_of(scaled(values, self._factors.get(name, 1.0)))
+                with torch.inference_mode():  # as tensors that were made in it demand
+                    part[filled] = bits_of(scaled(values, self._factors.get(name, 1.0)))
 
     def sources_near(self, names: frozenset[str], level: int) -> frozenset[str]:
         """Of the tensors themselves (level 0), or of all in the modules that many levels up."""
@@ -234,11 +326,37 @@ class _Part:
                 for s in self._codes.specs
                 if s.name in sources
             ),
+            written=self._written(sources),
+            unwritten=self._unwritten(sources),
             load=self._load,
             held=self._held,
-            fixed=self._fixed(sources),
             surroundings=Surroundings.here(self._codes.device),
         )
+
+    def _unwritten(self, sources: frozenset[str]) -> dict[str, int]:
+        """See `Recompute`; without tensors from whose old values the loader computes something."""
+        held = self._held()
+        names = {n for n in self._filled(sources) if held[n].tensor.dtype in _MARKS}
+        self._load(self._codes.some(sources, _SEEDS[0]))
+        plain = self._prints()
+        while names:
+            # What is put back where a mark is left is another value than `plain` has, unless no
+            # load writes it: a mark that came through arithmetic is not taken for padding.
+            self._load(self._codes.some(sources, _SEEDS[1]))
+            marks = _Marks(self._held(), dict.fromkeys(names, -1))
+            try:
+                self._load(self._codes.some(sources, _SEEDS[0]))
+            except Exception:  # noqa: BLE001 - a loader that looks at what is there
+                return {}
+            left = marks.clear(self._held())
+            found = self._prints()
+            differing = {name for name, value in plain.items() if found.get(name) != value}
+            if not differing:
+                return left
+            if not names & differing:
+                return {}
+            names -= differing
+        return {}
 
     def _filled(self, sources: frozenset[str]) -> frozenset[str]:
         """What such a load fills: all of it comes from these checkpoint tensors."""
@@ -249,16 +367,63 @@ class _Part:
         return frozenset(self._copied.keys() - self._filled(sources))
 
     def _fixed(self, sources: frozenset[str]) -> dict[str, int]:
-        """Addresses that must stay: those, and on GPUs, whose graphs know them, what is filled."""
+        """Addresses that must stay; see `Recompute.settle`."""
         written, filled = self._written(sources), self._filled(sources)
-        return {
-            name: h.address
-            for name, h in self._held().items()
-            if name in written or (name in filled and h.tensor.is_cuda)
-        }
+        return _places(self._held(), written, filled)
 
     def _prints(self) -> dict[str, int]:
-        return {name: fingerprint(h.memory()) for name, h in self._held().items()}
+        return _prints(self._held())
+
+
+def _places(
+    held: Mapping[str, Holding], written: Collection[str], filled: Collection[str]
+) -> dict[str, int]:
+    """Addresses of what updates write, and on GPUs, whose graphs know them, of what is filled."""
+    return {
+        name: h.address
+        for name, h in held.items()
+        if name in written or (name in filled and h.tensor.is_cuda)
+    }
+
+
+def _prints(held: Mapping[str, Holding]) -> dict[str, int]:
+    return {name: fingerprint(h.memory()) for name, h in held.items()}
+
+
+@final
+class _Marks:
+    """Floating-point tensors filled with a NaN that no weight is, to see what a load writes.
+
+    Args:
+        held: what the model holds now.
+        left: by name, how many elements a load leaves unwritten, -1 where that is not known.
+    """
+
+    def __init__(self, held: Mapping[str, Holding], left: Mapping[str, int]) -> None:
+        self._names = tuple(left)
+        self._before: dict[str, torch.Tensor] = {}
+        with torch.inference_mode():  # as tensors that were made in it demand
+            for name in left.keys() & held.keys():
+                memory = bits_of(held[name].memory())
+                if left[name]:
+                    self._before[name] = memory.clone()
+                memory.fill_(_MARKS[held[name].tensor.dtype])
+
+    def clear(self, held: Mapping[str, Holding]) -> dict[str, int]:
+        """How many elements were not written, by name; these get their old values back.
+
+        -1 for a tensor that is not there any more.
+        """
+        found = dict.fromkeys(self._names, -1)
+        with torch.inference_mode():
+            for name in found.keys() & held.keys():
+                memory = bits_of(held[name].memory())
+                left = memory == _MARKS[held[name].tensor.dtype]
+                found[name] = int(left.sum())
+                before = self._before.get(name)
+                if found[name] and before is not None and len(before) == len(memory):
+                    memory[left] = before[left]
+        return found
 
 
 def _module(name: str, level: int) -> str:

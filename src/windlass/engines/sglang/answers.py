@@ -28,10 +28,10 @@ _LONGEST = 4096
 
 
 class _Said(msgspec.Struct, frozen=True):
-    """`failed` says why there is nothing in the folder; empty if there is."""
+    """`failed`: what is in the folder is the reason."""
 
     rank: int
-    failed: str = ""
+    failed: bool = False
 
 
 def say(folder: str, rank: int, body: bytes) -> None:
@@ -44,7 +44,7 @@ def say(folder: str, rank: int, body: bytes) -> None:
 
 def say_failed(folder: str, rank: int, reason: str) -> None:
     """Called by a rank that could not; as `say`."""
-    _tell(folder, _Said(rank, reason[: _LONGEST // 8]), b"")
+    _tell(folder, _Said(rank, failed=True), reason.encode())
 
 
 def _tell(folder: str, said: _Said, body: bytes) -> None:
@@ -103,7 +103,8 @@ class Answers:
                     f"carried out"
                 ) from error
             if said.failed:
-                raise PeerUnreachable(f"rank {said.rank}: {said.failed}")
+                reason = (Path(self.folder) / str(said.rank)).read_text()
+                raise PeerUnreachable(f"rank {said.rank}: {reason}")
             missing.discard(said.rank)
         return [(Path(self.folder) / str(rank)).read_bytes() for rank in range(self._world_size)]
 

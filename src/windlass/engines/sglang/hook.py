@@ -7,6 +7,7 @@ fleet, stay for as long as a pause lasts, say that the loop is at rest, or what 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from windlass.engines.capture.capture import Captured, capture
 from windlass.engines.capture.codes import checkpoint_specs
 from windlass.engines.capture.memory import fingerprints, held_by
+from windlass.engines.capture.snapshot import Snapshot
 from windlass.engines.membership import Membership
 from windlass.engines.sglang.answers import say, say_failed
 from windlass.engines.sglang.api import SglangApi
@@ -27,6 +29,7 @@ from windlass.errors import UnsupportedLayout, WindlassError
 
 __all__ = ["load_again", "own_rank", "run"]
 
+_log = logging.getLogger(__name__)
 LONGEST_HOLD_S = 20.0
 """After that the paused loop spins as ever. Orders, which a held loop does not hear, wait so long,
 or twice, if the agent has not asked yet."""
@@ -61,9 +64,11 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
                 else:
                     _rank.membership.join(order.settings, rank)
                     say(order.folder, rank, b"")
-            except WindlassError as error:  # SGLang answers for the first stage, and ends
-                say_failed(order.folder, rank, str(error))
-                raise
+            except _RefusedElsewhereError:
+                pass  # the rank that has a reason tells it
+            except Exception as error:  # noqa: BLE001 - SGLang's loop, and the engine, would end with it
+                _log.exception("rank %s: %s", rank, type(order).__name__)
+                say_failed(order.folder, rank, _reason(error))
         case AtRest():
             _check_at_rest(model)
             _rank.membership.gate.at_rest(order.pause_id)
@@ -74,6 +79,14 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
             say(order.folder, rank, msgspec.json.encode(fingerprints(held_by(model))))
         case _:
             assert_never(order)
+
+
+class _RefusedElsewhereError(UnsupportedLayout):
+    """Another rank of this engine could not learn its layout."""
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, WindlassError) else f"{type(error).__name__}: {error}"
 
 
 def own_rank() -> int:
@@ -99,25 +112,19 @@ def _own_replica() -> int:
 def _learn(model: torch.nn.Module, order: Learn, rank: int) -> None:
     settings = order.settings
 
-    def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        load_again(model, weights)
+    alone = order.num_stages == 1 and settings.world_size == dist.get_world_size()
 
     def learn() -> Captured:
-        captured = capture(
-            model,
-            checkpoint_specs(Path(settings.checkpoint)),
-            load,
-            worker=f"{settings.name}/{rank}",
-            reference=settings.reference(),
-        )
-        untouched = _orders_change_nothing(model)
-        if order.num_stages > 1 and _has_sessions() and not untouched:
-            raise UnsupportedLayout(
-                "pp: stages must hold weights that SGLang neither packs nor restores around an "
-                "order, since it answers for the first stage while others still do"
-            )
-        alone = order.num_stages == 1 and settings.world_size == dist.get_world_size()
-        _rank.can_be_held = alone and _on_every_rank(model, _plain(captured) and untouched)
+        # Ranks agree on it: those that have learnt theirs do not learn again with one that has not.
+        try:
+            captured, untouched = _layout_of(model, order, rank)
+        except BaseException:
+            if alone:
+                _on_every_rank(model, mine=False)
+            raise
+        if alone and not _on_every_rank(model, mine=True):
+            raise _RefusedElsewhereError
+        _rank.can_be_held = alone and _on_every_rank(model, mine=_plain(captured) and untouched)
         return captured
 
     def api() -> SglangApi:
@@ -141,6 +148,29 @@ def _learn(model: torch.nn.Module, order: Learn, rank: int) -> None:
     say(order.folder, rank, msgspec.json.encode(learnt))
 
 
+def _layout_of(model: torch.nn.Module, order: Learn, rank: int) -> tuple[Captured, bool]:
+    """What was learnt, and whether SGLang leaves weights alone around an order."""
+    settings = order.settings
+
+    def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        load_again(model, weights)
+
+    captured = capture(
+        model,
+        checkpoint_specs(Path(settings.checkpoint)),
+        load,
+        worker=f"{settings.name}/{rank}",
+        reference=settings.reference(),
+    )
+    untouched = _orders_change_nothing(model)
+    if order.num_stages > 1 and _has_sessions() and not untouched:
+        raise UnsupportedLayout(
+            "pp: stages must hold weights that SGLang neither packs nor restores around an "
+            "order, since it answers for the first stage while others still do"
+        )
+    return captured, untouched
+
+
 def _has_sessions() -> bool:
     """Whether orders come within sessions, which work on weights; 0.5.16 has none."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
@@ -153,7 +183,7 @@ def _plain(captured: Captured) -> bool:
     return not captured.repacked and not captured.recomputed
 
 
-def _on_every_rank(model: torch.nn.Module, mine: bool) -> bool:
+def _on_every_rank(model: torch.nn.Module, *, mine: bool) -> bool:
     """Whether it is so on all ranks of this world, each of which is in the same order."""
     least = torch.tensor([int(mine)], device=next(model.parameters()).device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
@@ -171,11 +201,15 @@ def _orders_change_nothing(model: torch.nn.Module) -> bool:
     if not _has_sessions():
         return True
     device = next(model.parameters()).device
-    within = _state(model)
-    DefaultModelLoader.postprocess_weights(model, device)
-    after = _state(model)
-    DefaultModelLoader.restore_weights_before_loading(model, device)
-    return within == after == _state(model)
+    before = Snapshot(model, copies=True)
+    try:
+        within = _state(model)
+        DefaultModelLoader.postprocess_weights(model, device)
+        after = _state(model)
+        DefaultModelLoader.restore_weights_before_loading(model, device)
+        return within == after == _state(model)
+    finally:
+        before.restore()
 
 
 def _state(model: torch.nn.Module) -> Mapping[str, tuple[int, str]]:

@@ -25,8 +25,9 @@ from windlass.engines.launch import (
 )
 from windlass.engines.quantised import require_followed
 from windlass.engines.versions import VLLM
+from windlass.engines.vllm.settings import REFUSED
 from windlass.envs import environment_value
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, PeerUnreachable
 
 CONNECT_DEADLINE_S = 600.0
 EXTENSION = "windlass.engines.vllm.extension.WindlassExtension"
@@ -194,11 +195,23 @@ def _ask_ranks(settings: AgentSettings, method: str) -> Sequence[bytes | msgspec
     encoded = msgspec.json.encode(settings).decode()
     with tempfile.TemporaryDirectory() as folder:
         body = {"method": method, "args": [encoded, folder], "timeout": CONNECT_DEADLINE_S}
-        answer = post(settings.url, "/collective_rpc", body, CONNECT_DEADLINE_S)
+        try:
+            answer = post(settings.url, "/collective_rpc", body, CONNECT_DEADLINE_S)
+        except PeerUnreachable as error:
+            _raise_refusal(folder, error)
+            raise
+        _raise_refusal(folder)
         results = msgspec.json.decode(answer, type=_Answer).results
         if len(results) >= settings.world_size:
             return results
         return [_left_in(folder, rank) for rank in range(settings.world_size)]
+
+
+def _raise_refusal(folder: str, cause: PeerUnreachable | None = None) -> None:
+    """Say what ranks said that could not do what they were told, if any did."""
+    told = [f"rank {p.stem}: {p.read_text()}" for p in sorted(Path(folder).glob(f"*{REFUSED}"))]
+    if told:
+        raise PeerUnreachable("; ".join(told)) from cause
 
 
 def _left_in(folder: str, rank: int) -> bytes:

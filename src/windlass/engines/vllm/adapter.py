@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol, final
+from typing import Protocol, cast, final
 
 import torch
 
@@ -17,6 +17,7 @@ from windlass.engines.adapters import saved
 from windlass.engines.attach import AgentSettings
 from windlass.engines.capture.capture import Captured, capture
 from windlass.engines.capture.codes import checkpoint_specs
+from windlass.engines.capture.snapshot import Snapshot
 from windlass.errors import UnsupportedLayout
 
 __all__ = ["LoraWorker", "Slot", "capture_adapter", "keep_adapter"]
@@ -32,6 +33,26 @@ class LoraWorker(Protocol):
     def pin_lora(self, lora_id: int) -> bool: ...
 
     def list_loras(self) -> set[int]: ...
+
+
+class _Adapters(Protocol):
+    """The part of vLLM's `LoRAModelManager` that is used (0.24, 0.32)."""
+
+    def get_adapter(self, adapter_id: int) -> object: ...
+
+    def add_adapter(self, adapter: object) -> bool: ...
+
+    def activate_adapter(self, lora_id: int) -> bool: ...
+
+    def remove_adapter(self, adapter_id: int) -> bool: ...
+
+
+class _Runner(Protocol):
+    lora_manager: object
+
+
+class _Worker(Protocol):
+    model_runner: _Runner
 
 
 @final
@@ -65,7 +86,8 @@ def capture_adapter(
 ) -> Captured:
     """Learn where the tensors of the one served adapter lie. Called in the worker's main loop.
 
-    vLLM's own copy of the adapter in host memory is that of its folder afterwards.
+    vLLM's own copy of the adapter in host memory is that of its folder afterwards, or, if the layout
+    is refused, the one that it was.
 
     Raises:
         UnsupportedLayout: no adapter is served, or several; see `capture` too.
@@ -79,15 +101,25 @@ def capture_adapter(
             worker.remove_lora(number)
             worker.add_lora(LoRARequest(settings.adapter, number, str(place)))
 
-    captured = capture(
-        Slot(model),
-        checkpoint_specs(folder),
-        load,
-        worker=f"{settings.name}/{rank}",
-        reference=settings.reference(),
-        multiplied=True,
-        recompute=False,  # vLLM loads an adapter as a whole, from a folder
-    )
+    adapters = _adapters_of(worker)
+    served, before = adapters.get_adapter(number), Snapshot(Slot(model), copies=True)
+    try:
+        captured = capture(
+            Slot(model),
+            checkpoint_specs(folder),
+            load,
+            worker=f"{settings.name}/{rank}",
+            reference=settings.reference(),
+            multiplied=True,
+            recompute=False,  # vLLM loads an adapter as a whole, from a folder
+        )
+    except BaseException:
+        # The folder may be another adapter's: what vLLM has of the one that it serves goes back.
+        adapters.remove_adapter(number)
+        adapters.add_adapter(served)
+        adapters.activate_adapter(number)
+        before.restore()
+        raise
     keep_adapter(worker)
     return captured
 
@@ -102,6 +134,13 @@ def keep_adapter(worker: LoraWorker) -> None:
         UnsupportedLayout: see `capture_adapter`.
     """
     worker.pin_lora(_the_only(worker))
+
+
+def _adapters_of(worker: LoraWorker) -> _Adapters:
+    """What a worker has of the adapters that it knows."""
+    manager = cast("_Worker", worker).model_runner.lora_manager
+    adapters: _Adapters = vars(manager)["_adapter_manager"]
+    return adapters
 
 
 def _the_only(worker: LoraWorker) -> int:

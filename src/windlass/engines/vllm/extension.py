@@ -24,7 +24,7 @@ from windlass.engines.capture.memory import fingerprints, held_by
 from windlass.engines.membership import Membership
 from windlass.engines.vllm.adapter import LoraWorker, Slot, capture_adapter, keep_adapter
 from windlass.engines.vllm.cpu_kernels import multiply_by_parameters
-from windlass.engines.vllm.settings import refuse_unsafe_config
+from windlass.engines.vllm.settings import REFUSED, refuse_unsafe_config
 from windlass.errors import ConfigError
 
 __all__ = ["VllmApi", "WindlassExtension"]
@@ -131,14 +131,25 @@ class WindlassExtension:
             Checkpoint tensors that left no trace on this rank, and see `Captured`.
 
         Raises:
+            UnsupportedLayout: see `capture`; the engine serves on as before.
             ConfigError: a setting that an update does not survive; or see `Membership.learn`.
         """
+        with _refusals_in(folder, self.windlass_rank()):
+            learnt = self._windlass_learn(msgspec.json.decode(encoded, type=AgentSettings))
+        _leave_in(folder, self.windlass_rank(), learnt)
+        return learnt
+
+    def _windlass_learn(self, settings: AgentSettings) -> dict[str, list[str] | int]:
         worker, rank = cast("_Worker", self), self.windlass_rank()
-        settings = msgspec.json.decode(encoded, type=AgentSettings)
         refuse_unsafe_config(worker.vllm_config, adapter=bool(settings.adapter))
 
         def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-            with _experts_packed_anew(worker.model_runner.get_model()), _no_warnings_of_parts():
+            model = worker.model_runner.get_model()
+            with (
+                _forgotten_if_it_fails(model),
+                _experts_packed_anew(model),
+                _no_warnings_of_parts(),
+            ):
                 worker.reload_weights(weights_iterator=weights, is_checkpoint_format=True)
 
         def learn() -> Captured:
@@ -160,20 +171,19 @@ class WindlassExtension:
             learn,
             lambda: VllmApi(settings.url, can_hold=_can_hold(worker.parallel_config)),
         )
-        learnt: dict[str, list[str] | int] = {
+        return {
             "unplaced": list(captured.unplaced),
             "constants": list(captured.constants),
             "repacked": list(captured.repacked),
             "recomputed": list(captured.recomputed),
             "buffer_nbytes": captured.buffer_nbytes,
         }
-        _leave_in(folder, rank, learnt)
-        return learnt
 
     def windlass_join(self, encoded: str, folder: str) -> None:
         """Join the fleet, once what all ranks have learnt was found good; as `windlass_learn`."""
         settings, rank = msgspec.json.decode(encoded, type=AgentSettings), self.windlass_rank()
-        self._windlass_membership().join(settings, rank)
+        with _refusals_in(folder, rank):
+            self._windlass_membership().join(settings, rank)
         _leave_in(folder, rank, None)
 
     def windlass_rank(self) -> int:
@@ -214,6 +224,17 @@ class WindlassExtension:
 def _leave_in(folder: str, rank: int, said: dict[str, list[str] | int] | None) -> None:
     if Path(folder).is_dir():
         (Path(folder) / str(rank)).write_bytes(msgspec.json.encode(said))
+
+
+@contextmanager
+def _refusals_in(folder: str, rank: int) -> Iterator[None]:
+    """Leave the reason there: vLLM answers 500 with no word of it, and goes on serving."""
+    try:
+        yield
+    except Exception as error:
+        if Path(folder).is_dir():
+            (Path(folder) / f"{rank}{REFUSED}").write_text(f"{type(error).__name__}: {error}")
+        raise
 
 
 def _can_hold(parallel: _ParallelConfig) -> bool:
@@ -271,6 +292,24 @@ def _no_warnings_of_parts() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+@contextmanager
+def _forgotten_if_it_fails(model: torch.nn.Module) -> Iterator[None]:
+    """Have vLLM forget what it keeps of a load that failed: the next one would go on with it.
+
+    It keeps tensors that have come for a layer beside the model (0.24, 0.32: `LAYERWISE_INFO`),
+    and takes a layer that has some for one that is being loaded.
+    """
+    try:
+        yield
+    except BaseException:
+        from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+
+        for module in model.modules():
+            if module in LAYERWISE_INFO:
+                LAYERWISE_INFO[module].reset()
+        raise
 
 
 def _method_of(module: torch.nn.Module) -> object | None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from windlass.errors import ConfigError
 
-__all__ = ["refuse_unsafe_config"]
+__all__ = ["REFUSED", "refuse_unsafe_config"]
+
+REFUSED = ".refused"
+"""Ends the name of the file in which a rank leaves why it could not do what it was told."""
 
 _OFFLOADED = "weights are copied to the GPU for every step"
 _RULES: tuple[tuple[str, object, str], ...] = (

@@ -46,6 +46,9 @@ def check_agreement(
         "in the table only": sorted(told.keys() - own.keys()),
         "of another size": [f"{n} {told[n]} instead of {own[n]}" for n in differing],
         "repacked after loading": sorted(captured.repacked),
+        "to be rounded to the checkpoint's type after every update": sorted(
+            {rounding.name for rounding in captured.roundings}
+        ),
     }
     learnt = {p.name: p.nbytes for p in captured.manifest.parameters}
     faults["derived from weights, and not in the table"] = sorted(learnt.keys() - told.keys())

@@ -1,0 +1,266 @@
+"""What a loader may touch of a model, kept so that all of it can be put back.
+
+An engine's loader replaces parameters, moves them to the meta device, registers buffers, sets
+attributes of modules, of tensors and of quantisation methods, and may fail in between. What is kept
+are references: to every module, tensor, container and object of the engine's own that the model
+reaches, with what it held. So the objects that are put back are those to which the engine's graphs,
+kernels and compiled code refer, at the addresses that they had.
+"""
+
+from __future__ import annotations
+
+import enum
+import socket
+import sys
+import threading
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from types import MemberDescriptorType
+from typing import final
+
+import torch
+import torch.distributed as dist
+
+from windlass.engines.capture.codes import Load
+from windlass.engines.capture.memory import Holding, Kind, distinct, tensors_of
+
+__all__ = ["Snapshot", "undone_if_it_fails"]
+
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy"}
+_APART = frozenset({"compilation", "config", "configs", "distributed"})
+"""Objects of these packages, and of these parts of an engine, are left alone; containers, modules and
+tensors are not. Compiled code refers to memory of its graphs, configurations belong to everybody."""
+_UNSET = object()
+_MADE_IN_PYTHON = 1 << 9
+"""`Py_TPFLAGS_HEAPTYPE`: slots of others are no state that Python code may set."""
+_SHARED = (
+    *((dist.ProcessGroup,) if dist.is_available() else ()),
+    *(threading.Thread, type(threading.Lock()), type(threading.RLock()), socket.socket),
+)
+"""An object that holds one of these (a communicator) has state that others share: it is left alone."""
+
+
+@final
+class Snapshot:
+    """A model as it is now. Keeps every tensor of it alive.
+
+    Args:
+        model: of this rank. `restore` may be called in any thread and in any inference mode.
+        ignored: addresses of storages whose bytes are not kept (key-value caches).
+        copies: whether bytes are kept, too: a copy of every tensor that the model reaches, on its
+            device where that has room, else on the host.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, ignored: frozenset[int] = frozenset(), *, copies: bool = False
+    ) -> None:
+        self._mappings: list[tuple[dict[str, object], dict[str, object]]] = []
+        self._sequences: list[tuple[list[object] | deque[object], list[object]]] = []
+        self._sets: list[tuple[set[object], set[object]]] = []
+        self._slots: list[tuple[object, dict[MemberDescriptorType, object]]] = []
+        self._tensors: list[_KeptTensor] = []
+        for item, kind in _reached(model):
+            self._keep(item, kind)
+        self._bytes: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        if copies:
+            others = (
+                (f"#{number}", kept.tensor, Kind.ATTRIBUTE)
+                for number, kept in enumerate(self._tensors)
+                if kept.data is not None
+            )
+            held = distinct((*tensors_of(model), *others), ignored)
+            self._bytes = _copies(held)
+
+    def _keep(self, item: object, kind: _Kind) -> None:
+        if kind.has_dict:
+            self._mappings.append((vars(item), dict(vars(item))))
+        if kind.members:
+            self._slots.append((item, _slots(item, kind)))
+        if isinstance(item, torch.Tensor):
+            self._tensors.append(_KeptTensor.of(item))
+        elif isinstance(item, dict):
+            self._mappings.append((item, dict(item)))
+        elif isinstance(item, list | deque):
+            self._sequences.append((item, list(item)))
+        elif isinstance(item, set):
+            self._sets.append((item, set(item)))
+
+    @property
+    def copies(self) -> Mapping[str, torch.Tensor]:
+        """By the names of `held_by`, the bytes that tensors had: (reach,) each."""
+        return {name: copy for name, (_, copy) in self._bytes.items()}
+
+    def restore(self) -> None:
+        """Put everything back. Idempotent."""
+        for mapping, pairs in self._mappings:
+            if list(mapping) != list(pairs) or not _same(mapping.values(), pairs.values()):
+                mapping.clear()
+                mapping.update(pairs)
+        for sequence, items in self._sequences:
+            if not _same(sequence, items):
+                sequence.clear()
+                sequence.extend(items)
+        for members, kept in self._sets:
+            if members != kept:
+                members.clear()
+                members.update(kept)
+        for item, values in self._slots:
+            for member, value in values.items():
+                if _value(member, item) is not value:
+                    member.__set__(item, value)
+        for tensor in self._tensors:
+            tensor.restore()
+        self._restore_bytes()
+
+    def _restore_bytes(self) -> None:
+        # Tensors that were made in inference mode are written in it only; others may be.
+        with torch.inference_mode():
+            for memory, copy in self._bytes.values():
+                memory.copy_(copy)
+        if any(memory.is_cuda for memory, _ in self._bytes.values()):
+            torch.cuda.synchronize()  # the engine's next step may run on another stream
+
+
+def undone_if_it_fails(load: Load, model: torch.nn.Module) -> Load:
+    """`load`, after which the model holds what it held before, if it raises; bytes apart."""
+
+    def guarded(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        before = Snapshot(model)
+        try:
+            load(weights)
+        except BaseException:
+            before.restore()
+            raise
+
+    return guarded
+
+
+def _copies(held: Mapping[str, Holding]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    nbytes = sum(holding.nbytes for holding in held.values() if holding.tensor.is_cuda)
+    roomy = not nbytes or nbytes < torch.cuda.mem_get_info()[0] // 2
+    memories = {name: holding.memory() for name, holding in held.items()}
+    return {n: (m, m.clone() if roomy else m.cpu()) for n, m in memories.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptTensor:
+    """A tensor's type and memory; `data` is None where it lies in none."""
+
+    tensor: torch.Tensor
+    kind: type
+    requires_grad: bool
+    data: torch.Tensor | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _KeptTensor:
+        data = tensor.data if _has_memory(tensor) else None
+        return cls(tensor, tensor.__class__, tensor.requires_grad, data)
+
+    def restore(self) -> None:
+        if self.tensor.__class__ is not self.kind:
+            self.tensor.__class__ = self.kind
+        if self.data is not None and not _is_at(self.tensor, self.data):
+            self.tensor.data = self.data
+        if self.tensor.requires_grad != self.requires_grad:
+            self.tensor.requires_grad_(self.requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What is looked at in objects of a class; `exempt`: whether they cannot be shared state."""
+
+    has_dict: bool
+    members: tuple[MemberDescriptorType, ...]
+    exempt: bool
+
+
+_KINDS: dict[type, _Kind | None] = {}
+
+
+def _kind_of(item: object) -> _Kind | None:
+    """None for what is left alone, with all that it holds."""
+    kind = type(item)  # and not what a proxy says that it is
+    if kind not in _KINDS:
+        _KINDS[kind] = _look_at(kind)
+    return _KINDS[kind]
+
+
+def _look_at(kind: type) -> _Kind | None:
+    exempt = issubclass(kind, (torch.nn.Module, torch.Tensor, *_CONTAINERS))
+    if not exempt:
+        package, *parts = kind.__module__.split(".")
+        foreign = package in _FOREIGN or not _APART.isdisjoint(parts)
+        if foreign or issubclass(kind, (type, enum.Enum)):
+            return None
+    members = (member for base in kind.__mro__ for member in vars(base).values())
+    return _Kind(
+        has_dict=kind.__dictoffset__ != 0,
+        members=tuple(
+            m
+            for m in members
+            if isinstance(m, MemberDescriptorType) and m.__objclass__.__flags__ & _MADE_IN_PYTHON
+        ),
+        exempt=exempt,
+    )
+
+
+def _reached(model: torch.nn.Module) -> Iterator[tuple[object, _Kind]]:
+    """Every object whose state is kept, once."""
+    seen: dict[int, object] = {}  # as long as they are kept here their numbers are theirs
+    waiting: list[object] = [model]
+    while waiting:
+        item = waiting.pop()
+        kind = _kind_of(item)
+        if kind is None or id(item) in seen:
+            continue
+        held = vars(item).values() if kind.has_dict else ()
+        if not kind.exempt and any(isinstance(value, _SHARED) for value in held):
+            continue
+        seen[id(item)] = item
+        yield item, kind
+        waiting.extend(held)
+        if kind.members:
+            waiting.extend(_slots(item, kind).values())
+        if isinstance(item, dict):
+            waiting.extend(item.values())
+        elif isinstance(item, list | tuple | set | frozenset | deque):
+            waiting.extend(item)
+
+
+def _slots(item: object, kind: _Kind) -> dict[MemberDescriptorType, object]:
+    """Values in `__slots__`, of classes in Python."""
+    return {m: v for m in kind.members if (v := _value(m, item)) is not _UNSET}
+
+
+def _value(member: MemberDescriptorType, item: object) -> object:
+    try:
+        return member.__get__(item)
+    except AttributeError:
+        return _UNSET
+
+
+def _same(one: Collection[object], other: Collection[object]) -> bool:
+    """The same objects in the same order."""
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether it lies in one storage: subclasses that wrap others do not, and those are kept."""
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        return False
+    try:
+        return tensor.data_ptr() != 0
+    except RuntimeError:
+        return False
+
+
+def _is_at(tensor: torch.Tensor, kept: torch.Tensor) -> bool:
+    return (
+        tensor.device == kept.device
+        and tensor.dtype == kept.dtype
+        and tensor.data_ptr() == kept.data_ptr()
+        and tensor.shape == kept.shape
+        and tensor.stride() == kept.stride()
+    )
