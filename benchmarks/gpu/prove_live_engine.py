@@ -273,6 +273,9 @@ class Run:
             i for i, (a, b) in enumerate(zip(held.tokens, wanted.tokens, strict=True)) if a == b
         ]
         assert not same, f"other weights must be other tokens: prompts {same}"
+        assert len({*map(tuple, wanted.tokens)}) == len(wanted.tokens), (
+            f"other prompts must have other tokens: {wanted.tokens}"
+        )
 
     def _describe(self, wanted: Held) -> None:
         names = [name for rank in wanted.fingerprints for name in rank]
