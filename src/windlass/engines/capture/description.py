@@ -19,6 +19,7 @@ from windlass.frameworks.dtypes import dtype_of, torch_dtype
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
+from windlass.memory.packing import copy_cast
 
 __all__ = ["Captured", "Repack", "Rounding", "Seen", "describe"]
 
@@ -84,15 +85,11 @@ class Rounding:
         """Round. Idempotent.
 
         Raises:
-            UnsupportedLayout: a finite value is too large for the checkpoint's type.
+            TransferFailed: a finite value is too large for the checkpoint's type.
         """
         for received, target in zip(self.received, self.targets, strict=True):
-            rounded = received.to(self.dtype)
-            if bool((rounded.isinf() & received.isfinite()).any()):
-                raise UnsupportedLayout(
-                    f"{self.name}: a finite {received.dtype} is too large for {self.dtype}, in which "
-                    f"the checkpoint holds it, and would become infinite"
-                )
+            rounded = torch.empty_like(received, dtype=self.dtype)
+            copy_cast(rounded, received, self.name)
             target.copy_(rounded)
 
 
@@ -142,7 +139,7 @@ class Captured:
         """Bring state that is derived from received bytes up to date. Idempotent.
 
         Raises:
-            UnsupportedLayout: see `Rounding.apply` and `Recompute.run`.
+            UnsupportedLayout, TransferFailed: see `Recompute.run` and `Rounding.apply`.
         """
         with torch.inference_mode():  # as tensors that were made in it demand
             for rounding in self.roundings:
