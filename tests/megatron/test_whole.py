@@ -36,18 +36,10 @@ CONFIG: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
 }
 LAZY = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 2000}
-OFFLOADED = {
-    "optimizer_cpu_offload": True,
-    "optimizer_offload_fraction": 1.0,
-    "use_torch_optimizer_for_cpu_offload": True,
-    "overlap_cpu_optimizer_d2h_h2d": True,
-    "pin_cpu_grads": False,
-    "pin_cpu_params": False,
-}
 
 
 def row(name: str, **how: Any) -> Row:
-    layout = {key: how.pop(key) for key in ("dtype", "cp") if key in how}
+    layout = {key: how.pop(key) for key in ("dtype",) if key in how}
     return Row(Case(name, spec_of(CONFIG), config=CONFIG, **layout), **how)
 
 
@@ -58,6 +50,7 @@ WHOLE = [
     row("lazy_update_weights", ddp=LAZY, way="update_weights"),
     row("lazy_aligned", ddp={**LAZY, "align_param_gather": True}),
     row("lazy_bf16", ddp=LAZY, dtype=torch.bfloat16),
+    row("grad_reduce", ddp={"overlap_grad_reduce": True, "bucket_size": 2000}),
 ]
 REFUSED = {
     row("unsynced", ddp=LAZY, unsynced=True): "must hold the same bytes",

@@ -1,0 +1,131 @@
+"""What it costs to compare replicas: digests of what trainer ranks hold in common, beside the update.
+
+Two trainer processes that hold the same `--mib` of bfloat16 whole (everything is replicated, and each sends
+half of it: the case with most to compare) and one engine process, in host memory over `cma`, with a
+controller here. Every update is timed; after it, each rank digests the sample that belonged to it once
+more, alone, and everything as the first update does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing as mp
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+import windlass
+from bench_replica import (
+    COLS,
+    DEADLINE_S,
+    PARAMETER_ROWS,
+    TOKEN,
+    manifest,
+    run_engine,
+    value,
+)
+from harness import Row, median_p95, parser, report
+from windlass.config import ControlConfig, UpdateMode
+from windlass.execution.base import ParameterMemory
+from windlass.execution.replicated_digests import ReplicatedDigests
+from windlass.layout.manifest import Role
+from windlass.planning.replicated import find_replicated
+from windlass.training.client import TrainerClient
+from windlass.transports.configs import CmaConfig
+from windlass.transports.registry import create_transport
+
+NUM_TRAINERS = 2
+
+
+def run_trainer(pipe: Connection, url: str, count: int, rank: int) -> None:
+    torch.set_num_threads(1)
+    tensors = [torch.zeros(PARAMETER_ROWS * COLS, dtype=torch.bfloat16) for _ in range(count)]
+    memory = [ParameterMemory(t.data_ptr(), t.nbytes) for t in tensors]
+    manifests = [manifest(f"trainer/{r}", Role.TRAINER, count) for r in range(NUM_TRAINERS)]
+    found = find_replicated(manifests)
+    digests = ReplicatedDigests(manifests[rank], lambda: memory)
+    digests.bind(found.parts[f"trainer/{rank}"].encode())
+    period = found.period(found.nbytes // NUM_TRAINERS)
+    with TrainerClient(
+        manifest=manifests[rank],
+        parameters=lambda: memory,
+        transport=create_transport(CmaConfig()),
+        controller=url,
+        token=TOKEN,
+        rank=rank,
+        world_size=NUM_TRAINERS,
+    ) as trainer:
+        pipe.send("ready")
+        while (version := pipe.recv()) is not None:
+            for index, tensor in enumerate(tensors):
+                tensor.copy_(value(index, version))
+            update_s = trainer.publish(version, deadline_s=DEADLINE_S).update_s
+            times = []
+            for turn, every in ((version, period), (0, 1)):
+                began = time.perf_counter()
+                digests.take(turn, every)
+                times.append(time.perf_counter() - began)
+            pipe.send((update_s, *times))
+
+
+async def measure(count: int, num_runs: int, mode: UpdateMode) -> list[tuple[float, float, float]]:
+    """(update, sample, everything) in seconds per run: the slowest rank of each."""
+    context = mp.get_context("spawn")
+    found: list[tuple[float, float, float]] = []
+    async with windlass.Controller(token=TOKEN, config=ControlConfig(mode=mode)) as controller:
+        pipes: list[Connection] = []
+        processes: list[Any] = []
+        starts: list[tuple[Any, tuple[int, ...]]] = [(run_engine, ())]
+        starts += [(run_trainer, (rank,)) for rank in range(NUM_TRAINERS)]
+        for target, more in starts:
+            ours, theirs = context.Pipe()
+            arguments = (theirs, controller.url, count, *more)
+            processes.append(context.Process(target=target, args=arguments))
+            processes[-1].start()
+            pipes.append(ours)
+        engine, *trainers = pipes
+        for pipe in pipes:
+            await asyncio.to_thread(pipe.recv)
+        for version in range(num_runs + 1):  # the first compares everything
+            for trainer in trainers:
+                trainer.send(version)
+            times = [await asyncio.to_thread(trainer.recv) for trainer in trainers]
+            engine.send(version)
+            if not await asyncio.to_thread(engine.recv):
+                raise SystemExit(f"version {version}: wrong bytes")
+            update, sample, everything = (max(column) for column in zip(*times, strict=True))
+            found += [(update, sample, everything)] if version else []
+        for pipe in pipes:
+            pipe.send(None)
+        for process in processes:
+            await asyncio.to_thread(process.join, 30)
+    return found
+
+
+def main() -> None:
+    arguments = parser(__doc__ or "")
+    arguments.add_argument("--mib", type=int, default=256)
+    arguments.add_argument("--runs", type=int, default=9)
+    args = arguments.parse_args()
+    count = max(args.mib * (1 << 20) // (PARAMETER_ROWS * COLS * 2), 1)
+    rows = []
+    for mode in (UpdateMode.STAGED, UpdateMode.IN_PLACE):
+        runs = asyncio.run(measure(count, args.runs, mode))
+        update, sample, everything = (
+            median_p95(list(column)) for column in zip(*runs, strict=True)
+        )
+        case = f"{count * PARAMETER_ROWS * COLS * 2 >> 20} MiB bfloat16 at 2 ranks, {mode.value}"
+        for metric, times in (("sample", sample), ("everything, first update", everything)):
+            for index, name in enumerate(("median", "p95")):
+                value_ms, update_ms = 1e3 * times[index], 1e3 * update[index]
+                rows.append(
+                    Row(case=case, metric=f"{metric}, {name}", value=value_ms, unit="ms",
+                        reference="update", reference_value=update_ms, ratio=value_ms / update_ms)
+                )  # fmt: skip
+    report(rows, args.json, "Comparing replicas")
+
+
+if __name__ == "__main__":
+    main()
