@@ -48,6 +48,7 @@ _COMMON = {
 CONFIGS: dict[str, dict[str, Any]] = {
     "dense": {"model_type": "qwen3", **_COMMON},
     "tied": {"model_type": "qwen3", **_COMMON, "tie_word_embeddings": True},
+    "long": {"model_type": "qwen3", **_COMMON, "max_position_embeddings": 2048},
     "moe": {
         "model_type": "qwen3_moe",
         **_COMMON,
@@ -369,11 +370,13 @@ def serving(
     transport: str = "cma",
     adapter: Path | None = None,
     flags: Sequence[str] = (),
+    tokenizes: bool = False,
 ) -> Iterator[Server]:
     """A server that has joined the controller's fleet, or a plain one without a controller.
 
-    flags: come after `FLAGS`, and win.
+    flags: come after `FLAGS`, and win. tokenizes: the model's folder has a tokenizer.
     """
+    own = [f for f in FLAGS[engine] if not tokenizes or f != "--skip-tokenizer-init"]
     port = free_port()
     with log.open("w") as stream:
         process = subprocess.Popen(
@@ -383,7 +386,7 @@ def serving(
                 *layout.options(engine),
                 *("--controller", controller, "--transport", transport),
                 *(("--adapter", f"{ADAPTER}={adapter}") if adapter else ()),
-                *FLAGS[engine],
+                *own,
                 *flags,
                 *_ORACLE[engine],
             ],
