@@ -404,6 +404,7 @@ async def test_no_cache_of_old_weights_answers(
         version, held, other = 0, live, fresh
         for mode in UpdateMode:
             for pause in engine.pauses:
+                print(f"{mode} updates, {pause} pauses, from version {version}")
                 async with training(server, mode, pause, version) as trainer:
                     await asyncio.to_thread(publish_into_busy, server, trainer, other, pause)
                     kept = (WAITING, RUNNING) if pause is PauseMode.RETRACT else (WAITING,)
