@@ -1,4 +1,4 @@
-"""No cache entry of older weights answers a request that begins under newer ones: live engines, caches on.
+"""No cache entry of older weights answers a request that begins under newer ones: live SGLang, caches on.
 
 Two sets of weights take turns in one live server, in every mode of updates and of pauses. Prompts of 320
 tokens, one for each way to ask (plain `/generate`, both OpenAI routes, a rollout worker), are asked
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import threading
 import time
 import urllib.request
@@ -33,7 +34,7 @@ import aiohttp
 import pytest
 import torch
 from safetensors.torch import load_file
-from servers import TOKEN, Layout, Server, build, save, serving
+from servers import TOKEN, VENVS, Layout, Server, build, environment, save, serving
 
 import windlass
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
@@ -56,38 +57,18 @@ FILLED_TOKENS = 1600
 """Of a prompt that is filled in meanwhile."""
 VOCABULARY = 250
 DEADLINE_S = 120.0
-
-
-@dataclass(frozen=True)
-class Cached:
-    """An engine with its caches on, that runs one request at a time: batches are then the same,
-    whoever else asks, and so is every bit of an answer.
-
-    Attributes:
-        pauses: modes that it has. flags: besides those of `FLAGS`.
-    """
-
-    engine: str
-    layout: Layout
-    pauses: tuple[PauseMode, ...]
-    flags: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return "-".join((self.engine, *str(self.layout).split()))
-
-
-CACHED = [
-    Cached(
-        "sglang",
-        Layout(tp),
-        tuple(PauseMode),
-        (
-            *("--max-running-requests", "1", "--chunked-prefill-size", str(CHUNK)),
-            *("--enable-cache-report", "--context-length", "2048"),
-        ),
-    )
-    for tp in (1, 2)
+WAYS = [
+    (mode, pause)
+    for pause in (PauseMode.IN_PLACE, PauseMode.RETRACT, PauseMode.ABORT)
+    for mode in (UpdateMode.IN_PLACE, UpdateMode.STAGED)
 ]
+
+
+FLAGS = (
+    *("--max-running-requests", "1", "--chunked-prefill-size", str(CHUNK)),
+    *("--enable-cache-report", "--context-length", "2048"),
+)
+"""One request runs at a time: batches are then the same, whoever else asks, and so is every bit of an answer."""
 
 
 def prompt(number: int) -> list[int]:
@@ -385,40 +366,75 @@ def flush(server: Server) -> None:
     urllib.request.urlopen(f"{server.url}/flush_cache", timeout=DEADLINE_S).close()
 
 
-@pytest.mark.parametrize("engine", CACHED, ids=str)
-async def test_no_cache_of_old_weights_answers(
-    engine: Cached, tmp_path: Path, compared: Callable[[str, int], None]
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2)], ids=str)
+async def test_no_prefix_of_old_weights_answers(
+    layout: Layout, tmp_path: Path, compared: Callable[[str, int], None]
 ) -> None:
     first, second = (save_with_tokenizer(seed, tmp_path / str(seed)) for seed in (1, 2))
-    start = partial(
-        serving, engine.engine, layout=engine.layout, flags=engine.flags, tokenizes=True
-    )
+    start = partial(serving, "sglang", layout=layout, flags=FLAGS, tokenizes=True)
     with start(second, tmp_path / "fresh.log") as server:
         stamp(server)
-        fresh = Weights(second, await asyncio.to_thread(ask_all, server))
+        other = Weights(second, await asyncio.to_thread(ask_all, server))
     with start(first, tmp_path / "live.log") as server:
         stamp(server)
-        live = Weights(first, await asyncio.to_thread(ask_all, server))
+        held = Weights(first, await asyncio.to_thread(ask_all, server))
         for name in ROUTES:
-            assert live.answers[name][0].tokens != fresh.answers[name][0].tokens
-        version, held, other = 0, live, fresh
-        for mode in UpdateMode:
-            for pause in engine.pauses:
-                print(f"{mode} updates, {pause} pauses, from version {version}")
-                async with training(server, mode, pause, version) as trainer:
-                    await asyncio.to_thread(publish_into_busy, server, trainer, other, pause)
-                    kept = (WAITING, RUNNING) if pause is PauseMode.RETRACT else (WAITING,)
-                    count = await asyncio.to_thread(check_all, server, other, kept)
-                    compared("answers of updated engines", count)
-                    count = await asyncio.to_thread(
-                        publish_into_filling, server, trainer, held, pause
-                    )
-                    compared("answers of updated engines", count)
-                    await asyncio.to_thread(check_all, server, held, ())
-                    version = trainer.version
+            assert held.answers[name][0].tokens != other.answers[name][0].tokens
+        version = 0
+        for mode, pause in WAYS if layout.tp == 1 else WAYS[:1]:
+            print(f"{mode} updates, {pause} pauses, from version {version}")
+            async with training(server, mode, pause, version) as trainer:
+                await asyncio.to_thread(publish_into_busy, server, trainer, other, pause)
+                kept = (WAITING, RUNNING) if pause is PauseMode.RETRACT else (WAITING,)
+                count = await asyncio.to_thread(check_all, server, other, kept)
+                count += await asyncio.to_thread(publish_into_filling, server, trainer, held, pause)
+                # Caches are empty now; the next update finds the prefixes of these weights in them.
+                count += await asyncio.to_thread(check_all, server, held, ())
+                version = trainer.version
+            compared("answers after updates with a fresh server's", count)
 
 
 def stamp(server: Server) -> None:
     """Rollout workers want a number."""
     body = {"new_version": "0", "abort_all_requests": False}
     server.post("/update_weight_version", body)
+
+
+EMBEDDINGS = """
+import torch
+from sglang.srt.managers import mm_schedule
+from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult
+from windlass.engines.sglang.hook import _outdate_caches
+mm_schedule.init_mm_embedding_cache(1 << 20)
+mm_schedule.embedding_cache.set(7, EmbeddingResult(embedding=torch.arange(8.0)))
+assert mm_schedule.embedding_cache.has(7)
+_outdate_caches("a")
+assert not mm_schedule.embedding_cache.has(7)
+assert mm_schedule.embedding_cache.current_size == 0
+"""
+TREE_WITHOUT_KEYS = """
+from windlass.engines.sglang.hook import _tell_caches_apart
+from windlass.errors import UnsupportedLayout
+try:
+    _tell_caches_apart()
+except UnsupportedLayout as refused:
+    assert "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE must not be set" in str(refused)
+else:
+    raise AssertionError("must be refused")
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "variables"),
+    [(EMBEDDINGS, {}), (TREE_WITHOUT_KEYS, {"SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": "1"})],
+    ids=["embeddings of images go with their weights", "a tree without keys is refused"],
+)
+def test_in_a_rank(code: str, variables: dict[str, str]) -> None:
+    """In SGLang's own environment, where no model with encoders is small enough to serve on a CPU."""
+    source = str(Path(windlass.__file__).parents[1])
+    done = subprocess.run(
+        [str(VENVS["sglang"] / "bin/python"), "-c", code],
+        check=False, capture_output=True, text=True, timeout=DEADLINE_S,
+        env={**environment("sglang", 1, source), **variables},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
