@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,6 +48,7 @@ _COMMON = {
 CONFIGS: dict[str, dict[str, Any]] = {
     "dense": {"model_type": "qwen3", **_COMMON},
     "tied": {"model_type": "qwen3", **_COMMON, "tie_word_embeddings": True},
+    "long": {"model_type": "qwen3", **_COMMON, "max_position_embeddings": 2048},
     "moe": {
         "model_type": "qwen3_moe",
         **_COMMON,
@@ -321,7 +322,7 @@ FLAGS = {
     "vllm": [
         *("--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "128"),
         *("--max-num-seqs", "4", "--max-num-batched-tokens", "256", "--skip-tokenizer-init"),
-        *("--no-enable-prefix-caching", "--worker-extension-cls", "vllm_fresh.FreshLoads"),
+        *("--worker-extension-cls", "vllm_fresh.FreshLoads"),
     ],
     "sglang": [
         *("--device", "cpu", "--attention-backend", "torch_native"),
@@ -368,8 +369,14 @@ def serving(
     controller: str = "",
     transport: str = "cma",
     adapter: Path | None = None,
+    flags: Sequence[str] = (),
+    tokenizes: bool = False,
 ) -> Iterator[Server]:
-    """A server that has joined the controller's fleet, or a plain one without a controller."""
+    """A server that has joined the controller's fleet, or a plain one without a controller.
+
+    flags: come after `FLAGS`, and win. tokenizes: the model's folder has a tokenizer.
+    """
+    own = [f for f in FLAGS[engine] if not tokenizes or f != "--skip-tokenizer-init"]
     port = free_port()
     with log.open("w") as stream:
         process = subprocess.Popen(
@@ -379,7 +386,8 @@ def serving(
                 *layout.options(engine),
                 *("--controller", controller, "--transport", transport),
                 *(("--adapter", f"{ADAPTER}={adapter}") if adapter else ()),
-                *FLAGS[engine],
+                *own,
+                *flags,
                 *_ORACLE[engine],
             ],
             env=environment(engine, layout.world_size, f"{ROOT / 'src'}:{Path(__file__).parent}"),

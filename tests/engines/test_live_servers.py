@@ -10,7 +10,7 @@ of these the server leaves the fleet and joins the next. After every update
 3. so are their logprobs; and the tokens carry the version.
 
 Where ranks are more than tensor-parallel ones, requests run on every replica meanwhile, and updates
-pause them in turn by `abort` and `in_place` (SGLang: `retract`, and with stages only `abort`); 2 and 3 hold for every replica.
+pause them in turn by `abort` and `in_place` (SGLang: `retract` too, and with stages only `abort`); 2 and 3 hold for every replica.
 
 At the end of those with experts or latent attention, where engines derive and repack most, and of all
 in the full run, a fresh server, loaded from the last checkpoint, must hold the same bytes, give the
@@ -89,11 +89,13 @@ BUSY_WAYS = (
     MOONCAKE_IN_PLACE,
 )
 """With requests running."""
-RETRACTING_WAYS = tuple(
-    replace(way, pause=PauseMode.RETRACT) if way.pause is PauseMode.IN_PLACE else way
-    for way in BUSY_WAYS
+RETRACTING_WAYS = (
+    BUSY_WAYS[0],
+    replace(BUSY_WAYS[1], pause=PauseMode.RETRACT),
+    replace(BUSY_WAYS[2], pause=PauseMode.RETRACT),
+    BUSY_WAYS[3],
 )
-"""As well, where caches of a prompt outlive `in_place`, which keeps those of old weights."""
+"""As well, by every pause of SGLang's."""
 ABORTING_WAYS = tuple(replace(way, pause=PauseMode.ABORT) for way in BUSY_WAYS)
 """As well, where SGLang has stages."""
 TRAINERS = {

@@ -51,7 +51,7 @@ PYTHON = str(VENVS["sglang"] / "bin/python")
 START_S = 300.0
 HTTP_S = 120.0
 PAUSE_MODE = PauseMode(os.environ.get("WINDLASS_TABLE_PAUSE", "retract"))
-"""Other modes by hand: each costs a server."""
+"""`abort` by hand: each costs a server."""
 
 
 @contextmanager
@@ -131,8 +131,6 @@ def compare(server: Server, checkpoint: Path) -> tuple[int, str]:
 
 
 def check_answers(server: Server, checkpoint: Path, old: Path, version: int) -> None:
-    if PAUSE_MODE is PauseMode.IN_PLACE:  # which keeps the prompt's cache, of older weights
-        urllib.request.urlopen(f"{server.url}/flush_cache", timeout=HTTP_S).close()
     check_answer(server.sample(PROMPT, NUM_TOKENS), checkpoint, version, old=old)
 
 

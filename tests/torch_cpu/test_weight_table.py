@@ -150,9 +150,36 @@ def test_an_engine_is_at_rest_only_if_every_rank_has_answered() -> None:
         assert asked == list(answers)
         with pytest.raises(PeerUnreachable, match=r"ranks must be 0\.\.1"):
             TableRoutes(url, 2).pause(PauseMode.RETRACT, 5.0)
-        asked.clear()
-        TableRoutes(url, 1).pause(PauseMode.IN_PLACE, 5.0)
-        assert asked == ["/pause_generation", "/weights_checker"]
+
+
+def test_a_pause_that_keeps_caches_of_old_weights_is_refused() -> None:
+    with serving({"/pause_generation": {}}) as (url, asked):
+        with pytest.raises(ConfigError, match="must be abort or retract .* got in_place"):
+            TableRoutes(url, 1).pause(PauseMode.IN_PLACE, 5.0)
+        assert asked == []
+        with pytest.raises(PeerUnreachable, match="weights_checker"):
+            TableRoutes(url, 1).pause(PauseMode.RETRACT, 5.0)
+
+
+def test_an_engine_that_refuses_to_empty_its_caches_is_not_at_rest() -> None:
+    rank = {"checksums": {}, "parallelism_info": [{"tp_rank": 0}]}
+    checked = {"success": True, "message": "", "ranks": [rank]}
+    with serving({"/pause_generation": {}, "/weights_checker": checked}) as (url, _):
+        for mode in (PauseMode.RETRACT, PauseMode.ABORT):
+            with pytest.raises(PeerUnreachable, match="flush_cache"):
+                TableRoutes(url, 1).pause(mode, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("hicache_storage_backend", "file"), ("enable_lmcache", True)]
+)
+def test_caches_that_no_flush_empties_are_refused(setting: str, value: object) -> None:
+    told = {"version": "0.5.23", "device": "cpu", setting: value}
+    with (
+        serving({"/server_info": told}) as (url, _),
+        pytest.raises(ConfigError, match=f"{setting} must be .*old weights"),
+    ):
+        TableRoutes(url, 1).info()
 
 
 class There:

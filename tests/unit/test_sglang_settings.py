@@ -27,6 +27,15 @@ PLAIN = {
     "disaggregation_mode": "null",
     "tokenizer_worker_num": 1,
     "torchao_config": "",
+    "hicache_storage_backend": None,
+    "enable_lmcache": False,
+    "enable_flexkv": False,
+    "enable_unified_cache_external_linker": False,
+    "enable_mm_global_cache": False,
+    "radix_cache_backend": None,
+    "enable_streaming_session": False,
+    "language_only": False,
+    "encoder_only": False,
 }
 
 
@@ -58,6 +67,15 @@ def test_a_server_without_any_of_them_and_one_that_tells_less_are_taken() -> Non
         ("speculative_algorithm", "EAGLE", "--speculative-algorithm"),
         ("enable_lora", True, "--enable-lora"),
         ("torchao_config", "int4wo-32", "--torchao-config"),
+        ("hicache_storage_backend", "file", "--hicache-storage-backend"),
+        ("enable_lmcache", True, "--enable-lmcache"),
+        ("enable_flexkv", True, "--enable-flexkv"),
+        ("enable_unified_cache_external_linker", True, "--enable-unified-cache-external-linker"),
+        ("enable_mm_global_cache", True, "--enable-mm-global-cache"),
+        ("radix_cache_backend", "flexkv", "--radix-cache-backend"),
+        ("enable_streaming_session", True, "--enable-streaming-session"),
+        ("language_only", True, "--language-only"),
+        ("encoder_only", True, "--encoder-only"),
     ],
 )
 def test_a_setting_that_an_update_does_not_survive_is_found_where_no_option_named_it(

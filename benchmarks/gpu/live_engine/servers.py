@@ -148,7 +148,7 @@ class Sglang(_Routes):
             *("--max-running-requests", "64", "--max-total-tokens", "98304"),
             *("--chunked-prefill-size", "1024", "--disable-custom-all-reduce"),
             *("--random-seed", "0", "--skip-server-warmup", "--moe-runner-backend", "triton"),
-            *("--disable-radix-cache", "--log-level", "info"),
+            *("--log-level", "info"),
         ]
 
     def _graphs(self) -> list[str]:

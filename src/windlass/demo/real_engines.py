@@ -27,10 +27,10 @@ _FLAGS: Mapping[str, tuple[str, ...]] = {
         *("--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"),
         *("--sampling-backend", "pytorch", "--disable-cuda-graph", "--skip-server-warmup"),
         *("--skip-tokenizer-init", "--max-total-tokens", "8192", "--mem-fraction-static", "0.5"),
-        *("--max-running-requests", str(MAX_RUNNING), "--disable-radix-cache"),
+        *("--max-running-requests", str(MAX_RUNNING)),
     ),
     "vllm": (
-        *("--enforce-eager", "--skip-tokenizer-init", "--no-enable-prefix-caching"),
+        *("--enforce-eager", "--skip-tokenizer-init"),
         *("--max-model-len", str(POSITIONS), "--max-num-seqs", str(MAX_RUNNING)),
         *("--max-num-batched-tokens", "1024"),
     ),

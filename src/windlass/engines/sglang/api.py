@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import uuid
+
 from windlass.config import PauseMode
 from windlass.engines.attach import post
 from windlass.engines.rest_gate import RestGate
@@ -17,6 +19,9 @@ DRAIN_S = 30.0
 class SglangApi:
     """`EngineApi` over SGLang's routes.
 
+    Caches of old weights are outdated by the order that brings the loop to rest, in whichever mode,
+    before anything is written: `/flush_cache` refuses while requests are kept, and leaves embeddings.
+
     Args:
         url: of the server.
         world_size: ranks.
@@ -30,10 +35,9 @@ class SglangApi:
     ) -> None:
         self._url, self._world_size, self._gate, self._holds = url, world_size, gate, holds
         self._num_stages = num_stages
-        self._flushes = True
 
     def pause(self, mode: PauseMode, deadline_s: float) -> bool:
-        """SGLang's own modes; caches of old weights are dropped unless requests keep them.
+        """SGLang's own modes.
 
         Its loop of a pipeline (0.5.23) does not look whether it is paused, so that only `abort`,
         which waits until no request is left, stops it.
@@ -43,7 +47,6 @@ class SglangApi:
                 f"SGLang: pause_mode must be abort with stages, whose loop runs on in the others, "
                 f"got {mode}"
             )
-        self._flushes = mode is not PauseMode.IN_PLACE
         post(self._url, "/pause_generation", {"mode": str(mode)}, deadline_s)
         return True
 
@@ -54,19 +57,16 @@ class SglangApi:
     def hold(self, pause_id: str, deadline_s: float) -> None:
         """See `EngineApi.hold`."""
         with session(self._url, deadline_s) as selector:
-            self._flush(deadline_s)  # a held loop does not hear it
-            send_order(self._url, Hold(pause_id, deadline_s), selector, self._world_size, None)
+            order = Hold(pause_id, uuid.uuid4().hex, deadline_s)
+            send_order(self._url, order, selector, self._world_size, None)
             self._gate.wait_ended(pause_id)  # the end of a session works on weights
 
     def rest(self, pause_id: str, deadline_s: float) -> None:
         """See `EngineApi.rest`."""
-        order_ranks(self._url, AtRest(pause_id), self._world_size, deadline_s)
-        self._flush(deadline_s)
-
-    def _flush(self, deadline_s: float) -> None:
-        """Later stages do so in the same turn of their loop, before any request that follows."""
-        if self._flushes:
-            waits = f"?timeout={min(DRAIN_S, deadline_s)}" if self._num_stages > 1 else ""
+        order = AtRest(pause_id, uuid.uuid4().hex)
+        order_ranks(self._url, order, self._world_size, deadline_s)
+        if self._num_stages > 1:  # a flush waits until every stage knows that no request is left
+            waits = f"?timeout={min(DRAIN_S, deadline_s)}"
             post(self._url, f"/flush_cache{waits}", {}, deadline_s)
 
     def resume(self, deadline_s: float) -> None:

@@ -7,11 +7,14 @@ fleet, stay for as long as a pause lasts, say that the loop is at rest, or what 
 
 from __future__ import annotations
 
+import inspect
 import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
-from typing import assert_never
+from typing import Protocol, assert_never
 
 import msgspec
 import torch
@@ -25,6 +28,7 @@ from windlass.engines.membership import Membership
 from windlass.engines.sglang.answers import say, say_failed
 from windlass.engines.sglang.api import SglangApi
 from windlass.engines.sglang.orders import AtRest, Digests, Hold, Join, Learn, Learnt, Order
+from windlass.envs import environment_value
 from windlass.errors import UnsupportedLayout, WindlassError
 
 __all__ = ["load_again", "own_rank", "run"]
@@ -43,10 +47,13 @@ class _Rank:
         can_be_held: what SGLang does around an order leaves the weights of every rank alone, so that
             they may be written meanwhile, and there are no stages, of which later ones would not hear
             of an order that this one is held in, and no replicas (not shown).
+        namespace: of the prefix caches of the weights that are held now, the same on every rank;
+            empty before the first update.
     """
 
     membership: Membership = field(default_factory=Membership)
     can_be_held: bool = False
+    namespace: str = ""
 
 
 _rank = _Rank()
@@ -70,10 +77,10 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
                 _log.exception("rank %s: %s", rank, type(order).__name__)
                 say_failed(order.folder, rank, _reason(error))
         case AtRest():
-            _check_at_rest(model)
+            _come_to_rest(model, order.namespace)
             _rank.membership.gate.at_rest(order.pause_id)
         case Hold():
-            _check_at_rest(model)
+            _come_to_rest(model, order.namespace)
             _rank.membership.gate.hold(order.pause_id, order.deadline_s, LONGEST_HOLD_S)
         case Digests():
             say(order.folder, rank, msgspec.json.encode(fingerprints(held_by(model))))
@@ -137,6 +144,7 @@ def _learn(model: torch.nn.Module, order: Learn, rank: int) -> None:
             num_stages=order.num_stages,
         )
 
+    _tell_caches_apart()
     captured = _rank.membership.learn(settings, rank, learn, api)
     learnt = Learnt(
         unplaced=captured.unplaced,
@@ -233,7 +241,80 @@ def load_again(model: torch.nn.Module, weights: Iterator[tuple[str, torch.Tensor
     DefaultModelLoader.postprocess_weights(model, device)
 
 
-def _check_at_rest(model: torch.nn.Module) -> None:
+_OWN_KEY = "windlass_extra_key"
+_FOLLOWS = "windlass_follows"
+_NO_NAMESPACES = "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"
+
+
+class _Request(Protocol):
+    """The part of SGLang's `Req` that is used."""
+
+    extra_key: str | None
+    """Prefixes are found under the key under which they were left, and under no other."""
+
+
+class _Begin(Protocol):
+    """`Req.init_next_round_input`."""
+
+    def __call__(
+        self, request: _Request, tree_cache: object = None, cow_mamba: bool | None = None
+    ) -> None: ...
+
+
+def _tell_caches_apart() -> None:
+    """Have requests find and leave prefixes of their own weights only, in every cache of SGLang's.
+
+    `Req.init_next_round_input` is given a tree whenever a waiting request may begin, and then alone
+    (0.5.16, 0.5.23): one that came meanwhile, that was queued, or that was retracted and holds nothing
+    any more. It gets the namespace of the weights of that moment, and keeps it while it runs: what a
+    request that spans an update leaves, when its next chunk or its last token is there, is found by
+    none that begins later. Entries of old namespaces go as those do that nobody asks for.
+
+    Raises:
+        UnsupportedLayout: this release has no such method or key, or its tree does not heed keys.
+    """
+    from sglang.srt.managers.schedule_batch import Req
+
+    if environment_value(_NO_NAMESPACES).lower() in ("1", "true", "yes", "y"):
+        raise UnsupportedLayout(
+            f"{_NO_NAMESPACES} must not be set: that tree finds prefixes of old weights, whatever "
+            "their key"
+        )
+    begin: _Begin | None = vars(Req).get("init_next_round_input")
+    if begin is None or "extra_key" not in inspect.signature(Req.__init__).parameters:
+        raise UnsupportedLayout(
+            "sglang: Req must have extra_key and init_next_round_input, by which prefixes of old and "
+            "new weights are told apart"
+        )
+    if _FOLLOWS in vars(begin):
+        return
+
+    @wraps(begin)
+    def begin_in_namespace(
+        request: _Request, tree_cache: object = None, cow_mamba: bool | None = None
+    ) -> None:
+        if tree_cache is not None and _rank.namespace:
+            own = vars(request).setdefault(_OWN_KEY, request.extra_key)
+            request.extra_key = f"{_rank.namespace}:{own or ''}"
+        begin(request, tree_cache, cow_mamba)
+
+    vars(begin_in_namespace)[_FOLLOWS] = True
+    Req.init_next_round_input = begin_in_namespace
+
+
+def _outdate_caches(namespace: str) -> None:
+    """What was computed until now answers no request that begins later."""
+    _rank.namespace = namespace
+    for module in ("mm_schedule", "mm_utils"):  # 0.5.23, 0.5.16; a flush leaves it
+        found = sys.modules.get(f"sglang.srt.managers.{module}")
+        embeddings = None if found is None else vars(found).get("embedding_cache")
+        if embeddings is not None:
+            embeddings.clear()
+
+
+def _come_to_rest(model: torch.nn.Module, namespace: str) -> None:
+    """Called between two steps, before anything is written."""
+    _outdate_caches(namespace)
     captured = _rank.membership.captured
     held = held_by(model)
     parameters = captured.manifest.parameters

@@ -54,15 +54,20 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
 
 
 class AtRest(msgspec.Struct, frozen=True, tag="at_rest"):
-    """Every step before this order is over."""
+    """Every step before this order is over, and caches of the weights until now answer nobody else.
+
+    `namespace`: unlike that of any other order; of the keys of the caches from now on.
+    """
 
     pause_id: str
+    namespace: str
 
 
 class Hold(msgspec.Struct, frozen=True, tag="hold"):
     """As `AtRest`, and the loop stays in the order until the pause ends, or for 20 s."""
 
     pause_id: str
+    namespace: str
     deadline_s: float
 
 

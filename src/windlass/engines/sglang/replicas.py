@@ -4,7 +4,7 @@ SGLang (0.5.23) sends what its control plane is asked to the schedulers of all r
 all of them. For tensors it refuses beforehand, because a payload has one entry per tensor-parallel
 rank. Orders are the same for every rank: only what is, and is for a custom weight loader, passes the
 refusal by, in the way in which SGLang handles the sessions around it. Of the replicas' answers to a
-flush it passes on one; here a refusal of any replica counts, since that one keeps caches of old weights.
+flush it passes on one; here a refusal of any replica counts, since stages of that one are still at work.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import msgspec
 from windlass.engines.attach import NoSuchRoute, get
 from windlass.errors import DECODE_ERRORS, ConfigError, PeerUnreachable
 
-__all__ = ["UNSAFE", "refuse_unsafe_settings"]
+__all__ = ["UNSAFE", "refuse_caches_elsewhere", "refuse_unsafe_settings"]
 
 _ADAPTERS = (
     "updates of adapters have not been shown: SGLang 0.5.23 serves none on a CPU (its LoRA layers "
@@ -30,6 +30,12 @@ _TOKENIZERS = (
     "an abort pause waits for the requests of one tokenizer: those of another reach the engine while "
     "weights are written"
 )
+_STORED = (
+    "keys and values of old weights are kept outside the engine, where other servers read them"
+)
+_OWN_TREE = "a cache of prefixes that is not SGLang's own may find those of old weights"
+_SLOTS = "a session's keys and values of old weights go into its next request past the prefix cache"
+_ENCODERS = "its encoders are in other processes, whose weights are not updated"
 UNSAFE = {
     "--enable-memory-saver": "weights move and lose their registration when memory is released",
     "--speculative-algorithm": _DRAFT,
@@ -48,11 +54,36 @@ UNSAFE = {
     "--nnodes": _HOSTS,
     "--disaggregation-mode": _APART,
     "--tokenizer-worker-num": _TOKENIZERS,
+    "--hicache-storage-backend": _STORED,
+    "--enable-lmcache": _STORED,
+    "--enable-flexkv": _STORED,
+    "--enable-unified-cache-external-linker": _STORED,
+    "--enable-mm-global-cache": _STORED,
+    "--radix-cache-backend": _OWN_TREE,
+    "--enable-streaming-session": _SLOTS,
+    "--language-only": _ENCODERS,
+    "--encoder-only": _ENCODERS,
 }
 """Options of SGLang with which an update would be wrong, and why."""
 
-_SETTINGS: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
+_Settings = Mapping[str, tuple[tuple[object, ...], str]]
+_CACHES: _Settings = MappingProxyType(
     {
+        "hicache_storage_backend": ((None,), _STORED),
+        "enable_lmcache": ((False,), _STORED),
+        "enable_flexkv": ((False,), _STORED),
+        "enable_unified_cache_external_linker": ((False,), _STORED),
+        "enable_mm_global_cache": ((False,), _STORED),
+        "radix_cache_backend": ((None,), _OWN_TREE),
+        "enable_streaming_session": ((False,), _SLOTS),
+        "language_only": ((False,), _ENCODERS),
+        "encoder_only": ((False,), _ENCODERS),
+    }
+)
+"""Caches that neither a namespace nor a flush reaches."""
+_SETTINGS: _Settings = MappingProxyType(
+    {
+        **_CACHES,
         "enable_memory_saver": ((False,), UNSAFE["--enable-memory-saver"]),
         "speculative_algorithm": ((None,), _DRAFT),
         "attn_dp_size": ((1,), _ATTENTION),
@@ -96,9 +127,7 @@ def refuse_unsafe_settings(url: str, world_size: int) -> int:
         return 1
     except DECODE_ERRORS as error:
         raise PeerUnreachable(f"{url}/server_info: not SGLang's answer: {error}") from error
-    for name, (survived, reason) in _SETTINGS.items():
-        if name in told and told[name] not in survived:
-            raise ConfigError(f"{url}: {name} must be {survived[0]}, got {told[name]}: {reason}")
+    _refuse(url, told, _SETTINGS)
     sizes = [size if isinstance(size := told.get(name), int) else 1 for name in _SIZES]
     if told.keys() >= set(_SIZES) and math.prod(sizes) != world_size:
         raise ConfigError(
@@ -106,3 +135,22 @@ def refuse_unsafe_settings(url: str, world_size: int) -> int:
             f"got {world_size}"
         )
     return sizes[_SIZES.index("pp_size")]
+
+
+def refuse_caches_elsewhere(url: str, told: Mapping[str, object]) -> None:
+    """Refuse caches of old weights that can be neither emptied nor told apart.
+
+    Args:
+        url: of the server.
+        told: its settings, as `/server_info` has them.
+
+    Raises:
+        ConfigError: names the setting that has one.
+    """
+    _refuse(url, told, _CACHES)
+
+
+def _refuse(url: str, told: Mapping[str, object], settings: _Settings) -> None:
+    for name, (survived, reason) in settings.items():
+        if name in told and told[name] not in survived:
+            raise ConfigError(f"{url}: {name} must be {survived[0]}, got {told[name]}: {reason}")

@@ -26,7 +26,7 @@ def build_model(arguments: Sequence[str], rank: int, dist_port: int) -> torch.nn
         dist_port: where the ranks meet, on this host.
 
     Raises:
-        UnsupportedLayout: the model is not in this host's memory.
+        UnsupportedLayout: the model is not in this host's memory, or it has encoders.
     """
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.model_config import ModelConfig
@@ -58,6 +58,11 @@ def build_model(arguments: Sequence[str], rank: int, dist_port: int) -> torch.nn
             "--device cpu and what else that needs to the command line"
         )
     model_config = ModelConfig.from_server_args(server_args)
+    if model_config.is_multimodal:
+        raise UnsupportedLayout(
+            "the model must be one of text: a flush leaves the embeddings that SGLang's encoders have "
+            "computed, which would outlive an update"
+        )
     bootstrap.init_parallel_runtime(server_args=server_args, device=device, dist_port=dist_port)
     bootstrap.init_layer_runtime(model_config=model_config)
     load_config = build_load_config(

@@ -14,6 +14,7 @@ import msgspec
 
 from windlass.config import PauseMode
 from windlass.engines.attach import get, post
+from windlass.engines.sglang.settings import refuse_caches_elsewhere
 from windlass.errors import ConfigError, PeerUnreachable, UnsupportedLayout
 
 __all__ = ["ENABLING", "Entry", "ServerInfo", "TableRoutes", "WeightTable", "refuse_unsafe_server"]
@@ -148,14 +149,19 @@ class TableRoutes:
         """Settings, as resolved by the server.
 
         Raises:
+            ConfigError: see `refuse_caches_elsewhere`.
             PeerUnreachable, PeerTimeout: it does not answer, or not as SGLang does.
         """
+        body = get(self.url, "/server_info")
         try:
-            return msgspec.json.decode(get(self.url, "/server_info"), type=ServerInfo)
+            told = msgspec.json.decode(body, type=dict[str, object])
+            info = msgspec.json.decode(body, type=ServerInfo)
         except msgspec.DecodeError as error:
             raise PeerUnreachable(
                 f"{self.url}/server_info: not SGLang's answer: {error}"
             ) from error
+        refuse_caches_elsewhere(self.url, told)
+        return info
 
     def table(self, rank: int) -> WeightTable:
         """Where the weights of a rank lie.
@@ -178,19 +184,30 @@ class TableRoutes:
         return table
 
     def pause(self, mode: PauseMode, deadline_s: float) -> None:
-        """Return once no rank reads weights any more.
+        """Return once no rank reads weights any more, and nothing computed with them is cached.
 
         The server's checksum of no tensor at all is what proves it: every rank comes past in its
         main loop, after every earlier step, synchronises its device, and is waited for by all.
 
+        Args:
+            mode: ABORT or RETRACT. A flush is refused while requests keep their caches, and what they
+                leave when they end would be found by others afterwards.
+            deadline_s: of every request.
+
         Raises:
-            PeerUnreachable, PeerTimeout: it is not at rest.
+            ConfigError: another mode; nothing was paused.
+            PeerUnreachable, PeerTimeout: it is not at rest, or has not emptied its caches.
         """
+        if mode is PauseMode.IN_PLACE:
+            raise ConfigError(
+                "pause_mode must be abort or retract for a server without Windlass in it, whose caches "
+                f"of old weights outlive an update otherwise, got {mode}"
+            )
         post(self.url, "/pause_generation", {"mode": str(mode)}, deadline_s)
         self.checksums(deadline_s, skip=(_ALL_NAMES,))
         if mode is PauseMode.RETRACT:  # one with a timeout waits for what was retracted, in vain
             post(self.url, "/flush_cache", {}, deadline_s)
-        elif mode is PauseMode.ABORT:
+        else:
             post(self.url, f"/flush_cache?timeout={deadline_s}", {}, deadline_s)
 
     def resume(self, deadline_s: float) -> None:

@@ -1,0 +1,440 @@
+"""No cache entry of older weights answers a request that begins under newer ones: live SGLang, caches on.
+
+Two sets of weights take turns in one live server, in every mode of updates and of pauses. Prompts of 320
+tokens, one for each way to ask (plain `/generate`, both OpenAI routes, a rollout worker), are asked
+before and after every update, twice: what comes after must be what a fresh server of those weights
+answers, greedy tokens, logprobs, and how much of the prompt was found cached, all of them equal. While
+the weights change
+
+1. a request runs: it must reach its last token (but where aborting is the mode), and what it leaves in the
+   cache after the update must be found by nobody;
+2. a rollout worker's request waits, admitted before the update and not begun: it must be answered as after
+   it, and is also what an aborting pause sends away and the worker brings again;
+3. prompts are being filled in, chunk by chunk: what the one that spans the update leaves must be found by
+   nobody. Here the oracle is the server itself, once its caches have been emptied by its own route.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from safetensors.torch import load_file
+from servers import TOKEN, VENVS, Layout, Server, build, environment, save, serving
+
+import windlass
+from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
+from windlass.rollout.generate import generate
+from windlass.rollout.messages import EngineTarget, RolloutTask, SamplingParams
+from windlass.training.client import TrainerClient
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.truth,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+KIND = "long"
+PROMPT_TOKENS, CHUNK, ANSWER_TOKENS = 320, 64, 8
+RUNNING_TOKENS = 1200
+"""Of the request that runs while weights change."""
+FILLED_TOKENS = 1600
+"""Of a prompt that is filled in meanwhile."""
+VOCABULARY = 250
+DEADLINE_S = 120.0
+WAYS = [
+    (mode, pause)
+    for pause in (PauseMode.IN_PLACE, PauseMode.RETRACT, PauseMode.ABORT)
+    for mode in (UpdateMode.IN_PLACE, UpdateMode.STAGED)
+]
+
+
+FLAGS = (
+    *("--max-running-requests", "1", "--chunked-prefill-size", str(CHUNK)),
+    *("--enable-cache-report", "--context-length", "2048"),
+)
+"""One request runs at a time: batches are then the same, whoever else asks, and so is every bit of an answer."""
+
+
+def prompt(number: int) -> list[int]:
+    """Of `PROMPT_TOKENS`, unlike every other from the first token on."""
+    generator = torch.Generator().manual_seed(number)
+    rest = torch.randint(0, VOCABULARY, (PROMPT_TOKENS - 1,), generator=generator).tolist()
+    return [number % VOCABULARY, *rest]
+
+
+def word(token: int) -> str:
+    return f"t{token:03}"
+
+
+def save_with_tokenizer(seed: int, folder: Path) -> Path:
+    """A checkpoint with a tokenizer that writes numbers, for the OpenAI routes."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({word(n): n for n in range(VOCABULARY)}, unk_token=word(0)))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token=word(0), eos_token=word(1)
+    )
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    save(KIND, seed, folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Greedy tokens with their logprobs, and how many tokens of the prompt were found cached.
+
+    Rollout workers are not told the last.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    cached: int | None
+
+
+def ask_generate(server: Server, tokens: list[int], count: int = ANSWER_TOKENS) -> Answer:
+    sampling = {"temperature": 0.0, "max_new_tokens": count, "ignore_eos": True}
+    body = {"input_ids": tokens, "sampling_params": sampling, "return_logprob": True}
+    answer = server.post("/generate", body)
+    meta = answer["meta_info"]
+    logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
+    assert meta["finish_reason"]["type"] == "length"
+    return Answer(list(answer["output_ids"]), logprobs, meta["cached_tokens"])
+
+
+def ask_completions(server: Server, tokens: list[int]) -> Answer:
+    answer = server.post(
+        "/v1/completions",
+        {
+            "model": "m", "prompt": tokens, "max_tokens": ANSWER_TOKENS, "temperature": 0,
+            "ignore_eos": True, "logprobs": 1,
+        },
+    )  # fmt: skip
+    found = answer["choices"][0]["logprobs"]
+    return Answer(numbers(found["tokens"]), found["token_logprobs"], cached(answer))
+
+
+def ask_chat(server: Server, tokens: list[int]) -> Answer:
+    answer = server.post(
+        "/v1/chat/completions",
+        {
+            "model": "m", "messages": [{"role": "user", "content": " ".join(map(word, tokens))}],
+            "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True, "logprobs": True,
+        },
+    )  # fmt: skip
+    found = answer["choices"][0]["logprobs"]["content"]
+    written = numbers([entry["token"] for entry in found])
+    return Answer(written, [entry["logprob"] for entry in found], cached(answer))
+
+
+def ask_worker(server: Server, tokens: list[int], count: int = ANSWER_TOKENS) -> Answer:
+    """As a rollout worker asks, across aborts."""
+
+    async def ask() -> Answer:
+        task = RolloutTask(
+            task_id=f"t{time.monotonic_ns()}", attempt=1, prompt_ids=tuple(tokens),
+            sampling=SamplingParams(max_new_tokens=count, temperature=0.0, ignore_eos=True),
+            engine=EngineTarget("engine", server.url), deadline_s=DEADLINE_S,
+        )  # fmt: skip
+        async with aiohttp.ClientSession() as session:
+            generation = await generate(session, task)
+        assert generation.finish_reason == "length"
+        found = generation.tokens
+        return Answer(list(found.output_ids), list(found.logprobs), None)
+
+    return asyncio.run(ask())
+
+
+def numbers(written: list[str]) -> list[int]:
+    return [int(word.strip().removeprefix("t")) for word in written]
+
+
+def cached(answer: Mapping[str, Any]) -> int:
+    return int((answer["usage"]["prompt_tokens_details"] or {"cached_tokens": 0})["cached_tokens"])
+
+
+RUNNING, WAITING = "running", "waiting"
+ROUTES: dict[str, tuple[Callable[[Server, list[int]], Answer], list[int]]] = {
+    "generate": (ask_generate, prompt(1)),
+    "completions": (ask_completions, prompt(2)),
+    "chat": (ask_chat, prompt(3)),
+    "worker": (ask_worker, prompt(4)),
+    RUNNING: (ask_generate, prompt(5)),
+    WAITING: (ask_generate, prompt(6)),
+}
+Answers = dict[str, list[Answer]]
+
+
+def ask_all(server: Server) -> Answers:
+    """Each prompt twice: nothing of it is cached at first, all but its last token then."""
+    return {name: [ask(server, tokens) for _ in range(2)] for name, (ask, tokens) in ROUTES.items()}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A checkpoint, and what a fresh server of it answers."""
+
+    folder: Path
+    answers: Answers
+
+
+@dataclass
+class Trainer:
+    """One process that publishes into a live server.
+
+    Attributes:
+        version: that was published last.
+    """
+
+    model: Any
+    client: TrainerClient
+    version: int
+
+    def publish(self, weights: Weights) -> None:
+        loaded = load_file(weights.folder / "model.safetensors")
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(loaded[name])
+        self.version += 1
+        assert self.client.publish(self.version).digest_ok
+
+
+@asynccontextmanager
+async def training(
+    server: Server, mode: UpdateMode, pause: PauseMode, version: int
+) -> AsyncIterator[Trainer]:
+    """In a fleet of its own; versions after `version` are published."""
+    deadlines = PhaseDeadlines(pause_s=DEADLINE_S)
+    config = ControlConfig(mode=mode, pause_mode=pause, deadlines=deadlines)
+    async with windlass.Controller(token=TOKEN, config=config) as controller:
+        await asyncio.to_thread(server.join, controller.url, "cma")
+        model = build(KIND, seed=9)
+        connect = partial(windlass.connect_trainer, model, controller=controller.url, token=TOKEN)
+        client = await asyncio.to_thread(connect)
+        try:
+            yield Trainer(model, client, version)
+        finally:
+            await asyncio.to_thread(client.close)
+
+
+def stream(server: Server, tokens: list[int], begun: threading.Event) -> Mapping[str, Any]:
+    """A foreign client's request of `RUNNING_TOKENS`; its last word. `begun` when it has a token."""
+    sampling = {"temperature": 0.0, "max_new_tokens": RUNNING_TOKENS, "ignore_eos": True}
+    body = {"input_ids": tokens, "sampling_params": sampling, "stream": True}
+    request = urllib.request.Request(
+        server.url + "/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    last: dict[str, Any] = {}
+    with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
+        for line in response:
+            told = line.decode().strip().removeprefix("data: ")
+            if told and told != "[DONE]":
+                last = json.loads(told)
+                begun.set()
+    return last
+
+
+def publish_into_busy(server: Server, trainer: Trainer, weights: Weights, pause: PauseMode) -> None:
+    """Publish while one request runs and another waits, and check both."""
+    begun, old = threading.Event(), trainer.version
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(stream, server, ROUTES[RUNNING][1], begun)
+        assert begun.wait(DEADLINE_S)
+        waiting = pool.submit(ask_worker, server, ROUTES[WAITING][1])
+        trainer.publish(weights)
+        answer, last = waiting.result(DEADLINE_S), running.result(DEADLINE_S)
+    check([answer], weights.answers[WAITING][:1])
+    meta = last["meta_info"]
+    if pause is PauseMode.ABORT:
+        assert meta["finish_reason"]["type"] == "abort"
+        return
+    assert meta["finish_reason"]["type"] == "length"
+    assert meta["completion_tokens"] == RUNNING_TOKENS
+    spans = [(span["version"], span["end"] - span["start"]) for span in meta["weight_versions"]]
+    assert [version for version, _ in spans] == [str(old), str(trainer.version)]
+    assert all(length > 0 for _, length in spans), "it must span the update"
+
+
+def check(answers: list[Answer], expected: list[Answer]) -> None:
+    """Tokens and logprobs, equal to the bit."""
+    assert [a.tokens for a in answers] == [e.tokens for e in expected]
+    assert [a.logprobs for a in answers] == [e.logprobs for e in expected]
+
+
+def check_all(server: Server, weights: Weights, kept: tuple[str, ...]) -> int:
+    """All answers are those of a fresh server, as cold; `kept` were asked under these weights already.
+
+    Returns:
+        How many were compared.
+    """
+    for name, answers in ask_all(server).items():
+        expected = weights.answers[name]
+        check(answers, expected)
+        cold, warm = expected[0].cached, expected[1].cached
+        assert [a.cached for a in answers] == [warm if name in kept else cold, warm], name
+    return 2 * len(ROUTES)
+
+
+@dataclass
+class Filled:
+    """Prompts that were sent one after the other, and when: [begin, end) on the monotonic clock."""
+
+    prompts: list[list[int]]
+    times: list[tuple[float, float]]
+
+    def around(self, begin_s: float, end_s: float) -> list[list[int]]:
+        """Prompts that were on their way in that time."""
+        return [
+            p
+            for p, (b, e) in zip(self.prompts, self.times, strict=True)
+            if b < end_s and e > begin_s
+        ]
+
+
+@contextmanager
+def filling(server: Server, seed: int) -> Iterator[Filled]:
+    """Long prompts are filled in meanwhile, each unlike the others; begins when one is on its way."""
+    filled, over, begun = Filled([], []), threading.Event(), threading.Event()
+
+    def fill() -> None:
+        while not over.is_set():
+            number = seed + len(filled.prompts)
+            generator = torch.Generator().manual_seed(number)
+            tokens = torch.randint(0, VOCABULARY, (FILLED_TOKENS,), generator=generator).tolist()
+            began = time.monotonic()
+            filled.prompts.append(tokens)
+            begun.set()
+            sampling = {"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True}
+            server.post("/generate", {"input_ids": tokens, "sampling_params": sampling})
+            filled.times.append((began, time.monotonic()))
+
+    with ThreadPoolExecutor(1) as pool:
+        filling = pool.submit(fill)
+        try:
+            assert begun.wait(DEADLINE_S)
+            yield filled
+        finally:
+            over.set()
+        filling.result(DEADLINE_S)
+
+
+def publish_into_filling(
+    server: Server, trainer: Trainer, weights: Weights, pause: PauseMode
+) -> int:
+    """Publish while prompts are filled in; none of those around finds what it left of old weights.
+
+    Returns:
+        How many were compared.
+    """
+    with filling(server, seed=1000 * trainer.version) as filled:
+        began = time.monotonic()
+        trainer.publish(weights)
+        ended = time.monotonic()
+    spanning = filled.around(began, ended)
+    assert spanning
+    if pause is PauseMode.IN_PLACE:  # others begin anew, and may leave what they computed then
+        answers = [ask_generate(server, tokens) for tokens in spanning[:1]]
+        assert [a.cached for a in answers] == [0]
+    answers = [ask_generate(server, tokens) for tokens in spanning]
+    for tokens, answer in zip(spanning, answers, strict=True):
+        flush(server)
+        check([answer], [ask_generate(server, tokens)])
+    return len(spanning)
+
+
+def flush(server: Server) -> None:
+    urllib.request.urlopen(f"{server.url}/flush_cache", timeout=DEADLINE_S).close()
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2)], ids=str)
+async def test_no_prefix_of_old_weights_answers(
+    layout: Layout, tmp_path: Path, compared: Callable[[str, int], None]
+) -> None:
+    first, second = (save_with_tokenizer(seed, tmp_path / str(seed)) for seed in (1, 2))
+    start = partial(serving, "sglang", layout=layout, flags=FLAGS, tokenizes=True)
+    with start(second, tmp_path / "fresh.log") as server:
+        stamp(server)
+        other = Weights(second, await asyncio.to_thread(ask_all, server))
+    with start(first, tmp_path / "live.log") as server:
+        stamp(server)
+        held = Weights(first, await asyncio.to_thread(ask_all, server))
+        for name in ROUTES:
+            assert held.answers[name][0].tokens != other.answers[name][0].tokens
+        version = 0
+        for mode, pause in WAYS if layout.tp == 1 else WAYS[:1]:
+            print(f"{mode} updates, {pause} pauses, from version {version}")
+            async with training(server, mode, pause, version) as trainer:
+                await asyncio.to_thread(publish_into_busy, server, trainer, other, pause)
+                kept = (WAITING, RUNNING) if pause is PauseMode.RETRACT else (WAITING,)
+                count = await asyncio.to_thread(check_all, server, other, kept)
+                count += await asyncio.to_thread(publish_into_filling, server, trainer, held, pause)
+                # Caches are empty now; the next update finds the prefixes of these weights in them.
+                count += await asyncio.to_thread(check_all, server, held, ())
+                version = trainer.version
+            compared("answers after updates with a fresh server's", count)
+
+
+def stamp(server: Server) -> None:
+    """Rollout workers want a number."""
+    body = {"new_version": "0", "abort_all_requests": False}
+    server.post("/update_weight_version", body)
+
+
+EMBEDDINGS = """
+import torch
+from sglang.srt.managers import mm_schedule
+from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult
+from windlass.engines.sglang.hook import _outdate_caches
+mm_schedule.init_mm_embedding_cache(1 << 20)
+mm_schedule.embedding_cache.set(7, EmbeddingResult(embedding=torch.arange(8.0)))
+assert mm_schedule.embedding_cache.has(7)
+_outdate_caches("a")
+assert not mm_schedule.embedding_cache.has(7)
+assert mm_schedule.embedding_cache.current_size == 0
+"""
+TREE_WITHOUT_KEYS = """
+from windlass.engines.sglang.hook import _tell_caches_apart
+from windlass.errors import UnsupportedLayout
+try:
+    _tell_caches_apart()
+except UnsupportedLayout as refused:
+    assert "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE must not be set" in str(refused)
+else:
+    raise AssertionError("must be refused")
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "variables"),
+    [(EMBEDDINGS, {}), (TREE_WITHOUT_KEYS, {"SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": "1"})],
+    ids=["embeddings of images go with their weights", "a tree without keys is refused"],
+)
+def test_in_a_rank(code: str, variables: dict[str, str]) -> None:
+    """In SGLang's own environment, where no model with encoders is small enough to serve on a CPU."""
+    source = str(Path(windlass.__file__).parents[1])
+    done = subprocess.run(
+        [str(VENVS["sglang"] / "bin/python"), "-c", code],
+        check=False, capture_output=True, text=True, timeout=DEADLINE_S,
+        env={**environment("sglang", 1, source), **variables},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
