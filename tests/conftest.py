@@ -1,9 +1,16 @@
-"""Ranks of tests are forked from one server process that has imported, once, what they need."""
+"""Ranks of tests are forked from one server process that has imported, once, what they need.
+
+What tests of `make test-truth` compared is counted, and is the closing line of the run.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import signal
+from collections import Counter
+from collections.abc import Callable, Generator
+
+import pytest
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As in the background of a shell; what tests start and interrupt would ignore it as well.
@@ -27,3 +34,33 @@ multiprocessing.set_forkserver_preload(
         "windlass.transports.cma",
     ]
 )
+
+COMPARED = pytest.StashKey[Counter[str]]()
+PROPERTY = "compared"
+
+
+@pytest.fixture
+def compared(request: pytest.FixtureRequest) -> Callable[[str, int], None]:
+    """Takes what was compared, in the plural, and how many; they count only if the test passes."""
+    properties: list[tuple[str, object]] = request.node.user_properties
+    return lambda what, count: properties.append((PROPERTY, Counter({what: count})))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.when == "call" and report.passed:
+        counts = item.config.stash.setdefault(COMPARED, Counter())
+        for kind, value in item.user_properties:
+            if kind == PROPERTY and isinstance(value, Counter):
+                counts.update(value)
+    return report
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """After everything else that pytest writes."""
+    if counts := config.stash.get(COMPARED, None):
+        said = ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))
+        print(f"compared, all equal: {said}")

@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -321,7 +321,7 @@ FLAGS = {
     "vllm": [
         *("--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "128"),
         *("--max-num-seqs", "4", "--max-num-batched-tokens", "256", "--skip-tokenizer-init"),
-        *("--no-enable-prefix-caching", "--worker-extension-cls", "vllm_fresh.FreshLoads"),
+        *("--worker-extension-cls", "vllm_fresh.FreshLoads"),
     ],
     "sglang": [
         *("--device", "cpu", "--attention-backend", "torch_native"),
@@ -368,8 +368,12 @@ def serving(
     controller: str = "",
     transport: str = "cma",
     adapter: Path | None = None,
+    flags: Sequence[str] = (),
 ) -> Iterator[Server]:
-    """A server that has joined the controller's fleet, or a plain one without a controller."""
+    """A server that has joined the controller's fleet, or a plain one without a controller.
+
+    flags: come after `FLAGS`, and win.
+    """
     port = free_port()
     with log.open("w") as stream:
         process = subprocess.Popen(
@@ -380,6 +384,7 @@ def serving(
                 *("--controller", controller, "--transport", transport),
                 *(("--adapter", f"{ADAPTER}={adapter}") if adapter else ()),
                 *FLAGS[engine],
+                *flags,
                 *_ORACLE[engine],
             ],
             env=environment(engine, layout.world_size, f"{ROOT / 'src'}:{Path(__file__).parent}"),
