@@ -35,7 +35,6 @@ ON_CPU = {
     "vllm": (
         *("--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "256"),
         *("--max-num-seqs", "4", "--max-num-batched-tokens", "256", "--skip-tokenizer-init"),
-        "--no-enable-prefix-caching",
     ),
     "sglang": (
         *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "bfloat16"),

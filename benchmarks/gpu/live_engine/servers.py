@@ -70,7 +70,7 @@ class Vllm(_Routes):
                 str(self.options.engine_memory),
                 "--disable-custom-all-reduce",
             ),
-            *("--no-enable-prefix-caching", "--seed", "0", "--disable-uvicorn-access-log"),
+            *("--seed", "0", "--disable-uvicorn-access-log"),
             *("--weight-transfer-config", '{"backend": "nccl"}', "--tokens-only"),
         ]
 

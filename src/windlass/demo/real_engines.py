@@ -30,7 +30,7 @@ _FLAGS: Mapping[str, tuple[str, ...]] = {
         *("--max-running-requests", str(MAX_RUNNING), "--disable-radix-cache"),
     ),
     "vllm": (
-        *("--enforce-eager", "--skip-tokenizer-init", "--no-enable-prefix-caching"),
+        *("--enforce-eager", "--skip-tokenizer-init"),
         *("--max-model-len", str(POSITIONS), "--max-num-seqs", str(MAX_RUNNING)),
         *("--max-num-batched-tokens", "1024"),
     ),

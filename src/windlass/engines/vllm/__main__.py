@@ -25,6 +25,7 @@ from windlass.engines.launch import (
 )
 from windlass.engines.quantised import require_followed
 from windlass.engines.versions import VLLM
+from windlass.engines.vllm.caches import OUTSIDE, SCHEDULER
 from windlass.envs import environment_value
 from windlass.errors import ConfigError
 
@@ -70,6 +71,10 @@ UNSAFE = {
     "--cpu-offload-gb": _OFFLOADED,
     "--offload-backend": _OFFLOADED,
     "--offload-group-size": _OFFLOADED,
+    "--kv-transfer-config": OUTSIDE,
+    "--kv-offloading-size": OUTSIDE,
+    "--ec-transfer-config": OUTSIDE,
+    "--scheduler-cls": "Windlass gives its own, with which caches are kept apart by version",
 }
 """Options of vLLM with which an update would be wrong, and why."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -101,6 +106,7 @@ def _start(args: argparse.Namespace, rest: list[str]) -> int:
         *("--tensor-parallel-size", str(args.tp), "--worker-extension-cls", EXTENSION),
         *(("--pipeline-parallel-size", str(args.pp)) if args.pp > 1 else ()),
         *(("--data-parallel-size", str(args.dp)) if args.dp > 1 else ()),
+        *("--scheduler-cls", SCHEDULER),
         *_generate_options(),
         *served,
         *rest,

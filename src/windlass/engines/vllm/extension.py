@@ -78,17 +78,16 @@ class VllmApi:
         self._url, self._can_hold = url, can_hold
 
     def pause(self, mode: PauseMode, deadline_s: float) -> bool:
-        """`abort` also empties the prefix cache; `in_place` keeps requests and their caches.
+        """`abort` ends what is running; `in_place` keeps requests and their blocks.
 
-        vLLM 0.32 says that `clear_cache` is ignored with `keep`, and drops the caches of running
-        requests unless told not to.
+        Neither has vLLM clear its caches, which are kept apart by version: with `keep` vLLM 0.32
+        would compute the keys and values of all running requests anew.
         """
         if mode not in _MODES:
             raise ConfigError(f"vLLM: pause_mode must be one of {list(_MODES)}, got {mode}")
         if self.holds(mode):
             return False
-        clears = str(mode is PauseMode.ABORT).lower()
-        post(self._url, f"/pause?mode={_MODES[mode]}&clear_cache={clears}", {}, deadline_s)
+        post(self._url, f"/pause?mode={_MODES[mode]}&clear_cache=false", {}, deadline_s)
         return True
 
     def holds(self, mode: PauseMode) -> bool:
@@ -182,13 +181,32 @@ class WindlassExtension:
         parallel = worker.parallel_config
         return parallel.data_parallel_index * parallel.world_size + worker.rank
 
-    def windlass_at_rest(self, pause_id: str) -> None:
-        """Called in the main loop once it is paused."""
+    def windlass_at_rest(self, pause_id: str, namespace: str = "") -> None:
+        """Called in the main loop once it is paused.
+
+        Args:
+            pause_id: of the pause that an agent has asked for.
+            namespace: that the EngineCore has begun for its caches; see `windlass.engines.vllm.caches`.
+
+        Raises:
+            ConfigError: it has begun none.
+        """
+        _require_apart(namespace)
         self._windlass_keep()
         self._windlass_membership().gate.at_rest(pause_id)
 
-    def windlass_hold(self, pause_id: str, deadline_s: str) -> None:
-        """Called in the main loop between two steps; it stays until the pause ends."""
+    def windlass_hold(self, pause_id: str, deadline_s: str, namespace: str = "") -> None:
+        """Called in the main loop between two steps; it stays until the pause ends.
+
+        Args:
+            pause_id: see `windlass_at_rest`.
+            deadline_s: see `RestGate.hold`.
+            namespace: see `windlass_at_rest`.
+
+        Raises:
+            ConfigError: see `windlass_at_rest`.
+        """
+        _require_apart(namespace)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._windlass_keep()
@@ -209,6 +227,13 @@ class WindlassExtension:
         if "windlass_membership" not in vars(self):
             self.windlass_membership = Membership()
         return self.windlass_membership
+
+
+def _require_apart(namespace: str) -> None:
+    if not namespace:
+        raise ConfigError(
+            "vLLM: its core must keep caches apart by version, and began no namespace"
+        )
 
 
 def _leave_in(folder: str, rank: int, said: dict[str, list[str] | int] | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from windlass.engines.vllm.caches import OUTSIDE, SCHEDULER
 from windlass.errors import ConfigError
 
 __all__ = ["refuse_unsafe_config"]
@@ -16,6 +17,9 @@ _RULES: tuple[tuple[str, object, str], ...] = (
     ("cache_config.cpu_offload_gb", 0, _OFFLOADED),
     ("offload_config.uva.cpu_offload_gb", 0, _OFFLOADED),
     ("offload_config.prefetch.offload_group_size", 0, _OFFLOADED),
+    ("kv_transfer_config", None, OUTSIDE),
+    ("ec_transfer_config", None, OUTSIDE),
+    ("scheduler_config.scheduler_cls", SCHEDULER, "it keeps caches apart by version"),
 )
 """Place in vLLM's configuration, the value that an update survives, and why no other."""
 _ADAPTERS = ("lora_config", None, "--adapter NAME=FOLDER says which one adapter is updated")

@@ -1,0 +1,139 @@
+"""Keep vLLM's caches of one version of the weights from answering for another.
+
+Prefix cache: the hashes of a request's blocks are salted with a namespace, and every update begins
+another one. It is begun in the loop of the EngineCore, by the very call that then brings the workers
+to rest or holds them, so that no step is scheduled between the two; nothing has been written yet,
+and should it fail, so does the pause. A request enters the namespace of the moment in which vLLM
+looks for its prefix: what waited across the update, or was preempted and must compute its keys and
+values again, finds nothing older. A running request keeps its blocks and its salt, and what it still
+caches is found by nobody who comes later. Blocks of older namespaces are evicted as any that nobody
+asks for; no list of blocks is walked while the engine is paused.
+
+Encoder cache: outputs of encoders are found by a hash of their input alone, so that one is emptied.
+A running request that still needs an output has the scheduler run the encoder again. What vLLM keeps
+of multimodal processors are inputs, which are those of any version.
+
+`--scheduler-cls windlass.engines.vllm.caches._scheduler` has vLLM import this module in every
+EngineCore process, before the first request. Read and found to fit in 0.24 and 0.32.
+"""
+
+from __future__ import annotations
+
+import functools
+import uuid
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from windlass.errors import ConfigError
+
+__all__ = ["OUTSIDE", "PAUSING_CALLS", "SCHEDULER", "Namespace", "Salted"]
+
+SCHEDULER = "windlass.engines.vllm.caches._scheduler"
+"""For `--scheduler-cls`."""
+OUTSIDE = "what was computed with older weights stays in caches outside the engine"
+"""Why connectors for keys, values and outputs of encoders are refused: not all go by the salt."""
+PAUSING_CALLS = frozenset({"windlass_at_rest", "windlass_hold"})
+"""Methods of workers that the EngineCore calls with one more argument: the namespace it has begun.
+
+A worker that is not given one refuses the pause: this core would mix the versions of its caches.
+"""
+
+
+class Salted(Protocol):
+    """The part of vLLM's `Request` that decides which blocks of the prefix cache are its own."""
+
+    cache_salt: str | None
+    block_hashes: list[bytes]
+
+    def update_block_hashes(self) -> None: ...
+
+
+class Namespace:
+    """What salts begin with: one per version of the weights, unlike any other of any process.
+
+    One per EngineCore. `salt` may be called by another thread, all else is called in its loop.
+    """
+
+    def __init__(self) -> None:
+        self._name = uuid.uuid4().hex
+
+    def begin(self) -> str:
+        """Begin another one and return its name."""
+        self._name = uuid.uuid4().hex
+        return self._name
+
+    def salt(self, own: str | None) -> str:
+        """Return the salt of a request that came now; `own` is what its client gave."""
+        return self._name + (own or "")
+
+    def enter(self, request: Salted) -> None:
+        """Hash the request's blocks anew if they are of an older namespace.
+
+        Args:
+            request: holds no blocks; its salt is one of `salt`.
+        """
+        salt = request.cache_salt or ""
+        if salt.startswith(self._name):
+            return
+        request.cache_salt = self.salt(salt[len(self._name) :])
+        request.block_hashes.clear()
+        request.update_block_hashes()
+
+
+def _scheduler(**made_with: Any) -> object:
+    """Make vLLM's own scheduler, in a core whose caches are kept apart. Called by an EngineCore.
+
+    Raises:
+        ConfigError: a model for which vLLM has a scheduler of its own.
+    """
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    config = made_with["vllm_config"]
+    if vars(config).get("diffusion_config") is not None:
+        raise ConfigError("vLLM: updates of models that generate by diffusion have not been shown")
+    _keep_apart()
+    made = AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
+    return made(**made_with)
+
+
+@functools.cache
+def _keep_apart() -> None:
+    """Have the EngineCore of this process do what this module says. Once."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.engine.core import EngineCore
+
+    namespace = Namespace()
+    preprocess, call = EngineCore.preprocess_add_request, EngineCore.collective_rpc
+
+    def preprocess_add_request(core: Any, request: Any) -> Any:
+        request.cache_salt = namespace.salt(request.cache_salt)
+        return preprocess(core, request)
+
+    def collective_rpc(
+        core: Any,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        if method in PAUSING_CALLS:
+            args = (*args, namespace.begin())
+            model = core.vllm_config.model_config
+            # The outputs of encoders before a decoder are their own request's, and never found again.
+            if model.is_multimodal_model and not model.is_encoder_decoder:
+                core.scheduler.reset_encoder_cache()
+                core.model_executor.reset_encoder_cache()
+        found: list[Any] = call(core, method, timeout, args, kwargs)
+        return found
+
+    def entering(look_up: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def looked_up(manager: Any, request: Any) -> Any:
+            namespace.enter(request)
+            return look_up(manager, request)
+
+        return looked_up
+
+    EngineCore.preprocess_add_request = preprocess_add_request
+    EngineCore.collective_rpc = collective_rpc
+    KVCacheManager.get_computed_blocks = entering(KVCacheManager.get_computed_blocks)
