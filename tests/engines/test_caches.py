@@ -47,7 +47,7 @@ MODEL = "model"
 NUM_SEATS = 4
 """Of `FLAGS`: requests that run at once."""
 NUM_TOKENS = 12
-NUM_RUNNING_TOKENS = 600
+NUM_RUNNING_TOKENS = 1200
 """More than an update lasts."""
 PREFIX = [(i * i * 7 + i * 3) % 240 + 5 for i in range(400)]
 PROMPTS = [[*PREFIX, *tail] for tail in ([17, 18], [99, 4, 5], [])]
@@ -222,8 +222,8 @@ def metric(server: Server, name: str) -> float:
 
 async def reached(server: Server, name: str, value: float) -> None:
     async with asyncio.timeout(HTTP_S):
-        while await asyncio.to_thread(metric, server, name) < value:
-            await asyncio.sleep(0.02)
+        while await asyncio.to_thread(metric, server, name) < value:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)  # servers tell when asked
 
 
 @dataclass
@@ -276,11 +276,6 @@ def checkpoint(seed: int, folder: Path) -> Path:
     return folder
 
 
-def name_version(server: Server) -> None:
-    """Workers take no answer from a server that does not know its version."""
-    server.post("/update_weight_version", {"new_version": "0"})
-
-
 SEEDS = (1, 2)
 """Of the weights that a server starts with, and of the others."""
 
@@ -301,13 +296,17 @@ async def test_an_updated_server_answers_as_a_fresh_one_with_its_caches_on(
     flags, stretches = FLAGS[engine], []
     log = tmp_path / "live.log"
     with serving(engine, checkpoints[SEEDS[0]], log, layout=layout, flags=flags) as server:
-        name_version(server)
         hits = Hits(server)
-        for version, way in enumerate(ways, 1):
-            seed = SEEDS[version % 2]
-            await ask_all(server)
-            before = hits.since()
-            async with updating(server, way, build(KIND, seed)) as publish:
+        for number, way in enumerate(ways, 1):
+            old, seed = SEEDS[(number - 1) % 2], SEEDS[number % 2]
+            weights, version = build(KIND, old), 2 * number
+            async with updating(server, way, weights) as publish:
+                # What it holds already: the fleet is bound, and the update that counts is short.
+                await asyncio.to_thread(publish, version - 1)
+                hits.since()
+                await ask_all(server)
+                before = hits.since()
+                weights.load_state_dict(build(KIND, seed).state_dict())
                 async with busy(server) as speaking:
                     report = await asyncio.to_thread(publish, version)
                 spoken = await speaking
@@ -325,7 +324,7 @@ async def test_an_updated_server_answers_as_a_fresh_one_with_its_caches_on(
     for seed in {stretch.seed for stretch in stretches}:
         log = tmp_path / f"fresh-{seed}.log"
         with serving(engine, checkpoints[seed], log, layout=layout, flags=flags) as server:
-            name_version(server)
+            server.post("/update_weight_version", {"new_version": "0"})  # workers want one
             for stretch in stretches:
                 if stretch.seed == seed:
                     await check_fresh(server, stretch, compared)
@@ -358,10 +357,11 @@ def check_spoken(spoken: Spoken, way: Way, version: int) -> Iterator[Heard]:
 async def check_fresh(
     server: Server, stretch: Stretch, compared: Callable[[str, int], None]
 ) -> None:
-    with urllib.request.urlopen(  # as it came, but for one thing: no start per stretch
-        urllib.request.Request(f"{server.url}/reset_prefix_cache", b""), timeout=HTTP_S
+    async with (
+        aiohttp.ClientSession(server.url, raise_for_status=True) as session,
+        session.post("/reset_prefix_cache"),
     ):
-        pass
+        pass  # its caches are empty, as when it started
     different = []
     for heard in stretch.heard:
         fresh = await ask(server, heard.client, heard.prompt, len(heard.tokens))

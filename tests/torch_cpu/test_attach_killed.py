@@ -25,6 +25,7 @@ import windlass
 from windlass.engines.membership import Membership
 from windlass.engines.sglang import hook
 from windlass.engines.vllm import extension
+from windlass.engines.vllm.caches import PAUSING_CALLS
 from windlass.engines.vllm.extension import WindlassExtension
 from windlass.errors import PeerTimeout, WindlassError
 from windlass.testing.http_answers import answering
@@ -125,7 +126,9 @@ class Vllm(Engine):
         if path != "/collective_rpc":
             return 200, b"{}"
         body = json.loads(asked)
-        call = partial(getattr(self.worker, body["method"]), *body["args"])
+        # As a core does that keeps caches apart by version.
+        begun = ("namespace",) if body["method"] in PAUSING_CALLS else ()
+        call = partial(getattr(self.worker, body["method"]), *body["args"], *begun)
         result = call() if body["method"] == "windlass_at_rest" else self.counted(call)
         return 200, json.dumps({"results": [result]}).encode()
 

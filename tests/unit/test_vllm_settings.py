@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from windlass.engines.vllm.caches import SCHEDULER
 from windlass.engines.vllm.settings import refuse_unsafe_config
 from windlass.errors import ConfigError
 
@@ -22,8 +23,11 @@ def config(place: str = "", value: object = None) -> SimpleNamespace:
             uva=SimpleNamespace(cpu_offload_gb=0.0),
             prefetch=SimpleNamespace(offload_group_size=0),
         ),
+        scheduler_config=SimpleNamespace(scheduler_cls=SCHEDULER),
         speculative_config=None,
         lora_config=None,
+        kv_transfer_config=None,
+        ec_transfer_config=None,
     )
     if place:
         *path, last = place.split(".")
@@ -57,6 +61,9 @@ def test_a_plain_engine_and_releases_that_know_less_are_taken() -> None:
         ("offload_config.prefetch.offload_group_size", 8),
         ("speculative_config", "draft"),
         ("lora_config", "slots"),
+        ("kv_transfer_config", "offloading"),
+        ("ec_transfer_config", "store"),
+        ("scheduler_config.scheduler_cls", None),
     ],
 )
 def test_a_setting_that_an_update_does_not_survive_is_named(place: str, value: object) -> None:
