@@ -1,6 +1,6 @@
 """Blocks of vLLM's prefix cache are found by requests of one version of the weights alone.
 
-`tests/engines/test_caches.py` shows it on live servers; here is what requests are called.
+`tests/engines/test_vllm_caches.py` shows it on live servers; here is what requests are called.
 """
 
 from __future__ import annotations

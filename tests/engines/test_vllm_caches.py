@@ -49,13 +49,22 @@ NUM_SEATS = 4
 NUM_TOKENS = 12
 NUM_RUNNING_TOKENS = 1200
 """More than an update lasts."""
-PREFIX = [(i * i * 7 + i * 3) % 240 + 5 for i in range(400)]
-PROMPTS = [[*PREFIX, *tail] for tail in ([17, 18], [99, 4, 5], [])]
+NUM_PREFIX_TOKENS = 400
+TAILS: tuple[list[int], ...] = ([17, 18], [99, 4, 5], [])
 BUSY_DISTANCE = 0.03
 """Of logprobs in bfloat16 that were computed beside other requests; other weights are far away."""
 FLAGS = {
     "vllm": ("--max-model-len", "2048", "--no-skip-tokenizer-init", "--served-model-name", MODEL),
 }
+
+
+def prefix(number: int) -> list[int]:
+    """Of the prompts around an update: what an earlier one left would hide what this one leaves."""
+    return [(i * i * 7 + i * 3 + 31 * number) % 240 + 5 for i in range(NUM_PREFIX_TOKENS)]
+
+
+def prompts(number: int) -> list[list[int]]:
+    return [[*prefix(number), *tail] for tail in TAILS]
 
 
 class Client(StrEnum):
@@ -149,9 +158,9 @@ async def work(
         return (await generate(session, task)).tokens
 
 
-async def ask_all(server: Server, more: Sequence[Sequence[int]] = ()) -> list[Heard]:
+async def ask_all(server: Server, number: int, more: Sequence[Sequence[int]] = ()) -> list[Heard]:
     """One after the other."""
-    heard = [await ask(server, c, prompt, NUM_TOKENS) for prompt in PROMPTS for c in Client]
+    heard = [await ask(server, c, prompt, NUM_TOKENS) for prompt in prompts(number) for c in Client]
     return heard + [
         await ask(server, Client.WORKER, prompt, NUM_TOKENS) for prompt in more for _ in range(2)
     ]
@@ -167,23 +176,23 @@ class Spoken:
     waited: Partial
 
 
-def running_prompt(seat: int) -> list[int]:
-    return [*PREFIX, 100 + seat]
+def running_prompt(number: int, seat: int) -> list[int]:
+    return [*prefix(number), 100 + seat]
 
 
 @asynccontextmanager
-async def busy(server: Server) -> AsyncIterator[asyncio.Future[Spoken]]:
+async def busy(server: Server, number: int) -> AsyncIterator[asyncio.Future[Spoken]]:
     """Every seat is taken by requests that share the prefix, and one more waits."""
     async with asyncio.TaskGroup() as group, aiohttp.ClientSession() as session:
         running = [
-            group.create_task(work(server, running_prompt(seat), NUM_RUNNING_TOKENS))
+            group.create_task(work(server, running_prompt(number, seat), NUM_RUNNING_TOKENS))
             for seat in range(NUM_SEATS - 1)
         ]
         await reached(server, "num_requests_running", NUM_SEATS - 1)
         began = asyncio.Event()
-        foreign = group.create_task(stream(session, server, began))
+        foreign = group.create_task(stream(session, server, number, began))
         await began.wait()
-        waiting = group.create_task(work(server, PROMPTS[0], NUM_TOKENS))
+        waiting = group.create_task(work(server, prompts(number)[0], NUM_TOKENS))
         await reached(server, "num_requests_waiting", 1)
         future: asyncio.Future[Spoken] = asyncio.get_running_loop().create_future()
         yield future
@@ -192,11 +201,11 @@ async def busy(server: Server) -> AsyncIterator[asyncio.Future[Spoken]]:
 
 
 async def stream(
-    session: aiohttp.ClientSession, server: Server, began: asyncio.Event
+    session: aiohttp.ClientSession, server: Server, number: int, began: asyncio.Event
 ) -> tuple[list[int], str]:
     """Tokens of a foreign client's answer, and why they end."""
     body = {
-        "model": MODEL, "prompt": running_prompt(NUM_SEATS - 1), "stream": True, "logprobs": 1,
+        "model": MODEL, "prompt": running_prompt(number, NUM_SEATS - 1), "stream": True, "logprobs": 1,
         "max_tokens": NUM_RUNNING_TOKENS, "temperature": 0, "ignore_eos": True,
     }  # fmt: skip
     tokens, ended = [], ""
@@ -304,33 +313,38 @@ async def test_an_updated_server_answers_as_a_fresh_one_with_its_caches_on(
                 # What it holds already: the fleet is bound, and the update that counts is short.
                 await asyncio.to_thread(publish, version - 1)
                 hits.since()
-                await ask_all(server)
+                await ask_all(server, number)
                 before = hits.since()
                 weights.load_state_dict(build(KIND, seed).state_dict())
-                async with busy(server) as speaking:
+                async with busy(server, number) as speaking:
                     report = await asyncio.to_thread(publish, version)
                 spoken = await speaking
                 hits.since()
-                first = await ask(server, Client.WORKER, PROMPTS[0], NUM_TOKENS)
                 more = [
-                    [*running_prompt(NUM_SEATS - 1), *spoken.foreign],
-                    [*running_prompt(0), *spoken.running[0].output_ids],
+                    [*running_prompt(number, NUM_SEATS - 1), *spoken.foreign],
+                    [*running_prompt(number, 0), *spoken.running[0].output_ids],
                 ]
-                heard = [*check_spoken(spoken, way, version), first, *await ask_all(server, more)]
+                heard = [
+                    *check_spoken(spoken, way, number, version),
+                    *await ask_all(server, number, more),
+                ]
             stretches.append(Stretch(seed, str(way), heard))
             print(
                 f"{engine} {layout} {way}: {report.pause_s=} hits {before:.3f} {hits.since():.3f}"
             )
-    for seed in {stretch.seed for stretch in stretches}:
+    different = []
+    for seed in SEEDS:
+        if not (told := [stretch for stretch in stretches if stretch.seed == seed]):
+            continue
         log = tmp_path / f"fresh-{seed}.log"
         with serving(engine, checkpoints[seed], log, layout=layout, flags=flags) as server:
             server.post("/update_weight_version", {"new_version": "0"})  # workers want one
-            for stretch in stretches:
-                if stretch.seed == seed:
-                    await check_fresh(server, stretch, compared)
+            for stretch in told:
+                different += await differences(server, stretch, compared)
+    assert not different, "\n".join(different)
 
 
-def check_spoken(spoken: Spoken, way: Way, version: int) -> Iterator[Heard]:
+def check_spoken(spoken: Spoken, way: Way, number: int, version: int) -> Iterator[Heard]:
     """What ran and what waited carries the right versions; parts that only new weights made."""
     goes_on = way.pause is PauseMode.IN_PLACE
     assert (spoken.foreign_ended, len(spoken.foreign) == NUM_RUNNING_TOKENS) == (
@@ -338,7 +352,7 @@ def check_spoken(spoken: Spoken, way: Way, version: int) -> Iterator[Heard]:
     )
     assert set(spoken.waited.versions) == {version}
     yield Heard(
-        Client.WORKER, PROMPTS[0], list(spoken.waited.output_ids), list(spoken.waited.logprobs),
+        Client.WORKER, prompts(number)[0], list(spoken.waited.output_ids), list(spoken.waited.logprobs),
         exact=False,
     )  # fmt: skip
     for seat, ran in enumerate(spoken.running):
@@ -349,14 +363,15 @@ def check_spoken(spoken: Spoken, way: Way, version: int) -> Iterator[Heard]:
             old = ran.versions.index(version)
             end = old + NUM_TOKENS
             yield Heard(
-                Client.WORKER, [*running_prompt(seat), *ran.output_ids[:old]],
+                Client.WORKER, [*running_prompt(number, seat), *ran.output_ids[:old]],
                 list(ran.output_ids[old:end]), list(ran.logprobs[old:end]), exact=False,
             )  # fmt: skip
 
 
-async def check_fresh(
+async def differences(
     server: Server, stretch: Stretch, compared: Callable[[str, int], None]
-) -> None:
+) -> list[str]:
+    """From what a fresh server says."""
     async with (
         aiohttp.ClientSession(server.url, raise_for_status=True) as session,
         session.post("/reset_prefix_cache"),
@@ -367,8 +382,13 @@ async def check_fresh(
         fresh = await ask(server, heard.client, heard.prompt, len(heard.tokens))
         far = max(abs(a - b) for a, b in zip(fresh.logprobs, heard.logprobs, strict=True))
         if fresh.tokens != heard.tokens or far > (0 if heard.exact else BUSY_DISTANCE):
-            different.append((heard.client, len(heard.prompt), heard.exact, far, heard, fresh))
-        compared("greedy tokens with a fresh server's", len(heard.tokens))
-        compared("logprobs with a fresh server's", len(heard.tokens))
-    assert not different, (stretch.way, len(different), len(stretch.heard), different[:2])
+            same = sum(a == b for a, b in zip(fresh.tokens, heard.tokens, strict=True))
+            different.append(
+                f"{stretch.way}: {heard.client}, prompt of {len(heard.prompt)}, exact "
+                f"{heard.exact}: {same} of {len(heard.tokens)} tokens, logprobs off by {far:.4f}"
+            )
+    tokens = sum(len(heard.tokens) for heard in stretch.heard)
+    for what in ("greedy tokens", "logprobs"):
+        compared(f"{what} with a fresh server's", tokens)
     compared("answers after updates with a fresh server's", len(stretch.heard))
+    return different
