@@ -154,7 +154,7 @@ def test_an_engine_is_at_rest_only_if_every_rank_has_answered() -> None:
 
 def test_a_pause_that_keeps_caches_of_old_weights_is_refused() -> None:
     with serving({"/pause_generation": {}}) as (url, asked):
-        with pytest.raises(ConfigError, match="must be abort or retract .* got in_place"):
+        with pytest.raises(ConfigError, match=r"must be abort or retract .* got in_place"):
             TableRoutes(url, 1).pause(PauseMode.IN_PLACE, 5.0)
         assert asked == []
         with pytest.raises(PeerUnreachable, match="weights_checker"):

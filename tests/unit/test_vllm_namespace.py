@@ -1,0 +1,94 @@
+"""Blocks of vLLM's prefix cache are found by requests of one version of the weights alone.
+
+`tests/engines/test_vllm_caches.py` shows it on live servers; here is what requests are called.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+import pytest
+
+from windlass.engines.vllm.caches import Namespace
+from windlass.engines.vllm.extension import WindlassExtension
+from windlass.errors import ConfigError
+
+BLOCK = 4
+
+
+@dataclass
+class Request:
+    """Hashes its full blocks as vLLM does: a chain that begins with the salt."""
+
+    tokens: list[int]
+    cache_salt: str | None
+    block_hashes: list[bytes] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.update_block_hashes()
+
+    def update_block_hashes(self) -> None:
+        for begin in range(len(self.block_hashes) * BLOCK, len(self.tokens) - BLOCK + 1, BLOCK):
+            before = self.block_hashes[-1] if begin else (self.cache_salt or "").encode()
+            block = repr(self.tokens[begin : begin + BLOCK]).encode()
+            self.block_hashes.append(hashlib.sha256(before + block).digest())
+
+
+def asked(namespace: Namespace, own: str | None = None, *, count: int = 10) -> Request:
+    return Request(list(range(count)), namespace.salt(own))
+
+
+def test_requests_of_one_version_share_blocks_and_those_of_two_none() -> None:
+    namespace = Namespace()
+    first, second = asked(namespace), asked(namespace)
+    old = list(first.block_hashes)
+    namespace.enter(first)
+    assert first.block_hashes == second.block_hashes == old
+    namespace.begin()
+    assert not set(asked(namespace).block_hashes) & set(old)
+
+
+def test_what_waited_across_an_update_enters_the_new_version() -> None:
+    namespace = Namespace()
+    waited, old = asked(namespace), set(asked(namespace).block_hashes)
+    namespace.begin()
+    namespace.begin()
+    namespace.enter(waited)
+    assert waited.block_hashes == asked(namespace).block_hashes
+    assert not set(waited.block_hashes) & old
+
+
+@pytest.mark.parametrize("count", [BLOCK - 1, 2 * BLOCK + 1])
+def test_what_runs_across_an_update_caches_nothing_that_later_requests_find(count: int) -> None:
+    namespace = Namespace()
+    running = asked(namespace, count=count)
+    namespace.begin()
+    running.tokens = list(range(10))
+    running.update_block_hashes()
+    assert len(running.block_hashes) == 10 // BLOCK
+    assert not set(running.block_hashes) & set(asked(namespace).block_hashes)
+
+
+def test_salts_of_clients_keep_them_apart_in_every_version() -> None:
+    namespace = Namespace()
+    salts = (None, "a", "b")
+    waited = [asked(namespace, own) for own in salts]
+    namespace.begin()
+    for request in waited:
+        namespace.enter(request)
+    assert [request.block_hashes for request in waited] == [
+        asked(namespace, own).block_hashes for own in salts
+    ]
+    assert len({request.block_hashes[0] for request in waited}) == len(salts)
+
+
+def test_no_two_cores_share_a_namespace() -> None:
+    assert not set(asked(Namespace()).block_hashes) & set(asked(Namespace()).block_hashes)
+
+
+def test_a_worker_whose_core_began_no_namespace_is_not_paused() -> None:
+    with pytest.raises(ConfigError, match="must keep caches apart by version"):
+        WindlassExtension().windlass_at_rest("1.1")
+    with pytest.raises(ConfigError, match="must keep caches apart by version"):
+        WindlassExtension().windlass_hold("1.1", "1.0")
