@@ -16,7 +16,7 @@ import numpy.typing as npt
 from windlass.errors import UnsupportedLayout
 from windlass.execution.base import ParameterMemory
 from windlass.execution.bindings import DigestKind
-from windlass.execution.device_links import DIGEST_NBYTES, OWN_WORK_S
+from windlass.execution.device_links import OWN_WORK_S, WORDS_NBYTES
 from windlass.execution.parameters import check_described
 from windlass.layout.manifest import MAX_DIMS, Int64Array, ShardManifest
 from windlass.memory.digest import hash_strided, new_digest
@@ -129,7 +129,7 @@ class ReplicatedDigests:
         cut = [self._pieces(due, address, span) for span in spans]
         itemsizes = self._itemsizes[due.row[[span.start for span in spans]]]
         with ExitStack() as undo:
-            nbytes = len(spans) * DIGEST_NBYTES
+            nbytes = len(spans) * WORDS_NBYTES
             words = gpu.device.allocate(nbytes)
             undo.callback(gpu.device.free, words)
             gpu.device.clear(words, nbytes, gpu.stream)
@@ -141,7 +141,7 @@ class ReplicatedDigests:
                 stop = 0
                 for index in mine:
                     start, stop = stop, stop + len(cut[index])
-                    place = words + index * DIGEST_NBYTES
+                    place = words + index * WORDS_NBYTES
                     gpu.kernels.hash(table, gpu.stream, place, range(start, stop))
             try:
                 gpu.finish(OWN_WORK_S)
@@ -149,9 +149,8 @@ class ReplicatedDigests:
                 if gpu.is_late:
                     undo.pop_all()  # kernels may still read the tables
                 raise
-            return np.frombuffer(gpu.device.download(words, nbytes, gpu.stream), "<u8").reshape(
-                -1, 2
-            )
+            found = np.frombuffer(gpu.device.download(words, nbytes, gpu.stream), "<u8")
+            return found.reshape(len(spans), -1)[:, :2]
 
     def _pieces(self, due: DueBlocks, address: UInt64Array, span: range) -> npt.NDArray[np.void]:
         """The rows of a box's blocks, cut by sizes alone: every holder must cut alike."""
