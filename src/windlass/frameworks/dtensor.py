@@ -16,6 +16,7 @@ two differ in a mesh whose ranks do not ascend.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -24,6 +25,7 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -118,6 +120,12 @@ def _is_elsewhere(tensor: torch.Tensor) -> bool:
 
 def _box_of(name: str, tensor: DTensor, *, by_fsdp: bool) -> Box:
     mesh = tensor.device_mesh
+    # What FSDP2 cuts was distributed over no more than the other axis of two.
+    if mesh.ndim > (2 if by_fsdp else 1) and not _is_in_order(mesh):
+        raise UnsupportedLayout(
+            f"parameter {name!r}: along each axis all lines of its mesh must order their ranks alike, or "
+            f"torch distributes one part and gathers another, got {mesh.mesh.tolist()}"
+        )
     offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
     for dim, axes in _cut_order(name, tensor).items():
         for axis in axes:
@@ -131,6 +139,16 @@ def _box_of(name: str, tensor: DTensor, *, by_fsdp: bool) -> Box:
                     f"{tensor.placements}: torch reads uneven strided shards in two ways"
                 )
     return Box(tuple(offsets), tuple(sizes))
+
+
+@functools.lru_cache(maxsize=16)
+def _is_in_order(mesh: DeviceMesh) -> bool:
+    """Whether along each axis a rank's number in its group follows from its place on that axis alone."""
+    for axis in range(mesh.ndim):
+        numbers = mesh.mesh.argsort(dim=axis).argsort(dim=axis).transpose(0, axis).flatten(1)
+        if (numbers != numbers[:, :1]).any():
+            return False
+    return True
 
 
 def _cut_order(name: str, tensor: DTensor) -> dict[int, list[int]]:
