@@ -158,7 +158,7 @@ class TrainerAgent:
             reason = f"parameter {name!r} changed while its version was published"
             links = tuple(
                 LinkOutcome(link.destination, LinkStatus.FAILED, 0, "", reason)
-                if link.status is LinkStatus.OK
+                if link.status in (LinkStatus.OK, LinkStatus.FAILED)
                 else link
                 for link in links
             )
