@@ -7,6 +7,7 @@ import os
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -425,13 +426,13 @@ class OfOthers(torch.Tensor):
         return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)  # type: ignore[attr-defined,no-any-return]
 
     def __init__(self, inner: torch.Tensor) -> None:
-        self.inner = inner
+        self.made_of = inner
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: object, types: object, args: tuple[OfOthers, ...] = (), kwargs: object = None
-    ) -> OfOthers:
-        return OfOthers(args[0].inner)
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return OfOthers(args[0].made_of)
 
 
 def test_a_tensor_without_memory_of_its_own_is_refused_when_it_is_described() -> None:

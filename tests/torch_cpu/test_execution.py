@@ -18,6 +18,7 @@ from windlass.execution.sender import Sender
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
+from windlass.memory.arena import Arena
 from windlass.planning.planner import plan_transfer
 from windlass.transports.base import MemoryRegion, OneSidedTransport
 from windlass.transports.configs import CmaConfig
@@ -273,7 +274,7 @@ def test_a_bit_that_flipped_in_the_arena_is_healed_by_writing_again(dtype: DType
         for worker, sender in fleet.senders.items():
             sender.prepare()
             arena = sender._packer.arena
-            assert arena is not None
+            assert isinstance(arena, Arena)
             arena.bytes[3] ^= 1  # of the first link
             peers = sorted(fleet.receivers)
             sent = {link.destination: link.digest for link in sender.write(peers, 10.0).links}

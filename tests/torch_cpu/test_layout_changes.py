@@ -175,7 +175,9 @@ def reshape(model: Model) -> None:
 
 
 def rename(model: Model) -> None:
-    model.gate_of_old, model.gate = model.gate, torch.nn.Identity()
+    gate = model.gate
+    del model.gate
+    model.gate_of_old = gate
 
 
 def add_one(model: Model) -> None:
