@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +15,20 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
+from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from windlass.errors import UnsupportedLayout
+from windlass.errors import (
+    ConfigError,
+    ManifestError,
+    UnsupportedLayout,
+    WindlassError,
+)
 from windlass.frameworks.dtensor import (
     describe_module,
     held_tensors,
@@ -48,21 +59,27 @@ class TwoLayers(torch.nn.Module):
             parameter.data = distinct(*parameter.shape)
 
 
-def check_module(module: torch.nn.Module, full: dict[str, torch.Tensor]) -> None:
+def check_module(
+    module: torch.nn.Module, full: dict[str, torch.Tensor], *, gather: bool = True
+) -> None:
     for name, parameter in module.named_parameters():
-        check_parameter(parameter, full[name])
+        check_parameter(
+            parameter, full[name], gather=gather, by_fsdp=isinstance(module, FSDPModule)
+        )
 
 
-def check_parameter(parameter: torch.Tensor, full: torch.Tensor) -> None:
-    """The described box of the original tensor equals local memory, and torch agrees."""
-    shard = local_shard("w", parameter)
+def check_parameter(
+    parameter: torch.Tensor, full: torch.Tensor, *, gather: bool = True, by_fsdp: bool = False
+) -> None:
+    """The described box of the original tensor equals local memory, and `gather`: torch agrees."""
+    shard = local_shard("w", parameter, by_fsdp=by_fsdp)
     box = tuple(
         slice(offset, offset + size)
         for offset, size in zip(shard.box.offsets, shard.box.sizes, strict=True)
     )
     assert shard.global_shape == tuple(full.shape)
     assert torch.equal(full[box], local_tensor(parameter))
-    if isinstance(parameter, DTensor):
+    if gather and isinstance(parameter, DTensor):
         assert torch.equal(parameter.full_tensor(), full)
 
 
@@ -189,6 +206,109 @@ def check_gathered_parameters_are_not_mistaken_for_shards(mesh: DeviceMesh) -> N
     del mesh
 
 
+class Mixed(torch.nn.Module):
+    """Rows that are cut evenly, as torch needs it in a mesh that is not in order, and some that are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.even = torch.nn.Parameter(distinct(8, 12))
+        self.odd = torch.nn.Parameter(-distinct(7, 4))
+
+
+def check_meshes_that_do_not_ascend(mesh: DeviceMesh) -> None:
+    turned = DeviceMesh("cpu", [3, 1, 0, 2], mesh_dim_names=("dp",))
+    module = Mixed()
+    full = originals(module)
+    fully_shard(module, mesh=turned)
+    check_module(module, full)
+    for grid in ([[3, 1], [0, 2]], [[1, 0], [3, 2]], [[2, 3], [0, 1]]):
+        both = DeviceMesh("cpu", grid, mesh_dim_names=("dp", "tp"))
+        module = Mixed()
+        full = originals(module)
+        fully_shard(module, mesh=both)  # replicas of shards
+        check_module(module, full)
+        layers = TwoLayers(8, 12)
+        full = originals(layers)
+        parallelize_module(layers, both["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(layers, mesh=both["dp"])
+        # The shards are the oracle: `full_tensor` of torch 2.13 joins these in the order of the mesh.
+        check_module(layers, full, gather=False)
+        for placements in itertools.product((Replicate(), Shard(0), Shard(1)), repeat=2):
+            whole = distinct(8, 12)
+            tensor = distribute_tensor(whole, both, placements)
+            if grid[0] != [3, 1]:
+                check_parameter(tensor, whole)
+                continue
+            # 3 is the second of 0 and 3, and the second of 1 and 3; 1 the first of 1 and 2.
+            with pytest.raises(
+                UnsupportedLayout, match=r"parameter 'w': .* order their ranks alike"
+            ):
+                local_shard("w", tensor)
+    del mesh
+
+
+def check_uneven_shards_of_a_turned_mesh_are_exact_or_refused(mesh: DeviceMesh) -> None:
+    """Torch scatters by the rank in the group and takes the padding off by the place in the mesh."""
+    turned = DeviceMesh("cpu", [3, 1, 0, 2])
+    refused = 0
+    for rows in (5, 6, 7, 9, 10):
+        whole = distinct(rows, 3)
+        tensor = distribute_tensor(whole, turned, [Shard(0)])
+        try:
+            shard = local_shard("w", tensor)
+        except ManifestError:
+            refused += 1
+            continue
+        begin, end = shard.box.offsets[0], shard.box.ends[0]
+        assert torch.equal(whole[begin:end], tensor.to_local())
+    counts = torch.tensor([refused])
+    dist.all_reduce(counts)
+    assert int(counts) > 0
+    del mesh
+
+
+def check_another_shape_of_as_many_elements_is_refused(mesh: DeviceMesh) -> None:
+    tensor = DTensor.from_local(distinct(4, 3), mesh["tp"], [Shard(0)], run_check=False)
+    assert tuple(tensor.shape) == (8, 3)
+    tensor._local_tensor = distinct(3, 4)
+    with pytest.raises(ManifestError, match=r"parameter 'w': .* got shape \(3, 4\)"):
+        local_shard("w", tensor)
+
+
+def check_the_order_of_cuts_is_read(mesh: DeviceMesh) -> None:
+    whole = distinct(8, 4)
+    start = distribute_tensor(whole, mesh, [Replicate(), Replicate()])
+    spec = DTensorSpec(
+        mesh,
+        (Shard(0), Shard(0)),
+        tensor_meta=start._spec.tensor_meta,
+        shard_order=(ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),),
+    )
+    local = redistribute_local_tensor(start.to_local(), start._spec, spec)
+    tensor = DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+    check_parameter(tensor, whole)
+
+
+def check_a_mesh_without_this_rank_holds_nothing(mesh: DeviceMesh) -> None:
+    pair = DeviceMesh("cpu", [1, 3])
+    module = torch.nn.Linear(6, 4, bias=False)
+    whole = distinct(4, 6)
+    module.weight = torch.nn.Parameter(distribute_tensor(whole, pair, [Shard(0)]))
+    module.register_buffer("scale", distinct(3))
+    manifest = describe_module(module, f"trainer/{dist.get_rank()}", Role.TRAINER)
+    held = {shard.tensor: shard.box for shard in manifest.shards()}
+    assert held["scale"].sizes == (3,)
+    inside = dist.get_rank() in (1, 3)
+    assert ("weight" in held) == inside
+    assert len(parameter_addresses(module)) == len(manifest.parameters)
+    if inside:
+        begin, end = held["weight"].offsets[0], held["weight"].ends[0]
+        assert torch.equal(whole[begin:end], local_tensor(module.weight))
+    else:
+        assert local_shard("w", module.weight).box.numel == 0
+    del mesh
+
+
 CHECKS: dict[str, Callable[[DeviceMesh], None]] = {
     "tensor_parallel_then_fsdp": check_tensor_parallel_then_fsdp,
     "replicated_fsdp": check_replicated_fsdp,
@@ -198,6 +318,11 @@ CHECKS: dict[str, Callable[[DeviceMesh], None]] = {
     "gathered_parameters_are_not_mistaken": check_gathered_parameters_are_not_mistaken_for_shards,
     "any_placements": check_any_placements,
     "partial_is_refused": check_partial_is_refused,
+    "meshes_that_do_not_ascend": check_meshes_that_do_not_ascend,
+    "uneven_shards_of_a_turned_mesh": check_uneven_shards_of_a_turned_mesh_are_exact_or_refused,
+    "another_shape_of_as_many_elements": check_another_shape_of_as_many_elements_is_refused,
+    "the_order_of_cuts": check_the_order_of_cuts_is_read,
+    "a_mesh_without_this_rank": check_a_mesh_without_this_rank_holds_nothing,
 }
 
 
@@ -208,8 +333,8 @@ def run_rank(rank: int, store: str, failures: str) -> None:
     for name, check in CHECKS.items():
         try:
             check(mesh)
-        except AssertionError as error:
-            Path(failures, f"{name}.{rank}").write_text(str(error))
+        except (AssertionError, WindlassError, pytest.fail.Exception) as error:
+            Path(failures, f"{name}.{rank}").write_text("".join(traceback.format_exception(error)))
         dist.barrier()
     dist.destroy_process_group()
 
@@ -279,3 +404,76 @@ def test_a_name_map_leaves_out_what_it_maps_to_none() -> None:
     found = describe_module(block, "trainer/0", Role.TRAINER, name_map=keep)
     assert [spec.name for spec in found.tensors] == ["kept"]
     assert parameter_addresses(block, keep) == (block.get_buffer("bias_correction").data_ptr(),)
+
+
+def test_two_parameters_of_one_name_are_refused_and_one_object_of_two_is_not() -> None:
+    two = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
+
+    def same(name: str) -> str:
+        return name.removeprefix("a.").removeprefix("b.")
+
+    with pytest.raises(ConfigError, match=r"got 'a.weight' and 'b.weight' for 'weight'"):
+        describe_module(two, "trainer/0", Role.TRAINER, name_map=same)
+    two["b"] = two["a"]
+    assert len(describe_module(two, "trainer/0", Role.TRAINER, name_map=same).parameters) == 2
+
+
+class OfOthers(torch.Tensor):
+    """A subclass that is made of other tensors, as quantised ones are."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> OfOthers:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)  # type: ignore[attr-defined,no-any-return]
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.made_of = inner
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return OfOthers(args[0].made_of)
+
+
+def test_a_tensor_without_memory_of_its_own_is_refused_when_it_is_described() -> None:
+    module = torch.nn.Module()
+    module.register_buffer("values", OfOthers(distinct(4, 4)))
+    with pytest.raises(
+        UnsupportedLayout, match=r"'values'.* got a OfOthers without any of its own"
+    ):
+        describe_module(module, "trainer/0", Role.TRAINER)
+
+
+def test_parameters_with_gaps_are_described_and_read_and_written() -> None:
+    buffer = distinct(5, 8)
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(buffer[:, :6])
+    found = describe_module(module, "engine/0", Role.ENGINE)
+    assert found.parameters[0].nbytes == (4 * 8 + 6) * 4
+    assert found.parameters[0].padding_nbytes == 4 * 2 * 4
+    assert found.nbytes == 5 * 6 * 4
+
+
+@pytest.mark.parametrize("rows", [38, 50])
+def test_an_uneven_strided_shard_that_distribute_tensor_made_is_exact_or_refused(
+    rows: int,
+) -> None:
+    """One of 16 ranks has as many rows as FSDP2 would have given it, and others than those."""
+    whole, outcomes = distinct(rows, 2), []
+    for rank in range(16):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=16)
+        try:
+            mesh = init_device_mesh("cpu", (4, 4))
+            placements = [_StridedShard(0, split_factor=4), Shard(0)]
+            tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+            try:
+                box = local_shard("w", tensor).box
+            except (UnsupportedLayout, ManifestError) as error:
+                outcomes.append(type(error).__name__)
+                continue
+            rows_held = whole[box.offsets[0] : box.ends[0]]
+            assert torch.equal(rows_held, tensor.to_local()) or not box.numel
+            outcomes.append("exact")
+        finally:
+            dist.destroy_process_group()
+    assert set(outcomes) == {"exact", "UnsupportedLayout", "ManifestError"}

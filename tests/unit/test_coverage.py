@@ -18,7 +18,7 @@ from windlass.planning.intersect import intersect_boxes, make_atoms
 from windlass.planning.planner import plan_with_reports
 from windlass.testing.strategies import boxes
 
-SHAPE = (1, 1, 5, 4)
+SHAPE = (1, 1, 1, 5, 4)
 
 
 def columns(of: list[Box]) -> tuple[Int64Array, Int64Array]:

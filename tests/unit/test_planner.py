@@ -52,7 +52,7 @@ def test_contiguous_to_contiguous_is_one_direct_write() -> None:
     plan = plan_transfer([rank("t", FULL)], [rank("engine", FULL)])
     assert only(plan) == (CopyMode.DIRECT, Reason.CONTIGUOUS)
     assert plan.num_writes() == 1
-    assert plan.ops.sizes[0].tolist() == [1, 1, 1, ROWS * 64]
+    assert plan.ops.sizes[0].tolist() == [1, 1, 1, 1, ROWS * 64]
     assert plan.landing_nbytes == (0,)
 
 
@@ -85,12 +85,12 @@ def test_a_transposed_destination_is_row_major_in_the_plan() -> None:
     source = rank("t", FULL, strides=(2, 2 * ROWS))
     plan = plan_transfer([source], [rank("engine", FULL)])
     assert only(plan) == (CopyMode.PACKED, Reason.SOURCE_STRIDED)
-    assert plan.ops.dst_strides[0].tolist() == [0, 0, 128, 2]
-    assert plan.ops.src_strides[0].tolist() == [0, 0, 2, 2 * ROWS]
+    assert plan.ops.dst_strides[0].tolist() == [0, 0, 0, 128, 2]
+    assert plan.ops.src_strides[0].tolist() == [0, 0, 0, 2, 2 * ROWS]
     transposed = rank("engine", FULL, strides=(2, 2 * ROWS))
     plan = plan_transfer([rank("t", FULL)], [transposed])
     assert only(plan) == (CopyMode.PACKED, Reason.SOURCE_STRIDED)
-    assert plan.ops.sizes[0].tolist() == [1, 1, 64, ROWS]
+    assert plan.ops.sizes[0].tolist() == [1, 1, 1, 64, ROWS]
     assert only(plan_transfer([source], [transposed])) == (CopyMode.DIRECT, Reason.CONTIGUOUS)
 
 
@@ -134,7 +134,7 @@ def test_adjacent_copies_join_into_one_write() -> None:
     plan = plan_transfer(sides[:1], sides[1:])
     assert only(plan) == (CopyMode.DIRECT, Reason.CONTIGUOUS)
     assert plan.num_writes() == 1
-    assert plan.ops.sizes[0].tolist() == [1, 1, 1, 48]
+    assert plan.ops.sizes[0].tolist() == [1, 1, 1, 1, 48]
     assert plan.tensors[int(plan.ops.tensor[0])] == "e0"
 
 

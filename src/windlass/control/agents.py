@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import assert_never, final
 
 from windlass.config import P2pBackend, UpdateBackend, UpdateMode
@@ -46,7 +47,8 @@ from windlass.control.relay_messages import (
 )
 from windlass.errors import ConfigError, PeerUnreachable, ProtocolError, RoundAborted
 from windlass.execution.backends import receiver_for, sender_for
-from windlass.execution.base import ReceiverBackend, SenderBackend
+from windlass.execution.base import ReceiverBackend, SenderBackend, SendResult
+from windlass.execution.bindings import LinkOutcome, LinkStatus
 from windlass.execution.by_hand import HandDrivenReceiver
 from windlass.execution.device_receiver import DeviceReceiver
 from windlass.execution.one_sided import OneSidedReceiver, OneSidedSender
@@ -73,10 +75,13 @@ class TrainerAgent:
     Args:
         sender: one-sided writes; other backends read the same parameters.
         host: own address, that engines can reach, for backends that listen.
+        changed: see `TrainerClient`.
     """
 
-    def __init__(self, sender: Sender, *, host: str = "127.0.0.1") -> None:
-        self._one_sided, self._host = sender, host
+    def __init__(
+        self, sender: Sender, *, host: str = "127.0.0.1", changed: Callable[[], str] = str
+    ) -> None:
+        self._one_sided, self._host, self._changed = sender, host, changed
         self._backend: UpdateBackend = P2pBackend()
         self._sender: SenderBackend = sender_for(self._backend, sender, host)
         self._replicated = ReplicatedDigests(sender.manifest, sender.parameters)
@@ -102,14 +107,14 @@ class TrainerAgent:
                     return Prepared(digested)
             case Write():
                 sent = self._sender.write(command.version, command.destinations, command.deadline_s)
-                return Written(sent.links, sent.pack_s, sent.wire_s)
+                return self._written(sent)
             case ConnectRelay():
                 groups, bindings = command.groups, command.bindings
                 self._relaying().connect_relay(groups, bindings, command.addresses)
             case Feed():
                 place = epoch, round_number
                 sent = self._relaying().feed(place, command.destinations, command.deadline_s)
-                return Written(sent.links, sent.pack_s, sent.wire_s)
+                return self._written(sent)
             case Abort():
                 pass  # nothing to undo: the sender keeps no state of a round but packed bytes
             case (
@@ -145,6 +150,19 @@ class TrainerAgent:
             digested = self._replicated.take(command.turn, command.period)
             self._digested = command, digested.tobytes()
         return self._digested[1]
+
+    def _written(self, sent: SendResult) -> Written:
+        """A digest says that what was read has arrived, and not that all of it was of one version."""
+        links = sent.links
+        if not self._one_sided.has_replica and (name := self._changed()):
+            reason = f"parameter {name!r} changed while its version was published"
+            links = tuple(
+                LinkOutcome(link.destination, LinkStatus.FAILED, 0, "", reason)
+                if link.status in (LinkStatus.OK, LinkStatus.FAILED)
+                else link
+                for link in links
+            )
+        return Written(links, sent.pack_s, sent.wire_s)
 
     def _relaying(self) -> OneSidedSender:
         if not isinstance(self._sender, OneSidedSender):

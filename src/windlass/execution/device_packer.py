@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import final
@@ -84,7 +85,6 @@ class DevicePacker:
         )
         self._sources = np.zeros(0, np.uint64)
         self._words = 0
-        self._program: LinkProgram | None = None
         self._waves: dict[tuple[str, int], tuple[_Wave, ...]] = {}
 
     @property
@@ -143,17 +143,32 @@ class DevicePacker:
             self._words = 0
         self._slot.close()
 
-    @property
-    def digest(self) -> str:
-        """See `Packer`."""
-        if self._program is None:
-            raise PlanError("digest: no link was packed; pack one first")
-        digest, overflow = read_sent(self._gpu, self._words, self._program)
+    def _digest_of(self, program: LinkProgram) -> str:
+        """What kernels have noted since `_begin_digest`.
+
+        Raises:
+            TransferFailed: a cast overflowed.
+        """
+        digest, overflow = read_sent(self._gpu, self._words, program)
         if overflow:
             raise TransferFailed(overflow)
         return digest
 
-    def _begin_digest(self, program: LinkProgram) -> None:
+    def hash_links(
+        self,
+        links: Sequence[tuple[LinkProgram, Peer]],
+        pool: Executor,  # noqa: ARG002
+    ) -> tuple[str, ...]:
+        """See `Packer`. Packs as well, since the kernels that cast are those that hash."""
+        digests = []
+        for program, peer in links:
+            self._begin_digest()
+            for wave in self._ring_waves(program, peer):
+                self._run(wave)
+            digests.append(self._digest_of(program))
+        return tuple(digests)
+
+    def _begin_digest(self) -> None:
         """Also waits for what this process has queued on the GPU, such as an optimiser step.
 
         Raises:
@@ -164,7 +179,6 @@ class DevicePacker:
         if not self._words:
             self._words = device.allocate(WORDS_NBYTES)
         device.clear(self._words, WORDS_NBYTES, self._gpu.stream)
-        self._program = program
 
     def pack_link(self, program: LinkProgram, peer: Peer, offset: int) -> tuple[PackedLink, int]:
         """See `Packer`."""
@@ -172,13 +186,13 @@ class DevicePacker:
         if (program.peer, offset) not in self._waves:
             cut = self._cut(program, peer, (offset,), nbytes)
             self._waves[program.peer, offset] = _all_or_none(cut)
-        self._begin_digest(program)
+        self._begin_digest()
         writes: list[Pieces] = []
         for wave in self._waves[program.peer, offset]:
             self._run(wave)
             writes += batches(wave.writes)
         found = (*batches(self._direct(program, peer)), *writes)
-        return PackedLink(found, self.digest), offset + nbytes
+        return PackedLink(found, self._digest_of(program)), offset + nbytes
 
     def pack_ops(self, program: LinkProgram, offset: int) -> tuple[dict[int, int], int]:
         """Refused: relays hash in host memory, so the controller plans none for GPUs."""
@@ -186,8 +200,13 @@ class DevicePacker:
 
     def ring(self, program: LinkProgram, peer: Peer) -> Iterator[Pieces]:
         """See `Packer`."""
-        self._begin_digest(program)
+        self._begin_digest()
         yield from batches(self._direct(program, peer))
+        for wave in self._ring_waves(program, peer):
+            self._run(wave, direct=False)
+            yield from batches(wave.writes)
+
+    def _ring_waves(self, program: LinkProgram, peer: Peer) -> tuple[_Wave, ...]:
         if (program.peer, -1) not in self._waves:
             nbytes = self.nbytes // 2 & -ALIGNMENT
             offsets: tuple[int, ...] = (0, nbytes)
@@ -195,17 +214,16 @@ class DevicePacker:
                 nbytes, offsets = self.nbytes, (0,)  # of a link that is written again
             cut = self._cut(program, peer, offsets, nbytes)
             self._waves[program.peer, -1] = _all_or_none(cut)
-        for wave in self._waves[program.peer, -1]:
-            self._run(wave)
-            yield from batches(wave.writes)
+        return self._waves[program.peer, -1]
 
     def _direct(self, program: LinkProgram, peer: Peer) -> Pieces:
         return direct_pieces(program.direct, self._sources, peer.targets)
 
-    def _run(self, wave: _Wave) -> None:
+    def _run(self, wave: _Wave, *, direct: bool = True) -> None:
+        """Pack and hash; `direct`: hash what goes as it lies, too."""
         for table in wave.packed:
             self._gpu.kernels.put(table, self._gpu.stream, self._words)
-        for table in wave.direct:
+        for table in wave.direct if direct else ():
             self._gpu.kernels.hash(table, self._gpu.stream, self._words)
         self._gpu.finish(OWN_WORK_S)
 

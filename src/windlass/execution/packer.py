@@ -8,6 +8,7 @@ in plan order, those that go as they lie included.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Protocol, final
 
@@ -23,6 +24,7 @@ from windlass.execution.pieces import (
     UInt64Array,
     batches,
     direct_pieces,
+    hash_link,
     least_half,
     pack_op,
     packed_capacity,
@@ -106,12 +108,15 @@ class Packer(Protocol):
         """Free the arena. Idempotent."""
         ...
 
-    @property
-    def digest(self) -> str:
-        """Of the link that `ring` packed last, hex; once its last batch was given out.
+    def hash_links(
+        self, links: Sequence[tuple[LinkProgram, Peer]], pool: Executor
+    ) -> tuple[str, ...]:
+        """Digests of what links are to deliver, hex, from the parameters as they are.
+
+        The arena may be used; what was packed is gone. `pool`: runs what can run side by side.
 
         Raises:
-            TransferFailed: a cast overflowed.
+            TransferFailed: a cast overflows.
         """
         ...
 
@@ -128,7 +133,10 @@ class Packer(Protocol):
         ...
 
     def ring(self, program: LinkProgram, peer: Peer) -> Iterator[Pieces]:
-        """Batches that use the two halves in turn; at most one may be in flight between two."""
+        """Batches that use the two halves in turn; at most one may be in flight between two.
+
+        They are not hashed: what `hash_links` saw before anything was sent is what must arrive.
+        """
         ...
 
 
@@ -145,7 +153,6 @@ class HostPacker:
 
     def __init__(self, transport: OneSidedTransport, limit_nbytes: int) -> None:
         self._slot = ArenaSlot(lambda nbytes: Arena(transport, nbytes), limit_nbytes)
-        self._digest = new_digest()
         self.sources: UInt64Array = np.zeros(0, np.uint64)
 
     @property
@@ -182,10 +189,11 @@ class HostPacker:
         """See `Packer`."""
         self._slot.close()
 
-    @property
-    def digest(self) -> str:
+    def hash_links(
+        self, links: Sequence[tuple[LinkProgram, Peer]], pool: Executor
+    ) -> tuple[str, ...]:
         """See `Packer`."""
-        return self._digest.hexdigest()
+        return tuple(pool.map(lambda link: hash_link(link[0], self.sources), links))
 
     def pack_link(self, program: LinkProgram, peer: Peer, offset: int) -> tuple[PackedLink, int]:
         """See `Packer`."""
@@ -211,7 +219,6 @@ class HostPacker:
 
     def ring(self, program: LinkProgram, peer: Peer) -> Iterator[Pieces]:
         """See `Packer`."""
-        digest = self._digest = new_digest()
         yield from batches(self._direct(program, peer))
         half_nbytes = self.nbytes // 2 & -ALIGNMENT
         if half_nbytes < least_half(program) and self.holds((program,)):
@@ -222,13 +229,12 @@ class HostPacker:
         packed: list[tuple[int, int, int]] = []
         for op in program.ops:
             if op.is_direct:
-                self._hash_source(digest, op)
                 continue
             for part in split_op(op, half_nbytes):
                 if used + aligned(part.nbytes) > half_nbytes:
                     yield from batches(as_pieces(packed))
                     packed, half, used = [], 1 - half, 0
-                address = self._pack(part, half * half_nbytes + used, digest)
+                address = self._pack(part, half * half_nbytes + used, None)
                 packed.append((address, peer.address_of(part), part.nbytes))
                 used += aligned(part.nbytes)
         yield from batches(as_pieces(packed))

@@ -13,6 +13,7 @@ from windlass.errors import PlanError
 from windlass.execution.bind import BoundOp, DirectRuns, LinkProgram
 from windlass.layout.quantization import BLOCK, scale_shape
 from windlass.memory.arena import ALIGNMENT, aligned
+from windlass.memory.digest import hash_strided, new_digest
 from windlass.memory.packing import copy_strided, row_major_blocks
 from windlass.memory.quantize import pack_quantized
 from windlass.planning.plan import Transform
@@ -21,12 +22,15 @@ __all__ = [
     "Pieces",
     "batches",
     "direct_pieces",
+    "hash_link",
     "least_half",
     "pack_op",
     "packed_capacity",
     "split_op",
 ]
 
+SCRATCH_NBYTES = 1 << 20
+"""For casting before hashing: small enough to stay in cache in between."""
 WRITE_PIECES = 4096
 """Pieces per transport call: bounds a call, not its bytes."""
 
@@ -107,6 +111,33 @@ def pack_op(op: BoundOp, src_parameter: int, address: int) -> None:
         dst_dtype=op.dst_dtype,
         tensor=op.tensor,
     )
+
+
+def hash_link(program: LinkProgram, sources: UInt64Array) -> str:
+    """Digest what a link is to deliver, from host memory as it is; nothing is packed. From any thread.
+
+    Args:
+        program: of the link.
+        sources: where the parameters lie, in manifest order.
+    """
+    digest = new_digest()
+    limit = max(SCRATCH_NBYTES, least_half(program))
+    scratch: npt.NDArray[np.uint8] = np.empty(limit, np.uint8)
+    for op in program.ops:
+        parameter = int(sources[op.src_parameter])
+        if op.transform is Transform.NONE and op.src_dtype is op.dst_dtype:
+            hash_strided(
+                digest,
+                address=parameter + op.src_offset,
+                sizes=op.sizes,
+                strides_bytes=op.src_strides,
+                dtype=op.src_dtype,
+            )
+            continue
+        for part in split_op(op, limit):
+            pack_op(part, parameter, int(scratch.ctypes.data))
+            digest.update(scratch[: part.nbytes].data)
+    return digest.hexdigest()
 
 
 def split_op(op: BoundOp, limit: int) -> Iterator[BoundOp]:

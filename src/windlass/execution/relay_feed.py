@@ -111,9 +111,9 @@ class Feeds:
         """What was packed is there no more."""
         self._ready = {}
 
-    def is_planned(self, name: str) -> bool:
-        """Whether the plan has the link itself; other members have the bytes of the first."""
-        return name not in self._feeds or self._feeds[name].group.members[0] == name
+    def planned_for(self, name: str) -> str:
+        """The link of the plan that delivers what `name` gets: all members get what the first does."""
+        return self._feeds[name].group.members[0] if name in self._feeds else name
 
     def roots(self) -> tuple[str, ...]:
         """Members that are fed."""

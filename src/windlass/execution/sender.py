@@ -4,9 +4,13 @@ In come a plan part and the destinations' bindings (once), `prepare` and `write`
 `WriteBatch`es go to the transport, and a `LinkOutcome` with the link's digest to the coordinator.
 
 Two ways through the arena, chosen by its capacity alone. When everything that needs packing fits,
-`prepare` packs and hashes before the pause and `write` only writes. Otherwise the arena is a ring of
-two halves: one is packed while the other is on the wire. Bytes that go as they lie (DIRECT) never
-pass through it; with a replica (`execution/replica.py`) they are copied in `prepare` as well.
+`prepare` packs and hashes before the pause and `write` only writes. Otherwise `prepare` hashes what is
+to be sent, and the arena is a ring of two halves: one is packed while the other is on the wire. Bytes
+that go as they lie (DIRECT) never pass through it; with a replica (`execution/replica.py`) they are
+copied in `prepare` as well.
+
+Every digest is of the parameters as they were in `prepare`, and stays: what is read differently later,
+in the first write or in one that repeats it, does not verify and is never published.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import final
 
@@ -101,6 +105,9 @@ class Sender:
         self._read_in_place: tuple[int, ...] = ()
         self._first_link = 0
         self._ready: dict[str, PackedLink] = {}
+        self._digests: dict[str, str] = {}
+        self._offsets: dict[str, int] = {}
+        self._sent: set[str] = set()
         self._feeds = Feeds()
         self._pack_s = 0.0
 
@@ -162,8 +169,7 @@ class Sender:
             with self._lock:
                 self._replica.end()
                 # The weights may have changed while the last of them was copied and packed.
-                self._ready = {}
-                self._feeds.forget()
+                self._forget()
 
     def connect(self, plan: TransferPlan, bindings: Sequence[DestinationBinding]) -> None:
         """Bind a plan part (`TransferPlan.for_source`); allocates and registers the arena.
@@ -175,7 +181,8 @@ class Sender:
         """
         with self._lock:
             self._settle_doubt()
-            self._programs, self._ready, self._feeds = {}, {}, Feeds()
+            self._programs, self._feeds = {}, Feeds()
+            self._forget()
             index = check_part(self._manifest, plan.sources, plan.source_digests, "sources")
             programs = {program.peer: program for program in bind_links(plan, sending=True)}
             known = {binding.worker: binding for binding in bindings}
@@ -224,7 +231,7 @@ class Sender:
                 self._feeds.add(feed)
 
     def prepare(self, version: int | None = None) -> None:
-        """Pack and hash every link that the arena holds at once; nothing is sent.
+        """Hash every link, and pack them where the arena holds all at once; nothing is sent.
 
         Args:
             version: that it is for; None for the one that was begun last.
@@ -242,9 +249,10 @@ class Sender:
                 return
             began = time.perf_counter()
             self._settle_doubt()
-            self._ready = {}
-            self._feeds.forget()
-            programs = tuple(p for p in self._programs.values() if self._feeds.is_planned(p.peer))
+            self._forget()
+            programs = tuple(
+                p for p in self._programs.values() if self._feeds.planned_for(p.peer) == p.peer
+            )
             if self._packer.arena is None and not self._packer.holds(programs):
                 self._packer.fit(programs)  # it was parted with, and there was no room for another
             if replica is None:
@@ -253,12 +261,17 @@ class Sender:
                 self._packer.sources = replica.take(self._parameters.locate(()))
             if self._packer.holds(programs):
                 self._pack_all(programs)
+            else:
+                self._hash_all(programs)
             self._pack_s = time.perf_counter() - began
             if replica is not None:
                 replica.taken(version)
 
     def write(self, destinations: Sequence[str], deadline_s: float) -> SendResult:
         """Write the links to `destinations`. Idempotent.
+
+        What is written for a second time is packed again first, unless from a replica: the weights must
+        still have the digests of `prepare`, and the arena may have lost bits.
 
         Each rank begins with another destination, so that ranks which send to the same engines
         do not all begin with the same one. A link that could not begin before the deadline is
@@ -286,6 +299,7 @@ class Sender:
             deadline = Deadline.after(deadline_s, "write")
             began, arena = time.perf_counter(), self._packer.arena
             digests = {n: self._feeds.digest_of(n) for n in destinations if n in self._feeds}
+            self._sent.update(digests)
             roots = {
                 root: submit(self._pool, self._feed_root, root, place, deadline)
                 for root in self._feeds.roots()
@@ -315,7 +329,8 @@ class Sender:
             self._settle_doubt(renew=False)
             if self._replica is not None:
                 self._replica.close()
-            self._programs, self._ready, self._feeds = {}, {}, Feeds()
+            self._programs, self._feeds = {}, Feeds()
+            self._forget()
             self._packer.close()
             self._parameters.close()
 
@@ -333,8 +348,15 @@ class Sender:
         shift = self._first_link % max(len(destinations), 1)
         order = (*destinations[shift:], *destinations[:shift])
         pack_s, self._pack_s = self._pack_s, 0.0
-        ready = {name: found for name in order if (found := self._find_ready(name)) is not None}
+        lost = self._pack_again(name for name in order if name in self._sent)
+        self._sent.update(order)
+        ready = {
+            name: found
+            for name in order
+            if name not in lost and (found := self._find_ready(name)) is not None
+        }
         outcomes, wire_s = self._write_ready(ready, deadline)
+        outcomes |= lost
         for name in order:
             if name not in outcomes and self._replica is not None:
                 reason = (
@@ -356,17 +378,46 @@ class Sender:
         pieces = self._feeds.pieces_to(self._peers[name].binding)
         return PackedLink(tuple(batches(pieces)), digest)
 
+    def _forget(self) -> None:
+        """Nothing is prepared."""
+        self._ready, self._digests, self._offsets, self._sent = {}, {}, {}, set()
+        self._feeds.forget()
+
     def _pack_all(self, programs: Sequence[LinkProgram]) -> None:
         offset = 0
         for program in programs:
-            peer = program.peer
-            if peer in self._feeds:
-                packed, offset = self._packer.pack_ops(program, offset)
-                self._feeds.keep(peer, self._packer.sources, packed)
-            else:
-                self._ready[peer], offset = self._packer.pack_link(
-                    program, self._peers[peer], offset
-                )
+            self._offsets[program.peer] = offset
+            self._digests[program.peer], offset = self._pack(program, offset)
+
+    def _pack(self, program: LinkProgram, offset: int) -> tuple[str, int]:
+        """Pack and hash a link at `offset`; its digest, and where the next one may begin."""
+        peer = program.peer
+        if peer in self._feeds:
+            packed, after = self._packer.pack_ops(program, offset)
+            self._feeds.keep(peer, self._packer.sources, packed)
+            return self._feeds.digest_of(peer), after
+        self._ready[peer], after = self._packer.pack_link(program, self._peers[peer], offset)
+        return self._ready[peer].digest, after
+
+    def _hash_all(self, programs: Sequence[LinkProgram]) -> None:
+        links = [(program, self._peers[program.peer]) for program in programs]
+        digests = self._packer.hash_links(links, self._pool)
+        self._digests.update(zip((p.peer for p in programs), digests, strict=True))
+
+    def _pack_again(self, names: Iterable[str]) -> dict[str, LinkOutcome]:
+        """Before links are written again; outcomes of those whose parameters are others than before."""
+        lost: dict[str, LinkOutcome] = {}
+        if self._replica is not None:
+            return lost
+        found: dict[str, str] = {}
+        for name in names:
+            planned = self._feeds.planned_for(name)
+            if planned in self._offsets and planned not in found:
+                found[planned], _ = self._pack(self._programs[planned], self._offsets[planned])
+            if planned in found and found[planned] != self._digests[planned]:
+                reason = "the weights have changed since this version was prepared"
+                lost[name] = LinkOutcome(name, LinkStatus.FAILED, 0, "", reason)
+        return lost
 
     def _feed_root(self, root: str, place: Place, deadline: Deadline) -> int:
         """In a thread of the pool."""
@@ -410,6 +461,10 @@ class Sender:
 
     def _stream(self, name: str, deadline: Deadline) -> tuple[LinkOutcome, float, float]:
         """Pack one half of the arena while the other half is on the wire."""
+        digest = self._digests.get(self._feeds.planned_for(name))
+        if digest is None:
+            reason = "not prepared: nothing says what the weights of this version are"
+            return LinkOutcome(name, LinkStatus.FAILED, 0, "", reason), 0.0, 0.0
         ring = self._packer.ring(self._programs[name], self._peers[name])
         in_flight: Future[float] | None = None
         began, waited, wire_s = time.perf_counter(), 0.0, 0.0
@@ -421,7 +476,7 @@ class Sender:
                     waited += time.perf_counter() - paused
                 if batch is not None:
                     in_flight = submit(self._pool, self._write_batches, name, (batch,), deadline)
-            outcome = self._succeeded(name, self._packer.digest)
+            outcome = self._succeeded(name, digest)
         # The boundary of a link: whatever it meets, the outcomes of the other links must be told.
         except Exception as error:  # noqa: BLE001
             outcome = self._stopped(name, error, in_flight)
@@ -483,7 +538,7 @@ class Sender:
             self._replica.doubt()
             return
         if arena is not None and arena is self._packer.arena:
-            self._ready = {}
+            self._ready, self._offsets = {}, {}
             self._feeds.forget()
             try:
                 self._packer.abandon()

@@ -6,24 +6,18 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 import numpy as np
-import xxhash
 
 from windlass.errors import PlanError
 from windlass.execution.base import ParameterMemory
-from windlass.execution.bind import BoundOp, LinkProgram, bind_links, check_destinations, check_part
+from windlass.execution.bind import LinkProgram, bind_links, check_destinations, check_part
 from windlass.execution.bindings import DestinationBinding, LinkOutcome, LinkStatus
 from windlass.execution.parameters import check_described
-from windlass.execution.pieces import split_op
+from windlass.execution.pieces import hash_link
 from windlass.layout.manifest import ShardManifest
-from windlass.memory.digest import hash_strided, new_digest
-from windlass.memory.packing import copy_strided
 from windlass.planning.plan import TransferPlan
 from windlass.transports.cuda.driver import gpu_of
 
 __all__ = ["SourceMemory", "failed_links", "refuse_gpu_memory", "refuse_transforms"]
-
-SCRATCH_NBYTES = 1 << 20
-"""For casting before hashing."""
 
 
 def refuse_transforms(worker: str, plan: TransferPlan) -> None:
@@ -112,12 +106,9 @@ class SourceMemory:
 
     def hash_links(self) -> None:
         """Digest what every link delivers, from the parameters as they are."""
-        scratch = bytearray(SCRATCH_NBYTES)
+        sources = np.array(self._addresses, np.uint64)
         for peer, program in self.programs.items():
-            digest = new_digest()
-            for op in program.ops:
-                self._hash(digest, op, scratch)
-            self._digests[peer] = digest.hexdigest()
+            self._digests[peer] = hash_link(program, sources)
 
     def delivered(self, destinations: Sequence[str]) -> tuple[LinkOutcome, ...]:
         """What is said of links that delivered what `hash_links` saw."""
@@ -129,27 +120,3 @@ class SourceMemory:
     def check_destinations(self, destinations: Sequence[str]) -> None:
         """See `bind.check_destinations`."""
         check_destinations(self.programs, destinations)
-
-    def _hash(self, digest: xxhash.xxh3_128, op: BoundOp, scratch: bytearray) -> None:
-        if op.src_dtype is op.dst_dtype:
-            hash_strided(
-                digest,
-                address=self._addresses[op.src_parameter] + op.src_offset,
-                sizes=op.sizes,
-                strides_bytes=op.src_strides,
-                dtype=op.src_dtype,
-            )
-            return
-        address = int(np.frombuffer(scratch, np.uint8).ctypes.data)
-        for part in split_op(op, SCRATCH_NBYTES):
-            copy_strided(
-                sizes=part.sizes,
-                src_address=self._addresses[part.src_parameter] + part.src_offset,
-                src_strides=part.src_strides,
-                src_dtype=part.src_dtype,
-                dst_address=address,
-                dst_strides=part.packed_strides,
-                dst_dtype=part.dst_dtype,
-                tensor=part.tensor,
-            )
-            digest.update(memoryview(scratch)[: part.nbytes])

@@ -43,8 +43,8 @@ __all__ = [
     "contiguous_strides",
 ]
 
-MANIFEST_SCHEMA_VERSION = 2
-MAX_DIMS = 4
+MANIFEST_SCHEMA_VERSION = 3
+MAX_DIMS = 5
 
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]

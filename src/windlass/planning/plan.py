@@ -31,7 +31,7 @@ __all__ = [
     "Transform",
 ]
 
-PLAN_SCHEMA_VERSION = 2
+PLAN_SCHEMA_VERSION = 3
 
 DTYPES = tuple(DType)
 """`OpTable.src_dtype` and `dst_dtype` are indices into this tuple."""

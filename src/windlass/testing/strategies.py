@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
-from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
+from windlass.layout.manifest import MAX_DIMS, ManifestBuilder, Role, ShardManifest
 
 __all__ = ["Fleet", "Placement", "boxes", "fleets", "grids", "placements", "shapes"]
 
@@ -35,7 +35,7 @@ class Placement:
     strides: tuple[int, ...]
 
 
-def shapes(max_dims: int = 4, max_size: int = 7) -> st.SearchStrategy[tuple[int, ...]]:
+def shapes(max_dims: int = MAX_DIMS, max_size: int = 7) -> st.SearchStrategy[tuple[int, ...]]:
     """Tensor shapes of 1 to `max_dims` dims."""
     dims = st.lists(st.integers(1, max_size), min_size=1, max_size=max_dims)
     return dims.map(tuple)

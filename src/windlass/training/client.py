@@ -112,6 +112,8 @@ class TrainerClient:
 
     Args:
         manifest: of this rank. parameters: where its parameters lie now, in manifest order.
+        changed: names a parameter that has changed since they were asked for, or nothing; asked when they
+            were sent, unless from a replica: what was sent then counts as not sent.
         transport: owned by the client from here on.
         controller: address. token: secret. group: name of the trainer job.
         rank, world_size: in that job. arena_nbytes: see `Sender`.
@@ -134,6 +136,7 @@ class TrainerClient:
         *,
         manifest: ShardManifest,
         parameters: Callable[[], Sequence[ParameterMemory]],
+        changed: Callable[[], str] = str,
         transport: OneSidedTransport,
         controller: str,
         token: str,
@@ -165,7 +168,9 @@ class TrainerClient:
             )
             undo.callback(self._sender.close)
             self._background = ThreadPoolExecutor(1, "windlass-publish")
-            self._agent = agent = TrainerAgent(self._sender, host=own_address(controller))
+            self._agent = agent = TrainerAgent(
+                self._sender, host=own_address(controller), changed=changed
+            )
             undo.callback(agent.close)
             hello = Hello(
                 protocol_version=PROTOCOL_VERSION,
@@ -393,6 +398,7 @@ def connect_described(
     return TrainerClient(
         manifest=described.manifest,
         parameters=described.parameters,
+        changed=described.tensors.changed,
         transport=create_transport(transport, towards=controller, memory_at=described.memory_at),
         controller=controller,
         token=token,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from windlass.execution.base import ParameterMemory
-from windlass.frameworks.dtensor import NameMap, describe_module, parameter_extents
+from windlass.frameworks.dtensor import LiveTensors, NameMap, describe_module, own_tensors
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS, StackedRule
 from windlass.transports.cuda.driver import gpu_of
@@ -21,15 +21,23 @@ __all__ = ["DescribedTrainer", "describe_trainer", "step_stream"]
 class DescribedTrainer:
     """One rank: what it holds, where it lies, and which rank it is.
 
-    `parameters` is called anew for every update, because offloading rebinds storage. `make_whole`: see
-    `TrainerClient.make_whole`.
+    Its parameters are asked for anew for every update, because offloading rebinds storage. `make_whole`:
+    see `TrainerClient.make_whole`.
     """
 
     manifest: ShardManifest
-    parameters: Callable[[], tuple[ParameterMemory, ...]]
+    tensors: LiveTensors
     rank: int
     world_size: int
     make_whole: Callable[[], None] | None = None
+
+    def parameters(self) -> tuple[ParameterMemory, ...]:
+        """Where they lie now, in manifest order.
+
+        Raises:
+            PlanError: they have another layout than when they were described.
+        """
+        return tuple(ParameterMemory(*memory) for memory in self.tensors.locate())
 
     @property
     def memory_at(self) -> int:
@@ -63,8 +71,5 @@ def describe_trainer(
         module, f"{group}/{rank}", Role.TRAINER, name_map=name_map, stacked=stacked
     )
 
-    def parameters() -> tuple[ParameterMemory, ...]:
-        extents = parameter_extents(module, name_map)
-        return tuple(ParameterMemory(address, nbytes) for address, nbytes in extents)
-
-    return DescribedTrainer(manifest, parameters, rank, world_size)
+    tensors = LiveTensors((module,), lambda: own_tensors(module, name_map))
+    return DescribedTrainer(manifest, tensors, rank, world_size)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,8 +21,8 @@ from megatron.core.distributed import (
 )
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from windlass.errors import ConfigError, ManifestError, PlanError, UnsupportedLayout
-from windlass.execution.base import ParameterMemory
+from windlass.errors import ConfigError, ManifestError, UnsupportedLayout
+from windlass.frameworks.dtensor import HeldTensor, LiveTensors, check_memory, refuse_freed
 from windlass.frameworks.dtypes import dtype_of
 from windlass.layout.manifest import ManifestBuilder, Role
 from windlass.layout.naming.place import Coords, Geometry, place
@@ -132,13 +131,20 @@ def describe_megatron_trainer(
     tied = bool(_unwrap(chunks[0]).share_embeddings_and_output_weights)
     rank = dist.get_rank()
     builder = ManifestBuilder(f"{group}/{rank}", Role.TRAINER)
-    readers: list[Callable[[], torch.Tensor]] = []
     holds_embedding = False
-    for name, memory in _memories(chunks, use_main_params, tuple(ignore)):
-        tensor = memory()
-        if type(tensor) is not torch.Tensor:
+
+    def walk() -> list[HeldTensor]:
+        return [
+            HeldTensor(name, name, tensor, by_fsdp=False)
+            for name, tensor in _held(chunks, use_main_params, tuple(ignore))
+        ]
+
+    for held in walk():
+        name, tensor = held.name, held.tensor
+        check_memory(name, tensor)
+        if type(tensor.detach()) is not torch.Tensor:
             raise UnsupportedLayout(
-                f"parameter {name!r} must be a plain tensor, got {type(tensor).__name__}: values that "
+                f"parameter {name!r} must be a plain tensor, got {type(tensor.detach()).__name__}: values that "
                 "are held in another form than their dtype says (fp8 with scales) have no naming table"
             )
         if not tensor.is_contiguous():
@@ -164,20 +170,11 @@ def describe_megatron_trainer(
                 offset_bytes=shard.offset * itemsize,
                 strides_bytes=tuple(step * itemsize for step in shard.strides),
             )
-        readers.append(memory)
     if tied and holds_embedding:
         builder.add_alias(_HEAD, _EMBEDDING)
-
-    manifest = builder.build()
-
-    def parameters() -> tuple[ParameterMemory, ...]:
-        tensors = [read() for read in readers]
-        for spec, tensor in zip(manifest.parameters, tensors, strict=True):
-            _refuse_freed(spec.name, tensor)
-        return tuple(ParameterMemory(tensor.data_ptr(), tensor.nbytes) for tensor in tensors)
-
+    tensors = LiveTensors(chunks, walk)
     return DescribedTrainer(
-        manifest, parameters, rank, dist.get_world_size(), lambda: make_whole(chunks)
+        builder.build(), tensors, rank, dist.get_world_size(), lambda: make_whole(chunks)
     )
 
 
@@ -199,7 +196,7 @@ def make_whole(model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
     """
     for chunk in _lazily_gathered(_chunks_of(model)):
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-            _refuse_freed("of a parameter buffer", buffer.param_data)
+            refuse_freed("of a parameter buffer", buffer.param_data)
         chunk.start_param_sync(force_sync=True)
 
 
@@ -248,13 +245,6 @@ def _refuse_wrappers(chunks: Sequence[torch.nn.Module]) -> None:
             )
 
 
-def _refuse_freed(name: str, tensor: torch.Tensor) -> None:
-    """Raises PlanError for a tensor whose storage its owner has freed (offloaded, for example)."""
-    reach = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
-    if tensor.numel() and tensor.untyped_storage().nbytes() < reach:
-        raise PlanError(f"parameter {name!r}: its memory is freed; load it back before publishing")
-
-
 def megatron_coords() -> Coords:
     """This rank on the axes that cut parameters, from Megatron's own state."""
     return Coords(
@@ -273,54 +263,38 @@ def megatron_coords() -> Coords:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _MainParam:
-    """Reads the optimizer's fp32 copy of a parameter."""
-
-    name: str
-    parameter: torch.Tensor
-
-    def __call__(self) -> torch.Tensor:
-        extra = self.parameter.__dict__
-        if extra.get("main_param_sharded"):
-            raise UnsupportedLayout(
-                f"use_main_params: parameter {self.name!r}: the distributed optimizer holds flat "
-                "ranges of it, which are no box of a tensor; publish the model parameters"
-            )
-        main: torch.Tensor | None = extra.get("main_param")
-        if main is None and self.parameter.dtype is not torch.float32:
-            raise UnsupportedLayout(
-                f"use_main_params: parameter {self.name!r} has no fp32 copy; call after the "
-                "optimizer is made, with bf16 or fp16 set in its configuration"
-            )
-        return self.parameter.detach() if main is None else main.detach()
+def _main_param(name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """The optimizer's fp32 copy of a parameter."""
+    extra = parameter.__dict__
+    if extra.get("main_param_sharded"):
+        raise UnsupportedLayout(
+            f"use_main_params: parameter {name!r}: the distributed optimizer holds flat "
+            "ranges of it, which are no box of a tensor; publish the model parameters"
+        )
+    main: torch.Tensor | None = extra.get("main_param")
+    if main is None and parameter.dtype is not torch.float32:
+        raise UnsupportedLayout(
+            f"use_main_params: parameter {name!r} has no fp32 copy; call after the "
+            "optimizer is made, with bf16 or fp16 set in its configuration"
+        )
+    return parameter if main is None else main
 
 
-@dataclass(frozen=True, slots=True)
-class _ModelParam:
-    """Reads a parameter or a buffer."""
-
-    tensor: torch.Tensor
-
-    def __call__(self) -> torch.Tensor:
-        return self.tensor.detach()
-
-
-def _memories(
+def _held(
     chunks: Sequence[torch.nn.Module], use_main_params: bool, ignore: tuple[str, ...]
-) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
-    """Global name and memory of everything that a checkpoint holds, chunk by chunk."""
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Global name and tensor of everything that a checkpoint holds, chunk by chunk."""
     for chunk in map(_unwrap, chunks):
         numbers = _layer_numbers(chunk)
         for local_name, parameter in chunk.named_parameters():
             name = _global_name(local_name, numbers)
             if not name.startswith(ignore):
                 main = use_main_params and parameter.requires_grad
-                yield name, _MainParam(name, parameter) if main else _ModelParam(parameter)
+                yield name, _main_param(name, parameter) if main else parameter
         for local_name, buffer in chunk.named_buffers():
             name = _global_name(local_name, numbers)
             if name.endswith(_BUFFERS) and not name.startswith(ignore):
-                yield name, _ModelParam(buffer)
+                yield name, buffer
 
 
 def _wrappers(chunk: torch.nn.Module) -> Iterator[torch.nn.Module]:
