@@ -412,6 +412,7 @@ def _conversation(
             wire=wire,
             url=url,
             served_version=-1 if engine is None else engine.served_version,
+            lineage="" if engine is None else engine.lineage,
             tainted=engine is not None and engine.tainted,
             can_send=engine is not None,
         )

@@ -111,6 +111,7 @@ class Rig:
         self.loop = loop
         config = ControlConfig(mode=mode, max_rewrites=0, deadlines=PhaseDeadlines(write_s=WRITE_S))
         self.coordinator = Coordinator(config)
+        self.coordinator._spent = VERSION  # as its journal may say: engines settle it
         self.writes: list[tuple[float, str]] = []
         self.on_write: Callable[[str], LinkStatus | None] = lambda _donor: LinkStatus.OK
         self.make: Callable[[Rig, str], Socket] = Socket
@@ -123,7 +124,9 @@ class Rig:
 
     async def join(self, name: str, served: int = VERSION, incarnation: str = "first") -> Socket:
         socket = self.make(self, name)
-        hello = hello_of(name, served, incarnation)
+        hello = msgspec.structs.replace(
+            hello_of(name, served, incarnation), lineage=self.coordinator.lineage
+        )
         session = await self.coordinator.admit(hello, cast("web.WebSocketResponse", socket))
         socket.session = session
         await self.coordinator.admitted(session)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import numpy as np
 import pytest
 
@@ -646,13 +647,80 @@ async def test_a_restarted_controller_knows_what_is_published_and_agents_find_it
         await rig.close_agents()
 
 
-async def test_a_controller_without_a_journal_learns_what_engines_serve() -> None:
+async def test_a_controller_without_a_journal_learns_from_its_trainers_what_is_published() -> None:
     async with FakeFleet() as rig:
-        await rig.add_engine("a", served_version=6)
-        assert rig.routable == {"a": 6}
+        await rig.start({"a": 1})
+        await rig.publish(6)
+        run = rig.coordinator.lineage
+        await rig.close_controller()
+        async with FakeFleet(port=rig.port) as second:
+            second.fabric = rig.fabric
+            await second.add_engine("x", served_version=9, lineage="another run")
+            await second.add_engine("y", served_version=6, lineage=run)
+            await second.coordinator.wait_for_fleet(num_trainers=2, engines=("a",), deadline_s=20)
+            assert second.coordinator.published_version == 6
+            assert second.routable == {"y": 6}
+            assert second.coordinator.lineage != run
+            assert "stale version" in (await rig.publish(6)).reason
+            assert (await rig.publish(7)).outcome is RoundOutcome.PUBLISHED
+            assert second.routable == {"a": 7, "x": 7, "y": 7}
+        await rig.close_agents()
+
+
+async def test_an_engine_alone_is_not_believed() -> None:
+    async with FakeFleet() as rig:
+        await rig.add_engine("a", served_version=10**15, lineage="of nobody knows what")
+        assert rig.coordinator.published_version == -1
+        assert rig.routable == {}
         await rig.start({"b": 1})
-        assert "stale version" in (await rig.publish(6)).reason
-        assert (await rig.publish(7)).outcome is RoundOutcome.PUBLISHED
+        assert (await rig.publish(0)).outcome is RoundOutcome.PUBLISHED
+        assert rig.routable == {"a": 0, "b": 0}
+        await rig.add_engine("c", served_version=0, lineage="of nobody knows what")
+        assert "c" not in rig.routable
+
+
+async def test_trainers_of_another_run_are_refused_where_a_journal_says_which_run_this_is(
+    tmp_path: Path,
+) -> None:
+    async with FakeFleet(journal_path=tmp_path / "first") as rig:
+        await rig.start({"a": 1})
+        await rig.publish(6)
+        await rig.close_controller()
+        async with FakeFleet(journal_path=tmp_path / "second", port=rig.port) as second:
+            with pytest.raises(ProtocolError, match="has trained for run"):
+                await rig.announce("trainer/0", 7)
+            assert second.coordinator.published_version == -1
+        await rig.close_agents()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"epoch": 2**64 - 1}, r"epoch must be in \[0, 2\^53\), got 18446744073709551615"),
+        ({"epoch": 2**53}, r"epoch must be in"),
+        ({"epoch": 2**40}, r"epoch must be at most 1048576 above that of this controller, 1, got"),
+        ({"round": 2**64 - 1}, r"round must be in"),
+        ({"served_version": 2**53}, r"served_version must be in \[-1, 2\^53\)"),
+        ({"served_version": -2}, r"served_version must be in"),
+    ],
+)
+async def test_numbers_that_no_controller_has_counted_to_are_refused(
+    wrong: dict[str, int], says: str
+) -> None:
+    async with FakeFleet() as rig:
+        hello = msgspec.structs.replace(fake_hello(engine_manifest("e/0", 2), group="e"), **wrong)
+        async with (
+            aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as http,
+            http.ws_connect(f"{rig.server.url}/v1/agents") as socket,
+        ):
+            await socket.send_bytes(encode(hello))
+            refused = decode_controller_frame(await socket.receive_bytes())
+        assert isinstance(refused, Refused)
+        assert re.search(says, refused.message)
+        assert refused.final
+        await rig.start({"a": 1})
+        assert "must be < 2^53" in (await rig.publish(2**53)).reason
+        assert (await rig.publish(2**40)).outcome is RoundOutcome.PUBLISHED
 
 
 @pytest.mark.parametrize(("served", "published"), [(5, 5), (4, 4), (9, 4)])
@@ -752,7 +820,7 @@ async def test_an_agent_answers_a_repeated_command_from_memory_and_refuses_old_o
         socket = web.WebSocketResponse()
         await socket.prepare(request)
         await socket.receive_bytes()
-        await socket.send_bytes(encode(Welcome(1)))
+        await socket.send_bytes(encode(Welcome(1, "run")))
         for envelope in envelopes:
             await socket.send_bytes(encode(envelope))
         for _ in envelopes:

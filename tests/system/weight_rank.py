@@ -34,6 +34,7 @@ from windlass.transports.base import OneSidedTransport, WriteBatch
 from windlass.transports.configs import parse_transport
 from windlass.transports.registry import create_transport
 
+PER_RUN = 20
 ROW_PARALLEL = {"down"}
 """Cut along dim 1 in the engines: strided on both sides."""
 
@@ -184,6 +185,8 @@ class RankSettings:
     can_send: bool = False
     arena_nbytes: int = 0
     fault: str = ""
+    run: int = 0
+    """Runs train other weights: version v of run r is `truth(v + PER_RUN * r)`."""
 
 
 def run_engine(pipe: Connection, settings: RankSettings) -> None:
@@ -216,11 +219,10 @@ def run_engine(pipe: Connection, settings: RankSettings) -> None:
     with client:
         pipe.send("ready")
         while pipe.recv() is not None:
-            held = "mixed"
-            for version in range(8):
-                whole = part.of(version)
-                if all(np.array_equal(memory[name], whole[name]) for name in memory):
-                    held = str(version)
+            held, version = "mixed", (int(memory["embed"].flat[0]) - 1) // 1_000_000
+            whole = part.of(version)
+            if all(np.array_equal(memory[name], whole[name]) for name in memory):
+                held = str(version)
             if all((m == -1).all() for m in memory.values()):
                 held = "untouched"
             agent = client.agent
@@ -247,7 +249,7 @@ def run_trainer(pipe: Connection, settings: RankSettings) -> None:
     pipe.send("ready")
     with client:
         while (version := pipe.recv()) is not None:
-            for name, values in part.of(version).items():
+            for name, values in part.of(version + PER_RUN * settings.run).items():
                 memory[name][...] = values
             before = transport.nbytes
             try:

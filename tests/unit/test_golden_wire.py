@@ -108,11 +108,11 @@ def from_controllers() -> dict[str, bytes]:
         "pause": Pause(PauseMode.IN_PLACE, 30.0),
         "write": Write(3, ("engine-a/0",), 120.0),
         "verify": Verify(3, {"trainer/0": "0" * 32}),
-        "publish": Publish(3, 25.0),
+        "publish": Publish(3, 25.0, "00ff"),
         "abort": Abort("why", tainted=True, deadline_s=25.0),
     }
     frames = {name: encode(Envelope(1, 2, 3, command)) for name, command in commands.items()}
-    return frames | {"welcome": encode(Welcome(7)), "report": encode(report)}
+    return frames | {"welcome": encode(Welcome(7, "00ff")), "report": encode(report)}
 
 
 def everything() -> dict[str, str]:

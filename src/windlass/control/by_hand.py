@@ -66,6 +66,11 @@ REMEMBERED = 4096
 class HandDrivenOwner(Protocol):
     """What the coordinator lends."""
 
+    @property
+    def lineage(self) -> str:
+        """Of the run whose versions are published."""
+        ...
+
     async def begin_by_hand(
         self,
     ) -> tuple[tuple[int, int], dict[str, Group], dict[str, AgentSession]]:
@@ -331,7 +336,8 @@ class HandDrivenUpdates:
             if reason:
                 await self._abort(update, reason)
                 return CallbackAnswer()
-            for command in (Apply(version), Publish(version, time_to_act_s(deadline_s))):
+            publish = Publish(version, time_to_act_s(deadline_s), self._owner.lineage)
+            for command in (Apply(version), publish):
                 ranks = update.ranks({*away, *mixed})
                 results = await self._call(update, ranks, command, deadline_s)
                 mixed |= update.blame(_unlike(results, Done))

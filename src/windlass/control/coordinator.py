@@ -38,12 +38,14 @@ from windlass.control.fleet import EngineInfo, Fleet, Group, Identity
 from windlass.control.gateway import serve_agent
 from windlass.control.journal import Journal, JournalKind
 from windlass.control.messages import (
+    MAX_COUNT,
     Announce,
     Hello,
     Refused,
     Reply,
     RoundOutcome,
     UpdateReport,
+    Welcome,
     Withdraw,
 )
 from windlass.control.resumes import Resumes
@@ -61,6 +63,8 @@ __all__ = ["Coordinator", "EngineInfo"]
 _log = logging.getLogger(__name__)
 MAX_LATE = 2
 KEPT_LATE = 1024
+MAX_EPOCHS_AHEAD = 1 << 20
+"""By which agents may be ahead of what a controller knows: bindings are not recorded."""
 
 
 @final
@@ -89,13 +93,14 @@ class Coordinator(HandDrivenGate):
         self._config = config
         self._planner = planner
         self._journal = Journal(journal_path)
-        # Without a past of its own it believes what engines say they serve.
-        self._remembers = self._journal.remembers
         self._round = self._journal.last_round
         self._published = self._journal.published_version
         self._spent = self._journal.spent_version
         self._epoch = self._journal.start()
+        self._lineage = self._journal.lineage
         self._fleet = Fleet(self._journal.poisoned)
+        self._fleet.lineage = self._lineage
+        self._has_bound = False
         self._sessions: dict[str, AgentSession] = {}
         self._announcements = Announcements()
         self._binding: Binding | None = None
@@ -197,10 +202,12 @@ class Coordinator(HandDrivenGate):
         return web.json_response(self.status())
 
     async def _serve_agent(self, request: web.Request) -> web.StreamResponse:
-        return await serve_agent(request, self, self._config, self._epoch)
+        welcome = Welcome(self._epoch, self._lineage)
+        return await serve_agent(request, self, self._config, welcome)
 
     async def admit(self, hello: Hello, socket: web.WebSocketResponse) -> AgentSession:
         """See `AgentOwner.admit`."""
+        self._check_past(hello)
         old = self._sessions.get(hello.worker)
         if old is not None and old.agent.hello.incarnation == hello.incarnation:
             # The process noticed before we did that its connection had broken.
@@ -213,13 +220,50 @@ class Coordinator(HandDrivenGate):
         self._learn(hello)
         return session
 
+    def _check_past(self, hello: Hello) -> None:
+        """What an agent says of earlier controllers must be possible.
+
+        Raises:
+            ProtocolError: it is not, or it is of a trainer rank of another run.
+        """
+        for name, value, least in (
+            ("epoch", hello.epoch, 0),
+            ("round", hello.round, 0),
+            ("served_version", hello.served_version, -1),
+        ):
+            if not least <= value <= MAX_COUNT:
+                raise ProtocolError(
+                    f"{hello.worker}: {name} must be in [{least}, 2^53), got {value}"
+                )
+        if hello.epoch > self._epoch + MAX_EPOCHS_AHEAD:
+            raise ProtocolError(
+                f"{hello.worker}: epoch must be at most {MAX_EPOCHS_AHEAD} above that of this "
+                f"controller, {self._epoch}, got {hello.epoch}"
+            )
+        ours = hello.lineage in {"", self._lineage}
+        if hello.role is Role.TRAINER and not ours and self._journal.is_kept:
+            raise ProtocolError(
+                f"{hello.worker}: has trained for run {hello.lineage}, the journal of this "
+                f"controller is of run {self._lineage}: start the trainers anew, or the controller "
+                "with the journal of that run"
+            )
+
     def _learn(self, hello: Hello) -> None:
-        """An engine that serves a version which may have been published proves that it was."""
-        known = hello.served_version <= self._spent or not self._remembers
-        if hello.served_version > self._published and known and not hello.tainted:
-            _log.info("%s serves version %s: it is published", hello.worker, hello.served_version)
-            self._published = hello.served_version
-            self._spent = max(self._spent, self._published)
+        """What may have been published in this run and is served was published.
+
+        Nobody but its trainers is believed by a controller that has no journal, and those only
+        until something is bound: an engine may be of any run.
+        """
+        version = hello.served_version
+        if hello.lineage == self._lineage:
+            known = version <= self._spent and not hello.tainted
+        else:
+            known = hello.role is Role.TRAINER and not (self._journal.is_kept or self._has_bound)
+            known &= self._published < 0 or hello.lineage == self._fleet.lineage
+        if known and version > self._published:
+            _log.info("%s says that version %s is published", hello.worker, version)
+            self._published, self._fleet.lineage = version, hello.lineage
+            self._spent = max(self._spent, version)
 
     async def admitted(self, session: AgentSession) -> None:  # noqa: ARG002
         """See `AgentOwner.admitted`."""
@@ -283,7 +327,7 @@ class Coordinator(HandDrivenGate):
         """See `CatchUpOwner.copy`."""
         self._binding = None  # the newcomer's memory is bound to another plan now
         binding = await self._bind(donor, (newcomer,), lambda _sources, _destinations: plan)
-        report = await self._run_round(self._published, binding)
+        report = await self._run_round(self._published, self._fleet.lineage, binding)
         self._changes.notify()
         return report
 
@@ -317,6 +361,7 @@ class Coordinator(HandDrivenGate):
     async def _bind(self, sources: Group, engines: Sequence[Group], planner: Planner) -> Binding:
         self._epoch += 1
         self._round += 1
+        self._has_bound = True
         self._fleet.bound_since(self._epoch)
         return await bind_fleet(
             trainers=sources,
@@ -415,18 +460,20 @@ class Coordinator(HandDrivenGate):
             newest = max(self._published, self._spent)
             reason = f"stale version: it must be > {newest}, which is or may have been published"
             return given_up(version, reason)
+        if version > MAX_COUNT:
+            return given_up(version, f"version must be < 2^53, got {version}")
         binding = await self._bind_enough()
         moved = {rank.trainer for rank in standing} - binding.signature
         if moved or len(standing) != len(binding.trainers):
             return given_up(version, f"trainer ranks came or went since they announced: {moved}")
-        return await self._run_round(version, binding)
+        return await self._run_round(version, self._lineage, binding)
 
-    async def _run_round(self, version: int, binding: Binding) -> UpdateReport:
+    async def _run_round(self, version: int, lineage: str, binding: Binding) -> UpdateReport:
         self._round += 1
         self._journal_round(JournalKind.ROUND_BEGAN, version, tuple(binding.engines))
         place = (self._epoch, self._round)  # a Hello may bring a higher epoch meanwhile
         self._driver = RoundDriver(
-            spec_of(version, binding, self._config),
+            spec_of(version, lineage, binding, self._config),
             epoch=place[0],
             round_number=place[1],
             deadlines=self._config.deadlines,
@@ -438,6 +485,8 @@ class Coordinator(HandDrivenGate):
             result = await self._driver.run()
         finally:
             self._driver = None
+        if result.finish.outcome is RoundOutcome.PUBLISHED:
+            self._published, self._fleet.lineage = version, lineage
         return self._conclude(version, binding, result, place)
 
     def _on_phase(self, version: int, phase: Phase) -> None:
@@ -474,7 +523,6 @@ class Coordinator(HandDrivenGate):
         self._record_poison()
         serving = tuple(n for n, f in finish.fates.items() if f is EngineFate.PUBLISHED)
         if finish.outcome is RoundOutcome.PUBLISHED:
-            self._published = version
             self._journal_outcome(JournalKind.PUBLISHED, version, serving)
         else:
             self._journal_outcome(JournalKind.ROUND_ENDED, version, (), finish.reason)

@@ -48,8 +48,8 @@ class RoundResult:
     phase_s: dict[str, float]
 
 
-def spec_of(version: int, binding: Binding, config: ControlConfig) -> RoundSpec:
-    """The round that publishes `version` to a bound fleet."""
+def spec_of(version: int, lineage: str, binding: Binding, config: ControlConfig) -> RoundSpec:
+    """The round that publishes `version` of the run `lineage` to a bound fleet."""
     return RoundSpec(
         version=version,
         mode=config.mode,
@@ -64,6 +64,7 @@ def spec_of(version: int, binding: Binding, config: ControlConfig) -> RoundSpec:
         collective=isinstance(config.backend, XcclBackend),
         lands_live=not isinstance(config.backend, DiskBackend),
         relay=binding.relay,
+        lineage=lineage,
     )
 
 

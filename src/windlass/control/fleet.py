@@ -63,7 +63,7 @@ class Group:
     """The ranks of one engine or of the trainer job.
 
     Attributes:
-        version: served by every rank; -1 for none.
+        version: served by every rank; -1 for none. lineage: of the run that published it.
         tainted: live weights may be mixed.
         refused: why the planner cannot serve it; empty when it can.
     """
@@ -73,6 +73,7 @@ class Group:
     world_size: int
     agents: dict[int, Agent]
     version: int = -1
+    lineage: str = ""
     tainted: bool = False
     refused: str = ""
 
@@ -113,9 +114,15 @@ class Group:
 
 
 class Fleet:
-    """The registry. The coordinator is its only writer."""
+    """The registry. The coordinator is its only writer.
+
+    Attributes:
+        lineage: of the run that the published version belongs to: what an engine has from another
+            one is no version here, whatever its number.
+    """
 
     def __init__(self, poisoned: Iterable[Identity] = ()) -> None:
+        self.lineage = ""
         self._groups: dict[str, Group] = {}
         self._poisoned = dict.fromkeys(poisoned)
         self._suspects: set[str] = set()
@@ -175,7 +182,7 @@ class Fleet:
             hello.group, Group(hello.group, hello.role, hello.world_size, {})
         )
         if not group.agents:
-            group.version = hello.served_version
+            group.version, group.lineage = hello.served_version, hello.lineage
             group.tainted, group.refused = False, ""
         agent = Agent(hello, manifest, at_rest=hello.at_rest)
         if hello.worker in self._suspects:
@@ -192,6 +199,8 @@ class Fleet:
         group.agents[hello.rank] = agent
         group.tainted |= hello.tainted
         group.version = min(group.version, hello.served_version)
+        if group.lineage != hello.lineage:
+            group.version = -1
         return agent
 
     def _note_mesh(self, hello: Hello) -> None:
@@ -321,7 +330,7 @@ class Fleet:
             {
                 "name": g.name,
                 "url": g.url,
-                "version": g.version,
+                "version": g.version if g.lineage == self.lineage else -1,
                 "ranks": len(g.agents),
                 "world_size": g.world_size,
                 "tainted": g.tainted,
@@ -340,7 +349,7 @@ class Fleet:
             if group is not None:
                 group.tainted = name in tainted
                 if version is not None and not group.tainted:
-                    group.version = version
+                    group.version, group.lineage = version, self.lineage
 
     def routable(self, published_version: int) -> tuple[EngineInfo, ...]:
         """Engines that may be given traffic: they serve the published version and generate."""
@@ -358,5 +367,8 @@ class Fleet:
     def serving(self, version: int) -> tuple[Group, ...]:
         """Engines that serve exactly `version`; none before the first."""
         return tuple(
-            g for g in self.engines() if g.complete and not g.tainted and g.version == version >= 0
+            g
+            for g in self.engines()
+            if g.complete and not g.tainted and g.version == version >= 0
+            if g.lineage == self.lineage
         )

@@ -68,7 +68,7 @@ class AgentOwner(Protocol):
 
 
 async def serve_agent(
-    request: web.Request, owner: AgentOwner, config: ControlConfig, epoch: int
+    request: web.Request, owner: AgentOwner, config: ControlConfig, welcome: Welcome
 ) -> web.WebSocketResponse:
     """Serve one connection until it ends; what one agent does wrong touches no other."""
     socket = web.WebSocketResponse(
@@ -85,7 +85,7 @@ async def serve_agent(
         session = await owner.admit(hello, socket)
         if session.host:
             _check_published(hello, session.host)
-        await send_frame(socket, encode(Welcome(epoch)))
+        await send_frame(socket, encode(welcome))
         _log.info("agent %s connected", session.worker)
         await owner.admitted(session)
         async for message in socket:

@@ -25,6 +25,7 @@ from windlass.layout.manifest import Role
 from windlass.transports.base import WireReport
 
 __all__ = [
+    "MAX_COUNT",
     "PROTOCOL_VERSION",
     "Abort",
     "AgentFrame",
@@ -67,7 +68,9 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
+MAX_COUNT = (1 << 53) - 1
+"""Of versions, epochs and rounds: what JSON and float64 hold exactly, far below what msgpack does."""
 
 
 class FailureKind(StrEnum):
@@ -94,7 +97,10 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
         manifest: `ShardManifest.encode()`.
         wire: what the rank's transport really uses.
         url: HTTP address of the engine, sent by rank 0 of an engine, else empty.
-        served_version: version the rank holds; -1 for none.
+        served_version: version that an engine rank holds, or that a trainer rank was last told is
+            published; -1 for none.
+        lineage: of the run that `served_version` belongs to (`Publish.lineage`); of a trainer rank
+            that knows of none, of the controller that it was connected to before; else empty.
         epoch, round: the last that the agent took part in; a restarted controller learns them here.
         tainted: whether live weights are mixed.
         can_send: whether an engine rank can hand its weights on to another engine.
@@ -117,6 +123,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     tainted: bool = False
     can_send: bool = False
     at_rest: str = ""
+    lineage: str = ""
 
 
 class Announce(msgspec.Struct, frozen=True, tag="announce"):
@@ -201,9 +208,16 @@ AgentFrame = Hello | Announce | Withdraw | Reply
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """The answer to `Hello`."""
+    """The answer to `Hello`.
+
+    Attributes:
+        epoch: of the controller.
+        lineage: of the run whose versions it publishes: random, the same for as long as its journal
+            is, or as its process lives where it keeps none.
+    """
 
     epoch: int
+    lineage: str
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", omit_defaults=True):
@@ -299,10 +313,14 @@ class Apply(msgspec.Struct, frozen=True, tag="apply"):
 
 
 class Publish(msgspec.Struct, frozen=True, tag="publish"):
-    """Engine: stamp `version` and resume, or say by `deadline_s` that it does not."""
+    """Engine: stamp `version` and resume, or say by `deadline_s` that it does not.
+
+    `lineage` tells versions of different runs apart that have the same number.
+    """
 
     version: int
     deadline_s: float
+    lineage: str
 
 
 class BeginByHand(msgspec.Struct, frozen=True, tag="begin_by_hand"):

@@ -67,6 +67,7 @@ class RoundSpec:
         collective: both halves of a write are told to enter it, and all links of a source at once.
         lands_live: whether `in_place` writes touch live memory before they are verified.
         relay: member of a relay group -> those that it passes on to; empty without a relay.
+        lineage: see `Publish`.
     """
 
     version: int
@@ -82,6 +83,7 @@ class RoundSpec:
     collective: bool = False
     lands_live: bool = True
     relay: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    lineage: str = ""
 
 
 # --- events --------------------------------------------------------------------------------

@@ -274,7 +274,7 @@ class RoundMachine:
                 self._send_engines(Apply(self._spec.version))
             case Phase.APPLY:
                 self._enter(Phase.PUBLISH)
-                self._send_engines(Publish(self._spec.version, self._go_on_s))
+                self._send_engines(Publish(self._spec.version, self._go_on_s, self._spec.lineage))
             case Phase.PUBLISH:
                 self._finish_published()
             case Phase.DONE:

@@ -108,6 +108,7 @@ class EngineClient:
                     wire=wire,
                     url=url,
                     served_version=agent.served_version,
+                    lineage=agent.lineage,
                     epoch=epoch,
                     round=round_number,
                     tainted=agent.tainted,

@@ -106,6 +106,7 @@ def fake_hello(
     world_size: int = 1,
     incarnation: str = "first",
     served_version: int = -1,
+    lineage: str = "",
     tainted: bool = False,
 ) -> Hello:
     """A rank's first frame."""
@@ -122,6 +123,7 @@ def fake_hello(
         wire=WireReport("fake", "numbers", "", one_sided=True),
         url=url,
         served_version=served_version,
+        lineage=lineage,
         tainted=tainted,
     )
 

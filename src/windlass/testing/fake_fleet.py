@@ -136,6 +136,7 @@ class FakeFleet:
         on_command: Callable[[Command], None] = _nothing,
         incarnation: str = "first",
         served_version: int = -1,
+        lineage: str = "",
         manifest: ShardManifest | None = None,
     ) -> list[FakeEngineRank]:
         """Connect every rank of an engine."""
@@ -153,6 +154,7 @@ class FakeFleet:
                 world_size=ranks,
                 incarnation=incarnation,
                 served_version=served_version,
+                lineage=lineage or self.coordinator.lineage,
             )
             await self.connect(hello, rank)
             made.append(rank)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, final
 
 from windlass.control.agents import TrainerAgent
 from windlass.control.client import AgentChannel, CommandHandler
-from windlass.control.messages import PROTOCOL_VERSION, Hello, RoundOutcome, UpdateReport
+from windlass.control.messages import MAX_COUNT, PROTOCOL_VERSION, Hello, RoundOutcome, UpdateReport
 from windlass.errors import ConfigError, PeerTimeout, RoundAborted, WindlassError
 from windlass.execution.base import ParameterMemory
 from windlass.execution.replica import CopyTimes
@@ -53,7 +53,7 @@ def version_number(version: int, what: str) -> int:
     """A plain integer, also of a counter that is a numpy or torch scalar.
 
     Raises:
-        ConfigError: no integer >= 0.
+        ConfigError: no integer in [0, 2^53).
     """
     try:
         number = operator.index(version)
@@ -61,6 +61,8 @@ def version_number(version: int, what: str) -> int:
         number = -1
     if number < 0:
         raise ConfigError(f"{what}: version must be an integer >= 0, got {version!r}")
+    if number > MAX_COUNT:
+        raise ConfigError(f"{what}: version must be < 2^53, got {version!r}")
     return number
 
 
