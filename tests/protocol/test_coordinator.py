@@ -62,6 +62,7 @@ from windlass.testing.fake_agents import (
     engine_manifest,
     fake_hello,
     payload,
+    trainer_manifest,
 )
 from windlass.testing.fake_fleet import TOKEN, FakeFleet
 
@@ -690,6 +691,46 @@ async def test_trainers_of_another_run_are_refused_where_a_journal_says_which_ru
             with pytest.raises(ProtocolError, match="has trained for run"):
                 await rig.announce("trainer/0", 7)
             assert second.coordinator.published_version == -1
+        await rig.close_agents()
+
+
+async def test_a_whole_job_keeps_its_place_and_the_next_one_waits_until_it_has_left() -> None:
+    async with FakeFleet() as rig:
+        await rig.start({"a": 1})
+        await rig.publish(0)
+        old = [rig.channels[f"trainer/{i}"] for i in range(2)]
+        coming = [
+            asyncio.create_task(rig.add_trainer(i, incarnation="second", job="next"))
+            for i in range(2)
+        ]
+        done, _ = await asyncio.wait(coming, timeout=0.5)
+        assert not done
+        assert (await rig.publish(1)).outcome is RoundOutcome.PUBLISHED
+        await asyncio.gather(*(asyncio.to_thread(channel.close) for channel in old))
+        await asyncio.gather(*coming)
+        assert (await rig.publish(2)).outcome is RoundOutcome.PUBLISHED
+
+
+async def test_trainers_of_an_earlier_run_that_came_first_give_way_to_those_of_this_one() -> None:
+    async with FakeFleet() as rig:
+        await rig.start({"a": 1})
+        await rig.publish(6)
+        await rig.close_controller()
+        async with FakeFleet(port=rig.port) as second:
+            await second.coordinator.wait_for_fleet(num_trainers=2, engines=("a",), deadline_s=20)
+            assert second.coordinator.published_version == 6
+            for index in range(2):
+                await second.add_trainer(index, incarnation="second", job="this run")
+            with pytest.raises(ProtocolError, match="job '' was replaced by job 'this run'"):
+                await rig.announce("trainer/0", 7)
+            second.fabric.ranks |= rig.fabric.ranks
+            assert (await second.publish(0)).outcome is RoundOutcome.PUBLISHED
+            assert second.routable == {"a": 0}
+            late = fake_hello(
+                trainer_manifest("trainer/1", 1, 2), group="trainer", rank=1, world_size=2
+            )
+            with pytest.raises(ProtocolError, match="job '' was replaced"):
+                await second.connect(late, second.trainers["trainer/1"])
         await rig.close_agents()
 
 

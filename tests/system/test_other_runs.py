@@ -82,3 +82,32 @@ async def test_an_engine_of_an_earlier_run_that_wakes_up_is_brought_up_and_decid
                 assert await fleet.held(name) == [(2, str(2 + PER_RUN), False)], name
             assert (await second.publish(3))[:2] == ("published", [])
             assert await first.held("x") == [(3, str(3 + PER_RUN), False)]
+
+
+@pytest.mark.timeout(220)
+async def test_ranks_of_two_starts_of_a_job_publish_nothing_together() -> None:
+    """Rank 0 was killed, rank 1 stands in `publish`; both are started again."""
+    with ExitStack() as stack:
+        async with controller_at(0, None) as controller:
+            first = Fleet(controller.url, 2, job="first start")
+            stack.callback(first.close)
+            first.add_engine("a")
+            first.add_trainers()
+            await first.ready()
+            for version in range(3):
+                assert (await first.publish(version)).outcome == "published"
+            first.trainers.pop(0).close()
+            first.trainers[0].tell(3)
+            second = Fleet(controller.url, 2, job="second start", run=1)
+            stack.callback(second.close)
+            second.add_trainers()
+            assert await second.trainers[0].read() == "ready"
+            second.trainers[0].tell(3)
+            outcome, (reason,), _ = await first.trainers[0].read()
+            assert outcome == "ProtocolError"
+            assert "job 'first start' was replaced by job 'second start'" in reason
+            assert await first.held("a") == [(2, "2", False)]
+            assert await second.trainers[1].read() == "ready"
+            assert (await second.trainers[1].ask(3))[0] == "published"
+            assert (await second.trainers[0].read())[0] == "published"
+            assert await first.held("a") == [(3, str(3 + PER_RUN), False)]

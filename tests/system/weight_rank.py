@@ -187,6 +187,7 @@ class RankSettings:
     fault: str = ""
     run: int = 0
     """Runs train other weights: version v of run r is `truth(v + PER_RUN * r)`."""
+    job: str = "one start"
 
 
 def run_engine(pipe: Connection, settings: RankSettings) -> None:
@@ -232,6 +233,7 @@ def run_engine(pipe: Connection, settings: RankSettings) -> None:
 def run_trainer(pipe: Connection, settings: RankSettings) -> None:
     """Publish every version that comes; answer with outcome, details and the bytes written for it."""
     torch.set_num_threads(1)
+    os.environ["WINDLASS_JOB"] = settings.job
     index, parts = settings.index, settings.parts
     part = part_of(f"trainer/{index}", Role.TRAINER, index, parts, settings.scale)
     memory = {name: values.copy() for name, values in part.of(0).items()}

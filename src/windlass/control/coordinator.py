@@ -213,12 +213,35 @@ class Coordinator(HandDrivenGate):
             # The process noticed before we did that its connection had broken.
             await self.lost(old, "replaced by a newer connection of the same process")
             self._spawn(old.close())
+        if hello.role is Role.TRAINER:
+            await self._make_room(hello)
         session = AgentSession(socket, self._fleet.admit(hello))
         self._sessions[hello.worker] = session
         # Agents refuse what is older than what they have seen, whoever sent it.
         self._epoch = max(self._epoch, hello.epoch)
         self._learn(hello)
         return session
+
+    async def _make_room(self, hello: Hello) -> None:
+        """A job that is started anew replaces what is left of the one before.
+
+        A whole job of this run keeps its place, and so does one whose bytes may be under way. Who
+        has been connected before, to any controller, is not new and replaces nobody.
+        """
+        rivals = self._fleet.rivals_of(hello)
+        if rivals is None or hello.lineage:
+            return
+        of_this_run = all(a.hello.lineage in {"", self._lineage} for a in rivals.agents.values())
+        writing = self._driver is not None or not rivals.identities.isdisjoint(self._fleet.held)
+        if writing or (rivals.complete and of_this_run):
+            return
+        self._fleet.check(hello)
+        reason = self._fleet.replace_job(hello.job)
+        _log.warning("%s: %s", ", ".join(rivals.workers), reason)
+        if self._fleet.lineage != self._lineage:  # what those have said is not this job's past
+            self._published = self._spent = -1
+            self._fleet.lineage = self._lineage
+        await self._send_away(rivals.workers, reason)
 
     def _check_past(self, hello: Hello) -> None:
         """What an agent says of earlier controllers must be possible.
@@ -399,16 +422,19 @@ class Coordinator(HandDrivenGate):
                 continue
             group.refused = reason
             _log.error("engine %s refused: %s", name, reason)
-            for worker in group.workers:
-                session = self._sessions.get(worker)
-                if session is None:
-                    continue
-                try:
-                    await session.send(Refused(reason))
-                except PeerUnreachable:
-                    _log.info("%s is gone before it was refused", worker)
-                await self.lost(session, reason)
-                self._spawn(session.close())
+            await self._send_away(group.workers, reason)
+
+    async def _send_away(self, workers: Sequence[str], reason: str) -> None:
+        for worker in workers:
+            session = self._sessions.get(worker)
+            if session is None:
+                continue
+            try:
+                await session.send(Refused(reason))
+            except PeerUnreachable:
+                _log.info("%s is gone before it was refused", worker)
+            await self.lost(session, reason)
+            self._spawn(session.close())
 
     # --- the second clock ----------------------------------------------------------------------
 

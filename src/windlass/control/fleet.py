@@ -13,13 +13,19 @@ from windlass.errors import ManifestError, ProtocolError
 from windlass.execution.bindings import LinkStatus
 from windlass.layout.manifest import Role, ShardManifest
 
-__all__ = ["PROBE_SEQ", "Agent", "EngineInfo", "Fleet", "Group", "Identity"]
+__all__ = ["PROBE_SEQ", "Agent", "EngineInfo", "Fleet", "Group", "Identity", "MustWait"]
 
 PROBE_SEQ = 1 << 30
 """Of probes: above the number of any command of a round."""
 
 Identity = tuple[str, str]
 """(worker, incarnation): one process."""
+KEPT_JOBS = 1024
+"""Trainer jobs that were replaced and are remembered: the newest."""
+
+
+class MustWait(ProtocolError):
+    """The agent may belong here, but not yet: it may come again."""
 
 
 class EngineInfo(NamedTuple):
@@ -129,6 +135,8 @@ class Fleet:
         self._first_epoch: int | None = None
         self._holds: dict[Identity, _Hold] = {}
         self._num_trainers = 0
+        self._job: str | None = None
+        self._past_jobs: dict[str, None] = {}
 
     def find(self, worker: str) -> Agent | None:
         """The connected rank of that name."""
@@ -143,22 +151,13 @@ class Fleet:
 
         Raises:
             ProtocolError: another protocol version, a name or rank that is taken, a group whose
-                world size or role differs, a manifest that cannot be decoded or is another's.
+                world size or role differs, a manifest that cannot be decoded or is another's, a
+                trainer rank of a job that another one has replaced.
+            MustWait: ranks of another trainer job are connected.
         """
-        if hello.protocol_version != PROTOCOL_VERSION:
-            raise ProtocolError(
-                f"{hello.worker}: protocol_version must be {PROTOCOL_VERSION}, "
-                f"got {hello.protocol_version}"
-            )
-        if not 0 <= hello.rank < hello.world_size:
-            raise ProtocolError(
-                f"{hello.worker}: rank must be in [0, world_size={hello.world_size}), got {hello.rank}"
-            )
-        manifest = ShardManifest.decode(hello.manifest)
-        if (manifest.worker, manifest.role) != (hello.worker, hello.role):
-            raise ManifestError(
-                f"{hello.worker}: sent the manifest of {manifest.role} {manifest.worker}"
-            )
+        manifest = self.check(hello)
+        if hello.role is Role.TRAINER:
+            self._check_job(hello)
         known = self._groups.get(hello.group)
         if known is not None and (known.world_size, known.role) != (hello.world_size, hello.role):
             raise ProtocolError(
@@ -177,6 +176,56 @@ class Fleet:
             raise ProtocolError(f"{hello.worker}: rank {hello.rank} of {hello.group!r} is taken")
         return self._insert(hello, manifest)
 
+    @staticmethod
+    def check(hello: Hello) -> ShardManifest:
+        """What a Hello must be by itself; returns its manifest.
+
+        Raises:
+            ProtocolError: see `admit`.
+        """
+        if hello.protocol_version != PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"{hello.worker}: protocol_version must be {PROTOCOL_VERSION}, "
+                f"got {hello.protocol_version}"
+            )
+        if not 0 <= hello.rank < hello.world_size:
+            raise ProtocolError(
+                f"{hello.worker}: rank must be in [0, world_size={hello.world_size}), got {hello.rank}"
+            )
+        manifest = ShardManifest.decode(hello.manifest)
+        if (manifest.worker, manifest.role) != (hello.worker, hello.role):
+            raise ManifestError(
+                f"{hello.worker}: sent the manifest of {manifest.role} {manifest.worker}"
+            )
+        return manifest
+
+    def rivals_of(self, hello: Hello) -> Group | None:
+        """The connected ranks of another trainer job than this trainer rank's."""
+        return self.trainers() if hello.job != self._job else None
+
+    def replace_job(self, job: str) -> str:
+        """The trainers are those of `job` now; what those before, who may not come again, are told."""
+        reason = f"job {self._job!r} was replaced by job {job!r}"
+        if self._job is not None:
+            self._past_jobs[self._job] = None
+            if len(self._past_jobs) > KEPT_JOBS:
+                del self._past_jobs[next(iter(self._past_jobs))]
+        self._job = job
+        return reason
+
+    def _check_job(self, hello: Hello) -> None:
+        """All trainer ranks are of one start: others have weights of another past."""
+        if hello.job in self._past_jobs:
+            raise ProtocolError(
+                f"{hello.worker}: job {hello.job!r} was replaced by job {self._job!r}"
+            )
+        rivals = self.rivals_of(hello)
+        if rivals is not None:
+            raise MustWait(
+                f"{hello.worker} of job {hello.job!r} must wait until the ranks of job "
+                f"{self._job!r} have left: {', '.join(rivals.workers)}"
+            )
+
     def _insert(self, hello: Hello, manifest: ShardManifest) -> Agent:
         group = self._groups.setdefault(
             hello.group, Group(hello.group, hello.role, hello.world_size, {})
@@ -194,6 +243,8 @@ class Fleet:
             del self._holds[past]
         if hello.role is Role.TRAINER:
             self._note_mesh(hello)
+            if hello.job != self._job:
+                self.replace_job(hello.job)
         for past in [k for k in self._poisoned if k[0] == hello.worker and k != agent.identity]:
             del self._poisoned[past]
         group.agents[hello.rank] = agent

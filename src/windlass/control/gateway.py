@@ -10,6 +10,7 @@ from aiohttp import WSMessage, WSMsgType, web
 
 from windlass.config import ControlConfig
 from windlass.control.access import Access
+from windlass.control.fleet import MustWait
 from windlass.control.messages import (
     Announce,
     Hello,
@@ -42,7 +43,7 @@ class AgentOwner(Protocol):
         """Take in a rank.
 
         Raises:
-            ProtocolError: it does not belong here.
+            ProtocolError: it does not belong here, or not yet (`MustWait`).
             PlanError: its manifest contradicts itself.
         """
         ...
@@ -98,7 +99,7 @@ async def serve_agent(
             reason = f"connection broke: {socket.exception()}"
         # Not by its silence: TimeoutError is what a heartbeat raises, and a deaf one was cut off.
         ended = not (session.is_deaf or isinstance(socket.exception(), TimeoutError))
-    except _Garbled as error:
+    except (_Garbled, MustWait) as error:
         reason = str(error)
         await _refuse(socket, reason, final=False)
     except ProtocolError as error:

@@ -101,6 +101,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
             published; -1 for none.
         lineage: of the run that `served_version` belongs to (`Publish.lineage`); of a trainer rank
             that knows of none, of the controller that it was connected to before; else empty.
+        job: of a trainer rank: the same for all ranks of one start of the trainers, and for no
+            other start.
         epoch, round: the last that the agent took part in; a restarted controller learns them here.
         tainted: whether live weights are mixed.
         can_send: whether an engine rank can hand its weights on to another engine.
@@ -124,6 +126,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     can_send: bool = False
     at_rest: str = ""
     lineage: str = ""
+    job: str = ""
 
 
 class Announce(msgspec.Struct, frozen=True, tag="announce"):

@@ -107,6 +107,7 @@ def fake_hello(
     incarnation: str = "first",
     served_version: int = -1,
     lineage: str = "",
+    job: str = "",
     tainted: bool = False,
 ) -> Hello:
     """A rank's first frame."""
@@ -124,6 +125,7 @@ def fake_hello(
         url=url,
         served_version=served_version,
         lineage=lineage,
+        job=job,
         tainted=tainted,
     )
 

@@ -113,6 +113,7 @@ class FakeFleet:
         *,
         on_command: Callable[[Command], None] = _nothing,
         incarnation: str = "first",
+        job: str = "",
     ) -> FakeTrainerRank:
         """Connect trainer rank `index`."""
         worker = f"trainer/{index}"
@@ -123,6 +124,7 @@ class FakeFleet:
             rank=index,
             world_size=self.num_trainers,
             incarnation=incarnation,
+            job=job,
         )
         self.trainers[worker] = rank
         await self.connect(hello, rank)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import operator
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, final
 from windlass.control.agents import TrainerAgent
 from windlass.control.client import AgentChannel, CommandHandler
 from windlass.control.messages import MAX_COUNT, PROTOCOL_VERSION, Hello, RoundOutcome, UpdateReport
+from windlass.envs import environment_value
 from windlass.errors import ConfigError, PeerTimeout, RoundAborted, WindlassError
 from windlass.execution.base import ParameterMemory
 from windlass.execution.replica import CopyTimes
@@ -45,6 +47,7 @@ __all__ = [
 
 
 _log = logging.getLogger(__name__)
+JOB_VARIABLE = "WINDLASS_JOB"
 MARGIN_S = 5.0
 """By which an announcement ends after its deadline."""
 
@@ -64,6 +67,16 @@ def version_number(version: int, what: str) -> int:
     if number > MAX_COUNT:
         raise ConfigError(f"{what}: version must be < 2^53, got {version!r}")
     return number
+
+
+def _job_of(given: str, world_size: int) -> str:
+    job = given or environment_value(JOB_VARIABLE)
+    if not job and world_size > 1:
+        raise ConfigError(
+            f"job: must be given, or {JOB_VARIABLE} be set, to the same for all {world_size} ranks of "
+            "this start of the trainers and to something else for every other start"
+        )
+    return job or secrets.token_hex(8)
 
 
 @final
@@ -116,6 +129,8 @@ class TrainerClient:
         manifest: of this rank. parameters: where its parameters lie now, in manifest order.
         transport: owned by the client from here on.
         controller: address. token: secret. group: name of the trainer job.
+        job: the same in all ranks of one start of the trainers, and in no other start; WINDLASS_JOB
+            when omitted, and made where there is one rank.
         rank, world_size: in that job. arena_nbytes: see `Sender`.
         registered: see `Sender`. connect_deadline_s: how long to wait for the controller's welcome.
         replica: see `connect_trainer`.
@@ -124,8 +139,8 @@ class TrainerClient:
         intercept: stands between channel and agent, for tests that inject faults.
 
     Raises:
-        ConfigError: `controller` is no URL, `arena_nbytes` is too small, or there is no such replica
-            with this transport.
+        ConfigError: `controller` is no URL, `arena_nbytes` is too small, there is no such replica
+            with this transport, or no `job` for several ranks.
         AuthenticationError, ProtocolError, PeerTimeout: see `AgentChannel.connect`. The transport is
             closed, whatever it was.
     """
@@ -139,6 +154,7 @@ class TrainerClient:
         controller: str,
         token: str,
         group: str = "trainer",
+        job: str = "",
         rank: int = 0,
         world_size: int = 1,
         arena_nbytes: int = 0,
@@ -154,6 +170,7 @@ class TrainerClient:
         with ExitStack() as undo:
             undo.callback(transport.close)
             check_url(controller, "controller")
+            job = _job_of(job, world_size)
             self._sender = Sender(
                 transport,
                 manifest,
@@ -176,6 +193,7 @@ class TrainerClient:
                 world_size=world_size,
                 manifest=manifest.encode(),
                 wire=transport.report(),
+                job=job,
             )
             handler = agent if intercept is None else intercept(agent)
             self._channel = AgentChannel(controller, token, lambda: hello, handler)
@@ -306,7 +324,8 @@ def connect_trainer(
     """Connect this rank of a PyTorch trainer (FSDP2, tensor parallel, both, or neither).
 
     Called by every rank; not collective, gathers nothing. Rank and world size come from
-    `torch.distributed` where it is initialised.
+    `torch.distributed` where it is initialised, and its store tells the ranks of this start of the
+    trainers from those of any other one, unless WINDLASS_JOB does.
 
     Args:
         module: the model being trained; its DTensor parameters are described where they lie.
@@ -358,7 +377,7 @@ def connect_described(
     connect_deadline_s: float,
 ) -> TrainerClient:
     """Connect a rank whose parameters an adapter has described; the arguments are `connect_trainer`'s."""
-    from windlass.training.fsdp import step_stream
+    from windlass.training.fsdp import shared_job, step_stream
 
     return TrainerClient(
         manifest=described.manifest,
@@ -367,6 +386,7 @@ def connect_described(
         controller=controller,
         token=token,
         group=group,
+        job=environment_value(JOB_VARIABLE) or shared_job(),
         rank=described.rank,
         world_size=described.world_size,
         arena_nbytes=arena_nbytes,
