@@ -34,10 +34,9 @@ from windlass.execution.bindings import DestinationBinding, LinkOutcome, LinkSta
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role
-from windlass.testing.fake_agents import fake_hello
+from windlass.testing.fake_agents import fake_endpoint, fake_hello
 from windlass.testing.simulated_loop import SimulatedLoop
 from windlass.testing.simulated_network import SimulatedNetwork
-from windlass.transports.base import PeerEndpoint
 
 WRITE_S = 5.0
 VERSION = 3
@@ -83,7 +82,9 @@ class Socket:
     def result_of(self, command: object) -> Result | None:
         match command:
             case ConnectEngine():
-                binding = DestinationBinding(f"{self.name}/0", PeerEndpoint("none", "", ""), (), ())
+                binding = DestinationBinding(
+                    f"{self.name}/0", fake_endpoint(f"{self.name}/0"), (), ()
+                )
                 return Bound(command.plan_digest, binding)
             case Write():
                 self.rig.writes.append((self.rig.loop.time(), self.name))

@@ -260,3 +260,13 @@ def run_trainer(pipe: Connection, settings: RankSettings) -> None:
             except windlass.WindlassError as error:
                 answer = type(error).__name__, [str(error)]
             pipe.send((*answer, transport.nbytes - before))
+
+
+def run_bystander(pipe: Connection, nbytes: int) -> None:
+    """Has memory that peers might write, and no part in a fleet; tells whether it is untouched."""
+    memory = np.full(nbytes, 255, np.uint8)
+    transport = create_transport(parse_transport("cma"))
+    transport.register(memory.ctypes.data, nbytes)
+    pipe.send((os.getpid(), memory.ctypes.data))
+    while pipe.recv() is not None:
+        pipe.send(bool((memory == 255).all()))

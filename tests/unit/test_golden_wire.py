@@ -76,6 +76,10 @@ def from_agents() -> dict[str, bytes]:
         world_size=1,
         manifest=b"manifest",
         wire=WireReport("cma", "process_vm_writev", "pid 4711", one_sided=True),
+        endpoint=ENDPOINT,
+        host="boot pid:[1] net:[2]",
+        lineage="00ff",
+        job="ff00",
     )
     links = (LinkOutcome("engine-a/0", LinkStatus.OK, 48, "0" * 32),)
     return {

@@ -53,6 +53,7 @@ from windlass.errors import (
 from windlass.execution.outcomes import is_unknown
 from windlass.layout.manifest import Role
 from windlass.telemetry.logs import log_fields
+from windlass.transports.processes import host_identity
 
 __all__ = ["AgentConversation", "Announcement", "CommandHandler"]
 
@@ -320,7 +321,11 @@ class AgentConversation:
         """A Hello with what this conversation knows and its owner does not."""
         epoch, round_number = self._store.newest
         hello = msgspec.structs.replace(
-            self._hello(), epoch=epoch, round=round_number, at_rest=self._at_rest
+            self._hello(),
+            epoch=epoch,
+            round=round_number,
+            at_rest=self._at_rest,
+            host=host_identity(),
         )
         if hello.role is not Role.TRAINER:
             return hello

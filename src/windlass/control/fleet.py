@@ -151,8 +151,8 @@ class Fleet:
 
         Raises:
             ProtocolError: another protocol version, a name or rank that is taken, a group whose
-                world size or role differs, a manifest that cannot be decoded or is another's, a
-                trainer rank of a job that another one has replaced.
+                world size or role differs, a manifest or an endpoint that is another's or is none,
+                a trainer rank of a job that another one has replaced.
             MustWait: ranks of another trainer job are connected.
         """
         manifest = self.check(hello)
@@ -174,6 +174,9 @@ class Fleet:
             raise ProtocolError(f"worker name {hello.worker!r} is taken by a live agent")
         if known is not None and hello.rank in known.agents:
             raise ProtocolError(f"{hello.worker}: rank {hello.rank} of {hello.group!r} is taken")
+        agents = (agent for group in self._groups.values() for agent in group.agents.values())
+        if any(agent.hello.endpoint == hello.endpoint for agent in agents):
+            raise ProtocolError(f"{hello.worker}: its endpoint is that of another agent")
         return self._insert(hello, manifest)
 
     @staticmethod
@@ -196,6 +199,11 @@ class Fleet:
         if (manifest.worker, manifest.role) != (hello.worker, hello.role):
             raise ManifestError(
                 f"{hello.worker}: sent the manifest of {manifest.role} {manifest.worker}"
+            )
+        if hello.endpoint.transport != hello.wire.transport:
+            raise ProtocolError(
+                f"{hello.worker}: endpoint must be of transport {hello.wire.transport!r}, "
+                f"got {hello.endpoint.transport!r}"
             )
         return manifest
 

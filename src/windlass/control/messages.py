@@ -22,9 +22,10 @@ from windlass.control.relay_messages import RelayCommand, Relayed, RelayOpened
 from windlass.errors import DECODE_ERRORS, ProtocolError
 from windlass.execution.bindings import DestinationBinding, GroupOffer, LinkOutcome, WireTensor
 from windlass.layout.manifest import Role
-from windlass.transports.base import WireReport
+from windlass.transports.base import PeerEndpoint, WireReport
 
 __all__ = [
+    "FAREWELL",
     "MAX_COUNT",
     "PROTOCOL_VERSION",
     "Abort",
@@ -73,6 +74,11 @@ MAX_COUNT = (1 << 53) - 1
 """Of versions, epochs and rounds: what JSON and float64 hold exactly, far below what msgpack does."""
 
 
+FAREWELL = "the update goes on without this rank, or has ended"
+"""Why a rank is told to forget a round. What others said about it, of pids and of addresses that
+they could not write, is in the log and in the trainers' report, and no engine's to know."""
+
+
 class FailureKind(StrEnum):
     """What an agent's failure means for the round."""
 
@@ -96,6 +102,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
         rank: rank in the group. world_size: ranks in the group.
         manifest: `ShardManifest.encode()`.
         wire: what the rank's transport really uses.
+        endpoint: where writes to this rank land; no other rank of the fleet has it.
+        host: `host_identity()` of the rank's process.
         url: HTTP address of the engine, sent by rank 0 of an engine, else empty.
         served_version: version that an engine rank holds, or that a trainer rank was last told is
             published; -1 for none.
@@ -118,6 +126,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     world_size: int
     manifest: bytes
     wire: WireReport
+    endpoint: PeerEndpoint
+    host: str = ""
     url: str = ""
     served_version: int = -1
     epoch: int = 0

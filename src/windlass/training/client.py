@@ -193,6 +193,7 @@ class TrainerClient:
                 world_size=world_size,
                 manifest=manifest.encode(),
                 wire=transport.report(),
+                endpoint=transport.endpoint(),
                 job=job,
             )
             handler = agent if intercept is None else intercept(agent)
