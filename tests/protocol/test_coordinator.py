@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import aiohttp
@@ -19,6 +20,8 @@ import numpy as np
 import pytest
 
 from windlass.config import ControlConfig, PhaseDeadlines, UpdateMode
+from windlass.control.access import Access, role_token
+from windlass.control.client import AgentChannel, tell_cannot_join
 from windlass.control.journal import Journal, JournalEntry, JournalKind
 from windlass.control.messages import (
     PROTOCOL_VERSION,
@@ -47,6 +50,7 @@ from windlass.control.server import ControlServer
 from windlass.errors import (
     AuthenticationError,
     ConfigError,
+    EngineRefused,
     PeerTimeout,
     PeerUnreachable,
     ProtocolError,
@@ -268,8 +272,6 @@ async def test_a_port_in_use_is_named() -> None:
 async def test_an_absent_controller_is_a_timeout_that_says_what_happened() -> None:
     async with FakeFleet() as rig:
         url = rig.server.url
-    from windlass.control.client import AgentChannel
-
     hello = fake_hello(engine_manifest("a/0", 2), group="a")
     channel = AgentChannel(url, TOKEN, lambda: hello, FakeEngineRank("a/0", 2))
     with pytest.raises(PeerTimeout, match="Connect"):
@@ -694,6 +696,60 @@ async def test_trainers_of_another_run_are_refused_where_a_journal_says_which_ru
         await rig.close_agents()
 
 
+WRONG_ENGINES = {
+    "by its Hello": ({"protocol_version": 1}, "w", r"protocol_version must be \d+, got 1"),
+    "by planning": ({}, "not a tensor of the trainers", "IncompleteCoverage: .*not a tensor"),
+}
+
+
+@pytest.mark.parametrize("how", WRONG_ENGINES)
+async def test_whoever_waits_for_an_engine_that_is_refused_is_told_why_at_once(how: str) -> None:
+    changed, tensor, says = WRONG_ENGINES[how]
+    async with FakeFleet() as rig:
+        await rig.start({"a": 1})
+        coordinator = rig.coordinator
+        waiting = [
+            asyncio.create_task(coordinator.wait_for_version(1, engines=("b",), deadline_s=60))
+        ]
+        if how == "by its Hello":  # else it is there for a moment
+            there = coordinator.wait_for_fleet(num_trainers=2, engines=("a", "b"), deadline_s=60)
+            waiting.append(asyncio.create_task(there))
+        hello = fake_hello(engine_manifest("b/0", 2, tensor=tensor), group="b")
+        hello = msgspec.structs.replace(hello, **changed)
+        channel = AgentChannel(rig.server.url, TOKEN, lambda: hello, FakeEngineRank("b/0", 2))
+        with suppress(ProtocolError):
+            await asyncio.to_thread(channel.connect, 20.0)
+        async with asyncio.timeout(20):
+            for waits in waiting:
+                with pytest.raises(EngineRefused, match=f"engine b was refused: .*{says}"):
+                    await waits
+        channel.close()
+        await coordinator.wait_for_fleet(num_trainers=2, engines=("a",), deadline_s=5)
+        with pytest.raises(EngineRefused, match="wait_for_fleet: engine b was refused"):
+            await coordinator.wait_for_fleet(num_trainers=2, engines=("b",), deadline_s=5)
+        await rig.add_engine("b", incarnation="second")  # as it should have been
+        await coordinator.wait_for_fleet(num_trainers=2, engines=("a", "b"), deadline_s=5)
+        assert (await rig.publish(1)).outcome is RoundOutcome.PUBLISHED
+
+
+async def test_an_engine_that_cannot_even_connect_says_so_to_whoever_waits_for_it() -> None:
+    async with FakeFleet() as rig:
+        await rig.start({"a": 1})
+        waits = asyncio.create_task(
+            rig.coordinator.wait_for_fleet(num_trainers=2, engines=("a", "vllm"), deadline_s=60)
+        )
+        engine, trainer = (role_token(TOKEN, role) for role in (Access.ENGINE, Access.TRAINER))
+        for name in ("a", "vllm"):
+            await asyncio.to_thread(tell_cannot_join, rig.server.url, trainer, name, "a lie")
+        assert not waits.done()
+        for name in ("a", "vllm"):
+            why = "no kernel casts bfloat16 to float32"
+            await asyncio.to_thread(tell_cannot_join, rig.server.url, engine, name, why)
+        with pytest.raises(EngineRefused, match="engine vllm was refused: no kernel casts"):
+            await waits
+        await rig.coordinator.wait_for_fleet(num_trainers=2, engines=("a",), deadline_s=5)
+
+
 async def test_a_whole_job_keeps_its_place_and_the_next_one_waits_until_it_has_left() -> None:
     async with FakeFleet() as rig:
         await rig.start({"a": 1})
@@ -838,8 +894,6 @@ class Recorder:
 
 async def test_an_agent_answers_a_repeated_command_from_memory_and_refuses_old_ones() -> None:
     from aiohttp import web
-
-    from windlass.control.client import AgentChannel
 
     envelopes = [
         Envelope(2, 5, 1, Prepare(1)),

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import final
@@ -34,12 +34,13 @@ from windlass.control.catch_up import CatchUps
 from windlass.control.changes import Changes, tell
 from windlass.control.conclusion import attempt_until_whole, note_fates
 from windlass.control.driver import RoundDriver, RoundResult, report_of, spec_of
-from windlass.control.fleet import EngineInfo, Fleet, Group, Identity
+from windlass.control.fleet import EngineInfo, Fleet, Group, Identity, MustWait
 from windlass.control.gateway import serve_agent
 from windlass.control.journal import Journal, JournalKind
 from windlass.control.messages import (
     MAX_COUNT,
     Announce,
+    CannotJoin,
     Hello,
     Refused,
     Reply,
@@ -52,7 +53,14 @@ from windlass.control.resumes import Resumes
 from windlass.control.round_types import AgentLost, EngineFate, Phase
 from windlass.control.server import ControlServer
 from windlass.control.session import AgentSession, probe_held, report_to
-from windlass.errors import PeerUnreachable, PlanError, ProtocolError, WindlassError
+from windlass.errors import (
+    ConfigError,
+    EngineRefused,
+    PeerUnreachable,
+    PlanError,
+    ProtocolError,
+    WindlassError,
+)
 from windlass.layout.manifest import Role
 from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
@@ -63,6 +71,8 @@ __all__ = ["Coordinator", "EngineInfo"]
 _log = logging.getLogger(__name__)
 MAX_LATE = 2
 KEPT_LATE = 1024
+MAX_REASON_LENGTH = 2000
+"""Of what an engine says why it cannot join."""
 MAX_EPOCHS_AHEAD = 1 << 20
 """By which agents may be ahead of what a controller knows: bindings are not recorded."""
 
@@ -107,6 +117,8 @@ class Coordinator(HandDrivenGate):
         self._catch_ups = CatchUps(self, self._fleet, config, planner)
         self._resumes = Resumes(self, self._sessions, config.deadlines)
         self._late = Counter[Identity]()
+        self._refusals: dict[str, tuple[str, str]] = {}
+        self._unbindable = ""
         self._driver: RoundDriver | None = None
         self._lock = asyncio.Lock()
         self._changes = Changes()
@@ -164,11 +176,17 @@ class Coordinator(HandDrivenGate):
         """Return once all trainer ranks and all ranks of the named engines are connected.
 
         Raises:
+            EngineRefused: one of the engines was refused, or said that it cannot join.
             PeerTimeout: names who is missing after `deadline_s`.
         """
         missing = partial(self._fleet.missing, num_trainers, engines)
+
+        def there() -> bool:
+            self._check_none_refused("wait_for_fleet", {*missing()} & {*engines})
+            return not missing()
+
         await self._changes.until(
-            lambda: not missing(),
+            there,
             deadline_s,
             lambda: f"wait_for_fleet: missing after {deadline_s} s: {', '.join(missing())}",
         )
@@ -181,14 +199,47 @@ class Coordinator(HandDrivenGate):
         def behind() -> list[str]:
             return sorted(set(engines) - {engine.name for engine in self.routable()})
 
+        def served() -> bool:
+            if self._published >= version and not behind():
+                return True
+            self._check_none_refused("wait_for_version", behind())
+            if self._unbindable:
+                raise EngineRefused(f"wait_for_version: no engine is bound: {self._unbindable}")
+            return False
+
         await self._changes.until(
-            lambda: self._published >= version and not behind(),
+            served,
             deadline_s,
             lambda: (
                 f"wait_for_version: {version} was not published and served within {deadline_s} s; "
                 f"published is {self._published}, behind it {', '.join(behind()) or 'nobody'}"
             ),
         )
+
+    def _check_none_refused(self, call: str, engines: Iterable[str]) -> None:
+        """Of engines that are not there.
+
+        Raises:
+            EngineRefused: one of them will not come: whoever waits is told why.
+        """
+        for engine, reason in self._refusals.values():
+            if engine in engines:
+                raise EngineRefused(f"{call}: engine {engine} was refused: {reason}")
+
+    def failed_to_join(self, frame: CannotJoin) -> None:
+        """See `AgentOwner.failed_to_join`."""
+        reason = frame.message[:MAX_REASON_LENGTH]
+        _log.error("engine %s cannot join: %s", frame.group, reason)
+        group = self._fleet.group_of(frame.group)
+        if group is None or not group.complete:  # else another try to start it has failed
+            self._note_refusal(frame.group, frame.group, reason)
+
+    def _note_refusal(self, who: str, engine: str, reason: str) -> None:
+        """`who` is a rank or the engine; until it comes anew."""
+        self._refusals[who] = engine, reason
+        if len(self._refusals) > KEPT_LATE:
+            del self._refusals[next(iter(self._refusals))]
+        self._changes.notify()
 
     # --- connections -------------------------------------------------------------------------
 
@@ -207,6 +258,21 @@ class Coordinator(HandDrivenGate):
 
     async def admit(self, hello: Hello, socket: web.WebSocketResponse) -> AgentSession:
         """See `AgentOwner.admit`."""
+        try:
+            session = await self._admit(hello, socket)
+        except MustWait:
+            raise
+        except (ProtocolError, PlanError) as error:
+            # A second process under the name of one that is there keeps nobody waiting.
+            if hello.role is Role.ENGINE and hello.worker not in self._sessions:
+                self._note_refusal(hello.worker, hello.group, f"{type(error).__name__}: {error}")
+            raise
+        for who in (hello.worker, hello.group):
+            self._refusals.pop(who, None)
+        self._unbindable = ""
+        return session
+
+    async def _admit(self, hello: Hello, socket: web.WebSocketResponse) -> AgentSession:
         self._check_past(hello)
         old = self._sessions.get(hello.worker)
         if old is not None and old.agent.hello.incarnation == hello.incarnation:
@@ -345,6 +411,9 @@ class Coordinator(HandDrivenGate):
                 await self._ensure_bound()
             except WindlassError as error:
                 _log.warning("binding failed, the next round tries again: %s", error)
+                if isinstance(error, PlanError | ConfigError):  # and will fail again
+                    self._unbindable = f"{type(error).__name__}: {error}"
+                    self._changes.notify()
 
     async def copy(self, donor: Group, newcomer: Group, plan: TransferPlan) -> UpdateReport:
         """See `CatchUpOwner.copy`."""
@@ -423,6 +492,7 @@ class Coordinator(HandDrivenGate):
             group.refused = reason
             _log.error("engine %s refused: %s", name, reason)
             await self._send_away(group.workers, reason)
+            self._note_refusal(name, name, reason)
 
     async def _send_away(self, workers: Sequence[str], reason: str) -> None:
         for worker in workers:
@@ -535,10 +605,16 @@ class Coordinator(HandDrivenGate):
         def there() -> int:
             return len(self._fleet.writable_engines())
 
+        def refused() -> list[tuple[str, str]]:
+            return sorted({*self._refusals.values()})
+
         await self._changes.until(
             lambda: there() >= needed,
             deadline_s,
-            lambda: f"publish: needs {needed} engines, {there()} were there after {deadline_s} s",
+            lambda: (
+                f"publish: needs {needed} engines, {there()} were there after {deadline_s} s"
+                + "".join(f"; {engine} was refused: {why}" for engine, why in refused())
+            ),
         )
 
     def _conclude(

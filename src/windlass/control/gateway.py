@@ -12,7 +12,10 @@ from windlass.config import ControlConfig
 from windlass.control.access import Access
 from windlass.control.fleet import MustWait
 from windlass.control.messages import (
+    PROTOCOL_VERSION,
+    AgentFrame,
     Announce,
+    CannotJoin,
     Hello,
     Refused,
     Reply,
@@ -25,6 +28,7 @@ from windlass.control.server import CALLER, OPEN_SOCKETS
 from windlass.control.session import AgentSession
 from windlass.control.sockets import PartJoiner, close_socket, send_frame
 from windlass.errors import PlanError, ProtocolError
+from windlass.layout.manifest import Role
 from windlass.transports.addresses import HOST_VARIABLE, is_loopback, is_wildcard
 
 __all__ = ["AgentOwner", "serve_agent"]
@@ -46,6 +50,10 @@ class AgentOwner(Protocol):
             ProtocolError: it does not belong here, or not yet (`MustWait`).
             PlanError: its manifest contradicts itself.
         """
+        ...
+
+    def failed_to_join(self, frame: CannotJoin) -> None:
+        """An engine will not come, as its own side says."""
         ...
 
     async def admitted(self, session: AgentSession) -> None:
@@ -82,7 +90,11 @@ async def serve_agent(
     reason, ended = "connection closed", False
     try:
         hello = await _read_hello(socket, parts, config.heartbeat_s)
-        _check_role(hello, CALLER.get())
+        if isinstance(hello, CannotJoin):
+            _check_role(hello.group, Role.ENGINE, CALLER.get())
+            owner.failed_to_join(hello)
+            return socket
+        _check_role(hello.worker, hello.role, CALLER.get())
         session = await owner.admit(hello, socket)
         if session.host:
             _check_published(hello, session.host)
@@ -117,7 +129,9 @@ async def serve_agent(
     return socket
 
 
-async def _read_hello(socket: web.WebSocketResponse, parts: PartJoiner, deadline_s: float) -> Hello:
+async def _read_hello(
+    socket: web.WebSocketResponse, parts: PartJoiner, deadline_s: float
+) -> Hello | CannotJoin:
     """Each part of it by the deadline."""
     try:
         hello = None
@@ -127,16 +141,19 @@ async def _read_hello(socket: web.WebSocketResponse, parts: PartJoiner, deadline
         raise ProtocolError(f"the first frame must be a binary Hello: {error}") from error
     except TimeoutError as error:
         raise _Garbled(f"the first frame must be Hello, got none in {deadline_s} s") from error
-    if not isinstance(hello, Hello):
+    if isinstance(hello, CannotJoin) and hello.protocol_version != PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"{hello.group}: protocol_version must be {PROTOCOL_VERSION}, "
+            f"got {hello.protocol_version}"
+        )
+    if not isinstance(hello, Hello | CannotJoin):
         raise ProtocolError(f"the first frame must be Hello, got {type(hello).__name__}")
     return hello
 
 
-def _check_role(hello: Hello, access: Access) -> None:
-    if access is not Access.OWNER and access.value != hello.role.value:
-        raise ProtocolError(
-            f"{hello.worker}: /v1/agents: a token of role {access} may not join as {hello.role}"
-        )
+def _check_role(who: str, role: Role, access: Access) -> None:
+    if access is not Access.OWNER and access.value != role.value:
+        raise ProtocolError(f"{who}: /v1/agents: a token of role {access} may not join as {role}")
 
 
 def _check_published(hello: Hello, host: str) -> None:
@@ -162,12 +179,12 @@ def _take(
     if message.type is not WSMsgType.BINARY:
         raise ProtocolError(f"{session.worker}: frames must be binary")
     frame = _decode(parts, message.data)
-    if isinstance(frame, Hello):
+    if isinstance(frame, Hello | CannotJoin):
         raise _Garbled(f"{session.worker}: Hello may be sent only once")
     return frame
 
 
-def _decode(parts: PartJoiner, data: bytes) -> Hello | Announce | Withdraw | Reply | None:
+def _decode(parts: PartJoiner, data: bytes) -> AgentFrame | None:
     try:
         whole = parts.take(data)
         return None if whole is None else decode_agent_frame(whole)

@@ -34,6 +34,7 @@ __all__ = [
     "Apply",
     "BeginByHand",
     "Bound",
+    "CannotJoin",
     "Command",
     "ConnectEngine",
     "ConnectTrainer",
@@ -139,6 +140,19 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     job: str = ""
 
 
+class CannotJoin(msgspec.Struct, frozen=True, tag="cannot_join"):
+    """Instead of Hello: an engine for which others may wait has failed before it could connect.
+
+    Attributes:
+        protocol_version: must equal `PROTOCOL_VERSION`.
+        group: the engine. message: why, for a person.
+    """
+
+    protocol_version: int
+    group: str
+    message: str
+
+
 class Announce(msgspec.Struct, frozen=True, tag="announce"):
     """A trainer rank stands still with the weights of `version` and wants them published.
 
@@ -214,7 +228,7 @@ class Reply(msgspec.Struct, frozen=True, tag="reply"):
     result: Result
 
 
-AgentFrame = Hello | Announce | Withdraw | Reply
+AgentFrame = Hello | CannotJoin | Announce | Withdraw | Reply
 
 
 # --- controller -> agent -----------------------------------------------------------------
