@@ -15,6 +15,7 @@ from windlass.control.messages import (
     PROTOCOL_VERSION,
     Abort,
     Announce,
+    CannotJoin,
     Command,
     ConnectEngine,
     ConnectTrainer,
@@ -84,6 +85,7 @@ def from_agents() -> dict[str, bytes]:
     links = (LinkOutcome("engine-a/0", LinkStatus.OK, 48, "0" * 32),)
     return {
         "hello": encode(hello),
+        "cannot_join": encode(CannotJoin(PROTOCOL_VERSION, "engine-a", "why")),
         "announce": encode(Announce(3, 1)),
         "written": encode(Reply(1, 2, 3, Written(links, 0.5, 0.25))),
         "verified": encode(Reply(1, 2, 3, Verified(("trainer/0",)))),
