@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -44,13 +43,13 @@ from windlass.planning.planner import plan_transfer
 from windlass.testing.numpy_gpu import OneProcess, numpy_gpu
 from windlass.testing.resting_engine import RestingEngine
 from windlass.training.client import TrainerClient
-from windlass.transports.base import PeerEndpoint, WireReport
+from windlass.transports.base import WireReport
 from windlass.transports.cuda import driver, range_copy, sources
 from windlass.transports.cuda.driver import MemoryKind
 from windlass.transports.cuda.gpu import Gpu
 from windlass.transports.cuda.ipc import CudaIpcTransport
 from windlass.transports.memory import MemoryFabric, MemoryTransport
-from windlass.transports.processes import process_start_time
+from windlass.transports.processes import own_endpoint
 
 TOKEN = "secret of the test"
 SECONDS = 20.0
@@ -163,10 +162,7 @@ class Pair:
             cast("CudaIpcTransport", transport), ours, self.weights, self.replica
         )
         # The endpoint is looked up among this host's processes.
-        self.binding = msgspec.structs.replace(
-            binding,
-            endpoint=PeerEndpoint("cuda_ipc", str(os.getpid()), process_start_time(os.getpid())),
-        )
+        self.binding = msgspec.structs.replace(binding, endpoint=own_endpoint("cuda_ipc"))
         self.connect()
 
     def connect(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -22,13 +21,12 @@ from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.planning.planner import plan_transfer
 from windlass.testing.numpy_gpu import OneProcess, numpy_gpu
-from windlass.transports.base import PeerEndpoint
 from windlass.transports.cuda import driver, sources
 from windlass.transports.cuda.driver import Device, Event, MemoryKind
 from windlass.transports.cuda.gpu import Gpu
 from windlass.transports.cuda.ipc import CudaIpcTransport
 from windlass.transports.memory import MemoryFabric, MemoryTransport
-from windlass.transports.processes import process_start_time
+from windlass.transports.processes import own_endpoint
 
 SHAPE = (48, 16)
 SECONDS = 20.0
@@ -62,7 +60,7 @@ class Pair:
         # The endpoint is looked up among this host's processes.
         self.binding = type(binding)(
             worker=binding.worker,
-            endpoint=PeerEndpoint("cuda_ipc", str(os.getpid()), process_start_time(os.getpid())),
+            endpoint=own_endpoint("cuda_ipc"),
             regions=binding.regions,
             parameter_addresses=binding.parameter_addresses,
             landing_address=binding.landing_address,

@@ -22,6 +22,7 @@ __all__ = [
     "PeerProcesses",
     "check_alive",
     "host_identity",
+    "own_endpoint",
     "process_start_time",
 ]
 
@@ -57,6 +58,13 @@ def process_start_time(pid: int) -> str:
     return "" if fields[0] in {"Z", "X"} else fields[19]
 
 
+def own_endpoint(transport: str) -> PeerEndpoint:
+    """This process, under a new secret; `OwnProcess` proves it."""
+    pid = os.getpid()
+    incarnation = f"{process_start_time(pid)}-{secrets.token_hex(16)}"
+    return PeerEndpoint(transport, str(pid), incarnation)
+
+
 def check_alive(peer: PeerEndpoint) -> int:
     """The pid behind `peer`.
 
@@ -90,9 +98,7 @@ class OwnProcess:
     """
 
     def __init__(self, transport: str) -> None:
-        pid = os.getpid()
-        incarnation = f"{process_start_time(pid)}-{secrets.token_hex(16)}"
-        self.endpoint = PeerEndpoint(transport, str(pid), incarnation)
+        self.endpoint = own_endpoint(transport)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(_name_of(self.endpoint))
         self._listener.listen(128)
