@@ -294,20 +294,24 @@ class Coordinator(HandDrivenGate):
         A whole job of this run keeps its place, and so does one whose bytes may be under way. Who
         has been connected before, to any controller, is not new and replaces nobody.
         """
-        rivals = self._fleet.rivals_of(hello)
-        if rivals is None or hello.lineage:
-            return
-        of_this_run = all(a.hello.lineage in {"", self._lineage} for a in rivals.agents.values())
-        writing = self._driver is not None or not rivals.identities.isdisjoint(self._fleet.held)
-        if writing or (rivals.complete and of_this_run):
+        if hello.lineage or self._fleet.job in {None, hello.job}:
             return
         self._fleet.check(hello)
-        reason = self._fleet.replace_job(hello.job)
-        _log.warning("%s: %s", ", ".join(rivals.workers), reason)
+        rivals = self._fleet.trainers()
+        if rivals is not None and self._keeps_place(rivals):
+            return
         if self._fleet.lineage != self._lineage:  # what those have said is not this job's past
             self._published = self._spent = -1
             self._fleet.lineage = self._lineage
-        await self._send_away(rivals.workers, reason)
+        if rivals is not None:
+            reason = self._fleet.replace_job(hello.job)
+            _log.warning("%s: %s", ", ".join(rivals.workers), reason)
+            await self._send_away(rivals.workers, reason)
+
+    def _keeps_place(self, job: Group) -> bool:
+        of_this_run = all(a.hello.lineage in {"", self._lineage} for a in job.agents.values())
+        writing = self._driver is not None or not job.identities.isdisjoint(self._fleet.held)
+        return writing or (job.complete and of_this_run)
 
     def _check_past(self, hello: Hello) -> None:
         """What an agent says of earlier controllers must be possible.
@@ -453,7 +457,7 @@ class Coordinator(HandDrivenGate):
     async def _bind(self, sources: Group, engines: Sequence[Group], planner: Planner) -> Binding:
         self._epoch += 1
         self._round += 1
-        self._has_bound = True
+        self._has_bound, self._unbindable = True, ""
         self._fleet.bound_since(self._epoch)
         return await bind_fleet(
             trainers=sources,

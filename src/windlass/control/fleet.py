@@ -207,9 +207,10 @@ class Fleet:
             )
         return manifest
 
-    def rivals_of(self, hello: Hello) -> Group | None:
-        """The connected ranks of another trainer job than this trainer rank's."""
-        return self.trainers() if hello.job != self._job else None
+    @property
+    def job(self) -> str | None:
+        """Of the trainer ranks that are connected, or were last; None before the first."""
+        return self._job
 
     def replace_job(self, job: str) -> str:
         """The trainers are those of `job` now; what those before, who may not come again, are told."""
@@ -227,8 +228,8 @@ class Fleet:
             raise ProtocolError(
                 f"{hello.worker}: job {hello.job!r} was replaced by job {self._job!r}"
             )
-        rivals = self.rivals_of(hello)
-        if rivals is not None:
+        rivals = self.trainers()
+        if rivals is not None and hello.job != self._job:
             raise MustWait(
                 f"{hello.worker} of job {hello.job!r} must wait until the ranks of job "
                 f"{self._job!r} have left: {', '.join(rivals.workers)}"
