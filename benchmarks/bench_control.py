@@ -52,8 +52,12 @@ from windlass.control.messages import (
 )
 from windlass.control.server import ControlServer
 from windlass.execution.bindings import DestinationBinding, LinkOutcome, LinkStatus
-from windlass.testing.fake_agents import engine_manifest, fake_hello, trainer_manifest
-from windlass.transports.base import PeerEndpoint
+from windlass.testing.fake_agents import (
+    engine_manifest,
+    fake_endpoint,
+    fake_hello,
+    trainer_manifest,
+)
 
 TOKEN = "benchmark"
 GOAL_MS = 20.0
@@ -67,7 +71,7 @@ WARM_UP = 3
 def answer(worker: str, command: Command | Probe) -> Result:
     match command:
         case ConnectEngine():
-            binding = DestinationBinding(worker, PeerEndpoint("none", "", ""), (), ())
+            binding = DestinationBinding(worker, fake_endpoint(worker), (), ())
             return Bound(command.plan_digest, binding)
         case Write():
             links = tuple(LinkOutcome(d, LinkStatus.OK, 0, DIGEST) for d in command.destinations)
@@ -167,7 +171,7 @@ class HttpRounds:
         for command in (
             lambda w: Verify(version, {"trainer/0": digests[w]}),
             lambda _w: Apply(version),
-            lambda _w: Publish(version, 30.0),
+            lambda _w: Publish(version, 30.0, ""),
         ):
             await asyncio.gather(*(self._post(w, command(w)) for w in engines))
         return time.perf_counter() - began

@@ -118,6 +118,7 @@ def trainer(index: int, parts: int, rate: float, url: str, token: str, num_rows:
                 token=token,
                 rank=index,
                 world_size=parts,
+                job="one start",
             )
         )
 

@@ -111,6 +111,7 @@ class Controller:
 
         Raises:
             ConfigError: `engines` is one name.
+            EngineRefused: one of them was refused, or could not join; quotes the reason, at once.
             PeerTimeout: names who is missing after `deadline_s`.
         """
         _check_names("wait_for_fleet", engines)
@@ -131,6 +132,7 @@ class Controller:
 
         Raises:
             ConfigError: `engines` is one name.
+            EngineRefused: as `wait_for_fleet`.
             PeerTimeout: not within `deadline_s`; says who is behind.
         """
         _check_names("wait_for_version", engines)

@@ -17,6 +17,7 @@
     |-- ProtocolError(ValueError)         a message that cannot be decoded or does not belong here
     |-- AuthenticationError(RuntimeError) a wrong or missing token
     |-- PeerTimeout(TimeoutError)         a deadline passed while waiting for a peer
+    |-- EngineRefused(RuntimeError)       an engine cannot be part of the fleet; says why
     |-- TrainerError(RuntimeError)        a trainer rank died, hung or raised; carries its log tail
     |-- RolloutError(RuntimeError)        a rollout ended in an error; names task and attempt
     `-- TransportUnavailable(ImportError) an optional dependency or kernel feature is missing
@@ -35,6 +36,7 @@ __all__ = [
     "DECODE_ERRORS",
     "AuthenticationError",
     "ConfigError",
+    "EngineRefused",
     "IncompleteCoverage",
     "ManifestError",
     "PeerTimeout",
@@ -126,6 +128,10 @@ class AuthenticationError(WindlassError, RuntimeError):
 
 class PeerTimeout(WindlassError, TimeoutError):
     """A deadline passed while waiting for a peer; names the peer, the phase and the deadline."""
+
+
+class EngineRefused(WindlassError, RuntimeError):
+    """An engine was refused, or could not join; names it, and quotes the reason."""
 
 
 class RolloutError(WindlassError, RuntimeError):

@@ -66,6 +66,7 @@ def run_trainer(url: str, token: str, name: str, index: int, transport: OneSided
         token=token,
         rank=index,
         world_size=NUM_TRAINERS,
+        job="ranks that come back one by one",
         registered=[region],
         connect_deadline_s=CONNECT_S,
     )

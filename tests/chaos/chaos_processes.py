@@ -398,6 +398,8 @@ def _conversation(
     if isinstance(process, EngineProcess):
         process.incarnation, url = incarnation, process.url
     wire = WireReport("memory", "memory", "", True)
+    assert process.transport is not None
+    endpoint = process.transport.endpoint()
 
     def hello() -> Hello:
         return Hello(
@@ -410,8 +412,10 @@ def _conversation(
             world_size=world_size,
             manifest=encoded,
             wire=wire,
+            endpoint=endpoint,
             url=url,
             served_version=-1 if engine is None else engine.served_version,
+            lineage="" if engine is None else engine.lineage,
             tainted=engine is not None and engine.tainted,
             can_send=engine is not None,
         )

@@ -235,6 +235,7 @@ def run_trainer(url: str, transport_name: str, rows: int, index: int, parts: int
         token=TOKEN,
         rank=index,
         world_size=parts,
+        job="one start",
         intercept=handler.intercept,
     )
     say(event="ready", address=transport.endpoint().address)

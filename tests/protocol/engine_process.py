@@ -9,7 +9,7 @@ from pathlib import Path
 
 from windlass.control.client import AgentChannel
 from windlass.control.messages import Command
-from windlass.testing.fake_agents import FakeEngineRank, engine_manifest, fake_hello
+from windlass.testing.fake_agents import FakeEngineRank, engine_manifest, fake_endpoint, fake_hello
 
 
 def main() -> None:
@@ -22,7 +22,10 @@ def main() -> None:
     worker = f"{group}/0"
     rank = FakeEngineRank(worker, int(num_trainers), on_command=die, memory_path=Path(memory))
     hello = fake_hello(
-        engine_manifest(worker, int(num_trainers)), group=group, incarnation=str(os.getpid())
+        engine_manifest(worker, int(num_trainers)),
+        group=group,
+        incarnation=str(os.getpid()),
+        endpoint=fake_endpoint(worker, memory),
     )
     channel = AgentChannel(url, token, lambda: hello, rank)
     channel.connect(20.0)

@@ -37,10 +37,9 @@ from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role
 from windlass.operations import Operations
 from windlass.rollout import BatchQueue, RolloutController, StalenessPolicy
-from windlass.testing.fake_agents import fake_hello
+from windlass.testing.fake_agents import fake_endpoint, fake_hello
 from windlass.testing.simulated_loop import SimulatedLoop
 from windlass.testing.simulated_network import SimulatedNetwork
-from windlass.transports.base import PeerEndpoint
 
 WRITE_S = 5.0
 VERSION = 3
@@ -86,7 +85,9 @@ class Socket:
     def result_of(self, command: object) -> Result | None:
         match command:
             case ConnectEngine():
-                binding = DestinationBinding(f"{self.name}/0", PeerEndpoint("none", "", ""), (), ())
+                binding = DestinationBinding(
+                    f"{self.name}/0", fake_endpoint(f"{self.name}/0"), (), ()
+                )
                 return Bound(command.plan_digest, binding)
             case Write():
                 self.rig.writes.append((self.rig.loop.time(), self.name))
@@ -114,6 +115,7 @@ class Rig:
         self.loop = loop
         config = ControlConfig(mode=mode, max_rewrites=0, deadlines=PhaseDeadlines(write_s=WRITE_S))
         self.coordinator = Coordinator(config)
+        self.coordinator._spent = VERSION  # as its journal may say: engines settle it
         self.writes: list[tuple[float, str]] = []
         self.on_write: Callable[[str], LinkStatus | None] = lambda _donor: LinkStatus.OK
         self.make: Callable[[Rig, str], Socket] = Socket
@@ -126,7 +128,9 @@ class Rig:
 
     async def join(self, name: str, served: int = VERSION, incarnation: str = "first") -> Socket:
         socket = self.make(self, name)
-        hello = hello_of(name, served, incarnation)
+        hello = msgspec.structs.replace(
+            hello_of(name, served, incarnation), lineage=self.coordinator.lineage
+        )
         session = await self.coordinator.admit(hello, cast("web.WebSocketResponse", socket))
         socket.session = session
         await self.coordinator.admitted(session)

@@ -11,13 +11,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import numpy as np
 import pytest
 
 from windlass.config import ControlConfig, PhaseDeadlines, UpdateMode
+from windlass.control.access import Access, role_token
+from windlass.control.client import AgentChannel, tell_cannot_join
 from windlass.control.journal import Journal, JournalEntry, JournalKind
 from windlass.control.messages import (
     PROTOCOL_VERSION,
@@ -46,6 +50,7 @@ from windlass.control.server import ControlServer
 from windlass.errors import (
     AuthenticationError,
     ConfigError,
+    EngineRefused,
     PeerTimeout,
     PeerUnreachable,
     ProtocolError,
@@ -61,6 +66,7 @@ from windlass.testing.fake_agents import (
     engine_manifest,
     fake_hello,
     payload,
+    trainer_manifest,
 )
 from windlass.testing.fake_fleet import TOKEN, FakeFleet
 
@@ -266,8 +272,6 @@ async def test_a_port_in_use_is_named() -> None:
 async def test_an_absent_controller_is_a_timeout_that_says_what_happened() -> None:
     async with FakeFleet() as rig:
         url = rig.server.url
-    from windlass.control.client import AgentChannel
-
     hello = fake_hello(engine_manifest("a/0", 2), group="a")
     channel = AgentChannel(url, TOKEN, lambda: hello, FakeEngineRank("a/0", 2))
     with pytest.raises(PeerTimeout, match="Connect"):
@@ -646,13 +650,174 @@ async def test_a_restarted_controller_knows_what_is_published_and_agents_find_it
         await rig.close_agents()
 
 
-async def test_a_controller_without_a_journal_learns_what_engines_serve() -> None:
+async def test_a_controller_without_a_journal_learns_from_its_trainers_what_is_published() -> None:
     async with FakeFleet() as rig:
-        await rig.add_engine("a", served_version=6)
-        assert rig.routable == {"a": 6}
+        await rig.start({"a": 1})
+        await rig.publish(6)
+        run = rig.coordinator.lineage
+        await rig.close_controller()
+        async with FakeFleet(port=rig.port) as second:
+            second.fabric = rig.fabric
+            await second.add_engine("x", served_version=9, lineage="another run")
+            await second.add_engine("y", served_version=6, lineage=run)
+            await second.coordinator.wait_for_fleet(num_trainers=2, engines=("a",), deadline_s=20)
+            assert second.coordinator.published_version == 6
+            assert second.routable == {"y": 6}
+            assert second.coordinator.lineage != run
+            assert "stale version" in (await rig.publish(6)).reason
+            assert (await rig.publish(7)).outcome is RoundOutcome.PUBLISHED
+            assert second.routable == {"a": 7, "x": 7, "y": 7}
+        await rig.close_agents()
+
+
+async def test_an_engine_alone_is_not_believed() -> None:
+    async with FakeFleet() as rig:
+        await rig.add_engine("a", served_version=10**15, lineage="of nobody knows what")
+        assert rig.coordinator.published_version == -1
+        assert rig.routable == {}
         await rig.start({"b": 1})
-        assert "stale version" in (await rig.publish(6)).reason
-        assert (await rig.publish(7)).outcome is RoundOutcome.PUBLISHED
+        assert (await rig.publish(0)).outcome is RoundOutcome.PUBLISHED
+        assert rig.routable == {"a": 0, "b": 0}
+        await rig.add_engine("c", served_version=0, lineage="of nobody knows what")
+        assert "c" not in rig.routable
+
+
+async def test_trainers_of_another_run_are_refused_where_a_journal_says_which_run_this_is(
+    tmp_path: Path,
+) -> None:
+    async with FakeFleet(journal_path=tmp_path / "first") as rig:
+        await rig.start({"a": 1})
+        await rig.publish(6)
+        await rig.close_controller()
+        async with FakeFleet(journal_path=tmp_path / "second", port=rig.port) as second:
+            with pytest.raises(ProtocolError, match="has trained for run"):
+                await rig.announce("trainer/0", 7)
+            assert second.coordinator.published_version == -1
+        await rig.close_agents()
+
+
+WRONG_ENGINES = {
+    "by its Hello": ({"protocol_version": 1}, "w", r"protocol_version must be \d+, got 1"),
+    "by planning": ({}, "not a tensor of the trainers", "IncompleteCoverage: .*not a tensor"),
+}
+
+
+@pytest.mark.parametrize("how", WRONG_ENGINES)
+async def test_whoever_waits_for_an_engine_that_is_refused_is_told_why_at_once(how: str) -> None:
+    changed, tensor, says = WRONG_ENGINES[how]
+    async with FakeFleet() as rig:
+        await rig.start({"a": 1})
+        coordinator = rig.coordinator
+        waiting = [
+            asyncio.create_task(coordinator.wait_for_version(1, engines=("b",), deadline_s=60))
+        ]
+        if how == "by its Hello":  # else it is there for a moment
+            there = coordinator.wait_for_fleet(num_trainers=2, engines=("a", "b"), deadline_s=60)
+            waiting.append(asyncio.create_task(there))
+        hello = fake_hello(engine_manifest("b/0", 2, tensor=tensor), group="b")
+        hello = msgspec.structs.replace(hello, **changed)
+        channel = AgentChannel(rig.server.url, TOKEN, lambda: hello, FakeEngineRank("b/0", 2))
+        with suppress(ProtocolError):
+            await asyncio.to_thread(channel.connect, 20.0)
+        async with asyncio.timeout(20):
+            for waits in waiting:
+                with pytest.raises(EngineRefused, match=f"engine b was refused: .*{says}"):
+                    await waits
+        channel.close()
+        await coordinator.wait_for_fleet(num_trainers=2, engines=("a",), deadline_s=5)
+        with pytest.raises(EngineRefused, match="wait_for_fleet: engine b was refused"):
+            await coordinator.wait_for_fleet(num_trainers=2, engines=("b",), deadline_s=5)
+        await rig.add_engine("b", incarnation="second")  # as it should have been
+        await coordinator.wait_for_fleet(num_trainers=2, engines=("a", "b"), deadline_s=5)
+        assert (await rig.publish(1)).outcome is RoundOutcome.PUBLISHED
+
+
+async def test_an_engine_that_cannot_even_connect_says_so_to_whoever_waits_for_it() -> None:
+    async with FakeFleet() as rig:
+        await rig.start({"a": 1})
+        waits = asyncio.create_task(
+            rig.coordinator.wait_for_fleet(num_trainers=2, engines=("a", "vllm"), deadline_s=60)
+        )
+        engine, trainer = (role_token(TOKEN, role) for role in (Access.ENGINE, Access.TRAINER))
+        for name in ("a", "vllm"):
+            await asyncio.to_thread(tell_cannot_join, rig.server.url, trainer, name, "a lie")
+        assert not waits.done()
+        for name in ("a", "vllm"):
+            why = "no kernel casts bfloat16 to float32"
+            await asyncio.to_thread(tell_cannot_join, rig.server.url, engine, name, why)
+        with pytest.raises(EngineRefused, match="engine vllm was refused: no kernel casts"):
+            await waits
+        await rig.coordinator.wait_for_fleet(num_trainers=2, engines=("a",), deadline_s=5)
+
+
+async def test_a_whole_job_keeps_its_place_and_the_next_one_waits_until_it_has_left() -> None:
+    async with FakeFleet() as rig:
+        await rig.start({"a": 1})
+        await rig.publish(0)
+        old = [rig.channels[f"trainer/{i}"] for i in range(2)]
+        coming = [
+            asyncio.create_task(rig.add_trainer(i, incarnation="second", job="next"))
+            for i in range(2)
+        ]
+        done, _ = await asyncio.wait(coming, timeout=0.5)
+        assert not done
+        assert (await rig.publish(1)).outcome is RoundOutcome.PUBLISHED
+        await asyncio.gather(*(asyncio.to_thread(channel.close) for channel in old))
+        await asyncio.gather(*coming)
+        assert (await rig.publish(2)).outcome is RoundOutcome.PUBLISHED
+
+
+async def test_trainers_of_an_earlier_run_that_came_first_give_way_to_those_of_this_one() -> None:
+    async with FakeFleet() as rig:
+        await rig.start({"a": 1})
+        await rig.publish(6)
+        await rig.close_controller()
+        async with FakeFleet(port=rig.port) as second:
+            await second.coordinator.wait_for_fleet(num_trainers=2, engines=("a",), deadline_s=20)
+            assert second.coordinator.published_version == 6
+            for index in range(2):
+                await second.add_trainer(index, incarnation="second", job="this run")
+            with pytest.raises(ProtocolError, match="job '' was replaced by job 'this run'"):
+                await rig.announce("trainer/0", 7)
+            second.fabric.ranks |= rig.fabric.ranks
+            assert (await second.publish(0)).outcome is RoundOutcome.PUBLISHED
+            assert second.routable == {"a": 0}
+            late = fake_hello(
+                trainer_manifest("trainer/1", 1, 2), group="trainer", rank=1, world_size=2
+            )
+            with pytest.raises(ProtocolError, match="job '' was replaced"):
+                await second.connect(late, second.trainers["trainer/1"])
+        await rig.close_agents()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"epoch": 2**64 - 1}, r"epoch must be in \[0, 2\^53\), got 18446744073709551615"),
+        ({"epoch": 2**53}, r"epoch must be in"),
+        ({"epoch": 2**40}, r"epoch must be at most 1048576 above that of this controller, 1, got"),
+        ({"round": 2**64 - 1}, r"round must be in"),
+        ({"served_version": 2**53}, r"served_version must be in \[-1, 2\^53\)"),
+        ({"served_version": -2}, r"served_version must be in"),
+    ],
+)
+async def test_numbers_that_no_controller_has_counted_to_are_refused(
+    wrong: dict[str, int], says: str
+) -> None:
+    async with FakeFleet() as rig:
+        hello = msgspec.structs.replace(fake_hello(engine_manifest("e/0", 2), group="e"), **wrong)
+        async with (
+            aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as http,
+            http.ws_connect(f"{rig.server.url}/v1/agents") as socket,
+        ):
+            await socket.send_bytes(encode(hello))
+            refused = decode_controller_frame(await socket.receive_bytes())
+        assert isinstance(refused, Refused)
+        assert re.search(says, refused.message)
+        assert refused.final
+        await rig.start({"a": 1})
+        assert "must be < 2^53" in (await rig.publish(2**53)).reason
+        assert (await rig.publish(2**40)).outcome is RoundOutcome.PUBLISHED
 
 
 @pytest.mark.parametrize(("served", "published"), [(5, 5), (4, 4), (9, 4)])
@@ -730,8 +895,6 @@ class Recorder:
 async def test_an_agent_answers_a_repeated_command_from_memory_and_refuses_old_ones() -> None:
     from aiohttp import web
 
-    from windlass.control.client import AgentChannel
-
     envelopes = [
         Envelope(2, 5, 1, Prepare(1)),
         Envelope(2, 5, 1, Prepare(1)),
@@ -752,7 +915,7 @@ async def test_an_agent_answers_a_repeated_command_from_memory_and_refuses_old_o
         socket = web.WebSocketResponse()
         await socket.prepare(request)
         await socket.receive_bytes()
-        await socket.send_bytes(encode(Welcome(1)))
+        await socket.send_bytes(encode(Welcome(1, "run")))
         for envelope in envelopes:
             await socket.send_bytes(encode(envelope))
         for _ in envelopes:

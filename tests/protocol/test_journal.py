@@ -45,6 +45,39 @@ def expected(entries: list[JournalEntry]) -> list[object]:
     ]
 
 
+@pytest.mark.parametrize(
+    "number", ['"epoch":99999999999999999999', '"epoch":9007199254740992', '"epoch":-1']
+)
+def test_an_epoch_that_could_not_be_sent_is_no_entry(number: str, folder: Path) -> None:
+    path = folder / "journal"
+    good = '{"kind":"started","epoch":1,"round":0,"version":-1}\n'
+    path.write_text(good + good.replace('"epoch":1', number))
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match="line 2"):
+        Journal(path)
+    assert path.read_bytes() == before
+
+
+def test_the_run_of_a_journal_is_made_once_and_outlives_compactions(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "COMPACT_AFTER", 5)
+    monkeypatch.setattr(journal, "KEPT_ENTRIES", 3)
+    path = folder / "journal"
+    found = set()
+    for number in range(20):
+        opened = Journal(path)
+        opened.start()
+        found.add(opened.lineage)
+        opened.append(entry(number))
+        opened.close()
+    assert len(found) == 1
+    others = {Journal(folder / f"other-{i}") for i in range(2)}
+    for other in others:
+        other.start()
+    assert len({other.lineage for other in others} | found) == 3
+
+
 def _held() -> int:
     """Bytes of what journals and this file have made and keep; not of what else this process does."""
     gc.collect()

@@ -171,7 +171,13 @@ def test_the_answer_to_a_probe_does_not_say_that_an_engine_goes_on() -> None:
 def test_what_a_rank_says_again_after_a_welcome_does_not_say_how_its_engine_is() -> None:
     async def scenario(rig: Rig) -> None:
         engine = Resting(rig, "a")
-        hello = msgspec.structs.replace(hello_of("a", VERSION), epoch=5, round=7, at_rest="away")
+        hello = msgspec.structs.replace(
+            hello_of("a", VERSION),
+            lineage=rig.coordinator.lineage,
+            epoch=5,
+            round=7,
+            at_rest="away",
+        )
         engine.session = await rig.coordinator.admit(hello, cast("web.WebSocketResponse", engine))
         await rig.coordinator.admitted(engine.session)
         assert rig.routable == set()
@@ -213,7 +219,13 @@ async def join_without_server(rig: FakeFleet) -> FakeEngineRank:
         raise ConnectionRefusedError("the engine's HTTP server is away")
 
     rank = FakeEngineRank("a/0", rig.num_trainers)
-    hello = fake_hello(engine_manifest("a/0", rig.num_trainers), group="a", served_version=VERSION)
+    rig.coordinator._spent = VERSION
+    hello = fake_hello(
+        engine_manifest("a/0", rig.num_trainers),
+        group="a",
+        served_version=VERSION,
+        lineage=rig.coordinator.lineage,
+    )
     await rig.connect(hello, rank, on_disconnect=away)
     await until_routable(rig.coordinator, {"a"})
     return rank

@@ -196,6 +196,7 @@ def run_trainer(pipe: Connection, index: int, url: str) -> None:
         token=TOKEN,
         rank=index,
         world_size=NUM_TRAINERS,
+        job="ranks that come back one by one",
         intercept=intercept,
     )
     (handler,) = handlers

@@ -189,7 +189,7 @@ async def test_an_agent_leaves_a_controller_that_reads_nothing_and_connects_agai
         socket = web.WebSocketResponse(max_msg_size=2 * len(LARGE))
         await socket.prepare(request)
         decode_agent_frame(await socket.receive_bytes())  # Hello
-        await socket.send_bytes(encode(Welcome(1)))
+        await socket.send_bytes(encode(Welcome(1, "run")))
         if num_connections == 1:
             await socket.send_bytes(encode(Envelope(1, 1, 1, Apply(1))))
             await frame_of(socket)

@@ -34,6 +34,7 @@ from windlass.transports.base import OneSidedTransport, WriteBatch
 from windlass.transports.configs import parse_transport
 from windlass.transports.registry import create_transport
 
+PER_RUN = 20
 ROW_PARALLEL = {"down"}
 """Cut along dim 1 in the engines: strided on both sides."""
 
@@ -184,6 +185,9 @@ class RankSettings:
     can_send: bool = False
     arena_nbytes: int = 0
     fault: str = ""
+    run: int = 0
+    """Runs train other weights: version v of run r is `truth(v + PER_RUN * r)`."""
+    job: str = "one start"
 
 
 def run_engine(pipe: Connection, settings: RankSettings) -> None:
@@ -216,11 +220,10 @@ def run_engine(pipe: Connection, settings: RankSettings) -> None:
     with client:
         pipe.send("ready")
         while pipe.recv() is not None:
-            held = "mixed"
-            for version in range(8):
-                whole = part.of(version)
-                if all(np.array_equal(memory[name], whole[name]) for name in memory):
-                    held = str(version)
+            held, version = "mixed", (int(memory["embed"].flat[0]) - 1) // 1_000_000
+            whole = part.of(version)
+            if all(np.array_equal(memory[name], whole[name]) for name in memory):
+                held = str(version)
             if all((m == -1).all() for m in memory.values()):
                 held = "untouched"
             agent = client.agent
@@ -230,6 +233,7 @@ def run_engine(pipe: Connection, settings: RankSettings) -> None:
 def run_trainer(pipe: Connection, settings: RankSettings) -> None:
     """Publish every version that comes; answer with outcome, details and the bytes written for it."""
     torch.set_num_threads(1)
+    os.environ["WINDLASS_JOB"] = settings.job
     index, parts = settings.index, settings.parts
     part = part_of(f"trainer/{index}", Role.TRAINER, index, parts, settings.scale)
     memory = {name: values.copy() for name, values in part.of(0).items()}
@@ -247,7 +251,7 @@ def run_trainer(pipe: Connection, settings: RankSettings) -> None:
     pipe.send("ready")
     with client:
         while (version := pipe.recv()) is not None:
-            for name, values in part.of(version).items():
+            for name, values in part.of(version + PER_RUN * settings.run).items():
                 memory[name][...] = values
             before = transport.nbytes
             try:
@@ -256,3 +260,13 @@ def run_trainer(pipe: Connection, settings: RankSettings) -> None:
             except windlass.WindlassError as error:
                 answer = type(error).__name__, [str(error)]
             pipe.send((*answer, transport.nbytes - before))
+
+
+def run_bystander(pipe: Connection, nbytes: int) -> None:
+    """Has memory that peers might write, and no part in a fleet; tells whether it is untouched."""
+    memory = np.full(nbytes, 255, np.uint8)
+    transport = create_transport(parse_transport("cma"))
+    transport.register(memory.ctypes.data, nbytes)
+    pipe.send((os.getpid(), memory.ctypes.data))
+    while pipe.recv() is not None:
+        pipe.send(bool((memory == 255).all()))

@@ -180,6 +180,7 @@ def connect(
         token=TOKEN,
         rank=memory.index,
         world_size=memory.world_size,
+        job="one start",
         replica=replica,
         arena_nbytes=arena_nbytes,
         intercept=intercept,

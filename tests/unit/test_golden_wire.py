@@ -15,6 +15,7 @@ from windlass.control.messages import (
     PROTOCOL_VERSION,
     Abort,
     Announce,
+    CannotJoin,
     Command,
     ConnectEngine,
     ConnectTrainer,
@@ -76,10 +77,15 @@ def from_agents() -> dict[str, bytes]:
         world_size=1,
         manifest=b"manifest",
         wire=WireReport("cma", "process_vm_writev", "pid 4711", one_sided=True),
+        endpoint=ENDPOINT,
+        host="boot pid:[1] net:[2]",
+        lineage="00ff",
+        job="ff00",
     )
     links = (LinkOutcome("engine-a/0", LinkStatus.OK, 48, "0" * 32),)
     return {
         "hello": encode(hello),
+        "cannot_join": encode(CannotJoin(PROTOCOL_VERSION, "engine-a", "why")),
         "announce": encode(Announce(3, 1)),
         "written": encode(Reply(1, 2, 3, Written(links, 0.5, 0.25))),
         "verified": encode(Reply(1, 2, 3, Verified(("trainer/0",)))),
@@ -108,11 +114,11 @@ def from_controllers() -> dict[str, bytes]:
         "pause": Pause(PauseMode.IN_PLACE, 30.0),
         "write": Write(3, ("engine-a/0",), 120.0),
         "verify": Verify(3, {"trainer/0": "0" * 32}),
-        "publish": Publish(3, 25.0),
+        "publish": Publish(3, 25.0, "00ff"),
         "abort": Abort("why", tainted=True, deadline_s=25.0),
     }
     frames = {name: encode(Envelope(1, 2, 3, command)) for name, command in commands.items()}
-    return frames | {"welcome": encode(Welcome(7)), "report": encode(report)}
+    return frames | {"welcome": encode(Welcome(7, "00ff")), "report": encode(report)}
 
 
 def everything() -> dict[str, str]:

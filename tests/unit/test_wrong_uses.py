@@ -108,6 +108,7 @@ def test_a_path_is_a_folder_too() -> None:
         (lambda: parse_transport("cmaa"), "transport must be one of .* got 'cmaa'"),
         (lambda: version_number("v1", "publish"), "publish: version must be an integer >= 0, got 'v1'"),  # type: ignore[arg-type]
         (lambda: version_number(-1, "publish"), "version must be an integer >= 0, got -1"),
+        (lambda: version_number(1 << 53, "publish"), r"version must be < 2\^53, got 9007199254740992"),
         (lambda: version_number(1.0, "publish"), "version must be an integer >= 0, got 1.0"),  # type: ignore[arg-type]
     ],
 )  # fmt: skip

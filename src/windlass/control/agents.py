@@ -212,7 +212,7 @@ class EngineAgent:
         self._hooks = hooks
         self._lock = threading.Lock()
         self._mode = UpdateMode.IN_PLACE
-        self._served_version = -1
+        self._served_version, self._lineage = -1, ""
         self._is_stamped = True
         self._tainted = False
         self._open_to_writes = False
@@ -224,6 +224,11 @@ class EngineAgent:
     def served_version(self) -> int:
         """The version that this rank serves; -1 for none."""
         return self._served_version
+
+    @property
+    def lineage(self) -> str:
+        """Of the run that `served_version` belongs to; empty for none."""
+        return self._lineage
 
     @property
     def tainted(self) -> bool:
@@ -266,6 +271,7 @@ class EngineAgent:
                     self._receiver.apply()
                     self._hooks.finalise()
                 case Publish():
+                    self._lineage = command.lineage
                     self._publish(command.version, command.deadline_s)
                 case Abort():
                     self._abort(command.deadline_s, tainted=command.tainted)

@@ -6,7 +6,7 @@ Nothing is paused here. Runs when the fleet has changed, before the next round n
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -41,6 +41,7 @@ from windlass.planning.plan import TransferPlan
 from windlass.planning.relay import copy_part
 from windlass.planning.replicated import Replicated, find_replicated
 from windlass.transports.addresses import HOST_VARIABLE, is_loopback, split_host_port
+from windlass.transports.processes import WITHIN_HOST
 
 __all__ = ["Binding", "EnginesUnbound", "Planner", "bind_fleet", "find_unplannable", "signature_of"]
 
@@ -131,7 +132,7 @@ async def bind_fleet(
 
     Raises:
         PlanError: the manifests cannot be served.
-        ConfigError: no engine has the trainers' transport.
+        ConfigError: no engine has the trainers' transport, or is where that reaches.
         EnginesUnbound: some engines did not bind; the others would.
         RoundAborted: a trainer did not bind the plan, or did not answer within `deadline_s`.
     """
@@ -146,6 +147,8 @@ async def bind_fleet(
     if isinstance(backend, P2pBackend):
         _check_transports(workers, engine_workers, pinned)
     compiled = await asyncio.to_thread(_compile, planner, manifests, destinations, relay)
+    if isinstance(backend, P2pBackend):
+        _check_hosts(compiled.links, engine_of, pinned)
     digest = compiled.digest
     caller = _Caller(pinned, (epoch, round_number), deadline_s)
     bound = await caller.call(
@@ -154,21 +157,27 @@ async def bind_fleet(
             for w, part in compiled.destination_parts.items()
         }
     )
-    bindings: list[DestinationBinding] = []
+    bindings: dict[str, DestinationBinding] = {}
     failed: dict[str, Result | WindlassError] = {}
     for worker, result in bound.items():
         if isinstance(result, Bound) and result.plan_digest == digest:
-            bindings.append(result.binding)
+            bindings[worker] = result.binding
         else:
             failed[worker] = result
     if failed:
         raise _unbound(failed, engine_of, "did not bind the plan")
-    if astray := _find_astray(bindings, workers, pinned):
+    if isinstance(backend, P2pBackend):
+        _check_own(bindings, engine_of, pinned)
+    if astray := _find_astray(bindings.values(), workers, pinned):
         raise EnginesUnbound({engine_of[w]: why for w, why in astray.items()}, {}, "")
     confirmed = await caller.call(
         {
             w: ConnectTrainer(
-                part, digest, relay.direct(bindings), backend, compiled.replicated_parts.get(w, b"")
+                part,
+                digest,
+                relay.direct(bindings.values()),
+                backend,
+                compiled.replicated_parts.get(w, b""),
             )
             for w, part in compiled.source_parts.items()
         }
@@ -213,14 +222,71 @@ def _check_transports(
         for source in sources
         if worker in spoken and source in spoken and spoken[worker] != spoken[source]
     }
-    if wrong and len(wrong) == len(engines):
+    _refuse_wrong(wrong, len(engines))
+
+
+def _check_hosts(
+    links: Iterable[tuple[str, str]],
+    engine_of: Mapping[str, str],
+    sessions: Mapping[str, AgentSession],
+) -> None:
+    """A transport that reaches processes reaches those of its own host.
+
+    One host: connections that come from one address, of processes that say the same of it.
+
+    Raises:
+        EnginesUnbound: some engines are on another host than a source that writes to them.
+        ConfigError: all are.
+    """
+
+    def place_of(worker: str) -> tuple[str, str]:
+        return sessions[worker].host, sessions[worker].agent.hello.host
+
+    wrong = {}
+    for source, worker in sorted(links):
+        if source not in sessions or worker not in sessions:
+            continue  # lost meanwhile
+        transport = sessions[worker].agent.hello.wire.transport
+        if transport in WITHIN_HOST and place_of(source) != place_of(worker):
+            wrong[engine_of[worker]] = (
+                f"{worker}: transport {transport} reaches processes of one host, one namespace of "
+                f"processes and one of networks, got a rank elsewhere than {source}; between hosts "
+                "use mooncake or nixl"
+            )
+    _refuse_wrong(wrong, len(set(engine_of.values())))
+
+
+def _refuse_wrong(wrong: Mapping[str, str], num_engines: int) -> None:
+    if wrong and len(wrong) == num_engines:
         raise ConfigError("; ".join(wrong.values()))
     if wrong:
         raise EnginesUnbound(wrong, {}, "")
 
 
+def _check_own(
+    bindings: Mapping[str, DestinationBinding],
+    engine_of: Mapping[str, str],
+    sessions: Mapping[str, AgentSession],
+) -> None:
+    """A rank may have its own memory written, and nobody else's.
+
+    Raises:
+        EnginesUnbound: some bound another rank, or another endpoint than they came with.
+    """
+    wrong = {}
+    for worker, binding in bindings.items():
+        owners = {binding.endpoint, *(region.endpoint for region in binding.regions)}
+        known = worker in sessions and owners == {sessions[worker].agent.hello.endpoint}
+        if binding.worker != worker or not known:
+            wrong[engine_of[worker]] = (
+                f"{worker}: must bind memory of its own endpoint and no other rank's"
+            )
+    if wrong:
+        raise EnginesUnbound(wrong, {}, "")
+
+
 def _find_astray(
-    bindings: Sequence[DestinationBinding],
+    bindings: Iterable[DestinationBinding],
     sources: Sequence[str],
     sessions: Mapping[str, AgentSession],
 ) -> dict[str, str]:
@@ -245,7 +311,7 @@ async def _bind_relay(
     caller: _Caller,
     relay: RelayPlan,
     trainers: Sequence[str],
-    bindings: Sequence[DestinationBinding],
+    bindings: Mapping[str, DestinationBinding],
     engine_of: Mapping[str, str],
 ) -> None:
     """Have members listen, then tell everybody who passes on to whom.
@@ -265,8 +331,7 @@ async def _bind_relay(
             failed[worker] = result
     if failed:
         raise _unbound(failed, engine_of, "does not relay")
-    known = {binding.worker: binding for binding in bindings}
-    connected = await caller.call(relay.connections(trainers, known, addresses))
+    connected = await caller.call(relay.connections(trainers, bindings, addresses))
     for worker, result in connected.items():
         if not isinstance(result, Done):
             if worker not in engine_of:

@@ -36,6 +36,7 @@ from windlass.control.callback_messages import (
 )
 from windlass.control.fleet import Group
 from windlass.control.messages import (
+    FAREWELL,
     Abort,
     Apply,
     BeginByHand,
@@ -65,6 +66,11 @@ REMEMBERED = 4096
 
 class HandDrivenOwner(Protocol):
     """What the coordinator lends."""
+
+    @property
+    def lineage(self) -> str:
+        """Of the run whose versions are published."""
+        ...
 
     async def begin_by_hand(
         self,
@@ -331,13 +337,14 @@ class HandDrivenUpdates:
             if reason:
                 await self._abort(update, reason)
                 return CallbackAnswer()
-            for command in (Apply(version), Publish(version, time_to_act_s(deadline_s))):
+            publish = Publish(version, time_to_act_s(deadline_s), self._owner.lineage)
+            for command in (Apply(version), publish):
                 ranks = update.ranks({*away, *mixed})
                 results = await self._call(update, ranks, command, deadline_s)
                 mixed |= update.blame(_unlike(results, Done))
             for name, tainted in (*((n, False) for n in away), *((n, True) for n in mixed)):
                 for worker in update.engines[name]:
-                    await self._farewell(update, worker, "is not updated", tainted=tainted)
+                    await self._farewell(update, worker, tainted=tainted)
             served = tuple(sorted(set(update.engines) - {*away, *mixed}))
             reason = "" if served else f"no engine could apply it: {_listed(mixed)}"
             await self._end(update, version, served, tuple(sorted(mixed)), reason)
@@ -364,7 +371,7 @@ class HandDrivenUpdates:
 
     async def _abort(self, update: _Update, reason: str) -> None:
         for worker in update.workers:
-            await self._farewell(update, worker, reason, tainted=False)
+            await self._farewell(update, worker, tainted=False)
         await self._end(update, -1, (), (), reason)
 
     async def _end(
@@ -398,12 +405,12 @@ class HandDrivenUpdates:
                 await self._abort(update, reason)
         return CallbackAnswer()
 
-    async def _farewell(self, update: _Update, worker: str, reason: str, *, tainted: bool) -> None:
+    async def _farewell(self, update: _Update, worker: str, *, tainted: bool) -> None:
         update.seq += 1
         session = update.sessions.get(worker)
         if session is None:
             return
-        farewell = Abort(reason, tainted, time_to_act_s(self._config.deadlines.publish_s))
+        farewell = Abort(FAREWELL, tainted, time_to_act_s(self._config.deadlines.publish_s))
         try:
             await session.call((*update.place, update.seq), farewell)
         except PeerUnreachable as error:

@@ -9,6 +9,7 @@ from windlass.control.binding import Binding
 from windlass.control.changes import Changes
 from windlass.control.fleet import Fleet, Group
 from windlass.control.journal import Journal, JournalEntry, JournalKind
+from windlass.control.messages import MAX_COUNT
 from windlass.control.session import AgentSession
 from windlass.errors import PeerUnreachable, RoundAborted
 
@@ -25,11 +26,17 @@ class HandDrivenGate:
     _sessions: dict[str, AgentSession]
     _binding: Binding | None
     _changes: Changes
+    _lineage: str
     _journal: Journal
     _epoch: int
     _round: int
     _published: int
     _spent: int
+
+    @property
+    def lineage(self) -> str:
+        """Of the run whose versions this controller publishes; see `Welcome`."""
+        return self._lineage
 
     async def begin_by_hand(
         self,
@@ -48,9 +55,11 @@ class HandDrivenGate:
         self, version: int | None, served: tuple[str, ...], tainted: tuple[str, ...]
     ) -> None:
         """See `HandDrivenOwner.end_by_hand`."""
-        self._fleet.mark(version, served, tainted)
         if version is not None:
             self._published = self._spent = version
+            self._fleet.lineage = self._lineage
+        self._fleet.mark(version, served, tainted)
+        if version is not None:
             self._journal_outcome(JournalKind.PUBLISHED, version, served)
         self._lock.release()
         self._changes.notify()
@@ -58,8 +67,8 @@ class HandDrivenGate:
     def check_version(self, version: int) -> None:
         """See `HandDrivenOwner.check_version`."""
         newest = max(self._published, self._spent)
-        if version <= newest:
-            raise RoundAborted(f"version must be > {newest}, got {version}")
+        if not newest < version <= MAX_COUNT:
+            raise RoundAborted(f"version must be > {newest} and < 2^53, got {version}")
         try:
             self._journal_round(JournalKind.PUBLISHING, version, ())
         except OSError as error:

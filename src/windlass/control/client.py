@@ -14,15 +14,49 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import final
 
+import aiohttp
+
 from windlass.control.conversation import AgentConversation, CommandHandler
-from windlass.control.messages import Command, Hello, UpdateReport
+from windlass.control.messages import (
+    PROTOCOL_VERSION,
+    CannotJoin,
+    Command,
+    Hello,
+    UpdateReport,
+    encode,
+)
+from windlass.control.sockets import send_frame
 from windlass.envs import check_token
-from windlass.errors import PeerTimeout
+from windlass.errors import PeerTimeout, PeerUnreachable
 from windlass.transports.addresses import check_url
 
-__all__ = ["AgentChannel", "CommandHandler"]
+__all__ = ["AgentChannel", "CommandHandler", "tell_cannot_join"]
 
 WITHDRAW_S = 1.0
+TELL_S = 10.0
+
+
+def tell_cannot_join(url: str, token: str, engine: str, reason: str) -> None:
+    """Have whoever waits for an engine hear why it does not come. Blocks.
+
+    Raises:
+        PeerUnreachable: the controller was not reached within 10 s.
+    """
+
+    async def tell() -> None:
+        headers = {"Authorization": f"Bearer {token}"}
+        async with (
+            asyncio.timeout(TELL_S),
+            aiohttp.ClientSession(headers=headers) as http,
+            http.ws_connect(f"{url.rstrip('/')}/v1/agents") as socket,
+        ):
+            await send_frame(socket, encode(CannotJoin(PROTOCOL_VERSION, engine, reason)))
+            await socket.receive()  # the end of the connection: it has been read
+
+    try:
+        asyncio.run(tell())
+    except (OSError, aiohttp.ClientError) as error:  # a TimeoutError is an OSError
+        raise PeerUnreachable(f"controller {url}: {type(error).__name__}: {error}") from error
 
 
 @final

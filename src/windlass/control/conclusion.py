@@ -50,7 +50,7 @@ def note_fates(
         fleet: changed in place.
         binding: of the round.
         result: how it ended.
-        version: of the round.
+        version: of the round; of the run `fleet.lineage` if it is published.
         place: its (epoch, round).
     """
     finish = result.finish
@@ -64,7 +64,7 @@ def note_fates(
             continue
         group.tainted |= name in finish.mixed
         if fate is EngineFate.PUBLISHED:
-            group.version, group.tainted = version, False
+            group.version, group.lineage, group.tainted = version, fleet.lineage, False
     incarnations = dict(binding.signature)
     for source, engines in finish.unsettled.items():
         reached = frozenset[Identity]().union(*(binding.identities_of(e) for e in engines))

@@ -32,6 +32,7 @@ from windlass.control.messages import (
     Refused,
     Reply,
     Result,
+    RoundOutcome,
     UpdateReport,
     Welcome,
     Withdraw,
@@ -50,7 +51,9 @@ from windlass.errors import (
     WindlassError,
 )
 from windlass.execution.outcomes import is_unknown
+from windlass.layout.manifest import Role
 from windlass.telemetry.logs import log_fields
+from windlass.transports.processes import host_identity
 
 __all__ = ["AgentConversation", "Announcement", "CommandHandler"]
 
@@ -178,6 +181,7 @@ class AgentConversation:
         self._attempts = 0
         self._ended: Exception | None = None
         self._at_rest = ""
+        self._published, self._lineage, self._welcomed_by = -1, "", ""
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self.welcomed: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.disconnected = threading.Event()
@@ -303,11 +307,7 @@ class AgentConversation:
                 raise AuthenticationError(f"{self._url} refused the token") from error
             raise
         async with socket:
-            epoch, round_number = self._store.newest
-            hello = msgspec.structs.replace(
-                self._hello(), epoch=epoch, round=round_number, at_rest=self._at_rest
-            )
-            await send_frame(socket, encode(hello))
+            await send_frame(socket, encode(self._greeting()))
             parts = PartJoiner(MAX_MESSAGE_NBYTES)
             async for message in socket:
                 if message.type is aiohttp.WSMsgType.ERROR:
@@ -316,6 +316,23 @@ class AgentConversation:
                     raise ProtocolError(f"{self._url}: sent a frame that is not binary")
                 await self._on_frame(socket, parts, message.data)
         raise PeerUnreachable(f"connection closed with code {socket.close_code}")
+
+    def _greeting(self) -> Hello:
+        """A Hello with what this conversation knows and its owner does not."""
+        epoch, round_number = self._store.newest
+        hello = msgspec.structs.replace(
+            self._hello(),
+            epoch=epoch,
+            round=round_number,
+            at_rest=self._at_rest,
+            host=host_identity(),
+        )
+        if hello.role is not Role.TRAINER:
+            return hello
+        # A controller that is started anew without a journal has nobody else whom it may believe.
+        return msgspec.structs.replace(
+            hello, served_version=self._published, lineage=self._lineage or self._welcomed_by
+        )
 
     async def _on_frame(
         self, socket: aiohttp.ClientWebSocketResponse, parts: PartJoiner, data: bytes
@@ -331,7 +348,7 @@ class AgentConversation:
                         self._executor, self._disconnected_from_controller
                     )
                 self.disconnected.clear()
-                self._socket = socket
+                self._socket, self._welcomed_by = socket, frame.lineage
                 if not self.welcomed.done():
                     self.welcomed.set_result(None)
                 # What was sent last over the lost connection may not have arrived: how a write
@@ -366,6 +383,8 @@ class AgentConversation:
             raise
 
     def _on_report(self, report: UpdateReport) -> None:
+        if report.outcome is RoundOutcome.PUBLISHED:
+            self._published, self._lineage = report.version, self._welcomed_by
         with self._lock:
             announced = self._announced
             if announced is None or announced.report.done():

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import final
@@ -34,23 +34,33 @@ from windlass.control.catch_up import CatchUps
 from windlass.control.changes import Changes, tell
 from windlass.control.conclusion import attempt_until_whole, note_fates
 from windlass.control.driver import RoundDriver, RoundResult, report_of, spec_of
-from windlass.control.fleet import EngineInfo, Fleet, Group, Identity
+from windlass.control.fleet import EngineInfo, Fleet, Group, Identity, MustWait
 from windlass.control.gateway import serve_agent
 from windlass.control.journal import Journal, JournalKind
 from windlass.control.messages import (
+    MAX_COUNT,
     Announce,
+    CannotJoin,
     Hello,
     Refused,
     Reply,
     RoundOutcome,
     UpdateReport,
+    Welcome,
     Withdraw,
 )
 from windlass.control.resumes import Resumes
 from windlass.control.round_types import AgentLost, EngineFate, Phase
 from windlass.control.server import ControlServer
 from windlass.control.session import AgentSession, probe_held, report_to
-from windlass.errors import PeerUnreachable, PlanError, ProtocolError, WindlassError
+from windlass.errors import (
+    ConfigError,
+    EngineRefused,
+    PeerUnreachable,
+    PlanError,
+    ProtocolError,
+    WindlassError,
+)
 from windlass.layout.manifest import Role
 from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
@@ -61,6 +71,10 @@ __all__ = ["Coordinator", "EngineInfo"]
 _log = logging.getLogger(__name__)
 MAX_LATE = 2
 KEPT_LATE = 1024
+MAX_REASON_LENGTH = 2000
+"""Of what an engine says why it cannot join."""
+MAX_EPOCHS_AHEAD = 1 << 20
+"""By which agents may be ahead of what a controller knows: bindings are not recorded."""
 
 
 @final
@@ -89,13 +103,14 @@ class Coordinator(HandDrivenGate):
         self._config = config
         self._planner = planner
         self._journal = Journal(journal_path)
-        # Without a past of its own it believes what engines say they serve.
-        self._remembers = self._journal.remembers
         self._round = self._journal.last_round
         self._published = self._journal.published_version
         self._spent = self._journal.spent_version
         self._epoch = self._journal.start()
+        self._lineage = self._journal.lineage
         self._fleet = Fleet(self._journal.poisoned)
+        self._fleet.lineage = self._lineage
+        self._has_bound = False
         self._sessions: dict[str, AgentSession] = {}
         self._announcements = Announcements()
         self._binding: Binding | None = None
@@ -104,6 +119,8 @@ class Coordinator(HandDrivenGate):
         self._late = Counter[Identity]()
         self._compared: frozenset[Identity] = frozenset()
         self._turn = 0
+        self._refusals: dict[str, tuple[str, str]] = {}
+        self._unbindable = ""
         self._driver: RoundDriver | None = None
         self._lock = asyncio.Lock()
         self._changes = Changes()
@@ -161,11 +178,17 @@ class Coordinator(HandDrivenGate):
         """Return once all trainer ranks and all ranks of the named engines are connected.
 
         Raises:
+            EngineRefused: one of the engines was refused, or said that it cannot join.
             PeerTimeout: names who is missing after `deadline_s`.
         """
         missing = partial(self._fleet.missing, num_trainers, engines)
+
+        def there() -> bool:
+            self._check_none_refused("wait_for_fleet", {*missing()} & {*engines})
+            return not missing()
+
         await self._changes.until(
-            lambda: not missing(),
+            there,
             deadline_s,
             lambda: f"wait_for_fleet: missing after {deadline_s} s: {', '.join(missing())}",
         )
@@ -178,14 +201,47 @@ class Coordinator(HandDrivenGate):
         def behind() -> list[str]:
             return sorted(set(engines) - {engine.name for engine in self.routable()})
 
+        def served() -> bool:
+            if self._published >= version and not behind():
+                return True
+            self._check_none_refused("wait_for_version", behind())
+            if self._unbindable:
+                raise EngineRefused(f"wait_for_version: no engine is bound: {self._unbindable}")
+            return False
+
         await self._changes.until(
-            lambda: self._published >= version and not behind(),
+            served,
             deadline_s,
             lambda: (
                 f"wait_for_version: {version} was not published and served within {deadline_s} s; "
                 f"published is {self._published}, behind it {', '.join(behind()) or 'nobody'}"
             ),
         )
+
+    def _check_none_refused(self, call: str, engines: Iterable[str]) -> None:
+        """Of engines that are not there.
+
+        Raises:
+            EngineRefused: one of them will not come: whoever waits is told why.
+        """
+        for engine, reason in self._refusals.values():
+            if engine in engines:
+                raise EngineRefused(f"{call}: engine {engine} was refused: {reason}")
+
+    def failed_to_join(self, frame: CannotJoin) -> None:
+        """See `AgentOwner.failed_to_join`."""
+        reason = frame.message[:MAX_REASON_LENGTH]
+        _log.error("engine %s cannot join: %s", frame.group, reason)
+        group = self._fleet.group_of(frame.group)
+        if group is None or not group.complete:  # else another try to start it has failed
+            self._note_refusal(frame.group, frame.group, reason)
+
+    def _note_refusal(self, who: str, engine: str, reason: str) -> None:
+        """`who` is a rank or the engine; until it comes anew."""
+        self._refusals[who] = engine, reason
+        if len(self._refusals) > KEPT_LATE:
+            del self._refusals[next(iter(self._refusals))]
+        self._changes.notify()
 
     # --- connections -------------------------------------------------------------------------
 
@@ -199,15 +255,34 @@ class Coordinator(HandDrivenGate):
         return web.json_response(self.status())
 
     async def _serve_agent(self, request: web.Request) -> web.StreamResponse:
-        return await serve_agent(request, self, self._config, self._epoch)
+        welcome = Welcome(self._epoch, self._lineage)
+        return await serve_agent(request, self, self._config, welcome)
 
     async def admit(self, hello: Hello, socket: web.WebSocketResponse) -> AgentSession:
         """See `AgentOwner.admit`."""
+        try:
+            session = await self._admit(hello, socket)
+        except MustWait:
+            raise
+        except (ProtocolError, PlanError) as error:
+            # A second process under the name of one that is there keeps nobody waiting.
+            if hello.role is Role.ENGINE and hello.worker not in self._sessions:
+                self._note_refusal(hello.worker, hello.group, f"{type(error).__name__}: {error}")
+            raise
+        for who in (hello.worker, hello.group):
+            self._refusals.pop(who, None)
+        self._unbindable = ""
+        return session
+
+    async def _admit(self, hello: Hello, socket: web.WebSocketResponse) -> AgentSession:
+        self._check_past(hello)
         old = self._sessions.get(hello.worker)
         if old is not None and old.agent.hello.incarnation == hello.incarnation:
             # The process noticed before we did that its connection had broken.
             await self.lost(old, "replaced by a newer connection of the same process")
             self._spawn(old.close())
+        if hello.role is Role.TRAINER:
+            await self._make_room(hello)
         session = AgentSession(socket, self._fleet.admit(hello))
         self._sessions[hello.worker] = session
         # Agents refuse what is older than what they have seen, whoever sent it.
@@ -215,13 +290,75 @@ class Coordinator(HandDrivenGate):
         self._learn(hello)
         return session
 
+    async def _make_room(self, hello: Hello) -> None:
+        """A job that is started anew replaces what is left of the one before.
+
+        A whole job of this run keeps its place, and so does one whose bytes may be under way. Who
+        has been connected before, to any controller, is not new and replaces nobody.
+        """
+        if hello.lineage or self._fleet.job in {None, hello.job}:
+            return
+        self._fleet.check(hello)
+        rivals = self._fleet.trainers()
+        if rivals is not None and self._keeps_place(rivals):
+            return
+        if self._fleet.lineage != self._lineage:  # what those have said is not this job's past
+            self._published = self._spent = -1
+            self._fleet.lineage = self._lineage
+        if rivals is not None:
+            reason = self._fleet.replace_job(hello.job)
+            _log.warning("%s: %s", ", ".join(rivals.workers), reason)
+            await self._send_away(rivals.workers, reason)
+
+    def _keeps_place(self, job: Group) -> bool:
+        of_this_run = all(a.hello.lineage in {"", self._lineage} for a in job.agents.values())
+        writing = self._driver is not None or not job.identities.isdisjoint(self._fleet.held)
+        return writing or (job.complete and of_this_run)
+
+    def _check_past(self, hello: Hello) -> None:
+        """What an agent says of earlier controllers must be possible.
+
+        Raises:
+            ProtocolError: it is not, or it is of a trainer rank of another run.
+        """
+        for name, value, least in (
+            ("epoch", hello.epoch, 0),
+            ("round", hello.round, 0),
+            ("served_version", hello.served_version, -1),
+        ):
+            if not least <= value <= MAX_COUNT:
+                raise ProtocolError(
+                    f"{hello.worker}: {name} must be in [{least}, 2^53), got {value}"
+                )
+        if hello.epoch > self._epoch + MAX_EPOCHS_AHEAD:
+            raise ProtocolError(
+                f"{hello.worker}: epoch must be at most {MAX_EPOCHS_AHEAD} above that of this "
+                f"controller, {self._epoch}, got {hello.epoch}"
+            )
+        ours = hello.lineage in {"", self._lineage}
+        if hello.role is Role.TRAINER and not ours and self._journal.is_kept:
+            raise ProtocolError(
+                f"{hello.worker}: has trained for run {hello.lineage}, the journal of this "
+                f"controller is of run {self._lineage}: start the trainers anew, or the controller "
+                "with the journal of that run"
+            )
+
     def _learn(self, hello: Hello) -> None:
-        """An engine that serves a version which may have been published proves that it was."""
-        known = hello.served_version <= self._spent or not self._remembers
-        if hello.served_version > self._published and known and not hello.tainted:
-            _log.info("%s serves version %s: it is published", hello.worker, hello.served_version)
-            self._published = hello.served_version
-            self._spent = max(self._spent, self._published)
+        """What may have been published in this run and is served was published.
+
+        Nobody but its trainers is believed by a controller that has no journal, and those only
+        until something is bound: an engine may be of any run.
+        """
+        version = hello.served_version
+        if hello.lineage == self._lineage:
+            known = version <= self._spent and not hello.tainted
+        else:
+            known = hello.role is Role.TRAINER and not (self._journal.is_kept or self._has_bound)
+            known &= self._published < 0 or hello.lineage == self._fleet.lineage
+        if known and version > self._published:
+            _log.info("%s says that version %s is published", hello.worker, version)
+            self._published, self._fleet.lineage = version, hello.lineage
+            self._spent = max(self._spent, version)
 
     async def admitted(self, session: AgentSession) -> None:  # noqa: ARG002
         """See `AgentOwner.admitted`."""
@@ -280,12 +417,15 @@ class Coordinator(HandDrivenGate):
                 await self._ensure_bound()
             except WindlassError as error:
                 _log.warning("binding failed, the next round tries again: %s", error)
+                if isinstance(error, PlanError | ConfigError):  # and will fail again
+                    self._unbindable = f"{type(error).__name__}: {error}"
+                    self._changes.notify()
 
     async def copy(self, donor: Group, newcomer: Group, plan: TransferPlan) -> UpdateReport:
         """See `CatchUpOwner.copy`."""
         self._binding = None  # the newcomer's memory is bound to another plan now
         binding = await self._bind(donor, (newcomer,), lambda _sources, _destinations: plan)
-        report = await self._run_round(self._published, binding)
+        report = await self._run_round(self._published, self._fleet.lineage, binding)
         self._changes.notify()
         return report
 
@@ -319,6 +459,7 @@ class Coordinator(HandDrivenGate):
     async def _bind(self, sources: Group, engines: Sequence[Group], planner: Planner) -> Binding:
         self._epoch += 1
         self._round += 1
+        self._has_bound, self._unbindable = True, ""
         self._fleet.bound_since(self._epoch)
         return await bind_fleet(
             trainers=sources,
@@ -356,16 +497,20 @@ class Coordinator(HandDrivenGate):
                 continue
             group.refused = reason
             _log.error("engine %s refused: %s", name, reason)
-            for worker in group.workers:
-                session = self._sessions.get(worker)
-                if session is None:
-                    continue
-                try:
-                    await session.send(Refused(reason))
-                except PeerUnreachable:
-                    _log.info("%s is gone before it was refused", worker)
-                await self.lost(session, reason)
-                self._spawn(session.close())
+            await self._send_away(group.workers, reason)
+            self._note_refusal(name, name, reason)
+
+    async def _send_away(self, workers: Sequence[str], reason: str) -> None:
+        for worker in workers:
+            session = self._sessions.get(worker)
+            if session is None:
+                continue
+            try:
+                await session.send(Refused(reason))
+            except PeerUnreachable:
+                _log.info("%s is gone before it was refused", worker)
+            await self.lost(session, reason)
+            self._spawn(session.close())
 
     # --- the second clock ----------------------------------------------------------------------
 
@@ -417,19 +562,22 @@ class Coordinator(HandDrivenGate):
             newest = max(self._published, self._spent)
             reason = f"stale version: it must be > {newest}, which is or may have been published"
             return given_up(version, reason)
+        if version > MAX_COUNT:
+            return given_up(version, f"version must be < 2^53, got {version}")
         binding = await self._bind_enough()
         moved = {rank.trainer for rank in standing} - binding.signature
         if moved or len(standing) != len(binding.trainers):
             return given_up(version, f"trainer ranks came or went since they announced: {moved}")
-        return await self._run_round(version, binding)
+        return await self._run_round(version, self._lineage, binding)
 
-    async def _run_round(self, version: int, binding: Binding) -> UpdateReport:
+    async def _run_round(self, version: int, lineage: str, binding: Binding) -> UpdateReport:
         self._round += 1
         self._journal_round(JournalKind.ROUND_BEGAN, version, tuple(binding.engines))
         place = (self._epoch, self._round)  # a Hello may bring a higher epoch meanwhile
         self._driver = RoundDriver(
             spec_of(
                 version,
+                lineage,
                 binding,
                 self._config,
                 turn=self._turn,
@@ -446,6 +594,8 @@ class Coordinator(HandDrivenGate):
             result = await self._driver.run()
         finally:
             self._driver = None
+        if result.finish.outcome is RoundOutcome.PUBLISHED:
+            self._published, self._fleet.lineage = version, lineage
         return self._conclude(version, binding, result, place)
 
     def _on_phase(self, version: int, phase: Phase) -> None:
@@ -468,10 +618,16 @@ class Coordinator(HandDrivenGate):
         def there() -> int:
             return len(self._fleet.writable_engines())
 
+        def refused() -> list[tuple[str, str]]:
+            return sorted({*self._refusals.values()})
+
         await self._changes.until(
             lambda: there() >= needed,
             deadline_s,
-            lambda: f"publish: needs {needed} engines, {there()} were there after {deadline_s} s",
+            lambda: (
+                f"publish: needs {needed} engines, {there()} were there after {deadline_s} s"
+                + "".join(f"; {engine} was refused: {why}" for engine, why in refused())
+            ),
         )
 
     def _conclude(
@@ -482,7 +638,6 @@ class Coordinator(HandDrivenGate):
         self._record_poison()
         serving = tuple(n for n, f in finish.fates.items() if f is EngineFate.PUBLISHED)
         if finish.outcome is RoundOutcome.PUBLISHED:
-            self._published = version
             if binding.replicated is not None:
                 self._compared, self._turn = binding.sources, self._turn + 1
             self._journal_outcome(JournalKind.PUBLISHED, version, serving)

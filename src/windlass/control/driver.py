@@ -49,12 +49,19 @@ class RoundResult:
 
 
 def spec_of(
-    version: int, binding: Binding, config: ControlConfig, *, turn: int, is_first: bool
+    version: int,
+    lineage: str,
+    binding: Binding,
+    config: ControlConfig,
+    *,
+    turn: int,
+    is_first: bool,
 ) -> RoundSpec:
-    """The round that publishes `version` to a bound fleet.
+    """The round that publishes `version` of the run `lineage` to a bound fleet.
 
     Args:
         version: to publish.
+        lineage: of the run that publishes it.
         binding: of the fleet.
         config: mode, deadlines, retries.
         turn: counts comparisons of what trainers hold in common.
@@ -81,6 +88,7 @@ def spec_of(
         replicated=replicated,
         turn=turn,
         period=period,
+        lineage=lineage,
     )
 
 

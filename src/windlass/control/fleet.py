@@ -13,13 +13,19 @@ from windlass.errors import ManifestError, ProtocolError
 from windlass.execution.bindings import LinkStatus
 from windlass.layout.manifest import Role, ShardManifest
 
-__all__ = ["PROBE_SEQ", "Agent", "EngineInfo", "Fleet", "Group", "Identity"]
+__all__ = ["PROBE_SEQ", "Agent", "EngineInfo", "Fleet", "Group", "Identity", "MustWait"]
 
 PROBE_SEQ = 1 << 30
 """Of probes: above the number of any command of a round."""
 
 Identity = tuple[str, str]
 """(worker, incarnation): one process."""
+KEPT_JOBS = 1024
+"""Trainer jobs that were replaced and are remembered: the newest."""
+
+
+class MustWait(ProtocolError):
+    """The agent may belong here, but not yet: it may come again."""
 
 
 class EngineInfo(NamedTuple):
@@ -63,7 +69,7 @@ class Group:
     """The ranks of one engine or of the trainer job.
 
     Attributes:
-        version: served by every rank; -1 for none.
+        version: served by every rank; -1 for none. lineage: of the run that published it.
         tainted: live weights may be mixed.
         refused: why the planner cannot serve it; empty when it can.
     """
@@ -73,6 +79,7 @@ class Group:
     world_size: int
     agents: dict[int, Agent]
     version: int = -1
+    lineage: str = ""
     tainted: bool = False
     refused: str = ""
 
@@ -113,15 +120,23 @@ class Group:
 
 
 class Fleet:
-    """The registry. The coordinator is its only writer."""
+    """The registry. The coordinator is its only writer.
+
+    Attributes:
+        lineage: of the run that the published version belongs to: what an engine has from another
+            one is no version here, whatever its number.
+    """
 
     def __init__(self, poisoned: Iterable[Identity] = ()) -> None:
+        self.lineage = ""
         self._groups: dict[str, Group] = {}
         self._poisoned = dict.fromkeys(poisoned)
         self._suspects: set[str] = set()
         self._first_epoch: int | None = None
         self._holds: dict[Identity, _Hold] = {}
         self._num_trainers = 0
+        self._job: str | None = None
+        self._past_jobs: dict[str, None] = {}
 
     def find(self, worker: str) -> Agent | None:
         """The connected rank of that name."""
@@ -136,22 +151,13 @@ class Fleet:
 
         Raises:
             ProtocolError: another protocol version, a name or rank that is taken, a group whose
-                world size or role differs, a manifest that cannot be decoded or is another's.
+                world size or role differs, a manifest or an endpoint that is another's or is none,
+                a trainer rank of a job that another one has replaced.
+            MustWait: ranks of another trainer job are connected.
         """
-        if hello.protocol_version != PROTOCOL_VERSION:
-            raise ProtocolError(
-                f"{hello.worker}: protocol_version must be {PROTOCOL_VERSION}, "
-                f"got {hello.protocol_version}"
-            )
-        if not 0 <= hello.rank < hello.world_size:
-            raise ProtocolError(
-                f"{hello.worker}: rank must be in [0, world_size={hello.world_size}), got {hello.rank}"
-            )
-        manifest = ShardManifest.decode(hello.manifest)
-        if (manifest.worker, manifest.role) != (hello.worker, hello.role):
-            raise ManifestError(
-                f"{hello.worker}: sent the manifest of {manifest.role} {manifest.worker}"
-            )
+        manifest = self.check(hello)
+        if hello.role is Role.TRAINER:
+            self._check_job(hello)
         known = self._groups.get(hello.group)
         if known is not None and (known.world_size, known.role) != (hello.world_size, hello.role):
             raise ProtocolError(
@@ -168,14 +174,73 @@ class Fleet:
             raise ProtocolError(f"worker name {hello.worker!r} is taken by a live agent")
         if known is not None and hello.rank in known.agents:
             raise ProtocolError(f"{hello.worker}: rank {hello.rank} of {hello.group!r} is taken")
+        agents = (agent for group in self._groups.values() for agent in group.agents.values())
+        if any(agent.hello.endpoint == hello.endpoint for agent in agents):
+            raise ProtocolError(f"{hello.worker}: its endpoint is that of another agent")
         return self._insert(hello, manifest)
+
+    @staticmethod
+    def check(hello: Hello) -> ShardManifest:
+        """What a Hello must be by itself; returns its manifest.
+
+        Raises:
+            ProtocolError: see `admit`.
+        """
+        if hello.protocol_version != PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"{hello.worker}: protocol_version must be {PROTOCOL_VERSION}, "
+                f"got {hello.protocol_version}"
+            )
+        if not 0 <= hello.rank < hello.world_size:
+            raise ProtocolError(
+                f"{hello.worker}: rank must be in [0, world_size={hello.world_size}), got {hello.rank}"
+            )
+        manifest = ShardManifest.decode(hello.manifest)
+        if (manifest.worker, manifest.role) != (hello.worker, hello.role):
+            raise ManifestError(
+                f"{hello.worker}: sent the manifest of {manifest.role} {manifest.worker}"
+            )
+        if hello.endpoint.transport != hello.wire.transport:
+            raise ProtocolError(
+                f"{hello.worker}: endpoint must be of transport {hello.wire.transport!r}, "
+                f"got {hello.endpoint.transport!r}"
+            )
+        return manifest
+
+    @property
+    def job(self) -> str | None:
+        """Of the trainer ranks that are connected, or were last; None before the first."""
+        return self._job
+
+    def replace_job(self, job: str) -> str:
+        """The trainers are those of `job` now; what those before, who may not come again, are told."""
+        reason = f"job {self._job!r} was replaced by job {job!r}"
+        if self._job is not None:
+            self._past_jobs[self._job] = None
+            if len(self._past_jobs) > KEPT_JOBS:
+                del self._past_jobs[next(iter(self._past_jobs))]
+        self._job = job
+        return reason
+
+    def _check_job(self, hello: Hello) -> None:
+        """All trainer ranks are of one start: others have weights of another past."""
+        if hello.job in self._past_jobs:
+            raise ProtocolError(
+                f"{hello.worker}: job {hello.job!r} was replaced by job {self._job!r}"
+            )
+        rivals = self.trainers()
+        if rivals is not None and hello.job != self._job:
+            raise MustWait(
+                f"{hello.worker} of job {hello.job!r} must wait until the ranks of job "
+                f"{self._job!r} have left: {', '.join(rivals.workers)}"
+            )
 
     def _insert(self, hello: Hello, manifest: ShardManifest) -> Agent:
         group = self._groups.setdefault(
             hello.group, Group(hello.group, hello.role, hello.world_size, {})
         )
         if not group.agents:
-            group.version = hello.served_version
+            group.version, group.lineage = hello.served_version, hello.lineage
             group.tainted, group.refused = False, ""
         agent = Agent(hello, manifest, at_rest=hello.at_rest)
         if hello.worker in self._suspects:
@@ -187,11 +252,15 @@ class Fleet:
             del self._holds[past]
         if hello.role is Role.TRAINER:
             self._note_mesh(hello)
+            if hello.job != self._job:
+                self.replace_job(hello.job)
         for past in [k for k in self._poisoned if k[0] == hello.worker and k != agent.identity]:
             del self._poisoned[past]
         group.agents[hello.rank] = agent
         group.tainted |= hello.tainted
         group.version = min(group.version, hello.served_version)
+        if group.lineage != hello.lineage:
+            group.version = -1
         return agent
 
     def _note_mesh(self, hello: Hello) -> None:
@@ -321,7 +390,7 @@ class Fleet:
             {
                 "name": g.name,
                 "url": g.url,
-                "version": g.version,
+                "version": g.version if g.lineage == self.lineage else -1,
                 "ranks": len(g.agents),
                 "world_size": g.world_size,
                 "tainted": g.tainted,
@@ -340,7 +409,7 @@ class Fleet:
             if group is not None:
                 group.tainted = name in tainted
                 if version is not None and not group.tainted:
-                    group.version = version
+                    group.version, group.lineage = version, self.lineage
 
     def routable(self, published_version: int) -> tuple[EngineInfo, ...]:
         """Engines that may be given traffic: they serve the published version and generate."""
@@ -358,5 +427,8 @@ class Fleet:
     def serving(self, version: int) -> tuple[Group, ...]:
         """Engines that serve exactly `version`; none before the first."""
         return tuple(
-            g for g in self.engines() if g.complete and not g.tainted and g.version == version >= 0
+            g
+            for g in self.engines()
+            if g.complete and not g.tainted and g.version == version >= 0
+            if g.lineage == self.lineage
         )

@@ -10,8 +10,12 @@ from aiohttp import WSMessage, WSMsgType, web
 
 from windlass.config import ControlConfig
 from windlass.control.access import Access
+from windlass.control.fleet import MustWait
 from windlass.control.messages import (
+    PROTOCOL_VERSION,
+    AgentFrame,
     Announce,
+    CannotJoin,
     Hello,
     Refused,
     Reply,
@@ -24,6 +28,7 @@ from windlass.control.server import CALLER, OPEN_SOCKETS
 from windlass.control.session import AgentSession
 from windlass.control.sockets import PartJoiner, close_socket, send_frame
 from windlass.errors import PlanError, ProtocolError
+from windlass.layout.manifest import Role
 from windlass.transports.addresses import HOST_VARIABLE, is_loopback, is_wildcard
 
 __all__ = ["AgentOwner", "serve_agent"]
@@ -42,9 +47,13 @@ class AgentOwner(Protocol):
         """Take in a rank.
 
         Raises:
-            ProtocolError: it does not belong here.
+            ProtocolError: it does not belong here, or not yet (`MustWait`).
             PlanError: its manifest contradicts itself.
         """
+        ...
+
+    def failed_to_join(self, frame: CannotJoin) -> None:
+        """An engine will not come, as its own side says."""
         ...
 
     async def admitted(self, session: AgentSession) -> None:
@@ -68,7 +77,7 @@ class AgentOwner(Protocol):
 
 
 async def serve_agent(
-    request: web.Request, owner: AgentOwner, config: ControlConfig, epoch: int
+    request: web.Request, owner: AgentOwner, config: ControlConfig, welcome: Welcome
 ) -> web.WebSocketResponse:
     """Serve one connection until it ends; what one agent does wrong touches no other."""
     socket = web.WebSocketResponse(
@@ -81,11 +90,15 @@ async def serve_agent(
     reason, ended = "connection closed", False
     try:
         hello = await _read_hello(socket, parts, config.heartbeat_s)
-        _check_role(hello, CALLER.get())
+        if isinstance(hello, CannotJoin):
+            _check_role(hello.group, Role.ENGINE, CALLER.get())
+            owner.failed_to_join(hello)
+            return socket
+        _check_role(hello.worker, hello.role, CALLER.get())
         session = await owner.admit(hello, socket)
         if session.host:
             _check_published(hello, session.host)
-        await send_frame(socket, encode(Welcome(epoch)))
+        await send_frame(socket, encode(welcome))
         _log.info("agent %s connected", session.worker)
         await owner.admitted(session)
         async for message in socket:
@@ -98,7 +111,7 @@ async def serve_agent(
             reason = f"connection broke: {socket.exception()}"
         # Not by its silence: TimeoutError is what a heartbeat raises, and a deaf one was cut off.
         ended = not (session.is_deaf or isinstance(socket.exception(), TimeoutError))
-    except _Garbled as error:
+    except (_Garbled, MustWait) as error:
         reason = str(error)
         await _refuse(socket, reason, final=False)
     except ProtocolError as error:
@@ -116,7 +129,9 @@ async def serve_agent(
     return socket
 
 
-async def _read_hello(socket: web.WebSocketResponse, parts: PartJoiner, deadline_s: float) -> Hello:
+async def _read_hello(
+    socket: web.WebSocketResponse, parts: PartJoiner, deadline_s: float
+) -> Hello | CannotJoin:
     """Each part of it by the deadline."""
     try:
         hello = None
@@ -126,16 +141,19 @@ async def _read_hello(socket: web.WebSocketResponse, parts: PartJoiner, deadline
         raise ProtocolError(f"the first frame must be a binary Hello: {error}") from error
     except TimeoutError as error:
         raise _Garbled(f"the first frame must be Hello, got none in {deadline_s} s") from error
-    if not isinstance(hello, Hello):
+    if isinstance(hello, CannotJoin) and hello.protocol_version != PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"{hello.group}: protocol_version must be {PROTOCOL_VERSION}, "
+            f"got {hello.protocol_version}"
+        )
+    if not isinstance(hello, Hello | CannotJoin):
         raise ProtocolError(f"the first frame must be Hello, got {type(hello).__name__}")
     return hello
 
 
-def _check_role(hello: Hello, access: Access) -> None:
-    if access is not Access.OWNER and access.value != hello.role.value:
-        raise ProtocolError(
-            f"{hello.worker}: /v1/agents: a token of role {access} may not join as {hello.role}"
-        )
+def _check_role(who: str, role: Role, access: Access) -> None:
+    if access is not Access.OWNER and access.value != role.value:
+        raise ProtocolError(f"{who}: /v1/agents: a token of role {access} may not join as {role}")
 
 
 def _check_published(hello: Hello, host: str) -> None:
@@ -161,12 +179,12 @@ def _take(
     if message.type is not WSMsgType.BINARY:
         raise ProtocolError(f"{session.worker}: frames must be binary")
     frame = _decode(parts, message.data)
-    if isinstance(frame, Hello):
+    if isinstance(frame, Hello | CannotJoin):
         raise _Garbled(f"{session.worker}: Hello may be sent only once")
     return frame
 
 
-def _decode(parts: PartJoiner, data: bytes) -> Hello | Announce | Withdraw | Reply | None:
+def _decode(parts: PartJoiner, data: bytes) -> AgentFrame | None:
     try:
         whole = parts.take(data)
         return None if whole is None else decode_agent_frame(whole)

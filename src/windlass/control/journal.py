@@ -7,16 +7,18 @@ version is published. A last line that was cut off by a crash is ignored. Its le
 from __future__ import annotations
 
 import logging
+import secrets
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import final
+from typing import Annotated, final
 
 import msgspec
 
 from windlass.control.lines import LineFile
+from windlass.control.messages import MAX_COUNT
 from windlass.errors import ConfigError
 
 __all__ = ["Journal", "JournalEntry", "JournalKind"]
@@ -28,6 +30,10 @@ KEPT_ENTRIES = 256
 """Newest entries that a compaction leaves as they were, for a person."""
 MAX_POISONED = 4096
 """Poisoned processes that are remembered: the newest."""
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
+_Version = Annotated[int, msgspec.Meta(ge=-1, le=MAX_COUNT)]
 
 
 class JournalKind(StrEnum):
@@ -42,8 +48,8 @@ class JournalKind(StrEnum):
     AT_REST = "at_rest"
 
 
-class JournalEntry(msgspec.Struct, frozen=True):
-    """One line.
+class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line. Numbers out of bounds are no entry: they could not be sent, or grow no more.
 
     Attributes:
         kind: what happened. epoch, round: when.
@@ -51,14 +57,16 @@ class JournalEntry(msgspec.Struct, frozen=True):
         engines: that took part, or that serve the version.
         detail: one line for a person; for POISONED, the incarnation of the rank in `engines`; for
             AT_REST, why that rank does not go on, though it was told as often as is tried.
+        lineage: for STARTED, of the run whose rounds these are.
     """
 
     kind: JournalKind
-    epoch: int
-    round: int
-    version: int
+    epoch: _Count
+    round: _Count
+    version: _Version
     engines: tuple[str, ...] = ()
     detail: str = ""
+    lineage: str = ""
 
 
 @dataclass(slots=True)
@@ -69,11 +77,13 @@ class _Summary:
     round: int = 0
     published: int = -1
     spent: int = -1
+    lineage: str = ""
     poisoned: dict[tuple[str, str], None] = field(default_factory=dict)
 
     def take(self, entry: JournalEntry) -> None:
         """One entry more."""
         self.epoch, self.round = max(self.epoch, entry.epoch), max(self.round, entry.round)
+        self.lineage = self.lineage or entry.lineage
         match entry.kind:
             case JournalKind.PUBLISHED:
                 self.published = max(self.published, entry.version)
@@ -90,7 +100,12 @@ class _Summary:
     def entries(self) -> Iterator[JournalEntry]:
         """As few as say the same."""
         yield JournalEntry(
-            JournalKind.STARTED, self.epoch, self.round, self.published, (), "compacted"
+            JournalKind.STARTED,
+            self.epoch,
+            self.round,
+            self.published,
+            detail="compacted",
+            lineage=self.lineage,
         )
         for kind, version in (
             (JournalKind.PUBLISHED, self.published),
@@ -131,9 +146,14 @@ class Journal:
             self._file.found = []
 
     @property
-    def remembers(self) -> bool:
-        """Whether anything was ever recorded."""
-        return bool(self.recent)
+    def is_kept(self) -> bool:
+        """Whether what is recorded outlives this process."""
+        return self._file is not None
+
+    @property
+    def lineage(self) -> str:
+        """Of the run whose rounds are recorded here; empty before the first `start`."""
+        return self._summary.lineage
 
     @property
     def last_epoch(self) -> int:
@@ -170,14 +190,21 @@ class Journal:
     def start(self) -> int:
         """Record that a controller has started; returns its epoch, which is a new one.
 
+        The first one gives the run its lineage, at random.
+
         Raises:
             ConfigError: it cannot be written; the journal is closed, so that another may try.
         """
         epoch = self.last_epoch + 1
+        started = JournalEntry(
+            JournalKind.STARTED,
+            epoch,
+            self.last_round,
+            self.published_version,
+            lineage=self.lineage or secrets.token_hex(8),
+        )
         try:
-            self.append(
-                JournalEntry(JournalKind.STARTED, epoch, self.last_round, self.published_version)
-            )
+            self.append(started)
         except OSError as error:
             self.close()
             raise ConfigError(f"journal: STARTED cannot be written: {error}") from error

@@ -22,9 +22,11 @@ from windlass.control.relay_messages import RelayCommand, Relayed, RelayOpened
 from windlass.errors import DECODE_ERRORS, ProtocolError
 from windlass.execution.bindings import DestinationBinding, GroupOffer, LinkOutcome, WireTensor
 from windlass.layout.manifest import Role
-from windlass.transports.base import WireReport
+from windlass.transports.base import PeerEndpoint, WireReport
 
 __all__ = [
+    "FAREWELL",
+    "MAX_COUNT",
     "PROTOCOL_VERSION",
     "Abort",
     "AgentFrame",
@@ -32,6 +34,7 @@ __all__ = [
     "Apply",
     "BeginByHand",
     "Bound",
+    "CannotJoin",
     "Command",
     "ConnectEngine",
     "ConnectTrainer",
@@ -69,6 +72,13 @@ __all__ = [
 ]
 
 PROTOCOL_VERSION = 5
+MAX_COUNT = (1 << 53) - 1
+"""Of versions, epochs and rounds: what JSON and float64 hold exactly, far below what msgpack does."""
+
+
+FAREWELL = "the update goes on without this rank, or has ended"
+"""Why a rank is told to forget a round. What others said about it, of pids and of addresses that
+they could not write, is in the log and in the trainers' report, and no engine's to know."""
 
 
 class FailureKind(StrEnum):
@@ -94,8 +104,15 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
         rank: rank in the group. world_size: ranks in the group.
         manifest: `ShardManifest.encode()`.
         wire: what the rank's transport really uses.
+        endpoint: where writes to this rank land; no other rank of the fleet has it.
+        host: `host_identity()` of the rank's process.
         url: HTTP address of the engine, sent by rank 0 of an engine, else empty.
-        served_version: version the rank holds; -1 for none.
+        served_version: version that an engine rank holds, or that a trainer rank was last told is
+            published; -1 for none.
+        lineage: of the run that `served_version` belongs to (`Publish.lineage`); of a trainer rank
+            that knows of none, of the controller that it was connected to before; else empty.
+        job: of a trainer rank: the same for all ranks of one start of the trainers, and for no
+            other start.
         epoch, round: the last that the agent took part in; a restarted controller learns them here.
         tainted: whether live weights are mixed.
         can_send: whether an engine rank can hand its weights on to another engine.
@@ -111,6 +128,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     world_size: int
     manifest: bytes
     wire: WireReport
+    endpoint: PeerEndpoint
+    host: str = ""
     url: str = ""
     served_version: int = -1
     epoch: int = 0
@@ -118,6 +137,21 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     tainted: bool = False
     can_send: bool = False
     at_rest: str = ""
+    lineage: str = ""
+    job: str = ""
+
+
+class CannotJoin(msgspec.Struct, frozen=True, tag="cannot_join"):
+    """Instead of Hello: an engine for which others may wait has failed before it could connect.
+
+    Attributes:
+        protocol_version: must equal `PROTOCOL_VERSION`.
+        group: the engine. message: why, for a person.
+    """
+
+    protocol_version: int
+    group: str
+    message: str
 
 
 class Announce(msgspec.Struct, frozen=True, tag="announce"):
@@ -201,16 +235,23 @@ class Reply(msgspec.Struct, frozen=True, tag="reply"):
     result: Result
 
 
-AgentFrame = Hello | Announce | Withdraw | Reply
+AgentFrame = Hello | CannotJoin | Announce | Withdraw | Reply
 
 
 # --- controller -> agent -----------------------------------------------------------------
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """The answer to `Hello`."""
+    """The answer to `Hello`.
+
+    Attributes:
+        epoch: of the controller.
+        lineage: of the run whose versions it publishes: random, the same for as long as its journal
+            is, or as its process lives where it keeps none.
+    """
 
     epoch: int
+    lineage: str
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", omit_defaults=True):
@@ -315,10 +356,14 @@ class Apply(msgspec.Struct, frozen=True, tag="apply"):
 
 
 class Publish(msgspec.Struct, frozen=True, tag="publish"):
-    """Engine: stamp `version` and resume, or say by `deadline_s` that it does not."""
+    """Engine: stamp `version` and resume, or say by `deadline_s` that it does not.
+
+    `lineage` tells versions of different runs apart that have the same number.
+    """
 
     version: int
     deadline_s: float
+    lineage: str
 
 
 class BeginByHand(msgspec.Struct, frozen=True, tag="begin_by_hand"):

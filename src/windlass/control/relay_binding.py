@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from windlass.config import P2pBackend, RelayShape, UpdateBackend
@@ -45,7 +45,7 @@ class RelayPlan:
         copies = self.copies
         return [manifest for manifest in manifests if manifest.worker not in copies]
 
-    def direct(self, bindings: Sequence[DestinationBinding]) -> tuple[DestinationBinding, ...]:
+    def direct(self, bindings: Iterable[DestinationBinding]) -> tuple[DestinationBinding, ...]:
         """Of the destinations that the plan is made for."""
         copies = self.copies
         return tuple(binding for binding in bindings if binding.worker not in copies)

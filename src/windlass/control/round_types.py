@@ -70,6 +70,7 @@ class RoundSpec:
         relay: member of a relay group -> those that it passes on to; empty without a relay.
         replicated: what trainers hold in common and must agree about; None for nothing.
         turn, period: see `ReplicatedPart.due`.
+        lineage: see `Publish`.
     """
 
     version: int
@@ -88,6 +89,7 @@ class RoundSpec:
     replicated: Replicated | None = None
     turn: int = 0
     period: int = 1
+    lineage: str = ""
 
 
 # --- events --------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ import numpy as np
 from windlass.config import UpdateMode
 from windlass.control.links import LinkLedger
 from windlass.control.messages import (
+    FAREWELL,
     Abort,
     Apply,
     Command,
@@ -296,7 +297,7 @@ class RoundMachine:
                 self._send_engines(Apply(self._spec.version))
             case Phase.APPLY:
                 self._enter(Phase.PUBLISH)
-                self._send_engines(Publish(self._spec.version, self._go_on_s))
+                self._send_engines(Publish(self._spec.version, self._go_on_s, self._spec.lineage))
             case Phase.PUBLISH:
                 self._finish_published()
             case Phase.DONE:
@@ -400,7 +401,7 @@ class RoundMachine:
             engine.fate = EngineFate.TAINTED if engine.mixed else EngineFate.LEFT_OUT
         for worker in engine.workers:
             if worker != lost:
-                farewell = Abort(reason, engine.mixed, self._go_on_s)
+                farewell = Abort(FAREWELL, engine.mixed, self._go_on_s)
                 self._send(worker, farewell, expects_reply=False)
 
     def _may_be_mixed(self) -> bool:
@@ -417,14 +418,14 @@ class RoundMachine:
         for engine in self._active():
             self._leave(engine, reason)
         for trainer in self._spec.trainers:
-            self._send(trainer, Abort(reason), expects_reply=False)
+            self._send(trainer, Abort(FAREWELL), expects_reply=False)
         mixed = any(engine.mixed for engine in self._engines.values())
         self._finish(RoundOutcome.FAILED if mixed else RoundOutcome.ABORTED, reason)
 
     def _finish_without_engines(self) -> None:
-        reasons = "; ".join(f"{n}: {e.reason}" for n, e in self._engines.items() if e.reason)
         for trainer in self._spec.trainers:
-            self._send(trainer, Abort(reasons), expects_reply=False)
+            self._send(trainer, Abort(FAREWELL), expects_reply=False)
+        reasons = "; ".join(f"{n}: {e.reason}" for n, e in self._engines.items() if e.reason)
         self._finish(RoundOutcome.FAILED, f"no engine is left: {reasons or 'none took part'}")
 
     def _finish_published(self) -> None:

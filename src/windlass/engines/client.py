@@ -94,6 +94,8 @@ class EngineClient:
             undo.callback(agent.close)
             encoded, wire, incarnation = manifest.encode(), transport.report(), os.urandom(8).hex()
 
+            endpoint = transport.endpoint() if elsewhere is None else elsewhere.endpoint
+
             def hello() -> Hello:
                 epoch, round_number = agent.place
                 return Hello(
@@ -106,8 +108,10 @@ class EngineClient:
                     world_size=world_size,
                     manifest=encoded,
                     wire=wire,
+                    endpoint=endpoint,
                     url=url,
                     served_version=agent.served_version,
+                    lineage=agent.lineage,
                     epoch=epoch,
                     round=round_number,
                     tainted=agent.tainted,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ from itertools import pairwise
 
 import msgspec
 
+from windlass.control.client import tell_cannot_join
 from windlass.engines.adapters import adapter_of
 from windlass.engines.attach import AgentSettings
 from windlass.engines.signals import EndSignals, exit_at_signal
@@ -183,7 +185,11 @@ def attach_running(args: argparse.Namespace, connect: Connect) -> int:
         raise ConfigError("--attach: --controller must be given")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, exit_at_signal)
-    connect(_settings(args, args.attach))
+    try:
+        connect(_settings(args, args.attach))
+    except WindlassError as error:
+        _tell(args, f"{type(error).__name__}: {error}")
+        raise
     os.write(1, msgspec.json.encode({"name": args.name, "url": args.attach}) + b"\n")
     return 0
 
@@ -266,15 +272,25 @@ def serve(
             if args.controller:
                 connect(_settings(args, url, loaded=not starts_with_random_weights(command)))
             os.write(1, msgspec.json.encode({"name": args.name, "url": url}) + b"\n")
+        else:
+            _tell(args, f"its server ended with status {server.returncode} before it served")
     except WindlassError as error:
         sys.stderr.write(f"engine {args.name}: {type(error).__name__}: {error}\n")
         status = 2
         _signal(server.pid, signal.SIGKILL)
+        _tell(args, f"{type(error).__name__}: {error}")
     finally:
         code = server.wait()
         _signal(server.pid, signal.SIGKILL)  # what a dead leader left behind
         log.join(LOG_DEADLINE_S)  # a process that has left the group may hold the pipe open
     return status or code
+
+
+def _tell(args: argparse.Namespace, reason: str) -> None:
+    """Whoever waits for this engine must not wait for its deadline; stderr has the reason as well."""
+    with contextlib.suppress(WindlassError):
+        if args.controller:
+            tell_cannot_join(args.controller, control_token(), args.name, reason)
 
 
 def starts_with_random_weights(command: Sequence[str]) -> bool:

@@ -57,6 +57,7 @@ __all__ = [
     "FakeFabric",
     "FakeTrainerRank",
     "engine_manifest",
+    "fake_endpoint",
     "fake_hello",
     "payload",
     "payload_digest",
@@ -98,6 +99,11 @@ def engine_manifest(worker: str, num_trainers: int, *, tensor: str = "w") -> Sha
     return builder.build()
 
 
+def fake_endpoint(worker: str, memory_path: str = "") -> PeerEndpoint:
+    """Of a rank whose memory is in this process, or is that file."""
+    return PeerEndpoint("fake", memory_path, worker)
+
+
 def fake_hello(
     manifest: ShardManifest,
     *,
@@ -106,6 +112,9 @@ def fake_hello(
     world_size: int = 1,
     incarnation: str = "first",
     served_version: int = -1,
+    lineage: str = "",
+    job: str = "",
+    endpoint: PeerEndpoint | None = None,
     tainted: bool = False,
 ) -> Hello:
     """A rank's first frame."""
@@ -120,8 +129,11 @@ def fake_hello(
         world_size=world_size,
         manifest=manifest.encode(),
         wire=WireReport("fake", "numbers", "", one_sided=True),
+        endpoint=endpoint or fake_endpoint(manifest.worker),
         url=url,
         served_version=served_version,
+        lineage=lineage,
+        job=job,
         tainted=tainted,
     )
 
@@ -235,7 +247,7 @@ class FakeEngineRank:
         return Verified(tuple(wrong))
 
     def _binding(self) -> DestinationBinding:
-        endpoint = PeerEndpoint("fake", self._path, "")
+        endpoint = fake_endpoint(self.worker, self._path)
         return DestinationBinding(self.worker, endpoint, (), ())
 
 

@@ -113,6 +113,7 @@ class FakeFleet:
         *,
         on_command: Callable[[Command], None] = _nothing,
         incarnation: str = "first",
+        job: str = "",
     ) -> FakeTrainerRank:
         """Connect trainer rank `index`."""
         worker = f"trainer/{index}"
@@ -123,6 +124,7 @@ class FakeFleet:
             rank=index,
             world_size=self.num_trainers,
             incarnation=incarnation,
+            job=job,
         )
         self.trainers[worker] = rank
         await self.connect(hello, rank)
@@ -136,6 +138,7 @@ class FakeFleet:
         on_command: Callable[[Command], None] = _nothing,
         incarnation: str = "first",
         served_version: int = -1,
+        lineage: str = "",
         manifest: ShardManifest | None = None,
     ) -> list[FakeEngineRank]:
         """Connect every rank of an engine."""
@@ -153,6 +156,7 @@ class FakeFleet:
                 world_size=ranks,
                 incarnation=incarnation,
                 served_version=served_version,
+                lineage=lineage or self.coordinator.lineage,
             )
             await self.connect(hello, rank)
             made.append(rank)

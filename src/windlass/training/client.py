@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import operator
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,8 @@ from typing import TYPE_CHECKING, final
 
 from windlass.control.agents import TrainerAgent
 from windlass.control.client import AgentChannel, CommandHandler
-from windlass.control.messages import PROTOCOL_VERSION, Hello, RoundOutcome, UpdateReport
+from windlass.control.messages import MAX_COUNT, PROTOCOL_VERSION, Hello, RoundOutcome, UpdateReport
+from windlass.envs import environment_value
 from windlass.errors import ConfigError, PeerTimeout, RoundAborted, WindlassError
 from windlass.execution.base import ParameterMemory
 from windlass.execution.replica import CopyTimes
@@ -45,6 +47,7 @@ __all__ = [
 
 
 _log = logging.getLogger(__name__)
+JOB_VARIABLE = "WINDLASS_JOB"
 MARGIN_S = 5.0
 """By which an announcement ends after its deadline."""
 
@@ -53,7 +56,7 @@ def version_number(version: int, what: str) -> int:
     """A plain integer, also of a counter that is a numpy or torch scalar.
 
     Raises:
-        ConfigError: no integer >= 0.
+        ConfigError: no integer in [0, 2^53).
     """
     try:
         number = operator.index(version)
@@ -61,7 +64,19 @@ def version_number(version: int, what: str) -> int:
         number = -1
     if number < 0:
         raise ConfigError(f"{what}: version must be an integer >= 0, got {version!r}")
+    if number > MAX_COUNT:
+        raise ConfigError(f"{what}: version must be < 2^53, got {version!r}")
     return number
+
+
+def _job_of(given: str, world_size: int) -> str:
+    job = given or environment_value(JOB_VARIABLE)
+    if not job and world_size > 1:
+        raise ConfigError(
+            f"job: must be given, or {JOB_VARIABLE} be set, to the same for all {world_size} ranks of "
+            "this start of the trainers and to something else for every other start"
+        )
+    return job or secrets.token_hex(8)
 
 
 @final
@@ -116,6 +131,8 @@ class TrainerClient:
             were sent, unless from a replica: what was sent then counts as not sent.
         transport: owned by the client from here on.
         controller: address. token: secret. group: name of the trainer job.
+        job: the same in all ranks of one start of the trainers, and in no other start; WINDLASS_JOB
+            when omitted, and made where there is one rank.
         rank, world_size: in that job. arena_nbytes: see `Sender`.
         registered: see `Sender`. connect_deadline_s: how long to wait for the controller's welcome.
         replica: see `connect_trainer`.
@@ -125,8 +142,8 @@ class TrainerClient:
         intercept: stands between channel and agent, for tests that inject faults.
 
     Raises:
-        ConfigError: `controller` is no URL, `arena_nbytes` is too small, or there is no such replica
-            with this transport.
+        ConfigError: `controller` is no URL, `arena_nbytes` is too small, there is no such replica
+            with this transport, or no `job` for several ranks.
         AuthenticationError, ProtocolError, PeerTimeout: see `AgentChannel.connect`. The transport is
             closed, whatever it was.
     """
@@ -141,6 +158,7 @@ class TrainerClient:
         controller: str,
         token: str,
         group: str = "trainer",
+        job: str = "",
         rank: int = 0,
         world_size: int = 1,
         arena_nbytes: int = 0,
@@ -158,6 +176,7 @@ class TrainerClient:
         with ExitStack() as undo:
             undo.callback(transport.close)
             check_url(controller, "controller")
+            job = _job_of(job, world_size)
             self._sender = Sender(
                 transport,
                 manifest,
@@ -182,6 +201,8 @@ class TrainerClient:
                 world_size=world_size,
                 manifest=manifest.encode(),
                 wire=transport.report(),
+                endpoint=transport.endpoint(),
+                job=job,
             )
             handler = agent if intercept is None else intercept(agent)
             self._channel = AgentChannel(controller, token, lambda: hello, handler)
@@ -341,7 +362,8 @@ def connect_trainer(
     """Connect this rank of a PyTorch trainer (FSDP2, tensor parallel, both, or neither).
 
     Called by every rank; not collective, gathers nothing. Rank and world size come from
-    `torch.distributed` where it is initialised.
+    `torch.distributed` where it is initialised, and its store tells the ranks of this start of the
+    trainers from those of any other one, unless WINDLASS_JOB does.
 
     Args:
         module: the model being trained; its DTensor parameters are described where they lie.
@@ -393,7 +415,7 @@ def connect_described(
     connect_deadline_s: float,
 ) -> TrainerClient:
     """Connect a rank whose parameters an adapter has described; the arguments are `connect_trainer`'s."""
-    from windlass.training.fsdp import step_stream
+    from windlass.training.fsdp import shared_job, step_stream
 
     return TrainerClient(
         manifest=described.manifest,
@@ -403,6 +425,7 @@ def connect_described(
         controller=controller,
         token=token,
         group=group,
+        job=environment_value(JOB_VARIABLE) or shared_job(),
         rank=described.rank,
         world_size=described.world_size,
         arena_nbytes=arena_nbytes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -145,12 +146,14 @@ class TrainController:
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + deadline_s
+        job = secrets.token_hex(8)
         for index, rank in enumerate(self._ranks):
             environment = {
                 **self._environment,
                 **role_environment(self._token, Access.TRAINER),
                 "WINDLASS_TRAIN_URL": url,
                 "WINDLASS_TRAIN_NAME": self._name,
+                "WINDLASS_JOB": job,
                 "RANK": str(index),
                 "WORLD_SIZE": str(len(self._ranks)),
             }

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from windlass.errors import ConfigError
 from windlass.execution.base import ParameterMemory
 from windlass.frameworks.dtensor import LiveTensors, NameMap, describe_module, own_tensors
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS, StackedRule
 from windlass.transports.cuda.driver import gpu_of
 
-__all__ = ["DescribedTrainer", "describe_trainer", "step_stream"]
+__all__ = ["DescribedTrainer", "describe_trainer", "shared_job", "step_stream"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,28 @@ def step_stream(memory_at: int) -> Callable[[], int] | None:
     if not memory_at or (ordinal := gpu_of(memory_at)) < 0:
         return None
     return lambda: int(torch.cuda.current_stream(ordinal).cuda_stream)
+
+
+def shared_job() -> str:
+    """The same for all ranks of this process group and for no other; empty without one.
+
+    The first rank that asks makes it. Asks the group's store, over the network; no collective.
+
+    Raises:
+        ConfigError: the store cannot be asked.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return ""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    try:
+        found = _get_default_store().compare_set("windlass/job", "", secrets.token_hex(8))
+    except RuntimeError as error:
+        raise ConfigError(
+            f"connect_trainer: the store of torch.distributed must keep a key for all ranks, or "
+            f"WINDLASS_JOB be set: {error}"
+        ) from error
+    return str(found, "ascii")
 
 
 def describe_trainer(

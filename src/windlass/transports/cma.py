@@ -3,8 +3,8 @@
 Takes a `WriteBatch` and returns once its bytes are in the peer's memory (cross memory attach).
 Truly one-sided: the target may be stopped while the write completes, and it needs nothing but
 memory. The kernel checks no bounds beyond mapped pages, so pieces are checked against the published
-regions first. A peer is a pid and its start time: a pid that was given to another process is
-noticed. The kernel copies through the cache, at 5-6 GB/s per thread where memcpy of the same
+regions first. A peer is a process that has proven to be the one behind its endpoint
+(`processes.py`). The kernel copies through the cache, at 5-6 GB/s per thread where memcpy of the same
 regions reached 8-9 (2-core AMD EPYC guest, 2026-11-21), so a large batch is copied by several
 threads.
 """
@@ -37,7 +37,7 @@ from windlass.transports.base import (
     WireReport,
     WriteBatch,
 )
-from windlass.transports.processes import check_alive, own_endpoint
+from windlass.transports.processes import OwnProcess, PeerProcesses, check_alive
 from windlass.transports.regions import RegionTable, check_batch
 from windlass.transports.sharing import share
 from windlass.transports.splitting import Pieces, merge_adjacent, split_pieces
@@ -137,12 +137,13 @@ class CmaTransport:
     def __init__(self, num_threads: int = 1) -> None:
         if num_threads < 1:
             raise ConfigError(f"cma: num_threads must be >= 1, got {num_threads}")
-        self._endpoint = own_endpoint("cma")
         self._table = RegionTable()
         self._num_threads = num_threads
         self._helpers = ThreadPoolExecutor(max(num_threads - 1, 1), "windlass-cma")
         _probe()
         _let_peers_write()
+        self._own, self._peers = OwnProcess("cma"), PeerProcesses()
+        self._endpoint = self._own.endpoint
 
     def report(self) -> WireReport:
         """See `OneSidedTransport.report`."""
@@ -167,7 +168,7 @@ class CmaTransport:
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
         """See `OneSidedTransport.write`; the outcome is never unknown."""
         check_batch(self._table, batch, "cma")
-        pid = check_alive(batch.endpoint)
+        pid = self._peers.check(batch.endpoint)
         deadline = Deadline.after(deadline_s, f"cma write to pid {pid}")
         try:
             self._copy(pid, batch, deadline)
@@ -181,6 +182,7 @@ class CmaTransport:
 
     def close(self) -> None:
         """See `OneSidedTransport.close`."""
+        self._own.close()
         self._table.clear()
         self._helpers.shutdown(wait=True)
 

@@ -1,14 +1,51 @@
-"""Telling a process of this host from its successor under the same pid."""
+"""Which process of this host is behind an endpoint, and whether it is still the same one."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
 import os
+import secrets
+import socket
+import struct
+import threading
 from pathlib import Path
+from typing import final
 
 from windlass.errors import PeerUnreachable
 from windlass.transports.base import PeerEndpoint
 
-__all__ = ["check_alive", "own_endpoint", "process_start_time"]
+__all__ = [
+    "WITHIN_HOST",
+    "OwnProcess",
+    "PeerProcesses",
+    "check_alive",
+    "host_identity",
+    "own_endpoint",
+    "process_start_time",
+]
+
+WITHIN_HOST = frozenset({"cma", "shm", "cuda_ipc"})
+"""Transports whose endpoints are processes: a pid means nothing on another host."""
+PROVE_S = 5.0
+ACCEPT_AGAIN_S = 0.1
+_CREDENTIALS = struct.Struct("3i")
+"""`struct ucred`: pid, uid, gid."""
+
+
+@functools.cache
+def host_identity() -> str:
+    """The same for two processes that can reach each other by pid and by abstract sockets.
+
+    Boot of the kernel, namespace of pids, namespace of networks.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:  # a sandbox that hides it
+        boot = socket.gethostname()
+    namespaces = (os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))
+    return " ".join((boot, *namespaces))
 
 
 def process_start_time(pid: int) -> str:
@@ -22,9 +59,10 @@ def process_start_time(pid: int) -> str:
 
 
 def own_endpoint(transport: str) -> PeerEndpoint:
-    """This process: its pid and its start time."""
+    """This process, under a new secret; `OwnProcess` proves it."""
     pid = os.getpid()
-    return PeerEndpoint(transport, str(pid), process_start_time(pid))
+    incarnation = f"{process_start_time(pid)}-{secrets.token_hex(16)}"
+    return PeerEndpoint(transport, str(pid), incarnation)
 
 
 def check_alive(peer: PeerEndpoint) -> int:
@@ -38,9 +76,86 @@ def check_alive(peer: PeerEndpoint) -> int:
     started = process_start_time(int(peer.address))
     if not started:
         raise PeerUnreachable(f"{peer.transport}: pid {peer.address} is gone")
-    if started != peer.incarnation:
+    if started != peer.incarnation.partition("-")[0]:
         raise PeerUnreachable(
             f"{peer.transport}: pid {peer.address} must have started at {peer.incarnation!r}, is "
             f"another process started at {started}"
         )
     return int(peer.address)
+
+
+@final
+class OwnProcess:
+    """This process as the endpoint of a transport, which it proves until `close`.
+
+    The incarnation is the process's start time and a secret. An abstract unix socket whose name is
+    a digest of both listens for as long as the transport lives. Whoever is told the endpoint
+    connects there, and the kernel says which process listens: not one that was only named, since
+    that one would have to listen under a name that it does not know.
+
+    Attributes:
+        endpoint: what peers are told.
+    """
+
+    def __init__(self, transport: str) -> None:
+        self.endpoint = own_endpoint(transport)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(_name_of(self.endpoint))
+        self._listener.listen(128)
+        self._closed = threading.Event()
+        threading.Thread(target=self._serve, name=f"windlass-{transport}", daemon=True).start()
+
+    def close(self) -> None:
+        """Prove nothing any more. Idempotent."""
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._listener.close()
+
+    def _serve(self) -> None:
+        """What is to be seen, a visitor has seen when it has connected."""
+        while not self._closed.is_set():
+            try:
+                self._listener.accept()[0].close()
+            except OSError:  # closed; or out of descriptors, which may change
+                self._closed.wait(ACCEPT_AGAIN_S)
+
+
+@final
+class PeerProcesses:
+    """Peers that have been proven to be the processes that their endpoints name; thread-safe."""
+
+    def __init__(self) -> None:
+        self._proven: frozenset[PeerEndpoint] = frozenset()
+
+    def check(self, peer: PeerEndpoint) -> int:
+        """The pid behind `peer`.
+
+        Raises:
+            PeerUnreachable: see `check_alive`; or that process does not say that it is this peer.
+        """
+        pid = check_alive(peer)
+        if peer not in self._proven:
+            _prove(peer, pid)
+            living = {known for known in self._proven if process_start_time(int(known.address))}
+            self._proven = frozenset(living | {peer})
+        return pid
+
+
+def _prove(peer: PeerEndpoint, pid: int) -> None:
+    what = f"{peer.transport}: pid {pid} must prove that it is this endpoint"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as visitor:
+        visitor.settimeout(PROVE_S)
+        try:
+            visitor.connect(_name_of(peer))
+        except OSError as error:
+            raise PeerUnreachable(f"{what}, nobody listens for it: {error}") from error
+        asked = visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    listening, _, _ = _CREDENTIALS.unpack(asked)
+    if listening != pid:
+        raise PeerUnreachable(f"{what}, it is pid {listening} that listens for it")
+
+
+def _name_of(peer: PeerEndpoint) -> str:
+    digest = hashlib.sha256(f"{peer.transport} {peer.incarnation}".encode()).hexdigest()
+    return f"\0windlass-{digest}"

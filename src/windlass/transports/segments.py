@@ -122,7 +122,8 @@ def parse_key(region: RemoteRegion) -> tuple[str, int]:
     match = _NAME.fullmatch(name)
     if match is None or not offset.isascii() or not offset.isdigit():
         raise RegionError(f"shm: region key must name a segment, got {region.key!r}")
-    if (match[2], match[3]) != (region.endpoint.address, region.endpoint.incarnation):
+    started = region.endpoint.incarnation.partition("-")[0]
+    if (match[2], match[3]) != (region.endpoint.address, started):
         raise RegionError(f"shm: segment {name} does not belong to pid {region.endpoint.address}")
     return name, int(offset)
 

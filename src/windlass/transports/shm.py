@@ -23,7 +23,7 @@ from windlass.transports.base import (
     WireReport,
     WriteBatch,
 )
-from windlass.transports.processes import check_alive, own_endpoint
+from windlass.transports.processes import OwnProcess, PeerProcesses, check_alive
 from windlass.transports.regions import RegionTable, check_batch
 from windlass.transports.segments import (
     MappedSegment,
@@ -62,7 +62,8 @@ class ShmTransport:
 
     def __init__(self) -> None:
         remove_stale_segments()
-        self._endpoint = own_endpoint("shm")
+        self._own, self._processes = OwnProcess("shm"), PeerProcesses()
+        self._endpoint = self._own.endpoint
         self._table = RegionTable()
         self._lock = threading.Lock()
         self._segments: dict[int, OwnedSegment] = {}
@@ -128,7 +129,7 @@ class ShmTransport:
         """See `OneSidedTransport.write`; the outcome is never unknown."""
         check_batch(self._table, batch, "shm")
         try:
-            check_alive(batch.endpoint)
+            self._processes.check(batch.endpoint)
             deadline = Deadline.after(deadline_s, f"shm write to pid {batch.endpoint.address}")
             targets, mapped = self._translate(batch)
             _copy(batch.local_addresses, targets, batch.nbytes, deadline)
@@ -143,6 +144,7 @@ class ShmTransport:
 
     def close(self) -> None:
         """See `OneSidedTransport.close`."""
+        self._own.close()
         with self._lock:
             segments, self._segments = list(self._segments.values()), {}
         self._table.clear()

@@ -25,7 +25,7 @@ from windlass.transports.base import (
 from windlass.transports.cuda.driver import IPC_HANDLE_NBYTES, Device, pointer_device
 from windlass.transports.cuda.gpu import Gpu, end_queued
 from windlass.transports.cuda.range_copy import RangeCopy
-from windlass.transports.processes import check_alive, own_endpoint
+from windlass.transports.processes import OwnProcess, PeerProcesses, check_alive
 from windlass.transports.regions import RegionTable, check_batch
 from windlass.transports.withdrawn import Withdrawn
 
@@ -58,7 +58,8 @@ class CudaIpcTransport:
 
     def __init__(self, ordinal: int = 0, num_multiprocessors: int = 0) -> None:
         self.gpu = Gpu(ordinal, num_multiprocessors)
-        self._endpoint = own_endpoint("cuda_ipc")
+        self._own, self._peers = OwnProcess("cuda_ipc"), PeerProcesses()
+        self._endpoint = self._own.endpoint
         self._table = RegionTable()
         self._lock = threading.Lock()
         self._withdrawn = Withdrawn("cuda_ipc")
@@ -121,7 +122,7 @@ class CudaIpcTransport:
             if ordinal != self.gpu.device.ordinal:
                 self.gpu.device.enable_peer(Device(ordinal))
             return MappedRegion(region.address, stop, 0)
-        check_alive(region.endpoint)
+        self._peers.check(region.endpoint)
         with self._lock:
             self._forget_dead()
             place = (region.endpoint, handle)
@@ -188,6 +189,7 @@ class CudaIpcTransport:
 
     def close(self) -> None:
         """See `OneSidedTransport.close`. Keeps mapped what late stores may still reach."""
+        self._own.close()
         self._table.clear()
         with self._lock:
             self._withdrawn.close(self._is_touched)
