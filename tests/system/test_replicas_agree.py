@@ -71,6 +71,7 @@ class Fleet:
                 transport=create_transport(parse_transport("cma")),
                 controller=url,
                 token=TOKEN,
+                job="agreeing",
                 rank=rank,
                 world_size=len(modules),
                 replica=replica,
