@@ -19,6 +19,7 @@ from windlass.transports.cuda.gpu import Gpu
 from windlass.transports.cuda.kernels import PieceTable, put_kernel
 
 __all__ = [
+    "DIGEST_NBYTES",
     "WORDS_NBYTES",
     "OWN_WORK_S",
     "DeviceLink",
@@ -30,8 +31,9 @@ __all__ = [
     "unload_links",
 ]
 
-WORDS_NBYTES = 24
-"""Two of a digest, and one that says where a cast overflowed."""
+DIGEST_NBYTES = 16
+WORDS_NBYTES = DIGEST_NBYTES + 8
+"""Of a link: a digest, and a word that says where a cast overflowed."""
 OWN_WORK_S = 60.0
 """For work on a GPU's own memory, which takes milliseconds."""
 UInt64Array = npt.NDArray[np.uint64]
