@@ -26,7 +26,11 @@ from windlass.errors import WindlassError
 PROMPTS = ([5, 9, 33, 101], [7, 7, 1, 200, 14, 3, 90], [120])
 NUM_TOKENS = 12
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.timeout(1200),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
 
 
 def answers(server: Server) -> list[Sample]:
