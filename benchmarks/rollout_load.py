@@ -8,10 +8,17 @@ costs is not measured and the number of outstanding rollouts stays what the case
 from __future__ import annotations
 
 import asyncio
+import importlib
+import logging
 import random
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from windlass.rollout import Rollout, RolloutController, RolloutHandle, SamplingParams, Workflow
 from windlass.rollout.messages import Partial, Turn
@@ -22,7 +29,7 @@ NUM_TOKENS = 128
 SAMPLING = SamplingParams(max_new_tokens=NUM_TOKENS)
 LOGPROBS = tuple(-index / 1024 for index in range(NUM_TOKENS))
 VERSIONS = (0,) * NUM_TOKENS
-POLL_S = 0.05
+UNBOUNDED = 1 << 20
 
 
 def tokens_of(prompt: int) -> tuple[int, ...]:
@@ -119,8 +126,8 @@ class Collector:
             self.workflow, self.prompts, SAMPLING, metadata=self.prompts
         )
 
-    def seen(self, rollout: Rollout) -> None:
-        self.latencies_s.append(time.time() - rollout.finished_at)
+    def seen(self, rollout: Rollout, at: float = 0.0) -> None:
+        self.latencies_s.append((at or time.time()) - rollout.finished_at)
         prompt = rollout.metadata
         assert isinstance(prompt, int)
         (turn,) = rollout.turns
@@ -156,43 +163,85 @@ class CallbackCollector(Collector):
             self.seen(future.result())
 
 
-class PollingCollector(Collector):
-    """A task per rollout and `asyncio.wait` over all of them with a timeout of 50 ms.
+def areal_classes(folder: Path) -> tuple[type[Any], type[Any]]:
+    """AReaL's own `BatchTaskDispatcher` and `StalenessManager`, as they are in its package.
 
-    Runs on the same controller, worker and callbacks, without the further threads and queues
-    that dispatchers of this kind put behind it: what it costs on top is the polling alone.
+    Args:
+        folder: where the package is installed. What `areal/__init__.py` imports besides (launchers,
+            trainers, Ray) is left out: these classes do not use it.
+    """
+    sys.path.append(str(folder))
+    for name in ("areal", "areal.infra"):
+        package = ModuleType(name)
+        package.__path__ = [str(folder.joinpath(*name.split(".")))]
+        sys.modules[name] = package
+    executor = importlib.import_module("areal.infra.workflow_executor")
+    manager = importlib.import_module("areal.infra.staleness_manager")
+    return executor.BatchTaskDispatcher, manager.StalenessManager
+
+
+@dataclass(frozen=True, slots=True)
+class ArealTask:
+    """What AReaL's dispatcher asks of an input."""
+
+    task_id: int
+
+
+class ArealCollector(Collector):
+    """AReaL's dispatcher over the same controller, worker and callbacks.
+
+    Each of its tasks submits a rollout and waits for a future that the completion's callback resolves
+    from another thread, as those of its `RolloutController` do; those fetch the result by a further
+    HTTP call then, which is spared here. A rollout was seen when `wait_results` has returned it.
     """
 
-    def __init__(self, controller: RolloutController, workflow: str) -> None:
+    def __init__(
+        self, classes: tuple[type[Any], type[Any]], controller: RolloutController, workflow: str
+    ) -> None:
         super().__init__(controller, workflow)
-        self.running: set[asyncio.Task[Rollout]] = set()
-        self.loop_task = asyncio.create_task(self.loop())
+        make_dispatcher, make_manager = classes
+        self.loop = asyncio.get_running_loop()
+        self.manager = make_manager(self, UNBOUNDED, 1, UNBOUNDED)
+        self.dispatcher = make_dispatcher(UNBOUNDED, self.task, self.manager)
+        self.dispatcher.initialize(logging.getLogger("areal"))
+        self.num_tasks = 0
+        self.thread = threading.Thread(target=self.collect, daemon=True)
+        self.thread.start()
+
+    def get_version(self) -> int:
+        return 0
 
     def add(self) -> None:
-        self.running.add(asyncio.create_task(self._result(self.submit())))
+        self.num_tasks += 1
+        self.dispatcher.submit_task_input(ArealTask(self.num_tasks))
 
-    @staticmethod
-    async def _result(handle: RolloutHandle) -> Rollout:
-        return await handle
+    def task(self, _task: ArealTask) -> Callable[[], Awaitable[Rollout]]:
+        async def submit_then_wait() -> Rollout:
+            theirs = asyncio.get_running_loop()
+            future: asyncio.Future[Rollout] = theirs.create_future()
 
-    async def loop(self) -> None:
-        while True:
-            if not self.running:
-                await asyncio.sleep(POLL_S)
-                continue
-            done, _ = await asyncio.wait(
-                self.running, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED
-            )
-            self.running -= done
-            for task in done:
-                self.seen(task.result())
+            def done(ours: asyncio.Future[Rollout]) -> None:
+                if not ours.cancelled() and not self.closed:
+                    theirs.call_soon_threadsafe(future.set_result, ours.result())
+
+            self.loop.call_soon_threadsafe(lambda: self.submit().add_done_callback(done))
+            rollout = await future
+            self.manager.on_rollout_accepted()
+            return rollout
+
+        return submit_then_wait
+
+    def collect(self) -> None:
+        """In a thread of its own, as the loop that trains with AReaL is."""
+        while not self.closed:
+            for rollout in self.dispatcher.wait_results(1, timeout=1.0, raise_timeout=False):
+                at = time.time()
+                self.loop.call_soon_threadsafe(self.seen, rollout, at)
 
     async def stop(self) -> None:
         await super().stop()
-        self.loop_task.cancel()
-        for task in self.running:
-            task.cancel()
-        await asyncio.gather(self.loop_task, *self.running, return_exceptions=True)
+        await asyncio.to_thread(self.thread.join, 5.0)
+        await asyncio.to_thread(self.dispatcher.destroy)
 
 
 MakeCollector = Callable[[RolloutController, str], Collector]
