@@ -25,6 +25,8 @@ class Row:
         way: `publish`, `begin_publish` or `update_weights`.
         unsynced: publish without making weights whole.
         freed: with the parameters' buffers offloaded as Megatron does it.
+        main_params: of the optimizer's fp32 copies.
+        wrapper: name of the class that the model is in, besides.
     """
 
     case: Case
@@ -33,6 +35,8 @@ class Row:
     way: str = "publish"
     unsynced: bool = False
     freed: bool = False
+    main_params: bool = False
+    wrapper: str = ""
 
     def __str__(self) -> str:
         return self.case.name
@@ -79,6 +83,8 @@ def published(row: Row, url: str, token: str) -> dict[str, Any]:
         optimizer=row.optimizer,
     )
     met: dict[str, str] = {}
+    if row.wrapper or row.main_params or row.ddp.get("fp8_param_gather"):
+        return refused(row, training, url, token)
     with connect_megatron_trainer(
         training.models,
         family=row.case.spec.family,
@@ -110,6 +116,36 @@ def published(row: Row, url: str, token: str) -> dict[str, Any]:
                 buffer.reload_from_cpu(move_grads=False)
         loss = training.loss()  # what was not gathered before is gathered now
     return {**state_of(row, training), "loss": loss, "met": met}
+
+
+def refused(row: Row, training: RealTraining, url: str, token: str) -> dict[str, Any]:
+    """What connecting meets."""
+    import megatron.core.distributed as wrappers
+    from megatron.core import parallel_state
+
+    from windlass.errors import UnsupportedLayout
+    from windlass.training.megatron import connect_megatron_trainer
+
+    (model,) = training.models
+    if row.wrapper:  # made by hand: building one needs CUDA
+        kind = vars(wrappers)[row.wrapper]
+        inner, model = model.module, kind.__new__(kind)
+        torch.nn.Module.__init__(model)
+        model.module = inner
+    try:
+        connect_megatron_trainer(
+            model,
+            family=row.case.spec.family,
+            vocab_size=row.case.spec.vocab_size,
+            controller=url,
+            token=token,
+            use_main_params=row.main_params,
+        ).close()
+    except UnsupportedLayout as error:
+        return {"met": {"publish": str(error)}}
+    finally:
+        parallel_state.destroy_model_parallel()
+    return {"met": {"publish": ""}}
 
 
 def unwhole(when: str, training: RealTraining) -> dict[str, str]:

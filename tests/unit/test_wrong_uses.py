@@ -383,3 +383,14 @@ async def test_a_controller_that_is_away_is_the_reason_of_a_deadline() -> None:
         await connected.wait()
     gone.set()
     await updating
+
+
+def test_a_head_whose_weights_are_not_whole_pauses_nothing() -> None:
+    def refuse() -> None:
+        raise ConfigError("half-stepped")
+
+    with (
+        windlass.RolloutCallback("http://127.0.0.1:9", "token", check_weights=refuse) as callback,
+        pytest.raises(ConfigError, match="half-stepped"),  # and no PeerTimeout: nobody was asked
+    ):
+        callback.pause_generation(deadline_s=30)

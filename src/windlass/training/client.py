@@ -266,7 +266,7 @@ class TrainerClient:
         others are no harm. The next `begin_publish` or `publish` must wait for the result.
         Blocking: until the fleet is there and this rank's part is copied and packed. On a GPU the copy
         comes after what this thread has queued in its current stream, and no other stream is waited for
-        (packing, over a network, waits for all); whatever is queued after the return comes after the copy.
+        (packing, over a network, and comparing replicas with other ranks wait for all); whatever is queued after the return comes after the copy.
 
         Args:
             version: greater than every version published before.
