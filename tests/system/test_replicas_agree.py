@@ -13,7 +13,7 @@ import windlass
 from windlass.engines.client import EngineClient
 from windlass.errors import RoundAborted
 from windlass.execution.base import ParameterMemory
-from windlass.frameworks.dtensor import describe_module, parameter_extents
+from windlass.frameworks.dtensor import LiveTensors, describe_module, own_tensors
 from windlass.layout.manifest import Role
 from windlass.planning import replicated
 from windlass.testing.resting_engine import RestingEngine
@@ -34,6 +34,10 @@ def model(first: int) -> torch.nn.Module:
     return module
 
 
+def live(module: torch.nn.Module) -> LiveTensors:
+    return LiveTensors((module,), lambda: own_tensors(module))
+
+
 class Fleet:
     """Trainer ranks that hold a module each, and an engine that holds one."""
 
@@ -47,7 +51,7 @@ class Fleet:
     ) -> None:
         self.served = served
         transport = create_transport(parse_transport("cma"))
-        extents = parameter_extents(self.served)
+        extents = live(self.served).locate()
         self.engine = EngineClient(
             manifest=describe_module(self.served, "engine/0", Role.ENGINE),
             addresses=[address for address, _ in extents],
@@ -76,7 +80,8 @@ class Fleet:
 
     @staticmethod
     def _parameters_of(module: torch.nn.Module) -> Callable[[], list[ParameterMemory]]:
-        return lambda: [ParameterMemory(*extent) for extent in parameter_extents(module)]
+        tensors = live(module)
+        return lambda: [ParameterMemory(*extent) for extent in tensors.locate()]
 
     async def publish(self, version: int) -> str:
         """Why it was not published; empty where it was."""
@@ -101,8 +106,9 @@ class Fleet:
         return all(torch.equal(a, b) for a, b in pairs)
 
     def close(self) -> None:
-        for client in (*self.trainers, self.engine):
-            client.close()
+        for trainer in self.trainers:
+            trainer.close()
+        self.engine.close()
 
 
 @asynccontextmanager

@@ -285,7 +285,7 @@ def check_the_order_of_cuts_is_read(mesh: DeviceMesh) -> None:
         shard_order=(ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),),
     )
     local = redistribute_local_tensor(start.to_local(), start._spec, spec)
-    tensor = DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+    tensor = DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
     check_parameter(tensor, whole)
 
 
@@ -423,7 +423,7 @@ class OfOthers(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> OfOthers:
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)  # type: ignore[attr-defined,no-any-return]
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)
 
     def __init__(self, inner: torch.Tensor) -> None:
         self.made_of = inner
