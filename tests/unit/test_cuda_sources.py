@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import mmap
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.transports.cuda.sources import covering_pages
+from windlass.testing.numpy_gpu import numpy_gpu
+from windlass.transports.cuda.sources import SourceMemory, covering_pages
 
 PAGE = mmap.PAGESIZE
 
@@ -22,3 +24,13 @@ def test_every_byte_is_covered_by_pages_that_do_not_touch(memory: list[tuple[int
         assert any(start <= address and address + nbytes <= stop for start, stop in ranges)
     wanted = {page for a, n in memory for page in range(a // PAGE, (a + n - 1) // PAGE + 1)}
     assert sum(stop - start for start, stop in ranges) == len(wanted) * PAGE
+
+
+def test_a_parameter_without_bytes_here_may_lie_nowhere() -> None:
+    held = np.arange(8, dtype=np.uint8)
+    sources = SourceMemory(numpy_gpu().device)
+    address = int(held.ctypes.data)
+    assert sources.reach([(0, 0)]) == [0]
+    assert not sources.has_pinned
+    assert sources.reach([(0, 0), (address, 8)]) == [0, address]
+    assert sources.has_pinned

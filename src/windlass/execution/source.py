@@ -41,9 +41,9 @@ def refuse_gpu_memory(worker: str, addresses: Sequence[int]) -> None:
         addresses: of its parameters, which are all in one kind of memory.
 
     Raises:
-        PlanError: the first of them is on a GPU.
+        PlanError: one of them is on a GPU.
     """
-    ordinal = gpu_of(addresses[0]) if addresses else -1
+    ordinal = max(map(gpu_of, addresses), default=-1)
     if ordinal >= 0:
         raise PlanError(
             f"{worker}: its weights are on GPU {ordinal}: the backends xccl and disk, and updates by "

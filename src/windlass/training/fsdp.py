@@ -43,8 +43,8 @@ class DescribedTrainer:
 
     @property
     def memory_at(self) -> int:
-        """Where the first parameter lies now; 0 for a rank that holds none."""
-        return next((memory.address for memory in self.parameters()), 0)
+        """Where the first parameter that has bytes here lies now; 0 for a rank that holds none."""
+        return next((memory.address for memory in self.parameters() if memory.nbytes), 0)
 
 
 def step_stream(memory_at: int) -> Callable[[], int] | None:

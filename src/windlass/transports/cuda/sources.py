@@ -38,14 +38,15 @@ class SourceMemory:
         """Addresses for kernels; lets go of what an earlier call has pinned.
 
         Args:
-            parameters: address and bytes of each.
+            parameters: address and bytes of each. What has no bytes here (a rank's share of a small
+                parameter that others hold) may lie anywhere, and nothing is read there.
 
         Raises:
             RegionError: memory of another GPU, or GPU memory that is not from cudaMalloc.
             TransferFailed: the host refuses to lock so much memory.
         """
         self.close()
-        kinds = [memory_kind(address) for address, _ in parameters]
+        kinds = [memory_kind(address) if nbytes else None for address, nbytes in parameters]
         pageable = [
             parameter
             for parameter, kind in zip(parameters, kinds, strict=True)
@@ -55,11 +56,15 @@ class SourceMemory:
             self._device.pin(start, stop - start)
             self._pinned.append(start)
         return [
-            self._on_device(address)
-            if kind is MemoryKind.DEVICE
-            else self._device.host_pointer(address)
-            for (address, _), kind in zip(parameters, kinds, strict=True)
+            self._reach(address, kind) for (address, _), kind in zip(parameters, kinds, strict=True)
         ]
+
+    def _reach(self, address: int, kind: MemoryKind | None) -> int:
+        if kind is None:
+            return 0
+        if kind is MemoryKind.DEVICE:
+            return self._on_device(address)
+        return self._device.host_pointer(address)
 
     def _on_device(self, address: int) -> int:
         if (ordinal := pointer_device(address)) != self._device.ordinal:
