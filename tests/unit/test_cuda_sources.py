@@ -6,10 +6,12 @@ import itertools
 import mmap
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.testing.numpy_gpu import numpy_gpu
+from windlass.transports.cuda.driver import MemoryKind
 from windlass.transports.cuda.sources import SourceMemory, covering_pages
 
 PAGE = mmap.PAGESIZE
@@ -26,7 +28,9 @@ def test_every_byte_is_covered_by_pages_that_do_not_touch(memory: list[tuple[int
     assert sum(stop - start for start, stop in ranges) == len(wanted) * PAGE
 
 
-def test_a_parameter_without_bytes_here_may_lie_nowhere() -> None:
+def test_a_parameter_without_bytes_here_may_lie_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = "windlass.transports.cuda.sources.memory_kind"  # asks a driver
+    monkeypatch.setattr(kind, lambda _: MemoryKind.PAGEABLE)
     held = np.arange(8, dtype=np.uint8)
     sources = SourceMemory(numpy_gpu().device)
     address = int(held.ctypes.data)
