@@ -23,7 +23,7 @@ from half_stepped_rank import (
 
 import windlass
 from windlass.engines.client import EngineClient
-from windlass.frameworks.dtensor import describe_module, parameter_extents
+from windlass.frameworks.dtensor import describe_module
 from windlass.layout.manifest import Role
 from windlass.testing.resting_engine import RestingEngine
 from windlass.transports.configs import parse_transport
@@ -36,7 +36,7 @@ TOKEN = "secret of the test"
 
 def serve(served: torch.nn.Module, url: str) -> EngineClient:
     transport = create_transport(parse_transport("cma"))
-    extents = parameter_extents(served)
+    extents = [(p.data_ptr(), p.nbytes) for p in served.parameters()]
     return EngineClient(
         manifest=describe_module(served, "engine/0", Role.ENGINE),
         addresses=[address for address, _ in extents],
