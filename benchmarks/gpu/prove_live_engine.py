@@ -183,18 +183,19 @@ class Run:
     ) -> None:
         async with self._controller(UpdateMode.IN_PLACE, 0) as controller:
             url = controller.url
-            await live.start(paths["first"], url, self.logs["live"], "")
-            if self.options.on_cpu:
+            if self.options.in_turn:
+                await self._serve(fresh, "fresh", paths["last"], "", visible)
+                wanted = await fresh.held()
+                await self._serve(live, "live", paths["first"], url, "")
+            else:
+                await live.start(paths["first"], url, self.logs["live"], "")
+                await self._serve(fresh, "fresh", paths["last"], "", visible)
                 await live.ready(self.options.start_s)
-            await fresh.start(paths["last"], "", self.logs["fresh"], visible)
+                self.say("the live engine is up")
+                wanted = await fresh.held()
             await trainers.all("connect", url, 0, self.options.transport)
-            for what, server in (("live", live), ("fresh", fresh)):
-                if what == "live" and self.options.on_cpu:
-                    continue
-                await server.ready(self.options.start_s)
-                self.say(f"the {what} engine is up")
             await self._wait(controller)
-            wanted, before = await fresh.held(), await live.held()
+            before = await live.held()
             self._describe(wanted)
             self._require_other(before, wanted, "before the updates")
             self._require_other_tokens(before, wanted)
@@ -208,6 +209,13 @@ class Run:
                 "live": await live.prefix_hits(),
                 "fresh": await fresh.prefix_hits(),
             }
+
+    async def _serve(
+        self, server: ProofServer, what: str, folder: Path, controller: str, visible: str
+    ) -> None:
+        await server.start(folder, controller, self.logs[what], visible)
+        await server.ready(self.options.start_s)
+        self.say(f"the {what} engine is up")
 
     def _controller(self, mode: UpdateMode, port: int) -> windlass.Controller:
         deadlines = PhaseDeadlines(pause_s=60)
@@ -351,6 +359,12 @@ def options_of(words: list[str]) -> argparse.Namespace:
     )
     options.add_argument("--at-once", type=int, default=1, help="cases on the same GPUs")
     options.add_argument("--logs", type=Path, default=Path("."), help="folder of the servers' logs")
+    options.add_argument(
+        "--in-turn",
+        action="store_true",
+        help="the fresh server answers before the live one starts, which finds the choices of Triton's "
+        "autotuner on disk: two that tune side by side may choose kernels that round differently",
+    )
     options.add_argument("--start-s", type=float, default=150.0, help="until a server serves")
     options.add_argument("--case-s", type=float, default=240.0, help="for a whole case")
     options.add_argument("--deadline-s", type=float, default=540.0, help="for all cases")
@@ -365,6 +379,7 @@ def options_of(words: list[str]) -> argparse.Namespace:
         parsed.case = list(CASES)
     elif "families" in parsed.case:
         parsed.case = list(FAMILIES)
+    parsed.in_turn = parsed.in_turn or parsed.on_cpu  # two cores start one server at a time
     parsed.transport = parsed.transport or ("cma" if parsed.on_cpu else "cuda_ipc")
     parsed.logs.mkdir(parents=True, exist_ok=True)
     return parsed

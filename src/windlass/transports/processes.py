@@ -22,6 +22,7 @@ __all__ = [
     "PeerProcesses",
     "check_alive",
     "host_identity",
+    "is_own_process",
     "own_endpoint",
     "process_start_time",
 ]
@@ -84,6 +85,18 @@ def check_alive(peer: PeerEndpoint) -> int:
     return int(peer.address)
 
 
+_OWN: set[PeerEndpoint] = set()
+"""Of the transports of this process that are open."""
+
+
+def is_own_process(peer: PeerEndpoint) -> bool:
+    """Whether `peer` is an open transport of the process that asks, this one or another.
+
+    Its secret is compared as well: who only names this process is not believed.
+    """
+    return peer in _OWN
+
+
 @final
 class OwnProcess:
     """This process as the endpoint of a transport, which it proves until `close`.
@@ -103,11 +116,13 @@ class OwnProcess:
         self._listener.bind(_name_of(self.endpoint))
         self._listener.listen(128)
         self._closed = threading.Event()
+        _OWN.add(self.endpoint)
         threading.Thread(target=self._serve, name=f"windlass-{transport}", daemon=True).start()
 
     def close(self) -> None:
         """Prove nothing any more. Idempotent."""
         self._closed.set()
+        _OWN.discard(self.endpoint)
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._listener.close()

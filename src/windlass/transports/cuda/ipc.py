@@ -25,7 +25,7 @@ from windlass.transports.base import (
 from windlass.transports.cuda.driver import IPC_HANDLE_NBYTES, Device, pointer_device
 from windlass.transports.cuda.gpu import Gpu, end_queued
 from windlass.transports.cuda.range_copy import RangeCopy
-from windlass.transports.processes import OwnProcess, PeerProcesses, check_alive
+from windlass.transports.processes import OwnProcess, PeerProcesses, check_alive, is_own_process
 from windlass.transports.regions import RegionTable, check_batch
 from windlass.transports.withdrawn import Withdrawn
 
@@ -118,7 +118,7 @@ class CudaIpcTransport:
         """
         stop = region.address + region.nbytes
         ordinal, offset, handle = _parse_key(region.key)
-        if region.endpoint == self._endpoint:
+        if is_own_process(region.endpoint):  # a handle can be opened by other processes only
             if ordinal != self.gpu.device.ordinal:
                 self.gpu.device.enable_peer(Device(ordinal))
             return MappedRegion(region.address, stop, 0)
