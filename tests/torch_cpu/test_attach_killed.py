@@ -162,7 +162,9 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(hook, "own_rank", lambda: 0)
     monkeypatch.setattr(hook, "_has_sessions", lambda: False)
     monkeypatch.setattr(hook, "_orders_change_nothing", lambda _model: True)
-    monkeypatch.setattr(hook, "_on_every_rank", lambda _model, _mine: False)
+    monkeypatch.setattr(hook, "_on_every_rank", lambda _model, *, mine: mine)
+    monkeypatch.setattr(hook, "_plain", lambda _captured: False)  # there is no loop to be held
+    monkeypatch.setattr(hook, "_tell_caches_apart", lambda: None)  # of SGLang's own requests
     monkeypatch.setattr(hook, "load_again", lambda _model, weights: engine.loader.load(weights))
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     yield engine
