@@ -21,7 +21,7 @@ import asyncio
 import json
 import re
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -274,15 +274,19 @@ async def updating(
 def checkpoint(seed: int, folder: Path) -> Path:
     """With a tokenizer of one word per token, and a template that adds nothing."""
     save(KIND, seed, folder)
-    vocabulary = {f"w{token}": token for token in range(CONFIGS[KIND]["vocab_size"])}
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
+    tokenizer = vocabulary({f"w{token}": token for token in range(CONFIGS[KIND]["vocab_size"])})
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def vocabulary(words: Mapping[str, int]) -> Any:
+    """A tokenizer of words between spaces."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel(dict(words), unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0")
 
 
 SEEDS = (1, 2)

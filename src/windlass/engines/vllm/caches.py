@@ -9,9 +9,11 @@ values again, finds nothing older. A running request keeps its blocks and its sa
 caches is found by nobody who comes later. Blocks of older namespaces are evicted as any that nobody
 asks for; no list of blocks is walked while the engine is paused.
 
-Encoder cache: outputs of encoders are found by a hash of their input alone, so that one is emptied.
-A running request that still needs an output has the scheduler run the encoder again. What vLLM keeps
-of multimodal processors are inputs, which are those of any version.
+Encoder cache: outputs of encoders are found by a hash of their input alone, so that one is emptied,
+also before a layout is captured: when vLLM loads weights its workers drop theirs, and the EngineCore,
+which is not told, would have them look for what is gone and die. A running request that still needs
+an output has the scheduler run the encoder again. What vLLM keeps of multimodal processors are
+inputs, which are those of any version.
 
 `--scheduler-cls windlass.engines.vllm.caches._scheduler` has vLLM import this module in every
 EngineCore process, before the first request. Read and found to fit in 0.24 and 0.32.
@@ -37,6 +39,8 @@ PAUSING_CALLS = frozenset({"windlass_at_rest", "windlass_hold"})
 
 A worker that is not given one refuses the pause: this core would mix the versions of its caches.
 """
+
+_LOADS = "windlass_learn"
 
 
 class Salted(Protocol):
@@ -119,11 +123,12 @@ def _keep_apart() -> None:
     ) -> list[Any]:
         if method in PAUSING_CALLS:
             args = (*args, namespace.begin())
-            model = core.vllm_config.model_config
-            # The outputs of encoders before a decoder are their own request's, and never found again.
-            if model.is_multimodal_model and not model.is_encoder_decoder:
-                core.scheduler.reset_encoder_cache()
-                core.model_executor.reset_encoder_cache()
+        model = core.vllm_config.model_config
+        # What an encoder before a decoder put out is its own request's, and never found again.
+        finds_outputs = model.is_multimodal_model and not model.is_encoder_decoder
+        if finds_outputs and (method in PAUSING_CALLS or method == _LOADS):
+            core.scheduler.reset_encoder_cache()
+            core.model_executor.reset_encoder_cache()
         found: list[Any] = call(core, method, timeout, args, kwargs)
         return found
 
