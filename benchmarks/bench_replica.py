@@ -28,7 +28,7 @@ from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.telemetry.ceilings import measure_memcpy_gbps
 from windlass.testing.resting_engine import RestingEngine
 from windlass.training.client import TrainerClient
-from windlass.transports.configs import CmaConfig
+from windlass.transports.configs import CmaConfig, CudaIpcConfig
 from windlass.transports.registry import create_transport
 
 TOKEN = "of a benchmark"
@@ -45,16 +45,23 @@ def manifest(worker: str, role: Role, count: int) -> ShardManifest:
     return builder.build()
 
 
-def value(index: int, version: int) -> torch.Tensor:
+def value(index: int, version: int, device: str = "cpu") -> torch.Tensor:
     """Another pattern for every parameter and version; neighbours differ."""
-    numbers = torch.arange(PARAMETER_ROWS * COLS, dtype=torch.int32)
+    numbers = torch.arange(PARAMETER_ROWS * COLS, dtype=torch.int32, device=device)
     return ((numbers * 7 + index * 13 + version * 31) % 251).to(torch.bfloat16)
 
 
-def run_engine(pipe: Connection, url: str, count: int) -> None:
+def zeros(count: int, device: str = "cpu") -> list[torch.Tensor]:
+    """The parameters of one rank."""
+    shape = (PARAMETER_ROWS * COLS,)
+    return [torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(count)]
+
+
+def run_engine(pipe: Connection, url: str, count: int, device: str = "cpu") -> None:
     torch.set_num_threads(1)
-    tensors = [torch.zeros(PARAMETER_ROWS * COLS, dtype=torch.bfloat16) for _ in range(count)]
-    transport = create_transport(CmaConfig())
+    tensors = zeros(count, device)
+    config = CmaConfig() if device == "cpu" else CudaIpcConfig()
+    transport = create_transport(config, memory_at=tensors[0].data_ptr())
     with EngineClient(
         manifest=manifest("engine/0", Role.ENGINE, count),
         addresses=[t.data_ptr() for t in tensors],
@@ -67,12 +74,13 @@ def run_engine(pipe: Connection, url: str, count: int) -> None:
     ):
         pipe.send("ready")
         while (version := pipe.recv()) is not None:
-            pipe.send(all(torch.equal(t, value(i, version)) for i, t in enumerate(tensors)))
+            held = enumerate(tensors)
+            pipe.send(all(torch.equal(t, value(i, version, device)) for i, t in held))
 
 
 def run_trainer(pipe: Connection, url: str, count: int, replica: bool) -> None:
     torch.set_num_threads(1)
-    tensors = [torch.zeros(PARAMETER_ROWS * COLS, dtype=torch.bfloat16) for _ in range(count)]
+    tensors = zeros(count)
     with TrainerClient(
         manifest=manifest("trainer/0", Role.TRAINER, count),
         parameters=lambda: [ParameterMemory(t.data_ptr(), t.nbytes) for t in tensors],

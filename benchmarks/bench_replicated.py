@@ -1,8 +1,8 @@
 """What it costs to compare replicas: digests of what trainer ranks hold in common, beside the update.
 
 Two trainer processes that hold the same `--mib` of bfloat16 whole (everything is replicated, and each sends
-half of it: the case with most to compare) and one engine process, in host memory over `cma`, with a
-controller here. Every update is timed; after it, each rank digests the sample that belonged to it once
+half of it: the case with most to compare) and one engine process, in host memory over `cma`, or with
+`--device cuda` each on a GPU, counted round, over `cuda_ipc`, with a controller here. Every update is timed; after it, each rank digests the sample that belonged to it once
 more, alone, and everything as the first update does.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing as mp
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -25,6 +26,7 @@ from bench_replica import (
     manifest,
     run_engine,
     value,
+    zeros,
 )
 from harness import Row, median_p95, parser, report
 from windlass.config import ControlConfig, UpdateMode
@@ -33,15 +35,16 @@ from windlass.execution.replicated_digests import ReplicatedDigests
 from windlass.layout.manifest import Role
 from windlass.planning.replicated import find_replicated
 from windlass.training.client import TrainerClient
-from windlass.transports.configs import CmaConfig
+from windlass.transports.configs import CmaConfig, CudaIpcConfig
 from windlass.transports.registry import create_transport
 
 NUM_TRAINERS = 2
 
 
-def run_trainer(pipe: Connection, url: str, count: int, rank: int) -> None:
+def run_trainer(pipe: Connection, url: str, count: int, device: str, rank: int) -> None:
     torch.set_num_threads(1)
-    tensors = [torch.zeros(PARAMETER_ROWS * COLS, dtype=torch.bfloat16) for _ in range(count)]
+    tensors = zeros(count, device)
+    config = CmaConfig() if device == "cpu" else CudaIpcConfig()
     memory = [ParameterMemory(t.data_ptr(), t.nbytes) for t in tensors]
     manifests = [manifest(f"trainer/{r}", Role.TRAINER, count) for r in range(NUM_TRAINERS)]
     found = find_replicated(manifests)
@@ -51,16 +54,17 @@ def run_trainer(pipe: Connection, url: str, count: int, rank: int) -> None:
     with TrainerClient(
         manifest=manifests[rank],
         parameters=lambda: memory,
-        transport=create_transport(CmaConfig()),
+        transport=create_transport(config, memory_at=tensors[0].data_ptr()),
         controller=url,
         token=TOKEN,
+        job="benchmark",
         rank=rank,
         world_size=NUM_TRAINERS,
     ) as trainer:
         pipe.send("ready")
         while (version := pipe.recv()) is not None:
             for index, tensor in enumerate(tensors):
-                tensor.copy_(value(index, version))
+                tensor.copy_(value(index, version, device))
             update_s = trainer.publish(version, deadline_s=DEADLINE_S).update_s
             times = []
             for turn, every in ((version, period), (0, 1)):
@@ -70,15 +74,20 @@ def run_trainer(pipe: Connection, url: str, count: int, rank: int) -> None:
             pipe.send((update_s, *times))
 
 
-async def measure(count: int, num_runs: int, mode: UpdateMode) -> list[tuple[float, float, float]]:
-    """(update, sample, everything) in seconds per run: the slowest rank of each."""
+async def measure(
+    count: int, num_runs: int, mode: UpdateMode, devices: Sequence[str]
+) -> list[tuple[float, float, float]]:
+    """(update, sample, everything) in seconds per run: the slowest rank of each.
+
+    `devices`: of the trainers, then of the engine.
+    """
     context = mp.get_context("spawn")
     found: list[tuple[float, float, float]] = []
     async with windlass.Controller(token=TOKEN, config=ControlConfig(mode=mode)) as controller:
         pipes: list[Connection] = []
         processes: list[Any] = []
-        starts: list[tuple[Any, tuple[int, ...]]] = [(run_engine, ())]
-        starts += [(run_trainer, (rank,)) for rank in range(NUM_TRAINERS)]
+        starts: list[tuple[Any, tuple[Any, ...]]] = [(run_engine, (devices[-1],))]
+        starts += [(run_trainer, (devices[rank], rank)) for rank in range(NUM_TRAINERS)]
         for target, more in starts:
             ours, theirs = context.Pipe()
             arguments = (theirs, controller.url, count, *more)
@@ -108,15 +117,23 @@ def main() -> None:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--mib", type=int, default=256)
     arguments.add_argument("--runs", type=int, default=9)
+    arguments.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     args = arguments.parse_args()
+    devices, place = ["cpu"] * (NUM_TRAINERS + 1), ""
+    if args.device == "cuda":
+        num_gpus = torch.cuda.device_count()
+        devices = [f"cuda:{index % num_gpus}" for index in range(NUM_TRAINERS + 1)]
+        place = f", {torch.cuda.get_device_name(0)}, trainers and engine on GPUs " + ", ".join(
+            device.removeprefix("cuda:") for device in devices
+        )
     count = max(args.mib * (1 << 20) // (PARAMETER_ROWS * COLS * 2), 1)
     rows = []
     for mode in (UpdateMode.STAGED, UpdateMode.IN_PLACE):
-        runs = asyncio.run(measure(count, args.runs, mode))
+        runs = asyncio.run(measure(count, args.runs, mode, devices))
         update, sample, everything = (
             median_p95(list(column)) for column in zip(*runs, strict=True)
         )
-        case = f"{count * PARAMETER_ROWS * COLS * 2 >> 20} MiB bfloat16 at 2 ranks, {mode.value}"
+        case = f"{count * PARAMETER_ROWS * COLS * 2 >> 20} MiB bfloat16 at 2 ranks, {mode.value}{place}"
         for metric, times in (("sample", sample), ("everything, first update", everything)):
             for index, name in enumerate(("median", "p95")):
                 value_ms, update_ms = 1e3 * times[index], 1e3 * update[index]

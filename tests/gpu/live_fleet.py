@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import multiprocessing as mp
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -62,16 +63,22 @@ def build() -> torch.nn.Sequential:
     )
 
 
+def build_as(dtype: torch.dtype) -> torch.nn.Module:
+    return build().to(dtype)
+
+
 def serve(
     name: str,
-    device: int,
-    dtype: torch.dtype,
+    device: str,
+    make: Callable[[], torch.nn.Module],
     url: str,
     wire: TransportConfig,
     pipe: Connection,
 ) -> None:
-    torch.cuda.set_device(device)
-    model = build().to(dtype).cuda().requires_grad_(requires_grad=False)
+    on_gpu = torch.device(device).type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    model = make().to(device).requires_grad_(requires_grad=False)
     manifest = describe_module(model, f"{name}/0", Role.ENGINE)
     addresses = parameter_addresses(model)
     transport = create_transport(wire, memory_at=addresses[0])
@@ -92,8 +99,10 @@ def serve(
     ) as client:
         pipe.send(("ready",))
         while pipe.recv():
-            torch.cuda.synchronize()
-            held = {n: p.detach().cpu() for n, p in model.named_parameters()}
+            if on_gpu:
+                torch.cuda.synchronize()
+            # Copies: torch would move what is sent, if it is in host memory, to shared memory.
+            held = {n: p.detach().to("cpu", copy=True) for n, p in model.named_parameters()}
             pipe.send((client.agent.served_version, held))
 
 
@@ -135,8 +144,12 @@ class Fleet:
 
     def start_engine(self, name: str, dtype: torch.dtype, device: int) -> None:
         """An engine on a GPU, counted round."""
-        device %= torch.cuda.device_count()
-        self.start(name, serve, name, device, dtype, self._url, self._wire)
+        place = f"cuda:{device % torch.cuda.device_count()}"
+        self.start_model(name, functools.partial(build_as, dtype), place)
+
+    def start_model(self, name: str, make: Callable[[], torch.nn.Module], device: str) -> None:
+        """An engine that holds what `make` builds, on `device`."""
+        self.start(name, serve, name, device, make, self._url, self._wire)
 
     def send(self, name: str, message: object) -> None:
         """To one process."""
