@@ -19,7 +19,13 @@ from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.memory.packing import row_major_blocks
 from windlass.planning import replicated
-from windlass.planning.replicated import HELD, Replicated, ReplicatedPart, find_replicated
+from windlass.planning.replicated import (
+    HELD,
+    BlockSchedule,
+    Replicated,
+    ReplicatedPart,
+    find_replicated,
+)
 from windlass.testing.ground_truth import distinct_values, fill, shard_view
 from windlass.testing.numpy_gpu import numpy_gpu
 from windlass.testing.strategies import Fleet, fleets
@@ -138,7 +144,8 @@ def test_blocks_follow_each_other_row_major(sizes: list[int], itemsize: int) -> 
     held = np.zeros(1, HELD)
     held["sizes"][:, -4:], held["strides"][:, -4:] = sizes, (1000, 100, 10, 1)
     held["sizes"][:, :-4] = 1
-    due = ReplicatedPart(held).due(np.array([itemsize]), 0, 1)
+    held["run"] = 1
+    due = BlockSchedule(held, np.array([itemsize])).due(0, 1)
     want = [
         (sum(i * s for i, s in zip(start, (1000, 100, 10, 1), strict=True)), list(block))
         for start, block in row_major_blocks(sizes, 24 // itemsize)
@@ -257,7 +264,7 @@ def test_a_sample_is_a_small_part_of_what_is_sent_and_never_empty() -> None:
     for sent in (1 << 30, 64 * nbytes + 64, 16 * nbytes, 4 * nbytes, 0):
         period = ranks.found.period(sent)
         sizes = [
-            int(ranks.digests["trainer/0"]._part.due(np.array([4]), t, period).sizes.prod(1).sum())
+            int(ranks.digests["trainer/0"]._schedule.due(t, period).sizes.prod(1).sum())
             for t in range(period)
         ]
         assert sum(sizes) * 4 == nbytes

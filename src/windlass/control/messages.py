@@ -305,7 +305,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     A rank with replicated boxes answers `Prepared`, with digests of the blocks that are due.
 
     Attributes:
-        turn, period: see `ReplicatedPart.due`.
+        turn, period: see `BlockSchedule.due`.
     """
 
     version: int

@@ -69,7 +69,7 @@ class RoundSpec:
         lands_live: whether `in_place` writes touch live memory before they are verified.
         relay: member of a relay group -> those that it passes on to; empty without a relay.
         replicated: what trainers hold in common and must agree about; None for nothing.
-        turn, period: see `ReplicatedPart.due`.
+        turn, period: see `BlockSchedule.due`.
         lineage: see `Publish`.
     """
 

@@ -20,7 +20,14 @@ from windlass.execution.device_links import OWN_WORK_S, WORDS_NBYTES
 from windlass.execution.parameters import check_described
 from windlass.layout.manifest import MAX_DIMS, Int64Array, ShardManifest
 from windlass.memory.digest import hash_strided, new_digest
-from windlass.planning.replicated import DIGESTED, HELD, DueBlocks, ReplicatedPart
+from windlass.planning.replicated import (
+    DIGESTED,
+    HELD,
+    BlockSchedule,
+    DueBlocks,
+    ReplicatedPart,
+    counted,
+)
 from windlass.transports.cuda.driver import gpu_of
 from windlass.transports.cuda.gpu import shared_gpu
 from windlass.transports.cuda.kernels import PIECE, PieceTable
@@ -46,6 +53,7 @@ class ReplicatedDigests:
         self._manifest, self._parameters = manifest, parameters
         self._part = ReplicatedPart(np.zeros(0, HELD))
         self._itemsizes = np.zeros(0, np.int64)
+        self._schedule = BlockSchedule(self._part.held, self._itemsizes)
 
     def bind(self, part: bytes) -> None:
         """Take `ReplicatedPart.encode()`; empty for none.
@@ -56,6 +64,7 @@ class ReplicatedDigests:
         self._part = ReplicatedPart.decode(part, self._manifest)
         of_parameter = np.array([p.dtype.itemsize for p in self._manifest.parameters], np.int64)
         self._itemsizes = of_parameter[self._part.held["parameter"]]
+        self._schedule = BlockSchedule(self._part.held, self._itemsizes)
 
     def __len__(self) -> int:
         return len(self._part)
@@ -66,7 +75,7 @@ class ReplicatedDigests:
         On a GPU it waits first for all that this process has queued there.
 
         Args:
-            turn: see `ReplicatedPart.due`.
+            turn: see `BlockSchedule.due`.
             period: see there.
 
         Returns:
@@ -79,7 +88,7 @@ class ReplicatedDigests:
         """
         located = tuple(self._parameters())
         check_described(self._manifest, located)
-        due = self._part.due(self._itemsizes, turn, period)
+        due = self._schedule.due(turn, period)
         rows, first = np.unique(due.row, return_index=True)
         ends = np.append(first[1:], len(due.row))
         found = np.zeros(len(rows), DIGESTED)
@@ -91,13 +100,13 @@ class ReplicatedDigests:
         address = starts[self._part.held["parameter"][due.row]] + due.offset.astype(np.uint64)
         for ordinal in np.unique(ordinals).tolist():
             mine = np.flatnonzero(ordinals == ordinal)
-            spans = [range(int(first[i]), int(ends[i])) for i in mine]
             if ordinal < 0:
+                spans = [range(int(first[i]), int(ends[i])) for i in mine]
                 found["kind"][mine] = _KINDS.index(DigestKind.XXH3)
                 words = self._in_host_memory(due, address, spans)
             else:
                 found["kind"][mine] = _KINDS.index(DigestKind.POSITION)
-                words = self._on_gpu(due, address, spans, ordinal)
+                words = self._on_gpu(due, address, first[mine], ends[mine], ordinal)
             found["a"][mine], found["b"][mine] = words[:, 0], words[:, 1]
         return found
 
@@ -122,25 +131,29 @@ class ReplicatedDigests:
         return words
 
     def _on_gpu(
-        self, due: DueBlocks, address: UInt64Array, spans: Sequence[range], ordinal: int
+        self,
+        due: DueBlocks,
+        address: UInt64Array,
+        first: Int64Array,
+        ends: Int64Array,
+        ordinal: int,
     ) -> UInt64Array:
         gpu = shared_gpu(ordinal)
         gpu.settle(OWN_WORK_S)
-        cut = [self._pieces(due, address, span) for span in spans]
-        itemsizes = self._itemsizes[due.row[[span.start for span in spans]]]
+        itemsizes = self._itemsizes[due.row[first]]
         with ExitStack() as undo:
-            nbytes = len(spans) * WORDS_NBYTES
+            nbytes = len(first) * WORDS_NBYTES
             words = gpu.device.allocate(nbytes)
             undo.callback(gpu.device.free, words)
             gpu.device.clear(words, nbytes, gpu.stream)
             for itemsize in np.unique(itemsizes).tolist():
-                mine = np.flatnonzero(itemsizes == itemsize).tolist()
-                pieces = np.concatenate([cut[index] for index in mine])
+                mine = np.flatnonzero(itemsizes == itemsize)
+                pieces, counts = self._pieces(due, address, first[mine], ends[mine], itemsize)
                 table = PieceTable(gpu.device, pieces, f"put_{itemsize}", itemsize)
                 undo.callback(table.close)
                 stop = 0
-                for index in mine:
-                    start, stop = stop, stop + len(cut[index])
+                for index, count in zip(mine.tolist(), counts.tolist(), strict=True):
+                    start, stop = stop, stop + count
                     place = words + index * WORDS_NBYTES
                     gpu.kernels.hash(table, gpu.stream, place, range(start, stop))
             try:
@@ -153,32 +166,54 @@ class ReplicatedDigests:
                 -1, WORDS_NBYTES // 8
             )
 
-    def _pieces(self, due: DueBlocks, address: UInt64Array, span: range) -> npt.NDArray[np.void]:
-        """The rows of a box's blocks, cut by sizes alone: every holder must cut alike."""
-        row = int(due.row[span.start])
-        strides: Int64Array = self._part.held["strides"][row].astype(np.int64)
-        itemsize = int(self._itemsizes[row])
-        sizes = due.sizes[span.start : span.stop]
-        if (strides[-1] != itemsize) and (sizes[:, -1] > 1).any():
+    def _pieces(
+        self,
+        due: DueBlocks,
+        address: UInt64Array,
+        first: Int64Array,
+        ends: Int64Array,
+        itemsize: int,
+    ) -> tuple[npt.NDArray[np.void], Int64Array]:
+        """The rows of boxes' blocks, cut by sizes alone: every holder must cut alike.
+
+        Args:
+            due: all blocks.
+            address: (n,) where each begins.
+            first: (m,) first block of each of these boxes.
+            ends: (m,) where its blocks end.
+            itemsize: of their elements.
+
+        Returns:
+            `PIECE`s box after box, and how many each box has.
+        """
+        num_blocks = ends - first
+        block = np.repeat(first, num_blocks) + counted(num_blocks)
+        sizes, strides = due.sizes[block], self._part.held["strides"][due.row[block]]
+        gaps = (strides[:, -1] != itemsize) & (sizes[:, -1] > 1)
+        if gaps.any():
+            row = int(due.row[block[int(gaps.argmax())]])
             name = self._manifest.parameters[int(self._part.held["parameter"][row])].name
             raise UnsupportedLayout(
                 f"parameter {name!r}: on a GPU its rows must be contiguous, as at other ranks that hold "
-                f"the same, got a stride of {strides[-1]} bytes between elements of {itemsize}"
+                f"the same, got a stride of {self._part.held['strides'][row][-1]} bytes between elements "
+                f"of {itemsize}"
             )
+        numel = sizes.prod(axis=1)
+        start_of_box = np.cumsum(num_blocks) - num_blocks
+        ahead = np.cumsum(numel) - numel
+        ahead -= np.repeat(ahead[start_of_box], num_blocks)
         num_outer = sizes[:, : MAX_DIMS - 2].prod(axis=1)
-        block = np.repeat(np.arange(len(sizes)), num_outer)
-        outer = np.arange(len(block)) - np.repeat(np.cumsum(num_outer) - num_outer, num_outer)
-        ahead = np.cumsum(sizes.prod(axis=1)) - sizes.prod(axis=1)
-        per_outer = sizes[:, MAX_DIMS - 2 :].prod(axis=1)
-        pieces = np.zeros(len(block), PIECE)
-        at = np.zeros(len(block), np.int64)
-        left = outer
+        of = np.repeat(np.arange(len(block)), num_outer)
+        outer = counted(num_outer)
+        sizes, strides, per_outer = sizes[of], strides[of], (numel // num_outer)[of]
+        pieces = np.zeros(len(of), PIECE)
+        at, left = np.zeros(len(of), np.int64), outer
         for axis in range(MAX_DIMS - 3, -1, -1):
-            at += left % sizes[block, axis] * strides[axis]
-            left = left // sizes[block, axis]
-        pieces["dst"] = address[span.start : span.stop][block] + at.astype(np.uint64)
-        pieces["dst_pitch"] = strides[-2]
-        pieces["pos"] = (ahead[block] + outer * per_outer[block]) * itemsize
-        pieces["pos_pitch"] = sizes[block, -1] * itemsize
-        pieces["rows"], pieces["row_elems"] = sizes[block, -2], sizes[block, -1]
-        return pieces
+            at += left % sizes[:, axis] * strides[:, axis]
+            left = left // sizes[:, axis]
+        pieces["dst"] = address[block[of]] + at.astype(np.uint64)
+        pieces["dst_pitch"] = strides[:, -2]
+        pieces["pos"] = (ahead[of] + outer * per_outer) * itemsize
+        pieces["pos_pitch"] = sizes[:, -1] * itemsize
+        pieces["rows"], pieces["row_elems"] = sizes[:, -2], sizes[:, -1]
+        return pieces, np.add.reduceat(num_outer, start_of_box)

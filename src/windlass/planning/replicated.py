@@ -2,14 +2,15 @@
 
 The controller finds these boxes once per fleet of trainers (`find_replicated`) and tells each rank which
 are its own (`ReplicatedPart`). Before a round writes anything, ranks digest blocks of them and the
-controller compares: all blocks the first time, every `period`-th later, others each time. Boxes that
-overlap in part are cut into pieces with the same holders first, as the planner does.
+controller compares: all blocks the first time, every `period`-th run of them later, others each time.
+Boxes that overlap in part are cut into pieces with the same holders first, as the planner does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import final
 
 import numpy as np
 import numpy.typing as npt
@@ -27,16 +28,23 @@ from windlass.planning.plan import ITEMSIZES
 from windlass.planning.rows import gather_rows, resolve_names
 
 __all__ = [
+    "BlockSchedule",
     "DIGESTED",
     "DueBlocks",
     "Replicated",
     "ReplicatedPart",
+    "counted",
     "decode_digested",
     "find_replicated",
 ]
 
 BLOCK_NBYTES = 256 << 10
-"""What is digested at once and chosen alone."""
+"""What boxes are cut into."""
+RUN_BLOCKS = 64
+"""The most blocks, of one box or of boxes that follow each other, that are due in the same turn: a GPU
+digests a long piece of one box as quickly as a short one of it, and many boxes one after the other."""
+LEAST_RUNS = 1024
+"""Runs are shorter where there would be fewer of them."""
 SAMPLE_SHARE = 1 / 64
 """Of the bytes that the busiest rank sends: as many are digested in a round after the first. Sending a
 byte costs its digest at both ends and a copy, so that is less than 1 / 64 of an update."""
@@ -49,9 +57,12 @@ HELD = np.dtype(
         ("offset", "<i8"),
         ("sizes", "<i8", (MAX_DIMS,)),
         ("strides", "<i8", (MAX_DIMS,)),
+        ("first", "<i8"),
+        ("run", "<i4"),
     ]
 )
-"""Where a rank holds a box: `offset` and `strides` in bytes, `sizes` in elements, slowest dim first."""
+"""Where a rank holds a box: `offset` and `strides` in bytes, `sizes` in elements, slowest dim first.
+`first`: number of its first block, all boxes of the fleet counted through; `run`: blocks in a run."""
 DIGESTED = np.dtype([("box", "<i4"), ("kind", "u1"), ("a", "<u8"), ("b", "<u8")])
 """What a rank found in a box; digests of one `kind` (of algorithm) can be compared."""
 
@@ -102,6 +113,7 @@ class ReplicatedPart:
         extents = np.array([spec.nbytes for spec in manifest.parameters], np.int64)
         known = (held["parameter"] >= 0) & (held["parameter"] < len(extents))
         inside = known.all() and (sizes > 0).all() and (strides >= 0).all()
+        inside = inside and (held["first"] >= 0).all() and (held["run"] > 0).all()
         if inside and len(held):
             itemsizes = np.array([spec.dtype.itemsize for spec in manifest.parameters], np.int64)
             reach = held["offset"] + ((sizes - 1) * strides).sum(axis=1)
@@ -111,23 +123,51 @@ class ReplicatedPart:
             raise PlanError(f"replicated boxes of {manifest.worker} must lie in its parameters")
         return cls(held)
 
-    def due(self, itemsizes: Int64Array, turn: int, period: int) -> DueBlocks:
-        """The blocks whose turn it is: block b of box r if (r + b) % period == turn % period.
+
+@final
+class BlockSchedule:
+    """Which blocks of a rank's boxes are due when.
+
+    Args:
+        held: `ReplicatedPart.held`.
+        itemsizes: (n,) of each row's elements.
+    """
+
+    def __init__(self, held: npt.NDArray[np.void], itemsizes: Int64Array) -> None:
+        self._sizes = held["sizes"].astype(np.int64)
+        self._strides = held["strides"].astype(np.int64)
+        self._offset = held["offset"].astype(np.int64)
+        self._first = held["first"].astype(np.int64)
+        self._run = held["run"].astype(np.int64)
+        self._cut = _Cut.of(self._sizes, itemsizes)
+        self._stop = self._first + self._cut.num_blocks
+
+    def due(self, turn: int, period: int) -> DueBlocks:
+        """The blocks whose turn it is: those of run r if r % period == turn % period.
 
         Args:
-            itemsizes: (n,) of each row's elements.
             turn: counts comparisons.
             period: in so many turns every block is due once; >= 1.
         """
-        sizes = self.held["sizes"].astype(np.int64)
-        cut = _Cut.of(sizes, itemsizes)
-        first = (turn - self.held["box"].astype(np.int64)) % period
-        counts = np.maximum(-((first - cut.num_blocks) // period), 0)
-        row = np.repeat(np.arange(len(self.held)), counts)
-        step = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-        start, block = cut.place(sizes, row, first[row] + step * period)
-        offset = self.held["offset"][row] + (start * self.held["strides"][row]).sum(axis=1)
+        lowest, highest = self._first // self._run, (self._stop - 1) // self._run
+        lowest = lowest + (turn - lowest) % period
+        num_runs = np.maximum((highest - lowest) // period + 1, 0)
+        row = np.repeat(np.arange(len(num_runs)), num_runs)
+        run = lowest[row] + counted(num_runs) * period
+        start = np.maximum(self._first[row], run * self._run[row])
+        stop = np.minimum(self._stop[row], (run + 1) * self._run[row])
+        number = np.repeat(start - self._first[row], stop - start) + counted(stop - start)
+        row = np.repeat(row, stop - start)
+        at, block = self._cut.place(self._sizes, row, number)
+        offset = self._offset[row] + (at * self._strides[row]).sum(axis=1)
         return DueBlocks(row=row, offset=offset, sizes=block)
+
+
+def counted(counts: Int64Array) -> Int64Array:
+    """0, 1 ... for each count in turn."""
+    ends = np.cumsum(counts)
+    index: Int64Array = np.arange(int(ends[-1]) if len(ends) else 0)
+    return index - np.repeat(ends - counts, counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +226,7 @@ class Replicated:
         names: (n,) checkpoint tensor of each box. boxes: (n,) which elements.
         num_holders: (n,).
         nbytes: that the rank with most of them holds.
+        num_runs: of blocks, of all boxes together.
     """
 
     parts: Mapping[str, ReplicatedPart]
@@ -193,6 +234,7 @@ class Replicated:
     boxes: Sequence[Box]
     num_holders: Int64Array
     nbytes: int
+    num_runs: int
 
     def period(self, sent_nbytes: int) -> int:
         """In how many turns every block is compared once.
@@ -201,8 +243,7 @@ class Replicated:
             sent_nbytes: what the busiest rank sends in an update.
         """
         wanted = int(self.nbytes // max(sent_nbytes * SAMPLE_SHARE, 1)) + 1
-        # So that no turn is empty: box r, block 0 is due in turn r.
-        return max(min(wanted, max(len(self.boxes), self.nbytes // BLOCK_NBYTES // 2)), 1)
+        return max(min(wanted, self.num_runs), 1)  # so that no turn is empty
 
     def disagreement(self, found: Mapping[str, npt.NDArray[np.void]]) -> str:
         """Why ranks do not hold the same bytes; empty where they do.
@@ -299,6 +340,11 @@ def find_replicated(sources: Sequence[ShardManifest]) -> Replicated:
     held["offset"] = table.offset_bytes[rows] + (inside * strides).sum(axis=1)
     first = np.searchsorted(box, np.arange(int(several.sum())))
     dims = _slowest_first(sizes[atom[first]], strides[first])[box]
+    of_box = np.take_along_axis(sizes[atom[first]], dims[first], 1)
+    num_blocks = _Cut.of(of_box, ITEMSIZES[table.dtype[rows[first]]].astype(np.int64)).num_blocks
+    total = int(num_blocks.sum())
+    run = min(max(total // LEAST_RUNS, 1), RUN_BLOCKS)
+    held["first"], held["run"] = (np.cumsum(num_blocks) - num_blocks)[box], run
     held["sizes"] = np.take_along_axis(sizes[atom], dims, 1)
     held["strides"] = np.take_along_axis(strides, dims, 1)
     rank, nbytes = table.rank[rows], sizes[atom].prod(axis=1) * ITEMSIZES[table.dtype[rows]]
@@ -317,6 +363,7 @@ def find_replicated(sources: Sequence[ShardManifest]) -> Replicated:
         ],
         num_holders=count[several],
         nbytes=int(per_rank.max(initial=0)),
+        num_runs=-(-total // run),
     )
 
 
