@@ -28,7 +28,7 @@ from windlass.frameworks.dtensor import local_shard, local_tensor
 from windlass.layout.box import Box
 
 WORLD_SIZE = 4
-DEADLINE_S = 60.0
+DEADLINE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,11 @@ Outcome = tuple[Box, torch.Tensor] | str
 
 
 def describe(case: Case) -> Outcome:
-    tensor = carry_out(case)
+    try:
+        tensor = carry_out(case)
+    except AssertionError:
+        assert case.strided
+        return "torch distributes no uneven strided shards whose padded parts differ"
     try:
         shard = local_shard("w", tensor, by_fsdp=case.by_fsdp)
     except (UnsupportedLayout, ManifestError) as error:

@@ -120,14 +120,16 @@ def _is_elsewhere(tensor: torch.Tensor) -> bool:
 
 def _box_of(name: str, tensor: DTensor, *, by_fsdp: bool) -> Box:
     mesh = tensor.device_mesh
-    # What FSDP2 cuts was distributed over no more than the other axis of two.
-    if mesh.ndim > (2 if by_fsdp else 1) and not _is_in_order(mesh):
+    cuts = _cut_order(name, tensor)
+    # What FSDP2 cuts, and nothing else does, has not been distributed over other axes.
+    alone = by_fsdp and sum(map(len, cuts.values())) == 1
+    if mesh.ndim > 1 and cuts and not alone and not _is_in_order(mesh):
         raise UnsupportedLayout(
             f"parameter {name!r}: along each axis all lines of its mesh must order their ranks alike, or "
             f"torch distributes one part and gathers another, got {mesh.mesh.tolist()}"
         )
     offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
-    for dim, axes in _cut_order(name, tensor).items():
+    for dim, axes in cuts.items():
         for axis in axes:
             start, sizes[dim] = chunk(sizes[dim], mesh.size(axis), mesh.get_local_rank(axis))
             offsets[dim] += start
