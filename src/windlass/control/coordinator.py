@@ -594,9 +594,10 @@ class Coordinator(HandDrivenGate):
             result = await self._driver.run()
         finally:
             self._driver = None
-        if result.finish.outcome is RoundOutcome.PUBLISHED:
+        # A copy of another run's version is no news, and a job of this run may have come meanwhile.
+        if result.finish.outcome is RoundOutcome.PUBLISHED and lineage == self._lineage:
             self._published, self._fleet.lineage = version, lineage
-        return self._conclude(version, binding, result, place)
+        return self._conclude(version, lineage, binding, result, place)
 
     def _on_phase(self, version: int, phase: Phase) -> None:
         if phase is Phase.PUBLISH:
@@ -631,10 +632,15 @@ class Coordinator(HandDrivenGate):
         )
 
     def _conclude(
-        self, version: int, binding: Binding, result: RoundResult, place: tuple[int, int]
+        self,
+        version: int,
+        lineage: str,
+        binding: Binding,
+        result: RoundResult,
+        place: tuple[int, int],
     ) -> UpdateReport:
         finish = result.finish
-        note_fates(self._fleet, binding, result, version=version, place=place)
+        note_fates(self._fleet, binding, result, version=version, lineage=lineage, place=place)
         self._record_poison()
         serving = tuple(n for n, f in finish.fates.items() if f is EngineFate.PUBLISHED)
         if finish.outcome is RoundOutcome.PUBLISHED:
