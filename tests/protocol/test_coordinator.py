@@ -790,6 +790,24 @@ async def test_trainers_of_an_earlier_run_that_came_first_give_way_to_those_of_t
         await rig.close_agents()
 
 
+async def test_trainers_of_an_earlier_run_that_have_published_in_this_one_keep_their_place() -> (
+    None
+):
+    async with FakeFleet() as rig:
+        await rig.start({"a": 1})
+        await rig.publish(6)
+        await rig.close_controller()
+        async with FakeFleet(port=rig.port) as second:
+            await second.coordinator.wait_for_fleet(num_trainers=2, engines=("a",), deadline_s=20)
+            assert (await rig.publish(7)).outcome is RoundOutcome.PUBLISHED
+            stray = asyncio.create_task(second.add_trainer(0, incarnation="stray", job="other"))
+            done, _ = await asyncio.wait([stray], timeout=0.5)
+            assert not done
+            assert (await rig.publish(8)).outcome is RoundOutcome.PUBLISHED
+            await rig.close_agents()
+            await stray
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [

@@ -11,9 +11,7 @@ from windlass.layout.manifest import ManifestBuilder, Role
 from windlass.testing.fake_agents import fake_hello
 
 
-def admit(
-    fleet: Fleet, group: str, rank: int, world_size: int, role: Role, job: str = ""
-) -> Agent:
+def admit(fleet: Fleet, group: str, rank: int, world_size: int, role: Role, job: str = "") -> Agent:
     worker = f"{group}/{rank}"
     builder = ManifestBuilder(worker, role)
     builder.add_parameter("p", nbytes=96, dtype=DType.FLOAT32)
@@ -57,7 +55,9 @@ def test_a_rank_waits_until_every_rank_of_a_job_that_was_replaced_has_left() -> 
     old = [admit(fleet, "trainer", rank, 2, Role.TRAINER, "old") for rank in range(2)]
     fleet.replace_job("new")
     fleet.remove(old[1])
-    with pytest.raises(MustWait, match="must wait until the ranks of job 'old' have left: trainer/0"):
+    with pytest.raises(
+        MustWait, match="must wait until the ranks of job 'old' have left: trainer/0"
+    ):
         admit(fleet, "trainer", 1, 2, Role.TRAINER, "new")
     fleet.remove(old[0])
     assert admit(fleet, "trainer", 1, 2, Role.TRAINER, "new").hello.job == "new"

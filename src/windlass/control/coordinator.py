@@ -111,6 +111,7 @@ class Coordinator(HandDrivenGate):
         self._fleet = Fleet(self._journal.poisoned)
         self._fleet.lineage = self._lineage
         self._has_bound = False
+        self._published_by: frozenset[Identity] = frozenset()
         self._sessions: dict[str, AgentSession] = {}
         self._announcements = Announcements()
         self._binding: Binding | None = None
@@ -311,7 +312,9 @@ class Coordinator(HandDrivenGate):
             await self._send_away(rivals.workers, reason)
 
     def _keeps_place(self, job: Group) -> bool:
-        of_this_run = all(a.hello.lineage in {"", self._lineage} for a in job.agents.values())
+        of_this_run = job.identities <= self._published_by or all(
+            agent.hello.lineage in {"", self._lineage} for agent in job.agents.values()
+        )
         writing = self._driver is not None or not job.identities.isdisjoint(self._fleet.held)
         return writing or (job.complete and of_this_run)
 
@@ -568,7 +571,10 @@ class Coordinator(HandDrivenGate):
         moved = {rank.trainer for rank in standing} - binding.signature
         if moved or len(standing) != len(binding.trainers):
             return given_up(version, f"trainer ranks came or went since they announced: {moved}")
-        return await self._run_round(version, self._lineage, binding)
+        report = await self._run_round(version, self._lineage, binding)
+        if report.outcome is RoundOutcome.PUBLISHED:
+            self._published_by = binding.sources
+        return report
 
     async def _run_round(self, version: int, lineage: str, binding: Binding) -> UpdateReport:
         self._round += 1
