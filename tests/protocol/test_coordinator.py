@@ -732,6 +732,28 @@ async def test_whoever_waits_for_an_engine_that_is_refused_is_told_why_at_once(h
         assert (await rig.publish(1)).outcome is RoundOutcome.PUBLISHED
 
 
+async def test_whoever_waits_for_an_engine_with_an_address_of_no_use_elsewhere_is_told_why() -> (
+    None
+):
+    async with FakeFleet() as rig:
+        await rig.start({"a": 1})
+        hello = msgspec.structs.replace(hello_of("b"), url="http://127.0.0.1:1")
+        waits = asyncio.create_task(
+            rig.coordinator.wait_for_fleet(num_trainers=2, engines=("b",), deadline_s=5)
+        )
+        await asyncio.sleep(0)
+        async with (
+            aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(local_addr=("127.0.0.2", 0)),
+                headers={"Authorization": f"Bearer {TOKEN}"},
+            ) as http,
+            http.ws_connect(f"{rig.server.url}/v1/agents") as socket,
+        ):
+            await socket.send_bytes(encode(hello))
+            with pytest.raises(EngineRefused, match="url must be reachable from other hosts"):
+                await waits
+
+
 async def test_an_engine_that_cannot_even_connect_says_so_to_whoever_waits_for_it() -> None:
     async with FakeFleet() as rig:
         await rig.start({"a": 1})

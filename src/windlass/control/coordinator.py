@@ -35,7 +35,7 @@ from windlass.control.changes import Changes, tell
 from windlass.control.conclusion import attempt_until_whole, note_fates
 from windlass.control.driver import RoundDriver, RoundResult, report_of, spec_of
 from windlass.control.fleet import EngineInfo, Fleet, Group, Identity, MustWait
-from windlass.control.gateway import serve_agent
+from windlass.control.gateway import check_published, serve_agent
 from windlass.control.journal import Journal, JournalKind
 from windlass.control.messages import (
     MAX_COUNT,
@@ -52,7 +52,7 @@ from windlass.control.messages import (
 from windlass.control.resumes import Resumes
 from windlass.control.round_types import AgentLost, EngineFate, Phase
 from windlass.control.server import ControlServer
-from windlass.control.session import AgentSession, probe_held, report_to
+from windlass.control.session import AgentSession, host_of, probe_held, report_to
 from windlass.errors import (
     ConfigError,
     EngineRefused,
@@ -277,6 +277,8 @@ class Coordinator(HandDrivenGate):
 
     async def _admit(self, hello: Hello, socket: web.WebSocketResponse) -> AgentSession:
         self._check_past(hello)
+        if host := host_of(socket):
+            check_published(hello, host)
         old = self._sessions.get(hello.worker)
         if old is not None and old.agent.hello.incarnation == hello.incarnation:
             # The process noticed before we did that its connection had broken.
