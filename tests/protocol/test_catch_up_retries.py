@@ -47,8 +47,8 @@ BACKOFFS_S = [0, 1, 3, 7, 15, 31, 61, 91]
 """After the first attempt; the waits between them double from one second up to thirty."""
 
 
-def hello_of(name: str, served: int, incarnation: str = "first") -> Hello:
-    builder = ManifestBuilder(f"{name}/0", Role.ENGINE)
+def hello_of(name: str, served: int, incarnation: str = "first", role: Role = Role.ENGINE) -> Hello:
+    builder = ManifestBuilder(f"{name}/0", role)
     builder.add_parameter("p", nbytes=24, dtype=DType.UINT8)
     builder.add_shard("weight", (4, 6), Box((0, 0), (4, 6)), "p")
     hello = fake_hello(builder.build(), group=name, incarnation=incarnation, served_version=served)
@@ -126,11 +126,19 @@ class Rig:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def join(self, name: str, served: int = VERSION, incarnation: str = "first") -> Socket:
+    async def join(
+        self, name: str, served: int = VERSION, incarnation: str = "first", lineage: str = ""
+    ) -> Socket:
+        hello = hello_of(name, served, incarnation)
+        lineage = lineage or self.coordinator.lineage
+        return await self.admit(name, msgspec.structs.replace(hello, lineage=lineage))
+
+    async def join_trainer(self, served: int = -1, lineage: str = "", job: str = "") -> Socket:
+        hello = hello_of("trainer", served, job, Role.TRAINER)
+        return await self.admit("trainer", msgspec.structs.replace(hello, lineage=lineage, job=job))
+
+    async def admit(self, name: str, hello: Hello) -> Socket:
         socket = self.make(self, name)
-        hello = msgspec.structs.replace(
-            hello_of(name, served, incarnation), lineage=self.coordinator.lineage
-        )
         session = await self.coordinator.admit(hello, cast("web.WebSocketResponse", socket))
         socket.session = session
         await self.coordinator.admitted(session)
@@ -202,6 +210,33 @@ def test_no_phase_is_shown_after_a_catch_up_however_it_ended(mode: UpdateMode) -
         await asyncio.sleep(1.0)
         assert (rig.routable, shown.overview()["phase"]) == ({"a", "c"}, "")
         assert seen.count(Phase.DONE) == len(rig.writes) == 2
+
+    with simulated(mode) as rig:
+        rig.loop.run_until_complete(scenario(rig))
+
+
+@BOTH
+def test_a_copy_under_way_is_not_the_past_of_a_job_that_starts_meanwhile(mode: UpdateMode) -> None:
+    """A controller without a journal has learnt from trainers of an earlier run, which have left."""
+
+    async def scenario(rig: Rig) -> None:
+        arrivals: list[asyncio.Task[Socket]] = []
+
+        def arrive(_donor: str) -> LinkStatus:
+            arrivals.append(rig.loop.create_task(rig.join_trainer(job="second")))
+            return LinkStatus.OK
+
+        rig.on_write = arrive
+        earlier = await rig.join_trainer(VERSION, "earlier", "first")
+        assert rig.coordinator.published_version == VERSION
+        await rig.leave(earlier, ended=True)
+        await rig.join("a", lineage="earlier")
+        await rig.join("c", served=-1)
+        await asyncio.sleep(0.5)
+        assert len(arrivals) == 1
+        assert rig.coordinator.published_version == -1
+        assert rig.routable == set()
+        assert {group.lineage for group in rig.coordinator._fleet.engines()} == {"earlier"}
 
     with simulated(mode) as rig:
         rig.loop.run_until_complete(scenario(rig))

@@ -732,6 +732,28 @@ async def test_whoever_waits_for_an_engine_that_is_refused_is_told_why_at_once(h
         assert (await rig.publish(1)).outcome is RoundOutcome.PUBLISHED
 
 
+async def test_whoever_waits_for_an_engine_with_an_address_of_no_use_elsewhere_is_told_why() -> (
+    None
+):
+    async with FakeFleet() as rig:
+        await rig.start({"a": 1})
+        hello = msgspec.structs.replace(hello_of("b"), url="http://127.0.0.1:1")
+        waits = asyncio.create_task(
+            rig.coordinator.wait_for_fleet(num_trainers=2, engines=("b",), deadline_s=5)
+        )
+        await asyncio.sleep(0)
+        async with (
+            aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(local_addr=("127.0.0.2", 0)),
+                headers={"Authorization": f"Bearer {TOKEN}"},
+            ) as http,
+            http.ws_connect(f"{rig.server.url}/v1/agents") as socket,
+        ):
+            await socket.send_bytes(encode(hello))
+            with pytest.raises(EngineRefused, match="url must be reachable from other hosts"):
+                await waits
+
+
 async def test_an_engine_that_cannot_even_connect_says_so_to_whoever_waits_for_it() -> None:
     async with FakeFleet() as rig:
         await rig.start({"a": 1})
@@ -788,6 +810,24 @@ async def test_trainers_of_an_earlier_run_that_came_first_give_way_to_those_of_t
             with pytest.raises(ProtocolError, match="job '' was replaced"):
                 await second.connect(late, second.trainers["trainer/1"])
         await rig.close_agents()
+
+
+async def test_trainers_of_an_earlier_run_that_have_published_in_this_one_keep_their_place() -> (
+    None
+):
+    async with FakeFleet() as rig:
+        await rig.start({"a": 1})
+        await rig.publish(6)
+        await rig.close_controller()
+        async with FakeFleet(port=rig.port) as second:
+            await second.coordinator.wait_for_fleet(num_trainers=2, engines=("a",), deadline_s=20)
+            assert (await rig.publish(7)).outcome is RoundOutcome.PUBLISHED
+            stray = asyncio.create_task(second.add_trainer(0, incarnation="stray", job="other"))
+            done, _ = await asyncio.wait([stray], timeout=0.5)
+            assert not done
+            assert (await rig.publish(8)).outcome is RoundOutcome.PUBLISHED
+            await rig.close_agents()
+            await stray
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,17 @@
-"""Whose unanswered writes keep engines from being written, and until when."""
+"""Which ranks a fleet takes in together, and whose unanswered writes keep engines from being written."""
 
 from __future__ import annotations
 
 import pytest
 
-from windlass.control.fleet import Agent, Fleet
+from windlass.control.fleet import Agent, Fleet, MustWait
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role
 from windlass.testing.fake_agents import fake_hello
 
 
-def admit(fleet: Fleet, group: str, rank: int, world_size: int, role: Role) -> Agent:
+def admit(fleet: Fleet, group: str, rank: int, world_size: int, role: Role, job: str = "") -> Agent:
     worker = f"{group}/{rank}"
     builder = ManifestBuilder(worker, role)
     builder.add_parameter("p", nbytes=96, dtype=DType.FLOAT32)
@@ -22,6 +22,7 @@ def admit(fleet: Fleet, group: str, rank: int, world_size: int, role: Role) -> A
         rank=rank,
         world_size=world_size,
         incarnation=f"{worker} of {world_size}",
+        job=job,
     )
     return fleet.admit(hello)
 
@@ -47,3 +48,16 @@ def test_another_mesh_does_not_answer_for_an_engine_that_brings_up_another() -> 
     fleet.hold(donor.identity, (1, 1), frozenset({newcomer.identity}))
     admit(fleet, "trainer", 0, 2, Role.TRAINER)
     assert [group.name for group in fleet.writable_engines()] == ["b"]
+
+
+def test_a_rank_waits_until_every_rank_of_a_job_that_was_replaced_has_left() -> None:
+    fleet = Fleet()
+    old = [admit(fleet, "trainer", rank, 2, Role.TRAINER, "old") for rank in range(2)]
+    fleet.replace_job("new")
+    fleet.remove(old[1])
+    with pytest.raises(
+        MustWait, match="must wait until the ranks of job 'old' have left: trainer/0"
+    ):
+        admit(fleet, "trainer", 1, 2, Role.TRAINER, "new")
+    fleet.remove(old[0])
+    assert admit(fleet, "trainer", 1, 2, Role.TRAINER, "new").hello.job == "new"

@@ -42,7 +42,13 @@ async def attempt_until_whole(
 
 
 def note_fates(
-    fleet: Fleet, binding: Binding, result: RoundResult, *, version: int, place: tuple[int, int]
+    fleet: Fleet,
+    binding: Binding,
+    result: RoundResult,
+    *,
+    version: int,
+    lineage: str,
+    place: tuple[int, int],
 ) -> None:
     """Note who serves what, who may hold two versions, and whose bytes are still under way.
 
@@ -50,7 +56,8 @@ def note_fates(
         fleet: changed in place.
         binding: of the round.
         result: how it ended.
-        version: of the round; of the run `fleet.lineage` if it is published.
+        version: of the round.
+        lineage: of the run that the version belongs to.
         place: its (epoch, round).
     """
     finish = result.finish
@@ -64,7 +71,7 @@ def note_fates(
             continue
         group.tainted |= name in finish.mixed
         if fate is EngineFate.PUBLISHED:
-            group.version, group.lineage, group.tainted = version, fleet.lineage, False
+            group.version, group.lineage, group.tainted = version, lineage, False
     incarnations = dict(binding.signature)
     for source, engines in finish.unsettled.items():
         reached = frozenset[Identity]().union(*(binding.identities_of(e) for e in engines))

@@ -35,7 +35,7 @@ from windlass.control.changes import Changes, tell
 from windlass.control.conclusion import attempt_until_whole, note_fates
 from windlass.control.driver import RoundDriver, RoundResult, report_of, spec_of
 from windlass.control.fleet import EngineInfo, Fleet, Group, Identity, MustWait
-from windlass.control.gateway import serve_agent
+from windlass.control.gateway import check_published, serve_agent
 from windlass.control.journal import Journal, JournalKind
 from windlass.control.messages import (
     MAX_COUNT,
@@ -52,7 +52,7 @@ from windlass.control.messages import (
 from windlass.control.resumes import Resumes
 from windlass.control.round_types import AgentLost, EngineFate, Phase
 from windlass.control.server import ControlServer
-from windlass.control.session import AgentSession, probe_held, report_to
+from windlass.control.session import AgentSession, host_of, probe_held, report_to
 from windlass.errors import (
     ConfigError,
     EngineRefused,
@@ -111,6 +111,7 @@ class Coordinator(HandDrivenGate):
         self._fleet = Fleet(self._journal.poisoned)
         self._fleet.lineage = self._lineage
         self._has_bound = False
+        self._published_by: frozenset[Identity] = frozenset()
         self._sessions: dict[str, AgentSession] = {}
         self._announcements = Announcements()
         self._binding: Binding | None = None
@@ -276,6 +277,8 @@ class Coordinator(HandDrivenGate):
 
     async def _admit(self, hello: Hello, socket: web.WebSocketResponse) -> AgentSession:
         self._check_past(hello)
+        if host := host_of(socket):
+            check_published(hello, host)
         old = self._sessions.get(hello.worker)
         if old is not None and old.agent.hello.incarnation == hello.incarnation:
             # The process noticed before we did that its connection had broken.
@@ -311,7 +314,9 @@ class Coordinator(HandDrivenGate):
             await self._send_away(rivals.workers, reason)
 
     def _keeps_place(self, job: Group) -> bool:
-        of_this_run = all(a.hello.lineage in {"", self._lineage} for a in job.agents.values())
+        of_this_run = job.identities <= self._published_by or all(
+            agent.hello.lineage in {"", self._lineage} for agent in job.agents.values()
+        )
         writing = self._driver is not None or not job.identities.isdisjoint(self._fleet.held)
         return writing or (job.complete and of_this_run)
 
@@ -568,7 +573,10 @@ class Coordinator(HandDrivenGate):
         moved = {rank.trainer for rank in standing} - binding.signature
         if moved or len(standing) != len(binding.trainers):
             return given_up(version, f"trainer ranks came or went since they announced: {moved}")
-        return await self._run_round(version, self._lineage, binding)
+        report = await self._run_round(version, self._lineage, binding)
+        if report.outcome is RoundOutcome.PUBLISHED:
+            self._published_by = binding.sources
+        return report
 
     async def _run_round(self, version: int, lineage: str, binding: Binding) -> UpdateReport:
         self._round += 1
@@ -594,9 +602,10 @@ class Coordinator(HandDrivenGate):
             result = await self._driver.run()
         finally:
             self._driver = None
-        if result.finish.outcome is RoundOutcome.PUBLISHED:
+        # A copy of another run's version is no news, and a job of this run may have come meanwhile.
+        if result.finish.outcome is RoundOutcome.PUBLISHED and lineage == self._lineage:
             self._published, self._fleet.lineage = version, lineage
-        return self._conclude(version, binding, result, place)
+        return self._conclude(version, lineage, binding, result, place)
 
     def _on_phase(self, version: int, phase: Phase) -> None:
         if phase is Phase.PUBLISH:
@@ -631,10 +640,15 @@ class Coordinator(HandDrivenGate):
         )
 
     def _conclude(
-        self, version: int, binding: Binding, result: RoundResult, place: tuple[int, int]
+        self,
+        version: int,
+        lineage: str,
+        binding: Binding,
+        result: RoundResult,
+        place: tuple[int, int],
     ) -> UpdateReport:
         finish = result.finish
-        note_fates(self._fleet, binding, result, version=version, place=place)
+        note_fates(self._fleet, binding, result, version=version, lineage=lineage, place=place)
         self._record_poison()
         serving = tuple(n for n, f in finish.fates.items() if f is EngineFate.PUBLISHED)
         if finish.outcome is RoundOutcome.PUBLISHED:

@@ -228,11 +228,14 @@ class Fleet:
             raise ProtocolError(
                 f"{hello.worker}: job {hello.job!r} was replaced by job {self._job!r}"
             )
-        rivals = self.trainers()
-        if rivals is not None and hello.job != self._job:
+        group = self.trainers()
+        agents = () if group is None else group.agents.values()
+        # Of a job that was just replaced, too: its ranks are sent away one after the other.
+        rivals = [agent.hello for agent in agents if agent.hello.job != hello.job]
+        if rivals:
             raise MustWait(
                 f"{hello.worker} of job {hello.job!r} must wait until the ranks of job "
-                f"{self._job!r} have left: {', '.join(rivals.workers)}"
+                f"{rivals[0].job!r} have left: {', '.join(rival.worker for rival in rivals)}"
             )
 
     def _insert(self, hello: Hello, manifest: ShardManifest) -> Agent:

@@ -31,7 +31,7 @@ from windlass.errors import PlanError, ProtocolError
 from windlass.layout.manifest import Role
 from windlass.transports.addresses import HOST_VARIABLE, is_loopback, is_wildcard
 
-__all__ = ["AgentOwner", "serve_agent"]
+__all__ = ["AgentOwner", "check_published", "serve_agent"]
 
 _log = logging.getLogger(__name__)
 
@@ -96,8 +96,6 @@ async def serve_agent(
             return socket
         _check_role(hello.worker, hello.role, CALLER.get())
         session = await owner.admit(hello, socket)
-        if session.host:
-            _check_published(hello, session.host)
         await send_frame(socket, encode(welcome))
         _log.info("agent %s connected", session.worker)
         await owner.admitted(session)
@@ -156,7 +154,7 @@ def _check_role(who: str, role: Role, access: Access) -> None:
         raise ProtocolError(f"{who}: /v1/agents: a token of role {access} may not join as {role}")
 
 
-def _check_published(hello: Hello, host: str) -> None:
+def check_published(hello: Hello, host: str) -> None:
     """An engine on another host must not send us to ourselves.
 
     Raises:

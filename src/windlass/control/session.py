@@ -22,7 +22,7 @@ from windlass.control.messages import (
 from windlass.control.sockets import SEND_DEADLINE_S, close_socket, send_frame
 from windlass.errors import PeerUnreachable
 
-__all__ = ["AgentSession", "CommandKey", "probe_held", "report_to"]
+__all__ = ["AgentSession", "CommandKey", "host_of", "probe_held", "report_to"]
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class AgentSession:
     ) -> None:
         self.agent = agent
         self._socket, self._send_deadline_s = socket, send_deadline_s
-        self.host = _host_of(socket)
+        self.host = host_of(socket)
         self.is_deaf = False
         self._waiting: dict[CommandKey, asyncio.Future[Result]] = {}
 
@@ -119,7 +119,8 @@ class AgentSession:
         await close_socket(self._socket)
 
 
-def _host_of(socket: web.WebSocketResponse) -> str:
+def host_of(socket: web.WebSocketResponse) -> str:
+    """The address that a connection comes from; empty where that is the controller's own."""
     peer, own = (socket.get_extra_info(name) for name in ("peername", "sockname"))
     return "" if peer is None or own is None or peer[0] == own[0] else str(peer[0])
 
