@@ -102,8 +102,7 @@ class Snapshot:
     def restore(self) -> None:
         """Put everything back. Idempotent."""
         for container in self._empty:
-            if container:
-                container.clear()
+            container.clear()
         for mapping, pairs in self._mappings:
             if list(mapping) != list(pairs) or not _same(mapping.values(), pairs.values()):
                 mapping.clear()
