@@ -489,6 +489,26 @@ def test_many_tensors_that_are_rounded_are_waited_for_together() -> None:
         assert torch.equal(engine.get_parameter(spec.name), rounded), spec.name
 
 
+def test_what_a_loader_has_written_is_waited_for_together() -> None:
+    """Every layer of a state space model has a tensor that its loader computes."""
+    engine = torch.nn.ModuleList(torch.nn.Linear(3, 2, bias=False) for _ in range(20))
+
+    def load(weights: Weights) -> None:
+        for name, tensor in weights:
+            engine.get_parameter(name).data.copy_(-torch.exp(tensor.float()))
+
+    specs = [CheckpointSpec(n, (2, 3), DType.FLOAT32) for n, _ in engine.named_parameters()]
+    captured = capture(engine, specs, load, worker="e/0")
+    generator = torch.Generator().manual_seed(6)
+    masters = {spec.name: torch.randn(spec.shape, generator=generator) for spec in specs}
+    with _Reads() as reads:  # type: ignore[no-untyped-call]
+        deliver(captured, masters)
+    assert reads.count <= 2
+    assert set(captured.recomputed) == set(masters)
+    for name, master in masters.items():
+        assert torch.equal(engine.get_parameter(name), -torch.exp(master)), name
+
+
 def test_tensors_of_several_types_in_one_that_holds_neither_are_refused() -> None:
     engine = Wide(torch.float16)
     specs = [
