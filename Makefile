@@ -18,7 +18,7 @@ help:
 	@echo "make bench [ARGS='planner update']                            benchmarks, into benchmarks/results/local"
 	@echo "make chaos | test-faults | test-relay | test-hosts            longer: generated faults, kills, relays, several hosts"
 	@echo "make test-megatron | test-nixl | test-clusters                longer: more layouts, wires, schedulers"
-	@echo "make test-truth                                             live engines, caches on, equal to fresh ones"
+	@echo "make test-truth                                               live engines, caches on, equal to fresh ones"
 	@echo "make test-engines | test-rdma                                 longer: live vLLM and SGLang, true verbs in a guest"
 
 setup: $(STAMP)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from windlass.transports.registry import create_transport
 
 pytest.importorskip("megatron.core")
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.truth, pytest.mark.timeout(300)]
 
 TOKEN = "secret of the test"
 CONFIG: dict[str, Any] = {
@@ -132,7 +133,7 @@ def states_of(row: Row, folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("row", WHOLE, ids=str)
 def test_what_is_served_is_what_the_next_forward_pass_computes_with(
-    row: Row, outcome: Outcome
+    row: Row, outcome: Outcome, compared: Callable[[str, int], None]
 ) -> None:
     folder, served = outcome
     states = states_of(row, folder)
@@ -143,6 +144,7 @@ def test_what_is_served_is_what_the_next_forward_pass_computes_with(
     assert truth.keys() == weights.keys()
     for name, tensor in weights.items():
         assert torch.equal(tensor.float(), truth[name]), name
+    compared("published tensors with those of Megatron's next forward pass", len(weights))
     assert all("after" not in state["met"] for state in states), states[0]["met"]
     eager = states_of(ROWS[0], folder)
     if row.case.dtype is torch.float32:  # gathering early changes nothing that is trained

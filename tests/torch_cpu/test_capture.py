@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.engines.capture.boxes import boxes_of
 from windlass.engines.capture.capture import EXACT_NUMEL, Captured, capture
@@ -447,6 +448,65 @@ def test_a_value_that_the_checkpoints_type_cannot_hold_fails_the_update() -> Non
         TransferFailed, match=r"'weight': a finite float32 is too large for float16"
     ):
         deliver(captured, {"w": torch.tensor([[1.0, 2, 3], [4, 5, 65600]])})
+
+
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts how often Python reads a number out of a tensor: on a GPU it waits for it."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        self.count += str(func).startswith(("aten.is_nonzero", "aten.item", "aten._local_scalar"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_many_tensors_that_are_rounded_are_waited_for_together() -> None:
+    """Engines keep routers in float32, one or two per layer, and are paused meanwhile."""
+    engine = torch.nn.ModuleList(torch.nn.Linear(3, 2, bias=False) for _ in range(40))
+
+    def load(weights: Weights) -> None:
+        for name, tensor in weights:
+            engine.get_parameter(name).data.copy_(tensor)
+
+    specs = [
+        CheckpointSpec(name, (2, 3), (DType.BFLOAT16, DType.FLOAT16)[i % 2])
+        for i, name in enumerate(dict(engine.named_parameters()))
+    ]
+    captured = capture(engine, specs, load, worker="e/0")
+    generator = torch.Generator().manual_seed(5)
+    masters = {spec.name: torch.randn(spec.shape, generator=generator) for spec in specs}
+    with _Reads() as reads:  # type: ignore[no-untyped-call]
+        deliver(captured, masters)
+    assert 1 <= reads.count <= 2
+    for spec in specs:
+        rounded = masters[spec.name].to(torch_dtype(spec.dtype)).float()
+        assert torch.equal(engine.get_parameter(spec.name), rounded), spec.name
+
+
+def test_what_a_loader_has_written_is_waited_for_together() -> None:
+    """Every layer of a state space model has a tensor that its loader computes."""
+    engine = torch.nn.ModuleList(torch.nn.Linear(3, 2, bias=False) for _ in range(20))
+
+    def load(weights: Weights) -> None:
+        for name, tensor in weights:
+            engine.get_parameter(name).data.copy_(-torch.exp(tensor.float()))
+
+    specs = [CheckpointSpec(n, (2, 3), DType.FLOAT32) for n, _ in engine.named_parameters()]
+    captured = capture(engine, specs, load, worker="e/0")
+    generator = torch.Generator().manual_seed(6)
+    masters = {spec.name: torch.randn(spec.shape, generator=generator) for spec in specs}
+    with _Reads() as reads:  # type: ignore[no-untyped-call]
+        deliver(captured, masters)
+    assert reads.count <= 2
+    assert set(captured.recomputed) == set(masters)
+    for name, master in masters.items():
+        assert torch.equal(engine.get_parameter(name), -torch.exp(master)), name
 
 
 def test_tensors_of_several_types_in_one_that_holds_neither_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -56,6 +57,9 @@ class Method:
     facts: Facts = field(default_factory=Facts)
     slotted: Slotted = field(default_factory=Slotted)
     sizes: list[int] = field(default_factory=lambda: [1, 2])
+    unused: list[int] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
+    later: OrderedDict[int, int] = field(default_factory=OrderedDict)
 
 
 def numbered(first: int, *shape: int) -> torch.Tensor:
@@ -81,9 +85,10 @@ class Layer(torch.nn.Module):
         assert kernel is not None
         assert vars(self.weight)["loader"] == "direct"
         assert self.shared == {"mode": "plain"}
+        empty = len(method.unused) + len(method.names) + len(method.later)
         x = x @ self.weight * self.factor + self.get_buffer("shift") * self.absorbed
         x = x * self.adapters[0] + self.adapters[1][0]
-        return x * kernel.scale + kernel.shift + method.slotted.gain + len(method.sizes)
+        return x * kernel.scale + kernel.shift + method.slotted.gain + len(method.sizes) + empty
 
 
 class Model(torch.nn.Module):
@@ -170,6 +175,15 @@ def change_methods(model: Model) -> None:
     second.quant_method = Method(Kernel(torch.zeros(WIDTH)))
 
 
+def fill_what_was_empty(model: Model) -> None:
+    """Hooks, buffers and lists of which there were none."""
+    for layer in model.rows:
+        layer.register_forward_hook(lambda _module, _inputs, output: output + 1)
+        layer.quant_method.unused.append(1)
+        layer.quant_method.names.add("further")
+        layer.quant_method.later[0] = 1
+
+
 def replace_layers(model: Model) -> None:
     model.layers[0] = torch.nn.Identity()
     model.rows.reverse()
@@ -183,6 +197,7 @@ HARMS: list[Callable[[Model], None]] = [
     write_in_place,
     change_attributes,
     change_methods,
+    fill_what_was_empty,
     replace_layers,
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -81,16 +82,45 @@ class Rounding:
         """Whether updates write the parameter itself."""
         return self.received is self.targets
 
-    def apply(self) -> None:
-        """Round. Idempotent.
-
-        Raises:
-            TransferFailed: a finite value is too large for the checkpoint's type.
-        """
+    def rounded(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield every target that has elements, what it was received in, and its rounded values."""
         for received, target in zip(self.received, self.targets, strict=True):
-            rounded = torch.empty_like(received, dtype=self.dtype)
-            copy_cast(rounded, received, self.name)
-            target.copy_(rounded)
+            if received.numel():
+                yield target, received, received.to(self.dtype)
+
+
+_ROUNDED_AT_ONCE = 64 << 20
+"""Bytes. A GPU is waited for once per so many, and not per tensor: engines have hundreds of small ones."""
+
+
+def _round(roundings: Sequence[Rounding]) -> None:
+    """Round what updates have written. Idempotent.
+
+    Raises:
+        TransferFailed: a finite value is too large for the checkpoint's type.
+    """
+    nbytes = 0
+    waiting: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    for rounding in roundings:
+        for target, received, rounded in rounding.rounded():
+            waiting.append((rounding.name, target, received, rounded))
+            nbytes += rounded.nbytes
+            if nbytes >= _ROUNDED_AT_ONCE:
+                _put(waiting)
+                waiting, nbytes = [], 0
+    _put(waiting)
+
+
+def _put(waiting: Sequence[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
+    """Write rounded values to their targets, unless one is infinite that was not."""
+    bounds = defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]](list)
+    for _, _, _, rounded in waiting:
+        bounds[rounded.device, rounded.dtype] += rounded.aminmax()
+    if not all(bool(torch.stack(found).isfinite().all()) for found in bounds.values()):
+        for name, _, received, rounded in waiting:
+            copy_cast(rounded, received, name)
+    for _, target, _, rounded in waiting:
+        target.copy_(rounded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +169,10 @@ class Captured:
         """Bring state that is derived from received bytes up to date. Idempotent.
 
         Raises:
-            UnsupportedLayout, TransferFailed: see `Recompute.run` and `Rounding.apply`.
+            UnsupportedLayout, TransferFailed: see `Recompute.run`; a value that is rounded overflows.
         """
         with torch.inference_mode():  # as tensors that were made in it demand
-            for rounding in self.roundings:
-                rounding.apply()
+            _round(self.roundings)
             for repack in self.repacks:
                 repack.apply()
         touched = [repack.target for repack in self.repacks]

@@ -416,14 +416,28 @@ class _Marks:
         """
         found = dict.fromkeys(self._names, -1)
         with torch.inference_mode():
-            for name in found.keys() & held.keys():
-                memory = bits_of(held[name].memory())
-                left = memory == _MARKS[held[name].tensor.dtype]
-                found[name] = int(left.sum())
-                before = self._before.get(name)
-                if found[name] and before is not None and len(before) == len(memory):
+            memories = {n: bits_of(held[n].memory()) for n in found.keys() & held.keys()}
+            marks = {n: _MARKS[held[n].tensor.dtype] for n in memories}
+            counts = {n: (memory == marks[n]).sum() for n, memory in memories.items()}
+            found |= _values_of(counts)
+            for name, before in self._before.items():
+                memory = memories.get(name, before[:0])
+                if found[name] and len(before) == len(memory):
+                    left = memory == marks[name]
                     memory[left] = before[left]
         return found
+
+
+def _values_of(scalars: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Read whole numbers, and wait for a GPU once: this is done in every pause."""
+    places: dict[torch.device, list[str]] = {}
+    for name, scalar in scalars.items():
+        places.setdefault(scalar.device, []).append(name)
+    values: dict[str, int] = {}
+    for names in places.values():
+        read = torch.stack([scalars[name] for name in names]).tolist()
+        values |= zip(names, read, strict=True)
+    return values
 
 
 def _module(name: str, level: int) -> str:

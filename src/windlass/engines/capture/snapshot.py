@@ -13,11 +13,11 @@ import enum
 import socket
 import sys
 import threading
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MemberDescriptorType
-from typing import final
+from typing import cast, final
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ from windlass.engines.capture.memory import Holding, Kind, distinct, tensors_of
 __all__ = ["Snapshot", "undone_if_it_fails"]
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_Container = dict[object, object] | list[object] | set[object] | deque[object]
+_PLAIN = frozenset({dict, OrderedDict, list, set, deque})
+"""Containers that have no attributes; an `OrderedDict` could, and nobody gives it any."""
 _FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy"}
 _APART = frozenset({"compilation", "config", "configs", "distributed"})
 """Objects of these packages, and of these parts of an engine, are left alone; containers, modules and
@@ -61,7 +64,8 @@ class Snapshot:
         self._sets: list[tuple[set[object], set[object]]] = []
         self._slots: list[tuple[object, dict[MemberDescriptorType, object]]] = []
         self._tensors: list[_KeptTensor] = []
-        for item, kind in _reached(model):
+        self._empty: list[_Container] = []
+        for item, kind in _reached(model, self._empty):
             self._keep(item, kind)
         self._bytes: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         if copies:
@@ -75,9 +79,12 @@ class Snapshot:
 
     def _keep(self, item: object, kind: _Kind) -> None:
         if kind.has_dict:
-            self._mappings.append((vars(item), dict(vars(item))))
+            held = vars(item)
+            self._mappings.append((held, held.copy()))
         if kind.members:
             self._slots.append((item, _slots(item, kind)))
+        if not kind.exempt:
+            return
         if isinstance(item, torch.Tensor):
             self._tensors.append(_KeptTensor.of(item))
         elif isinstance(item, dict):
@@ -94,6 +101,8 @@ class Snapshot:
 
     def restore(self) -> None:
         """Put everything back. Idempotent."""
+        for container in self._empty:
+            container.clear()
         for mapping, pairs in self._mappings:
             if list(mapping) != list(pairs) or not _same(mapping.values(), pairs.values()):
                 mapping.clear()
@@ -196,7 +205,7 @@ def _look_at(kind: type) -> _Kind | None:
             return None
     members = (member for base in kind.__mro__ for member in vars(base).values())
     return _Kind(
-        has_dict=kind.__dictoffset__ != 0,
+        has_dict=kind.__dictoffset__ != 0 and kind not in _PLAIN,
         members=tuple(
             m
             for m in members
@@ -206,27 +215,35 @@ def _look_at(kind: type) -> _Kind | None:
     )
 
 
-def _reached(model: torch.nn.Module) -> Iterator[tuple[object, _Kind]]:
-    """Every object whose state is kept, once."""
+def _reached(model: torch.nn.Module, empty: list[_Container]) -> Iterator[tuple[object, _Kind]]:
+    """Every object whose state is kept, once; containers that hold nothing are put into `empty`.
+
+    A loader that runs after every update is guarded by this, in the pause: most of what modules hold
+    are their hooks, which are none, and plain values.
+    """
     seen: dict[int, object] = {}  # as long as they are kept here their numbers are theirs
     waiting: list[object] = [model]
+    known = _KINDS
     while waiting:
         item = waiting.pop()
+        if type(item) in _PLAIN and not item:
+            empty.append(cast("_Container", item))
+            continue
         kind = _kind_of(item)
         if kind is None or id(item) in seen:
             continue
-        held = vars(item).values() if kind.has_dict else ()
+        held: Iterable[object] = vars(item).values() if kind.has_dict else ()
         if not kind.exempt and any(isinstance(value, _SHARED) for value in held):
             continue
         seen[id(item)] = item
         yield item, kind
-        waiting.extend(held)
         if kind.members:
-            waiting.extend(_slots(item, kind).values())
+            held = (*held, *_slots(item, kind).values())
         if isinstance(item, dict):
-            waiting.extend(item.values())
+            held = (*held, *item.values())
         elif isinstance(item, list | tuple | set | frozenset | deque):
-            waiting.extend(item)
+            held = (*held, *item)
+        waiting += [value for value in held if known.get(type(value), value) is not None]
 
 
 def _slots(item: object, kind: _Kind) -> dict[MemberDescriptorType, object]:
