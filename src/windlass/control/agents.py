@@ -152,7 +152,7 @@ class TrainerAgent:
         return self._digested[1]
 
     def _written(self, sent: SendResult) -> Written:
-        """A digest says that what was read has arrived, and not that all of it was of one version."""
+        """Links count as failed if a parameter changed meanwhile: digests show only that what was read arrived."""
         links = sent.links
         if not self._one_sided.has_replica and (name := self._changed()):
             reason = f"parameter {name!r} changed while its version was published"

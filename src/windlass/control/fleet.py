@@ -213,7 +213,7 @@ class Fleet:
         return self._job
 
     def replace_job(self, job: str) -> str:
-        """The trainers are those of `job` now; what those before, who may not come again, are told."""
+        """Make `job` the trainers' job. Ranks of the one before are refused from now on; returns the reason."""
         reason = f"job {self._job!r} was replaced by job {job!r}"
         if self._job is not None:
             self._past_jobs[self._job] = None

@@ -128,7 +128,7 @@ class OwnProcess:
         self._listener.close()
 
     def _serve(self) -> None:
-        """What is to be seen, a visitor has seen when it has connected."""
+        """Accept and close: a visitor learns from the kernel who listens, as soon as it has connected."""
         while not self._closed.is_set():
             try:
                 self._listener.accept()[0].close()
