@@ -133,7 +133,8 @@ def _proof(row: dict[str, Any]) -> str:
     outcome = row["outcome"] if row["outcome"] == "proven" else f"{row['outcome']}: {row['detail']}"
     cells = [f"{row['engine']} {row['engine_version']}", row["case"], row["engine_ranks"]]
     cells += [row["trainer"], row["transport"], str(row["num_tensors"]), outcome]
-    return f"| {' | '.join(cells)} |\n"
+    row_of_page = " | ".join(cell.replace("|", r"\|") for cell in cells)
+    return f"| {row_of_page} |\n"
 
 
 def _releases(engine: EngineReleases) -> str:
