@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -314,15 +313,3 @@ async def test_a_parameter_that_is_written_to_while_it_is_published_is_never_pub
                 setting.publish(trainer, url, 1)
 
     await with_controller(setting.config, work)
-
-
-def test_a_parameter_that_is_gone_since_it_was_located_has_changed() -> None:
-    model = Model(1.0)
-    described = describe_trainer(model, group="trainer", name_map=None)
-    described.parameters()
-    assert described.tensors.changed() == ""
-    model.up.weight = torch.nn.Parameter(model.up.weight.detach().clone())
-    gc.collect()
-    assert described.tensors.changed() == "up.weight"
-    described.parameters()
-    assert described.tensors.changed() == ""

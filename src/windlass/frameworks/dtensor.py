@@ -469,13 +469,14 @@ class LiveTensors:
         Torch counts what its operators change in place. It does not count what is written through
         `Tensor.data`, by numpy or by kernels of others.
         """
-        for index, (reference, address, num_writes) in enumerate(self._watched):
+        for name, (reference, address, num_writes) in zip(
+            self._layouts, self._watched, strict=False
+        ):
             local = reference()
-            # One that is gone left its memory to others.
-            if local is None or local.data_ptr() != address:
-                return self._names[index]
-            if num_writes >= 0 and local._version != num_writes:
-                return self._names[index]
+            if local is not None and (
+                _num_writes(local) != num_writes or local.data_ptr() != address
+            ):
+                return name
         return ""
 
     def _find(self) -> list[torch.Tensor]:
@@ -526,8 +527,8 @@ def _signature(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _num_writes(tensor: torch.Tensor) -> int:
-    """How often torch has changed it in place; -1 where it does not count."""
-    return -1 if tensor.is_inference() else tensor._version
+    """How often torch has changed it in place."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _registered(
