@@ -61,7 +61,7 @@ test: lint types imports unit engine
 # oracle of their logits, and mbridge as an independent converter.
 test-megatron: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target build/converter mbridge==0.15.1 einops==0.8.2
-	PYTHONPATH=build/converter $(BIN)/pytest -m megatron tests/megatron
+	PYTHONPATH=build/converter $(BIN)/pytest -m megatron tests/trainers
 
 # Unmodified vLLM and SGLang for CPUs, each in an environment of its own; about 3 minutes each.
 # WINDLASS_VLLM_VENV and WINDLASS_SGLANG_VENV name environments that are there already.
@@ -81,19 +81,19 @@ test-engines: engines
 # closing line counts what was compared.
 .PHONY: test-truth
 test-truth: engines
-	$(BIN)/pytest -m truth tests/engines tests/megatron $(ARGS)
+	$(BIN)/pytest -m truth tests/engines tests/trainers $(ARGS)
 
 # The transport conformance suite over NIXL with every wire of a machine without a NIC.
 test-nixl: setup
-	$(BIN)/pytest -m "nixl or not nixl" tests/conformance/test_nixl.py
+	$(BIN)/pytest -m "nixl or not nixl" tests/transports/test_nixl.py
 
 # Whole jobs on a one-node Slurm cluster (Debian's packages, root) and on a Ray cluster.
 test-clusters: setup
 	bash tools/install_slurm.sh
-	$(BIN)/pytest -m clusters tests/system
+	$(BIN)/pytest -m clusters tests/jobs
 
 test-relay: setup
-	$(BIN)/pytest -m "relay or not relay" tests/system/test_relay.py tests/protocol/test_relay_rounds.py tests/unit/test_relay_planning.py
+	$(BIN)/pytest -m "relay or not relay" tests/transfer/test_relay.py tests/updates/test_relay_rounds.py tests/planning/test_relay_planning.py
 
 # True verbs: a guest machine with two soft-RoCE devices. Emulated, so it takes many minutes.
 # RDMA_TESTS='-k Mooncake' for a part of it.
@@ -105,16 +105,16 @@ test-rdma: setup
 # Processes on hosts of their own: network namespaces, slow and lossy lines, partitions (root).
 .PHONY: test-hosts
 test-hosts: setup
-	$(BIN)/pytest -m hosts tests/hosts
+	$(BIN)/pytest -m hosts tests/updates
 
 # Every kind of process killed in every phase of an update, on every backend; about 15 minutes.
 .PHONY: test-faults
 test-faults: setup
-	$(BIN)/pytest -m "faults or not faults" tests/system/test_faults.py
+	$(BIN)/pytest -m "faults or not faults" tests/updates/test_faults.py
 
 # Ten thousand simulated rounds, every planted bug, and real processes that are killed and stopped.
 chaos: setup
-	$(BIN)/pytest -m chaos -s tests/chaos
+	$(BIN)/pytest -m chaos -s tests/updates
 
 bench: setup
 	$(BIN)/windlass bench $(ARGS)

@@ -21,11 +21,19 @@ from pathlib import Path
 
 import aiohttp
 from aiohttp import web
+from fake_agents import (
+    engine_manifest,
+    fake_endpoint,
+    fake_hello,
+    trainer_manifest,
+)
 
 from harness import Row, median_p95, parser, report
 from windlass.config import ControlConfig, PauseMode, UpdateMode
-from windlass.control.coordinator import Coordinator
-from windlass.control.messages import (
+from windlass.net.server import ControlServer
+from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus
+from windlass.updates.coordinator import Coordinator
+from windlass.updates.messages import (
     Announce,
     Apply,
     Bound,
@@ -49,14 +57,6 @@ from windlass.control.messages import (
     decode_agent_frame,
     decode_controller_frame,
     encode,
-)
-from windlass.control.server import ControlServer
-from windlass.execution.bindings import DestinationBinding, LinkOutcome, LinkStatus
-from windlass.testing.fake_agents import (
-    engine_manifest,
-    fake_endpoint,
-    fake_hello,
-    trainer_manifest,
 )
 
 TOKEN = "benchmark"

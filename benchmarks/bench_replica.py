@@ -21,13 +21,13 @@ import windlass
 from harness import Row, median_p95, parser, report
 from windlass.config import ControlConfig, UpdateMode
 from windlass.engines.client import EngineClient
-from windlass.execution.base import ParameterMemory
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
-from windlass.telemetry.ceilings import measure_memcpy_gbps
+from windlass.observability.ceilings import measure_memcpy_gbps
 from windlass.testing.resting_engine import RestingEngine
-from windlass.training.client import TrainerClient
+from windlass.trainers.client import TrainerClient
+from windlass.transfer.base import ParameterMemory
 from windlass.transports.configs import CmaConfig, CudaIpcConfig
 from windlass.transports.registry import create_transport
 

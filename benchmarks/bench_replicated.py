@@ -30,11 +30,11 @@ from bench_replica import (
 )
 from harness import Row, median_p95, parser, report
 from windlass.config import ControlConfig, UpdateMode
-from windlass.execution.base import ParameterMemory
-from windlass.execution.replicated_digests import ReplicatedDigests
 from windlass.layout.manifest import Role
 from windlass.planning.replicated import find_replicated
-from windlass.training.client import TrainerClient
+from windlass.trainers.client import TrainerClient
+from windlass.transfer.base import ParameterMemory
+from windlass.transfer.replicated_digests import ReplicatedDigests
 from windlass.transports.configs import CmaConfig, CudaIpcConfig
 from windlass.transports.registry import create_transport
 

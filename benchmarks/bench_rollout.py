@@ -37,7 +37,7 @@ from rollout_load import (
 )
 from windlass import Controller
 from windlass.config import ControlConfig, UpdateMode
-from windlass.control.server import ControlServer
+from windlass.net.server import ControlServer
 from windlass.rollout import (
     BatchQueue,
     RolloutConfig,

@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from harness import Row, median_p95, parser, report
 from windlass.errors import TransportUnavailable
-from windlass.memory.arena import Arena
 from windlass.testing.peer_process import PeerProcess, digest_of
+from windlass.transfer.arena import Arena
 from windlass.transports.base import OneSidedTransport, RemoteRegion, WriteBatch
 from windlass.transports.configs import (
     CmaConfig,

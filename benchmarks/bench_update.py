@@ -26,16 +26,16 @@ import torch.distributed as dist
 from harness import Row, median_p95, parser, report
 from windlass.config import UpdateMode
 from windlass.errors import TransportUnavailable
-from windlass.execution.base import ParameterMemory
-from windlass.execution.receiver import Receiver
-from windlass.execution.sender import Sender
-from windlass.frameworks.dtypes import torch_dtype
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
-from windlass.memory.arena import Arena
+from windlass.memory.torch_dtypes import torch_dtype
+from windlass.observability.ceilings import measure_memcpy_gbps
 from windlass.planning.planner import plan_transfer
-from windlass.telemetry.ceilings import measure_memcpy_gbps
+from windlass.transfer.arena import Arena
+from windlass.transfer.base import ParameterMemory
+from windlass.transfer.receiver import Receiver
+from windlass.transfer.sender import Sender
 from windlass.transports.configs import parse_transport
 from windlass.transports.registry import create_transport
 

@@ -21,14 +21,14 @@ import torch
 
 from harness import Row, median_p95, parser, report
 from windlass.config import CollectiveFabric, UpdateMode, XcclBackend
-from windlass.execution.base import ParameterMemory
-from windlass.execution.bindings import GroupOffer
-from windlass.execution.collective import CollectiveReceiver, CollectiveSender
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
+from windlass.transfer.base import ParameterMemory
+from windlass.transfer.bindings import GroupOffer
+from windlass.transfer.collective import CollectiveReceiver, CollectiveSender
 
 ROWS, COLS, NUM_TENSORS = 4096, 1024, 24
 """Of fp32 in the trainer: 16 MiB each; engines hold bf16, so that loading casts."""

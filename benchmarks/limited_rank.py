@@ -13,12 +13,12 @@ import xxhash
 
 import windlass
 from windlass.engines.client import EngineClient
-from windlass.execution.base import ParameterMemory
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.testing.resting_engine import RestingEngine
 from windlass.testing.wrapped_transport import WrappedTransport
+from windlass.transfer.base import ParameterMemory
 from windlass.transports.base import OneSidedTransport, WriteBatch
 from windlass.transports.configs import CmaConfig
 from windlass.transports.registry import create_transport

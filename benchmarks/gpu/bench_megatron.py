@@ -40,7 +40,7 @@ class MegatronRank(Rank):
         start_parallel(half, half)
 
     def build(self, sizes: Sizes) -> tuple[bytes, int]:
-        from windlass.training.megatron import describe_megatron_trainer
+        from windlass.trainers.megatron import describe_megatron_trainer
 
         half = dist.get_world_size() // 2
         self.sizes = sizes

@@ -23,11 +23,11 @@ from bench_nvlink import QWEN3_30B_A3B, Host, Rank, bench_topology
 
 from harness import Row, median_p95, parser, report, save
 from windlass.config import UpdateMode
-from windlass.execution.bindings import DestinationBinding
-from windlass.execution.device_receiver import DeviceReceiver
-from windlass.execution.sender import Sender
 from windlass.layout.topology import parse_topology
 from windlass.planning.plan import TransferPlan
+from windlass.transfer.bindings import DestinationBinding
+from windlass.transfer.device_receiver import DeviceReceiver
+from windlass.transfer.sender import Sender
 from windlass.transports.base import OneSidedTransport, RemoteRegion, WriteBatch
 from windlass.transports.configs import parse_transport
 from windlass.transports.registry import create_transport

@@ -32,19 +32,19 @@ from nixl_agent import NixlAgent
 
 from harness import Row, median_p95, parser, report, save
 from windlass.config import UpdateMode
-from windlass.execution.base import ParameterMemory
-from windlass.execution.bindings import DestinationBinding
-from windlass.execution.device_links import WORDS_NBYTES
-from windlass.execution.device_receiver import DeviceReceiver
-from windlass.execution.device_sender import DeviceSender
 from windlass.layout.manifest import ShardManifest
 from windlass.layout.synthesis import engine_manifests, trainer_manifests
 from windlass.layout.topology import Topology, parse_topology
+from windlass.memory.cuda.kernels import PIECE, Kernels, PieceTable
 from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
+from windlass.transfer.base import ParameterMemory
+from windlass.transfer.bindings import DestinationBinding
+from windlass.transfer.device_links import WORDS_NBYTES
+from windlass.transfer.device_receiver import DeviceReceiver
+from windlass.transfer.device_sender import DeviceSender
 from windlass.transports.base import RemoteRegion
-from windlass.transports.cuda.ipc import CudaIpcTransport, MappedRegion
-from windlass.transports.cuda.kernels import PIECE, Kernels, PieceTable
+from windlass.transports.cuda_ipc import CudaIpcTransport, MappedRegion
 
 PIECE_BYTES = (2 << 10, 16 << 10, 128 << 10, 1 << 20, 16 << 20, 1 << 30)
 SUITE_BYTES = 2 << 30

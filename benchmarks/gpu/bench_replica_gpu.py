@@ -26,7 +26,7 @@ from windlass.engines.client import EngineClient
 from windlass.layout.synthesis import engine_manifests, trainer_manifests
 from windlass.layout.topology import parse_topology
 from windlass.testing.resting_engine import RestingEngine
-from windlass.training.client import TrainerClient
+from windlass.trainers.client import TrainerClient
 from windlass.transports.configs import parse_transport
 from windlass.transports.registry import create_transport
 

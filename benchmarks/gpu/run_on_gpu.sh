@@ -9,7 +9,7 @@ failed=0
 export PYTHONPATH="$PWD/src:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | tee "$OUT/gpus.txt"
-timeout 150 python3 -m pytest -q -p no:cacheprovider -c /dev/null --rootdir . -W ignore tests/gpu --ignore tests/gpu/test_replica_on_gpu.py 2>&1 | tail -40 | tee "$OUT/tests.txt" || failed=1
+timeout 150 python3 -m pytest -q -p no:cacheprovider -c /dev/null --rootdir . -W ignore -m gpu tests --ignore tests/transfer/test_replica_on_gpu.py 2>&1 | tail -40 | tee "$OUT/tests.txt" || failed=1
 timeout 420 python3 benchmarks/gpu/bench_nvlink.py --json "$OUT/bench_nvlink.json" "$@" 2>&1 |
   tee "$OUT/bench_nvlink.txt" || failed=1
 exit $failed

@@ -12,5 +12,5 @@ nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | tee "$OUT/gpu
 timeout 120 python3 benchmarks/gpu/bench_replica_gpu.py --json "$OUT/bench_replica_gpu.json" "$@" 2>&1 |
   tee "$OUT/bench_replica_gpu.txt" || failed=1
 timeout 240 python3 -m pytest -q -p no:cacheprovider -c /dev/null --rootdir . -W ignore \
-  tests/gpu/test_replica_on_gpu.py 2>&1 | tail -60 | tee "$OUT/test_replica_on_gpu.txt" || failed=1
+  tests/transfer/test_replica_on_gpu.py 2>&1 | tail -60 | tee "$OUT/test_replica_on_gpu.txt" || failed=1
 exit $failed

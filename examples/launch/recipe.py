@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from windlass.launch import Recipe, Task
+from windlass.jobs import Recipe, Task
 from windlass.rollout import RolloutGroup
 
 

@@ -26,16 +26,16 @@ if TYPE_CHECKING:
         UpdateMode,
         XcclBackend,
     )
-    from windlass.control.hooks import EngineHooks
-    from windlass.control.messages import RoundOutcome, UpdateReport
     from windlass.controller import Controller
     from windlass.engines.client import EngineClient
     from windlass.errors import WindlassError
     from windlass.rollout.client import BatchClient
     from windlass.rollout.messages import SamplingParams, TrainingBatch, TrainingSample
     from windlass.rollout.staleness import OnStale, StalenessPolicy
-    from windlass.training.callback import RolloutCallback, WeightGroup
-    from windlass.training.client import PendingUpdate, TrainerClient, connect_trainer
+    from windlass.trainers.callback import RolloutCallback, WeightGroup
+    from windlass.trainers.client import PendingUpdate, TrainerClient, connect_trainer
+    from windlass.updates.hooks import EngineHooks
+    from windlass.updates.messages import RoundOutcome, UpdateReport
 
 __version__ = "0.1.0"
 
@@ -75,11 +75,11 @@ _HOMES = {
     "PauseMode": "windlass.config",
     "PhaseDeadlines": "windlass.config",
     "UpdateMode": "windlass.config",
-    "RoundOutcome": "windlass.control.messages",
-    "UpdateReport": "windlass.control.messages",
+    "RoundOutcome": "windlass.updates.messages",
+    "UpdateReport": "windlass.updates.messages",
     "Controller": "windlass.controller",
     "EngineClient": "windlass.engines.client",
-    "EngineHooks": "windlass.control.hooks",
+    "EngineHooks": "windlass.updates.hooks",
     "WindlassError": "windlass.errors",
     "BatchClient": "windlass.rollout.client",
     "SamplingParams": "windlass.rollout.messages",
@@ -87,11 +87,11 @@ _HOMES = {
     "TrainingSample": "windlass.rollout.messages",
     "StalenessPolicy": "windlass.rollout.staleness",
     "OnStale": "windlass.rollout.staleness",
-    "RolloutCallback": "windlass.training.callback",
-    "WeightGroup": "windlass.training.callback",
-    "PendingUpdate": "windlass.training.client",
-    "TrainerClient": "windlass.training.client",
-    "connect_trainer": "windlass.training.client",
+    "RolloutCallback": "windlass.trainers.callback",
+    "WeightGroup": "windlass.trainers.callback",
+    "PendingUpdate": "windlass.trainers.client",
+    "TrainerClient": "windlass.trainers.client",
+    "connect_trainer": "windlass.trainers.client",
 }
 
 if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there

@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import final
 
 from windlass.config import ControlConfig
-from windlass.control.coordinator import Coordinator
-from windlass.control.server import ControlServer
 from windlass.errors import ConfigError
-from windlass.operations import Operations
+from windlass.net.server import ControlServer
+from windlass.observability.operations import Operations
 from windlass.rollout.batches import BatchQueue
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.handles import RolloutConfig
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.service import mount_rollout_routes
 from windlass.rollout.staleness import StalenessPolicy
+from windlass.updates.coordinator import Coordinator
 
 __all__ = ["Controller"]
 

@@ -32,6 +32,7 @@ from test_live_servers import (
     distance,
     publish,
 )
+
 from trainers import FSDP, training
 
 pytestmark = [

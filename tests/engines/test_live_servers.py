@@ -35,6 +35,8 @@ import transformers
 from rows import MATRIX, Record, Shown
 from servers import TOKEN, Layout, Sample, Server, engine_version, save, serving, traffic
 from trainer_rank import Order
+
+import windlass
 from trainers import (
     FSDP,
     MEGATRON_CP,
@@ -46,11 +48,9 @@ from trainers import (
     Trainer,
     training,
 )
-
-import windlass
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
 from windlass.engines.launch import refuse_unsafe
-from windlass.engines.rest_gate import RestGate
+from windlass.engines.quiesce_gate import RestGate
 from windlass.engines.sglang.api import SglangApi
 from windlass.engines.sglang.settings import UNSAFE as UNSAFE_SGLANG
 from windlass.engines.vllm.__main__ import UNSAFE as UNSAFE_VLLM

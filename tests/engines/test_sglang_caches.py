@@ -43,7 +43,7 @@ import windlass
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
 from windlass.rollout.generate import generate
 from windlass.rollout.messages import EngineTarget, RolloutTask, SamplingParams
-from windlass.training.client import TrainerClient
+from windlass.trainers.client import TrainerClient
 
 pytestmark = [
     pytest.mark.engines,

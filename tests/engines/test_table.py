@@ -36,12 +36,12 @@ from servers import (
 from servers import TOKEN as SECRET
 from test_live_servers import NUM_TOKENS, PROMPT, check_answer
 from trainer_rank import Order
-from trainers import FSDP, training
 
 import windlass
+from trainers import FSDP, training
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
 from windlass.engines.sglang.table.routes import ENABLING
-from windlass.transports.addresses import free_port
+from windlass.net.addresses import free_port
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
 

@@ -26,9 +26,9 @@ from windlass.errors import (
     TransferFailed,
     TransferOutcomeUnknown,
 )
-from windlass.memory.arena import Arena
 from windlass.testing.peer_process import PeerProcess
 from windlass.testing.transport_conformance import NBYTES, Peer, Rig
+from windlass.transfer.arena import Arena
 from windlass.transports.configs import (
     MooncakeConfig,
     MooncakeProtocol,

@@ -21,8 +21,8 @@ from verbs_launch import CONFIG, NUM_VERSIONS, PATIENCE_S
 from windlass.engines.embedded.rank import run_rank
 from windlass.engines.embedded.settings import EngineSettings
 from windlass.layout.dtypes import DType
-from windlass.telemetry.logs import configure_logging
-from windlass.training.client import connect_trainer
+from windlass.net.logs import configure_logging
+from windlass.trainers.client import connect_trainer
 from windlass.transports.configs import parse_transport
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from windlass.errors import WindlassError
-from windlass.memory.arena import Arena
+from windlass.transfer.arena import Arena
 from windlass.transports.configs import parse_transport
 from windlass.transports.registry import create_transport
 

@@ -19,9 +19,9 @@ from transformers.core_model_loading import revert_weight_conversion
 import windlass
 from live_engine.surroundings import TOKEN
 from live_engine.trainers import MegatronRank, TrainerRank, Trainers, serve, transport_of
-from windlass.frameworks.dtensor import NameMap
 from windlass.layout.naming.adapters import adapter_names
 from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS, StackedRule
+from windlass.transfer.dtensor import NameMap
 
 RANK = 8
 ADAPTER_CONFIG = {

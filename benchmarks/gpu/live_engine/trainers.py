@@ -170,7 +170,7 @@ class MegatronRank(TrainerRank):
     def __init__(self, rank: int, device: int, world: int, store: str, model: str) -> None:
         import megatron_model
 
-        from windlass.training.megatron import describe_megatron_trainer
+        from windlass.trainers.megatron import describe_megatron_trainer
 
         self.rank, self.device = rank, device
         torch.cuda.set_device(device)
@@ -211,7 +211,7 @@ class MegatronRank(TrainerRank):
     def connect(
         self, controller: str, num_multiprocessors: int = 0, transport: str = "cuda_ipc"
     ) -> None:
-        from windlass.training.megatron import connect_megatron_trainer
+        from windlass.trainers.megatron import connect_megatron_trainer
 
         self.client = connect_megatron_trainer(
             self.module,

@@ -26,7 +26,7 @@ from windlass.envs import environment_value
 from windlass.errors import ConfigError, WindlassError
 from windlass.transports.configs import parse_transport
 from windlass.transports.lockable import locks_without_limit
-from windlass.transports.mooncake_native import WITHOUT_CUDA, is_installed
+from windlass.transports.mooncake.native import WITHOUT_CUDA, is_installed
 from windlass.transports.registry import create_transport
 
 __all__ = ["Finding", "Status", "check_flags", "run_checks"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from windlass.config import UpdateMode
 from windlass.errors import ConfigError
-from windlass.telemetry.logs import configure_logging
+from windlass.net.logs import configure_logging
 
 __all__ = ["add_arguments", "run"]
 
@@ -36,8 +36,8 @@ def run(args: argparse.Namespace) -> int:
     configure_logging("controller")
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise ConfigError(f"demo: --json must be a file in a folder that exists, got {args.json}")
-    from windlass.demo.run import run_demo
-    from windlass.demo.settings import (
+    from windlass.jobs.demo.run import run_demo
+    from windlass.jobs.demo.settings import (
         REAL_ENGINES,
         DemoSettings,
         SchedulerKind,

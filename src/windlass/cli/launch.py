@@ -7,7 +7,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from windlass.telemetry.logs import configure_logging
+from windlass.net.logs import configure_logging
 
 __all__ = ["add_arguments", "run"]
 
@@ -20,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the job; 128 + the signal's number when a signal ended it."""
-    from windlass.launch.config import load_config
-    from windlass.launch.job import run_job
+    from windlass.jobs.config import load_config
+    from windlass.jobs.launch import run_job
 
     configure_logging("controller")
     config = load_config(args.config)

@@ -12,8 +12,8 @@ import msgspec
 from windlass.cli.status import fetch_overview
 from windlass.envs import control_token
 from windlass.errors import ConfigError
-from windlass.telemetry.ceilings import measure_memcpy_gbps
-from windlass.telemetry.speed_of_light import SpeedOfLight, save_plot, speed_of_light
+from windlass.observability.ceilings import measure_memcpy_gbps
+from windlass.observability.speed_of_light import SpeedOfLight, save_plot, speed_of_light
 
 __all__ = ["add_arguments", "run"]
 

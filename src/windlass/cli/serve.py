@@ -19,7 +19,7 @@ from windlass.config import (
 )
 from windlass.envs import control_token
 from windlass.errors import DECODE_ERRORS, ConfigError
-from windlass.telemetry.logs import configure_logging
+from windlass.net.logs import configure_logging
 
 __all__ = ["add_arguments", "parse_backend", "run"]
 

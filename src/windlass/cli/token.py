@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from windlass.control.access import Access, role_environment
 from windlass.envs import control_token
+from windlass.net.access import Access, role_environment
 
 __all__ = ["add_arguments", "run"]
 

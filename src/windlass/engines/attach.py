@@ -22,7 +22,7 @@ from windlass.config import PauseMode
 from windlass.engines.capture.capture import Captured
 from windlass.engines.capture.codes import checkpoint_tensors
 from windlass.engines.client import EngineClient
-from windlass.engines.rest_gate import RestGate
+from windlass.engines.quiesce_gate import RestGate
 from windlass.errors import PeerTimeout, PeerUnreachable, ProtocolError, WindlassError
 from windlass.transports.base import MemoryRegion, OneSidedTransport
 from windlass.transports.configs import parse_transport

@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import final
 
-from windlass.control.agents import EngineAgent
-from windlass.control.client import AgentChannel, CommandHandler
-from windlass.control.hooks import EngineHooks
-from windlass.control.messages import PROTOCOL_VERSION, Hello
-from windlass.execution.base import ParameterMemory
-from windlass.execution.receiver import Elsewhere, Receiver
-from windlass.execution.sender import Sender
 from windlass.layout.manifest import Role, ShardManifest
-from windlass.transports.addresses import check_url, own_address
+from windlass.net.addresses import check_url, own_address
+from windlass.transfer.base import ParameterMemory
+from windlass.transfer.receiver import Elsewhere, Receiver
+from windlass.transfer.sender import Sender
 from windlass.transports.base import MemoryRegion, OneSidedTransport
+from windlass.updates.agents import EngineAgent
+from windlass.updates.client import AgentChannel, CommandHandler
+from windlass.updates.hooks import EngineHooks
+from windlass.updates.messages import PROTOCOL_VERSION, Hello
 
 __all__ = ["EngineClient"]
 

@@ -17,14 +17,14 @@ from itertools import pairwise
 
 import msgspec
 
-from windlass.control.client import tell_cannot_join
 from windlass.engines.adapters import adapter_of
 from windlass.engines.attach import AgentSettings
 from windlass.engines.signals import EndSignals, exit_at_signal
 from windlass.engines.versions import EngineReleases, check_installed
 from windlass.envs import control_token, environment_value, inherited_environment
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
-from windlass.transports.addresses import own_address, published_host, url_of
+from windlass.net.addresses import own_address, published_host, url_of
+from windlass.updates.client import tell_cannot_join
 
 __all__ = [
     "Connect",

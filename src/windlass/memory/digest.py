@@ -59,7 +59,7 @@ def _hash_gathered(
 ) -> None:
     import torch
 
-    from windlass.frameworks.dtypes import torch_dtype
+    from windlass.memory.torch_dtypes import torch_dtype
 
     scratch = torch.empty(GATHER_NBYTES // dtype.itemsize, dtype=torch_dtype(dtype))
     raw = scratch.view(torch.uint8).numpy()

@@ -132,7 +132,7 @@ def copy_cast(target: torch.Tensor, source: torch.Tensor, tensor: str) -> None:
     Raises:
         TransferFailed: a finite number has become infinite, or nothing casts between the dtypes.
     """
-    from windlass.frameworks.dtypes import dtype_of
+    from windlass.memory.torch_dtypes import dtype_of
 
     have, want = dtype_of(tensor, source), dtype_of(tensor, target)
     if refusal := cast_refusal(have, want):
@@ -159,7 +159,7 @@ def strided_view(
     """Host memory as a tensor of `sizes`. The caller keeps it alive and in place."""
     import torch
 
-    from windlass.frameworks.dtypes import torch_dtype
+    from windlass.memory.torch_dtypes import torch_dtype
 
     itemsize = dtype.itemsize
     reach = sum((n - 1) * s for n, s in zip(sizes, strides_bytes, strict=True)) + itemsize

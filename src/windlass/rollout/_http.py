@@ -6,8 +6,8 @@ import aiohttp
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from windlass.control.access import Access, AccessGate
 from windlass.errors import ProtocolError
+from windlass.net.access import Access, AccessGate
 from windlass.rollout.messages import CONTENT_TYPE, Body, BodyT, decode, encode
 
 __all__ = [

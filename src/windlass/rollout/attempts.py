@@ -6,10 +6,10 @@ import asyncio
 import logging
 import time
 
+from windlass.net.logs import log_fields
 from windlass.rollout.generate import AttemptError
 from windlass.rollout.messages import OutcomeStatus, Partial, RolloutOutcome, RolloutTask
 from windlass.rollout.workflows import AttemptResult, Reject, TooOld
-from windlass.telemetry.logs import log_fields
 
 __all__ = ["outcome_of"]
 

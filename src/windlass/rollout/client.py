@@ -16,9 +16,9 @@ from windlass.errors import (
     ProtocolError,
     StaleMessage,
 )
+from windlass.net.addresses import check_url
 from windlass.rollout._http import authorization
 from windlass.rollout.messages import TrainingBatch, decode
-from windlass.transports.addresses import check_url
 
 __all__ = ["BatchClient"]
 

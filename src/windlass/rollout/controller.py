@@ -17,11 +17,9 @@ from typing import Self, final
 
 import aiohttp
 
-from windlass.control.access import Access, role_token
-from windlass.control.changes import Waiters
 from windlass.errors import ConfigError, PeerTimeout, RolloutError, StaleMessage
+from windlass.net.access import Access, role_token
 from windlass.rollout._http import authorization
-from windlass.rollout.book import Record
 from windlass.rollout.directory import EngineDirectory
 from windlass.rollout.dispatch import Dispatcher
 from windlass.rollout.handles import (
@@ -45,7 +43,9 @@ from windlass.rollout.messages import (
 from windlass.rollout.recovery import Recovered
 from windlass.rollout.staleness import StalenessPolicy
 from windlass.rollout.submission import Submissions
+from windlass.rollout.table import Record
 from windlass.rollout.workflows import Workflow, check_workflows
+from windlass.updates.changes import Waiters
 
 __all__ = ["RolloutController"]
 

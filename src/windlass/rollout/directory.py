@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from windlass.control.fleet import EngineInfo
+from windlass.updates.fleet import EngineInfo
 
 __all__ = ["EngineDirectory", "StaticEngines"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import islice
 
-from windlass.rollout.book import Record, State
 from windlass.rollout.choice import PREFIX_TOKENS, EngineChoice
 from windlass.rollout.directory import EngineDirectory
 from windlass.rollout.handles import RolloutConfig
@@ -13,6 +12,7 @@ from windlass.rollout.lifecycle import Lifecycle
 from windlass.rollout.links import Link
 from windlass.rollout.messages import EngineTarget, RolloutTask
 from windlass.rollout.staleness import OnStale, StalenessPolicy
+from windlass.rollout.table import Record, State
 
 __all__ = ["Dispatcher"]
 

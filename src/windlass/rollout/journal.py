@@ -16,11 +16,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import final
 
-from windlass.control.lines import LineFile, read_lines
 from windlass.errors import ConfigError, RolloutError
-from windlass.rollout.book import Record
+from windlass.net.line_file import LineFile, read_lines
 from windlass.rollout.messages import RolloutOutcome
-from windlass.rollout.saved import (
+from windlass.rollout.persisted import (
     Accepted,
     Attempted,
     Ended,
@@ -30,6 +29,7 @@ from windlass.rollout.saved import (
     Submitted,
     VersionReached,
 )
+from windlass.rollout.table import Record
 from windlass.rollout.workflows import encode_value
 
 __all__ = ["RolloutJournal"]

@@ -14,13 +14,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from windlass.errors import PeerTimeout, RolloutError
-from windlass.rollout.book import NOTHING, Book, Group, Record, State
+from windlass.net.logs import log_fields
 from windlass.rollout.deadlines import Deadlines
 from windlass.rollout.handles import RolloutConfig, RolloutGroup
 from windlass.rollout.journal import RolloutJournal
 from windlass.rollout.messages import OnAbort, OutcomeStatus, Partial, RolloutOutcome
 from windlass.rollout.staleness import StalenessPolicy
-from windlass.telemetry.logs import log_fields
+from windlass.rollout.table import NOTHING, Book, Group, Record, State
 
 __all__ = ["Lifecycle"]
 

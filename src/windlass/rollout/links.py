@@ -20,8 +20,8 @@ import aiohttp
 
 from windlass.errors import ProtocolError
 from windlass.rollout._http import post
+from windlass.rollout.connections import Lane
 from windlass.rollout.handles import RolloutConfig
-from windlass.rollout.lanes import Lane
 from windlass.rollout.messages import (
     AttemptKey,
     CancelBatch,

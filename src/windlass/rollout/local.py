@@ -13,7 +13,7 @@ from functools import partial
 
 import aiohttp
 
-from windlass.control.access import Access, role_token
+from windlass.net.access import Access, role_token
 from windlass.rollout._http import authorization
 from windlass.rollout.attempts import outcome_of
 from windlass.rollout.links import Link, LinkOwner

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from windlass.rollout.book import Group, Record, State
 from windlass.rollout.handles import GroupHandle, RolloutGroup, RolloutHandle
 from windlass.rollout.lifecycle import Lifecycle
 from windlass.rollout.links import LOCAL_WORKER
-from windlass.rollout.saved import Saved, SavedTask
+from windlass.rollout.persisted import Saved, SavedTask
 from windlass.rollout.staleness import StalenessPolicy
+from windlass.rollout.table import Group, Record, State
 
 __all__ = ["Recovered", "Restored", "restore"]
 

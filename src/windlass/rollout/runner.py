@@ -14,7 +14,7 @@ from aiohttp import web
 from windlass.errors import AuthenticationError, ConfigError, ProtocolError
 from windlass.rollout._http import post, read_body, reply
 from windlass.rollout.attempts import outcome_of
-from windlass.rollout.lanes import Lane, LaneRoutes
+from windlass.rollout.connections import Lane, LaneRoutes
 from windlass.rollout.messages import (
     AttemptKey,
     CancelBatch,

@@ -16,8 +16,8 @@ from aiohttp import web
 from windlass.errors import ConfigError, PeerTimeout, RolloutError, StaleMessage
 from windlass.rollout._http import read_body, reply
 from windlass.rollout.batches import BatchQueue
+from windlass.rollout.connections import LaneRoutes
 from windlass.rollout.controller import RolloutController
-from windlass.rollout.lanes import LaneRoutes
 from windlass.rollout.messages import CompletionBatch, WorkerHello
 
 __all__ = ["MAX_BATCH_WAIT_S", "RouteHost", "mount_rollout_routes"]

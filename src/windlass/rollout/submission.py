@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from windlass.errors import DECODE_ERRORS, ConfigError, PeerTimeout
-from windlass.rollout.book import Group, Record
 from windlass.rollout.handles import GroupHandle, Rollout, RolloutGroup, RolloutHandle
 from windlass.rollout.lifecycle import Lifecycle
 from windlass.rollout.messages import SamplingParams
+from windlass.rollout.persisted import Saved
 from windlass.rollout.recovery import Recovered, restore
-from windlass.rollout.saved import Saved
 from windlass.rollout.staleness import StalenessPolicy
+from windlass.rollout.table import Group, Record
 from windlass.rollout.workflows import encode_value
 
 __all__ = ["Submissions"]

@@ -20,15 +20,15 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from windlass.control.access import Access, role_token
 from windlass.envs import ENGINE_TOKEN_VARIABLE, check_token, control_token, environment_value
 from windlass.errors import AuthenticationError, ConfigError, PeerUnreachable
+from windlass.net.access import Access, role_token
+from windlass.net.addresses import check_url, listen, own_address, published_host, url_of
+from windlass.net.logs import configure_logging
 from windlass.rollout._http import authorization, require_token
 from windlass.rollout.messages import WorkerHello
 from windlass.rollout.runner import WorkerRunner
 from windlass.rollout.workflows import Workflow, check_workflows
-from windlass.telemetry.logs import configure_logging
-from windlass.transports.addresses import check_url, listen, own_address, published_host, url_of
 
 __all__ = ["WorkerSettings", "main", "run_rollout_worker", "run_worker"]
 

@@ -12,9 +12,9 @@ import aiohttp
 import msgspec
 
 from windlass.errors import ConfigError, RolloutError
+from windlass.net.logs import add_log_fields
 from windlass.rollout.generate import AttemptDeadline, AttemptError, generate
 from windlass.rollout.messages import Partial, RolloutTask, SamplingParams, Turn
-from windlass.telemetry.logs import add_log_fields
 
 __all__ = [
     "AttemptResult",

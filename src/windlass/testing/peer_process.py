@@ -22,7 +22,7 @@ import xxhash
 
 from windlass.envs import inherited_environment
 from windlass.errors import PeerTimeout, ProtocolError
-from windlass.memory.arena import Arena
+from windlass.transfer.arena import Arena
 from windlass.transports.base import RemoteRegion
 from windlass.transports.configs import TransportConfig
 from windlass.transports.registry import create_transport

@@ -28,8 +28,8 @@ from windlass.errors import (
     TransferFailed,
     TransferOutcomeUnknown,
 )
-from windlass.memory.arena import Arena
 from windlass.testing.peer_process import PeerProcess, digest_of
+from windlass.transfer.arena import Arena
 from windlass.transports.base import (
     OneSidedTransport,
     PeerEndpoint,

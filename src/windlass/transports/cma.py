@@ -29,7 +29,8 @@ from windlass.errors import (
     TransferFailed,
     TransportUnavailable,
 )
-from windlass.telemetry.clock import Deadline
+from windlass.memory.ranges import Pieces, merge_adjacent, split_pieces
+from windlass.net.clock import Deadline
 from windlass.transports.base import (
     MemoryRegion,
     PeerEndpoint,
@@ -40,7 +41,6 @@ from windlass.transports.base import (
 from windlass.transports.processes import OwnProcess, PeerProcesses, check_alive
 from windlass.transports.regions import RegionTable, check_batch
 from windlass.transports.sharing import share
-from windlass.transports.splitting import Pieces, merge_adjacent, split_pieces
 
 __all__ = ["CmaTransport", "write_process_memory"]
 

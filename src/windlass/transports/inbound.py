@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 
 from windlass.errors import TransferFailed
-from windlass.telemetry.clock import Deadline
+from windlass.net.clock import Deadline
 
 __all__ = [
     "Connection",

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import final
 
 from windlass.errors import ConfigError, PeerUnreachable
-from windlass.telemetry.clock import Deadline
+from windlass.net.clock import Deadline
 from windlass.transports.base import (
     MemoryRegion,
     PeerEndpoint,

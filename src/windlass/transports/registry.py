@@ -7,7 +7,8 @@ from typing import assert_never
 import msgspec
 
 from windlass.errors import ConfigError
-from windlass.transports.addresses import own_address
+from windlass.memory.cuda.driver import gpu_of
+from windlass.net.addresses import own_address
 from windlass.transports.base import OneSidedTransport
 from windlass.transports.configs import (
     CmaConfig,
@@ -20,7 +21,6 @@ from windlass.transports.configs import (
     parse_transport,
     transport_names,
 )
-from windlass.transports.cuda.driver import gpu_of
 
 __all__ = ["create_transport", "parse_transport", "transport_names"]
 
@@ -61,15 +61,15 @@ def create_transport(
 
             return ShmTransport()
         case MooncakeConfig():
-            from windlass.transports.mooncake import MooncakeTransport
+            from windlass.transports.mooncake.transport import MooncakeTransport
 
             return MooncakeTransport(config)
         case CudaIpcConfig():
-            from windlass.transports.cuda.ipc import CudaIpcTransport
+            from windlass.transports.cuda_ipc import CudaIpcTransport
 
             return CudaIpcTransport(config.device, config.num_multiprocessors)
         case NixlConfig():
-            from windlass.transports.nixl import NixlTransport
+            from windlass.transports.nixl.transport import NixlTransport
 
             return NixlTransport(config)
         case _:

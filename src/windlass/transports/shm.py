@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from windlass.errors import PeerUnreachable, RegionError
-from windlass.telemetry.clock import Deadline
+from windlass.memory.ranges import merge_adjacent, split_pieces
+from windlass.net.clock import Deadline
 from windlass.transports.base import (
     MemoryRegion,
     PeerEndpoint,
@@ -34,7 +35,6 @@ from windlass.transports.segments import (
     remove_stale_segments,
     segment_key,
 )
-from windlass.transports.splitting import merge_adjacent, split_pieces
 
 __all__ = ["ShmTransport"]
 

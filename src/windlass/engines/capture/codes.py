@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from windlass.errors import ConfigError, UnsupportedLayout
-from windlass.frameworks.dtypes import torch_dtype
 from windlass.layout.dtypes import SAFETENSORS_NAMES, DType
 from windlass.layout.quantization import QuantizedTensor, scale_shape
+from windlass.memory.torch_dtypes import torch_dtype
 
 __all__ = [
     "CheckpointSpec",

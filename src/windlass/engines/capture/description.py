@@ -16,11 +16,11 @@ from windlass.engines.capture.memory import Holding
 from windlass.engines.capture.numbers import Exact, Numbers, Parts, parts_of
 from windlass.engines.capture.recompute import Recompute
 from windlass.errors import UnsupportedLayout
-from windlass.frameworks.dtypes import dtype_of, torch_dtype
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.memory.packing import copy_cast
+from windlass.memory.torch_dtypes import dtype_of, torch_dtype
 
 __all__ = ["Captured", "Repack", "Rounding", "Seen", "describe"]
 

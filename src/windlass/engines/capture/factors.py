@@ -16,7 +16,7 @@ import torch
 
 from windlass.engines.capture.codes import Codes, Load
 from windlass.engines.capture.memory import Held, Holding
-from windlass.frameworks.dtypes import torch_dtype
+from windlass.memory.torch_dtypes import torch_dtype
 
 __all__ = ["factors_of", "scaled"]
 

@@ -22,7 +22,7 @@ from windlass.engines.capture.factors import scaled
 from windlass.engines.capture.memory import Held, Holding, Kind, fingerprint
 from windlass.engines.capture.numbers import Numbers
 from windlass.errors import UnsupportedLayout, WindlassError
-from windlass.frameworks.dtypes import torch_dtype
+from windlass.memory.torch_dtypes import torch_dtype
 
 __all__ = ["Recompute", "Surroundings", "learn"]
 

@@ -22,10 +22,10 @@ from windlass.engines.embedded.settings import EngineSettings
 from windlass.engines.embedded.steps import IDLE_TIMEOUT
 from windlass.envs import control_token
 from windlass.errors import WindlassError
-from windlass.execution.collective_group import Rendezvous
 from windlass.layout.dtypes import DType
-from windlass.telemetry.logs import configure_logging
-from windlass.transports.addresses import own_address
+from windlass.net.addresses import own_address
+from windlass.net.logs import configure_logging
+from windlass.transfer.collective_group import Rendezvous
 
 STORE_DEADLINE_S = 300.0
 

@@ -21,17 +21,17 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 from windlass.errors import ConfigError
-from windlass.frameworks.dtensor import (
+from windlass.layout.dtypes import DType
+from windlass.layout.manifest import Role, ShardManifest
+from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS
+from windlass.memory.torch_dtypes import torch_dtype
+from windlass.transfer.arena import ALIGNMENT, Arena, aligned_offsets
+from windlass.transfer.dtensor import (
     describe_module,
     held_tensors,
     local_tensor,
     parameter_addresses,
 )
-from windlass.frameworks.dtypes import torch_dtype
-from windlass.layout.dtypes import DType
-from windlass.layout.manifest import Role, ShardManifest
-from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS
-from windlass.memory.arena import ALIGNMENT, Arena, aligned_offsets
 from windlass.transports.base import OneSidedTransport
 
 __all__ = ["ModelShard", "load_model"]

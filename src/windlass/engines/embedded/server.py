@@ -14,11 +14,11 @@ import msgspec
 from aiohttp import web
 
 from windlass.config import PauseMode
-from windlass.control.access import Access, AccessGate, refusal_of, role_token
 from windlass.engines.embedded.scheduler import Request, Scheduler
 from windlass.engines.embedded.settings import EngineSettings
 from windlass.errors import DECODE_ERRORS, ConfigError, PeerTimeout
-from windlass.transports.addresses import listen, published_host, url_of
+from windlass.net.access import Access, AccessGate, refusal_of, role_token
+from windlass.net.addresses import listen, published_host, url_of
 
 __all__ = ["EngineServer"]
 

@@ -6,7 +6,7 @@ import uuid
 
 from windlass.config import PauseMode
 from windlass.engines.attach import post
-from windlass.engines.rest_gate import RestGate
+from windlass.engines.quiesce_gate import RestGate
 from windlass.engines.sglang.orders import AtRest, Hold, order_ranks, send_order, session
 from windlass.errors import ConfigError
 

@@ -24,7 +24,7 @@ from windlass.engines.capture.capture import Captured, capture
 from windlass.engines.capture.codes import checkpoint_specs
 from windlass.engines.capture.memory import fingerprints, held_by
 from windlass.engines.capture.snapshot import Snapshot
-from windlass.engines.membership import Membership
+from windlass.engines.engine_rank import Membership
 from windlass.engines.sglang.answers import say, say_failed
 from windlass.engines.sglang.api import SglangApi
 from windlass.engines.sglang.orders import AtRest, Digests, Hold, Join, Learn, Learnt, Order

@@ -21,7 +21,7 @@ from windlass.engines.attach import AgentSettings, NoSuchRoute, post
 from windlass.engines.capture.capture import Captured, capture
 from windlass.engines.capture.codes import checkpoint_specs
 from windlass.engines.capture.memory import fingerprints, held_by
-from windlass.engines.membership import Membership
+from windlass.engines.engine_rank import Membership
 from windlass.engines.vllm.adapter import LoraWorker, Slot, capture_adapter, keep_adapter
 from windlass.engines.vllm.cpu_kernels import multiply_by_parameters
 from windlass.engines.vllm.settings import REFUSED, refuse_unsafe_config

@@ -27,7 +27,7 @@ from windlass.engines.signals import EndSignals
 from windlass.engines.versions import SGLANG, installed_version
 from windlass.envs import control_token
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
-from windlass.transports.addresses import free_port
+from windlass.net.addresses import free_port
 from windlass.transports.configs import MooncakeConfig, parse_transport
 
 RANK = "windlass.engines.sglang.table.rank"

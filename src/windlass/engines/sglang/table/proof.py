@@ -21,7 +21,7 @@ from windlass.engines.sglang.table.routes import Entry, TableRoutes, WeightTable
 from windlass.errors import PeerUnreachable, TransferFailed, UnsupportedLayout
 from windlass.transports.base import MemoryRegion, WriteBatch
 from windlass.transports.configs import MooncakeConfig
-from windlass.transports.mooncake_session import MooncakeSession
+from windlass.transports.mooncake.session import MooncakeSession
 
 __all__ = ["Mirror", "TableRank", "check_agreement"]
 

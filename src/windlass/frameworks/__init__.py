@@ -1,1 +1,0 @@
-"""What trainer and engine adapters share about PyTorch."""

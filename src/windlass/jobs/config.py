@@ -1,0 +1,297 @@
+"""What `windlass launch` reads: a TOML file as frozen structs."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from windlass.config import ControlConfig, P2pBackend, ReplicaPlace, take_name
+from windlass.errors import ConfigError
+from windlass.jobs.schedulers.configs import LocalSchedulerConfig, SchedulerConfig
+from windlass.rollout.messages import SamplingParams
+from windlass.rollout.staleness import OnStale
+from windlass.transports.configs import parse_transport
+
+__all__ = [
+    "ControllerSection",
+    "EngineKind",
+    "EngineSection",
+    "LaunchConfig",
+    "RecipeSection",
+    "RolloutSection",
+    "TrainerSection",
+    "load_config",
+]
+
+HERE = "{here}"
+
+
+class EngineKind(StrEnum):
+    """Module under `windlass.engines` that is run; see its options there."""
+
+    EMBEDDED = "embedded"
+    VLLM = "vllm"
+    SGLANG = "sglang"
+
+
+class RecipeSection(msgspec.Struct, frozen=True, kw_only=True):
+    """The user's code that runs in the controller's process.
+
+    Attributes:
+        file: Python file. name: a `Recipe` class in it, called without arguments.
+    """
+
+    file: str
+    name: str = "Recipe"
+
+
+class ControllerSection(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the controller listens.
+
+    Attributes:
+        host: address to bind. port: 0 lets the system choose.
+        advertise_host: what trainers, engines and workers connect to; empty for `host`.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise_host: str = ""
+
+
+class TrainerSection(msgspec.Struct, frozen=True, kw_only=True):
+    """The ranks, which `TrainController` starts.
+
+    Attributes:
+        script: calls `run_train_worker`. arguments: of the script.
+        world_size: ranks. num_cpus, num_gpus: reserved per rank.
+        python: interpreter; this one when empty.
+        environment: added to every rank's.
+        step_deadline_s: of one optimiser step. publish_deadline_s: of one weight update.
+        save_every: steps between checkpoints in `output_dir/checkpoints`; 0 for none.
+        resume_from: checkpoint folder that the ranks load before version 0 is published.
+    """
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    world_size: int = 1
+    num_cpus: int = 1
+    num_gpus: int = 0
+    python: str = ""
+    environment: Mapping[str, str] = {}
+    step_deadline_s: float = 600.0
+    publish_deadline_s: float = 600.0
+    save_every: int = 0
+    resume_from: str = ""
+
+    def __post_init__(self) -> None:
+        _at_least("trainer.world_size", self.world_size, 1)
+        _at_least("trainer.save_every", self.save_every, 0)
+        _positive("trainer.step_deadline_s", self.step_deadline_s)
+        _positive("trainer.publish_deadline_s", self.publish_deadline_s)
+
+
+class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
+    """One rollout engine.
+
+    Attributes:
+        name: identity in the fleet.
+        kind: which. model: configuration or checkpoint folder.
+        tensor_parallel_size: ranks.
+        port: of its server; 0, where the system chooses, only for `embedded`.
+        arguments: passed on. python: interpreter; this one when empty.
+        environment: added to its own. num_cpus, num_gpus: reserved.
+        max_restarts: how often it is started again after a death; the job fails after that.
+    """
+
+    name: str
+    model: str
+    kind: EngineKind = EngineKind.EMBEDDED
+    tensor_parallel_size: int = 1
+    port: int = 0
+    arguments: tuple[str, ...] = ()
+    python: str = ""
+    environment: Mapping[str, str] = {}
+    num_cpus: int = 1
+    num_gpus: int = 0
+    max_restarts: int = 3
+
+    def __post_init__(self) -> None:
+        where = f"engines {self.name!r}"
+        _at_least(f"{where}: tensor_parallel_size", self.tensor_parallel_size, 1)
+        _at_least(f"{where}: max_restarts", self.max_restarts, 0)
+        if not self.name or "/" in self.name:
+            raise ConfigError(f"engines: name must not be empty or contain '/', got {self.name!r}")
+        if self.kind is not EngineKind.EMBEDDED and not self.port:
+            raise ConfigError(f"{where}: port must be > 0 for kind {self.kind.value!r}, got 0")
+
+
+class RolloutSection(msgspec.Struct, frozen=True, kw_only=True):
+    """How rollouts are drawn.
+
+    Attributes:
+        sampling: of every prompt.
+        groups_per_step: prompts or tasks that one step trains on.
+        samples_per_group: answers to each.
+        max_staleness: versions that the oldest token of a trained answer may be behind.
+        on_stale: what becomes of one that is older. max_resubmits: of `OnStale.RESUBMIT`.
+        max_concurrent: samples that run at a time.
+        num_workers: worker processes; 0 runs rollouts in the controller's own loop.
+        worker_script: calls `run_rollout_worker`; the plain worker when empty.
+        worker_arguments: added to its own.
+        batch_deadline_s: to wait for the groups of one step, all in all, those that take the place of
+            declined ones included; and for the recipe to score one.
+    """
+
+    sampling: SamplingParams
+    groups_per_step: int
+    samples_per_group: int
+    max_staleness: int = 1
+    on_stale: OnStale = OnStale.RESUBMIT
+    max_resubmits: int = 3
+    max_concurrent: int = 256
+    num_workers: int = 1
+    worker_script: str = ""
+    worker_arguments: tuple[str, ...] = ()
+    batch_deadline_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        _at_least("rollout.groups_per_step", self.groups_per_step, 1)
+        _at_least("rollout.samples_per_group", self.samples_per_group, 1)
+        _at_least("rollout.max_staleness", self.max_staleness, 0)
+        _at_least("rollout.max_resubmits", self.max_resubmits, 0)
+        _at_least("rollout.max_concurrent", self.max_concurrent, 1)
+        _at_least("rollout.num_workers", self.num_workers, 0)
+        _positive("rollout.batch_deadline_s", self.batch_deadline_s)
+
+
+class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A job.
+
+    Attributes:
+        steps: optimiser steps, each followed by a published version.
+        output_dir: logs, checkpoints, `summary.json`.
+        transport: of engines; trainers find it in WINDLASS_TRANSPORT.
+        replica: "host", "device" or "": what trainers find in WINDLASS_REPLICA, for `connect_trainer`.
+        update: mode, backend, deadlines: `windlass.ControlConfig`.
+        environment: of every process.
+        start_deadline_s: until all processes have connected.
+        shutdown_s: what a step or an update that runs at SIGTERM has to end in.
+    """
+
+    steps: int
+    recipe: RecipeSection
+    trainer: TrainerSection
+    engines: tuple[EngineSection, ...]
+    rollout: RolloutSection
+    output_dir: str
+    transport: str = "cma"
+    replica: str = ""
+    scheduler: SchedulerConfig = LocalSchedulerConfig()
+    controller: ControllerSection = ControllerSection()
+    update: ControlConfig = ControlConfig()
+    environment: Mapping[str, str] = {}
+    start_deadline_s: float = 600.0
+    shutdown_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        _at_least("steps", self.steps, 1)
+        _positive("start_deadline_s", self.start_deadline_s)
+        _positive("shutdown_s", self.shutdown_s)
+        names = [engine.name for engine in self.engines]
+        if not names or len(set(names)) < len(names):
+            raise ConfigError(f"engines: needs at least one, with different names, got {names}")
+        parse_transport(self.transport)
+        if self.replica:
+            take_name("replica", self.replica, ReplicaPlace)
+            if not isinstance(self.update.backend, P2pBackend):
+                kind = type(self.update.backend).__name__
+                raise ConfigError(f"replica: update.backend must be p2p with one, got {kind}")
+
+
+def load_config(path: Path) -> LaunchConfig:
+    """Read and check a job's file. `{here}` in any string is the file's folder.
+
+    Raises:
+        ConfigError: unreadable, not TOML, a key that is unknown or missing, a value that breaks
+            its rule, a script that does not exist.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    raw = _expand(raw, str(path.resolve().parent))
+    try:
+        config = msgspec.convert(raw, type=LaunchConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {_explain(str(error), raw)}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    _refuse_unknown(path, "", raw, msgspec.to_builtins(config))
+    worker_script = config.rollout.worker_script
+    for key, file in (
+        ("recipe.file", config.recipe.file),
+        ("trainer.script", config.trainer.script),
+        *([("rollout.worker_script", worker_script)] if worker_script else []),
+    ):
+        if not Path(file).is_file():
+            raise ConfigError(f"{path}: {key} must be a file, got {file!r}")
+    resume_from = config.trainer.resume_from
+    if resume_from and not Path(resume_from).is_dir():
+        raise ConfigError(f"{path}: trainer.resume_from must be a folder, got {resume_from!r}")
+    return config
+
+
+def _expand(value: Any, here: str) -> Any:
+    if isinstance(value, str):
+        return value.replace(HERE, here)
+    if isinstance(value, list):
+        return [_expand(each, here) for each in value]
+    if isinstance(value, dict):
+        return {key: _expand(each, here) for key, each in value.items()}
+    return value
+
+
+def _refuse_unknown(path: Path, where: str, raw: Any, known: Any) -> None:
+    """`known` is what was understood, with every default: a key that is not in it was not."""
+    if isinstance(raw, dict) and isinstance(known, dict):
+        for key, value in raw.items():
+            if key not in known:
+                raise ConfigError(
+                    f"{path}: {where}{key} is no known key, expected one of {sorted(known)}"
+                )
+            _refuse_unknown(path, f"{where}{key}.", value, known[key])
+    elif isinstance(raw, list) and isinstance(known, (list, tuple)):
+        for index, (value, understood) in enumerate(zip(raw, known, strict=True)):
+            _refuse_unknown(path, f"{where.rstrip('.')}[{index}].", value, understood)
+
+
+def _explain(said: str, raw: Mapping[str, Any]) -> str:
+    """The rule and the place that msgspec says; add the value that is there."""
+    rule, _, place = said.partition(" - at `")
+    key = place.rstrip("`").removeprefix("$").lstrip(".")
+    if not key:
+        return rule
+    value: Any = raw
+    for part in key.replace("[", ".[").split("."):
+        if part.startswith("[") and part[1:-1].isdecimal() and isinstance(value, list):
+            value = value[int(part[1:-1])]
+        elif isinstance(value, dict) and part in value:
+            value = value[part]
+        else:
+            return f"{key}: {rule}"
+    return f"{key}: {rule}" if isinstance(value, (dict, list)) else f"{key}: {rule}, got {value!r}"
+
+
+def _at_least(key: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigError(f"{key} must be >= {least}, got {value}")
+
+
+def _positive(key: str, value: float) -> None:
+    if not value > 0:
+        raise ConfigError(f"{key} must be > 0, got {value}")

@@ -1,0 +1,186 @@
+"""An FSDP2 `TrainEngine`: model, optimiser and loss are the user's callables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from windlass.errors import ConfigError
+from windlass.jobs.train_worker import TrainContext, TrainEngine
+from windlass.net.clock import Deadline
+from windlass.rollout.messages import TrainingSample
+from windlass.trainers.client import PendingUpdate, TrainerClient, connect_trainer
+from windlass.transports.configs import TransportConfig
+
+__all__ = ["FsdpEngine"]
+
+Samples = Sequence[Sequence[TrainingSample]]
+
+
+@final
+class FsdpEngine(TrainEngine):
+    """See the module. Every rank is its own data-parallel rank.
+
+    Args:
+        model: builds the module; called after the process group exists, seeded alike on all ranks.
+        optimizer: from the sharded module. loss: from the module and this rank's groups; a
+            scalar that depends on the module, since every rank must enter its collectives.
+        units: submodules to shard on their own, usually decoder layers.
+        backend: of torch.distributed. seed: before `model` is called.
+        max_grad_norm: gradients are clipped to it; 0 for never.
+        publish_to_fleet: whether to connect to the controller's fleet.
+        transport, replica: see `connect_trainer`. With a replica `publish` returns once the weights are
+            copied: the next one, or `close`, waits for the fleet and raises what became of them. The
+            first one waits itself, since nothing is served before it.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Callable[[], torch.nn.Module],
+        optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer],
+        loss: Callable[[torch.nn.Module, Samples], torch.Tensor],
+        units: Callable[[torch.nn.Module], Sequence[torch.nn.Module]] | None = None,
+        backend: str = "gloo",
+        seed: int = 0,
+        max_grad_norm: float = 1.0,
+        publish_to_fleet: bool = True,
+        transport: str | TransportConfig = "cma",
+        replica: bool | str = False,
+    ) -> None:
+        self._build, self._build_optimizer, self._loss = model, optimizer, loss
+        self._units = units
+        self._backend, self._seed, self._max_grad_norm = backend, seed, max_grad_norm
+        self._publish_to_fleet, self._transport = publish_to_fleet, transport
+        self._replica = replica
+        self._pending: PendingUpdate | None = None
+        self._publish_deadline_s = 0.0
+        self._is_served = False
+        self._model: torch.nn.Module | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._client: TrainerClient | None = None
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The sharded module.
+
+        Raises:
+            ConfigError: before `setup`.
+        """
+        if self._model is None:
+            raise ConfigError("FsdpEngine: setup must come first, got no model")
+        return self._model
+
+    def setup(self, context: TrainContext) -> tuple[int, int]:
+        timeout = timedelta(seconds=context.deadline_s)
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            context.store_host, context.store_port, is_master=False, timeout=timeout
+        )
+        dist.init_process_group(
+            self._backend,
+            store=store,
+            rank=context.rank,
+            world_size=context.world_size,
+            timeout=timeout,
+        )
+        torch.manual_seed(self._seed)
+        model = self._build()
+        for unit in self._units(model) if self._units is not None else ():
+            fully_shard(unit)
+        fully_shard(model)
+        self._model, self._optimizer = model, self._build_optimizer(model)
+        if self._publish_to_fleet:
+            self._client = connect_trainer(
+                model,
+                controller=context.controller,
+                token=context.token,
+                transport=self._transport,
+                replica=self._replica,
+                connect_deadline_s=context.deadline_s,
+            )
+        return context.rank, context.world_size
+
+    def train_step(self, step: int, groups: Samples) -> Mapping[str, float]:  # noqa: ARG002
+        model, optimizer = self.model, self._stepped()
+        optimizer.zero_grad()
+        loss = self._loss(model, groups)
+        torch.autograd.backward(loss)
+        metrics = {"loss": float(loss.detach())}
+        if self._max_grad_norm:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), self._max_grad_norm)
+            full = norm.full_tensor() if isinstance(norm, dist.tensor.DTensor) else norm
+            metrics["grad_norm"] = float(full)
+        optimizer.step()
+        return metrics
+
+    def publish(self, version: int, *, deadline_s: float) -> None:
+        if self._client is None:
+            raise ConfigError("FsdpEngine: publish needs publish_to_fleet=True, got False")
+        if not self._replica:
+            self._client.publish(version, deadline_s=deadline_s)
+            return
+        deadline = Deadline.after(deadline_s, "publish")
+        self._finish_update(deadline_s)
+        self._publish_deadline_s = deadline_s
+        left_s = max(deadline.remaining_s, 0.001)
+        self._pending = self._client.begin_publish(version, deadline_s=left_s)
+        if not self._is_served:
+            self._finish_update(deadline_s)
+            self._is_served = True
+
+    def _finish_update(self, deadline_s: float) -> None:
+        """Wait for the one under way.
+
+        Raises:
+            RoundAborted, PeerTimeout: see `PendingUpdate.result`.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result(deadline_s=deadline_s)
+
+    def save(self, path: str) -> None:
+        """Model and optimiser, as a distributed checkpoint: it may be loaded by another number of ranks."""
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        Path(path).mkdir(parents=True, exist_ok=True)
+        save(self._state(), checkpoint_id=path)
+
+    def load(self, path: str) -> None:
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        state = self._state()
+        load(state, checkpoint_id=path)
+        set_state_dict(
+            self.model,
+            self._stepped(),
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+
+    def _state(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer = get_state_dict(self.model, self._stepped())
+        return {"model": model, "optimizer": optimizer}
+
+    def _stepped(self) -> torch.optim.Optimizer:
+        if self._optimizer is None:
+            raise ConfigError("FsdpEngine: setup must come first, got no optimizer")
+        return self._optimizer
+
+    def close(self) -> None:
+        try:
+            self._finish_update(self._publish_deadline_s)
+        finally:
+            if self._client is not None:
+                self._client.close()
+                self._client = None
+            if dist.is_initialized():
+                dist.destroy_process_group()

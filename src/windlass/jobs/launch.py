@@ -1,0 +1,388 @@
+"""A launched job: starts everything, trains, publishes, and ends in order."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar, final
+
+import msgspec
+
+from windlass.controller import Controller
+from windlass.envs import environment_value
+from windlass.errors import PeerTimeout, WindlassError
+from windlass.jobs.config import LaunchConfig
+from windlass.jobs.parts import KeptProcess, job_controller, job_processes, job_trainers
+from windlass.jobs.recipe import Recipe, in_thread, load_recipe
+from windlass.jobs.schedulers.base import Scheduler
+from windlass.jobs.schedulers.configs import create_scheduler
+from windlass.jobs.train_controller import TrainController
+from windlass.net.logs import LOG_VARIABLES
+from windlass.rollout.handles import RolloutGroup
+from windlass.rollout.messages import TrainingSample
+from windlass.updates.messages import RoundOutcome
+
+__all__ = ["JobSummary", "run_job"]
+
+_T = TypeVar("_T")
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class JobSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """How a job ended; `summary.json`.
+
+    Attributes:
+        steps: that were trained. version: the last published, -1 for none.
+        stopped_by: number of the signal, 0 for none.
+        outcomes: of the newest 1024 rounds, oldest first.
+        rollouts: counts at the end, before outstanding ones were cancelled.
+    """
+
+    steps: int
+    version: int
+    stopped_by: int
+    outcomes: tuple[RoundOutcome, ...]
+    rollouts: dict[str, int]
+
+
+async def run_job(config: LaunchConfig, *, say: Callable[[str], None]) -> JobSummary:
+    """Run a job until its steps are done, its tasks end, or SIGTERM or SIGINT.
+
+    A signal lets a running step or weight update end within `shutdown_s`, then stops the
+    trainers, the rollouts, the workers and engines, and the controller, in this order. A second
+    signal does not wait. What the scheduler started ends with it in every case.
+
+    Args:
+        config: of `load_config`.
+        say: gets one line per event.
+
+    Raises:
+        WindlassError: a process could not be started, died too often, or a deadline passed; or all
+            steps are done and the last update was not published.
+    """
+    recipe = load_recipe(Path(config.recipe.file), config.recipe.name)
+    output_dir = _made(config.output_dir)
+    token = environment_value("WINDLASS_TOKEN") or secrets.token_hex(16)
+    environment = {
+        **{name: environment_value(name) for name in LOG_VARIABLES},
+        **config.environment,
+        "WINDLASS_TRANSPORT": config.transport,
+        "WINDLASS_REPLICA": config.replica,
+    }
+    scheduler = create_scheduler(config.scheduler, output_dir / "logs", environment)
+    controller = job_controller(config, token)
+    trainers = job_trainers(config, scheduler, token)
+    trainers.mount(controller.server)
+    stop = _Stop()
+    stop.listen()
+    try:
+        async with scheduler, controller:
+            stop.listen()  # again: Ray sets a handler of its own when it starts
+            job = _Job(
+                config=config,
+                output_dir=output_dir,
+                recipe=recipe,
+                scheduler=scheduler,
+                controller=controller,
+                trainers=trainers,
+                processes=job_processes(config, controller.url, token),
+                stop=stop,
+                say=say,
+            )
+            summary = await job.run()
+    finally:
+        stop.close()
+    (output_dir / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary)))
+    # With a replica the last update ends in the ranks' `close`, which answers nobody.
+    if not summary.stopped_by and summary.version < summary.steps:
+        raise WindlassError(
+            f"the last update failed: version {summary.steps} must be published after as many steps, "
+            f"got {summary.version}; see the trainers' logs in {output_dir / 'logs'}"
+        )
+    return summary
+
+
+def _made(folder: str) -> Path:
+    path = Path(folder).resolve()
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _whole(folder: str) -> str:
+    """As ranks in other folders find it."""
+    return str(Path(folder).resolve())
+
+
+@final
+class _Stop:
+    """SIGTERM and SIGINT as events: the first asks, the second insists."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.asked = asyncio.Event()
+        self.insisted = asyncio.Event()
+
+    def listen(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._take, number)
+
+    def close(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
+
+    def _take(self, number: int) -> None:
+        if self.asked.is_set():
+            self.insisted.set()
+        self.number = self.number or number
+        self.asked.set()
+
+
+class _Stopped(Exception):
+    """Raised inside the job's work where a signal may end it."""
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class _Job:
+    config: LaunchConfig
+    output_dir: Path
+    recipe: Recipe
+    scheduler: Scheduler
+    controller: Controller
+    trainers: TrainController
+    processes: Sequence[KeptProcess]
+    stop: _Stop
+    say: Callable[[str], None]
+    steps: int = 0
+
+    async def run(self) -> JobSummary:
+        controller = self.controller
+        self.say(f"controller {controller.url}")
+        work = asyncio.create_task(self._work())
+        guards = [asyncio.create_task(self._guard(kept)) for kept in self.processes]
+        asked: asyncio.Task[Any] = asyncio.create_task(self.stop.asked.wait())
+        try:
+            await asyncio.wait([work, asked, *guards], return_when=asyncio.FIRST_COMPLETED)
+            for task in [work, *guards]:
+                if task.done():
+                    task.result()
+            if not work.done():
+                await self._let_it_end(work, guards)
+            rollouts: dict[str, int] = msgspec.to_builtins(controller.rollouts.stats())
+        finally:
+            in_step = not work.done()  # ranks that stand in a call hear nothing else
+            for task in (work, asked, *guards):
+                task.cancel()
+            await asyncio.gather(work, asked, *guards, return_exceptions=True)
+            # With a replica the last update may still be on its way when all else has ended.
+            grace_s = max(10.0, self.config.shutdown_s) if self.config.replica else 10.0
+            await self.trainers.close(grace_s=0.5 if in_step else grace_s)
+            await controller.rollouts.close()
+            # The controller is still there, so that workers and engines leave it in peace.
+            left = [status.name for status in self.scheduler.list()]
+            await asyncio.gather(*map(self.scheduler.delete, left))
+        summary = JobSummary(
+            steps=self.steps,
+            version=controller.coordinator.published_version,
+            stopped_by=self.stop.number,
+            outcomes=tuple(report.outcome for report in controller.coordinator.reports),
+            rollouts=rollouts,
+        )
+        ended = "done" if summary.version >= summary.steps else "failed"
+        if summary.stopped_by:
+            ended = f"stopped by signal {summary.stopped_by}"
+        self.say(f"{ended}: {summary.steps} steps, version {summary.version} published")
+        return summary
+
+    async def _let_it_end(self, work: asyncio.Task[None], guards: list[asyncio.Task[None]]) -> None:
+        """A signal came: a step or an update that runs may end, and dispatches stop."""
+        self.controller.rollouts.pause()
+        insisted = asyncio.create_task(self.stop.insisted.wait())
+        self.say(f"signal {self.stop.number}: ending what runs")
+        try:
+            await asyncio.wait(
+                [work, insisted, *guards],
+                timeout=self.config.shutdown_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        finally:
+            insisted.cancel()
+        for task in [work, *guards]:
+            if task.done():
+                task.result()
+        if not work.done():
+            self.say(f"given up after {self.config.shutdown_s} s or a second signal")
+
+    async def _guard(self, kept: KeptProcess) -> None:
+        """Keep a process running; a fleet goes on without a member that comes back."""
+        spec, restarts = kept.spec, 0
+        while True:
+            await self.scheduler.start(spec)
+            status = await self.scheduler.wait(spec.name)
+            ended = f"{spec.name} ended with {status.returncode} after {restarts} restarts"
+            if restarts == kept.max_restarts:
+                tail = await self.scheduler.log_tail(spec.name)
+                raise WindlassError(f"{ended}; its log ends:\n{tail}")
+            self.say(f"{ended}; starting it again")
+            restarts += 1
+
+    # --- the work ----------------------------------------------------------------------------
+
+    async def _work(self) -> None:
+        config, trainers = self.config, self.trainers
+        producer: asyncio.Task[None] | None = None
+        try:
+            await self._unless_stopped(self._start())
+            await trainers.publish(0, deadline_s=config.trainer.publish_deadline_s)
+            producer = asyncio.create_task(self._produce())
+            for step in range(config.steps):
+                self._check_stopped()
+                batch = await self._unless_stopped(self._batch(producer))
+                if batch is None:
+                    self.say(f"the recipe's tasks ended after {step} steps")
+                    break
+                await self._step(step, batch)
+        except _Stopped:
+            return
+        finally:
+            if producer is not None:
+                producer.cancel()
+                await asyncio.gather(producer, return_exceptions=True)
+
+    async def _start(self) -> None:
+        config, controller = self.config, self.controller
+        deadline_s = config.start_deadline_s
+        if not config.rollout.num_workers:
+            controller.rollouts.run_here(self.recipe.workflows())
+        async with asyncio.timeout(deadline_s):
+            await self.trainers.start(controller.url, deadline_s=deadline_s)
+            if folder := config.trainer.resume_from:
+                await self.trainers.load(_whole(folder), deadline_s=deadline_s)
+                self.say(f"resumed from {folder}")
+            await controller.wait_for_fleet(
+                num_trainers=config.trainer.world_size,
+                engines=[engine.name for engine in config.engines],
+                deadline_s=deadline_s,
+            )
+            await controller.rollouts.wait_for_workers(
+                max(config.rollout.num_workers, 1), deadline_s=deadline_s
+            )
+
+    async def _step(self, step: int, batch: list[list[TrainingSample]]) -> None:
+        config, trainers = self.config, self.trainers
+        samples = [sample for group in batch for sample in group]
+        self.controller.observe_samples(samples)
+        result = await trainers.train_step(step, batch, deadline_s=config.trainer.step_deadline_s)
+        await trainers.publish(step + 1, deadline_s=config.trainer.publish_deadline_s)
+        self.steps = step + 1
+        if config.trainer.save_every and self.steps % config.trainer.save_every == 0:
+            path = self.output_dir / "checkpoints" / str(self.steps)
+            await trainers.save(str(path), deadline_s=config.trainer.step_deadline_s)
+        reward = sum(sample.reward for sample in samples) / max(len(samples), 1)
+        metrics = ", ".join(f"{name} {value:.4g}" for name, value in result.metrics.items())
+        self.say(f"step {self.steps}: reward {reward:.4f}, {len(samples)} samples, {metrics}")
+
+    async def _produce(self) -> None:
+        """Tasks as fast as the staleness bound admits them."""
+        rollout, rollouts = self.config.rollout, self.controller.rollouts
+        trainer = self.config.trainer
+        # Room comes with a version: after a batch and its scores, a step, a checkpoint, the update.
+        deadline_s = (
+            rollout.batch_deadline_s * (1 + rollout.groups_per_step)
+            + 2 * trainer.step_deadline_s
+            + trainer.publish_deadline_s
+        )
+        for task in self.recipe.tasks():
+            await rollouts.wait_for_room(deadline_s=deadline_s)
+            if task.workflow:
+                rollouts.submit_workflow_group(
+                    task.workflow,
+                    task.arguments,
+                    rollout.samples_per_group,
+                    rollout.sampling,
+                    metadata=task.metadata,
+                )
+            else:
+                rollouts.submit_group(
+                    task.prompt_ids,
+                    rollout.samples_per_group,
+                    rollout.sampling,
+                    metadata=task.metadata,
+                )
+
+    async def _batch(self, producer: asyncio.Task[None]) -> list[list[TrainingSample]] | None:
+        """The groups of a step, scored; None when there are no tasks left for one.
+
+        Groups that the recipe declines are replaced. The deadline is for waiting, all in all, and
+        not for scoring, which has its own.
+        """
+        loop, left_s = asyncio.get_running_loop(), self.config.rollout.batch_deadline_s
+        batch: list[list[TrainingSample]] = []
+        while (missing := self.config.rollout.groups_per_step - len(batch)) > 0:
+            began_s = loop.time()
+            groups = await self._draw(missing, left_s, producer)
+            left_s -= loop.time() - began_s
+            if groups is None:
+                return None
+            for group in groups:
+                samples = await self._score(group)
+                if samples:
+                    batch.append(samples)
+                else:
+                    self.controller.rollouts.decline(group)
+        return batch
+
+    async def _draw(
+        self, num_groups: int, deadline_s: float, producer: asyncio.Task[None]
+    ) -> tuple[RolloutGroup, ...] | None:
+        """So many groups; None when there are no tasks left for them."""
+        rollout, rollouts = self.config.rollout, self.controller.rollouts
+        drawn = asyncio.ensure_future(rollouts.next_batch(num_groups, deadline_s=deadline_s))
+        try:
+            await asyncio.wait([drawn, producer], return_when=asyncio.FIRST_COMPLETED)
+            if producer.done():
+                producer.result()
+                num_left = rollouts.stats().outstanding
+                if not drawn.done() and num_left < rollout.samples_per_group * num_groups:
+                    return None
+            return await drawn
+        finally:
+            drawn.cancel()
+
+    async def _score(self, group: RolloutGroup) -> list[TrainingSample]:
+        deadline_s = self.config.rollout.batch_deadline_s
+        try:
+            async with asyncio.timeout(deadline_s):
+                return list(await in_thread(partial(self.recipe.samples, group)))
+        except TimeoutError as error:
+            raise PeerTimeout(
+                f"recipe: group {group.group_id} was not scored within {deadline_s} s"
+            ) from error
+
+    # --- stopping ----------------------------------------------------------------------------
+
+    def _check_stopped(self) -> None:
+        if self.stop.asked.is_set():
+            raise _Stopped
+
+    async def _unless_stopped(self, what: Coroutine[Any, Any, _T]) -> _T:
+        """Wait for something that a signal may cut off without harm."""
+        task = asyncio.create_task(what)
+        asked = asyncio.create_task(self.stop.asked.wait())
+        try:
+            await asyncio.wait([task, asked], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise _Stopped
+            return task.result()
+        finally:
+            for each in (task, asked):
+                each.cancel()
+            await asyncio.gather(task, asked, return_exceptions=True)

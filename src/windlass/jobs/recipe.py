@@ -1,0 +1,111 @@
+"""The user's part of a launched job that runs in the controller's process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import importlib.util
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from windlass.errors import ConfigError
+from windlass.rollout.batches import training_samples
+from windlass.rollout.handles import RolloutGroup
+from windlass.rollout.messages import TrainingSample
+from windlass.rollout.workflows import Workflow
+
+__all__ = ["Recipe", "Task", "in_thread", "load_recipe"]
+
+_T = TypeVar("_T")
+MODULE = "windlass_launched_recipe"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One group to draw: samples of a prompt, or runs of a workflow.
+
+    Attributes:
+        prompt_ids: of a plain prompt. workflow: name; empty for a plain prompt.
+        arguments: of the workflow. metadata: given back with the group.
+    """
+
+    prompt_ids: tuple[int, ...] = ()
+    workflow: str = ""
+    arguments: object = None
+    metadata: object = None
+
+
+class Recipe(ABC):
+    """What is asked and how it is scored. Called from the controller's loop and one thread at a time."""
+
+    @abstractmethod
+    def tasks(self) -> Iterator[Task]:
+        """Tasks, drawn as fast as the staleness bound admits them; the end ends the job."""
+
+    @abstractmethod
+    def rewards(self, group: RolloutGroup) -> Sequence[float]:
+        """One per answer of a finished group. Runs in a thread, so it may take its time."""
+
+    def samples(self, group: RolloutGroup) -> Sequence[TrainingSample]:
+        """What the trainers get of a group; one sample per answer unless overridden.
+
+        Nothing declines the group (all rewards are equal, say): another one takes its place.
+        """
+        return training_samples(group, self.rewards(group))
+
+    def workflows(self) -> Mapping[str, Workflow]:
+        """Workflows that the controller's loop runs when there are no worker processes."""
+        return {}
+
+
+def load_recipe(file: Path, name: str) -> Recipe:
+    """Run a file that whoever starts the process has named; an instance of its `Recipe`.
+
+    Raises:
+        ConfigError: no such file or name, or it is no `Recipe` class.
+    """
+    spec = importlib.util.spec_from_file_location(MODULE, file)
+    if spec is None or spec.loader is None or not file.is_file():
+        raise ConfigError(f"recipe.file must be a Python file, got {str(file)!r}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[MODULE] = module  # dataclasses look their own module up
+    spec.loader.exec_module(module)
+    found = vars(module).get(name)
+    if not (isinstance(found, type) and issubclass(found, Recipe)):
+        raise ConfigError(f"recipe.name must be a windlass.jobs.Recipe class, got {name!r}")
+    return found()
+
+
+async def in_thread(call: Callable[[], _T]) -> _T:
+    """Run user code in a thread that ends with the process: code that hangs must not keep it."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[_T] = loop.create_future()
+    context = contextvars.copy_context()  # the fields of log lines
+
+    def tell(result: Future[_T]) -> None:
+        if done.done():  # given up
+            return
+        if (error := result.exception()) is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result.result())
+
+    def run() -> None:
+        result: Future[_T] = Future()
+        try:
+            result.set_result(context.run(call))
+        # The boundary of user code: whatever it raises belongs to whoever waits.
+        except Exception as error:  # noqa: BLE001
+            result.set_exception(error)
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(tell, result)
+
+    threading.Thread(target=run, name="recipe", daemon=True).start()
+    return await done

@@ -1,0 +1,77 @@
+"""Schedulers by configuration: what the demo and `windlass launch` choose from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from windlass.jobs.schedulers.local import LocalScheduler
+from windlass.jobs.schedulers.queued import QueuedScheduler
+from windlass.jobs.schedulers.ray import ray_scheduler
+from windlass.jobs.schedulers.slurm import slurm_scheduler
+
+__all__ = [
+    "LocalSchedulerConfig",
+    "RaySchedulerConfig",
+    "SchedulerConfig",
+    "SlurmSchedulerConfig",
+    "create_scheduler",
+]
+
+
+class LocalSchedulerConfig(
+    msgspec.Struct, frozen=True, tag="local", tag_field="kind", forbid_unknown_fields=True
+):
+    """Subprocesses of this host, which end with this process."""
+
+
+class SlurmSchedulerConfig(
+    msgspec.Struct, frozen=True, tag="slurm", tag_field="kind", forbid_unknown_fields=True
+):
+    """The Slurm cluster of this host.
+
+    Attributes:
+        options: passed on to sbatch: partition, account, time limit.
+        host: address of this host as the nodes reach it; empty for its host name.
+    """
+
+    options: tuple[str, ...] = ()
+    host: str = ""
+
+
+class RaySchedulerConfig(
+    msgspec.Struct, frozen=True, tag="ray", tag_field="kind", forbid_unknown_fields=True
+):
+    """A Ray cluster.
+
+    Attributes:
+        address: of a running one; empty starts one on this host that ends with the scheduler.
+        num_cpus: of a cluster that is started here; Ray counts the cores when omitted.
+    """
+
+    address: str = ""
+    num_cpus: int | None = None
+
+
+SchedulerConfig = LocalSchedulerConfig | SlurmSchedulerConfig | RaySchedulerConfig
+
+
+def create_scheduler(
+    config: SchedulerConfig, log_dir: Path, environment: Mapping[str, str]
+) -> LocalScheduler | QueuedScheduler:
+    """The scheduler that `config` describes; enter it as a context.
+
+    Args:
+        config: which, and how.
+        log_dir: where `NAME.log` is written; Ray keeps logs on the nodes.
+        environment: variables for every process.
+    """
+    match config:
+        case LocalSchedulerConfig():
+            return LocalScheduler(log_dir, environment, tethered=True)
+        case SlurmSchedulerConfig(options=options, host=host):
+            return slurm_scheduler(log_dir, environment, sbatch_options=options, host=host)
+        case RaySchedulerConfig(address=address, num_cpus=num_cpus):
+            return ray_scheduler(environment, address=address, num_cpus=num_cpus)

@@ -1,0 +1,199 @@
+"""Processes in Ray placement groups.
+
+Ray places and Ray launches; it carries nothing else. A reservation is a placement group of one
+bundle with one launcher actor in it, and a process is a subprocess of that actor, so that
+colocated processes share cores and devices. Waiting for an end is one pending actor call. Ray ends
+the actors of a driver that died, and with the actor ends what it started.
+Ray deserialises with pickle: whoever may submit to the cluster is trusted by it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import Awaitable, Mapping
+from pathlib import Path
+from typing import Any, final
+
+import msgspec
+
+from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, TransportUnavailable
+from windlass.jobs.schedulers.base import ProcessSpec
+from windlass.jobs.schedulers.local import LocalScheduler
+from windlass.jobs.schedulers.queued import LOST_RETURNCODE, ClusterBackend, QueuedScheduler
+
+__all__ = ["RayBackend", "ray_scheduler"]
+
+MAX_CALLS = 1000
+CALL_DEADLINE_S = 60.0
+# Ray gives a node that it starts 30 s and cannot be told otherwise; a busy host needs more.
+START_TRIES = 3
+
+
+def ray_scheduler(
+    environment: Mapping[str, str] | None = None,
+    *,
+    address: str = "",
+    num_cpus: int | None = None,
+    namespace: str = "windlass",
+) -> QueuedScheduler:
+    """A scheduler on a Ray cluster.
+
+    Args:
+        environment: variables for every process.
+        address: of a running cluster; empty starts one on this host that ends with the scheduler.
+        num_cpus: cores of a cluster that is started here; Ray counts them when omitted.
+        namespace: Ray's.
+    """
+    return QueuedScheduler(RayBackend(address, num_cpus, namespace), environment)
+
+
+class Launcher:
+    """Runs as an actor on the node of its reservation."""
+
+    def __init__(self) -> None:
+        self._log_dir = tempfile.TemporaryDirectory(prefix="windlass-")
+        self._scheduler = LocalScheduler(Path(self._log_dir.name), tethered=True)
+
+    async def ready(self) -> bool:
+        """Answer, which proves that the actor was placed."""
+        return True
+
+    async def start(self, encoded: bytes) -> int:
+        """Start the process of an encoded `ProcessSpec`; its pid."""
+        spec = msgspec.json.decode(encoded, type=ProcessSpec)
+        return (await self._scheduler.start(spec)).pid
+
+    async def wait(self, name: str) -> int:
+        """Its return code, once it has ended."""
+        code = (await self._scheduler.wait(name)).returncode
+        return LOST_RETURNCODE if code is None else code
+
+    async def signal(self, name: str, signal_number: int) -> None:
+        """Signal its process group."""
+        await self._scheduler.signal(name, signal_number)
+
+    async def log_tail(self, name: str, num_lines: int) -> str:
+        """What it printed last."""
+        return await self._scheduler.log_tail(name, num_lines)
+
+    async def close(self) -> None:
+        """Kill what is left."""
+        await self._scheduler.close(grace_s=0.1)
+        self._log_dir.cleanup()
+
+
+@final
+class RayBackend(ClusterBackend):
+    """See the module. A place is a placement group's id."""
+
+    def __init__(self, address: str, num_cpus: int | None, namespace: str) -> None:
+        self._address, self._num_cpus, self._namespace = address, num_cpus, namespace
+        # Ray's handles have no types that mypy knows.
+        self._groups: dict[str, Any] = {}
+        self._launchers: dict[str, Any] = {}
+        self._opened = False
+
+    async def open(self) -> None:
+        try:
+            import ray
+        except ImportError as error:
+            raise TransportUnavailable("ray: not installed; pip install 'windlass[ray]'") from error
+        tries = 1 if self._address else START_TRIES
+        while not self._opened:
+            tries -= 1
+            try:
+                ray.init(
+                    address=self._address or "local",
+                    num_cpus=None if self._address else self._num_cpus,
+                    namespace=self._namespace,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level="ERROR",
+                )
+                self._opened = True
+            # Ray's boundary: a node that does not start in time is an Exception of no kind.
+            except Exception as error:
+                ray.shutdown()
+                if not tries:
+                    raise ConfigError(f"ray: address {self._address!r}: {error}") from error
+
+    async def reserve(self, spec: ProcessSpec) -> str:
+        import ray
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        bundle = {"CPU": spec.num_cpus} | ({"GPU": spec.num_gpus} if spec.num_gpus else {})
+        group = placement_group([bundle], strategy="STRICT_PACK")
+        place = str(group.id.hex())
+        self._groups[place] = group
+        self._launchers[place] = (
+            ray.remote(Launcher)
+            .options(
+                num_cpus=spec.num_cpus,
+                num_gpus=spec.num_gpus,
+                max_concurrency=MAX_CALLS,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group),
+            )
+            .remote()
+        )
+        return place
+
+    async def granted(self, place: str) -> None:
+        # How long it may queue is the caller's deadline on `wait_healthy`.
+        await _answer(self._launchers[place].ready.remote(), None)
+
+    async def launch(self, place: str, spec: ProcessSpec) -> int:
+        pid: int = await _answer(self._launchers[place].start.remote(msgspec.json.encode(spec)))
+        return pid
+
+    async def wait(self, place: str, name: str) -> int:
+        code: int = await _answer(self._launchers[place].wait.remote(name), None)
+        return code
+
+    async def signal(self, place: str, name: str, signal_number: int) -> None:
+        await _answer(self._launchers[place].signal.remote(name, signal_number))
+
+    async def log_tail(self, place: str, name: str, num_lines: int) -> str:
+        return str(await _answer(self._launchers[place].log_tail.remote(name, num_lines)))
+
+    async def release(self, place: str) -> None:
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        group, launcher = self._groups.pop(place, None), self._launchers.pop(place, None)
+        if group is None:
+            return
+        # Queued, or gone already: there is nothing of it left to end.
+        with contextlib.suppress(PeerUnreachable, PeerTimeout):
+            await _answer(launcher.close.remote(), 2.0)
+        ray.kill(launcher)
+        remove_placement_group(group)
+
+    async def close(self) -> None:
+        if self._opened:
+            import ray
+
+            self._opened = False
+            ray.shutdown()
+
+
+async def _answer(call: Awaitable[Any], deadline_s: float | None = CALL_DEADLINE_S) -> Any:
+    """The answer of an actor; None for what lasts as long as a process, whose end Ray tells.
+
+    Raises:
+        PeerUnreachable: the actor or its node is gone. ConfigError: it refused.
+        PeerTimeout: no answer by the deadline.
+    """
+    from ray.exceptions import RayError, RayTaskError
+
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await call
+    except TimeoutError:
+        raise PeerTimeout(f"ray: an actor gave no answer within {deadline_s} s") from None
+    except RayTaskError as error:
+        raise ConfigError(f"ray: {error.cause}") from error
+    except RayError as error:
+        raise PeerUnreachable(f"ray: {type(error).__name__}: {error}") from error

@@ -1,0 +1,276 @@
+"""Processes as Slurm job steps.
+
+A reservation is one `sbatch` job, whose batch script (`tether.py`) takes a lease: it connects to
+this process and says a secret. That connection is the grant, so nobody asks again and again, and
+it is what the job lives by: when it ends, however this process died, the script ends, and Slurm
+ends the job with everything in it. Processes are `srun` steps in the job, so that colocated ones
+share node, cores and devices. The `srun` client of a step runs here: its end is the step's end,
+at once and with the return code, and its output is the step's, without a shared file system. The
+environment, and with it the token, travels through `srun` and never stands on a command line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import re
+import secrets
+import shlex
+import shutil
+import socket
+import sys
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import final
+
+from windlass.envs import inherited_environment
+from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, TransportUnavailable
+from windlass.jobs.schedulers import parent_watchdog as tether
+from windlass.jobs.schedulers.base import ProcessSpec
+from windlass.jobs.schedulers.local import LocalScheduler
+from windlass.jobs.schedulers.queued import ClusterBackend, QueuedScheduler
+
+__all__ = ["SlurmBackend", "slurm_scheduler"]
+
+COMMAND_DEADLINE_S = 30.0
+JOB_ID = re.compile(r"(\d+)(;.*)?$")
+TOOLS = ("sbatch", "srun", "squeue", "scancel", "scontrol")
+
+
+def slurm_scheduler(
+    log_dir: Path,
+    environment: Mapping[str, str] | None = None,
+    *,
+    sbatch_options: tuple[str, ...] = (),
+    host: str = "",
+) -> QueuedScheduler:
+    """A scheduler that submits to the Slurm cluster of this host.
+
+    Args:
+        log_dir: where `NAME.log` is written, on this host.
+        environment: variables for every process.
+        sbatch_options: passed on: partition, account, time limit.
+        host: of this host, as the nodes reach it; empty for its host name.
+    """
+    backend = SlurmBackend(log_dir, sbatch_options=sbatch_options, host=host)
+    return QueuedScheduler(backend, environment)
+
+
+@dataclass(slots=True)
+class _Job:
+    """`settled` once the lease was taken, or the job ended before that."""
+
+    client: asyncio.subprocess.Process
+    lease: asyncio.StreamWriter | None = None
+    failure: str = ""
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    watch: asyncio.Task[None] | None = None
+
+
+@final
+class SlurmBackend(ClusterBackend):
+    """See the module. A place is a job id."""
+
+    def __init__(
+        self, log_dir: Path, *, sbatch_options: tuple[str, ...] = (), host: str = ""
+    ) -> None:
+        self._clients = LocalScheduler(log_dir, tethered=True)
+        self._script = log_dir / "slurm-lease.sh"
+        self._options = sbatch_options
+        self._host = host or socket.gethostname()
+        self._server: asyncio.Server | None = None
+        self._address: tuple[str, int] = ("", 0)
+        self._unclaimed: dict[str, _Job] = {}
+        self._jobs: dict[str, _Job] = {}
+
+    async def open(self) -> None:
+        missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+        if missing:
+            raise TransportUnavailable(
+                f"slurm: {', '.join(missing)} not found; install slurm-client"
+            )
+        await _run("scontrol", "ping")
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(
+                self._host, 0, type=socket.SOCK_STREAM
+            )
+            self._server = await asyncio.start_server(self._admit, str(found[0][4][0]), 0)
+        except OSError as error:
+            raise ConfigError(
+                f"slurm: host must be an address of this host, got {self._host!r}: {error}"
+            ) from error
+        self._address = self._server.sockets[0].getsockname()[:2]
+        source = await asyncio.to_thread(inspect.getsource, tether)
+        program = shlex.join((sys.executable, "-I", "-S", "-c", source))
+        self._script.write_text(f'#!/bin/sh\nexec {program} "$@"\n')
+
+    async def reserve(self, spec: ProcessSpec) -> str:
+        lease, mark = secrets.token_hex(16), await self._clients.mark()
+        devices = (f"--gres=gpu:{spec.num_gpus}",) if spec.num_gpus else ()
+        client = await asyncio.create_subprocess_exec(
+            *("sbatch", "--wait", "--parsable", "--no-requeue", "--output=/dev/null"),
+            *("--nodes=1", "--ntasks=1", f"--job-name={spec.name}", "--export=ALL"),
+            *(f"--cpus-per-task={spec.num_cpus}", *devices, *self._options),
+            *(str(self._script), "lease", self._address[0], str(self._address[1])),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**inherited_environment(), **mark, tether.LEASE_VARIABLE: lease},
+            start_new_session=True,
+        )
+        job = self._unclaimed[lease] = _Job(client)
+        said: list[str] = []
+        place = ""
+        try:
+            async with asyncio.timeout(COMMAND_DEADLINE_S):
+                async for line in _lines(client):
+                    said.append(line)
+                    if found := JOB_ID.match(line):
+                        place = found[1]
+                        job.watch = asyncio.create_task(_watch(place, job))
+                        self._jobs[place] = job
+                        return place
+        except TimeoutError:
+            raise PeerTimeout(
+                f"slurm: sbatch gave no answer within {COMMAND_DEADLINE_S} s"
+            ) from None
+        finally:
+            if not place:
+                del self._unclaimed[lease]
+                await _end_client(client)
+        raise ConfigError(f"slurm: {spec.name}: sbatch refused: {'; '.join(said)}")
+
+    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(COMMAND_DEADLINE_S):
+                said = (await reader.readline()).decode(errors="replace").strip()
+        except (TimeoutError, ValueError, ConnectionError):
+            said = ""
+        job = self._unclaimed.pop(said, None)
+        if job is None:
+            writer.close()
+            return
+        tether.keep_alive(writer.get_extra_info("socket"))
+        job.lease = writer
+        job.settled.set()
+
+    async def granted(self, place: str) -> None:
+        # How long a job may queue is the caller's deadline on `wait_healthy`.
+        job = self._jobs[place]
+        await job.settled.wait()
+        if job.lease is None:
+            raise PeerUnreachable(job.failure)
+
+    async def launch(self, place: str, spec: ProcessSpec) -> int:
+        client = ProcessSpec(
+            name=spec.name,
+            command=(
+                *("srun", f"--jobid={place}", "--overlap", "--nodes=1", "--ntasks=1"),
+                *(f"--cpus-per-task={spec.num_cpus}", f"--job-name={spec.name}"),
+                *("--export=ALL", "--", *spec.command),
+            ),
+            environment=spec.environment,
+        )
+        return (await self._clients.start(client)).pid
+
+    async def wait(self, place: str, name: str) -> int:  # noqa: ARG002
+        code = (await self._clients.wait(name)).returncode
+        # srun reports a signal as a shell does.
+        return 0 if code is None else code if code <= 128 else 128 - code
+
+    async def signal(self, place: str, name: str, signal_number: int) -> None:
+        listed = await _run("squeue", "--noheader", "--steps", f"--jobs={place}", "--format=%i|%j")
+        for line in listed.splitlines():
+            step, _, step_name = line.strip().partition("|")
+            if step_name == name:
+                await _run("scancel", f"--signal={signal_number}", step, tolerate=True)
+
+    async def log_tail(self, place: str, name: str, num_lines: int) -> str:  # noqa: ARG002
+        return await self._clients.log_tail(name, num_lines)
+
+    async def release(self, place: str) -> None:
+        job = self._jobs.pop(place, None)
+        await _run("scancel", place, tolerate=True)
+        if job is not None:
+            await _forget(job)
+
+    async def close(self) -> None:
+        await self._clients.close()
+        for job in self._jobs.values():
+            await _forget(job)
+        self._jobs.clear()
+        self._unclaimed.clear()
+        if self._server is not None:
+            self._server.close()
+            await self._server.wait_closed()
+            self._server = None
+        self._script.unlink(missing_ok=True)
+
+
+async def _watch(place: str, job: _Job) -> None:
+    """`sbatch --wait` ends some seconds after its job."""
+    said = [line async for line in _lines(job.client)]
+    code = await job.client.wait()
+    job.failure = (
+        f"slurm: job {place} ended with {code} before its node connected to this host "
+        f"{'; '.join(said)}"
+    )
+    job.settled.set()
+
+
+async def _forget(job: _Job) -> None:
+    if job.lease is not None:
+        job.lease.close()
+    if job.watch is not None:
+        job.watch.cancel()
+        await asyncio.gather(job.watch, return_exceptions=True)
+    await _end_client(job.client)
+
+
+async def _end_client(client: asyncio.subprocess.Process) -> None:
+    if client.returncode is None:
+        client.kill()
+    with contextlib.suppress(TimeoutError):  # it hangs in the kernel, and ends when that lets it
+        async with asyncio.timeout(COMMAND_DEADLINE_S):
+            await client.wait()
+
+
+async def _lines(process: asyncio.subprocess.Process) -> AsyncIterator[str]:
+    if process.stdout is not None:
+        async for line in process.stdout:
+            yield line.decode(errors="replace").strip()
+
+
+async def _run(*command: str, tolerate: bool = False) -> str:
+    """Run one of Slurm's commands; its output.
+
+    Args:
+        command: argument list.
+        tolerate: the job or step may be gone already.
+
+    Raises:
+        ConfigError: it failed. PeerTimeout: no answer in time.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=inherited_environment(),
+    )
+    try:
+        async with asyncio.timeout(COMMAND_DEADLINE_S):
+            output, errors = await process.communicate()
+    except TimeoutError:
+        raise PeerTimeout(
+            f"slurm: {command[0]} gave no answer within {COMMAND_DEADLINE_S} s"
+        ) from None
+    finally:
+        if process.returncode is None:
+            await _end_client(process)
+    if process.returncode and not tolerate:
+        said = errors.decode(errors="replace").strip().replace("\n", "; ")
+        raise ConfigError(f"slurm: {command[0]} ended with {process.returncode}: {said}")
+    return output.decode(errors="replace")

@@ -1,0 +1,493 @@
+"""TrainController: starts trainer ranks through a scheduler and calls them collectively."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import aiohttp
+from aiohttp import WSCloseCode, web
+
+from windlass.errors import ConfigError, ProtocolError, TrainerError, WindlassError
+from windlass.jobs.schedulers.base import ProcessSpec, Scheduler
+from windlass.jobs.train_messages import (
+    TRAIN_PROTOCOL_VERSION,
+    Call,
+    CallReply,
+    Done,
+    Failed,
+    Joined,
+    Load,
+    Operation,
+    Publish,
+    Save,
+    Setup,
+    Stop,
+    TrainCommand,
+    TrainStep,
+    decode_worker_frame,
+    encode_frame,
+)
+from windlass.net.access import Access, role_environment
+from windlass.net.server import ControlServer
+from windlass.net.sockets import PartJoiner, close_socket, send_frame
+from windlass.rollout.messages import TrainingSample
+from windlass.rollout.workflows import encode_value
+
+__all__ = ["StepResult", "TrainController"]
+
+_log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 20.0
+MAX_MESSAGE_NBYTES = 1 << 30
+MAX_REASON_NBYTES = 120
+LOG_LINES = 20
+DEATH_GRACE_S = 1.0
+BROKEN_GRACE_S = 1.0
+"""Ranks that may stand in a half-entered collective do not end by themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One step: metrics of every rank, in rank order, and their sample-weighted mean."""
+
+    step: int
+    ranks: tuple[Mapping[str, float], ...]
+    metrics: Mapping[str, float]
+
+
+@dataclass(slots=True)
+class _Rank:
+    name: str
+    incarnation: str = ""
+    socket: web.WebSocketResponse | None = None
+    joined: asyncio.Event = field(default_factory=asyncio.Event)
+    outstanding: Call | None = None
+    reply: asyncio.Future[Done] | None = None
+    watch: asyncio.Task[str] | None = None
+    place: Done = field(default_factory=Done)
+    operations: tuple[str, ...] = ()
+
+
+@final
+class TrainController:
+    """See the module. Used from one asyncio loop; one collective call at a time.
+
+    After a rank died, hung or raised, the others may stand in a half-entered collective: every
+    later call raises the same error, and `close` ends all ranks. Start a new one to go on.
+
+    Args:
+        scheduler: starts the ranks; not closed here.
+        command: the user's script, which calls `run_train_worker`.
+        world_size: ranks. token: the owner's secret of the server that this is
+            mounted on; ranks get the token of role trainer.
+        name: ranks are called NAME-0, NAME-1, ...; letters, digits, "_", "." and "-".
+        environment: added to every rank's. num_cpus, num_gpus: reserved per rank.
+
+    Raises:
+        ConfigError: world_size < 1, or a name of other characters.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        command: Sequence[str],
+        world_size: int,
+        token: str,
+        name: str = "trainer",
+        environment: Mapping[str, str] | None = None,
+        num_cpus: int = 1,
+        num_gpus: int = 0,
+    ) -> None:
+        if world_size < 1:
+            raise ConfigError(f"TrainController: world_size must be >= 1, got {world_size}")
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+            raise ConfigError(f"TrainController: name must be of A-Z a-z 0-9 _ . -, got {name!r}")
+        self._scheduler, self._token, self._name = scheduler, token, name
+        self._command = tuple(command)
+        self._environment = dict(environment or {})
+        self._num_cpus, self._num_gpus = num_cpus, num_gpus
+        self._ranks = [_Rank(f"{name}-{rank}") for rank in range(world_size)]
+        self._store = ("", 0)
+        self._last_request = 0
+        self._failure = ""
+        self._lock = asyncio.Lock()
+
+    def mount(self, server: ControlServer) -> None:
+        """Add the ranks' route to a server that has not started.
+
+        Several may be mounted on one server, actor and critic for example, under names of their own.
+
+        Raises:
+            ConfigError: the server has one of this name.
+        """
+        # The expression keeps several on one server apart: access goes by the route without it.
+        route = f"/v1/train_workers/{{name:{re.escape(self._name)}}}"
+        server.add_routes([web.get(route, self._serve)])
+
+    # --- calls -------------------------------------------------------------------------------
+
+    async def start(self, url: str, *, deadline_s: float) -> None:
+        """Start all ranks, wait until they have connected, and set their engines up.
+
+        Args:
+            url: of the server that this is mounted on, as the ranks can reach it.
+            deadline_s: for all of it.
+
+        Raises:
+            TrainerError: a rank died, did not come, or its setup raised.
+        """
+        loop = asyncio.get_running_loop()
+        end = loop.time() + deadline_s
+        job = secrets.token_hex(8)
+        for index, rank in enumerate(self._ranks):
+            environment = {
+                **self._environment,
+                **role_environment(self._token, Access.TRAINER),
+                "WINDLASS_TRAIN_URL": url,
+                "WINDLASS_TRAIN_NAME": self._name,
+                "WINDLASS_JOB": job,
+                "RANK": str(index),
+                "WORLD_SIZE": str(len(self._ranks)),
+            }
+            spec = ProcessSpec(
+                name=rank.name,
+                command=self._command,
+                environment=environment,
+                num_cpus=self._num_cpus,
+                num_gpus=self._num_gpus,
+            )
+            await self._scheduler.start(spec)
+            rank.watch = asyncio.create_task(self._watch(rank))
+        joins = [asyncio.create_task(_wait(rank.joined)) for rank in self._ranks]
+        await self._settle(joins, end, deadline_s, "connect")
+        remaining = max(end - loop.time(), 0.1)
+        host, port = self._store
+        commands = [Setup(host, port, remaining)] * len(self._ranks)
+        for rank, done in zip(
+            self._ranks, await self._collective(commands, remaining), strict=True
+        ):
+            if not 0 <= done.data_parallel_rank < done.data_parallel_size <= len(self._ranks):
+                raise TrainerError(
+                    f"{rank.name}: data-parallel rank must be in [0, size <= "
+                    f"{len(self._ranks)}), got {done.data_parallel_rank} of "
+                    f"{done.data_parallel_size}"
+                )
+            rank.place = done
+
+    async def train_step(
+        self, step: int, groups: Sequence[Sequence[TrainingSample]], *, deadline_s: float
+    ) -> StepResult:
+        """One optimiser step: group i goes to data-parallel rank i modulo their number.
+
+        Raises:
+            TrainerError: a rank died, hung past `deadline_s` or raised.
+        """
+        whole = tuple(tuple(group) for group in groups)
+        shards = [
+            whole[rank.place.data_parallel_rank :: rank.place.data_parallel_size]
+            for rank in self._ranks
+        ]
+        answers = await self._collective([TrainStep(step, shard) for shard in shards], deadline_s)
+        weights = [float(sum(map(len, shard))) for shard in shards]
+        found = tuple(answer.metrics for answer in answers)
+        return StepResult(step, found, _weighted_mean(found, weights))
+
+    async def publish(self, version: int, *, deadline_s: float) -> None:
+        """All ranks publish their weights as `version`.
+
+        Raises:
+            TrainerError: see `train_step`.
+        """
+        await self._collective([Publish(version, deadline_s)] * len(self._ranks), deadline_s)
+
+    async def save(self, path: str, *, deadline_s: float) -> None:
+        """All ranks write a checkpoint.
+
+        Raises:
+            TrainerError: see `train_step`.
+        """
+        await self._collective([Save(path)] * len(self._ranks), deadline_s)
+
+    async def load(self, path: str, *, deadline_s: float) -> None:
+        """All ranks go on from a checkpoint that `save` has written.
+
+        Raises:
+            TrainerError: see `train_step`.
+        """
+        await self._collective([Load(path)] * len(self._ranks), deadline_s)
+
+    async def call(
+        self, operation: str, argument: object = None, *, deadline_s: float
+    ) -> tuple[Any, ...]:
+        """All ranks run one of their own operations (`run_train_worker`); values in rank order.
+
+        Args:
+            operation: its name.
+            argument: msgpack-plain, the same for all.
+            deadline_s: for all of it.
+
+        Raises:
+            ConfigError: a rank has no such operation, or `argument` is not msgpack-plain; nothing
+                was called.
+            TrainerError: see `train_step`.
+        """
+        commands = self._commands(operation, [argument] * len(self._ranks))
+        return tuple(done.value for done in await self._collective(commands, deadline_s))
+
+    async def map(
+        self, operation: str, items: Sequence[object], *, deadline_s: float
+    ) -> tuple[Any, ...]:
+        """As `call`, with items dealt as `train_step` deals groups; results in the order of items.
+
+        A rank's argument is the list of its items, which may be empty, and its value must be a list
+        with one result for each. Of ranks with the same items the lowest one's results count.
+
+        Raises:
+            ConfigError, TrainerError: see `call`; a value that has not one result per item.
+        """
+        places = [
+            (rank.place.data_parallel_rank, rank.place.data_parallel_size) for rank in self._ranks
+        ]
+        shards = [list(items[index::size]) for index, size in places]
+        answers = await self._collective(self._commands(operation, shards), deadline_s)
+        found: list[Any] = [None] * len(items)
+        for rank, (index, size), shard, answer in reversed(
+            list(zip(self._ranks, places, shards, answers, strict=True))
+        ):
+            value = answer.value
+            if not isinstance(value, list) or len(value) != len(shard):
+                got = len(value) if isinstance(value, list) else type(value).__name__
+                raise TrainerError(
+                    f"{rank.name}: operation {operation} must return a list of {len(shard)} results, "
+                    f"got {got}"
+                )
+            found[index::size] = value
+        return tuple(found)
+
+    def _commands(self, operation: str, arguments: Sequence[object]) -> list[TrainCommand]:
+        lacking = [rank.name for rank in self._ranks if operation not in rank.operations]
+        if lacking:
+            known = sorted({name for rank in self._ranks for name in rank.operations})
+            raise ConfigError(
+                f"operation must be one of {known}, which run_train_worker was given on every rank, "
+                f"got {operation!r} ({', '.join(lacking)} has none of that name)"
+            )
+        for argument in arguments:
+            encode_value(f"operation {operation}: argument", argument)
+        return [Operation(operation, argument) for argument in arguments]
+
+    async def close(self, *, grace_s: float = 10.0) -> None:
+        """Ask all ranks to stop, then end what is left. Idempotent.
+
+        Args:
+            grace_s: for ranks to stop, and then to end; after a failure at most `BROKEN_GRACE_S`.
+        """
+        started = [rank for rank in self._ranks if rank.watch is not None]
+        broken = bool(self._failure)
+        if started and not self._failure:
+            try:
+                await self._collective([Stop()] * len(self._ranks), grace_s)
+            except TrainerError as error:
+                broken = True
+                _log.warning("trainer ranks did not stop: %s", error)
+        self._failure = self._failure or "closed"
+        for rank in started:
+            if rank.watch is not None:
+                rank.watch.cancel()
+                await asyncio.gather(rank.watch, return_exceptions=True)
+                rank.watch = None
+            grace = min(grace_s, BROKEN_GRACE_S) if broken else grace_s
+            await self._scheduler.delete(rank.name, grace_s=grace)
+            if rank.socket is not None:
+                await close_socket(rank.socket)
+
+    async def _collective(
+        self, commands: Sequence[TrainCommand], deadline_s: float
+    ) -> tuple[Done, ...]:
+        async with self._lock:
+            if self._failure:  # of the call before this one, too
+                raise TrainerError(self._failure)
+            loop = asyncio.get_running_loop()
+            end = loop.time() + deadline_s
+            self._last_request += 1
+            replies: list[asyncio.Future[Done]] = []
+            try:
+                for rank, command in zip(self._ranks, commands, strict=True):
+                    rank.reply = loop.create_future()
+                    rank.outstanding = Call(self._last_request, command)
+                    replies.append(rank.reply)
+                    await self._send(rank, max(end - loop.time(), 0.0))
+                what = type(commands[0]).__name__
+                await self._settle(replies, end, deadline_s, what)
+                return tuple(reply.result() for reply in replies)
+            finally:
+                for rank in self._ranks:
+                    rank.outstanding, rank.reply = None, None
+
+    async def _settle(
+        self,
+        waits: Sequence[asyncio.Future[Done] | asyncio.Task[None]],
+        end: float,
+        deadline_s: float,
+        what: str,
+    ) -> None:
+        """Wait for all; the first rank that dies or raises, or the deadline, fails all.
+
+        A rank that has answered may end afterwards: that is how `Stop` looks.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            while missing := [index for index, wait in enumerate(waits) if not wait.done()]:
+                watched = [self._ranks[index].watch for index in missing]
+                pending = [*(waits[index] for index in missing), *(w for w in watched if w)]
+                done, _ = await asyncio.wait(
+                    pending,
+                    timeout=max(end - loop.time(), 0.0),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                self._check_alive(missing, waits, done, what)
+                try:
+                    for wait in waits:
+                        if wait.done():
+                            wait.result()
+                except TrainerError:
+                    # A peer's collective often fails a moment before the dead rank is reported.
+                    ended, _ = await asyncio.wait(
+                        [w for w in watched if w] or pending,
+                        timeout=DEATH_GRACE_S,
+                        return_when=asyncio.FIRST_COMPLETED,
+                    )
+                    self._check_alive(missing, waits, ended, what)
+                    raise
+                if not done:
+                    await self._raise_hang(missing, what, deadline_s)
+        except TrainerError as error:
+            self._failure = str(error)
+            raise
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    def _check_alive(
+        self,
+        missing: Sequence[int],
+        waits: Sequence[asyncio.Future[Done] | asyncio.Task[None]],
+        ended: AbstractSet[object],
+        what: str,
+    ) -> None:
+        for index in missing:
+            watch = self._ranks[index].watch
+            if not waits[index].done() and watch is not None and watch in ended:
+                raise TrainerError(f"{what}: {watch.result()}")
+
+    async def _raise_hang(self, missing: Sequence[int], what: str, deadline_s: float) -> None:
+        names = ", ".join(self._ranks[index].name for index in missing)
+        tails = [
+            f"{self._ranks[i].name}:\n{await self._scheduler.log_tail(self._ranks[i].name, LOG_LINES)}"
+            for i in missing
+        ]
+        raise TrainerError(
+            f"{what}: no answer from {names} within {deadline_s} s; logs end:\n" + "".join(tails)
+        )
+
+    async def _watch(self, rank: _Rank) -> str:
+        status = await self._scheduler.wait(rank.name)
+        tail = await self._scheduler.log_tail(rank.name, LOG_LINES)
+        return f"{rank.name} ended with {status.returncode}; its log ends:\n{tail}"
+
+    # --- connections -------------------------------------------------------------------------
+
+    async def _send(self, rank: _Rank, within_s: float | None = None) -> None:
+        if rank.outstanding is None or rank.socket is None or rank.socket.closed:
+            return  # sent when it connects
+        try:
+            await send_frame(rank.socket, encode_frame(rank.outstanding), within_s=within_s)
+        except ConnectionError as error:
+            _log.info("%s: connection lost while sending: %s", rank.name, error)
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        socket = web.WebSocketResponse(heartbeat=HEARTBEAT_S, max_msg_size=MAX_MESSAGE_NBYTES)
+        await socket.prepare(request)
+        rank: _Rank | None = None
+        parts = PartJoiner(MAX_MESSAGE_NBYTES)
+        try:
+            async for message in socket:
+                if message.type is not aiohttp.WSMsgType.BINARY:
+                    break
+                data = parts.take(message.data)
+                if data is None:
+                    continue
+                frame = decode_worker_frame(data)
+                match frame:
+                    case Joined():
+                        rank = self._admit(frame, socket)
+                        await self._send(rank)
+                    case CallReply() if rank is not None:
+                        _resolve(rank, frame)
+                    case _:
+                        raise ProtocolError("train worker: a reply before its Joined")
+        except WindlassError as error:
+            _log.warning("train worker refused: %s", error)
+            reason = str(error).encode("ascii", "replace")[:MAX_REASON_NBYTES]
+            await close_socket(socket, code=WSCloseCode.POLICY_VIOLATION, message=reason)
+        finally:
+            if rank is not None and rank.socket is socket:
+                rank.socket = None
+            await close_socket(socket)
+        return socket
+
+    def _admit(self, joined: Joined, socket: web.WebSocketResponse) -> _Rank:
+        if joined.protocol_version != TRAIN_PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"train worker: protocol_version must be {TRAIN_PROTOCOL_VERSION}, "
+                f"got {joined.protocol_version}"
+            )
+        if joined.world_size != len(self._ranks) or not 0 <= joined.rank < joined.world_size:
+            raise ProtocolError(
+                f"train worker: rank must be in [0, {len(self._ranks)}), "
+                f"got {joined.rank} of {joined.world_size}"
+            )
+        rank = self._ranks[joined.rank]
+        if rank.incarnation not in ("", joined.incarnation):
+            raise ProtocolError(f"train worker: {rank.name} is taken by another process")
+        rank.incarnation, rank.socket = joined.incarnation, socket
+        rank.operations = joined.operations
+        if joined.rank == 0:
+            self._store = (joined.store_host, joined.store_port)
+        rank.joined.set()
+        return rank
+
+
+def _resolve(rank: _Rank, frame: CallReply) -> None:
+    call, reply = rank.outstanding, rank.reply
+    if call is None or reply is None or reply.done() or frame.request_id != call.request_id:
+        return  # a second answer, or one to a call that was given up
+    match frame.result:
+        case Done():
+            reply.set_result(frame.result)
+        case Failed(error=error):
+            reply.set_exception(TrainerError(f"{rank.name}: {error}"))
+
+
+async def _wait(event: asyncio.Event) -> None:
+    await event.wait()
+
+
+def _weighted_mean(
+    metrics: Sequence[Mapping[str, float]], weights: Sequence[float]
+) -> dict[str, float]:
+    names = dict.fromkeys(name for found in metrics for name in found)
+    means = {}
+    for name in names:
+        pairs = [(m[name], w) for m, w in zip(metrics, weights, strict=True) if name in m]
+        total = sum(weight for _, weight in pairs)
+        means[name] = sum(value * weight for value, weight in pairs) / total if total else 0.0
+    return means

@@ -1,0 +1,97 @@
+"""Where kernels find a trainer's parameters: on their own GPU, or in host memory over PCIe.
+
+Offloaded weights (FSDP2's CPUOffloadPolicy) are read where they lie: a kernel loads them over PCIe,
+casts, and stores them through NVLink into the engine. Nothing is uploaded first.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Iterator, Sequence
+from typing import final
+
+from windlass.errors import RegionError
+from windlass.memory.cuda.driver import Device, MemoryKind, memory_kind, pointer_device
+
+__all__ = ["SourceMemory", "covering_pages"]
+
+
+@final
+class SourceMemory:
+    """Parameters as kernels of `device` reach them.
+
+    Pageable host memory is pinned, which takes about as long as reading it once; memory that its
+    owner has pinned (torch's `pin_memory`) is taken as it is. What is pinned here must not be freed
+    before `close`, or before `reach` is called with other parameters.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._pinned: list[int] = []
+
+    @property
+    def has_pinned(self) -> bool:
+        """Whether anything is pinned here."""
+        return bool(self._pinned)
+
+    def reach(self, parameters: Sequence[tuple[int, int]]) -> list[int]:
+        """Addresses for kernels; lets go of what an earlier call has pinned.
+
+        Args:
+            parameters: address and bytes of each. What has no bytes here (a rank's share of a small
+                parameter that others hold) may lie anywhere, and nothing is read there.
+
+        Raises:
+            RegionError: memory of another GPU, or GPU memory that is not from cudaMalloc.
+            TransferFailed: the host refuses to lock so much memory.
+        """
+        self.close()
+        kinds = [memory_kind(address) if nbytes else None for address, nbytes in parameters]
+        pageable = [
+            parameter
+            for parameter, kind in zip(parameters, kinds, strict=True)
+            if kind is MemoryKind.PAGEABLE
+        ]
+        for start, stop in covering_pages(pageable):
+            self._device.pin(start, stop - start)
+            self._pinned.append(start)
+        return [
+            self._reach(address, kind) for (address, _), kind in zip(parameters, kinds, strict=True)
+        ]
+
+    def _reach(self, address: int, kind: MemoryKind | None) -> int:
+        if kind is None:
+            return 0
+        if kind is MemoryKind.DEVICE:
+            return self._on_device(address)
+        return self._device.host_pointer(address)
+
+    def _on_device(self, address: int) -> int:
+        if (ordinal := pointer_device(address)) != self._device.ordinal:
+            raise RegionError(
+                f"prepare: parameters must be on GPU {self._device.ordinal} or in host memory, one is "
+                f"on GPU {ordinal}"
+            )
+        return address
+
+    def close(self) -> None:
+        """Let go of what was pinned here. Idempotent."""
+        for start in self._pinned:
+            self._device.unpin(start)
+        self._pinned = []
+
+
+def covering_pages(memory: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Whole pages around pieces of memory, each page once: start and stop, ascending."""
+    page = mmap.PAGESIZE
+    pending: tuple[int, int] | None = None
+    for address, nbytes in sorted(memory):
+        start, stop = address // page * page, -(-(address + nbytes) // page) * page
+        if pending is not None and start <= pending[1]:
+            pending = pending[0], max(pending[1], stop)
+            continue
+        if pending is not None:
+            yield pending
+        pending = start, stop
+    if pending is not None:
+        yield pending

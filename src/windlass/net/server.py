@@ -1,0 +1,167 @@
+"""The one HTTP server of a controller: agents, status, and whatever lanes are mounted on it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Iterable, MutableSequence
+from contextvars import ContextVar
+from typing import final
+from weakref import WeakSet
+
+from aiohttp import WSCloseCode, web
+
+from windlass.envs import check_token
+from windlass.errors import ConfigError
+from windlass.net.access import ROUTES, Access, AccessGate, refusal_of
+from windlass.net.addresses import listen, published_host, url_of
+from windlass.net.sockets import close_socket
+
+__all__ = ["CALLER", "OPEN_SOCKETS", "ControlServer"]
+
+CALLER = ContextVar("CALLER", default=Access.OWNER)
+"""In the task of a request: the role of its token."""
+
+OPEN_SOCKETS = web.AppKey("OPEN_SOCKETS", WeakSet[web.WebSocketResponse])
+"""Of the application: connections that are ended when the server closes, however far they have come."""
+
+ACCEPT_TURNS = 3
+"""Of the loop, from a connection that asyncio has accepted to one that aiohttp knows."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@final
+class ControlServer:
+    """Binds first and then says what it bound; every route but public pages needs a token.
+
+    Args:
+        host: address to bind. port: 0 lets the system choose.
+        advertise_host: what others connect to; empty for `host`.
+        token: the owner's secret. The tokens that `role_token` derives from it are known as well, for
+            the routes of `access.ROUTES`. Compared in constant time.
+        max_body_nbytes: larger request bodies are refused with 413.
+
+    Raises:
+        ConfigError: a token that no header can carry, a port that is none, or `host` is every address
+            and `advertise_host` names none.
+    """
+
+    def __init__(
+        self,
+        *,
+        host: str,
+        port: int,
+        token: str,
+        advertise_host: str = "",
+        max_body_nbytes: int = 64 << 20,
+    ) -> None:
+        check_token(token, "ControlServer: token")
+        if port not in range(65536):
+            raise ConfigError(f"ControlServer: port must be an integer in [0, 65535], got {port!r}")
+        self._host, self._port = host, port
+        self._published_host = published_host(host, advertise_host, "ControlServer")
+        self._gate = AccessGate.of_secret(token, Access)
+        self._app = web.Application(
+            middlewares=[self._authenticate], client_max_size=max_body_nbytes
+        )
+        self._app[OPEN_SOCKETS] = WeakSet()
+        self._app.on_shutdown.append(_end_sockets)
+        self._runner: web.AppRunner | None = None
+        self._listener: socket.socket | None = None
+        self._public: set[str] = set()
+        self._mounted: set[tuple[str, str]] = set()
+
+    @property
+    def url(self) -> str:
+        """The address that others connect to; valid after `start`."""
+        return url_of(self._published_host, self._port)
+
+    def add_routes(self, routes: Iterable[web.AbstractRouteDef]) -> None:
+        """Mount routes; before `start`.
+
+        Raises:
+            ConfigError: a method and path that are mounted already; none of `routes` is mounted then.
+        """
+        added = list(routes)
+        keys = [(r.method, r.path) for r in added if isinstance(r, web.RouteDef)]
+        taken = self._mounted.intersection(keys)
+        if taken:
+            names = ", ".join(sorted(f"{method} {path}" for method, path in taken))
+            raise ConfigError(f"ControlServer: routes must be mounted once, again: {names}")
+        self._mounted.update(keys)
+        self._app.add_routes(added)
+
+    @property
+    def on_shutdown(self) -> MutableSequence[Callable[[web.Application], Awaitable[object]]]:
+        """Called when the server begins to close; for routes that hold connections open."""
+        return self._app.on_shutdown
+
+    def add_public_route(self, path: str, handler: Handler) -> None:
+        """Mount a GET route that needs no token, for what holds no secret; before `start`."""
+        self._public.add(path)
+        self._app.add_routes([web.get(path, handler)])
+
+    async def start(self) -> None:
+        """Bind and serve.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        self._listener = listener = listen(self._host, self._port, "ControlServer")
+        self._port = listener.getsockname()[1]
+        self._runner = web.AppRunner(self._app, access_log=None, shutdown_timeout=2.0)
+        await self._runner.setup()
+        await web.SockSite(self._runner, listener, backlog=1024).start()
+
+    async def stop_listening(self) -> None:
+        """Let nobody new in; those who are served go on to be. Idempotent.
+
+        Called before anything else closes: whoever is sent away tries to come back at once, and a
+        connection that is taken while aiohttp ends those that it knows is never ended.
+        """
+        if self._listener is not None:
+            await stop_accepting(self._listener)
+        if self._runner is not None:
+            for site in list(self._runner.sites):
+                await site.stop()
+
+    async def close(self) -> None:
+        """Stop serving. Idempotent."""
+        await self.stop_listening()
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    @web.middleware
+    async def _authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.method == "GET" and request.path in self._public:
+            return await handler(request)
+        role = self._gate.role_of(request.headers.get("Authorization", ""))
+        if role is None:
+            return web.json_response({"error": "missing or wrong token"}, status=401)
+        resource = request.match_info.route.resource
+        route = request.path if resource is None else resource.canonical
+        refusal = refusal_of(role, request.method, route, ROUTES.get(route, ()))
+        if refusal:
+            return web.json_response({"error": refusal}, status=403)
+        CALLER.set(role)
+        return await handler(request)
+
+
+async def stop_accepting(listener: socket.socket) -> None:
+    """Have the loop accept nobody more; return once whoever was is known to aiohttp. Idempotent.
+
+    A server that is closed between accepting a connection and making its transport drops it without
+    closing it (asyncio, `Server._attach` of Python 3.11 to 3.13).
+    """
+    if listener.fileno() >= 0:
+        asyncio.get_running_loop().remove_reader(listener)
+    for _ in range(ACCEPT_TURNS):
+        await asyncio.sleep(0)
+
+
+async def _end_sockets(app: web.Application) -> None:
+    """An agent that came while the server was closing would hold its connection open."""
+    sockets = app[OPEN_SOCKETS]
+    await asyncio.gather(*(close_socket(s, code=WSCloseCode.GOING_AWAY) for s in list(sockets)))

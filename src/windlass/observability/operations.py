@@ -1,0 +1,116 @@
+"""What a controller shows of itself: `/`, `/v1/overview`, `/v1/events` and `/metrics`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from typing import final
+
+import msgspec
+from aiohttp import web
+
+from windlass.net.server import ControlServer
+from windlass.observability.metrics import CONTENT_TYPE, ControllerMetrics
+from windlass.observability.page import StatusPage
+from windlass.observability.spans import find_tracer, record_round
+from windlass.rollout.batches import BatchQueue
+from windlass.rollout.controller import RolloutController
+from windlass.rollout.messages import TrainingSample
+from windlass.updates.coordinator import Coordinator
+from windlass.updates.messages import UpdateReport
+from windlass.updates.round_types import Phase
+
+__all__ = ["Operations"]
+
+LAST_ROUNDS = 20
+
+
+@final
+class Operations:
+    """Listens to a coordinator, its rollouts and its batches. Owned by `Controller`."""
+
+    def __init__(
+        self, coordinator: Coordinator, rollouts: RolloutController, batches: BatchQueue
+    ) -> None:
+        self._coordinator, self._rollouts = coordinator, rollouts
+        self._metrics = ControllerMetrics()
+        self._tracer = find_tracer()
+        self._page = StatusPage(self.overview)
+        self._staleness: Counter[int] = Counter()
+        self._phase = ""
+        self._started_at = 0.0
+        coordinator.on_update(self._on_update)
+        coordinator.on_phase(self._on_phase)
+        coordinator.subscribe(self._page.notify)
+        batches.on_put(self.observe_samples)
+
+    def mount(self, server: ControlServer) -> None:
+        """Add the routes to a server that has not started; from the loop."""
+        self._started_at = asyncio.get_running_loop().time()
+        self._page.mount(server)
+        server.add_routes([web.get("/metrics", self._serve_metrics)])
+
+    def close(self) -> None:
+        """End open streams. Idempotent."""
+        self._page.close()
+
+    def overview(self) -> dict[str, object]:
+        """What `/v1/overview` answers and every event carries."""
+        stats = self._rollouts.stats()
+        elapsed_s = max(asyncio.get_running_loop().time() - self._started_at, 1e-9)
+        return {
+            **self._coordinator.status(),
+            "phase": self._phase,
+            "rounds": [
+                msgspec.to_builtins(report)
+                for report in tuple(self._coordinator.reports)[-LAST_ROUNDS:]
+            ],
+            "rollouts": msgspec.to_builtins(stats),
+            "completed_per_s": stats.completed / elapsed_s,
+            "staleness": {str(age): self._staleness[age] for age in sorted(self._staleness)},
+        }
+
+    def _on_update(self, report: UpdateReport) -> None:
+        self._metrics.observe_round(
+            report.outcome.value,
+            report.nbytes,
+            wire_s=report.wire_s,
+            update_s=report.update_s,
+            pause_s=report.pause_s,
+            pack_s=report.pack_s,
+        )
+        if self._tracer is not None:
+            record_round(
+                self._tracer,
+                version=report.version,
+                outcome=report.outcome.value,
+                nbytes=report.nbytes,
+                update_s=report.update_s,
+                phase_s=report.phase_s,
+            )
+        self._page.notify()
+
+    def _on_phase(self, version: int, phase: Phase) -> None:
+        done = phase is Phase.DONE
+        self._phase = "" if done else f"{phase.value} of version {version}"
+        self._page.notify()
+
+    def observe_samples(self, samples: Sequence[TrainingSample]) -> None:
+        """Count the age of samples that go to trainers now."""
+        version = self._coordinator.published_version
+        ages = [version - min(s.versions) for s in samples if s.versions]
+        self._staleness.update(ages)
+        self._metrics.observe_staleness(ages)
+        self._page.notify()
+
+    async def _serve_metrics(self, _request: web.Request) -> web.Response:
+        coordinator = self._coordinator
+        routable = coordinator.routable()
+        body = self._metrics.render(
+            version=coordinator.published_version,
+            engines={engine.name: engine.version for engine in routable},
+            routable=len(routable),
+            rollouts=msgspec.to_builtins(self._rollouts.stats()),
+        )
+        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})

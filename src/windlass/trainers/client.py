@@ -1,0 +1,436 @@
+"""What a trainer rank holds: connect once, publish every version.
+
+with windlass.connect_trainer(model, controller=url, token=token) as trainer:
+    trainer.publish(0)
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, final
+
+from windlass.envs import environment_value
+from windlass.errors import ConfigError, PeerTimeout, RoundAborted, WindlassError
+from windlass.layout.manifest import Role, ShardManifest
+from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS, StackedRule
+from windlass.net.addresses import check_url, own_address
+from windlass.transfer.base import ParameterMemory
+from windlass.transfer.replica import CopyTimes
+from windlass.transfer.sender import Sender
+from windlass.transports.base import MemoryRegion, OneSidedTransport
+from windlass.transports.configs import TransportConfig, parse_transport
+from windlass.transports.registry import create_transport
+from windlass.updates.agents import TrainerAgent
+from windlass.updates.client import AgentChannel, CommandHandler
+from windlass.updates.messages import MAX_COUNT, PROTOCOL_VERSION, Hello, RoundOutcome, UpdateReport
+
+if TYPE_CHECKING:
+    import torch
+
+    from windlass.trainers.fsdp import DescribedTrainer
+
+__all__ = [
+    "PendingUpdate",
+    "TrainerClient",
+    "connect_described",
+    "connect_trainer",
+    "version_number",
+]
+
+
+_log = logging.getLogger(__name__)
+JOB_VARIABLE = "WINDLASS_JOB"
+MARGIN_S = 5.0
+"""By which an announcement ends after its deadline."""
+
+
+def version_number(version: int, what: str) -> int:
+    """A plain integer, also of a counter that is a numpy or torch scalar.
+
+    Raises:
+        ConfigError: no integer in [0, 2^53).
+    """
+    try:
+        number = operator.index(version)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ConfigError(f"{what}: version must be an integer >= 0, got {version!r}")
+    if number > MAX_COUNT:
+        raise ConfigError(f"{what}: version must be < 2^53, got {version!r}")
+    return number
+
+
+def _job_of(given: str, world_size: int) -> str:
+    job = given or environment_value(JOB_VARIABLE)
+    if not job and world_size > 1:
+        raise ConfigError(
+            f"job: must be given, or {JOB_VARIABLE} be set, to the same for all {world_size} ranks of "
+            "this start of the trainers and to something else for every other start"
+        )
+    return job or secrets.token_hex(8)
+
+
+@final
+class PendingUpdate:
+    """A version whose weights are copied and under way; made by `TrainerClient.begin_publish`.
+
+    Attributes:
+        version: which.
+        stood_s: seconds that `begin_publish` took, in all.
+        copy: how much of that was the step before and the copy; packing, tables that are new and the
+            way to the fleet are the rest.
+    """
+
+    def __init__(self, version: int, report: Future[UpdateReport]) -> None:
+        self.version = version
+        self.stood_s = 0.0
+        self.copy = CopyTimes()
+        self._report = report
+
+    def done(self) -> bool:
+        """Whether `result` would return or raise at once."""
+        return self._report.done()
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call it once `result` would return or raise at once, from any thread."""
+        self._report.add_done_callback(lambda _: callback())
+
+    def result(self, *, deadline_s: float = 600.0) -> UpdateReport:
+        """Wait for the round's end.
+
+        Raises:
+            RoundAborted: not published, with the reason; the old version goes on being served.
+            PeerTimeout: no end within `deadline_s`; ask again, or that of `begin_publish` has passed.
+        """
+        try:
+            return self._report.result(deadline_s)
+        except TimeoutError as error:
+            if isinstance(error, PeerTimeout):
+                raise
+            raise PeerTimeout(
+                f"version {self.version}: no end of the round within {deadline_s} s"
+            ) from None
+
+
+@final
+class TrainerClient:
+    """One trainer rank's way to the fleet. Made by `connect_trainer`, or by hand for any framework.
+
+    Args:
+        manifest: of this rank. parameters: where its parameters lie now, in manifest order.
+        changed: names a parameter that has changed since they were asked for, or nothing; asked when they
+            were sent, unless from a replica: what was sent then counts as not sent.
+        transport: owned by the client from here on.
+        controller: address. token: secret. group: name of the trainer job.
+        job: the same in all ranks of one start of the trainers, and in no other start; WINDLASS_JOB
+            when omitted, and made where there is one rank.
+        rank, world_size: in that job. arena_nbytes: see `Sender`.
+        registered: see `Sender`. connect_deadline_s: how long to wait for the controller's welcome.
+        replica: see `connect_trainer`.
+        make_whole: see `make_whole`; None where weights are whole after every optimizer step.
+        step_stream: the stream of the weights' GPU that the calling thread queues its steps in, for
+            the copy of `begin_publish` to wait for; None to wait for all of the GPU's work.
+        intercept: stands between channel and agent, for tests that inject faults.
+
+    Raises:
+        ConfigError: `controller` is no URL, `arena_nbytes` is too small, there is no such replica
+            with this transport, or no `job` for several ranks.
+        AuthenticationError, ProtocolError, PeerTimeout: see `AgentChannel.connect`. The transport is
+            closed, whatever it was.
+    """
+
+    def __init__(
+        self,
+        *,
+        manifest: ShardManifest,
+        parameters: Callable[[], Sequence[ParameterMemory]],
+        changed: Callable[[], str] = str,
+        transport: OneSidedTransport,
+        controller: str,
+        token: str,
+        group: str = "trainer",
+        job: str = "",
+        rank: int = 0,
+        world_size: int = 1,
+        arena_nbytes: int = 0,
+        registered: Sequence[MemoryRegion] = (),
+        replica: bool | str = False,
+        make_whole: Callable[[], None] | None = None,
+        step_stream: Callable[[], int] | None = None,
+        connect_deadline_s: float = 60.0,
+        intercept: Callable[[TrainerAgent], CommandHandler] | None = None,
+    ) -> None:
+        self._transport = transport
+        self._make_whole = make_whole
+        self._step_stream = step_stream
+        self._publishing = threading.Lock()
+        with ExitStack() as undo:
+            undo.callback(transport.close)
+            check_url(controller, "controller")
+            job = _job_of(job, world_size)
+            self._sender = Sender(
+                transport,
+                manifest,
+                parameters,
+                arena_nbytes=arena_nbytes,
+                registered=registered,
+                replica=replica,
+            )
+            undo.callback(self._sender.close)
+            self._background = ThreadPoolExecutor(1, "windlass-publish")
+            self._agent = agent = TrainerAgent(
+                self._sender, host=own_address(controller), changed=changed
+            )
+            undo.callback(agent.close)
+            hello = Hello(
+                protocol_version=PROTOCOL_VERSION,
+                worker=manifest.worker,
+                incarnation=os.urandom(8).hex(),
+                role=Role.TRAINER,
+                group=group,
+                rank=rank,
+                world_size=world_size,
+                manifest=manifest.encode(),
+                wire=transport.report(),
+                endpoint=transport.endpoint(),
+                job=job,
+            )
+            handler = agent if intercept is None else intercept(agent)
+            self._channel = AgentChannel(controller, token, lambda: hello, handler)
+            undo.callback(self._channel.close)
+            self._channel.connect(connect_deadline_s)
+            undo.pop_all()
+
+    def make_whole(self) -> None:
+        """Have every rank hold all of the last optimizer step; `publish` and its kin do this first.
+
+        Collective: every trainer rank calls it. Frameworks that gather stepped parameters lazily, inside
+        the next forward pass, do it here instead. Does nothing for the others.
+        """
+        if self._make_whole is not None:
+            self._make_whole()
+
+    def publish(self, version: int, *, deadline_s: float = 600.0) -> UpdateReport:
+        """Publish the weights as they are now; return once the fleet serves them.
+
+        Collective: every trainer rank calls it with the same version.
+        Memory: the weights must not change until it returns.
+        Blocking: until the round ends; the controller's phase deadlines bound that.
+
+        Args:
+            version: greater than every version published before.
+            deadline_s: how long to wait for the round to end.
+
+        Raises:
+            ConfigError: `version` is no integer >= 0, or another thread publishes.
+            RoundAborted: not published, with the reason; the old version goes on being served.
+            PeerTimeout: no answer within `deadline_s`; the weights must still not change.
+        """
+        version = version_number(version, "publish")
+        with ExitStack() as undo:
+            self._take_turn("publish", version, undo)
+            self._sender.begin_version(version=version)
+            undo.pop_all()
+        return self._announce(version, deadline_s, None)
+
+    def publish_soon(self, version: int, *, deadline_s: float = 600.0) -> Future[UpdateReport]:
+        """As `publish`, but return at once: the weights must not change until the future is done.
+
+        Collective: every trainer rank calls it with the same version. Weights are made whole in the
+        calling thread, before it returns.
+
+        Raises:
+            ConfigError: `version` is no integer >= 0, or a version is still being published.
+        """
+        version = version_number(version, "publish_soon")
+        with ExitStack() as undo:
+            self._take_turn("publish_soon", version, undo)
+            self._sender.begin_version(version=version)
+            report = self._background.submit(self._announce_behind, version, deadline_s, None)
+            undo.pop_all()
+        return report
+
+    def begin_publish(self, version: int, *, deadline_s: float = 600.0) -> PendingUpdate:
+        """As `publish`, but return once the weights are copied: they may change, move or go away.
+
+        Collective: every trainer rank calls it with the same version. Ranks that go on earlier than
+        others are no harm. The next `begin_publish` or `publish` must wait for the result.
+        Blocking: until the fleet is there and this rank's part is copied and packed. On a GPU the copy
+        comes after what this thread has queued in its current stream, and no other stream is waited for
+        (packing, over a network, and comparing replicas with other ranks wait for all); whatever is queued after the return comes after the copy.
+
+        Args:
+            version: greater than every version published before.
+            deadline_s: how long to wait for the round to end, from now.
+
+        Raises:
+            ConfigError: no replica was asked for (`connect_trainer`), `version` is no integer >= 0,
+                or a version is still being published.
+            RoundAborted: given up before the weights were copied.
+            PeerTimeout: not copied within `deadline_s`; comes later where a copy was under way, once that
+                is over. The weights may change after either.
+        """
+        version = version_number(version, "begin_publish")
+        if not self._sender.has_replica:
+            raise ConfigError("begin_publish: needs replica=True when connecting, got False")
+        began, copied = time.perf_counter(), threading.Event()
+        with ExitStack() as undo:
+            self._take_turn("begin_publish", version, undo)
+            stream = None if self._step_stream is None else self._step_stream()
+            self._sender.begin_version(copied.set, version=version, stream=stream)
+            report = self._background.submit(self._announce_behind, version, deadline_s, copied)
+            undo.pop_all()
+        pending = PendingUpdate(version, report)
+        pending.when_done(copied.set)
+        if not copied.wait(deadline_s + MARGIN_S):
+            self._sender.end_version()  # a copy that is under way still reads the weights
+            pending.result(deadline_s=MARGIN_S)
+        elif pending.done():
+            pending.result(deadline_s=MARGIN_S)
+        pending.stood_s, pending.copy = time.perf_counter() - began, self._sender.copy_times
+        return pending
+
+    def _take_turn(self, what: str, version: int, undo: ExitStack) -> None:
+        """Every way to publish begins here. `_announce` gives the turn back, or `undo`."""
+        if not self._publishing.acquire(blocking=False):
+            raise ConfigError(
+                f"{what}: version {version} must wait for the end of the one under way: "
+                "`result` of begin_publish, or publish in another thread"
+            )
+        undo.callback(self._publishing.release)
+        self.make_whole()
+
+    def _announce_behind(
+        self, version: int, deadline_s: float, copied: threading.Event | None
+    ) -> UpdateReport:
+        try:
+            return self._announce(version, deadline_s, copied)
+        except WindlassError as error:  # whoever has begun it may never ask what became of it
+            _log.warning("version %s: %s: %s", version, type(error).__name__, error)
+            raise
+
+    def _announce(
+        self, version: int, deadline_s: float, copied: threading.Event | None
+    ) -> UpdateReport:
+        try:
+            report = self._channel.announce(version, deadline_s)
+        finally:
+            if copied is not None and not copied.is_set():
+                self._sender.end_version()
+            self._publishing.release()
+        if report.outcome is not RoundOutcome.PUBLISHED:
+            raise RoundAborted(f"version {version} was not published: {report.reason}")
+        return report
+
+    def close(self) -> None:
+        """Leave the fleet and free registered memory. Idempotent."""
+        self._channel.close()
+        self._background.shutdown(wait=True)
+        self._agent.close()
+        self._sender.close()
+        self._transport.close()
+
+    def __enter__(self) -> TrainerClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def connect_trainer(
+    module: torch.nn.Module,
+    *,
+    controller: str,
+    token: str,
+    transport: str | TransportConfig = "cma",
+    arena_nbytes: int = 0,
+    name_map: Callable[[str], str | None] | None = None,
+    stacked: Sequence[StackedRule] = TRANSFORMERS_EXPERTS,
+    group: str = "trainer",
+    replica: bool | str = False,
+    connect_deadline_s: float = 60.0,
+) -> TrainerClient:
+    """Connect this rank of a PyTorch trainer (FSDP2, tensor parallel, both, or neither).
+
+    Called by every rank; not collective, gathers nothing. Rank and world size come from
+    `torch.distributed` where it is initialised, and its store tells the ranks of this start of the
+    trainers from those of any other one, unless WINDLASS_JOB does.
+
+    Args:
+        module: the model being trained; its DTensor parameters are described where they lie.
+        controller: address of the controller.
+        token: its secret.
+        transport: name or configuration.
+        arena_nbytes: memory for packed bytes; 0 for as much as one update packs.
+        name_map: from parameter name to checkpoint name, None for what is left out; identity when
+            omitted. `adapter_names()` keeps a LoRA adapter and nothing else.
+        stacked: experts that the framework stacks; other rules for models of other frameworks.
+        group: name of the trainer job.
+        replica: keep a copy of what is sent as it lies, as large as that, so that `begin_publish` need
+            not wait for the fleet, and parameters are never registered. "host": in host memory, pinned
+            where weights are on a GPU (`cuda_ipc`); "device": on the weights' GPU; True: the one of the
+            weights' kind; False or "": none.
+        connect_deadline_s: how long to wait for the controller.
+
+    Raises:
+        ConfigError: `module` is no module, `controller` no URL, `transport` no transport (or none that
+            can send from such a replica), or `arena_nbytes` too small.
+        UnsupportedLayout: a parameter whose placement or dtype cannot be described.
+        TransportUnavailable, AuthenticationError, ProtocolError, PeerTimeout: see there.
+    """
+    from windlass.trainers.fsdp import describe_trainer
+
+    config = parse_transport(transport)
+    described = describe_trainer(module, group=group, name_map=name_map, stacked=stacked)
+    return connect_described(
+        described,
+        config,
+        controller=controller,
+        token=token,
+        group=group,
+        arena_nbytes=arena_nbytes,
+        replica=replica,
+        connect_deadline_s=connect_deadline_s,
+    )
+
+
+def connect_described(
+    described: DescribedTrainer,
+    transport: TransportConfig,
+    *,
+    controller: str,
+    token: str,
+    group: str,
+    arena_nbytes: int,
+    replica: bool | str,
+    connect_deadline_s: float,
+) -> TrainerClient:
+    """Connect a rank whose parameters an adapter has described; the arguments are `connect_trainer`'s."""
+    from windlass.trainers.fsdp import shared_job, step_stream
+
+    return TrainerClient(
+        manifest=described.manifest,
+        parameters=described.parameters,
+        changed=described.tensors.changed,
+        transport=create_transport(transport, towards=controller, memory_at=described.memory_at),
+        controller=controller,
+        token=token,
+        group=group,
+        job=environment_value(JOB_VARIABLE) or shared_job(),
+        rank=described.rank,
+        world_size=described.world_size,
+        arena_nbytes=arena_nbytes,
+        replica=replica,
+        make_whole=described.make_whole,
+        step_stream=step_stream(described.memory_at),
+        connect_deadline_s=connect_deadline_s,
+    )

@@ -1,0 +1,68 @@
+"""From a backend's configuration to its two halves. The one place that knows all of them."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from windlass.config import DiskBackend, P2pBackend, UpdateBackend, XcclBackend
+from windlass.memory.cuda.gpu import shared_gpu
+from windlass.transfer.base import ReceiverBackend, SenderBackend
+from windlass.transfer.collective import CollectiveReceiver, CollectiveSender
+from windlass.transfer.device_receiver import DeviceReceiver
+from windlass.transfer.device_sender import DeviceSender
+from windlass.transfer.disk import DiskReceiver, DiskSender
+from windlass.transfer.one_sided import OneSidedReceiver, OneSidedSender
+from windlass.transfer.receiver import Receiver
+from windlass.transfer.sender import Sender
+from windlass.transports.base import gpu_ordinal_of
+from windlass.transports.cuda_ipc import CudaIpcTransport
+
+__all__ = ["receiver_for", "sender_for"]
+
+
+def sender_for(config: UpdateBackend, sender: Sender, host: str) -> SenderBackend:
+    """The trainer's half, over the parameters of `sender`. `host`: own address for groups."""
+    match config:
+        case P2pBackend():
+            if isinstance(sender.transport, CudaIpcTransport):
+                return DeviceSender(
+                    sender.transport, sender.manifest, sender.parameters, sender.replica
+                )
+            return OneSidedSender(sender)
+        case XcclBackend():
+            return CollectiveSender(config, sender.manifest, sender.parameters, host)
+        case DiskBackend():
+            return DiskSender(config, sender.manifest, sender.parameters)
+        case _:
+            assert_never(config)
+
+
+def receiver_for(config: UpdateBackend, receiver: Receiver, host: str) -> ReceiverBackend:
+    """The engine's half, over the live parameters of `receiver`. `host`: own address for groups."""
+    match config:
+        case P2pBackend():
+            return _p2p_receiver(receiver)
+        case XcclBackend():
+            return CollectiveReceiver(config, receiver.manifest, receiver.live_addresses, host)
+        case DiskBackend():
+            return DiskReceiver(config, receiver.manifest, receiver.live_addresses)
+        case _:
+            assert_never(config)
+
+
+def _p2p_receiver(receiver: Receiver) -> ReceiverBackend:
+    transport = receiver.transport
+    if isinstance(transport, CudaIpcTransport):
+        gpu, lands = transport.gpu, False
+    elif (ordinal := gpu_ordinal_of(transport)) >= 0:
+        gpu, lands = shared_gpu(ordinal), True
+    else:
+        return OneSidedReceiver(receiver)
+    return DeviceReceiver(
+        gpu,
+        receiver.transport,
+        receiver.manifest,
+        receiver.live_addresses,
+        receiver.regions,
+        lands=lands,
+    )

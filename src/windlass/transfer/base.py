@@ -1,0 +1,111 @@
+"""The seam between the transaction and how bytes travel.
+
+A backend is a pair: what a trainer rank does (`SenderBackend`) and what an engine rank does
+(`ReceiverBackend`). The round machine drives every pair through the same phases; what verifies
+is always a digest per link, over the link's ops in plan order in the destination's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from windlass.config import UpdateMode
+from windlass.planning.plan import TransferPlan
+from windlass.transfer.bindings import DestinationBinding, GroupOffer, LinkOutcome
+
+__all__ = ["ParameterMemory", "ReceiverBackend", "SendResult", "SenderBackend"]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterMemory:
+    """Where a parameter lies now."""
+
+    address: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendResult:
+    """Outcome per link, and seconds spent packing and hashing, and inside transport writes."""
+
+    links: tuple[LinkOutcome, ...]
+    pack_s: float
+    wire_s: float
+
+
+class SenderBackend(Protocol):
+    """One trainer rank. Called by the agent's command thread."""
+
+    def connect(
+        self, plan: TransferPlan, bindings: Sequence[DestinationBinding]
+    ) -> GroupOffer | None:
+        """Bind a plan part (`TransferPlan.for_source`); an offer where engines must join a group.
+
+        Raises:
+            PlanError: the plan was made for another layout, or a destination has no binding.
+            TransferError: memory, a port or a folder cannot be had.
+        """
+        ...
+
+    def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:
+        """Enter the groups that this rank belongs to.
+
+        Raises:
+            PlanError: another member means to send or receive something else.
+            PeerTimeout: a member did not come within `deadline_s`.
+        """
+        ...
+
+    def prepare(self, version: int) -> None:
+        """Do what can be done while engines still generate. The weights stand still from here on."""
+        ...
+
+    def write(self, version: int, destinations: Sequence[str], deadline_s: float) -> SendResult:
+        """Move the bytes of the links to `destinations`. Idempotent.
+
+        Raises:
+            RoundAborted: a destination that this rank does not send to.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free what the backend holds. Idempotent."""
+        ...
+
+
+class ReceiverBackend(Protocol):
+    """One engine rank. Called by the agent's command thread."""
+
+    def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:
+        """Bind a plan part (`TransferPlan.for_destination`).
+
+        Raises:
+            PlanError: the plan is for another layout, or asks for the engine's own loader.
+        """
+        ...
+
+    def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:
+        """See `SenderBackend.join`."""
+        ...
+
+    def receive(self, groups: Mapping[str, Sequence[str]], deadline_s: float) -> None:
+        """The receiving half of a collective write: source -> all destinations that enter.
+
+        Raises:
+            TransferError: some group did not deliver; `verify` says which links lack bytes.
+        """
+        ...
+
+    def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:
+        """Sources whose bytes do not have the expected digest, or that send nothing here."""
+        ...
+
+    def apply(self) -> None:
+        """Make verified bytes live. Idempotent. The engine must be at rest."""
+        ...
+
+    def close(self) -> None:
+        """Free what the backend holds. Idempotent."""
+        ...

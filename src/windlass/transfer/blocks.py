@@ -1,0 +1,191 @@
+"""Ops cut into blocks of rows: what a device kernel stores piece by piece, at both ends alike.
+
+Both ends of a link cut the same ops in the same way, so their digests agree. Where kernels store
+into the peer, nothing is packed and nothing lands beside its place, whatever the op's mode says:
+they store strided and cast on the way. Where a NIC carries the bytes, pieces are stored packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, assert_never
+
+import numpy as np
+import numpy.typing as npt
+
+from windlass.errors import UnsupportedLayout
+from windlass.layout.dtypes import DType
+from windlass.layout.quantization import BLOCK
+from windlass.memory.cuda.kernels import PIECE
+from windlass.planning.plan import Transform
+from windlass.transfer.bind import BoundOp, LinkProgram
+
+__all__ = [
+    "OpPieces",
+    "PieceKind",
+    "PieceArray",
+    "block_tables",
+    "cut_ops",
+    "join_tables",
+    "kind_of",
+    "store_packed",
+]
+
+MAX_PIECE_NBYTES = 64 << 10
+UInt64Array = npt.NDArray[np.uint64]
+PieceArray = npt.NDArray[np.void]
+
+
+class PieceKind(NamedTuple):
+    """What a kernel does with a piece."""
+
+    transform: Transform
+    src_dtype: DType
+    dst_dtype: DType
+
+
+def block_tables(
+    program: LinkProgram, sources: UInt64Array, targets: UInt64Array
+) -> dict[PieceKind, PieceArray]:
+    """The pieces of a link by what a kernel does with them.
+
+    Args:
+        program: of the link.
+        sources: (num_parameters,) where the source's parameters begin; empty at the destination,
+            which only hashes: there scales are rows of one element, as the source sends them.
+        targets: (num_parameters,) where the destination's begin, as the kernel reaches them.
+
+    Returns:
+        `PIECE` arrays. Positions count the link's payload from 0.
+    """
+    found = []
+    for op, _, pieces in cut_ops(program, at_source=len(sources) > 0):
+        pieces["src"] += sources[op.src_parameter] if len(sources) else np.uint64(0)
+        pieces["dst"] += targets[op.dst_parameter]
+        found.append((kind_of(op), pieces))
+    return join_tables(found)
+
+
+class OpPieces(NamedTuple):
+    """The pieces of one op; `src` and `dst` count from where its parameters begin.
+
+    `position`: of the op's payload in the link's.
+    """
+
+    op: BoundOp
+    position: int
+    pieces: PieceArray
+
+
+def cut_ops(program: LinkProgram, *, at_source: bool) -> Iterator[OpPieces]:
+    """The ops of a link in plan order, cut as both ends cut them."""
+    position = 0
+    for op in program.ops:
+        yield OpPieces(op, position, _cut_op(op, position, at_source=at_source))
+        position += op.nbytes
+
+
+def kind_of(op: BoundOp) -> PieceKind:
+    """What a kernel does with its pieces."""
+    return PieceKind(op.transform, op.src_dtype, op.dst_dtype)
+
+
+def join_tables(found: Iterable[tuple[PieceKind, PieceArray]]) -> dict[PieceKind, PieceArray]:
+    """One table per kind, each in the order given."""
+    parts: dict[PieceKind, list[PieceArray]] = {}
+    for kind, pieces in found:
+        parts.setdefault(kind, []).append(pieces)
+    return {kind: np.concatenate(pieces) for kind, pieces in parts.items()}
+
+
+def store_packed(pieces: PieceArray, first: int, address: int) -> None:
+    """Let pieces store their payload row-major behind each other, wherever they are read.
+
+    Args:
+        pieces: changed in place.
+        first: position in the link's payload that `address` is for.
+        address: of packed memory.
+    """
+    pieces["dst"] = pieces["pos"] - np.uint64(first) + np.uint64(address)
+    pieces["dst_pitch"] = pieces["pos_pitch"]
+
+
+def _cut_op(op: BoundOp, position: int, *, at_source: bool) -> PieceArray:
+    match op.transform:
+        case Transform.NONE:
+            return _cut(op, position)
+        case Transform.FP8_BLOCK_VALUES:
+            return _cut_values(op, position)
+        case Transform.FP8_BLOCK_SCALES:
+            return _cut_scales(op, position, at_source=at_source)
+        case _:
+            assert_never(op.transform)
+
+
+def _cut_values(op: BoundOp, position: int) -> PieceArray:
+    """One piece per block of the matrix, cut alike at both ends."""
+    (rows, columns), (src_row, src_col) = op.src_sizes, op.src_strides
+    dst_row, dst_col = op.dst_strides
+    if src_col != op.src_dtype.itemsize or dst_col != op.dst_dtype.itemsize:
+        raise UnsupportedLayout(
+            f"cuda: quantised rows must be contiguous, got column strides {src_col} and {dst_col}"
+        )
+    row, col = np.arange(0, rows, BLOCK)[:, None], np.arange(0, columns, BLOCK)[None, :]
+    pieces = np.zeros((len(row), col.shape[1]), PIECE)
+    pieces["src"] = op.src_offset + row * src_row + col * src_col
+    pieces["dst"] = op.dst_offset + row * dst_row + col * dst_col
+    pieces["pos"] = position + row * columns + col
+    pieces["src_pitch"], pieces["dst_pitch"], pieces["pos_pitch"] = src_row, dst_row, columns
+    pieces["rows"] = np.minimum(rows - row, BLOCK)
+    pieces["row_elems"] = np.minimum(columns - col, BLOCK)
+    return pieces.reshape(-1)
+
+
+def _cut_scales(op: BoundOp, position: int, *, at_source: bool) -> PieceArray:
+    """One piece per scale: a block at the source, one element at the destination."""
+    (rows, columns), (dst_row, dst_col) = op.src_sizes, op.dst_strides
+    num_rows, num_columns = op.sizes
+    row, col = np.arange(num_rows)[:, None], np.arange(num_columns)[None, :]
+    pieces = np.zeros((num_rows, num_columns), PIECE)
+    pieces["src"] = op.src_offset + BLOCK * (row * op.src_strides[0] + col * op.src_strides[1])
+    pieces["dst"] = op.dst_offset + row * dst_row + col * dst_col
+    pieces["pos"] = position + (row * num_columns + col) * op.dst_dtype.itemsize
+    pieces["src_pitch"] = op.src_strides[0]
+    pieces["rows"] = np.minimum(rows - row * BLOCK, BLOCK) if at_source else 1
+    pieces["row_elems"] = np.minimum(columns - col * BLOCK, BLOCK) if at_source else 1
+    return pieces.reshape(-1)
+
+
+def _cut(op: BoundOp, position: int) -> PieceArray:
+    """All pieces of one op, relative to the parameters' starts."""
+    sizes, src, dst = list(op.sizes), list(op.src_strides), list(op.dst_strides)
+    itemsize = op.dst_dtype.itemsize
+    run = 1
+    while sizes and src[-1] == run * op.src_dtype.itemsize and dst[-1] == run * itemsize:
+        run *= sizes.pop()
+        src.pop()
+        dst.pop()
+    rows, src_pitch, dst_pitch = (sizes.pop(), src.pop(), dst.pop()) if sizes else (1, 0, 0)
+    run_nbytes = run * itemsize
+    rows_at_once = max(MAX_PIECE_NBYTES // run_nbytes, 1)
+    elems_at_once = min(run, MAX_PIECE_NBYTES // itemsize)
+    row_starts = np.arange(0, rows, rows_at_once)
+    col_starts = np.arange(0, run, elems_at_once)
+    outer = np.array([(0, 0)], np.int64)
+    for size, s, d in zip(sizes, src, dst, strict=True):
+        steps = np.arange(size)[:, None] * np.array([s, d])
+        outer = (outer[:, None, :] + steps[None, :, :]).reshape(-1, 2)
+    shape = (len(outer), len(row_starts), len(col_starts))
+    pieces = np.zeros(shape, PIECE)
+    row, col = row_starts[None, :, None], col_starts[None, None, :]
+    pieces["src"] = (
+        op.src_offset + outer[:, 0][:, None, None] + row * src_pitch + col * op.src_dtype.itemsize
+    )
+    pieces["dst"] = op.dst_offset + outer[:, 1][:, None, None] + row * dst_pitch + col * itemsize
+    payload = np.arange(len(outer))[:, None, None] * (rows * run_nbytes)
+    pieces["pos"] = position + payload + row * run_nbytes + col * itemsize
+    pieces["src_pitch"], pieces["dst_pitch"] = src_pitch, dst_pitch
+    pieces["pos_pitch"] = run_nbytes
+    pieces["rows"] = np.minimum(rows - row, rows_at_once)
+    pieces["row_elems"] = np.minimum(run - col, elems_at_once)
+    return pieces.reshape(-1)

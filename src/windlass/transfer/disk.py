@@ -1,0 +1,169 @@
+"""Updates through a file system, for engines that nothing else reaches.
+
+Trainers write their shards as safetensors; engines read the boxes they need, by slicing, into a
+shadow in both update modes, so that a file which is torn or corrupted changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import final
+
+from windlass.config import DiskBackend, UpdateMode
+from windlass.errors import ProtocolError, TransferFailed
+from windlass.layout.manifest import ShardManifest
+from windlass.planning.plan import TransferPlan
+from windlass.transfer.base import ParameterMemory, SendResult
+from windlass.transfer.bindings import DestinationBinding, GroupOffer
+from windlass.transfer.disk_files import (
+    file_digest,
+    prune,
+    read_index,
+    version_folder,
+    write_shards,
+)
+from windlass.transfer.disk_read import read_boxes
+from windlass.transfer.source import SourceMemory, failed_links
+from windlass.transfer.target import TargetMemory
+from windlass.transports.base import PeerEndpoint
+
+__all__ = ["DiskReceiver", "DiskSender"]
+
+_log = logging.getLogger(__name__)
+
+
+@final
+class DiskSender:
+    """`SenderBackend` of `disk`.
+
+    Args:
+        config: folder and retention.
+        manifest, parameters: see `SourceMemory`.
+    """
+
+    def __init__(
+        self,
+        config: DiskBackend,
+        manifest: ShardManifest,
+        parameters: Callable[[], Sequence[ParameterMemory]],
+    ) -> None:
+        self._config = config
+        self._folder = Path(config.folder)
+        self._source = SourceMemory(manifest, parameters)
+        self._pack_s = 0.0
+
+    def connect(
+        self, plan: TransferPlan, bindings: Sequence[DestinationBinding]
+    ) -> GroupOffer | None:
+        """See `SenderBackend.connect`."""
+        self._source.bind(plan, bindings)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TransferFailed(f"disk: {self._folder}: {error}") from error
+        return None
+
+    def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:  # noqa: ARG002
+        """No groups here."""
+        raise ProtocolError("disk: files have no groups to join")
+
+    def prepare(self, version: int) -> None:
+        """Hash every link, and make room."""
+        began = time.perf_counter()
+        self._source.locate()
+        self._source.hash_links()
+        try:
+            prune(self._folder, version, self._source.manifest.worker, self._config.keep_versions)
+        except OSError as error:  # a disk that is really ill shows in `write`
+            _log.warning("old versions are not removed: %s", error)
+        self._pack_s = time.perf_counter() - began
+
+    def write(
+        self,
+        version: int,
+        destinations: Sequence[str],
+        deadline_s: float,  # noqa: ARG002
+    ) -> SendResult:
+        """Write this rank's file, whoever reads it; see `SenderBackend.write`."""
+        self._source.check_destinations(destinations)
+        pack_s, self._pack_s = self._pack_s, 0.0
+        began = time.perf_counter()
+        manifest = self._source.manifest
+        addresses = tuple(map(self._source.address_of, range(len(manifest.parameters))))
+        try:
+            write_shards(self._folder, version, manifest, addresses)
+        except TransferFailed as error:
+            links = failed_links(destinations, str(error))
+        else:
+            links = self._source.delivered(destinations)
+        return SendResult(links, pack_s, time.perf_counter() - began)
+
+    def close(self) -> None:
+        """Files stay."""
+
+
+@final
+class DiskReceiver:
+    """`ReceiverBackend` of `disk`.
+
+    Args:
+        config: as the sender's.
+        manifest, addresses: see `TargetMemory`.
+    """
+
+    def __init__(
+        self, config: DiskBackend, manifest: ShardManifest, addresses: Sequence[int]
+    ) -> None:
+        self._folder = Path(config.folder)
+        self._target = TargetMemory(manifest, addresses)
+
+    def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:  # noqa: ARG002
+        """See `ReceiverBackend.connect`."""
+        self._target.bind(plan, shadow=True)
+        worker = self._target.manifest.worker
+        return DestinationBinding(worker, PeerEndpoint("disk", str(self._folder), ""), (), ())
+
+    def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:  # noqa: ARG002
+        """No groups here."""
+        raise ProtocolError("disk: files have no groups to join")
+
+    def receive(self, groups: Mapping[str, Sequence[str]], deadline_s: float) -> None:  # noqa: ARG002
+        """Nothing to receive: `verify` reads."""
+        raise ProtocolError("disk: files have no receiving half")
+
+    def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:
+        """Read the boxes of `expected` sources into the shadow, and compare digests there."""
+        indices, unreadable = [], []
+        for source in sorted(expected):
+            try:
+                indices.append(read_index(self._folder, version, source))
+            except TransferFailed as error:
+                _log.warning("%s", error)
+                unreadable.append(source)
+        home = version_folder(self._folder, version)
+        unreadable += read_boxes(home, indices, self._target.manifest, self._target.addresses)
+        wrong = set(self._target.verify(expected)) | set(unreadable)
+        for index in indices:
+            if index.worker in wrong:
+                self._explain(home / index.file, index.digest)
+        return tuple(sorted(wrong))
+
+    def apply(self) -> None:
+        """See `ReceiverBackend.apply`."""
+        self._target.apply()
+
+    def close(self) -> None:
+        """Free the shadow. Idempotent."""
+        self._target.close()
+
+    @staticmethod
+    def _explain(path: Path, expected: str) -> None:
+        try:
+            found = file_digest(path)
+        except OSError as error:
+            found = str(error)
+        blame = "the file is damaged" if found != expected else "the file is as it was written"
+        _log.warning("%s refused: digest must be %s, got %s: %s", path, expected, found, blame)

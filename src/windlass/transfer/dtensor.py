@@ -1,0 +1,562 @@
+"""Stage 1: what a torch module holds on this rank, in checkpoint coordinates, with no communication.
+
+Takes a module whose parameters may be DTensors and hands on a `ShardManifest`. Used by trainers
+(FSDP2, tensor parallel, both) and by tensor-parallel engines alike.
+
+The case where others corrupt silently is FSDP2 over tensor parallelism: the mesh is
+(fsdp, tp), the placements `(_StridedShard(0), Shard(0))`, and the tensor was cut by tp
+first and by fsdp inside that. Replaying the cuts in the order in which they were made gives
+one contiguous range per dim, uneven sizes included; reading the placements from left
+to right does not.
+
+Which part of a mesh axis a rank holds is its rank in that axis' process group, not its place in the
+mesh: FSDP2, tensor parallel and `full_tensor` all go by it, and torch sorts the ranks of a group, so the
+two differ in a mesh whose ranks do not ascend.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parallel import DistributedDataParallel
+
+from windlass.errors import ConfigError, ManifestError, PlanError, UnsupportedLayout
+from windlass.layout.box import Box
+from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
+from windlass.layout.mesh import chunk
+from windlass.layout.naming.place import PlacedShard
+from windlass.layout.naming.stacked import StackedRule, unstack
+from windlass.memory.torch_dtypes import dtype_of
+
+__all__ = [
+    "HeldTensor",
+    "LiveTensors",
+    "LocalShard",
+    "NameMap",
+    "check_memory",
+    "describe_module",
+    "held_tensors",
+    "local_shard",
+    "local_tensor",
+    "own_tensors",
+    "parameter_addresses",
+    "refuse_freed",
+]
+
+_WRAPPER_MARKS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""Of torch.compile and activation checkpointing."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalShard:
+    """What this rank holds of a parameter.
+
+    Attributes:
+        global_shape: of the whole tensor.
+        box: the elements held here; empty when this rank holds none.
+        strides_bytes: byte strides of the local memory.
+        nbytes: bytes from the first to the last element held.
+    """
+
+    global_shape: tuple[int, ...]
+    box: Box
+    strides_bytes: tuple[int, ...]
+    nbytes: int
+
+
+def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
+    """The memory this rank holds: the local part of a DTensor, or the tensor itself."""
+    return parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def local_shard(name: str, parameter: torch.Tensor, *, by_fsdp: bool = False) -> LocalShard:
+    """Describe this rank's part of `parameter`. Not collective.
+
+    Args:
+        name: for messages.
+        parameter: plain, or a DTensor; on a mesh without this rank it holds nothing here.
+        by_fsdp: whether FSDP2 cut it, which cuts uneven strided shards as no other part of torch does.
+
+    Raises:
+        UnsupportedLayout: a placement that holds no plain part of the tensor (Partial), a strided
+            shard whose split factor no order of the cuts explains, or one that torch reads in two ways.
+        ManifestError: the described part and the local memory differ in shape.
+    """
+    local = local_tensor(parameter)
+    shape = tuple(parameter.shape)
+    if not isinstance(parameter, DTensor):
+        box = Box.full(shape)
+    elif _is_elsewhere(parameter):
+        return LocalShard(shape, Box((0,) * len(shape), (0,) * len(shape)), (0,) * len(shape), 0)
+    else:
+        box = _box_of(name, parameter, by_fsdp=by_fsdp)
+    # An empty part has no elements to misplace, and torch does not shape it as the box.
+    if box.sizes != tuple(local.shape) and (box.numel or local.numel()):
+        raise ManifestError(
+            f"parameter {name!r}: the local shard must be {box} of {shape}, got shape "
+            f"{tuple(local.shape)}"
+        )
+    itemsize = local.element_size()
+    # Torch drops the dims of an empty part.
+    strides = tuple(step * itemsize for step in local.stride()) if box.numel else (0,) * len(shape)
+    return LocalShard(shape, box, strides, _reach(local))
+
+
+def _is_elsewhere(tensor: torch.Tensor) -> bool:
+    """Whether its mesh is one without this rank."""
+    return isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None
+
+
+def _box_of(name: str, tensor: DTensor, *, by_fsdp: bool) -> Box:
+    mesh = tensor.device_mesh
+    cuts = _cut_order(name, tensor)
+    # What FSDP2 cuts, and nothing else does, has not been distributed over other axes.
+    alone = by_fsdp and sum(map(len, cuts.values())) == 1
+    if mesh.ndim > 1 and cuts and not alone and not _is_in_order(mesh):
+        raise UnsupportedLayout(
+            f"parameter {name!r}: along each axis all lines of its mesh must order their ranks alike, or "
+            f"torch distributes one part and gathers another, got {mesh.mesh.tolist()}"
+        )
+    offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
+    for dim, axes in cuts.items():
+        for axis in axes:
+            start, sizes[dim] = chunk(sizes[dim], mesh.size(axis), mesh.get_local_rank(axis))
+            offsets[dim] += start
+        if not by_fsdp and any(isinstance(tensor.placements[axis], _StridedShard) for axis in axes):
+            read = _read_in_turn(tensor, dim, sorted(axes))
+            if len(read) == sizes[dim] and (read != np.arange(sizes[dim]) + offsets[dim]).any():
+                raise UnsupportedLayout(
+                    f"parameter {name!r}: dim {dim} of {tensor.shape[dim]} must be cut evenly by "
+                    f"{tensor.placements}: torch reads uneven strided shards in two ways"
+                )
+    return Box(tuple(offsets), tuple(sizes))
+
+
+@functools.lru_cache(maxsize=16)
+def _is_in_order(mesh: DeviceMesh) -> bool:
+    """Whether along each axis a rank's number in its group follows from its place on that axis alone."""
+    for axis in range(mesh.ndim):
+        numbers = mesh.mesh.argsort(dim=axis).argsort(dim=axis).transpose(0, axis).flatten(1)
+        if (numbers != numbers[:, :1]).any():
+            return False
+    return True
+
+
+def _cut_order(name: str, tensor: DTensor) -> dict[int, list[int]]:
+    """Tensor dim -> the mesh axes that cut it, in the order in which they did."""
+    orders: dict[int, list[int]] = {}
+    strided = any(isinstance(placement, _StridedShard) for placement in tensor.placements)
+    # From right to left, as a split factor counts the parts made by axes to the right.
+    for axis, placement in reversed([*enumerate(tensor.placements)]):
+        if isinstance(placement, (Shard, _StridedShard)):
+            factor = placement.split_factor if isinstance(placement, _StridedShard) else 1
+            order, parts, position = orders.setdefault(placement.dim % tensor.dim(), []), 1, 0
+            while parts != factor and position < len(order):
+                parts *= tensor.device_mesh.size(order[position])
+                position += 1
+            if parts != factor:
+                raise UnsupportedLayout(
+                    f"parameter {name!r}: split factor of {placement} must be the number of parts that "
+                    f"other mesh axes cut the dim into before, got placements {tensor.placements}"
+                )
+            order.insert(position, axis)
+        elif not placement.is_replicate():
+            raise UnsupportedLayout(
+                f"parameter {name!r}: placements must be shards or replicas, got {placement}, which "
+                "holds no plain part of the tensor"
+            )
+    if not strided:
+        for entry in tensor._spec.shard_order:
+            orders[entry.tensor_dim] = list(entry.mesh_dims)
+    return orders
+
+
+def _read_in_turn(tensor: DTensor, dim: int, axes: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Indices that this rank holds of `dim` where the placements are carried out from left to right.
+
+    So `distribute_tensor` does: a strided shard is a part of each of `split_factor` parts.
+    """
+    held = np.arange(tensor.shape[dim])
+    for axis in axes:
+        placement, mesh = tensor.placements[axis], tensor.device_mesh
+        factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+        parts = []
+        for index in range(factor):
+            start, size = chunk(len(held), factor, index)
+            part = held[start : start + size]
+            start, size = chunk(len(part), mesh.size(axis), mesh.get_local_rank(axis))
+            parts.append(part[start : start + size])
+        held = np.concatenate(parts)
+    return held
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTensor:
+    """A parameter or persistent buffer of a module.
+
+    Attributes:
+        name: where it is in the module.
+        tensor_name: of the checkpoint tensor.
+        tensor: it, sharded.
+        by_fsdp: whether it is in a module that FSDP2 shards.
+    """
+
+    name: str
+    tensor_name: str
+    tensor: torch.Tensor
+    by_fsdp: bool
+
+
+NameMap = Callable[[str], str | None]
+"""From a name in the bare module to the checkpoint's; None leaves it out."""
+
+
+def held_tensors(module: torch.nn.Module, name_map: NameMap | None = None) -> list[HeldTensor]:
+    """What a checkpoint of `module` would hold here, several names of one tensor included.
+
+    Names are those of the bare module: the marks of `torch.compile`, activation checkpointing
+    and `DistributedDataParallel` are taken out. FSDP2 modules that still hold gathered
+    parameters after a forward pass are resharded first (local, no communication), because the
+    gathered copy is not what an optimizer steps. Parameters on a mesh without this rank are left out.
+
+    Raises:
+        ConfigError: no module, or a `name_map` that gives something else than names.
+        UnsupportedLayout: a tensor without memory of its own (meta, most subclasses of a tensor) or
+            without strides (sparse).
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise ConfigError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+    if name_map is not None and not callable(name_map):
+        raise ConfigError(f"name_map must be a function of a name, got {type(name_map).__name__}")
+    found: list[HeldTensor] = []
+    sharded: set[str] = set()
+    parallel: list[str] = []
+    for path, child in module.named_modules(remove_duplicate=False):
+        if isinstance(child, FSDPModule):
+            child.reshard()
+        if isinstance(child, FSDPModule) or path.rpartition(".")[0] in sharded:
+            sharded.add(path)
+        if isinstance(child, DistributedDataParallel):
+            parallel.append(f"{path}.module." if path else "module.")
+    tensors: list[tuple[str, torch.Tensor]] = [
+        *module.named_parameters(remove_duplicate=False),
+        *_persistent_buffers(module),
+    ]
+    parallel.sort(key=len, reverse=True)
+    for name, tensor in tensors:
+        bare = _bare(name, parallel)
+        mapped = bare if name_map is None else name_map(bare)
+        if mapped is not None and not _is_elsewhere(tensor):
+            if not isinstance(mapped, str):
+                raise ConfigError(f"name_map must give a name or None for {bare!r}, got {mapped!r}")
+            check_memory(name, tensor)
+            by_fsdp = name.rpartition(".")[0] in sharded
+            found.append(HeldTensor(name, mapped, tensor, by_fsdp))
+    return found
+
+
+def _bare(name: str, parallel: Sequence[str]) -> str:
+    """A name without the marks of wrappers. `parallel`: prefixes that end in one, inner ones first."""
+    for prefix in parallel:
+        if name.startswith(prefix):
+            name = prefix.removesuffix("module.") + name.removeprefix(prefix)
+    for mark in _WRAPPER_MARKS:
+        name = name.replace(mark, "")
+    return name
+
+
+def check_memory(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor whose elements do not lie in memory of its own; `name` is for the message.
+
+    Raises:
+        UnsupportedLayout: on the meta device, sparse, or of a subclass that is made of other tensors.
+    """
+    lacks = "one on the meta device" if tensor.is_meta else ""
+    if not lacks and tensor.layout is not torch.strided:
+        lacks = f"one with {tensor.layout}"
+    if not lacks and not _has_memory(local := local_tensor(tensor)):
+        lacks = f"a {type(local).__name__} without any of its own"
+    if lacks:
+        raise UnsupportedLayout(
+            f"parameter {name!r}: must be a tensor with memory and strides, got {lacks}"
+        )
+
+
+def refuse_freed(name: str, local: torch.Tensor) -> None:
+    """Refuse a tensor whose storage its owner has freed (offloaded, for example).
+
+    Raises:
+        PlanError: it has.
+    """
+    reach = local.storage_offset() * local.element_size() + _reach(local)
+    if local.numel() and local.untyped_storage().nbytes() < reach:
+        raise PlanError(f"parameter {name!r}: its memory is freed; load it back before publishing")
+
+
+def _has_memory(local: torch.Tensor) -> bool:
+    try:
+        return bool(local.data_ptr()) or not local.numel()
+    except RuntimeError:  # what torch says of a tensor without storage
+        return False
+
+
+def _persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers that a checkpoint holds."""
+    for path, child in module.named_modules():
+        for name, buffer in child.named_buffers(recurse=False):
+            if name not in child._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
+
+
+def describe_module(
+    module: torch.nn.Module,
+    worker: str,
+    role: Role,
+    *,
+    name_map: NameMap | None = None,
+    stacked: Sequence[StackedRule] = (),
+) -> ShardManifest:
+    """The manifest of a module's parameters and persistent buffers on this rank. Not collective.
+
+    Tensors that are one object under several names (tied weights) are described under
+    the first name; the others become aliases.
+
+    Args:
+        module: any module, wrapped or not; its parameters may be DTensors.
+        worker: identity of this rank.
+        role: trainer or engine.
+        name_map: from name to checkpoint name, None for what is left out; identity when omitted.
+        stacked: parameters that are several checkpoint tensors, by mapped name.
+
+    Raises:
+        ConfigError: see `held_tensors`; or two parameters that are not one object have one name.
+        UnsupportedLayout, ManifestError: see `held_tensors`, `local_shard` and `unstack`.
+    """
+    builder = ManifestBuilder(worker, role)
+    first_name: dict[int, str] = {}
+    owners: dict[str, str] = {}
+    for held in held_tensors(module, name_map):
+        if id(held.tensor) in first_name:
+            if held.tensor_name != first_name[id(held.tensor)]:
+                builder.add_alias(held.tensor_name, first_name[id(held.tensor)])
+            continue
+        first_name[id(held.tensor)] = held.tensor_name
+        shard = local_shard(held.name, held.tensor, by_fsdp=held.by_fsdp)
+        dtype = dtype_of(held.name, held.tensor)
+        gaps = max(shard.nbytes - shard.box.numel * dtype.itemsize, 0)
+        builder.add_parameter(held.name, nbytes=shard.nbytes, dtype=dtype, padding_nbytes=gaps)
+        parts = unstack(
+            stacked, held.tensor_name, shard.global_shape, shard.box, shard.strides_bytes
+        )
+        if parts is None:
+            whole = held.tensor_name, shard.global_shape, shard.box, 0, shard.strides_bytes
+            parts = (PlacedShard(*whole),)
+        for part in parts:
+            # Otherwise one would be taken for a copy of the other.
+            if owners.setdefault(part.tensor, held.name) != held.name:
+                raise ConfigError(
+                    f"name_map: every tensor must be one parameter, got {owners[part.tensor]!r} and "
+                    f"{held.name!r} for {part.tensor!r}"
+                )
+            builder.add_shard(
+                part.tensor,
+                part.global_shape,
+                part.box,
+                held.name,
+                offset_bytes=part.offset,
+                strides_bytes=part.strides,
+            )
+    return builder.build()
+
+
+def parameter_addresses(
+    module: torch.nn.Module, name_map: NameMap | None = None
+) -> tuple[int, ...]:
+    """Where they lie now, in the order of `describe_module`'s parameters."""
+    return tuple(local_tensor(held.tensor).data_ptr() for held in own_tensors(module, name_map))
+
+
+def own_tensors(module: torch.nn.Module, name_map: NameMap | None = None) -> list[HeldTensor]:
+    """`held_tensors` without further names of a tensor: one for each of `describe_module`'s parameters."""
+    own: dict[int, HeldTensor] = {}
+    for held in held_tensors(module, name_map):
+        own.setdefault(id(held.tensor), held)
+    return list(own.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What a tensor is described as; fields are named as messages name them."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    part: Box
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, held: HeldTensor) -> _Layout:
+        shard = local_shard(held.name, held.tensor, by_fsdp=held.by_fsdp)
+        return cls(held.tensor.dtype, shard.global_shape, shard.box, shard.strides_bytes)
+
+
+@final
+class LiveTensors:
+    """Tensors of modules that were described, found again for every update and compared with what they were.
+
+    A parameter may move, be registered anew, or change its place in the module's order; its name, dtype,
+    shape, part and strides must stay. Costs some microseconds per module and less per tensor, unless a
+    module has changed. Keeps no tensor alive. Not thread-safe.
+
+    Args:
+        modules: that hold them.
+        walk: what is to be described of them, in manifest order, each tensor once.
+
+    Raises:
+        UnsupportedLayout, ManifestError: see `local_shard`.
+    """
+
+    def __init__(
+        self, modules: Sequence[torch.nn.Module], walk: Callable[[], Sequence[HeldTensor]]
+    ) -> None:
+        self._modules, self._walk = tuple(modules), walk
+        held = walk()
+        self._layouts = {one.name: _Layout.of(one) for one in held}
+        self._names = tuple(self._layouts)
+        self._nbytes = [_reach(local_tensor(one.tensor)) for one in held]
+        self._signatures = [_signature(one.tensor) for one in held]
+        self._by_fsdp = [one.by_fsdp for one in held]
+        self._addresses = [-1] * len(held)
+        self._registered: tuple[list[str], list[int]] = [], []
+        self._positions: list[int] = []
+        self._watched: list[tuple[weakref.ref[torch.Tensor], int, int]] = []
+
+    def locate(self) -> tuple[tuple[int, int], ...]:
+        """(address, bytes from the first to the last element) of each now, in manifest order.
+
+        Raises:
+            PlanError: tensors are missing or new, or one has another layout or no memory now.
+        """
+        found: list[tuple[int, int]] = []
+        watched: list[tuple[weakref.ref[torch.Tensor], int, int]] = []
+        with torch.no_grad():  # so that the local part of a DTensor is itself, and no alias
+            for index, tensor in enumerate(self._find()):
+                if _signature(tensor) != self._signatures[index]:
+                    self._compare(index, tensor)
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                address = local.data_ptr()
+                if address != self._addresses[index]:  # as it is after memory was freed
+                    refuse_freed(self._names[index], local)
+                    self._addresses[index] = address
+                found.append((address, self._nbytes[index]))
+                watched.append((weakref.ref(local), address, _num_writes(local)))
+        self._watched = watched
+        return tuple(found)
+
+    def changed(self) -> str:
+        """The first tensor that was written to or moved since `locate`, as far as torch knows; or empty.
+
+        Torch counts what its operators change in place. It does not count what is written through
+        `Tensor.data`, by numpy or by kernels of others.
+        """
+        for name, (reference, address, num_writes) in zip(
+            self._layouts, self._watched, strict=False
+        ):
+            local = reference()
+            if local is not None and (
+                _num_writes(local) != num_writes or local.data_ptr() != address
+            ):
+                return name
+        return ""
+
+    def _find(self) -> list[torch.Tensor]:
+        """The tensors, in manifest order."""
+        keys, tensors = _registered(self._modules)
+        identities = [id(tensor) for tensor in tensors]
+        if self._positions and self._registered == (keys, identities):
+            return [tensors[position] for position in self._positions]
+        held = {one.name: one.tensor for one in self._walk()}
+        gone = [name for name in self._layouts if name not in held]
+        if gone or len(held) != len(self._layouts):
+            new = [name for name in held if name not in self._layouts]
+            raise PlanError(
+                f"parameters must be those of when this rank connected, got {len(gone)} fewer "
+                f"{gone[:3]} and {len(new)} more {new[:3]}: connect again"
+            )
+        ordered = [held[name] for name in self._layouts]
+        keys, tensors = _registered(self._modules)
+        identities = [id(tensor) for tensor in tensors]
+        at = {identity: position for position, identity in enumerate(identities)}
+        known = all(id(tensor) in at for tensor in ordered)
+        self._positions = [at[id(tensor)] for tensor in ordered] if known else []
+        self._registered = keys, identities
+        return ordered
+
+    def _compare(self, index: int, tensor: torch.Tensor) -> None:
+        name = self._names[index]
+        then, now = (
+            self._layouts[name],
+            _Layout.of(HeldTensor(name, name, tensor, self._by_fsdp[index])),
+        )
+        for field in fields(_Layout):
+            was, has = getattr(then, field.name), getattr(now, field.name)
+            if was != has:
+                raise PlanError(
+                    f"parameter {name!r}: {field.name} must be {was}, as when this rank connected, got "
+                    f"{has}: connect again"
+                )
+        self._signatures[index] = _signature(tensor)
+
+
+def _signature(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What cannot change without a change of layout, cheaply: equal ones are of equal layouts."""
+    if not isinstance(tensor, DTensor):
+        return tensor.dtype, tensor.shape, tensor.stride()
+    local = tensor._local_tensor
+    return local.dtype, local.shape, local.stride(), tensor._spec
+
+
+def _num_writes(tensor: torch.Tensor) -> int:
+    """How often torch has changed it in place."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _registered(
+    modules: Sequence[torch.nn.Module],
+) -> tuple[list[str], list[torch.Tensor]]:
+    """Names and tensors of all modules, in an order that only they decide; FSDP2 modules are resharded."""
+    keys: list[str] = []
+    tensors: list[torch.Tensor] = []
+    left, seen = [*modules], set[int]()
+    while left:
+        module = left.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        if isinstance(module, FSDPModule):
+            module.reshard()
+        for held in (module._parameters, module._buffers):
+            present = {key: tensor for key, tensor in held.items() if tensor is not None}
+            keys.extend(present)
+            tensors.extend(present.values())
+        keys.extend(module._modules)
+        left.extend(child for child in module._modules.values() if child is not None)
+    return keys, tensors
+
+
+def _reach(local: torch.Tensor) -> int:
+    """Bytes from the first to the last element."""
+    if not local.numel():
+        return 0
+    steps = zip(local.shape, local.stride(), strict=True)
+    return (sum((size - 1) * step for size, step in steps) + 1) * local.element_size()

@@ -1,0 +1,231 @@
+"""Updates that the trainer drives itself, tensor by tensor: whole tensors in, one transaction out.
+
+Whole tensors arrive by broadcast or from checkpoint files; the rank takes its boxes out of them
+into a shadow. `apply` makes them live, and only if every element of every parameter came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import msgspec
+import xxhash
+
+from windlass.config import CollectiveFabric, UpdateMode
+from windlass.errors import PlanError, ProtocolError, TransferFailed
+from windlass.layout.dtypes import cast_refusal
+from windlass.layout.manifest import Shard, ShardManifest, contiguous_strides
+from windlass.memory.packing import copy_strided
+from windlass.net.clock import Deadline
+from windlass.planning.plan import TransferPlan
+from windlass.transfer.arena import aligned_offsets
+from windlass.transfer.bindings import DestinationBinding, GroupOffer, WireTensor
+from windlass.transfer.collective_group import TorchBroadcastGroup, join_group
+from windlass.transfer.disk_files import DiskEntry, DiskIndex
+from windlass.transfer.disk_read import read_boxes
+from windlass.transfer.target import ShadowMemory
+
+__all__ = ["HandDrivenReceiver", "signature_of_group", "wire_offsets"]
+
+
+def signature_of_group(offer: GroupOffer, fabric: CollectiveFabric) -> str:
+    """What the members of a hand-driven group agree on when it forms."""
+    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode((offer, fabric)))
+
+
+def wire_offsets(tensors: Sequence[WireTensor]) -> tuple[tuple[int, ...], int]:
+    """Where each tensor lies in a flat bucket, and the bytes of the bucket."""
+    return aligned_offsets(tensor.nbytes for tensor in tensors)
+
+
+@final
+class HandDrivenReceiver:
+    """One engine rank; a `ReceiverBackend` whose bytes come by `take_tensors` and `take_files`.
+
+    Groups stay from one update to the next.
+
+    Args:
+        manifest: of this rank.
+        addresses: of the live parameters, in manifest order.
+        host: own address, that the heads can reach.
+    """
+
+    def __init__(self, manifest: ShardManifest, addresses: Sequence[int], host: str) -> None:
+        self._manifest, self._host = manifest, host
+        self._memory = ShadowMemory(manifest, addresses)
+        self._indices = {p.name: i for i, p in enumerate(manifest.parameters)}
+        self._shards: dict[str, list[tuple[int, Shard]]] = {}
+        for row, shard in enumerate(manifest.shards()):
+            self._shards.setdefault(shard.tensor, []).append((row, shard))
+        for alias, tensor in manifest.aliases.items():
+            self._shards.setdefault(alias, []).extend(self._shards.get(tensor, ()))
+        self._groups: dict[str, TorchBroadcastGroup] = {}
+        self._missing: set[int] = set()
+
+    def begin(self) -> None:
+        """A new update: nothing has come yet."""
+        self._missing = {row for shards in self._shards.values() for row, _ in shards}
+
+    def join_named(self, offer: GroupOffer, fabric: CollectiveFabric, deadline_s: float) -> None:
+        """Enter a head's group; a group of the same name is left.
+
+        Raises:
+            PlanError: members disagree about the group.
+            PeerTimeout, TransferFailed: see `join_group`.
+        """
+        old = self._groups.pop(offer.name, None)
+        if old is not None:
+            old.abort()
+        self._groups[offer.name] = join_group(
+            offer,
+            self._manifest.worker,
+            fabric=fabric,
+            num_buffers=1,
+            signature=signature_of_group(offer, fabric),
+            host=self._host,
+            deadline=Deadline.after(deadline_s, "join"),
+        )
+
+    def take_tensors(self, name: str, tensors: Sequence[WireTensor], deadline_s: float) -> None:
+        """Receive one bucket of whole tensors, and take this rank's boxes out of it.
+
+        Raises:
+            PlanError: a tensor that is no tensor of this rank's model, another shape of it, or a
+                dtype that cannot be cast; the group is left before the broadcast, which releases the head.
+            TransferFailed: the broadcast failed.
+        """
+        group = self._groups.get(name)
+        if group is None or group.broken:
+            raise TransferFailed(f"group {name}: is not formed, or broken")
+        try:
+            self._check(tensors)
+        except PlanError:
+            self._groups.pop(name).abort()
+            raise
+        offsets, nbytes = wire_offsets(tensors)
+        group.start(0, nbytes, deadline_s)
+        group.finish(0, deadline_s)
+        for tensor, offset in zip(tensors, offsets, strict=True):
+            for row, shard in self._shards.get(tensor.name, ()):
+                self._take(shard, tensor, group.buffer(0) + offset)
+                self._missing.discard(row)
+
+    def take_files(self, folder: str) -> None:
+        """Read this rank's boxes from the safetensors files of a checkpoint folder.
+
+        Raises:
+            TransferFailed: a file that is missing or torn.
+        """
+        home = Path(folder)
+        indices = [_index_of(path) for path in sorted(home.glob("*.safetensors"))]
+        if not indices:
+            raise TransferFailed(f"disk: {home}: holds no safetensors file")
+        unreadable = read_boxes(home, indices, self._manifest, self._memory.addresses)
+        if unreadable:
+            raise TransferFailed(f"disk: {home}: cannot read {', '.join(sorted(set(unreadable)))}")
+        for index in indices:
+            for entry in index.entries:
+                for row, shard in self._shards.get(entry.tensor, ()):
+                    if entry.box.contains(shard.box):
+                        self._missing.discard(row)
+
+    def apply(self) -> None:
+        """Make the update live.
+
+        Raises:
+            PlanError: some tensor did not come; nothing is changed.
+        """
+        self._check_complete()
+        self._memory.copy_over()
+
+    def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:  # noqa: ARG002
+        """No plan here: the trainer says what comes."""
+        raise ProtocolError("a hand-driven update has no plan")
+
+    def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:  # noqa: ARG002
+        """See `join_named`."""
+        raise ProtocolError("a hand-driven update joins groups by name")
+
+    def receive(self, groups: Mapping[str, Sequence[str]], deadline_s: float) -> None:  # noqa: ARG002
+        """See `take_tensors`."""
+        raise ProtocolError("a hand-driven update takes tensors by name")
+
+    def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:  # noqa: ARG002
+        """No links here, but everything must have come.
+
+        Raises:
+            PlanError: some tensor did not come.
+        """
+        self._check_complete()
+        return ()
+
+    def close(self) -> None:
+        """Leave all groups and free the shadow. Idempotent."""
+        for group in self._groups.values():
+            group.abort()
+        self._groups = {}
+        self._memory.close()
+
+    def _check_complete(self) -> None:
+        if self._missing:
+            missing = sorted(
+                name
+                for name, rows in self._shards.items()
+                if any(r in self._missing for r, _ in rows)
+            )
+            raise PlanError(
+                f"{self._manifest.worker}: {len(missing)} tensors did not come, the first is "
+                f"{missing[0]!r}"
+            )
+
+    def _check(self, tensors: Sequence[WireTensor]) -> None:
+        shapes = {spec.name: spec.shape for spec in self._manifest.tensors}
+        for alias, name in self._manifest.aliases.items():
+            shapes[alias] = shapes[name]
+        worker = self._manifest.worker
+        for tensor in tensors:
+            if tensor.name not in shapes:
+                raise PlanError(
+                    f"{worker}: a tensor of this model was expected, got {tensor.name!r}"
+                )
+            if shapes[tensor.name] != tensor.shape:
+                raise PlanError(
+                    f"{worker}: shape of {tensor.name!r} must be {shapes[tensor.name]}, "
+                    f"got {tensor.shape}"
+                )
+            for _, shard in self._shards.get(tensor.name, ()):
+                wanted = self._manifest.parameters[self._indices[shard.parameter]].dtype
+                if refusal := cast_refusal(tensor.dtype, wanted):
+                    raise PlanError(f"{worker}: tensor {tensor.name!r}: {refusal}")
+
+    def _take(self, shard: Shard, tensor: WireTensor, address: int) -> None:
+        position = self._indices[shard.parameter]
+        strides = contiguous_strides(tensor.shape, tensor.dtype.itemsize)
+        starts = zip(shard.box.offsets, strides, strict=True)
+        copy_strided(
+            sizes=shard.box.sizes,
+            src_address=address + sum(start * stride for start, stride in starts),
+            src_strides=strides,
+            src_dtype=tensor.dtype,
+            dst_address=self._memory.addresses[position] + shard.offset_bytes,
+            dst_strides=shard.strides_bytes,
+            dst_dtype=self._manifest.parameters[position].dtype,
+            tensor=tensor.name,
+        )
+
+
+def _index_of(path: Path) -> DiskIndex:
+    """What a checkpoint file without an index holds: whole tensors."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            shapes: dict[str, Any] = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise TransferFailed(f"disk: {path}: {error}") from error
+    entries = tuple(
+        DiskEntry(name, name, (0,) * len(shape), tuple(shape)) for name, shape in shapes.items()
+    )
+    return DiskIndex(-1, path.name, path.name, path.stat().st_size, "", entries, {})

@@ -1,0 +1,205 @@
+"""The trainer's part of a relay: the roots of a group are fed, each with the chunks of its lanes.
+
+The plan names one member of each group; the links to the others have the same ops, the same packed
+bytes and the same digest. A trainer can write any member directly: so it completes the links that the
+relay left incomplete.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import final
+
+import numpy as np
+
+from windlass.errors import PlanError
+from windlass.memory.digest import new_digest
+from windlass.net.clock import Deadline
+from windlass.planning.relay import RelayGroup
+from windlass.transfer.bind import LinkProgram, check_binding
+from windlass.transfer.bindings import DestinationBinding
+from windlass.transfer.outcomes import is_unknown, submit
+from windlass.transfer.payload import Payload, UInt64Array, hash_chunks, payload_of
+from windlass.transfer.pieces import Pieces
+from windlass.transfer.relay_sender import WRITES_AT_ONCE, Outlet, write_chunk
+from windlass.transfer.relay_wire import ChunkLanded, Place, RelayAddress
+from windlass.transports.base import OneSidedTransport
+
+__all__ = ["Feed", "Feeds", "bind_feed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """One group that a trainer rank feeds.
+
+    Attributes:
+        group: who is in it. program: of the link to its first member.
+        payload: of every one of its links.
+        addresses: root -> where it listens.
+    """
+
+    group: RelayGroup
+    program: LinkProgram
+    payload: Payload
+    addresses: Mapping[str, RelayAddress]
+
+    def lanes_of(self, root: str) -> tuple[int, ...]:
+        """The lanes whose root it is."""
+        return tuple(i for i, name in enumerate(self.group.roots()) if name == root)
+
+    def copies(self) -> dict[str, LinkProgram]:
+        """The links to the other members."""
+        return {name: replace(self.program, peer=name) for name in self.group.members[1:]}
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A feed that is packed and hashed: (n,) addresses, a digest per chunk, the link's."""
+
+    local: UInt64Array
+    chunks: tuple[str, ...]
+    digest: str
+
+
+def bind_feed(
+    group: RelayGroup,
+    program: LinkProgram,
+    bindings: Mapping[str, DestinationBinding],
+    addresses: Sequence[RelayAddress],
+) -> Feed:
+    """Check that every member can be written directly, and the roots by chunks.
+
+    Raises:
+        PlanError: a member has no binding, or a root no address.
+        RegionError: a write would leave the published regions.
+    """
+    known = {address.worker: address for address in addresses}
+    for member in group.members:
+        if member not in bindings:
+            raise PlanError(f"relay: {member} has no binding")
+        check_binding(program, bindings[member])
+    for root in group.roots():
+        if root not in known:
+            raise PlanError(f"relay: root {root} has no address")
+    return Feed(
+        group,
+        program,
+        payload_of(program, group.chunk_nbytes),
+        {root: known[root] for root in group.roots()},
+    )
+
+
+@final
+class Feeds:
+    """All feeds of a trainer rank, by the name of any member."""
+
+    def __init__(self) -> None:
+        self._feeds: dict[str, Feed] = {}
+        self._ready: dict[str, _Ready] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._feeds
+
+    def add(self, feed: Feed) -> None:
+        """Serve its members."""
+        self._feeds |= dict.fromkeys(feed.group.members, feed)
+
+    def forget(self) -> None:
+        """What was packed is there no more."""
+        self._ready = {}
+
+    def planned_for(self, name: str) -> str:
+        """The link of the plan that delivers what `name` gets: all members get what the first does."""
+        return self._feeds[name].group.members[0] if name in self._feeds else name
+
+    def roots(self) -> tuple[str, ...]:
+        """Members that are fed."""
+        return tuple(name for name, feed in self._feeds.items() if name in feed.group.roots())
+
+    def keep(self, leader: str, sources: UInt64Array, packed: Mapping[int, int]) -> None:
+        """Hash a feed that has been packed.
+
+        Args:
+            leader: first member of the group.
+            sources: where the parameters lie.
+            packed: op -> address of its packed payload.
+        """
+        feed = self._feeds[leader]
+        payload = feed.payload
+        parameter = np.where(payload.packed, 0, payload.src_parameter)
+        at = np.array([packed.get(op, 0) for op in range(len(feed.program.ops))], np.uint64)
+        base = np.where(payload.packed, at[payload.op], sources[parameter])
+        local = base + payload.src_offset.astype(np.uint64)
+        whole = new_digest()
+        chunks = tuple(hash_chunks(payload, local, whole))
+        self._ready[leader] = _Ready(local, chunks, whole.hexdigest())
+
+    def digest_of(self, name: str) -> str:
+        """Of the link to a member; empty when it is not packed."""
+        ready = self._ready.get(self._feeds[name].group.members[0])
+        return ready.digest if ready is not None else ""
+
+    def pieces_to(self, binding: DestinationBinding) -> Pieces:
+        """All of a packed feed, for a direct write to one member."""
+        feed = self._feeds[binding.worker]
+        targets = np.array(binding.parameter_addresses, np.uint64)
+        return Pieces(
+            self._ready[feed.group.members[0]].local,
+            feed.payload.at_destination(targets, binding.landing_address),
+            feed.payload.nbytes.astype(np.uint64),
+        )
+
+    def feed_root(
+        self,
+        transport: OneSidedTransport,
+        worker: str,
+        binding: DestinationBinding,
+        place: Place,
+        deadline: Deadline,
+    ) -> int:
+        """Write the chunks of a root's lanes, a few at a time; returns bytes.
+
+        What is not packed is not written: the root is told that nothing comes.
+
+        Args:
+            transport: writes.
+            worker: this rank.
+            binding: of the root.
+            place: (epoch, round).
+            deadline: for all of it.
+
+        Raises:
+            TransferError: the root was not reached, or a write failed.
+            TransferOutcomeUnknown: bytes may still land.
+        """
+        feed = self._feeds[binding.worker]
+        ready = self._ready.get(feed.group.members[0])
+        outlet = Outlet(feed.addresses[binding.worker], worker, place, deadline)
+        targets = np.array(binding.parameter_addresses, np.uint64)
+        remote = feed.payload.at_destination(targets, binding.landing_address)
+        failed = threading.Event()
+
+        def write(chunk: int) -> int:
+            if ready is None or failed.is_set():
+                return 0
+            try:
+                write_chunk(transport, binding, feed.payload, chunk, ready.local, remote, deadline)
+                outlet.send(ChunkLanded(worker, chunk, ready.chunks[chunk]))
+            except BaseException:  # whatever it is, the root waits for no more
+                failed.set()
+                raise
+            return feed.payload.chunk_nbytes(chunk)
+
+        lanes, num_lanes = feed.lanes_of(binding.worker), len(feed.group.lanes)
+        mine = [c for c in range(feed.payload.num_chunks) if c % num_lanes in lanes]
+        with ThreadPoolExecutor(WRITES_AT_ONCE, "windlass-feed") as pool:
+            written = [submit(pool, write, chunk) for chunk in mine]
+        errors = [error for job in written if (error := job.exception()) is not None]
+        unknown = [error for error in errors if is_unknown(error)]
+        outlet.end(unknown=bool(unknown))
+        for error in (*unknown, *errors):
+            raise error
+        return sum(job.result() for job in written)

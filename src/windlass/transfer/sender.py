@@ -1,0 +1,546 @@
+"""Stages 5 and 7, the trainer's half: pack what must be packed, write every link, hash what was sent.
+
+In come a plan part and the destinations' bindings (once), `prepare` and `write` (per version);
+`WriteBatch`es go to the transport, and a `LinkOutcome` with the link's digest to the coordinator.
+
+Two ways through the arena, chosen by its capacity alone. When everything that needs packing fits,
+`prepare` packs and hashes before the pause and `write` only writes. Otherwise `prepare` hashes what is
+to be sent, and the arena is a ring of two halves: one is packed while the other is on the wire. Bytes
+that go as they lie (DIRECT) never pass through it; with a replica (`transfer/replica.py`) they are
+copied in `prepare` as well.
+
+Every digest is of the parameters as they were in `prepare`, and stays: what is read differently later,
+in the first write or in one that repeats it, does not verify and is never published.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import final
+
+import numpy as np
+
+from windlass.errors import ConfigError, PlanError, TransferOutcomeUnknown, WindlassError
+from windlass.layout.manifest import ShardManifest
+from windlass.net.clock import Deadline
+from windlass.planning.plan import TransferPlan
+from windlass.planning.relay import RelayGroup
+from windlass.planning.simulate import LINKS_AT_ONCE
+from windlass.transfer.arena import ALIGNMENT
+from windlass.transfer.base import ParameterMemory, SendResult
+from windlass.transfer.bind import (
+    LinkProgram,
+    bind_links,
+    check_binding,
+    check_destinations,
+    check_part,
+)
+from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus
+from windlass.transfer.outcomes import is_unknown, status_of, submit
+from windlass.transfer.pack_arena import PackArena
+from windlass.transfer.packer import PackedLink, Peer
+from windlass.transfer.packers import packer_for
+from windlass.transfer.parameters import SourceParameters
+from windlass.transfer.pieces import Pieces, batches, packed_capacity
+from windlass.transfer.relay_wire import Place, RelayAddress
+from windlass.transfer.relay_write import Feeds, bind_feed
+from windlass.transfer.replica import CopyTimes, Replica
+from windlass.transfer.replica_memory import replica_memory
+from windlass.transports.base import MemoryRegion, OneSidedTransport, WriteBatch
+
+__all__ = ["Sender"]
+
+_log = logging.getLogger(__name__)
+
+
+@final
+class Sender:
+    """One trainer rank. Methods may be called from any thread; they run one at a time.
+
+    Memory: the parameters must not change between `prepare` and the end of the round.
+
+    Args:
+        transport: writes. Stays open; the caller closes it.
+        manifest: of this rank.
+        parameters: where the parameters lie now, in manifest order; asked at every `prepare` and
+            at no other time, because a trainer that is bound in mid-step may have gathered them.
+        arena_nbytes: capacity for packed bytes; 0 for as much as one update needs.
+        registered: regions that the owner has registered already; what lies in them is not again.
+        replica: copy what is sent as it lies, so that parameters may change and move after `prepare`;
+            see `connect_trainer`.
+
+    Raises:
+        ConfigError: `arena_nbytes` is neither 0 nor at least 128, or there can be no such replica.
+    """
+
+    def __init__(
+        self,
+        transport: OneSidedTransport,
+        manifest: ShardManifest,
+        parameters: Callable[[], Sequence[ParameterMemory]],
+        *,
+        arena_nbytes: int = 0,
+        registered: Sequence[MemoryRegion] = (),
+        replica: bool | str = False,
+    ) -> None:
+        if arena_nbytes != 0 and arena_nbytes < 2 * ALIGNMENT:
+            raise ConfigError(
+                f"arena_nbytes: must be 0 or at least {2 * ALIGNMENT}, got {arena_nbytes}"
+            )
+        self._transport = transport
+        self._manifest = manifest
+        self._parameters = SourceParameters(transport, manifest, parameters, registered)
+        self._pool = ThreadPoolExecutor(LINKS_AT_ONCE, "windlass-writer")
+        memory = replica_memory(replica, transport, self._pool)
+        self._packer = packer_for(transport, arena_nbytes)
+        self._replica = None if memory is None else Replica(manifest, memory)
+        self._lock = threading.Lock() if self._replica is None else self._replica.lock
+        self._programs: dict[str, LinkProgram] = {}
+        self._peers: dict[str, Peer] = {}
+        self._read_in_place: tuple[int, ...] = ()
+        self._first_link = 0
+        self._ready: dict[str, PackedLink] = {}
+        self._digests: dict[str, str] = {}
+        self._offsets: dict[str, int] = {}
+        self._sent: set[str] = set()
+        self._feeds = Feeds()
+        self._pack_s = 0.0
+
+    @property
+    def transport(self) -> OneSidedTransport:
+        """What it writes with."""
+        return self._transport
+
+    @property
+    def manifest(self) -> ShardManifest:
+        """What this rank holds."""
+        return self._manifest
+
+    @property
+    def parameters(self) -> Callable[[], Sequence[ParameterMemory]]:
+        """Where it lies now, in manifest order."""
+        return self._parameters.memory
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank sends in one update."""
+        return sum(program.nbytes for program in self._programs.values())
+
+    @property
+    def arena_nbytes(self) -> int:
+        """Bytes of arena allocated now."""
+        return self._packer.nbytes
+
+    @property
+    def has_replica(self) -> bool:
+        """Whether parameters are read in `prepare` only."""
+        return self._replica is not None
+
+    @property
+    def replica(self) -> Replica | None:
+        """What is sent instead of the parameters; its `lock` guards it."""
+        return self._replica
+
+    @property
+    def copy_times(self) -> CopyTimes:
+        """Of the replica's last copy."""
+        return CopyTimes() if self._replica is None else self._replica.times
+
+    def begin_version(
+        self,
+        on_taken: Callable[[], None] | None = None,
+        *,
+        version: int | None = None,
+        stream: int | None = None,
+    ) -> None:
+        """Before `version` is announced; see `Replica.begin`. Without a replica nothing."""
+        if self._replica is not None:
+            with self._lock:
+                self._replica.begin(on_taken, version, stream)
+
+    def end_version(self) -> None:
+        """Nobody waits for the version any more; see `Replica.end`. Waits for a copy under way."""
+        if self._replica is not None:
+            with self._lock:
+                self._replica.end()
+                # The weights may have changed while the last of them was copied and packed.
+                self._forget()
+
+    def connect(self, plan: TransferPlan, bindings: Sequence[DestinationBinding]) -> None:
+        """Bind a plan part (`TransferPlan.for_source`); allocates and registers the arena.
+
+        Raises:
+            PlanError: the plan was made for another layout, a destination has no binding, or a
+                replica is asked for and the arena is too small for what is packed.
+            RegionError: a write would leave the published regions, or memory cannot be registered.
+        """
+        with self._lock:
+            self._settle_doubt()
+            self._programs, self._feeds = {}, Feeds()
+            self._forget()
+            index = check_part(self._manifest, plan.sources, plan.source_digests, "sources")
+            programs = {program.peer: program for program in bind_links(plan, sending=True)}
+            known = {binding.worker: binding for binding in bindings}
+            for peer, program in programs.items():
+                if peer not in known:
+                    raise PlanError(f"connect: destination {peer} of the plan has no binding")
+                self._check_digest_kind(known[peer])
+                check_binding(program, known[peer])
+            self._peers = {peer: Peer.bound_to(known[peer]) for peer in programs}
+            self._packer.fit(tuple(programs.values()))
+            self._read_in_place = tuple(
+                {i for p in programs.values() for i in np.unique(p.direct.src_parameter).tolist()}
+            )
+            if self._replica is not None:
+                if not self._packer.holds(tuple(programs.values())):
+                    raise PlanError(
+                        "arena_nbytes: with a replica it must be 0 or at least "
+                        f"{packed_capacity(tuple(programs.values()))}, got {self._packer.nbytes}"
+                    )
+                self._replica.fit(self._read_in_place)
+            self._programs = programs
+            self._first_link = index
+
+    def connect_relay(
+        self,
+        groups: Sequence[RelayGroup],
+        bindings: Sequence[DestinationBinding],
+        addresses: Sequence[RelayAddress],
+    ) -> None:
+        """After `connect`: links to all members of groups whose first member it was given.
+
+        Raises:
+            PlanError: a member has no binding, or a root no address.
+            RegionError: a write would leave the published regions.
+        """
+        with self._lock:
+            known = {binding.worker: binding for binding in bindings}
+            for group in groups:
+                program = self._programs.get(group.members[0])
+                if program is None:
+                    continue  # this rank holds nothing that the group wants
+                feed = bind_feed(group, program, known, addresses)
+                for name, copy in feed.copies().items():
+                    self._peers[name] = Peer.bound_to(known[name])
+                    self._programs[name] = copy
+                self._feeds.add(feed)
+
+    def prepare(self, version: int | None = None) -> None:
+        """Hash every link, and pack them where the arena holds all at once; nothing is sent.
+
+        Args:
+            version: that it is for; None for the one that was begun last.
+
+        Raises:
+            PlanError: parameters have another number or other sizes than when described.
+            RegionError: changed parameter memory cannot be registered, or there is still no memory
+                for an arena in place of one that was parted with.
+            RoundAborted: with a replica: that of this version is gone or was never begun, and the
+                weights may be others.
+        """
+        with self._lock:
+            replica = self._replica
+            if replica is not None and replica.is_taken(version):
+                return
+            began = time.perf_counter()
+            self._settle_doubt()
+            self._forget()
+            programs = tuple(
+                p for p in self._programs.values() if self._feeds.planned_for(p.peer) == p.peer
+            )
+            if self._packer.arena is None and not self._packer.holds(programs):
+                self._packer.fit(programs)  # it was parted with, and there was no room for another
+            if replica is None:
+                self._packer.sources = self._parameters.locate(self._read_in_place)
+            else:
+                self._packer.sources = replica.take(self._parameters.locate(()))
+            if self._packer.holds(programs):
+                self._pack_all(programs)
+            else:
+                self._hash_all(programs)
+            self._pack_s = time.perf_counter() - began
+            if replica is not None:
+                replica.taken(version)
+
+    def write(self, destinations: Sequence[str], deadline_s: float) -> SendResult:
+        """Write the links to `destinations`. Idempotent.
+
+        What is written for a second time is packed again first, unless from a replica: the weights must
+        still have the digests of `prepare`, and the arena may have lost bits.
+
+        Each rank begins with another destination, so that ranks which send to the same engines
+        do not all begin with the same one. A link that could not begin before the deadline is
+        FAILED, not UNKNOWN: nothing of it was sent.
+
+        Raises:
+            RoundAborted: a destination that this rank does not send to.
+        """
+        with self._lock:
+            check_destinations(self._programs, destinations)
+            return self._write(destinations, Deadline.after(deadline_s, "write"))
+
+    def feed(self, place: Place, destinations: Sequence[str], deadline_s: float) -> SendResult:
+        """As `write`, but groups that are bound for it are relayed: only their roots are written.
+
+        The outcome of a member that this rank does not write is that of the digest: OK once it
+        is known. Whether its bytes arrived, it says itself.
+
+        Raises:
+            RoundAborted: a destination that this rank does not send to.
+            TransferOutcomeUnknown: bytes may still land, and the outcomes cannot be told one by one.
+        """
+        with self._lock:
+            check_destinations(self._programs, destinations)
+            deadline = Deadline.after(deadline_s, "write")
+            began, arena = time.perf_counter(), self._packer.arena
+            digests = {n: self._feeds.digest_of(n) for n in destinations if n in self._feeds}
+            self._sent.update(digests)
+            roots = {
+                root: submit(self._pool, self._feed_root, root, place, deadline)
+                for root in self._feeds.roots()
+            }
+            try:
+                sent = self._write([n for n in destinations if n not in digests], deadline)
+            except Exception as error:
+                met = [job.exception() for job in roots.values()]
+                if any(found is not None and is_unknown(found) for found in met):
+                    raise TransferOutcomeUnknown(f"{error!r}; and of roots: {met}") from error
+                raise
+            finally:
+                wait(roots.values())
+            outcomes = {link.destination: link for link in sent.links}
+            for name, digest in digests.items():
+                outcomes[name] = self._fed_outcome(name, roots.get(name), digest, arena)
+            wire_s = max(time.perf_counter() - began, sent.wire_s)
+            return SendResult(tuple(outcomes[n] for n in destinations), sent.pack_s, wire_s)
+
+    def close(self) -> None:
+        """Unregister and free, once a running `write` is over. Idempotent.
+
+        Arenas with writes of unknown outcome stay mapped.
+        """
+        with self._lock:
+            self._pool.shutdown(wait=True)
+            self._settle_doubt(renew=False)
+            if self._replica is not None:
+                self._replica.close()
+            self._programs, self._feeds = {}, Feeds()
+            self._forget()
+            self._packer.close()
+            self._parameters.close()
+
+    def _check_digest_kind(self, binding: DestinationBinding) -> None:
+        kind = self._packer.digest_kind
+        if binding.digest_kind is not kind:
+            raise PlanError(
+                f"connect: {binding.worker}: weights must be on GPUs at both ends or in host memory at "
+                f"both: this rank hashes by {kind}, that one by {binding.digest_kind}"
+            )
+
+    # --- links and feeds ---------------------------------------------------------------------
+
+    def _write(self, destinations: Sequence[str], deadline: Deadline) -> SendResult:
+        shift = self._first_link % max(len(destinations), 1)
+        order = (*destinations[shift:], *destinations[:shift])
+        pack_s, self._pack_s = self._pack_s, 0.0
+        lost = self._pack_again(name for name in order if name in self._sent)
+        self._sent.update(order)
+        ready = {
+            name: found
+            for name in order
+            if name not in lost and (found := self._find_ready(name)) is not None
+        }
+        outcomes, wire_s = self._write_ready(ready, deadline)
+        outcomes |= lost
+        for name in order:
+            if name not in outcomes and self._replica is not None:
+                reason = (
+                    "replica: nothing is packed for this link, and the weights may have changed"
+                )
+                outcomes[name] = LinkOutcome(name, LinkStatus.FAILED, 0, "", reason)
+            elif name not in outcomes:
+                outcomes[name], link_wire_s, link_pack_s = self._stream(name, deadline)
+                wire_s += link_wire_s
+                pack_s += link_pack_s
+        return SendResult(tuple(outcomes[name] for name in destinations), pack_s, wire_s)
+
+    def _find_ready(self, name: str) -> PackedLink | None:
+        if name not in self._feeds:
+            return self._ready.get(name)
+        digest = self._feeds.digest_of(name)
+        if not digest:
+            return None
+        pieces = self._feeds.pieces_to(self._peers[name].binding)
+        return PackedLink(tuple(batches(pieces)), digest)
+
+    def _forget(self) -> None:
+        """Nothing is prepared."""
+        self._ready, self._digests, self._offsets, self._sent = {}, {}, {}, set()
+        self._feeds.forget()
+
+    def _pack_all(self, programs: Sequence[LinkProgram]) -> None:
+        offset = 0
+        for program in programs:
+            self._offsets[program.peer] = offset
+            self._digests[program.peer], offset = self._pack(program, offset)
+
+    def _pack(self, program: LinkProgram, offset: int) -> tuple[str, int]:
+        """Pack and hash a link at `offset`; its digest, and where the next one may begin."""
+        peer = program.peer
+        if peer in self._feeds:
+            packed, after = self._packer.pack_ops(program, offset)
+            self._feeds.keep(peer, self._packer.sources, packed)
+            return self._feeds.digest_of(peer), after
+        self._ready[peer], after = self._packer.pack_link(program, self._peers[peer], offset)
+        return self._ready[peer].digest, after
+
+    def _hash_all(self, programs: Sequence[LinkProgram]) -> None:
+        links = [(program, self._peers[program.peer]) for program in programs]
+        digests = self._packer.hash_links(links, self._pool)
+        self._digests.update(zip((p.peer for p in programs), digests, strict=True))
+
+    def _pack_again(self, names: Iterable[str]) -> dict[str, LinkOutcome]:
+        """Before links are written again; outcomes of those whose parameters are others than before."""
+        lost: dict[str, LinkOutcome] = {}
+        if self._replica is not None:
+            return lost
+        found: dict[str, str] = {}
+        for name in names:
+            planned = self._feeds.planned_for(name)
+            if planned in self._offsets and planned not in found:
+                found[planned], _ = self._pack(self._programs[planned], self._offsets[planned])
+            if planned in found and found[planned] != self._digests[planned]:
+                reason = "the weights have changed since this version was prepared"
+                lost[name] = LinkOutcome(name, LinkStatus.FAILED, 0, "", reason)
+        return lost
+
+    def _feed_root(self, root: str, place: Place, deadline: Deadline) -> int:
+        """In a thread of the pool."""
+        worker, binding = self._manifest.worker, self._peers[root].binding
+        return self._feeds.feed_root(self._transport, worker, binding, place, deadline)
+
+    def _fed_outcome(
+        self, name: str, written: Future[int] | None, digest: str, arena: PackArena | None
+    ) -> LinkOutcome:
+        if written is not None and (error := written.exception()) is not None:
+            return self._failed(name, error, arena)
+        if not digest:
+            reason = "arena_nbytes: too small to hold a relayed link"
+            return LinkOutcome(name, LinkStatus.FAILED, 0, "", reason)
+        return LinkOutcome(name, LinkStatus.OK, 0 if written is None else written.result(), digest)
+
+    # --- whole-shard arena -------------------------------------------------------------------
+
+    def _write_ready(
+        self, ready: Mapping[str, PackedLink], deadline: Deadline
+    ) -> tuple[dict[str, LinkOutcome], float]:
+        """Write packed links side by side; outcomes, and seconds from first to last."""
+        began, arena = time.perf_counter(), self._packer.arena
+        writes = {
+            name: submit(self._pool, self._write_batches, name, link.batches, deadline)
+            for name, link in ready.items()
+        }
+        wait(writes.values())
+        wire_s = time.perf_counter() - began
+        outcomes = {}
+        for name, written in writes.items():
+            error = written.exception()
+            outcomes[name] = (
+                self._succeeded(name, ready[name].digest)
+                if error is None
+                else self._failed(name, error, arena)
+            )
+        return outcomes, wire_s
+
+    # --- ring --------------------------------------------------------------------------------
+
+    def _stream(self, name: str, deadline: Deadline) -> tuple[LinkOutcome, float, float]:
+        """Pack one half of the arena while the other half is on the wire."""
+        digest = self._digests.get(self._feeds.planned_for(name))
+        if digest is None:
+            reason = "not prepared: nothing says what the weights of this version are"
+            return LinkOutcome(name, LinkStatus.FAILED, 0, "", reason), 0.0, 0.0
+        ring = self._packer.ring(self._programs[name], self._peers[name])
+        in_flight: Future[float] | None = None
+        began, waited, wire_s = time.perf_counter(), 0.0, 0.0
+        try:
+            for batch in itertools.chain(ring, (None,)):
+                if in_flight is not None:
+                    paused = time.perf_counter()
+                    wire_s += in_flight.result()
+                    waited += time.perf_counter() - paused
+                if batch is not None:
+                    in_flight = submit(self._pool, self._write_batches, name, (batch,), deadline)
+            outcome = self._succeeded(name, digest)
+        # The boundary of a link: whatever it meets, the outcomes of the other links must be told.
+        except Exception as error:  # noqa: BLE001
+            outcome = self._stopped(name, error, in_flight)
+        finally:
+            if in_flight is not None:
+                wait((in_flight,))
+        return outcome, wire_s, time.perf_counter() - began - waited
+
+    def _stopped(self, name: str, error: Exception, in_flight: Future[float] | None) -> LinkOutcome:
+        """Of a link whose packing or writing raised `error`: what is on the wire has the last word."""
+        written = None if in_flight is None else in_flight.exception()
+        if written is None and not isinstance(error, WindlassError):
+            _log.error("packing for %s failed", name, exc_info=error)
+            return LinkOutcome(name, LinkStatus.FAILED, 0, "", f"{type(error).__name__}: {error}")
+        return self._failed(name, error if written is None else written, self._packer.arena)
+
+    # --- both --------------------------------------------------------------------------------
+
+    def _write_batches(self, name: str, parts: Sequence[Pieces], deadline: Deadline) -> float:
+        """In a thread of the pool; returns seconds."""
+        binding = self._peers[name].binding
+        began = time.perf_counter()
+        for part in parts:
+            deadline.check_before_more()
+            self._transport.write(
+                WriteBatch(
+                    endpoint=binding.endpoint,
+                    local_addresses=part.local,
+                    remote_addresses=part.remote,
+                    nbytes=part.nbytes,
+                    regions=binding.regions,
+                ),
+                deadline_s=max(deadline.remaining_s, 0.001),
+            )
+        return time.perf_counter() - began
+
+    def _succeeded(self, name: str, digest: str) -> LinkOutcome:
+        return LinkOutcome(name, LinkStatus.OK, self._programs[name].nbytes, digest)
+
+    def _failed(self, name: str, error: BaseException, arena: PackArena | None) -> LinkOutcome:
+        status, reason = status_of(error), f"{type(error).__name__}: {error}"
+        if not isinstance(error, WindlassError):
+            _log.error("writing to %s failed", name, exc_info=error)
+        if status is LinkStatus.UNKNOWN:
+            self._abandon(arena)
+        return LinkOutcome(name, status, 0, "", reason)
+
+    def _settle_doubt(self, *, renew: bool = True) -> None:
+        """With a replica: part with memory that a write of unknown outcome may still read."""
+        if self._replica is not None and self._replica.in_doubt:
+            try:
+                self._replica.settle(renew=renew)
+            finally:  # no memory for another replica: the arena is in doubt all the same
+                self._packer.abandon(renew=renew)
+
+    def _abandon(self, arena: PackArena | None) -> None:
+        if self._replica is not None:
+            # It may be read again in this round, since nothing writes to it before the next.
+            self._replica.doubt()
+            return
+        if arena is not None and arena is self._packer.arena:
+            self._ready, self._offsets = {}, {}
+            self._feeds.forget()
+            try:
+                self._packer.abandon()
+            except (WindlassError, OSError, MemoryError):  # the outcome counts: links find no arena
+                _log.exception("%s: no memory for another arena", self._manifest.worker)

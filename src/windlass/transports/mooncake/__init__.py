@@ -1,0 +1,1 @@
+"""Mooncake TransferEngine as a transport."""

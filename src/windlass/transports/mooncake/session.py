@@ -1,0 +1,178 @@
+"""Memory that another process has registered with a Mooncake engine of its own.
+
+That process runs no code of ours. This one, on the same host, vouches for it: its door closes
+when either of the two ends, so that peers notice, and it reads back what peers have written. The
+registration cannot be withdrawn: fencing is by looking at who is still connected.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import final
+
+import msgspec
+import numpy as np
+
+from windlass.errors import TransferFailed
+from windlass.net.addresses import split_host_port
+from windlass.net.clock import Deadline
+from windlass.transports.base import (
+    MemoryRegion,
+    PeerEndpoint,
+    RemoteRegion,
+    WireReport,
+    WriteBatch,
+)
+from windlass.transports.configs import MooncakeConfig
+from windlass.transports.inbound import dialled
+from windlass.transports.liveness import Door
+from windlass.transports.mooncake.peer import TOKEN_NBYTES, door_name, format_incarnation
+from windlass.transports.mooncake.transport import MooncakeTransport
+from windlass.transports.other_process import connections_to, listening_ports_of, owner_of
+
+__all__ = ["MooncakeSession"]
+
+FIRST_BACKOFF_S = 0.001
+
+
+@final
+class MooncakeSession:
+    """`OneSidedTransport` whose endpoint is another process's engine.
+
+    What is registered here is local memory, for `read`; peers write `regions`.
+
+    Args:
+        config: of the local engine; its host becomes the session's.
+        session: `host:port` of the other engine, a process of this host and user.
+        spans: (address, nbytes) of what that process has registered; at least one of 16 bytes.
+
+    Raises:
+        TransportUnavailable: Mooncake does not start, or the other process cannot be looked into.
+    """
+
+    def __init__(
+        self, config: MooncakeConfig, session: str, spans: Sequence[tuple[int, int]]
+    ) -> None:
+        host, self._session_port = split_host_port(session)
+        self._owner = owner_of(self._session_port)
+        self._process = os.pidfd_open(self._owner)
+        self._closed = False
+        self._inner = MooncakeTransport(msgspec.structs.replace(config, host=host))
+        token = secrets.token_bytes(TOKEN_NBYTES)
+        self._door = Door(host, door_name(token), "mooncake")
+        probe = next(address for address, nbytes in spans if nbytes >= TOKEN_NBYTES)
+        incarnation = format_incarnation(token, probe, self._door.port, vouched=True)
+        self._endpoint = PeerEndpoint("mooncake", session, incarnation)
+        self.regions = tuple(
+            RemoteRegion(self._endpoint, address, nbytes) for address, nbytes in spans
+        )
+
+    @property
+    def process(self) -> int:
+        """A descriptor that is readable once the other process has ended."""
+        return self._process
+
+    def report(self) -> WireReport:
+        """See `OneSidedTransport.report`."""
+        found = self._inner.report()
+        detail = f"{found.detail}, session {self._endpoint.address} of another process"
+        return msgspec.structs.replace(found, detail=detail)
+
+    def endpoint(self) -> PeerEndpoint:
+        """Of the other process, as this one vouches for it."""
+        return self._endpoint
+
+    def register(self, address: int, nbytes: int) -> MemoryRegion:
+        """Make local memory usable for `read`."""
+        return self._inner.register(address, nbytes)
+
+    def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
+        """See `OneSidedTransport.unregister`."""
+        self._inner.unregister(region, released)
+
+    def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
+        """See `OneSidedTransport.write`."""
+        self._inner.write(batch, deadline_s=deadline_s)
+
+    def read(self, batch: WriteBatch, *, deadline_s: float) -> None:
+        """See `MooncakeTransport.read`."""
+        self._inner.read(batch, deadline_s=deadline_s)
+
+    def fence(self, *, deadline_s: float) -> None:
+        """See `OneSidedTransport.fence`.
+
+        Over TCP bytes of a process that has ended may still come, and the connection is not ours
+        to cut: it must be gone, or lead to a living process of this host. A sender on another
+        host, alive or not, cannot be told from one that a partition has cut off.
+
+        Raises:
+            TransferFailed: such a connection is there after `deadline_s`.
+        """
+        self._wait_alone(Deadline.after(deadline_s, f"fence of {self._endpoint.address}"), True)
+
+    def require_alone(self, *, deadline_s: float) -> None:
+        """As `fence`, for a process that has just come and does not know who wrote before it.
+
+        Raises:
+            TransferFailed: somebody else is connected after `deadline_s`, alive or not.
+        """
+        self._wait_alone(Deadline.after(deadline_s, f"join of {self._endpoint.address}"), False)
+
+    def close(self) -> None:
+        """See `OneSidedTransport.close`; the other process keeps its registration."""
+        if self._closed:
+            return
+        self._closed = True
+        self._door.close()
+        self._inner.close()
+        os.close(self._process)
+
+    def _wait_alone(self, deadline: Deadline, trust_the_living: bool) -> None:
+        if self._inner.report().protocol == "rdma":
+            return
+        self._connect(deadline)
+        backoff_s = FIRST_BACKOFF_S
+        while num := self._num_others(trust_the_living):
+            if deadline.remaining_s == 0:
+                raise TransferFailed(
+                    f"{deadline.purpose}: {num} connections are open over which bytes may come; end "
+                    "the trainers that made them, or start the engine anew"
+                )
+            threading.Event().wait(backoff_s)  # nothing tells when another process closes a socket
+            backoff_s *= 2
+
+    def _num_others(self, trust_the_living: bool) -> int:
+        """Connections to where the other engine takes bytes."""
+        listening = listening_ports_of(self._owner) - {self._session_port}
+        own = {mine: theirs for mine, theirs in dialled() if theirs in listening}
+        return sum(
+            connection.port not in own and not (trust_the_living and connection.peer_lives)
+            for port in set(own.values())
+            for connection in connections_to(port)
+        )
+
+    def _connect(self, deadline: Deadline) -> None:
+        """Read something, so that this process is connected to where the other takes bytes."""
+        page = np.zeros(TOKEN_NBYTES, np.uint8)
+        region = self._inner.register(int(page.ctypes.data), page.nbytes)
+        target = next(r for r in self.regions if r.nbytes >= TOKEN_NBYTES)
+        batch = WriteBatch(
+            endpoint=self._endpoint,
+            local_addresses=np.array([region.address], np.uint64),
+            remote_addresses=np.array([target.address], np.uint64),
+            nbytes=np.array([TOKEN_NBYTES], np.uint64),
+            regions=(target,),
+        )
+        try:
+            self._inner.read(batch, deadline_s=deadline.remaining_s)
+        finally:
+            # A read that is late still fills the page.
+            self._inner.unregister(region, partial(_let_go, page))
+
+
+def _let_go(_: object) -> None:
+    """Nothing refers to the memory any more."""

@@ -1,0 +1,359 @@
+"""Mooncake's TransferEngine: RDMA where there is a NIC, TCP where there is none.
+
+Over TCP it is one-sided for this side only: the target's process must be running. What the
+engine does not do is done here: sources are checked (TCP reads any), calls are kept to 1024 pieces
+and a few hundred megabytes, a process restarted on the same port is noticed, and deadlines hold.
+"""
+
+from __future__ import annotations
+
+import mmap
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+
+from windlass.errors import PeerUnreachable, RegionError, TransferFailed, TransportUnavailable
+from windlass.memory.ranges import (
+    calls,
+    cut_at_edges,
+    edges_of,
+    merge_adjacent,
+    split_pieces,
+)
+from windlass.net.addresses import join_host_port
+from windlass.net.clock import Deadline
+from windlass.transports.base import (
+    MemoryRegion,
+    PeerEndpoint,
+    RemoteRegion,
+    WireReport,
+    WriteBatch,
+)
+from windlass.transports.configs import MooncakeConfig
+from windlass.transports.deferred_free import Withdrawn
+from windlass.transports.inbound import cut_inbound
+from windlass.transports.liveness import Door
+from windlass.transports.mooncake.native import MAX_PIECES, Started, start_engine
+from windlass.transports.mooncake.peer import (
+    TOKEN_NBYTES,
+    Direction,
+    MooncakePeer,
+    door_name,
+    format_incarnation,
+)
+from windlass.transports.regions import RegionTable, check_batch
+
+__all__ = ["MooncakeTransport"]
+
+Page = npt.NDArray[np.uint8]
+FORGET_S = 600.0
+"""Peers that were not written for longer are forgotten when another one comes."""
+KEPT_PAGES = 64
+"""That were given back are used again in turn once there are more."""
+
+MAX_CALL_NBYTES = 256 << 20
+"""Per native call: between calls a passed deadline is a clean failure, inside one it is unknown."""
+REQUEST_NBYTES = 1 << 20
+"""Of one piece where there are several NICs: the engine sends each through one, picked at random."""
+_OVERLAP = -7
+_MAX_KEY_CHARS = 20
+_PAGE = 4096
+"""The least step: a peer's key must not make us cut a piece into bytes."""
+
+
+@final
+class _Engine:
+    """A native engine, and which peer it has talked to at each address."""
+
+    def __init__(self, started: Started) -> None:
+        self.started = started
+        self.contacted: dict[str, PeerEndpoint] = {}
+        self._pages: deque[Page] = deque()
+
+    def take_page(self) -> Page:
+        """Registered memory for a peer's token.
+
+        Raises:
+            PeerUnreachable: no memory can be registered.
+        """
+        if len(self._pages) > KEPT_PAGES:
+            return self._pages.popleft()
+        page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
+        code = self.started.engine.register_memory(int(page.ctypes.data), page.nbytes)
+        if code != 0:
+            raise PeerUnreachable(f"mooncake: no page for a peer can be registered (code {code})")
+        return page
+
+    def give_back(self, page: Page) -> None:
+        """For another peer, much later: bytes of a read that has failed may still come."""
+        self._pages.append(page)
+
+    def pin(self, starts: list[int], end: int) -> int:
+        """Register [starts[0], end) in steps; the first code that is not 0."""
+        for done, (start, stop) in enumerate(zip(starts, (*starts[1:], end), strict=True)):
+            code = self.started.engine.register_memory(start, stop - start)
+            if code != 0:
+                self.unpin(starts[:done])
+                return code
+        return 0
+
+    def unpin(self, starts: list[int]) -> None:
+        """Take registrations back."""
+        for start in starts:
+            self.started.engine.unregister_memory(start)
+
+
+@dataclass(slots=True)
+class _Known:
+    """A peer, how many calls use it now, and when the last one ended; monotonic seconds."""
+
+    peer: MooncakePeer
+    engine: _Engine
+    num_users: int = 0
+    used_s: float = 0.0
+
+
+@final
+class MooncakeTransport:
+    """`OneSidedTransport` over `mooncake.engine.TransferEngine`.
+
+    An endpoint's address is the engine's `host:port`; its incarnation is a random token, the
+    address at which peers read it back before they write and, over RDMA, the port of a door.
+
+    Raises:
+        TransportUnavailable: not installed, too old, or the wire is not the one asked for.
+    """
+
+    def __init__(self, config: MooncakeConfig) -> None:
+        self._config = config
+        started = start_engine(config)
+        self._step_nbytes = config.max_registration_nbytes or started.max_registration_nbytes
+        self._engines = [_Engine(started)]
+        self._table = RegionTable()
+        self._lock = threading.Lock()
+        self._peers: dict[PeerEndpoint, _Known] = {}
+        self._withdrawn = Withdrawn("mooncake")
+        self._closed = False
+        token = secrets.token_bytes(TOKEN_NBYTES)
+        self._token_page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
+        self._token_page[:TOKEN_NBYTES] = np.frombuffer(token, np.uint8)
+        address = int(self._token_page.ctypes.data)
+        code = started.engine.register_memory(address, self._token_page.nbytes)
+        if code != 0:
+            raise TransportUnavailable(f"mooncake: no memory can be registered (code {code})")
+        # Over TCP the engine's own connections end with the peer; over verbs nothing does.
+        self._door = Door(config.host, door_name(token), "mooncake") if self._is_rdma() else None
+        self._endpoint = PeerEndpoint(
+            "mooncake",
+            join_host_port(config.host, started.engine.get_rpc_port()),
+            format_incarnation(token, address, 0 if self._door is None else self._door.port),
+        )
+
+    def _is_rdma(self) -> bool:
+        return self._engines[0].started.wire == "rdma"
+
+    def report(self) -> WireReport:
+        """See `OneSidedTransport.report`; the wire was looked up, not assumed."""
+        started = self._engines[0].started
+        return WireReport(
+            "mooncake",
+            started.wire,
+            started.detail,
+            one_sided=started.wire == "rdma",
+            on_gpu=self._config.gpu >= 0,
+        )
+
+    @property
+    def gpu_ordinal(self) -> int:
+        """See `NetworkTransport`."""
+        return self._config.gpu
+
+    def endpoint(self) -> PeerEndpoint:
+        """See `OneSidedTransport.endpoint`."""
+        return self._endpoint
+
+    def register(self, address: int, nbytes: int) -> MemoryRegion:
+        """See `OneSidedTransport.register`; over RDMA this pins the memory."""
+        key = str(self._step_nbytes) if 0 < self._step_nbytes < nbytes else ""
+        region = MemoryRegion(address, nbytes, RemoteRegion(self._endpoint, address, nbytes, key))
+        with self._lock:
+            self._table.add(region)
+            done: list[_Engine] = []
+            starts = self._starts(address, nbytes)
+            for engine in self._engines:
+                code = engine.pin(starts, address + nbytes)
+                if code != 0:
+                    for other in done:
+                        other.unpin(starts)
+                    self._table.remove(region)
+                    what = "overlaps a registered region" if code == _OVERLAP else "is refused"
+                    hint = "; over verbs see ulimit -l" if self._is_rdma() else ""
+                    raise RegionError(
+                        f"register: [{address:#x}, {address + nbytes:#x}) {what} (code {code}){hint}"
+                    )
+                done.append(engine)
+        return region
+
+    def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
+        """See `OneSidedTransport.unregister`; later writes of peers are refused over TCP."""
+        with self._lock:
+            self._table.remove(region)
+            for engine in self._engines:
+                engine.unpin(self._starts(region.address, region.nbytes))
+            if released is not None:
+                self._withdrawn.add(region, released, self._is_touched)
+
+    def _is_touched(self, region: MemoryRegion) -> bool:
+        return any(known.peer.touches(region) for known in self._peers.values())
+
+    def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
+        """See `OneSidedTransport.write`."""
+        self._move(batch, deadline_s, Direction.WRITE)
+
+    def read(self, batch: WriteBatch, *, deadline_s: float) -> None:
+        """Read the pieces of a peer's memory into local registered memory; the batch's mirror image.
+
+        Raises:
+            RegionError, PeerUnreachable, TransferFailed: as `write`.
+            TransferOutcomeUnknown: bytes may still land in the local memory.
+        """
+        self._move(batch, deadline_s, Direction.READ)
+
+    def _move(self, batch: WriteBatch, deadline_s: float, direction: Direction) -> None:
+        check_batch(self._table, batch, "mooncake")
+        deadline = Deadline.after(deadline_s, f"mooncake {direction} to {batch.endpoint.address}")
+        with self._peer(batch.endpoint) as peer:
+            peer.confirm(deadline)
+            self._move_pieces(peer, batch, direction, deadline)
+
+    def _move_pieces(
+        self, peer: MooncakePeer, batch: WriteBatch, direction: Direction, deadline: Deadline
+    ) -> None:
+        pieces = cut_at_edges(
+            merge_adjacent(batch.local_addresses, batch.remote_addresses, batch.nbytes),
+            local=[e for span in self._table.spans() for e in self._starts(*span)],
+            remote=[
+                edge
+                for r in batch.regions
+                for edge in (r.address, *edges_of(r.address, r.nbytes, _step_of(r.key)))
+            ],
+        )
+        several = self._engines[0].started.num_nics > 1
+        local, remote, nbytes = split_pieces(
+            *pieces, REQUEST_NBYTES if several else MAX_CALL_NBYTES
+        )
+        for part in calls(nbytes, max_pieces=MAX_PIECES, max_nbytes=MAX_CALL_NBYTES):
+            peer.move(direction, (local[part], remote[part], nbytes[part]), deadline)
+
+    def fence(self, *, deadline_s: float) -> None:
+        """See `OneSidedTransport.fence`: over TCP connections are cut, over RDMA there is nothing."""
+        if not self._is_rdma():
+            ports = frozenset[int]().union(*(engine.started.ports for engine in self._engines))
+            cut_inbound(ports, Deadline.after(deadline_s, "mooncake fence"))
+
+    def close(self) -> None:
+        """See `OneSidedTransport.close`; a native call that is stuck is left to end by itself."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            peers = [known.peer for known in self._peers.values()]
+            spans = self._table.spans()
+            self._table.clear()
+        for peer in peers:
+            peer.close()
+        if self._door is not None:
+            self._door.close()
+        for engine in self._engines:
+            for address, nbytes in spans:
+                engine.unpin(self._starts(address, nbytes))
+        with self._lock:
+            self._withdrawn.close(self._is_touched)
+            self._peers = {}
+
+    def _starts(self, address: int, nbytes: int) -> list[int]:
+        return [address, *edges_of(address, nbytes, self._step_nbytes)]
+
+    @contextmanager
+    def _peer(self, endpoint: PeerEndpoint) -> Iterator[MooncakePeer]:
+        """The peer, which is kept for as long as it is used, and then until it is gone."""
+        known = self._use(endpoint)
+        unreachable = False
+        try:
+            yield known.peer
+        except PeerUnreachable:
+            unreachable = True
+            raise
+        finally:
+            with self._lock:
+                known.num_users -= 1
+                known.used_s = time.monotonic()
+                if unreachable:
+                    self._forget(endpoint)
+                self._withdrawn.release(self._is_touched)
+
+    def _use(self, endpoint: PeerEndpoint) -> _Known:
+        with self._lock:
+            if self._closed:
+                raise TransferFailed(f"mooncake: {endpoint.address}: the transport is closed")
+            known = self._peers.get(endpoint)
+            if known is None:
+                self._forget_unused()
+                engine = self._engine_for(endpoint)
+                page = engine.take_page()
+                try:
+                    peer = MooncakePeer(engine.started, endpoint, page)
+                except PeerUnreachable:
+                    engine.give_back(page)
+                    raise
+                known = self._peers[endpoint] = _Known(peer, engine)
+                engine.contacted[endpoint.address] = endpoint
+            known.num_users += 1
+            return known
+
+    def _forget_unused(self) -> None:
+        """Nobody says which peers have ended. One that has not is made anew when it is written."""
+        before_s = time.monotonic() - FORGET_S
+        for endpoint in [e for e, known in self._peers.items() if known.used_s < before_s]:
+            self._forget(endpoint)
+
+    def _forget(self, endpoint: PeerEndpoint) -> None:
+        known = self._peers.get(endpoint)
+        if known is not None and not known.num_users and known.peer.may_be_forgotten:
+            del self._peers[endpoint]
+            known.peer.close()
+            known.engine.give_back(known.peer.page)
+
+    def _engine_for(self, endpoint: PeerEndpoint) -> _Engine:
+        """An engine that has not talked to another process at this address.
+
+        An engine remembers the data port of each address for good, so a process that was
+        restarted on the same port can be reached only through another engine.
+        """
+        for engine in self._engines:
+            if engine.contacted.get(endpoint.address, endpoint) == endpoint:
+                return engine
+        engine = _Engine(start_engine(self._config))
+        for start, nbytes in self._table.spans():
+            code = engine.pin(self._starts(start, nbytes), start + nbytes)
+            if code != 0:
+                raise RegionError(f"mooncake: {start:#x} cannot be registered again (code {code})")
+        self._engines.append(engine)
+        return engine
+
+
+def _step_of(key: str) -> int:
+    """The step in which a peer registered a region; 0 for at once."""
+    if not key:
+        return 0
+    if len(key) > _MAX_KEY_CHARS or not (key.isascii() and key.isdigit()) or int(key) < _PAGE:
+        raise RegionError(f"mooncake: key must be empty or a step >= {_PAGE}, got {key[:40]!r}")
+    return int(key)

@@ -1,0 +1,1 @@
+"""NIXL as a transport."""

@@ -1,0 +1,455 @@
+"""The two kinds of agent: commands of the coordinator become calls of sender, receiver, engine."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import assert_never, final
+
+from windlass.config import P2pBackend, UpdateBackend, UpdateMode
+from windlass.errors import ConfigError, PeerUnreachable, ProtocolError, RoundAborted
+from windlass.planning.plan import TransferPlan
+from windlass.transfer.backends import receiver_for, sender_for
+from windlass.transfer.base import ReceiverBackend, SenderBackend, SendResult
+from windlass.transfer.bindings import LinkOutcome, LinkStatus
+from windlass.transfer.device_receiver import DeviceReceiver
+from windlass.transfer.one_sided import OneSidedReceiver, OneSidedSender
+from windlass.transfer.push import HandDrivenReceiver
+from windlass.transfer.receiver import Receiver
+from windlass.transfer.relay_node import RelayNode
+from windlass.transfer.replicated_digests import ReplicatedDigests
+from windlass.transfer.sender import Sender
+from windlass.transfer.source import refuse_gpu_memory
+from windlass.updates.hooks import EngineHooks
+from windlass.updates.messages import (
+    Abort,
+    Apply,
+    BeginByHand,
+    Bound,
+    Command,
+    ConnectEngine,
+    ConnectTrainer,
+    Done,
+    JoinByHand,
+    JoinGroups,
+    Offered,
+    Pause,
+    Prepare,
+    Prepared,
+    Publish,
+    Receive,
+    Result,
+    TakeFiles,
+    TakeTensors,
+    Verified,
+    Verify,
+    Write,
+    Written,
+)
+from windlass.updates.relay_messages import (
+    ConnectRelay,
+    Feed,
+    Forgo,
+    OpenRelay,
+    Relay,
+    RelayCommand,
+    Relayed,
+    RelayOpened,
+)
+
+__all__ = ["EngineAgent", "TrainerAgent"]
+
+_log = logging.getLogger(__name__)
+FENCE_S = 5.0
+GO_ON_S = 20.0
+"""For an engine to go on where no controller is there to say."""
+MIN_RESUME_S = 0.1
+
+
+@final
+class TrainerAgent:
+    """`CommandHandler` of a trainer rank.
+
+    Args:
+        sender: one-sided writes; other backends read the same parameters.
+        host: own address, that engines can reach, for backends that listen.
+        changed: see `TrainerClient`.
+    """
+
+    def __init__(
+        self, sender: Sender, *, host: str = "127.0.0.1", changed: Callable[[], str] = str
+    ) -> None:
+        self._one_sided, self._host, self._changed = sender, host, changed
+        self._backend: UpdateBackend = P2pBackend()
+        self._sender: SenderBackend = sender_for(self._backend, sender, host)
+        self._replicated = ReplicatedDigests(sender.manifest, sender.parameters)
+        self._digested: tuple[Prepare, bytes] | None = None
+
+    def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:
+        """See `CommandHandler.handle`."""
+        match command:
+            case ConnectTrainer():
+                self._choose(command.backend)
+                self._replicated.bind(command.replicated)
+                plan = TransferPlan.decode(command.plan)
+                offer = self._sender.connect(plan, command.bindings)
+                if offer is not None:
+                    return Offered(offer)
+            case JoinGroups():
+                self._sender.join(command.offers, command.deadline_s)
+            case Prepare():
+                # Before the replica is taken: the weights may change then.
+                digested = self._digest(command) if len(self._replicated) else None
+                self._sender.prepare(command.version)
+                if digested is not None:
+                    return Prepared(digested)
+            case Write():
+                sent = self._sender.write(command.version, command.destinations, command.deadline_s)
+                return self._written(sent)
+            case ConnectRelay():
+                groups, bindings = command.groups, command.bindings
+                self._relaying().connect_relay(groups, bindings, command.addresses)
+            case Feed():
+                place = epoch, round_number
+                sent = self._relaying().feed(place, command.destinations, command.deadline_s)
+                return self._written(sent)
+            case Abort():
+                pass  # nothing to undo: the sender keeps no state of a round but packed bytes
+            case (
+                ConnectEngine()
+                | Pause()
+                | Receive()
+                | OpenRelay()
+                | Relay()
+                | Forgo()
+                | Verify()
+                | Apply()
+                | Publish()
+                | BeginByHand()
+                | JoinByHand()
+                | TakeTensors()
+                | TakeFiles()
+            ):
+                raise ProtocolError(f"a trainer cannot carry out {type(command).__name__}")
+            case _:
+                assert_never(command)
+        return Done()
+
+    def _digest(self, command: Prepare) -> bytes:
+        """What this rank holds of boxes that others hold too; of a replica, what it was taken from."""
+        replica = self._one_sided.replica
+        if replica is not None and replica.is_taken(command.version):
+            if self._digested is None or self._digested[0] != command:
+                raise RoundAborted(
+                    "prepare: ranks must be compared anew since this version's weights were copied, and "
+                    "they may have changed: publish again"
+                )
+        else:
+            digested = self._replicated.take(command.turn, command.period)
+            self._digested = command, digested.tobytes()
+        return self._digested[1]
+
+    def _written(self, sent: SendResult) -> Written:
+        """Links count as failed if a parameter changed meanwhile: digests show only that what was read arrived."""
+        links = sent.links
+        if not self._one_sided.has_replica and (name := self._changed()):
+            reason = f"parameter {name!r} changed while its version was published"
+            links = tuple(
+                LinkOutcome(link.destination, LinkStatus.FAILED, 0, "", reason)
+                if link.status in (LinkStatus.OK, LinkStatus.FAILED)
+                else link
+                for link in links
+            )
+        return Written(links, sent.pack_s, sent.wire_s)
+
+    def _relaying(self) -> OneSidedSender:
+        if not isinstance(self._sender, OneSidedSender):
+            raise ProtocolError(f"{type(self._sender).__name__} cannot feed a relay")
+        return self._sender
+
+    def close(self) -> None:
+        """Leave groups; the one-sided sender belongs to the caller. Idempotent."""
+        self._sender.close()
+
+    def _choose(self, backend: UpdateBackend) -> None:
+        if self._one_sided.has_replica and not isinstance(backend, P2pBackend):
+            raise ConfigError(
+                f"replica: backend {type(backend).__name__} reads parameters where they lie; use p2p"
+            )
+        if backend != self._backend:
+            self._sender.close()
+            self._sender = sender_for(backend, self._one_sided, self._host)
+            self._backend = backend
+
+
+@final
+class EngineAgent:
+    """`CommandHandler` of an engine rank; knows whether its live weights can be trusted.
+
+    Args:
+        receiver: of one-sided writes; other backends fill the same parameters.
+        hooks: the engine.
+        sender: reads the live weights, for engines that join later; None keeps them here.
+        host: own address, that other ranks can reach, for backends with groups.
+    """
+
+    def __init__(
+        self,
+        receiver: Receiver,
+        hooks: EngineHooks,
+        sender: Sender | None = None,
+        *,
+        host: str = "127.0.0.1",
+    ) -> None:
+        self._one_sided, self._host = receiver, host
+        self._sender = None if sender is None else sender_for(P2pBackend(), sender, host)
+        self._backend: UpdateBackend = P2pBackend()
+        self._receiver: ReceiverBackend = receiver_for(self._backend, receiver, host)
+        self._relay = RelayNode(receiver, host)
+        self._by_hand = HandDrivenReceiver(receiver.manifest, receiver.live_addresses, host)
+        self._hooks = hooks
+        self._lock = threading.Lock()
+        self._mode = UpdateMode.IN_PLACE
+        self._served_version, self._lineage = -1, ""
+        self._is_stamped = True
+        self._tainted = False
+        self._open_to_writes = False
+        self._may_be_written = self._fence_is_due = False
+        self._place = (0, 0)
+        self._at_rest = ""
+
+    @property
+    def served_version(self) -> int:
+        """The version that this rank serves; -1 for none."""
+        return self._served_version
+
+    @property
+    def lineage(self) -> str:
+        """Of the run that `served_version` belongs to; empty for none."""
+        return self._lineage
+
+    @property
+    def tainted(self) -> bool:
+        """Whether live weights may be mixed.
+
+        True inside a round as well, from the moment from which one-sided writes or `apply` may
+        have touched them: an agent whose controller is gone cannot know how far it came.
+        """
+        return self._tainted or self._open_to_writes
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(epoch, round) of the last command."""
+        return self._place
+
+    def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:
+        """See `CommandHandler.handle`."""
+        with self._lock:
+            self._place = (epoch, round_number)
+            match command:
+                case ConnectEngine():
+                    self._mode = command.mode
+                    self._fence()
+                    self._choose(command.backend)
+                    plan = TransferPlan.decode(command.plan)
+                    return Bound(command.plan_digest, self._receiver.connect(plan, command.mode))
+                case Pause():
+                    self._at_rest = ""  # it is this round that has it go on now
+                    pause_id = f"{epoch}.{round_number}"
+                    self._hooks.pause(pause_id, command.mode, command.deadline_s)
+                    self._open_to_writes |= self._mode is UpdateMode.IN_PLACE
+                case JoinGroups():
+                    self._receiver.join(command.offers, command.deadline_s)
+                case Receive():
+                    self._receiver.receive(command.groups, command.deadline_s)
+                case Verify():
+                    return self._verify(command)
+                case Apply():
+                    self._open_to_writes = True
+                    self._receiver.apply()
+                    self._hooks.finalise()
+                case Publish():
+                    self._lineage = command.lineage
+                    self._publish(command.version, command.deadline_s)
+                case Abort():
+                    self._abort(command.deadline_s, tainted=command.tainted)
+                case BeginByHand() | JoinByHand() | TakeTensors() | TakeFiles():
+                    self._handle_by_hand(command)
+                case OpenRelay() | ConnectRelay() | Relay() | Forgo() | Feed():
+                    return self._take_part(command)
+                case ConnectTrainer() | Prepare() | Write():
+                    return self._hand_on(command)
+                case _:
+                    assert_never(command)
+            return Done(at_rest=self._at_rest)
+
+    def on_command(self, command: Command, epoch: int, round_number: int) -> None:
+        """For `AgentChannel`: what must not wait until a running `Relay` is over."""
+        if isinstance(command, Forgo):
+            self._relay.refuse((epoch, round_number), command.upstream)
+        elif isinstance(command, Abort):
+            self._relay.interrupt((epoch, round_number))
+
+    def _verify(self, command: Verify) -> Result:
+        """What a relay that died may have left in its kernel lands before this or never."""
+        if self._fence_is_due:
+            self._fence()
+        return Verified(self._receiver.verify(command.version, command.expected))
+
+    def _take_part(self, command: RelayCommand) -> Result:
+        if not isinstance(self._receiver, OneSidedReceiver):
+            raise ProtocolError(f"{type(self._receiver).__name__} cannot take part in a relay")
+        self._refuse_elsewhere("a relay")
+        match command:
+            case OpenRelay():
+                return RelayOpened(self._relay.open())
+            case ConnectRelay():
+                self._relay.connect(command.groups[0], command.bindings, command.addresses)
+            case Relay():
+                done = self._relay.run(self._place, command.deadline_s)
+                self._fence_is_due |= bool(done.wordless)
+                self._may_be_written |= self._fence_is_due
+                return Relayed(
+                    missing=done.missing,
+                    unknown_from=done.unknown_from,
+                    unknown_to=done.unknown_to,
+                    unreached=done.unreached,
+                    nbytes=done.nbytes,
+                    wire_s=done.wire_s,
+                )
+            case Forgo():
+                pass  # taken when it came in
+            case Feed():
+                raise ProtocolError("an engine cannot carry out Feed")
+            case _:
+                assert_never(command)
+        return Done(at_rest=self._at_rest)
+
+    def close(self) -> None:
+        """Stop listening for relays; free what was allocated on a GPU. Idempotent."""
+        self._relay.close()
+        if isinstance(self._receiver, DeviceReceiver):
+            self._receiver.close()
+        if self._sender is not None:
+            self._sender.close()
+
+    def _hand_on(self, command: ConnectTrainer | Prepare | Write) -> Result:
+        """This rank is the source: its weights stand still for as long as the lock is held."""
+        if self._sender is None:
+            raise ProtocolError(f"this engine cannot carry out {type(command).__name__}")
+        match command:
+            case ConnectTrainer():
+                self._sender.connect(TransferPlan.decode(command.plan), command.bindings)
+            case Prepare():
+                self._check_serves(command.version)
+                self._sender.prepare(command.version)
+            case Write():
+                self._check_serves(command.version)
+                sent = self._sender.write(command.version, command.destinations, command.deadline_s)
+                return Written(sent.links, sent.pack_s, sent.wire_s)
+            case _:
+                assert_never(command)
+        return Done(at_rest=self._at_rest)
+
+    def _check_serves(self, version: int) -> None:
+        if self.tainted or self._served_version != version:
+            raise RoundAborted(
+                f"version must be {self._served_version}, which this engine serves "
+                f"(tainted: {self.tainted}), got {version}"
+            )
+
+    def on_disconnect(self) -> None:
+        """The controller is gone: go on with the old weights if they are whole.
+
+        Raises:
+            PeerUnreachable: the engine cannot go on now; to be called again.
+        """
+        self._relay.interrupt()
+        with self._lock:
+            self._may_be_written = True
+            # The end of this round will not be told, and a later one's says nothing about it.
+            self._tainted = self.tainted
+            self._go_on_if_whole(GO_ON_S)
+            if self._at_rest:
+                raise PeerUnreachable(f"the engine did not go on: {self._at_rest}")
+
+    def _choose(self, backend: UpdateBackend) -> None:
+        if not isinstance(backend, P2pBackend):
+            self._refuse_elsewhere(f"backend {type(backend).__name__}")
+            refuse_gpu_memory(self._one_sided.manifest.worker, self._one_sided.live_addresses)
+        if backend != self._backend or self._receiver is self._by_hand:
+            if self._receiver is not self._by_hand:
+                self._receiver.close()
+            self._receiver = receiver_for(backend, self._one_sided, self._host)
+            self._backend = backend
+
+    def _handle_by_hand(self, command: BeginByHand | JoinByHand | TakeTensors | TakeFiles) -> None:
+        match command:
+            case BeginByHand():
+                self._begin_by_hand()
+            case JoinByHand():
+                self._by_hand.join_named(command.offer, command.fabric, command.deadline_s)
+            case TakeTensors():
+                self._by_hand.take_tensors(command.group, command.tensors, command.deadline_s)
+            case TakeFiles():
+                self._by_hand.take_files(command.folder)
+            case _:
+                assert_never(command)
+
+    def _begin_by_hand(self) -> None:
+        """The next update that comes by a plan binds it anew."""
+        self._refuse_elsewhere("an update by hand")
+        refuse_gpu_memory(self._one_sided.manifest.worker, self._one_sided.live_addresses)
+        if self._receiver is not self._by_hand:
+            self._receiver.close()
+        self._receiver = self._by_hand
+        self._mode = UpdateMode.STAGED  # nothing touches live memory before `Apply`
+        self._by_hand.begin()
+
+    def _refuse_elsewhere(self, what: str) -> None:
+        if self._one_sided.is_elsewhere:
+            raise ProtocolError(
+                f"{what} cannot reach this engine: its parameters are in a process without an "
+                "agent; use the backend p2p"
+            )
+
+    def _publish(self, version: int, deadline_s: float) -> None:
+        self._served_version, self._is_stamped = version, False
+        self._tainted = self._open_to_writes = False
+        self._go_on_if_whole(deadline_s)
+
+    def _fence(self) -> None:
+        """Bytes of a source that ended in mid-write must not land in what is bound now.
+
+        A source that lives has answered for its writes before anything is bound anew.
+        """
+        if self._may_be_written:
+            self._one_sided.transport.fence(deadline_s=FENCE_S)
+        self._may_be_written = self._fence_is_due = False
+
+    def _abort(self, deadline_s: float, *, tainted: bool) -> None:
+        self._may_be_written = True
+        self._tainted |= tainted
+        self._open_to_writes = False
+        self._go_on_if_whole(deadline_s)
+
+    def _go_on_if_whole(self, deadline_s: float) -> None:
+        """Have the engine generate; that it cannot now says nothing about its weights.
+
+        Whoever hears of it (`Done.at_rest`, or the next welcome) tells it again.
+        """
+        self._at_rest = ""
+        if self.tainted or self._served_version < 0:
+            return
+        end = time.monotonic() + deadline_s
+        try:
+            if not self._is_stamped:
+                self._hooks.set_version(self._served_version, deadline_s)
+                self._is_stamped = True
+            self._hooks.resume(max(end - time.monotonic(), MIN_RESUME_S))
+        # The boundary of the engine: whatever its own code raises.
+        except Exception as error:  # noqa: BLE001
+            _log.exception("going on")
+            self._at_rest = f"{type(error).__name__}: {error}"

@@ -1,0 +1,243 @@
+"""Which engine gives a newcomer the published version, and when that is tried again.
+
+A trainer stands still only while it publishes; an engine that serves a version stands still
+until the next one. So a newcomer is brought up from a peer, by a round like any other whose
+sources are that engine's ranks: nobody else is paused, and no trainer is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, final
+
+import numpy as np
+
+from windlass.config import ControlConfig, P2pBackend
+from windlass.errors import PlanError, WindlassError
+from windlass.layout.dtypes import DType
+from windlass.layout.manifest import ShardManifest
+from windlass.planning.plan import DTYPES, TransferPlan
+from windlass.updates.binding import Planner
+from windlass.updates.fleet import Fleet, Group, Identity
+from windlass.updates.messages import RoundOutcome, UpdateReport
+from windlass.updates.retries import MAX_ATTEMPTS, Timers, backoff_s
+
+__all__ = ["CatchUpOwner", "CatchUps", "find_donor"]
+
+_log = logging.getLogger(__name__)
+KEPT_ATTEMPTS = 1024
+"""Of engines, most of which have left for good; one that is forgotten begins anew."""
+
+
+class CatchUpOwner(Protocol):
+    """Who runs the rounds; it calls `CatchUps.bring_up` when none runs, and runs none meanwhile."""
+
+    @property
+    def published_version(self) -> int:
+        """What newcomers are brought up to; -1 before the first."""
+        ...
+
+    async def copy(self, donor: Group, newcomer: Group, plan: TransferPlan) -> UpdateReport:
+        """Have `donor` write the published version into `newcomer`.
+
+        Raises:
+            WindlassError: somebody did not bind.
+        """
+        ...
+
+    def settle_soon(self) -> None:
+        """Have `CatchUps.bring_up` called as soon as no round runs."""
+        ...
+
+
+@dataclass(slots=True)
+class _Attempts:
+    """To bring one process up to one version.
+
+    Attributes:
+        clean: its memory was whole before the first, so whoever wrote into it since is known.
+        unable: donors whose weights do not make it what trainers would.
+        failures: by donor. due_s: on the loop's clock, not before.
+    """
+
+    newcomer: frozenset[Identity]
+    version: int
+    clean: bool
+    unable: set[frozenset[Identity]] = field(default_factory=set)
+    failures: Counter[frozenset[Identity]] = field(default_factory=Counter)
+    due_s: float = 0.0
+
+
+@final
+class CatchUps:
+    """Newcomers, and the engines that bring them up. In the coordinator's loop.
+
+    An attempt that failed is made again after `backoff_s`, from the donor that has failed least, at
+    most `MAX_ATTEMPTS` times for a version. A process that connects anew begins anew.
+
+    Args:
+        owner: runs the rounds. fleet: who is there. config, planner: of the owner.
+    """
+
+    def __init__(
+        self, owner: CatchUpOwner, fleet: Fleet, config: ControlConfig, planner: Planner
+    ) -> None:
+        self._owner, self._fleet = owner, fleet
+        self._config, self._planner = config, planner
+        self._attempts: dict[str, _Attempts] = {}
+        self._timers = Timers()
+
+    async def bring_up(self) -> None:
+        """Bring up every engine that does not serve the published version, one after another."""
+        for engine in self._fleet.writable_engines():
+            await self._bring_up(engine)
+
+    def lost(self, identity: Identity) -> None:
+        """An engine rank's connection was ended by its own side.
+
+        Nobody may write what it may still be writing. A process that lives comes back, or has
+        come to the end of its write by the deadline of that; if neither happened, it has ended.
+        """
+        delay_s = self._config.deadlines.write_s
+        self._timers.call_later(f"lost {identity}", delay_s, lambda: self._presume_ended(identity))
+
+    def close(self) -> None:
+        """Nothing is tried any more. Idempotent."""
+        self._timers.close()
+
+    def forget(self, name: str) -> None:
+        """The engine called `name` has lost a rank: what comes back begins anew."""
+        attempts = self._attempts.get(name)
+        if attempts is not None:
+            attempts.failures.clear()
+            attempts.due_s = 0.0
+
+    async def _bring_up(self, newcomer: Group) -> None:
+        version = self._owner.published_version
+        donors, trainers = self._fleet.serving(version), self._fleet.trainers()
+        if newcomer in donors:
+            self._attempts.pop(newcomer.name, None)
+            return
+        attempts = self._attempts_of(newcomer, version)
+        candidates = sorted(
+            (donor for donor in donors if donor.identities not in attempts.unable),
+            key=lambda donor: attempts.failures[donor.identities],
+        )
+        if not candidates or attempts.failures.total() >= MAX_ATTEMPTS:
+            return
+        if asyncio.get_running_loop().time() < attempts.due_s:
+            return
+        if newcomer.tainted and not attempts.clean and (trainers is None or not trainers.complete):
+            return  # a trainer that is away may have been writing it
+        truth = trainers.manifests if trainers is not None else ()
+        if not isinstance(self._config.backend, P2pBackend):
+            return
+        found = await asyncio.to_thread(find_donor, newcomer, candidates, truth, self._planner)
+        if found is None:
+            attempts.unable.update(donor.identities for donor in candidates)
+            return
+        donor, plan = found
+        donor_identities = donor.identities  # those that are there now
+        try:
+            report = await self._owner.copy(donor, newcomer, plan)
+        except WindlassError as error:
+            self._failed(newcomer.name, attempts, donor_identities, str(error))
+            return
+        if report.outcome is RoundOutcome.PUBLISHED:
+            _log.info("%s caught up from %s", newcomer.name, donor.name)
+            self._attempts.pop(newcomer.name, None)
+        else:
+            self._failed(newcomer.name, attempts, donor_identities, report.reason)
+
+    def _attempts_of(self, newcomer: Group, version: int) -> _Attempts:
+        known = self._attempts.get(newcomer.name)
+        if known is None or (known.newcomer, known.version) != (newcomer.identities, version):
+            known = _Attempts(newcomer.identities, version, clean=not newcomer.tainted)
+            self._attempts[newcomer.name] = known
+            if len(self._attempts) > KEPT_ATTEMPTS:
+                del self._attempts[next(iter(self._attempts))]
+        return known
+
+    def _failed(
+        self, name: str, attempts: _Attempts, donor: frozenset[Identity], reason: str
+    ) -> None:
+        attempts.failures[donor] += 1
+        num_failed = attempts.failures.total()
+        delay_s = backoff_s(num_failed)
+        attempts.due_s = asyncio.get_running_loop().time() + delay_s
+        if num_failed >= MAX_ATTEMPTS:
+            _log.warning("%s does not catch up before the next version: %s", name, reason)
+            return
+        _log.warning("%s did not catch up, again in %g s: %s", name, delay_s, reason)
+        self._timers.call_later(f"again {name}", delay_s, self._owner.settle_soon)
+
+    def _presume_ended(self, identity: Identity) -> None:
+        agent = self._fleet.find(identity[0])
+        away = agent is None or agent.identity != identity
+        if away and self._fleet.release(identity):
+            _log.info("%s did not come back: what it was writing is over", identity[0])
+            self._owner.settle_soon()
+
+
+def find_donor(
+    newcomer: Group,
+    candidates: Sequence[Group],
+    trainers: Sequence[ShardManifest],
+    planner: Planner,
+) -> tuple[Group, TransferPlan] | None:
+    """The first engine whose weights make the newcomer exactly what the trainers would.
+
+    Args:
+        newcomer: wants weights.
+        candidates: engines that serve the published version.
+        trainers: manifests of the trainer ranks; empty when none is connected.
+        planner: compiles plans. May take seconds with a large model.
+
+    Returns:
+        The donor and the plan, or None when nobody can.
+    """
+    for donor in candidates:
+        if not all(agent.hello.can_send for agent in donor.agents.values()):
+            continue
+        try:
+            plan = planner(donor.manifests, newcomer.manifests)
+        except PlanError:
+            continue  # it holds something that this engine does not
+        if _is_exact(plan, trainers):
+            return donor, plan
+    return None
+
+
+def _is_exact(plan: TransferPlan, trainers: Sequence[ShardManifest]) -> bool:
+    """Whether no element is rounded on its way that was not rounded by the trainers' own plan.
+
+    A cast of what has the trainers' dtype rounds once, as theirs does; any other cast would come
+    on top of the one that the donor's weights have been through.
+    """
+    casts = np.flatnonzero(plan.ops.src_dtype != plan.ops.dst_dtype)
+    if not len(casts):
+        return True
+    names = {plan.tensors[int(t)] for t in np.unique(plan.ops.tensor[casts])}
+    have = {
+        (plan.tensors[int(plan.ops.tensor[op])], DTYPES[int(plan.ops.src_dtype[op])])
+        for op in casts
+    }
+    return have <= _dtypes_of(trainers, names)
+
+
+def _dtypes_of(
+    manifests: Sequence[ShardManifest], names: Collection[str]
+) -> set[tuple[str, DType]]:
+    found: set[tuple[str, DType]] = set()
+    for manifest in manifests:
+        dtypes = {parameter.name: parameter.dtype for parameter in manifest.parameters}
+        found.update(
+            (shard.tensor, dtypes[shard.parameter])
+            for shard in manifest.shards()
+            if shard.tensor in names
+        )
+    return found

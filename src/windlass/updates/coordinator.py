@@ -1,0 +1,678 @@
+"""The asyncio driver of weight updates: connections in, rounds out.
+
+It owns the fleet, compiles bindings when the fleet has changed, and carries out the
+instructions of one `RoundMachine` at a time. Everything happens in one event loop; nothing
+here is shared with the rollout lanes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import final
+
+from aiohttp import web
+
+from windlass.config import ControlConfig
+from windlass.errors import (
+    ConfigError,
+    EngineRefused,
+    PeerUnreachable,
+    PlanError,
+    ProtocolError,
+    WindlassError,
+)
+from windlass.layout.manifest import Role
+from windlass.net.logs import log_fields
+from windlass.net.server import ControlServer
+from windlass.planning.plan import TransferPlan
+from windlass.planning.planner import plan_transfer
+from windlass.updates.announcements import KEPT_REPORTS, Announcements, Standing, given_up
+from windlass.updates.binding import (
+    Binding,
+    EnginesUnbound,
+    Planner,
+    bind_fleet,
+    find_unplannable,
+    signature_of,
+)
+from windlass.updates.catch_up import CatchUps
+from windlass.updates.changes import Changes, tell
+from windlass.updates.conclusion import attempt_until_whole, note_fates
+from windlass.updates.driver import RoundDriver, RoundResult, report_of, spec_of
+from windlass.updates.fleet import EngineInfo, Fleet, Group, Identity, MustWait
+from windlass.updates.gateway import check_published, serve_agent
+from windlass.updates.journal import Journal, JournalKind
+from windlass.updates.messages import (
+    MAX_COUNT,
+    Announce,
+    CannotJoin,
+    Hello,
+    Refused,
+    Reply,
+    RoundOutcome,
+    UpdateReport,
+    Welcome,
+    Withdraw,
+)
+from windlass.updates.push import HandDrivenUpdates
+from windlass.updates.push_gate import HandDrivenGate
+from windlass.updates.resumes import Resumes
+from windlass.updates.round_types import AgentLost, EngineFate, Phase
+from windlass.updates.session import AgentSession, host_of, probe_held, report_to
+
+__all__ = ["Coordinator", "EngineInfo"]
+
+_log = logging.getLogger(__name__)
+MAX_LATE = 2
+KEPT_LATE = 1024
+MAX_REASON_LENGTH = 2000
+"""Of what an engine says why it cannot join."""
+MAX_EPOCHS_AHEAD = 1 << 20
+"""By which agents may be ahead of what a controller knows: bindings are not recorded."""
+
+
+@final
+class Coordinator(HandDrivenGate):
+    """See the module.
+
+    Args:
+        config: mode, deadlines, retries.
+        journal_path: where rounds are recorded; None keeps them in memory.
+        planner: compiles plans; a parameter so that tests can fail it.
+
+    Attributes:
+        reports: of the newest `KEPT_REPORTS` updates; `num_updates` counts all.
+
+    Raises:
+        ConfigError: the journal cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: ControlConfig,
+        *,
+        journal_path: Path | None = None,
+        planner: Planner = plan_transfer,
+    ) -> None:
+        self._config = config
+        self._planner = planner
+        self._journal = Journal(journal_path)
+        self._round = self._journal.last_round
+        self._published = self._journal.published_version
+        self._spent = self._journal.spent_version
+        self._epoch = self._journal.start()
+        self._lineage = self._journal.lineage
+        self._fleet = Fleet(self._journal.poisoned)
+        self._fleet.lineage = self._lineage
+        self._has_bound = False
+        self._published_by: frozenset[Identity] = frozenset()
+        self._sessions: dict[str, AgentSession] = {}
+        self._announcements = Announcements()
+        self._binding: Binding | None = None
+        self._catch_ups = CatchUps(self, self._fleet, config, planner)
+        self._resumes = Resumes(self, self._sessions, config.deadlines)
+        self._late = Counter[Identity]()
+        self._compared: frozenset[Identity] = frozenset()
+        self._turn = 0
+        self._refusals: dict[str, tuple[str, str]] = {}
+        self._unbindable = ""
+        self._driver: RoundDriver | None = None
+        self._lock = asyncio.Lock()
+        self._changes = Changes()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._update_listeners: list[Callable[[UpdateReport], None]] = []
+        self._phase_listeners: list[Callable[[int, Phase], None]] = []
+        self._by_hand = HandDrivenUpdates(self, config)
+        self.num_updates = 0
+        self.reports: deque[UpdateReport] = deque(maxlen=KEPT_REPORTS)
+
+    # --- what others ask ---------------------------------------------------------------------
+
+    @property
+    def published_version(self) -> int:
+        """The version that the fleet serves; -1 before the first."""
+        return self._published
+
+    @property
+    def epoch(self) -> int:
+        """Grows with every binding and with every start of a controller."""
+        return self._epoch
+
+    def routable(self) -> tuple[EngineInfo, ...]:
+        """Engines that may be given traffic: complete, untainted, at the published version."""
+        return self._fleet.routable(self._published)
+
+    def on_update(self, listener: Callable[[UpdateReport], None]) -> None:
+        """Call `listener` in the loop after every round."""
+        self._update_listeners.append(listener)
+
+    def on_phase(self, listener: Callable[[int, Phase], None]) -> None:
+        """Call `listener(version, phase)` in the loop when a round enters a phase."""
+        self._phase_listeners.append(listener)
+
+    def subscribe(self, callback: Callable[[], None]) -> None:
+        """Call `callback` in the loop when engines come, go, or change version."""
+        self._changes.subscribe(callback)
+
+    def status(self) -> dict[str, object]:
+        """What `/v1/status` answers."""
+        return {
+            "epoch": self._epoch,
+            "round": self._round,
+            "published_version": self._published,
+            "mode": self._config.mode.value,
+            "engines": self._fleet.describe(self._published),
+            "trainers": list(t.workers) if (t := self._fleet.trainers()) is not None else [],
+            "in_round": self._driver is not None,
+            "updates": self.num_updates,
+        }
+
+    async def wait_for_fleet(
+        self, *, num_trainers: int, engines: Sequence[str], deadline_s: float
+    ) -> None:
+        """Return once all trainer ranks and all ranks of the named engines are connected.
+
+        Raises:
+            EngineRefused: one of the engines was refused, or said that it cannot join.
+            PeerTimeout: names who is missing after `deadline_s`.
+        """
+        missing = partial(self._fleet.missing, num_trainers, engines)
+
+        def there() -> bool:
+            self._check_none_refused("wait_for_fleet", {*missing()} & {*engines})
+            return not missing()
+
+        await self._changes.until(
+            there,
+            deadline_s,
+            lambda: f"wait_for_fleet: missing after {deadline_s} s: {', '.join(missing())}",
+        )
+
+    async def wait_for_version(
+        self, version: int, *, engines: Sequence[str] = (), deadline_s: float
+    ) -> None:
+        """See `Controller.wait_for_version`."""
+
+        def behind() -> list[str]:
+            return sorted(set(engines) - {engine.name for engine in self.routable()})
+
+        def served() -> bool:
+            if self._published >= version and not behind():
+                return True
+            self._check_none_refused("wait_for_version", behind())
+            if self._unbindable:
+                raise EngineRefused(f"wait_for_version: no engine is bound: {self._unbindable}")
+            return False
+
+        await self._changes.until(
+            served,
+            deadline_s,
+            lambda: (
+                f"wait_for_version: {version} was not published and served within {deadline_s} s; "
+                f"published is {self._published}, behind it {', '.join(behind()) or 'nobody'}"
+            ),
+        )
+
+    def _check_none_refused(self, call: str, engines: Iterable[str]) -> None:
+        """Of engines that are not there.
+
+        Raises:
+            EngineRefused: one of them will not come: whoever waits is told why.
+        """
+        for engine, reason in self._refusals.values():
+            if engine in engines:
+                raise EngineRefused(f"{call}: engine {engine} was refused: {reason}")
+
+    def failed_to_join(self, frame: CannotJoin) -> None:
+        """See `AgentOwner.failed_to_join`."""
+        reason = frame.message[:MAX_REASON_LENGTH]
+        _log.error("engine %s cannot join: %s", frame.group, reason)
+        group = self._fleet.group_of(frame.group)
+        if group is None or not group.complete:  # else another try to start it has failed
+            self._note_refusal(frame.group, frame.group, reason)
+
+    def _note_refusal(self, who: str, engine: str, reason: str) -> None:
+        """`who` is a rank or the engine; until it comes anew."""
+        self._refusals[who] = engine, reason
+        if len(self._refusals) > KEPT_LATE:
+            del self._refusals[next(iter(self._refusals))]
+        self._changes.notify()
+
+    # --- connections -------------------------------------------------------------------------
+
+    def mount(self, server: ControlServer) -> None:
+        """Add `/v1/agents` and `/v1/status` to a server that has not started."""
+        agents = web.get("/v1/agents", self._serve_agent)
+        status = web.get("/v1/status", self._serve_status)
+        server.add_routes((agents, status, *self._by_hand.routes()))
+
+    async def _serve_status(self, _request: web.Request) -> web.Response:
+        return web.json_response(self.status())
+
+    async def _serve_agent(self, request: web.Request) -> web.StreamResponse:
+        welcome = Welcome(self._epoch, self._lineage)
+        return await serve_agent(request, self, self._config, welcome)
+
+    async def admit(self, hello: Hello, socket: web.WebSocketResponse) -> AgentSession:
+        """See `AgentOwner.admit`."""
+        try:
+            session = await self._admit(hello, socket)
+        except MustWait:
+            raise
+        except (ProtocolError, PlanError) as error:
+            # A second process under the name of one that is there keeps nobody waiting.
+            if hello.role is Role.ENGINE and hello.worker not in self._sessions:
+                self._note_refusal(hello.worker, hello.group, f"{type(error).__name__}: {error}")
+            raise
+        for who in (hello.worker, hello.group):
+            self._refusals.pop(who, None)
+        self._unbindable = ""
+        return session
+
+    async def _admit(self, hello: Hello, socket: web.WebSocketResponse) -> AgentSession:
+        self._check_past(hello)
+        if host := host_of(socket):
+            check_published(hello, host)
+        old = self._sessions.get(hello.worker)
+        if old is not None and old.agent.hello.incarnation == hello.incarnation:
+            # The process noticed before we did that its connection had broken.
+            await self.lost(old, "replaced by a newer connection of the same process")
+            self._spawn(old.close())
+        if hello.role is Role.TRAINER:
+            await self._make_room(hello)
+        session = AgentSession(socket, self._fleet.admit(hello))
+        self._sessions[hello.worker] = session
+        # Agents refuse what is older than what they have seen, whoever sent it.
+        self._epoch = max(self._epoch, hello.epoch)
+        self._learn(hello)
+        return session
+
+    async def _make_room(self, hello: Hello) -> None:
+        """A job that is started anew replaces what is left of the one before.
+
+        A whole job of this run keeps its place, and so does one whose bytes may be under way. Who
+        has been connected before, to any controller, is not new and replaces nobody.
+        """
+        if hello.lineage or self._fleet.job in {None, hello.job}:
+            return
+        self._fleet.check(hello)
+        rivals = self._fleet.trainers()
+        if rivals is not None and self._keeps_place(rivals):
+            return
+        if self._fleet.lineage != self._lineage:  # what those have said is not this job's past
+            self._published = self._spent = -1
+            self._fleet.lineage = self._lineage
+        if rivals is not None:
+            reason = self._fleet.replace_job(hello.job)
+            _log.warning("%s: %s", ", ".join(rivals.workers), reason)
+            await self._send_away(rivals.workers, reason)
+
+    def _keeps_place(self, job: Group) -> bool:
+        of_this_run = job.identities <= self._published_by or all(
+            agent.hello.lineage in {"", self._lineage} for agent in job.agents.values()
+        )
+        writing = self._driver is not None or not job.identities.isdisjoint(self._fleet.held)
+        return writing or (job.complete and of_this_run)
+
+    def _check_past(self, hello: Hello) -> None:
+        """What an agent says of earlier controllers must be possible.
+
+        Raises:
+            ProtocolError: it is not, or it is of a trainer rank of another run.
+        """
+        for name, value, least in (
+            ("epoch", hello.epoch, 0),
+            ("round", hello.round, 0),
+            ("served_version", hello.served_version, -1),
+        ):
+            if not least <= value <= MAX_COUNT:
+                raise ProtocolError(
+                    f"{hello.worker}: {name} must be in [{least}, 2^53), got {value}"
+                )
+        if hello.epoch > self._epoch + MAX_EPOCHS_AHEAD:
+            raise ProtocolError(
+                f"{hello.worker}: epoch must be at most {MAX_EPOCHS_AHEAD} above that of this "
+                f"controller, {self._epoch}, got {hello.epoch}"
+            )
+        ours = hello.lineage in {"", self._lineage}
+        if hello.role is Role.TRAINER and not ours and self._journal.is_kept:
+            raise ProtocolError(
+                f"{hello.worker}: has trained for run {hello.lineage}, the journal of this "
+                f"controller is of run {self._lineage}: start the trainers anew, or the controller "
+                "with the journal of that run"
+            )
+
+    def _learn(self, hello: Hello) -> None:
+        """What may have been published in this run and is served was published.
+
+        Nobody but its trainers is believed by a controller that has no journal, and those only
+        until something is bound: an engine may be of any run.
+        """
+        version = hello.served_version
+        if hello.lineage == self._lineage:
+            known = version <= self._spent and not hello.tainted
+        else:
+            known = hello.role is Role.TRAINER and not (self._journal.is_kept or self._has_bound)
+            known &= self._published < 0 or hello.lineage == self._fleet.lineage
+        if known and version > self._published:
+            _log.info("%s says that version %s is published", hello.worker, version)
+            self._published, self._fleet.lineage = version, hello.lineage
+            self._spent = max(self._spent, version)
+
+    async def admitted(self, session: AgentSession) -> None:  # noqa: ARG002
+        """See `AgentOwner.admitted`."""
+        self._changes.notify()
+        self.settle_soon()
+
+    async def received(self, session: AgentSession, frame: Announce | Withdraw | Reply) -> None:
+        """See `AgentOwner.received`."""
+        match frame:
+            case Reply():
+                session.on_reply((frame.epoch, frame.round, frame.seq), frame.result)
+                if self._resumes.heard(session.agent, frame):
+                    self._changes.notify()
+                if self._driver is not None:
+                    self._driver.on_reply(session.worker, frame)
+                place = (frame.epoch, frame.round)
+                if self._fleet.settle(session.agent.identity, place, frame.seq, frame.result):
+                    self._record_poison()
+                    self._changes.notify()
+                    self.settle_soon()
+            case Announce():
+                self._on_announce(session, frame)
+            case Withdraw():
+                self._announcements.give_up(session.worker, frame.attempt)
+
+    async def lost(self, session: AgentSession, reason: str, *, ended: bool = False) -> None:
+        """See `AgentOwner.lost`."""
+        worker = session.worker
+        if self._sessions.get(worker) is not session:
+            return
+        del self._sessions[worker]
+        self._announcements.withdraw(worker)
+        self._fleet.remove(session.agent)
+        self._catch_ups.forget(session.agent.hello.group)
+        self._resumes.forget(session.agent.identity)
+        if ended and session.agent.hello.role is Role.ENGINE:
+            self._catch_ups.lost(session.agent.identity)
+        session.fail_waiting(reason)
+        if self._driver is not None:
+            self._driver.post(AgentLost(worker, reason))
+        _log.info("agent %s lost: %s", worker, reason)
+        self._changes.notify()
+
+    # --- the first clock -----------------------------------------------------------------------
+
+    async def _settle(self) -> None:
+        """As soon as no round runs: bring newcomers up, and bind, so that the next round need not."""
+        await probe_held(self._fleet, self._sessions)
+        async with self._lock:
+            await self._resumes.tell()
+            await self._catch_ups.bring_up()
+            trainers = self._fleet.trainers()
+            if trainers is None or not trainers.complete or not self._fleet.writable_engines():
+                return
+            try:
+                await self._ensure_bound()
+            except WindlassError as error:
+                _log.warning("binding failed, the next round tries again: %s", error)
+                if isinstance(error, PlanError | ConfigError):  # and will fail again
+                    self._unbindable = f"{type(error).__name__}: {error}"
+                    self._changes.notify()
+
+    async def copy(self, donor: Group, newcomer: Group, plan: TransferPlan) -> UpdateReport:
+        """See `CatchUpOwner.copy`."""
+        self._binding = None  # the newcomer's memory is bound to another plan now
+        binding = await self._bind(donor, (newcomer,), lambda _sources, _destinations: plan)
+        report = await self._run_round(self._published, self._fleet.lineage, binding)
+        self._changes.notify()
+        return report
+
+    def settle_soon(self) -> None:
+        """See `CatchUpOwner.settle_soon`."""
+        self._spawn(self._settle())
+
+    async def _ensure_bound(self) -> Binding:
+        trainers, engines = self._fleet.trainers(), self._fleet.writable_engines()
+        if trainers is None or not trainers.complete:
+            raise PeerUnreachable("connect: no complete group of trainers is connected")
+        if not engines:
+            raise PeerUnreachable("connect: no complete engine is connected")
+        wanted = signature_of([trainers, *engines])
+        if self._binding is not None and self._binding.signature == wanted:
+            return self._binding
+        self._binding = None
+        try:
+            self._binding = await self._bind(trainers, engines, self._planner)
+        except PlanError:
+            refused = await find_unplannable(trainers, engines, self._planner)
+            if len(refused) in {0, len(engines)}:
+                raise  # trainers that fit nobody are told so; the engines wait for others
+            await self._refuse(refused)
+            return await self._ensure_bound()
+        except EnginesUnbound as error:
+            await self._part_with(error)
+            return await self._ensure_bound()
+        return self._binding
+
+    async def _bind(self, sources: Group, engines: Sequence[Group], planner: Planner) -> Binding:
+        self._epoch += 1
+        self._round += 1
+        self._has_bound, self._unbindable = True, ""
+        self._fleet.bound_since(self._epoch)
+        return await bind_fleet(
+            trainers=sources,
+            engines=engines,
+            sessions=self._sessions,
+            planner=planner,
+            mode=self._config.mode,
+            backend=self._config.backend,
+            epoch=self._epoch,
+            round_number=self._round,
+            deadline_s=self._config.deadlines.connect_s,
+        )
+
+    async def _part_with(self, unbound: EnginesUnbound) -> None:
+        """Who was late may come back over another connection; who said no is refused."""
+        refused = unbound.refusals
+        for worker, reason in unbound.late.items():
+            session = self._sessions.get(worker)
+            if session is None:
+                continue
+            self._late[session.agent.identity] += 1
+            if len(self._late) > KEPT_LATE:
+                del self._late[next(iter(self._late))]
+            if self._late[session.agent.identity] > MAX_LATE:
+                refused.setdefault(session.agent.hello.group, reason)
+            else:
+                await self.lost(session, reason)
+                self._spawn(session.close())
+        await self._refuse(refused)
+
+    async def _refuse(self, reasons: dict[str, str]) -> None:
+        for name, reason in reasons.items():
+            group = self._fleet.group_of(name)
+            if group is None:
+                continue
+            group.refused = reason
+            _log.error("engine %s refused: %s", name, reason)
+            await self._send_away(group.workers, reason)
+            self._note_refusal(name, name, reason)
+
+    async def _send_away(self, workers: Sequence[str], reason: str) -> None:
+        for worker in workers:
+            session = self._sessions.get(worker)
+            if session is None:
+                continue
+            try:
+                await session.send(Refused(reason))
+            except PeerUnreachable:
+                _log.info("%s is gone before it was refused", worker)
+            await self.lost(session, reason)
+            self._spawn(session.close())
+
+    # --- the second clock ----------------------------------------------------------------------
+
+    def _on_announce(self, session: AgentSession, frame: Announce) -> None:
+        trainers = self._fleet.trainers()
+        if trainers is None or session.worker not in trainers.workers:
+            raise ProtocolError(f"{session.worker}: only a trainer may announce a version")
+        standing = Standing(
+            trainer=session.agent.identity, version=frame.version, attempt=frame.attempt
+        )
+        report = self._announcements.receive(standing)
+        if report is not None:
+            self._spawn(report_to(self._sessions, session.agent.identity, report))
+        elif trainers.complete and (all_of_them := self._announcements.take(trainers.workers)):
+            with log_fields(version=frame.version):  # which the new task keeps
+                self._spawn(self._update(all_of_them))
+
+    async def _update(self, standing: tuple[Standing, ...]) -> None:
+        version = max(rank.version for rank in standing)
+        async with self._lock:
+            try:
+                report = await attempt_until_whole(
+                    lambda: self._attempt(standing, version), self._forget_binding, self._config
+                )
+            except WindlassError as error:
+                report = given_up(version, f"{type(error).__name__}: {error}")
+            # The boundary of a round: whatever it is, trainers must not wait for their deadline.
+            except Exception as error:  # noqa: BLE001
+                _log.exception("version %s", version)
+                report = given_up(version, f"{type(error).__name__}: {error}")
+        self.reports.append(report)
+        self.num_updates += 1
+        answers = [(rank.trainer, self._announcements.answer(rank, report)) for rank in standing]
+        self._changes.notify()
+        tell(self._update_listeners, report)
+        for trainer, answer in answers:
+            await report_to(self._sessions, trainer, answer)
+        if report.left_out:
+            self.settle_soon()
+
+    def _forget_binding(self) -> None:
+        self._binding = None
+
+    async def _attempt(self, standing: tuple[Standing, ...], version: int) -> UpdateReport:
+        versions = {rank.trainer[0]: rank.version for rank in standing}
+        if len(set(versions.values())) > 1:
+            return given_up(version, f"trainer ranks announced different versions: {versions}")
+        if version <= max(self._published, self._spent):
+            newest = max(self._published, self._spent)
+            reason = f"stale version: it must be > {newest}, which is or may have been published"
+            return given_up(version, reason)
+        if version > MAX_COUNT:
+            return given_up(version, f"version must be < 2^53, got {version}")
+        binding = await self._bind_enough()
+        moved = {rank.trainer for rank in standing} - binding.signature
+        if moved or len(standing) != len(binding.trainers):
+            return given_up(version, f"trainer ranks came or went since they announced: {moved}")
+        report = await self._run_round(version, self._lineage, binding)
+        if report.outcome is RoundOutcome.PUBLISHED:
+            self._published_by = binding.sources
+        return report
+
+    async def _run_round(self, version: int, lineage: str, binding: Binding) -> UpdateReport:
+        self._round += 1
+        self._journal_round(JournalKind.ROUND_BEGAN, version, tuple(binding.engines))
+        place = (self._epoch, self._round)  # a Hello may bring a higher epoch meanwhile
+        self._driver = RoundDriver(
+            spec_of(
+                version,
+                lineage,
+                binding,
+                self._config,
+                turn=self._turn,
+                is_first=self._compared != binding.sources,
+            ),
+            epoch=place[0],
+            round_number=place[1],
+            deadlines=self._config.deadlines,
+            sessions=self._sessions,
+            clock=time.perf_counter,
+            on_phase=lambda phase: self._on_phase(version, phase),
+        )
+        try:
+            result = await self._driver.run()
+        finally:
+            self._driver = None
+        # A copy of another run's version is no news, and a job of this run may have come meanwhile.
+        if result.finish.outcome is RoundOutcome.PUBLISHED and lineage == self._lineage:
+            self._published, self._fleet.lineage = version, lineage
+        return self._conclude(version, lineage, binding, result, place)
+
+    def _on_phase(self, version: int, phase: Phase) -> None:
+        if phase is Phase.PUBLISH:
+            # On disk before any engine can serve it.
+            self._journal_round(JournalKind.PUBLISHING, version, ())
+            self._spent = version
+        tell(self._phase_listeners, version, phase)
+
+    async def _bind_enough(self) -> Binding:
+        while True:
+            await self._wait_for_engines()
+            binding = await self._ensure_bound()
+            if len(binding.engines) >= self._config.min_engines:
+                return binding  # else some were refused on the way: wait for others
+
+    async def _wait_for_engines(self) -> None:
+        needed, deadline_s = self._config.min_engines, self._config.deadlines.fleet_s
+
+        def there() -> int:
+            return len(self._fleet.writable_engines())
+
+        def refused() -> list[tuple[str, str]]:
+            return sorted({*self._refusals.values()})
+
+        await self._changes.until(
+            lambda: there() >= needed,
+            deadline_s,
+            lambda: (
+                f"publish: needs {needed} engines, {there()} were there after {deadline_s} s"
+                + "".join(f"; {engine} was refused: {why}" for engine, why in refused())
+            ),
+        )
+
+    def _conclude(
+        self,
+        version: int,
+        lineage: str,
+        binding: Binding,
+        result: RoundResult,
+        place: tuple[int, int],
+    ) -> UpdateReport:
+        finish = result.finish
+        note_fates(self._fleet, binding, result, version=version, lineage=lineage, place=place)
+        self._record_poison()
+        serving = tuple(n for n, f in finish.fates.items() if f is EngineFate.PUBLISHED)
+        if finish.outcome is RoundOutcome.PUBLISHED:
+            if binding.replicated is not None:
+                self._compared, self._turn = binding.sources, self._turn + 1
+            self._journal_outcome(JournalKind.PUBLISHED, version, serving)
+        else:
+            self._journal_outcome(JournalKind.ROUND_ENDED, version, (), finish.reason)
+        return report_of(version, serving, result)
+
+    def _spawn(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Stop rounds and close every connection. Idempotent."""
+        await self._by_hand.close()
+        self._catch_ups.close()
+        self._resumes.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        # Side by side: an agent that does not answer costs its deadline, and each would.
+        closing = (session.close() for session in list(self._sessions.values()))
+        await asyncio.gather(*closing, return_exceptions=True)
+        self._journal.close()

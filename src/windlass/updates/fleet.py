@@ -1,0 +1,437 @@
+"""Who is connected, what they hold, and who may be given traffic. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from windlass.errors import ManifestError, ProtocolError
+from windlass.layout.manifest import Role, ShardManifest
+from windlass.transfer.bindings import LinkStatus
+from windlass.updates.journal import MAX_POISONED
+from windlass.updates.messages import PROTOCOL_VERSION, Failure, FailureKind, Hello, Result, Written
+from windlass.updates.relay_messages import Relayed
+
+__all__ = ["PROBE_SEQ", "Agent", "EngineInfo", "Fleet", "Group", "Identity", "MustWait"]
+
+PROBE_SEQ = 1 << 30
+"""Of probes: above the number of any command of a round."""
+
+Identity = tuple[str, str]
+"""(worker, incarnation): one process."""
+KEPT_JOBS = 1024
+"""Trainer jobs that were replaced and are remembered: the newest."""
+
+
+class MustWait(ProtocolError):
+    """The agent may belong here, but not yet: it may come again."""
+
+
+class EngineInfo(NamedTuple):
+    """A routable engine: name, HTTP address, version it serves."""
+
+    name: str
+    url: str
+    version: int
+
+
+@dataclass(slots=True)
+class Agent:
+    """One connected rank.
+
+    Attributes:
+        poisoned: bytes of an unknown write may still land in its memory.
+        at_rest: why it does not generate although it was told to go on; else empty.
+    """
+
+    hello: Hello
+    manifest: ShardManifest
+    poisoned: bool = False
+    at_rest: str = ""
+
+    @property
+    def identity(self) -> Identity:
+        """Tells this process from its predecessors."""
+        return self.hello.worker, self.hello.incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class _Hold:
+    """A write that its trainer has not answered: these processes may still be written to."""
+
+    place: tuple[int, int]
+    engines: frozenset[Identity]
+
+
+@dataclass(slots=True)
+class Group:
+    """The ranks of one engine or of the trainer job.
+
+    Attributes:
+        version: served by every rank; -1 for none. lineage: of the run that published it.
+        tainted: live weights may be mixed.
+        refused: why the planner cannot serve it; empty when it can.
+    """
+
+    name: str
+    role: Role
+    world_size: int
+    agents: dict[int, Agent]
+    version: int = -1
+    lineage: str = ""
+    tainted: bool = False
+    refused: str = ""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all ranks are connected."""
+        return len(self.agents) == self.world_size
+
+    @property
+    def poisoned(self) -> bool:
+        """Whether bytes of an unknown write may still land in the memory of a rank."""
+        return any(agent.poisoned for agent in self.agents.values())
+
+    @property
+    def at_rest(self) -> str:
+        """Why it does not generate although it was told to go on; else empty."""
+        return next((agent.at_rest for agent in self.agents.values() if agent.at_rest), "")
+
+    @property
+    def identities(self) -> frozenset[Identity]:
+        """The processes behind the ranks."""
+        return frozenset(agent.identity for agent in self.agents.values())
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """Worker names in rank order."""
+        return tuple(self.agents[rank].hello.worker for rank in sorted(self.agents))
+
+    @property
+    def manifests(self) -> tuple[ShardManifest, ...]:
+        """Manifests in rank order."""
+        return tuple(self.agents[rank].manifest for rank in sorted(self.agents))
+
+    @property
+    def url(self) -> str:
+        """Address of the engine; empty for trainers."""
+        return self.agents[0].hello.url if 0 in self.agents else ""
+
+
+class Fleet:
+    """The registry. The coordinator is its only writer.
+
+    Attributes:
+        lineage: of the run that the published version belongs to: what an engine has from another
+            one is no version here, whatever its number.
+    """
+
+    def __init__(self, poisoned: Iterable[Identity] = ()) -> None:
+        self.lineage = ""
+        self._groups: dict[str, Group] = {}
+        self._poisoned = dict.fromkeys(poisoned)
+        self._suspects: set[str] = set()
+        self._first_epoch: int | None = None
+        self._holds: dict[Identity, _Hold] = {}
+        self._num_trainers = 0
+        self._job: str | None = None
+        self._past_jobs: dict[str, None] = {}
+
+    def find(self, worker: str) -> Agent | None:
+        """The connected rank of that name."""
+        for group in self._groups.values():
+            for agent in group.agents.values():
+                if agent.hello.worker == worker:
+                    return agent
+        return None
+
+    def admit(self, hello: Hello) -> Agent:
+        """Register a rank.
+
+        Raises:
+            ProtocolError: another protocol version, a name or rank that is taken, a group whose
+                world size or role differs, a manifest or an endpoint that is another's or is none,
+                a trainer rank of a job that another one has replaced.
+            MustWait: ranks of another trainer job are connected.
+        """
+        manifest = self.check(hello)
+        if hello.role is Role.TRAINER:
+            self._check_job(hello)
+        known = self._groups.get(hello.group)
+        if known is not None and (known.world_size, known.role) != (hello.world_size, hello.role):
+            raise ProtocolError(
+                f"{hello.worker}: group {hello.group!r} has role {known.role} and world_size "
+                f"{known.world_size}, got {hello.role} and {hello.world_size}"
+            )
+        others = [g for g in self._groups.values() if g.role is hello.role is Role.TRAINER]
+        if any(group.name != hello.group for group in others):
+            raise ProtocolError(
+                f"{hello.worker}: trainer group {others[0].name!r} is connected already; "
+                f"got {hello.group!r}"
+            )
+        if self.find(hello.worker) is not None:
+            raise ProtocolError(f"worker name {hello.worker!r} is taken by a live agent")
+        if known is not None and hello.rank in known.agents:
+            raise ProtocolError(f"{hello.worker}: rank {hello.rank} of {hello.group!r} is taken")
+        agents = (agent for group in self._groups.values() for agent in group.agents.values())
+        if any(agent.hello.endpoint == hello.endpoint for agent in agents):
+            raise ProtocolError(f"{hello.worker}: its endpoint is that of another agent")
+        return self._insert(hello, manifest)
+
+    @staticmethod
+    def check(hello: Hello) -> ShardManifest:
+        """What a Hello must be by itself; returns its manifest.
+
+        Raises:
+            ProtocolError: see `admit`.
+        """
+        if hello.protocol_version != PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"{hello.worker}: protocol_version must be {PROTOCOL_VERSION}, "
+                f"got {hello.protocol_version}"
+            )
+        if not 0 <= hello.rank < hello.world_size:
+            raise ProtocolError(
+                f"{hello.worker}: rank must be in [0, world_size={hello.world_size}), got {hello.rank}"
+            )
+        manifest = ShardManifest.decode(hello.manifest)
+        if (manifest.worker, manifest.role) != (hello.worker, hello.role):
+            raise ManifestError(
+                f"{hello.worker}: sent the manifest of {manifest.role} {manifest.worker}"
+            )
+        if hello.endpoint.transport != hello.wire.transport:
+            raise ProtocolError(
+                f"{hello.worker}: endpoint must be of transport {hello.wire.transport!r}, "
+                f"got {hello.endpoint.transport!r}"
+            )
+        return manifest
+
+    @property
+    def job(self) -> str | None:
+        """Of the trainer ranks that are connected, or were last; None before the first."""
+        return self._job
+
+    def replace_job(self, job: str) -> str:
+        """Make `job` the trainers' job. Ranks of the one before are refused from now on; returns the reason."""
+        reason = f"job {self._job!r} was replaced by job {job!r}"
+        if self._job is not None:
+            self._past_jobs[self._job] = None
+            if len(self._past_jobs) > KEPT_JOBS:
+                del self._past_jobs[next(iter(self._past_jobs))]
+        self._job = job
+        return reason
+
+    def _check_job(self, hello: Hello) -> None:
+        """All trainer ranks are of one start: others have weights of another past."""
+        if hello.job in self._past_jobs:
+            raise ProtocolError(
+                f"{hello.worker}: job {hello.job!r} was replaced by job {self._job!r}"
+            )
+        group = self.trainers()
+        agents = () if group is None else group.agents.values()
+        # Of a job that was just replaced, too: its ranks are sent away one after the other.
+        rivals = [agent.hello for agent in agents if agent.hello.job != hello.job]
+        if rivals:
+            raise MustWait(
+                f"{hello.worker} of job {hello.job!r} must wait until the ranks of job "
+                f"{rivals[0].job!r} have left: {', '.join(rival.worker for rival in rivals)}"
+            )
+
+    def _insert(self, hello: Hello, manifest: ShardManifest) -> Agent:
+        group = self._groups.setdefault(
+            hello.group, Group(hello.group, hello.role, hello.world_size, {})
+        )
+        if not group.agents:
+            group.version, group.lineage = hello.served_version, hello.lineage
+            group.tainted, group.refused = False, ""
+        agent = Agent(hello, manifest, at_rest=hello.at_rest)
+        if hello.worker in self._suspects:
+            self._suspects.discard(hello.worker)
+            self._poison([agent.identity] if hello.epoch else [])
+        agent.poisoned = agent.identity in self._poisoned
+        # Another process has this name: its predecessors are gone, and so are their writes.
+        for past in [k for k in self._holds if k[0] == hello.worker and k != agent.identity]:
+            del self._holds[past]
+        if hello.role is Role.TRAINER:
+            self._note_mesh(hello)
+            if hello.job != self._job:
+                self.replace_job(hello.job)
+        for past in [k for k in self._poisoned if k[0] == hello.worker and k != agent.identity]:
+            del self._poisoned[past]
+        group.agents[hello.rank] = agent
+        group.tainted |= hello.tainted
+        group.version = min(group.version, hello.served_version)
+        if group.lineage != hello.lineage:
+            group.version = -1
+        return agent
+
+    def _note_mesh(self, hello: Hello) -> None:
+        """Another mesh is another job: every rank of the one before is gone, not only namesakes."""
+        if hello.world_size != self._num_trainers:
+            for past in [k for k in self._holds if k[0].rpartition("/")[0] == hello.group]:
+                del self._holds[past]
+        self._num_trainers = hello.world_size
+
+    def remove(self, agent: Agent) -> Group:
+        """Forget a rank; its group stays known while it has other ranks."""
+        group = self._groups[agent.hello.group]
+        group.agents.pop(agent.hello.rank, None)
+        if not group.agents:
+            del self._groups[group.name]
+        return group
+
+    def trainers(self) -> Group | None:
+        """The trainer job, complete or not."""
+        return next((g for g in self._groups.values() if g.role is Role.TRAINER), None)
+
+    def engines(self) -> tuple[Group, ...]:
+        """Engines with at least one rank, complete or not."""
+        return tuple(g for g in self._groups.values() if g.role is Role.ENGINE)
+
+    def group_of(self, name: str) -> Group | None:
+        """The group called `name`."""
+        return self._groups.get(name)
+
+    def writable_engines(self) -> tuple[Group, ...]:
+        """Engines that a round may include: complete, plannable, nothing in flight to them."""
+        held = frozenset[Identity]().union(*(hold.engines for hold in self._holds.values()))
+        return tuple(
+            g
+            for g in self.engines()
+            if g.complete and not g.refused and not g.poisoned and not (g.identities & held)
+        )
+
+    def poison(self, engines: Iterable[Identity]) -> None:
+        """These processes are not written again."""
+        self._poison(engines)
+        for group in self._groups.values():
+            for agent in group.agents.values():
+                agent.poisoned |= agent.identity in self._poisoned
+
+    def _poison(self, engines: Iterable[Identity]) -> None:
+        self._poisoned |= dict.fromkeys(engines)
+        while len(self._poisoned) > MAX_POISONED:
+            del self._poisoned[next(iter(self._poisoned))]
+
+    def hold(self, trainer: Identity, place: tuple[int, int], engines: frozenset[Identity]) -> None:
+        """`trainer` was told to write in the round at `place` and has not answered.
+
+        Until it answers, or another process has its name, nothing else is written to `engines`.
+        """
+        self._holds[trainer] = _Hold(place, engines)
+
+    def release(self, source: Identity) -> bool:
+        """`source` has ended, and its write with it; whether anybody was held for it."""
+        return self._holds.pop(source, None) is not None
+
+    @property
+    def held(self) -> dict[Identity, tuple[int, int]]:
+        """Trainers that have not answered a write, and the place of its round."""
+        return {trainer: hold.place for trainer, hold in self._holds.items()}
+
+    def settle(self, trainer: Identity, place: tuple[int, int], seq: int, result: Result) -> bool:
+        """A late answer of a trainer; true when it ended a hold.
+
+        Links of unknown outcome poison their engines, as they would have in time. The answer to a
+        probe says that the write was lost on its way: its own answer would have come before.
+        """
+        if self._first_epoch is None or place[0] < self._first_epoch:
+            return self._settle_for_predecessor(result)
+        hold = self._holds.get(trainer)
+        if hold is None or place < hold.place or (place > hold.place and seq != PROBE_SEQ):
+            return False
+        if seq == PROBE_SEQ:
+            del self._holds[trainer]
+            return True
+        if isinstance(result, Relayed):
+            self.poison(key for key in hold.engines if key[0] in result.unknown_to)
+        elif isinstance(result, Written):
+            unknown = {x.destination for x in result.links if x.status is LinkStatus.UNKNOWN}
+            self.poison(key for key in hold.engines if key[0] in unknown)
+        elif isinstance(result, Failure):
+            if result.kind is FailureKind.UNKNOWN:
+                self.poison(hold.engines)
+        else:
+            return False
+        del self._holds[trainer]
+        return True
+
+    def bound_since(self, epoch: int) -> None:
+        """Answers of earlier epochs are to a controller that is gone."""
+        if self._first_epoch is None:
+            self._first_epoch = epoch
+
+    def _settle_for_predecessor(self, result: Result) -> bool:
+        """The unknown writes of a controller that did not live to hear of them.
+
+        A process that was no part of its rounds, which its Hello says, was not written.
+        """
+        if isinstance(result, Relayed):
+            names = set(result.unknown_to)
+        elif isinstance(result, Written):
+            names = {x.destination for x in result.links if x.status is LinkStatus.UNKNOWN}
+        else:
+            return False
+        for name in names:
+            agent = self.find(name)
+            if agent is None:
+                self._suspects.add(name)
+            elif agent.hello.epoch:
+                self.poison([agent.identity])
+        return bool(names)
+
+    @property
+    def poisoned(self) -> frozenset[Identity]:
+        """Processes that are not written again: the newest `MAX_POISONED`."""
+        return frozenset(self._poisoned)
+
+    def describe(self, published_version: int) -> list[dict[str, object]]:
+        """Engines as `/v1/status` shows them."""
+        routable = {engine.name for engine in self.routable(published_version)}
+        return [
+            {
+                "name": g.name,
+                "url": g.url,
+                "version": g.version if g.lineage == self.lineage else -1,
+                "ranks": len(g.agents),
+                "world_size": g.world_size,
+                "tainted": g.tainted,
+                "poisoned": g.poisoned,
+                "refused": g.refused,
+                "at_rest": g.at_rest,
+                "routable": g.name in routable,
+            }
+            for g in self.engines()
+        ]
+
+    def mark(self, version: int | None, served: Sequence[str], tainted: Sequence[str]) -> None:
+        """An update has ended: who serves `version` (None: the old one), who is mixed."""
+        for name in (*served, *tainted):
+            group = self.group_of(name)
+            if group is not None:
+                group.tainted = name in tainted
+                if version is not None and not group.tainted:
+                    group.version, group.lineage = version, self.lineage
+
+    def routable(self, published_version: int) -> tuple[EngineInfo, ...]:
+        """Engines that may be given traffic: they serve the published version and generate."""
+        serving = self.serving(published_version)
+        return tuple(EngineInfo(g.name, g.url, g.version) for g in serving if not g.at_rest)
+
+    def missing(self, num_trainers: int, engines: Iterable[str]) -> list[str]:
+        """Who is not connected with all ranks yet, for a person."""
+        trainers = self.trainers()
+        there = len(trainers.agents) if trainers is not None else 0
+        names = [f"trainers ({there} of {num_trainers})"] if there < num_trainers else []
+        groups = {group.name: group for group in self.engines()}
+        return names + [n for n in engines if n not in groups or not groups[n].complete]
+
+    def serving(self, version: int) -> tuple[Group, ...]:
+        """Engines that serve exactly `version`; none before the first."""
+        return tuple(
+            g
+            for g in self.engines()
+            if g.complete and not g.tainted and g.version == version >= 0
+            if g.lineage == self.lineage
+        )

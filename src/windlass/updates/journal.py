@@ -1,0 +1,257 @@
+"""The coordinator's journal: one JSON line per fact, on disk before it is acted on.
+
+A controller that starts on an existing journal continues with a higher epoch and knows which
+version is published. A last line that was cut off by a crash is ignored. Its length is bounded.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, final
+
+import msgspec
+
+from windlass.errors import ConfigError
+from windlass.net.line_file import LineFile
+from windlass.updates.messages import MAX_COUNT
+
+__all__ = ["Journal", "JournalEntry", "JournalKind"]
+
+_log = logging.getLogger(__name__)
+COMPACT_AFTER = 4096
+"""Entries after which the file is written anew; a round takes three."""
+KEPT_ENTRIES = 256
+"""Newest entries that a compaction leaves as they were, for a person."""
+MAX_POISONED = 4096
+"""Poisoned processes that are remembered: the newest."""
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
+_Version = Annotated[int, msgspec.Meta(ge=-1, le=MAX_COUNT)]
+
+
+class JournalKind(StrEnum):
+    """What a line says."""
+
+    STARTED = "started"
+    ROUND_BEGAN = "round_began"
+    PUBLISHING = "publishing"
+    PUBLISHED = "published"
+    ROUND_ENDED = "round_ended"
+    POISONED = "poisoned"
+    AT_REST = "at_rest"
+
+
+class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line. Numbers out of bounds are no entry: they could not be sent, or grow no more.
+
+    Attributes:
+        kind: what happened. epoch, round: when.
+        version: the round's version; for STARTED, the version known to be published.
+        engines: that took part, or that serve the version.
+        detail: one line for a person; for POISONED, the incarnation of the rank in `engines`; for
+            AT_REST, why that rank does not go on, though it was told as often as is tried.
+        lineage: for STARTED, of the run whose rounds these are.
+    """
+
+    kind: JournalKind
+    epoch: _Count
+    round: _Count
+    version: _Version
+    engines: tuple[str, ...] = ()
+    detail: str = ""
+    lineage: str = ""
+
+
+@dataclass(slots=True)
+class _Summary:
+    """What a controller that starts needs of all entries."""
+
+    epoch: int = 0
+    round: int = 0
+    published: int = -1
+    spent: int = -1
+    lineage: str = ""
+    poisoned: dict[tuple[str, str], None] = field(default_factory=dict)
+
+    def take(self, entry: JournalEntry) -> None:
+        """One entry more."""
+        self.epoch, self.round = max(self.epoch, entry.epoch), max(self.round, entry.round)
+        self.lineage = self.lineage or entry.lineage
+        match entry.kind:
+            case JournalKind.PUBLISHED:
+                self.published = max(self.published, entry.version)
+                self.spent = max(self.spent, entry.version)
+            case JournalKind.PUBLISHING:
+                self.spent = max(self.spent, entry.version)
+            case JournalKind.POISONED if entry.engines:
+                self.poisoned[(entry.engines[0], entry.detail)] = None
+                if len(self.poisoned) > MAX_POISONED:
+                    del self.poisoned[next(iter(self.poisoned))]
+            case _:
+                pass
+
+    def entries(self) -> Iterator[JournalEntry]:
+        """As few as say the same."""
+        yield JournalEntry(
+            JournalKind.STARTED,
+            self.epoch,
+            self.round,
+            self.published,
+            detail="compacted",
+            lineage=self.lineage,
+        )
+        for kind, version in (
+            (JournalKind.PUBLISHED, self.published),
+            (JournalKind.PUBLISHING, self.spent),
+        ):
+            if version >= 0:
+                yield JournalEntry(kind, self.epoch, self.round, version, (), "compacted")
+        for worker, incarnation in self.poisoned:
+            yield JournalEntry(
+                JournalKind.POISONED, self.epoch, self.round, self.spent, (worker,), incarnation
+            )
+
+
+@final
+class Journal:
+    """Append-only between compactions. With no path it lives in memory only.
+
+    After `COMPACT_AFTER` entries the file is written anew: a summary of all, then the newest
+    `KEPT_ENTRIES` as they were. The new file is on disk before it takes the old one's name, so a
+    crash at any moment leaves one of the two.
+
+    Attributes:
+        recent: the newest entries, oldest first.
+
+    Raises:
+        ConfigError: the file cannot be opened, or a complete line is not an entry.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._file = None if path is None else LineFile(path, JournalEntry)
+        self._summary = _Summary()
+        self.recent: deque[JournalEntry] = deque(maxlen=KEPT_ENTRIES)
+        self._num_lines = 0
+        self._compact_at = COMPACT_AFTER
+        if self._file is not None:
+            for entry in self._file.found:
+                self._take(entry)
+            self._file.found = []
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether what is recorded outlives this process."""
+        return self._file is not None
+
+    @property
+    def lineage(self) -> str:
+        """Of the run whose rounds are recorded here; empty before the first `start`."""
+        return self._summary.lineage
+
+    @property
+    def last_epoch(self) -> int:
+        """The highest epoch recorded; 0 for none."""
+        return self._summary.epoch
+
+    @property
+    def last_round(self) -> int:
+        """The highest round recorded; 0 for none."""
+        return self._summary.round
+
+    @property
+    def published_version(self) -> int:
+        """The highest version that is known to be served; -1 for none."""
+        return self._summary.published
+
+    @property
+    def spent_version(self) -> int:
+        """The highest version that some engine was told to serve; -1 for none.
+
+        PUBLISHING counts: a controller that died after writing it may have published, and a
+        version number must never be given to other weights.
+        """
+        return self._summary.spent
+
+    @property
+    def poisoned(self) -> frozenset[tuple[str, str]]:
+        """(worker, incarnation) of ranks that bytes of an unknown write may still reach.
+
+        The newest `MAX_POISONED`.
+        """
+        return frozenset(self._summary.poisoned)
+
+    def start(self) -> int:
+        """Record that a controller has started; returns its epoch, which is a new one.
+
+        The first one gives the run its lineage, at random.
+
+        Raises:
+            ConfigError: it cannot be written; the journal is closed, so that another may try.
+        """
+        epoch = self.last_epoch + 1
+        started = JournalEntry(
+            JournalKind.STARTED,
+            epoch,
+            self.last_round,
+            self.published_version,
+            lineage=self.lineage or secrets.token_hex(8),
+        )
+        try:
+            self.append(started)
+        except OSError as error:
+            self.close()
+            raise ConfigError(f"journal: STARTED cannot be written: {error}") from error
+        return epoch
+
+    def append(self, entry: JournalEntry) -> None:
+        """Record an entry; returns once it is on disk.
+
+        Raises:
+            OSError: it cannot be written. It is as if it had not been tried.
+        """
+        if self._file is not None:
+            self._file.add(entry)
+            self._file.write()
+            self._file.sync()
+        self._take(entry)
+        if self._file is not None and self._num_lines >= self._compact_at:
+            self._compact(self._file)
+
+    def _take(self, entry: JournalEntry) -> None:
+        self._summary.take(entry)
+        self.recent.append(entry)
+        self._num_lines += 1
+
+    def _compact(self, file: LineFile[JournalEntry]) -> None:
+        """Without it the journal is long and right: a failure is tried again later."""
+        entries = [*self._summary.entries(), *self.recent]
+        try:
+            new = file.path.with_name(f"{file.path.name}.new")
+            new.unlink(missing_ok=True)  # of a controller that was killed here
+            written = LineFile(new, JournalEntry)
+            try:
+                for entry in entries:
+                    written.add(entry)
+                written.write()
+                written.sync()
+            finally:
+                written.close()
+            file.replace_by(new, file.nbytes)
+            self._num_lines = len(entries)
+            file.sync()
+        except (OSError, ConfigError) as error:
+            _log.warning("journal %s is not compacted: %s", file.path, error)
+        self._compact_at = self._num_lines + COMPACT_AFTER
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None

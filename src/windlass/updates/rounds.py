@@ -1,0 +1,490 @@
+"""One attempt to publish one version, as a pure state machine.
+
+No clock, no socket, no task: `handle(event)` returns instructions, and the coordinator
+carries them out (the sans-I/O habit of python-hyper/h11 and dask's worker state machine).
+Everything that decides whether an engine may serve lives in this file.
+
+    in_place:  PREPARE (trainers pack, engines pause) -> WRITE -> VERIFY -> APPLY -> PUBLISH
+    staged:    PREPARE -> WRITE (engines generate) -> VERIFY -> PAUSE -> APPLY -> PUBLISH
+
+What goes wrong, and what then:
+
+- An engine that dies, or does not answer by the deadline, is left out; the others go on.
+- A link that failed, or whose bytes have the wrong digest, is written again, at most
+  `max_rewrites` times. After that `in_place` taints the engine and goes on without it;
+  `staged` gives up the round, and the old weights go on serving everywhere.
+- A link of unknown outcome is never written again: its engine is left out and poisoned.
+- In a relay (once, before anything is written again) engines write as well. Each of them says
+  which links are not complete, and whether bytes may still land in it: what is missing is
+  written by the trainers, without being counted as a rewrite.
+- Trainers that hold the same box and not the same bytes end the round before anything is written.
+- A trainer that fails before it has written ends the round: `in_place` engines that may hold
+  mixed weights are tainted and stay paused, all others go on with the old version. Trainers that
+  were writing when the round ended are named in `Finish.unsettled`.
+- An answer that does not fit its command is a failure, and so is a link that nobody mentions:
+  an engine goes on to APPLY only with every link written and every digest confirmed.
+- A phase that the controller cannot record does not begin, and the round ends.
+- A failure after some engine has published does not unpublish: the version is out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import assert_never
+
+import numpy as np
+
+from windlass.config import UpdateMode
+from windlass.errors import ProtocolError
+from windlass.planning.replicated import DIGESTED, decode_digested
+from windlass.transfer.bindings import LinkOutcome, LinkStatus
+from windlass.updates.links import LinkLedger
+from windlass.updates.messages import (
+    FAREWELL,
+    Abort,
+    Apply,
+    Command,
+    Done,
+    Failure,
+    FailureKind,
+    Pause,
+    Prepare,
+    Prepared,
+    Publish,
+    Receive,
+    Result,
+    RoundOutcome,
+    Verified,
+    Verify,
+    Write,
+    Written,
+)
+from windlass.updates.relay_messages import Feed, Forgo, Relay, Relayed
+from windlass.updates.relay_round import RelayPass, time_to_act_s
+from windlass.updates.round_types import (
+    AgentLost,
+    Blocked,
+    DeadlinePassed,
+    EngineFate,
+    EnterPhase,
+    Event,
+    Finish,
+    Instruction,
+    Phase,
+    Replied,
+    RoundSpec,
+    Send,
+)
+
+__all__ = ["RoundMachine"]
+
+
+@dataclass(slots=True)
+class _Engine:
+    workers: tuple[str, ...]
+    fate: EngineFate = EngineFate.ACTIVE
+    reason: str = ""
+    mixed: bool = False
+
+
+@dataclass(slots=True)
+class _Tally:
+    nbytes: int = 0
+    wire_s: dict[str, float] = field(default_factory=dict)
+    pack_s: dict[str, float] = field(default_factory=dict)
+    digest_ok: bool = True
+
+
+class RoundMachine:
+    """See the module. Call `start` once, then `handle` for every event until `Finish` comes out."""
+
+    def __init__(self, spec: RoundSpec) -> None:
+        self._spec = spec
+        self._engines = {name: _Engine(workers) for name, workers in spec.engines.items()}
+        self._engine_of = {w: name for name, workers in spec.engines.items() for w in workers}
+        self._phase = Phase.PREPARE
+        self._entry = 0
+        self._seq = 0
+        self._pending: dict[int, tuple[str, Command]] = {}
+        self._links = LinkLedger(spec.links)
+        self._relay = RelayPass(spec.relay)
+        parts = () if spec.replicated is None else spec.replicated.parts
+        self._digested = {worker: np.zeros(0, DIGESTED) for worker in parts}
+        self._lost_trainers: set[str] = set()
+        self._rewrites_left = spec.max_rewrites
+        self._wrote = False
+        self._tally = _Tally()
+        self._out: list[Instruction] = []
+
+    @property
+    def phase(self) -> Phase:
+        """Where the round is."""
+        return self._phase
+
+    @property
+    def waiting_for(self) -> tuple[str, ...]:
+        """Workers whose replies are outstanding."""
+        return tuple(worker for worker, _ in self._pending.values())
+
+    @property
+    def _go_on_s(self) -> float:
+        """An engine that hangs must be able to say by the deadline that it does not go on."""
+        return time_to_act_s(self._spec.publish_s)
+
+    def start(self) -> list[Instruction]:
+        """Begin."""
+        self._enter(Phase.PREPARE)
+        for trainer in self._spec.trainers:
+            self._send(trainer, Prepare(self._spec.version, self._spec.turn, self._spec.period))
+        if self._spec.mode is UpdateMode.IN_PLACE:
+            self._send_pauses()
+        self._advance()
+        return self._take()
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Digest one event; returns what has to be done now."""
+        if self._phase is Phase.DONE:
+            return []
+        match event:
+            case Replied():
+                worker, command = self._pending.get(event.seq, ("", None))
+                if command is None or worker != event.worker:
+                    if isinstance(event.result, Relayed | Failure):
+                        self._relay.answered(event.worker, ())  # left out already, but at rest now
+                    return []  # a duplicate, or an answer to a phase that is over
+                del self._pending[event.seq]
+                self._on_result(worker, command, event.result)
+            case AgentLost():
+                self._on_lost(event.worker, event.reason)
+            case DeadlinePassed():
+                if event.entry == self._entry:
+                    self._on_deadline()
+            case Blocked():
+                self._give_up(event.reason)
+            case _:
+                assert_never(event)
+        self._advance()
+        return self._take()
+
+    # --- replies -----------------------------------------------------------------------------
+
+    def _on_result(self, worker: str, command: Command, result: Result) -> None:
+        match command, result:
+            case _, Failure():
+                self._on_failure(worker, result)
+            case ((Write() | Feed()), Written()):
+                self._on_written(worker, result)
+            case Relay(), Relayed():
+                self._on_relayed(worker, result)
+            case Verify(), Verified():
+                if not self._links.verify(worker, result.mismatched):
+                    reason = f"{worker}: found wrong bytes of workers that send it nothing"
+                    self._drop(self._engine_of[worker], reason)
+            case Prepare(), Prepared() if worker in self._digested:
+                self._on_prepared(worker, result)
+            case Prepare(), Done() if worker not in self._digested:
+                pass
+            case ((Pause() | Apply() | Publish()), Done()):
+                pass  # the phase counts replies, nothing else to note
+            case _:
+                text = f"answered {type(command).__name__} with {type(result).__name__}"
+                self._on_failure(worker, Failure(FailureKind.FAILED, text))
+
+    def _on_failure(self, worker: str, failure: Failure) -> None:
+        unknown = failure.kind is FailureKind.UNKNOWN
+        if worker in self._engine_of:
+            self._drop(self._engine_of[worker], failure.message, unknown=unknown)
+            self._relay.answered(worker, ())
+            return
+        asked = self._links.answered(worker)
+        poisoned = {self._engine_of[d] for d in asked} if unknown else set()
+        self._give_up(f"{worker}: {failure.message}", poisoned)
+
+    def _on_prepared(self, trainer: str, prepared: Prepared) -> None:
+        try:
+            self._digested[trainer] = decode_digested(prepared.digested)
+        except ProtocolError as error:
+            self._on_failure(trainer, Failure(FailureKind.FAILED, str(error)))
+
+    def _on_written(self, trainer: str, written: Written) -> None:
+        tally = self._tally
+        tally.wire_s[trainer] = tally.wire_s.get(trainer, 0.0) + written.wire_s
+        tally.pack_s[trainer] = tally.pack_s.get(trainer, 0.0) + written.pack_s
+        asked = self._links.answered(trainer)
+        for link in written.links:
+            if link.destination in asked:
+                self._on_link(trainer, link)
+
+    def _on_link(self, trainer: str, link: LinkOutcome) -> None:
+        worker = link.destination
+        engine = self._engine_of[worker]
+        self._tally.nbytes += link.nbytes
+        match link.status:
+            case LinkStatus.OK:
+                self._links.written((trainer, worker), link.digest)
+            case LinkStatus.FAILED:
+                self._links.failed((trainer, worker), link.error)
+                # Not written: asked for again. In a relay nobody must wait for it meanwhile.
+                self._forgo(trainer, (worker,) if self._relay.is_running(worker) else ())
+            case LinkStatus.UNREACHABLE:
+                self._drop(engine, f"{trainer} cannot reach {worker}: {link.error}")
+            case LinkStatus.UNKNOWN:
+                self._drop(engine, f"{trainer} -> {worker}: {link.error}", unknown=True)
+            case _:
+                assert_never(link.status)
+
+    def _on_relayed(self, worker: str, relayed: Relayed) -> None:
+        tally = self._tally
+        tally.nbytes += relayed.nbytes
+        tally.wire_s[worker] = tally.wire_s.get(worker, 0.0) + relayed.wire_s
+        self._relay.answered(worker, relayed.missing)
+        for child in relayed.unknown_to:
+            if child in self._engine_of:
+                reason = f"{worker} -> {child}: the outcome of a relayed write is unknown"
+                self._drop(self._engine_of[child], reason, unknown=True)
+        self._forgo(worker, relayed.unreached)
+        if relayed.unknown_from:
+            reason = f"{worker}: bytes of {', '.join(relayed.unknown_from)} may still land"
+            self._drop(self._engine_of[worker], reason, unknown=True)
+
+    def _forgo(self, upstream: str, children: Collection[str]) -> None:
+        for child in children:
+            if self._relay.is_running(child):
+                self._send(child, Forgo(upstream), expects_reply=False)
+
+    def _on_lost(self, worker: str, reason: str) -> None:
+        if worker in self._engine_of:
+            self._drop(self._engine_of[worker], f"{worker}: {reason}", lost=worker)
+        elif worker in self._spec.trainers:
+            self._lost_trainers.add(worker)
+            # Once it has written, it is needed again only if a link must be written again.
+            if self._phase is Phase.PREPARE or worker in self._links.in_flight:
+                self._give_up(f"{worker}: {reason}")
+
+    def _on_deadline(self) -> None:
+        late = list(dict.fromkeys(self.waiting_for))
+        reason = f"no answer in phase {self._phase} by its deadline"
+        trainers = [worker for worker in late if worker not in self._engine_of]
+        if trainers:
+            self._give_up(f"{', '.join(trainers)}: {reason}")
+            return
+        for worker in late:
+            self._drop(self._engine_of[worker], f"{worker}: {reason}")
+
+    # --- phases ------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Enter phases for as long as nothing is outstanding."""
+        while not self._pending and self._phase is not Phase.DONE:
+            if not self._active() and self._phase is not Phase.PUBLISH:
+                self._finish_without_engines()
+                return
+            self._next_phase()
+
+    def _next_phase(self) -> None:
+        match self._phase:
+            case Phase.PREPARE:
+                replicated = self._spec.replicated
+                if replicated is not None and (why := replicated.disagreement(self._digested)):
+                    self._give_up(why)
+                    return
+                self._write(self._links.unwritten(self._active_workers()))
+            case Phase.WRITE | Phase.VERIFY:
+                self._after_delivery()
+            case Phase.PAUSE:
+                self._enter(Phase.APPLY)
+                self._send_engines(Apply(self._spec.version))
+            case Phase.APPLY:
+                self._enter(Phase.PUBLISH)
+                self._send_engines(Publish(self._spec.version, self._go_on_s, self._spec.lineage))
+            case Phase.PUBLISH:
+                self._finish_published()
+            case Phase.DONE:
+                return
+            case _:
+                assert_never(self._phase)
+
+    def _after_delivery(self) -> None:
+        """Write again what is missing, have checked what is unchecked, or go on."""
+        active = self._active_workers()
+        was_relayed, missed = self._relay.take_missed()
+        self._links.forget(missed)
+        if missing := self._links.unwritten(active):
+            if was_relayed and not self._lost_trainers & set(missing):
+                self._write(missing)
+            else:
+                self._write_again(missing)
+        elif unverified := self._links.unverified(active):
+            self._enter(Phase.VERIFY)
+            for worker in unverified:
+                self._send(worker, Verify(self._spec.version, self._links.expected(worker)))
+        elif self._spec.mode is UpdateMode.STAGED:
+            self._enter(Phase.PAUSE)
+            self._send_pauses()
+        else:
+            self._enter(Phase.APPLY)
+            self._send_engines(Apply(self._spec.version))
+
+    def _write(self, links: Mapping[str, tuple[str, ...]]) -> None:
+        self._enter(Phase.WRITE)
+        self._wrote = True
+        if self._spec.collective:
+            links = self._links.among(links, self._active_workers())
+            self._send_receives(links)
+        relayed = self._relay.begin(self._active_workers())
+        # Less than the phase has: one link that is stuck must not cost the answer about the others.
+        within_s = time_to_act_s(self._spec.write_s)
+        if relayed:
+            for worker in self._relay.members:
+                self._send(worker, Relay(self._spec.version, time_to_act_s(within_s)))
+        for trainer, destinations in links.items():
+            self._links.ask(trainer, destinations)
+            kind = Feed if relayed else Write
+            self._send(trainer, kind(self._spec.version, destinations, within_s))
+
+    def _send_receives(self, links: Mapping[str, tuple[str, ...]]) -> None:
+        """The other half of a collective; told first, since it has nothing to pack."""
+        groups: dict[str, dict[str, tuple[str, ...]]] = {}
+        for source, destinations in links.items():
+            for worker in destinations:
+                groups.setdefault(worker, {})[source] = destinations
+        for worker, of_worker in groups.items():
+            within_s = time_to_act_s(self._spec.write_s)
+            command = Receive(self._spec.version, of_worker, within_s)
+            self._send(worker, command, expects_reply=False)
+
+    def _write_again(self, missing: Mapping[str, tuple[str, ...]]) -> None:
+        gone = self._lost_trainers & set(missing)
+        if self._rewrites_left and not gone:
+            self._rewrites_left -= 1
+            self._write(missing)
+            return
+        self._tally.digest_ok = False
+        pairs = [(source, name) for source, names in sorted(missing.items()) for name in names]
+        links, error = ", ".join(f"{s} -> {d}" for s, d in pairs), self._links.why(pairs)
+        why = f"{', '.join(sorted(gone))} is gone" if gone else "after every rewrite"
+        reason = f"links failed or had wrong digests, {why}: {links}" + (
+            f": {error}" if error else ""
+        )
+        if self._spec.mode is UpdateMode.STAGED:
+            self._give_up(reason)
+            return
+        for engine in sorted({self._engine_of[d] for names in missing.values() for d in names}):
+            self._drop(engine, reason)
+
+    def _send_pauses(self) -> None:
+        self._send_engines(Pause(self._spec.pause_mode, self._spec.pause_s))
+
+    # --- endings -----------------------------------------------------------------------------
+
+    def _drop(self, name: str, reason: str, *, unknown: bool = False, lost: str = "") -> None:
+        """Go on without one engine."""
+        engine = self._engines[name]
+        if engine.fate is not EngineFate.ACTIVE:
+            if unknown:
+                engine.fate, engine.reason = EngineFate.POISONED, reason
+            return
+        self._leave(engine, reason, unknown=unknown, lost=lost)
+        gone = set(engine.workers)
+        self._pending = {s: sent for s, sent in self._pending.items() if sent[0] not in gone}
+
+    def _leave(
+        self, engine: _Engine, reason: str, *, unknown: bool = False, lost: str = ""
+    ) -> None:
+        engine.reason, engine.mixed = reason, self._may_be_mixed()
+        for worker in engine.workers:
+            self._forgo(worker, self._relay.leave(worker, lost=worker == lost))
+        if unknown:
+            engine.fate = EngineFate.POISONED
+        else:
+            engine.fate = EngineFate.TAINTED if engine.mixed else EngineFate.LEFT_OUT
+        for worker in engine.workers:
+            if worker != lost:
+                farewell = Abort(FAREWELL, engine.mixed, self._go_on_s)
+                self._send(worker, farewell, expects_reply=False)
+
+    def _may_be_mixed(self) -> bool:
+        """Whether an engine that leaves now may hold bytes of two versions in live memory."""
+        if self._spec.mode is UpdateMode.IN_PLACE and self._spec.lands_live:
+            return self._wrote
+        return self._phase in {Phase.APPLY, Phase.PUBLISH}
+
+    def _give_up(self, reason: str, poisoned: Collection[str] = ()) -> None:
+        """End the round for everybody; nothing has been published."""
+        self._pending.clear()
+        for name in poisoned:
+            self._drop(name, reason, unknown=True)
+        for engine in self._active():
+            self._leave(engine, reason)
+        for trainer in self._spec.trainers:
+            self._send(trainer, Abort(FAREWELL), expects_reply=False)
+        mixed = any(engine.mixed for engine in self._engines.values())
+        self._finish(RoundOutcome.FAILED if mixed else RoundOutcome.ABORTED, reason)
+
+    def _finish_without_engines(self) -> None:
+        for trainer in self._spec.trainers:
+            self._send(trainer, Abort(FAREWELL), expects_reply=False)
+        reasons = "; ".join(f"{n}: {e.reason}" for n, e in self._engines.items() if e.reason)
+        self._finish(RoundOutcome.FAILED, f"no engine is left: {reasons or 'none took part'}")
+
+    def _finish_published(self) -> None:
+        for engine in self._engines.values():
+            if engine.fate is EngineFate.ACTIVE:
+                engine.fate = EngineFate.PUBLISHED
+        published = [e for e in self._engines.values() if e.fate is EngineFate.PUBLISHED]
+        if published:
+            self._finish(RoundOutcome.PUBLISHED, "")
+        else:
+            self._finish_without_engines()
+
+    def _finish(self, outcome: RoundOutcome, reason: str) -> None:
+        self._phase = Phase.DONE
+        tally = self._tally
+        self._out.append(
+            Finish(
+                outcome=outcome,
+                reason=reason,
+                fates={name: e.fate for name, e in self._engines.items()},
+                reasons={name: e.reason for name, e in self._engines.items() if e.reason},
+                mixed=frozenset(name for name, e in self._engines.items() if e.mixed),
+                unsettled={
+                    source: tuple(sorted({self._engine_of[d] for d in destinations}))
+                    for source, destinations in self._writing().items()
+                },
+                nbytes=tally.nbytes,
+                wire_s=max(tally.wire_s.values(), default=0.0),
+                pack_s=max(tally.pack_s.values(), default=0.0),
+                digest_ok=tally.digest_ok,
+            )
+        )
+
+    def _writing(self) -> dict[str, tuple[str, ...]]:
+        return {s: d for s, d in self._relay.unsettled().items() if d} | self._links.in_flight
+
+    # --- small things ------------------------------------------------------------------------
+
+    def _active(self) -> list[_Engine]:
+        return [e for e in self._engines.values() if e.fate is EngineFate.ACTIVE]
+
+    def _active_workers(self) -> list[str]:
+        return [worker for engine in self._active() for worker in engine.workers]
+
+    def _send_engines(self, command: Command) -> None:
+        for worker in self._active_workers():
+            self._send(worker, command)
+
+    def _send(self, worker: str, command: Command, *, expects_reply: bool = True) -> None:
+        self._seq += 1
+        if expects_reply:
+            self._pending[self._seq] = (worker, command)
+        self._out.append(Send(worker, self._seq, command, expects_reply))
+
+    def _enter(self, phase: Phase) -> None:
+        self._phase = phase
+        self._entry += 1
+        self._out.append(EnterPhase(phase, self._entry))
+
+    def _take(self) -> list[Instruction]:
+        out, self._out = self._out, []
+        return out

@@ -1,0 +1,84 @@
+"""`windlass serve` as a process: a fleet is updated through it, and a later one goes on from its journal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from weight_fleet import TOKEN, Fleet
+
+from windlass.cli.main import main
+from windlass.cli.serve import parse_backend
+from windlass.cli.status import fetch_overview
+from windlass.config import DiskBackend, P2pBackend, RelayShape, XcclBackend
+from windlass.errors import ConfigError
+
+
+@contextmanager
+def served(*arguments: str) -> Iterator[str]:
+    """The address; ended by SIGTERM, which is no failure."""
+    process = subprocess.Popen(
+        (sys.executable, "-m", "windlass.cli.main", "serve", *arguments),
+        env={**os.environ, "WINDLASS_TOKEN": TOKEN},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        url = process.stdout.readline().strip()
+        assert url.startswith("http://"), f"ended with {process.wait(30)}"
+        yield url
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        assert process.stdout.read() == ""
+    finally:
+        process.kill()
+        process.wait(30)
+        process.stdout.close()
+
+
+@pytest.mark.timeout(120)
+async def test_a_served_fleet_is_updated_and_the_next_server_knows_its_version(
+    tmp_path: Path,
+) -> None:
+    journal = ("--journal", str(tmp_path / "journal"))
+    with served("--mode", "staged", "--pause-mode", "retract", *journal) as url:
+        fleet = Fleet(url, 1)
+        try:
+            fleet.add_trainers()
+            fleet.add_engine("engine-a")
+            await fleet.ready()
+            for version in range(2):
+                assert (await fleet.publish(version)).outcome == "published"
+                assert await fleet.held("engine-a") == [(version, str(version), False)]
+            view = await fetch_overview(url, TOKEN, 10.0)
+            assert (view["published_version"], view["mode"]) == (1, "staged")
+            assert [engine["name"] for engine in view["engines"]] == ["engine-a"]
+        finally:
+            fleet.close()
+    with served(*journal) as url:
+        assert (await fetch_overview(url, TOKEN, 10.0))["published_version"] == 1
+
+
+def test_backends_are_names_or_spelled_out() -> None:
+    assert parse_backend("p2p") == P2pBackend()
+    assert parse_backend("xccl") == XcclBackend()
+    assert parse_backend('{"type": "disk", "folder": "/w"}') == DiskBackend("/w")
+    assert parse_backend('{"type": "p2p", "relay": "tree"}') == P2pBackend(relay=RelayShape.TREE)
+    for wrong in ("disk", "{}", '{"type": "disk"}', '{"type": "disk", "folder": "w"}'):
+        with pytest.raises(ConfigError, match=r"--backend|folder must be an absolute path"):
+            parse_backend(wrong)
+
+
+def test_without_a_token_nothing_is_served(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("WINDLASS_TOKEN", raising=False)
+    assert main(["serve"]) == 2
+    assert "WINDLASS_TOKEN must be set" in capsys.readouterr().err

@@ -1,0 +1,56 @@
+"""`windlass status` prints what a controller says, to the letter."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from http_answers import answering
+
+from windlass.cli.main import main
+
+OVERVIEW = {
+    "published_version": 3,
+    "epoch": 1,
+    "mode": "in_place",
+    "phase": "",
+    "engines": [
+        {
+            "name": "a",
+            "version": 3,
+            "ranks": 1,
+            "world_size": 1,
+            "routable": True,
+            "tainted": False,
+            "refused": "",
+            "url": "http://[fd77::1]:8000",
+        }
+    ],
+    "rounds": [],
+    "rollouts": {
+        **dict.fromkeys(
+            ("outstanding", "running", "waiting", "completed", "failed", "lost", "workers"), 0
+        ),
+        "too_old": 5,
+        "stopped_early": 7,
+        "dropped": 4,
+        "rejected": 1,
+        "wasted_tokens": 96,
+    },
+    "staleness": {},
+}
+
+
+def test_the_brackets_of_an_ipv6_address_and_what_was_thrown_away_are_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WINDLASS_TOKEN", "secret of the test")
+    monkeypatch.setenv("COLUMNS", "200")
+    with answering(lambda _path, _asked: (200, json.dumps(OVERVIEW).encode())) as url:
+        assert main(["status", url]) == 0
+    shown = capsys.readouterr().out
+    assert "http://[fd77::1]:8000" in shown
+    assert (
+        "rollouts thrown away: too old 5, stopped early 7, dropped 4, rejected 1, wasted tokens 96"
+        in shown
+    )

@@ -1,0 +1,306 @@
+"""An engine that nobody checked gets no weights and no traffic, wherever the attaching process dies."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gc
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from http_answers import answering
+from safetensors.torch import save_file
+
+import windlass
+from windlass.engines.engine_rank import Membership
+from windlass.engines.sglang import hook
+from windlass.engines.vllm import extension
+from windlass.engines.vllm.caches import PAUSING_CALLS
+from windlass.engines.vllm.extension import WindlassExtension
+from windlass.errors import PeerTimeout, WindlassError
+
+TOKEN = "secret of the test"
+WITHIN_S = 60.0
+ROWS = {"a": 0, "b": 4}
+"""First row of a tensor in the engine's one parameter; it has no place for any other."""
+
+
+class Loader:
+    """The loader of an engine that fuses two tensors into one parameter."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(6, 8, bias=False, dtype=torch.bfloat16)
+        self.model.weight.data.zero_()
+
+    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name in ROWS:
+                self.model.weight.data[ROWS[name] : ROWS[name] + 4].copy_(tensor)
+
+
+class Worker(WindlassExtension):
+    """A rank as vLLM makes it."""
+
+    rank = 0
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+        self.model_runner = SimpleNamespace(kv_caches=[], get_model=lambda: loader.model)
+        self.parallel_config = SimpleNamespace(
+            pipeline_parallel_size=1, data_parallel_size=1, data_parallel_index=0, world_size=1
+        )
+        self.vllm_config = SimpleNamespace()
+
+    def reload_weights(
+        self, *, weights_iterator: Iterator[tuple[str, torch.Tensor]], is_checkpoint_format: bool
+    ) -> None:
+        self._loader.load(weights_iterator)
+
+
+class Engine:
+    """A server of somebody else's, whose one rank has its main loop here.
+
+    Attributes:
+        on_call: told (number of the call of an attaching process, whether it has been carried out).
+        over: released for each of these calls.
+        asked: paths, in order.
+    """
+
+    name: str
+
+    def __init__(self) -> None:
+        self.loader = Loader()
+        self.on_call: Callable[[int, bool], None] = lambda _number, _done: None
+        self.over = threading.Semaphore(0)
+        self.asked: list[str] = []
+        self._calls = 0
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.loader.model.weight.data
+
+    def counted(self, call: Callable[[], object]) -> object:
+        self._calls += 1
+        number = self._calls
+        self.on_call(number, False)
+        try:
+            result = call()
+            self.on_call(number, True)
+        finally:
+            self.over.release()
+        return result
+
+    def answer(self, path: str, asked: bytes) -> tuple[int, bytes]:
+        self.asked.append(path)
+        try:
+            return self.carry_out(path, asked)
+        except WindlassError as error:  # servers answer for whatever their ranks raise
+            return 500, repr(error).encode()
+
+    def carry_out(self, path: str, asked: bytes) -> tuple[int, bytes]:
+        raise NotImplementedError
+
+    def membership(self) -> Membership:
+        raise NotImplementedError
+
+
+class Vllm(Engine):
+    name = "vllm"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.worker = Worker(self.loader)
+
+    def carry_out(self, path: str, asked: bytes) -> tuple[int, bytes]:
+        if path != "/collective_rpc":
+            return 200, b"{}"
+        body = json.loads(asked)
+        # As a core does that keeps caches apart by version.
+        begun = ("namespace",) if body["method"] in PAUSING_CALLS else ()
+        call = partial(getattr(self.worker, body["method"]), *body["args"], *begun)
+        result = call() if body["method"] == "windlass_at_rest" else self.counted(call)
+        return 200, json.dumps({"results": [result]}).encode()
+
+    def membership(self) -> Membership:
+        return self.worker._windlass_membership()
+
+
+class Sglang(Engine):
+    name = "sglang"
+
+    def carry_out(self, path: str, asked: bytes) -> tuple[int, bytes]:
+        if path == "/server_info":
+            return 404, b""
+        if path == "/update_weights_from_tensor":
+            [encoded] = json.loads(asked)["serialized_named_tensors"]
+            [(order, tensor)] = ForkingPickler.loads(base64.b64decode(encoded))
+            call = partial(hook.run, self.loader.model, [(order, tensor)])
+            call() if json.loads(order)["type"] == "at_rest" else self.counted(call)
+        return 200, b'{"success": true}'
+
+    def membership(self) -> Membership:
+        return hook._rank.membership
+
+
+@pytest.fixture(params=[Vllm, Sglang])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    monkeypatch.setenv("WINDLASS_TOKEN", TOKEN)
+    engine: Engine = request.param()
+    monkeypatch.setattr(extension, "_can_hold", lambda _parallel: False)
+    monkeypatch.setattr(hook, "_rank", hook._Rank())
+    monkeypatch.setattr(hook, "own_rank", lambda: 0)
+    monkeypatch.setattr(hook, "_has_sessions", lambda: False)
+    monkeypatch.setattr(hook, "_orders_change_nothing", lambda _model: True)
+    monkeypatch.setattr(hook, "_on_every_rank", lambda _model, *, mine: mine)
+    monkeypatch.setattr(hook, "_plain", lambda _captured: False)  # there is no loop to be held
+    monkeypatch.setattr(hook, "_tell_caches_apart", lambda: None)  # of SGLang's own requests
+    monkeypatch.setattr(hook, "load_again", lambda _model, weights: engine.loader.load(weights))
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    yield engine
+    if (attachment := engine.membership()._attachment) is not None:
+        attachment.leave(10.0)
+    gc.unfreeze()  # this process lives on, without an engine
+
+
+def checkpoint(folder: Path, *more: str) -> Path:
+    tensors = {n: torch.zeros(4, 6, dtype=torch.bfloat16) for n in (*ROWS, *more)}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def trainer(*more: str) -> torch.nn.ParameterDict:
+    names = (*ROWS, *more)
+    values = torch.arange(1, 1 + 24 * len(names), dtype=torch.float32).reshape(-1, 4, 6)
+    return torch.nn.ParameterDict(
+        {n: value.clone() for n, value in zip(names, values, strict=True)}
+    )
+
+
+def attaching(engine: Engine, url: str, model: Path, controller: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", f"windlass.engines.{engine.name}", "--attach", url),
+            *("--name", "engine", "--model", str(model), "--controller", controller),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def publish(weights: torch.nn.ParameterDict, url: str, deadline_s: float) -> None:
+    with windlass.connect_trainer(weights, controller=url, token=TOKEN) as client:
+        client.publish(1, deadline_s=deadline_s)
+
+
+async def assert_nothing_reaches(controller: windlass.Controller, engine: Engine) -> None:
+    with pytest.raises(PeerTimeout):
+        await asyncio.to_thread(publish, trainer("c"), controller.url, 1.0)
+    assert controller.coordinator.routable() == ()
+    assert controller.coordinator.status()["engines"] == []
+    assert not engine.weight.any()
+
+
+async def assert_whole_after(controller: windlass.Controller, engine: Engine) -> None:
+    weights = trainer()
+    await asyncio.to_thread(publish, weights, controller.url, WITHIN_S)
+    assert [each.version for each in controller.coordinator.routable()] == [1]
+    expected = torch.cat([weights["a"], weights["b"]]).to(torch.bfloat16)
+    assert torch.equal(engine.weight, expected)
+
+
+async def killed_in_call(
+    engine: Engine,
+    model: Path,
+    controller: str,
+    url: str,
+    number: int,
+    *,
+    done: bool,
+    by: signal.Signals = signal.SIGKILL,
+) -> int | None:
+    """An attach that ends before its call of that number is carried out, or before it is answered."""
+    attacher: Future[subprocess.Popen[bytes]] = Future()
+
+    def on_call(call: int, carried_out: bool) -> None:
+        if (call, carried_out) == (number, done):
+            process = attacher.result(WITHIN_S)
+            process.send_signal(by)
+            process.communicate(timeout=WITHIN_S)
+
+    engine.on_call = on_call
+    process = attaching(engine, url, model, controller)
+    attacher.set_result(process)
+    for _ in range(number):
+        assert await asyncio.to_thread(engine.over.acquire, timeout=WITHIN_S)
+    engine.on_call = lambda _number, _done: None
+    return process.returncode
+
+
+@pytest.mark.parametrize("done", [False, True])
+async def test_an_attach_that_dies_before_its_check_leaves_no_engine_in_the_fleet(
+    done: bool, engine: Engine, tmp_path: Path
+) -> None:
+    model = checkpoint(tmp_path, "c")  # which no rank has a place for
+    with answering(engine.answer) as url:
+        async with windlass.Controller(token=TOKEN) as controller:
+            await killed_in_call(engine, model, controller.url, url, 1, done=done)
+            await assert_nothing_reaches(controller, engine)
+
+
+async def test_an_attach_that_is_refused_leaves_no_engine_in_the_fleet(
+    engine: Engine, tmp_path: Path
+) -> None:
+    model = checkpoint(tmp_path, "c")
+    with answering(engine.answer) as url:
+        async with windlass.Controller(token=TOKEN) as controller:
+            for _ in range(2):
+                process = attaching(engine, url, model, controller.url)
+                _, said = await asyncio.to_thread(process.communicate, timeout=WITHIN_S)
+                assert process.returncode == 2, said
+                assert b"got none of ['c']" in said
+            await assert_nothing_reaches(controller, engine)
+
+
+@pytest.mark.parametrize(("number", "done"), [(1, True), (2, False), (2, True)])
+async def test_an_attach_that_died_is_made_again(
+    number: int, done: bool, engine: Engine, tmp_path: Path
+) -> None:
+    model = checkpoint(tmp_path)
+    with answering(engine.answer) as url:
+        async with windlass.Controller(token=TOKEN) as controller:
+            await killed_in_call(engine, model, controller.url, url, number, done=done)
+            if number == 1:
+                process = attaching(engine, url, model, controller.url)
+                said, _ = await asyncio.to_thread(process.communicate, timeout=WITHIN_S)
+                assert json.loads(said) == {"name": "engine", "url": url}
+            await assert_whole_after(controller, engine)
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
+async def test_an_attach_that_is_ended_leaves_nothing_behind(
+    by: signal.Signals, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's weights stay unpacked in a session that nobody closes, and the next one ends it."""
+    model, scratch = checkpoint(tmp_path), tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    with answering(engine.answer) as url:
+        async with windlass.Controller(token=TOKEN) as controller:
+            status = await killed_in_call(engine, model, controller.url, url, 1, done=False, by=by)
+            assert status == 128 + by
+            assert list(scratch.iterdir()) == []
+            assert engine.asked.count("/begin_weight_update") == engine.asked.count(
+                "/end_weight_update"
+            )
+            await assert_nothing_reaches(controller, engine)

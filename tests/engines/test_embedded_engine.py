@@ -1,0 +1,241 @@
+"""The embedded engine answers as transformers does, and pauses as it says: real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from windlass.engines.embedded.scheduler import Scheduler
+from windlass.engines.embedded.server import EngineServer
+from windlass.engines.embedded.settings import EngineSettings
+from windlass.net.access import Access, role_token
+
+TOKEN = "secret of the test"
+CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "eos_token_id": None,
+}
+PROMPTS = [[5, 9, 33], [1], [60, 2, 2, 2, 7, 41], [13, 12, 11, 10]]
+NUM_TOKENS = 12
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A running engine; `num_long` tokens keep it busy for about a second or two."""
+
+    process: subprocess.Popen[str]
+    url: str
+    num_long: int
+
+    def call(self, path: str, body: object | None = None, token: str = TOKEN) -> dict[str, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.url + path, data, {"Authorization": f"Bearer {token}"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            answer: dict[str, Any] = json.loads(response.read())
+        return answer
+
+    def status_of(
+        self, path: str, body: object | None = None, token: str = TOKEN
+    ) -> tuple[int, str]:
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            self.call(path, body, token)
+        with caught.value as error:
+            return error.code, json.loads(error.read())["error"]
+
+    def generate(self, prompt: list[int], num_tokens: int = NUM_TOKENS) -> dict[str, Any]:
+        sampling = {"temperature": 0.0, "max_new_tokens": num_tokens}
+        return self.call("/generate", {"input_ids": prompt, "sampling_params": sampling})
+
+
+def start(folder: Path, tensor_parallel_size: int) -> Engine:
+    config = folder / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    process = subprocess.Popen(
+        (
+            *(sys.executable, "-m", "windlass.engines.embedded", "--name", "engine"),
+            *("--model", str(config), "--tp", str(tensor_parallel_size)),
+            *("--max-positions", "512"),
+        ),
+        env={**os.environ, "WINDLASS_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    return Engine(
+        process,
+        json.loads(process.stdout.readline())["url"],
+        400 if tensor_parallel_size == 1 else 60,
+    )
+
+
+def end(engine: Engine) -> None:
+    engine.process.kill()
+    engine.process.wait(30)
+    assert engine.process.stdout is not None
+    engine.process.stdout.close()
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    running = start(tmp_path_factory.mktemp("engine"), request.param)
+    yield running
+    end(running)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(**CONFIG)
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_concurrent_requests_get_the_tokens_and_logprobs_of_transformers(
+    engine: Engine, reference: Any
+) -> None:
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        answers = list(pool.map(engine.generate, PROMPTS))
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        with torch.no_grad():
+            whole = reference.generate(
+                torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=0
+            )
+            logits = reference(whole).logits[0, len(prompt) - 1 : -1]
+        expected = whole[0, len(prompt) :]
+        assert answer["output_ids"] == expected.tolist()
+        logprobs = logits.log_softmax(-1).gather(1, expected[:, None])[:, 0]
+        served = torch.tensor([entry[0] for entry in answer["meta_info"]["output_token_logprobs"]])
+        assert torch.allclose(served, logprobs, atol=1e-4)
+        assert answer["meta_info"]["finish_reason"] == {"type": "length"}
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_a_paused_generation_goes_on_as_if_nothing_had_happened(engine: Engine, mode: str) -> None:
+    undisturbed = engine.generate(PROMPTS[0], engine.num_long)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(engine.generate, PROMPTS[0], engine.num_long)
+        assert engine.call("/pause_generation", {"mode": mode})["status"] == "paused"
+        info = engine.call("/server_info")
+        assert info["paused"]
+        assert not running.done() or running.result()["output_ids"] == undisturbed["output_ids"]
+        engine.call("/continue_generation", {})
+        assert running.result(60)["output_ids"] == undisturbed["output_ids"]
+
+
+def test_a_pause_that_aborts_hands_back_what_there_is(engine: Engine) -> None:
+    undisturbed = engine.generate(PROMPTS[2], engine.num_long)["output_ids"]
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(engine.generate, PROMPTS[2], engine.num_long)
+        while engine.call("/server_info")["running"] == 0:
+            assert not running.done()
+        engine.call("/pause_generation", {"mode": "abort"})
+        answer = running.result(60)
+    engine.call("/continue_generation", {})
+    assert answer["meta_info"]["finish_reason"] == {"type": "abort"}
+    assert 0 < len(answer["output_ids"]) < engine.num_long
+    assert answer["output_ids"] == undisturbed[: len(answer["output_ids"])]
+
+
+def test_the_version_is_on_every_token(engine: Engine) -> None:
+    engine.call("/update_weight_version", {"new_version": 7})
+    meta = engine.generate(PROMPTS[1])["meta_info"]
+    assert meta["weight_version"] == "7"
+    assert meta["output_token_versions"] == [7] * NUM_TOKENS
+    assert engine.call("/model_info")["weight_version"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input_ids": []}, "input_ids must not be empty"),
+        ({"input_ids": [64]}, "input_ids must be in \\[0, 64\\), got 64"),
+        ({"sampling_params": {"temperature": -1.0}}, "temperature must be >= 0, got -1.0"),
+        ({"sampling_params": {"max_new_tokens": 512}}, "must fit into 512 positions, got 515"),
+        ({"stream": True}, "stream must be false"),
+        ({"lora_path": "math"}, "lora_path must be empty"),
+        ({"input_ids": "five"}, "Expected `array`, got `str`"),
+    ],
+)
+def test_a_bad_request_names_argument_rule_and_value(
+    engine: Engine, change: dict[str, Any], message: str
+) -> None:
+    status, error = engine.status_of("/generate", {"input_ids": PROMPTS[0], **change})
+    assert status == 400
+    assert re.search(message, error), error
+
+
+@pytest.mark.parametrize("path", ["/health", "/model_info", "/generate", "/pause_generation"])
+def test_every_route_asks_for_the_token(engine: Engine, path: str) -> None:
+    assert (
+        engine.status_of(path, None if "_info" in path or "health" in path else {}, "wrong")[0]
+        == 401
+    )
+
+
+def test_an_engine_that_lost_a_rank_ends(tmp_path: Path) -> None:
+    engine = start(tmp_path, 2)
+    try:
+        children = Path(
+            f"/proc/{engine.process.pid}/task/{engine.process.pid}/children"
+        ).read_text()
+        os.kill(int(children.split()[0]), signal.SIGKILL)
+        assert engine.process.wait(30) == 1
+    finally:
+        end(engine)
+
+
+def test_a_rollout_client_may_ask_for_tokens_and_not_pause(engine: Engine) -> None:
+    token = role_token(TOKEN, Access.CLIENT)
+    sampling = {"temperature": 0.0, "max_new_tokens": 2}
+    answer = engine.call("/generate", {"input_ids": [3, 4], "sampling_params": sampling}, token)
+    assert len(answer["output_ids"]) == 2
+    status, said = engine.status_of("/pause_generation", {}, token)
+    assert status == 403
+    assert said == "POST /pause_generation is for owner; the token is of role client"
+    assert engine.status_of("/generate", {}, role_token(TOKEN, Access.OBSERVER))[0] == 401
+
+
+def test_a_server_that_cannot_serve_says_why_and_is_not_waited_for() -> None:
+    server = EngineServer(
+        EngineSettings(name="engine", model="none"),
+        TOKEN,
+        Scheduler(num_slots=1, max_positions=8, paused=False, seed=0),
+        vocab_size=64,
+        eos_token_ids=frozenset(),
+        read_weight=lambda _name: [],
+    )
+    server._socket.close()
+    with pytest.raises((OSError, ValueError)):
+        server.start()
+    for thread in threading.enumerate():
+        if thread.name == "http":
+            thread.join(30)
+    server._loop.close()

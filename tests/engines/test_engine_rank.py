@@ -1,0 +1,176 @@
+"""An engine's rank is captured once and belongs to one fleet after another."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import windlass
+from windlass.config import ControlConfig, PauseMode, UpdateMode
+from windlass.engines import engine_rank as membership
+from windlass.engines.attach import AgentSettings
+from windlass.engines.capture.capture import Captured, capture
+from windlass.engines.capture.codes import checkpoint_specs
+from windlass.engines.engine_rank import Membership
+from windlass.engines.quiesce_gate import RestGate
+from windlass.errors import ConfigError, ProtocolError, UnsupportedLayout
+from windlass.updates.messages import UpdateReport
+
+TOKEN = "secret of the test"
+
+
+@dataclass
+class Api:
+    """An engine without requests: its main loop is always between two steps."""
+
+    gate: RestGate
+    versions: list[int] = field(default_factory=list)
+
+    def holds(self, mode: PauseMode) -> bool:
+        return False
+
+    def hold(self, pause_id: str, deadline_s: float) -> None:
+        raise AssertionError
+
+    def pause(self, mode: PauseMode, deadline_s: float) -> bool:
+        return True
+
+    def rest(self, pause_id: str, deadline_s: float) -> None:
+        self.gate.at_rest(pause_id)
+
+    def resume(self, deadline_s: float) -> None:
+        pass
+
+    def set_version(self, version: int, deadline_s: float) -> None:
+        self.versions.append(version)
+
+
+class Rank:
+    """One rank of an engine that fuses two tensors into one parameter."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.model = torch.nn.Linear(6, 8, bias=False, dtype=torch.bfloat16)
+        self.checkpoint = checkpoint
+        self.membership = Membership()
+        self.api = Api(self.membership.gate)
+        self.num_captures = 0
+
+    def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        first = {"a": 0, "b": 4}
+        for name, tensor in weights:
+            self.model.weight.data[first[name] : first[name] + 4].copy_(tensor)
+
+    def _capture(self) -> Captured:
+        self.num_captures += 1
+        specs = checkpoint_specs(self.checkpoint)
+        return capture(self.model, specs, self._load, worker="engine/0")
+
+    def learn(self, url: str, *, name: str = "engine") -> AgentSettings:
+        settings = AgentSettings(
+            name=name, controller=url, transport="cma", url="http://engine", world_size=1,
+            checkpoint=str(self.checkpoint),
+        )  # fmt: skip
+        self.membership.learn(settings, 0, self._capture, lambda: self.api)
+        return settings
+
+    def join(self, url: str, *, name: str = "engine") -> None:
+        self.membership.join(self.learn(url, name=name), 0)
+
+    def holds(self, trainer: torch.nn.ParameterDict) -> bool:
+        expected = torch.cat([trainer["a"], trainer["b"]]).to(torch.bfloat16)
+        return torch.equal(self.model.weight.data, expected)
+
+
+@pytest.fixture
+def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+    monkeypatch.setenv("WINDLASS_TOKEN", TOKEN)
+    tensors = {n: torch.zeros(4, 6, dtype=torch.bfloat16) for n in ("a", "b")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    yield Rank(tmp_path)
+    gc.unfreeze()  # this process lives on, without an engine
+
+
+def weights(first: int) -> torch.nn.ParameterDict:
+    values = torch.arange(first, first + 48, dtype=torch.float32).reshape(2, 4, 6)
+    return torch.nn.ParameterDict({"a": values[0].clone(), "b": values[1].clone()})
+
+
+async def test_a_rank_joins_one_fleet_after_another_with_one_capture(rank: Rank) -> None:
+    for fleet, mode in enumerate([UpdateMode.STAGED, UpdateMode.IN_PLACE, UpdateMode.STAGED]):
+        config = ControlConfig(mode=mode)
+        async with windlass.Controller(token=TOKEN, config=config) as controller:
+            await asyncio.to_thread(rank.join, controller.url)
+            trainer = weights(1 + 50 * fleet)
+            report = await asyncio.to_thread(publish, trainer, controller.url, 3 - fleet)
+            assert report.digest_ok
+            assert rank.holds(trainer)
+            assert gc.get_freeze_count() > 0, "a full collection would fall due in an update"
+    assert rank.num_captures == 1
+    assert rank.api.versions == [3, 2, 1]
+    leave(rank)
+
+
+async def test_a_rank_stays_with_a_controller_that_is_connected(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership, "LEAVE_DEADLINE_S", 0.1)
+    async with (
+        windlass.Controller(token=TOKEN) as controller,
+        windlass.Controller(token=TOKEN) as other,
+    ):
+        await asyncio.to_thread(rank.join, controller.url)
+        with pytest.raises(ProtocolError, match="must be stopped before"):
+            await asyncio.to_thread(rank.join, other.url)
+        trainer = weights(7)
+        await asyncio.to_thread(publish, trainer, controller.url, 1)
+        assert rank.holds(trainer)
+    monkeypatch.undo()
+    leave(rank)
+
+
+async def test_a_rank_that_was_refused_learns_from_the_right_folder(
+    rank: Rank, tmp_path: Path
+) -> None:
+    """Also if it was another rank of its engine that refused: none has joined."""
+    right, wrong = rank.checkpoint, tmp_path / "wrong"
+    wrong.mkdir()
+    save_file({"a": torch.zeros(4, 6), "c": torch.zeros(3)}, wrong / "model.safetensors")
+    async with windlass.Controller(token=TOKEN) as controller:
+        rank.checkpoint = wrong
+        with pytest.raises(UnsupportedLayout, match=r"loader failed.*KeyError: 'c'"):
+            await asyncio.to_thread(rank.join, controller.url)
+        rank.checkpoint = right
+        await asyncio.to_thread(rank.learn, controller.url, name="first")
+        await asyncio.to_thread(rank.join, controller.url)
+        assert rank.num_captures == 3
+        trainer = weights(5)
+        await asyncio.to_thread(publish, trainer, controller.url, 1)
+        assert rank.holds(trainer)
+    leave(rank)
+
+
+async def test_a_rank_keeps_its_name(rank: Rank) -> None:
+    async with windlass.Controller(token=TOKEN) as controller:
+        await asyncio.to_thread(rank.join, controller.url)
+        with pytest.raises(ConfigError, match="as at the first time"):
+            await asyncio.to_thread(rank.join, controller.url, name="another")
+    leave(rank)
+
+
+def publish(trainer: torch.nn.ParameterDict, url: str, version: int) -> UpdateReport:
+    with windlass.connect_trainer(trainer, controller=url, token=TOKEN) as client:
+        return client.publish(version)
+
+
+def leave(rank: Rank) -> None:
+    """So that no thread outlives the test."""
+    attachment = rank.membership._attachment
+    assert attachment is not None
+    attachment.leave(10.0)

@@ -1,0 +1,102 @@
+"""What a running SGLang server says of itself is believed more than its command line."""
+
+from __future__ import annotations
+
+import json
+from contextlib import AbstractContextManager
+
+import pytest
+from http_answers import answering
+
+from windlass.engines.sglang.settings import UNSAFE, refuse_unsafe_settings
+from windlass.errors import ConfigError, PeerUnreachable
+
+PLAIN = {
+    "version": "0.5.23",
+    "tp_size": 2,
+    "pp_size": 1,
+    "dp_size": 1,
+    "nnodes": 1,
+    "enable_memory_saver": False,
+    "enable_lora": None,
+    "enable_eplb": False,
+    "elastic_ep_backend": None,
+    "cpu_offload_gb": 0,
+    "offload_group_size": -1,
+    "speculative_algorithm": None,
+    "disaggregation_mode": "null",
+    "tokenizer_worker_num": 1,
+    "torchao_config": "",
+    "hicache_storage_backend": None,
+    "enable_lmcache": False,
+    "enable_flexkv": False,
+    "enable_unified_cache_external_linker": False,
+    "enable_mm_global_cache": False,
+    "radix_cache_backend": None,
+    "enable_streaming_session": False,
+    "language_only": False,
+    "encoder_only": False,
+}
+
+
+def server(body: bytes, status: int = 200) -> AbstractContextManager[str]:
+    return answering(lambda _path, _asked: (status, body))
+
+
+def test_a_server_without_any_of_them_and_one_that_tells_less_are_taken() -> None:
+    for told in (PLAIN, {"version": "0.5.6"}):
+        with server(json.dumps(told).encode()) as url:
+            refuse_unsafe_settings(url, 2)
+    with server(b"", 404) as url:
+        refuse_unsafe_settings(url, 2)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "option"),
+    [
+        ("enable_eplb", True, "--enable-eplb"),
+        ("cpu_offload_gb", 4, "--cpu-offload-gb"),
+        ("offload_group_size", 2, "--offload-group-size"),
+        ("elastic_ep_backend", "mooncake", "--elastic-ep-backend"),
+        ("disaggregation_mode", "decode", "--disaggregation-mode"),
+        ("tokenizer_worker_num", 2, "--tokenizer-worker-num"),
+        ("nnodes", 2, "--nnodes"),
+        ("attn_dp_size", 2, "--attn-dp-size"),
+        ("enable_dp_attention", True, "--enable-dp-attention"),
+        ("enable_memory_saver", True, "--enable-memory-saver"),
+        ("speculative_algorithm", "EAGLE", "--speculative-algorithm"),
+        ("enable_lora", True, "--enable-lora"),
+        ("torchao_config", "int4wo-32", "--torchao-config"),
+        ("hicache_storage_backend", "file", "--hicache-storage-backend"),
+        ("enable_lmcache", True, "--enable-lmcache"),
+        ("enable_flexkv", True, "--enable-flexkv"),
+        ("enable_unified_cache_external_linker", True, "--enable-unified-cache-external-linker"),
+        ("enable_mm_global_cache", True, "--enable-mm-global-cache"),
+        ("radix_cache_backend", "flexkv", "--radix-cache-backend"),
+        ("enable_streaming_session", True, "--enable-streaming-session"),
+        ("language_only", True, "--language-only"),
+        ("encoder_only", True, "--encoder-only"),
+    ],
+)
+def test_a_setting_that_an_update_does_not_survive_is_found_where_no_option_named_it(
+    setting: str, value: object, option: str
+) -> None:
+    with (
+        server(json.dumps({**PLAIN, setting: value}).encode()) as url,
+        pytest.raises(ConfigError, match=rf"{setting} must be .*, got {value}: ") as refused,
+    ):
+        refuse_unsafe_settings(url, 2)
+    assert str(refused.value).endswith(UNSAFE[option])
+
+
+def test_a_server_with_other_ranks_than_were_announced_is_refused() -> None:
+    told = json.dumps({**PLAIN, "pp_size": 3}).encode()
+    with server(told) as url:
+        assert refuse_unsafe_settings(url, 6) == 3
+        with pytest.raises(ConfigError, match=r"'tp_size': 2, 'pp_size': 3.*, got 2"):
+            refuse_unsafe_settings(url, 2)
+
+
+def test_another_server_is_named() -> None:
+    with server(b"<html>") as url, pytest.raises(PeerUnreachable, match="not SGLang's answer"):
+        refuse_unsafe_settings(url, 2)

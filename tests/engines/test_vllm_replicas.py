@@ -1,0 +1,85 @@
+"""vLLM answers for its first data-parallel replica only; the others must not be forgotten."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from http_answers import answering
+
+from windlass.config import PauseMode
+from windlass.engines.attach import AgentSettings
+from windlass.engines.vllm.__main__ import connect
+from windlass.engines.vllm.extension import VllmApi, WindlassExtension
+from windlass.errors import ConfigError
+
+
+def server(unplaced: Mapping[int, list[str]], *, answers_for: int) -> AbstractContextManager[str]:
+    """Its ranks write what they say where they are told to; the first few are in the answer."""
+
+    def answer(_path: str, asked: bytes) -> tuple[int, bytes]:
+        _, folder = json.loads(asked)["args"]
+        said = {
+            rank: {"unplaced": names, "recomputed": [], "buffer_nbytes": 0}
+            for rank, names in unplaced.items()
+        }
+        for rank, joined in said.items():
+            (Path(folder) / str(rank)).write_text(json.dumps(joined))
+        return 200, json.dumps({"results": [said[rank] for rank in range(answers_for)]}).encode()
+
+    return answering(answer)
+
+
+def settings(url: str, world_size: int) -> AgentSettings:
+    return AgentSettings(
+        name="a", controller="http://c", transport="cma", url=url, checkpoint="/m",
+        world_size=world_size,
+    )  # fmt: skip
+
+
+def test_a_tensor_that_only_another_replica_has_is_found_there() -> None:
+    with server({0: ["expert.1"], 1: ["expert.0"]}, answers_for=1) as url:
+        connect(settings(url, 2))
+
+
+@pytest.mark.parametrize("answers_for", [1, 2])
+def test_a_tensor_that_no_rank_of_any_replica_has_is_refused(answers_for: int) -> None:
+    with (
+        server({0: ["x", "y"], 1: ["y"]}, answers_for=answers_for) as url,
+        pytest.raises(ConfigError, match=r"got none of \['y'\]"),
+    ):
+        connect(settings(url, 2))
+
+
+def test_a_replica_of_which_nothing_was_heard_is_named() -> None:
+    with (
+        server({0: []}, answers_for=1) as url,
+        pytest.raises(ConfigError, match="rank 1 of the engine must be one of this server"),
+    ):
+        connect(settings(url, 2))
+
+
+def test_in_place_is_done_by_a_route_where_no_rank_may_be_held() -> None:
+    free, bound = (VllmApi("http://h", can_hold=can_hold) for can_hold in (True, False))
+    assert free.holds(PauseMode.IN_PLACE)
+    assert not free.holds(PauseMode.ABORT)
+    assert not bound.holds(PauseMode.IN_PLACE)
+
+
+@dataclass(frozen=True)
+class Parallel:
+    data_parallel_index: int
+    world_size: int
+
+
+def test_ranks_are_numbered_replica_after_replica() -> None:
+    class Worker(WindlassExtension):
+        def __init__(self, replica: int, rank: int) -> None:
+            self.parallel_config, self.rank = Parallel(replica, 4), rank
+
+    ranks = [Worker(replica, rank).windlass_rank() for replica in range(3) for rank in range(4)]
+    assert ranks == list(range(12))

@@ -1,0 +1,155 @@
+"""A job's FSDP2 engine with a replica: the next step does not wait for the fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import windlass
+from windlass.config import ControlConfig, UpdateMode
+from windlass.engines.client import EngineClient
+from windlass.errors import RoundAborted, TransferFailed
+from windlass.jobs.fsdp_engine import FsdpEngine
+from windlass.jobs.train_worker import TrainContext
+from windlass.layout.manifest import Role
+from windlass.testing.resting_engine import RestingEngine
+from windlass.testing.wrapped_transport import WrappedTransport
+from windlass.transfer.dtensor import describe_module, parameter_addresses
+from windlass.transports.base import WriteBatch
+from windlass.transports.configs import CmaConfig
+from windlass.transports.registry import create_transport
+
+TOKEN = "secret of the test"
+SECONDS = 30.0
+
+
+class HeldTransport(WrappedTransport):
+    """Its writes wait until they are let go, and then may fail."""
+
+    go = threading.Event()
+    error = ""
+
+    def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
+        assert self.go.wait(SECONDS)
+        if self.error:
+            raise TransferFailed(self.error)
+        super().write(batch, deadline_s=deadline_s)
+
+
+def build() -> torch.nn.Module:
+    return torch.nn.Linear(24, 40, bias=False)
+
+
+@contextmanager
+def trained(url: str) -> Iterator[FsdpEngine]:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    engine = FsdpEngine(
+        model=build,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.5),
+        loss=lambda model, _: model(torch.ones(3, 24)).sum(),
+        max_grad_norm=0,
+        replica="host",
+    )
+    try:
+        engine.setup(
+            TrainContext(
+                rank=0,
+                world_size=1,
+                store_host="127.0.0.1",
+                store_port=store.port,
+                controller=url,
+                token=TOKEN,
+                deadline_s=SECONDS,
+            )
+        )
+        yield engine
+    finally:
+        engine.close()
+
+
+def weight_of(engine: FsdpEngine) -> torch.Tensor:
+    (parameter,) = engine.model.parameters()
+    assert isinstance(parameter, dist.tensor.DTensor)
+    return parameter.to_local().detach().clone()
+
+
+@contextmanager
+def served(url: str) -> Iterator[torch.Tensor]:
+    module = build().requires_grad_(requires_grad=False)
+    module.weight.fill_(0.0)  # type: ignore[operator]
+    manifest = describe_module(module, "engine/0", Role.ENGINE)
+    (address,), transport = parameter_addresses(module), create_transport(CmaConfig())
+    with EngineClient(
+        manifest=manifest,
+        addresses=[address],
+        regions=[transport.register(address, manifest.parameters[0].nbytes)],
+        transport=transport,
+        hooks=RestingEngine(),
+        controller=url,
+        token=TOKEN,
+        group="engine",
+    ):
+        (weight,) = module.parameters()
+        yield weight
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "windlass.trainers.client.create_transport",
+        lambda *args, **kwargs: HeldTransport(create_transport(*args, **kwargs)),
+    )
+    monkeypatch.setattr(HeldTransport, "error", "")
+    HeldTransport.go.set()
+
+
+async def test_a_step_goes_on_while_the_weights_before_it_are_published(held: None) -> None:
+    def work(url: str) -> None:
+        with served(url) as live, trained(url) as engine:
+            engine.publish(0, deadline_s=SECONDS)  # waits: nothing was served before
+            assert torch.equal(live, weight_of(engine))
+            for version in (1, 2):
+                engine.train_step(version, ())
+                published = weight_of(engine)
+                HeldTransport.go.clear()
+                engine.publish(version, deadline_s=SECONDS)
+                engine.train_step(version + 1, ())  # its weights are others now
+                assert not torch.equal(published, weight_of(engine))
+                assert not torch.equal(live, published)
+                HeldTransport.go.set()
+                engine._finish_update(SECONDS)
+                assert torch.equal(live, published)
+            engine.publish(3, deadline_s=SECONDS)
+            last = weight_of(engine)
+            engine.close()  # waits for what is under way
+            assert torch.equal(live, last)
+
+    config = ControlConfig(mode=UpdateMode.STAGED)
+    async with windlass.Controller(token=TOKEN, config=config) as controller:
+        await asyncio.to_thread(work, controller.url)
+
+
+async def test_what_became_of_an_update_is_raised_by_the_next_publish(held: None) -> None:
+    def work(url: str) -> None:
+        with served(url) as live, trained(url) as engine:
+            engine.publish(0, deadline_s=SECONDS)
+            HeldTransport.error = "no wire"
+            engine.train_step(1, ())
+            engine.publish(1, deadline_s=SECONDS)
+            with pytest.raises(RoundAborted, match=r"version 1 was not published: .*no wire"):
+                engine.publish(2, deadline_s=SECONDS)
+            HeldTransport.error = ""
+            engine.publish(3, deadline_s=SECONDS)
+            last = weight_of(engine)
+            engine.close()
+            assert torch.equal(live, last)
+
+    config = ControlConfig(mode=UpdateMode.STAGED)
+    async with windlass.Controller(token=TOKEN, config=config) as controller:
+        await asyncio.to_thread(work, controller.url)

@@ -1,0 +1,272 @@
+"""`windlass launch` for real: the example to its end, and signals in the middle of an update."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from slurm_cluster import missing_reason, slurm_cluster
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "launch"
+RANK = Path(__file__).parents[1] / "support" / "launch_rank.py"
+DEADLINE_S = 240
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def write(tmp_path: Path, *replacements: tuple[str, str]) -> Path:
+    text = (EXAMPLE / "job.toml").read_text().replace("{here}", str(EXAMPLE))
+    for old, new in (("launch-output", str(tmp_path / "out")), *replacements):
+        assert old in text
+        text = text.replace(old, new)
+    path = tmp_path / "job.toml"
+    path.write_text(text)
+    return path
+
+
+@contextmanager
+def launched(config: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """The job's process; every process of the job must be gone when it is."""
+    token = uuid.uuid4().hex
+    with (config.parent / "stderr").open("w") as log:
+        job = subprocess.Popen(
+            (sys.executable, "-m", "windlass.cli.main", "launch", str(config)),
+            env={**os.environ, "WINDLASS_TOKEN": token, **environment},
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+    try:
+        yield job
+        job.wait(timeout=DEADLINE_S)
+        assert carriers(token) == []
+    finally:
+        job.kill()
+        job.wait()
+        if job.stdout is not None:
+            job.stdout.close()
+
+
+def carriers(token: str) -> list[str]:
+    """Command lines of live processes with this token."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if token.encode() in (entry / "environ").read_bytes():
+                    found.append((entry / "cmdline").read_text().replace("\0", " "))
+            except OSError:
+                continue  # it has ended
+    return found
+
+
+def read_until(job: subprocess.Popen[str], start: str) -> str:
+    assert job.stdout is not None
+    seen = []
+    for line in job.stdout:
+        seen.append(line)
+        if line.startswith(start):
+            return line
+    raise AssertionError(f"no line starts with {start!r}: {''.join(seen)}")
+
+
+def wait_for(fifo: Path, job: subprocess.Popen[str]) -> None:
+    """Until a rank has written to the fifo; fails with what the job printed when that ended."""
+    reader, process = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK), os.pidfd_open(job.pid)
+    ready, _, _ = select.select([reader, process], [], [], DEADLINE_S)
+    os.close(process)
+    os.close(reader)
+    if ready != [reader]:
+        raise AssertionError(f"the rank did not come so far, the job ended with {job.poll()}")
+
+
+def summary(tmp_path: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((tmp_path / "out" / "summary.json").read_text())
+    return found
+
+
+def check_example(tmp_path: Path, config: Path, **environment: str) -> None:
+    with launched(config, **environment) as job:
+        printed, _ = job.communicate(timeout=DEADLINE_S)
+        assert job.returncode == 0, printed + (tmp_path / "stderr").read_text()
+    lines = printed.splitlines()
+    assert [line.split(":")[0] for line in lines[1:]] == ["step 1", "step 2", "done"], printed
+    found = summary(tmp_path)
+    assert (found["steps"], found["version"], found["stopped_by"]) == (2, 2, 0)
+    assert found["outcomes"] == ["published"] * 3
+    rollouts = found["rollouts"]
+    assert isinstance(rollouts, dict)
+    assert rollouts["lost"] == 0
+    assert rollouts["completed"] >= 2 * 32
+
+
+@pytest.mark.slow
+def test_the_example_trains_publishes_saves_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    recipe = tmp_path / "declining.py"
+    recipe.write_text(DECLINING)
+    config = write(
+        tmp_path,
+        ("steps = 4", "steps = 2"),
+        ("world_size = 2", "world_size = 2\nsave_every = 2"),
+        (str(EXAMPLE / "recipe.py"), str(recipe)),
+        ("CountSevens", "EverySecond"),
+    )
+    environment = {"WINDLASS_LOG": "json", "WINDLASS_LOG_LEVEL": "DEBUG"}
+    path = f"{EXAMPLE}:{os.environ.get('PYTHONPATH', '')}"
+    check_example(tmp_path, config, **environment, PYTHONPATH=path)
+    rollouts = summary(tmp_path)["rollouts"]
+    assert isinstance(rollouts, dict)
+    assert rollouts["completed"] - rollouts["declined"] == 2 * 32
+    assert rollouts["declined"] > 0
+    assert (tmp_path / "out" / "checkpoints" / "2" / ".metadata").exists()
+    check_logs(tmp_path)
+    resumed = write(
+        tmp_path,
+        ("steps = 4", "steps = 1"),
+        (
+            "world_size = 2",
+            f'world_size = 1\nresume_from = "{tmp_path / "out" / "checkpoints" / "2"}"',
+        ),
+        ("max_staleness = 1", "max_staleness = 1\nnum_workers = 0"),
+        ('transport = "cma"', 'transport = "cma"\nreplica = "host"'),
+    )
+    with launched(resumed) as job:
+        printed, _ = job.communicate(timeout=DEADLINE_S)
+        assert job.returncode == 0, printed + (tmp_path / "stderr").read_text()
+    assert [line.split(" ")[0] for line in printed.splitlines()[1:]] == ["resumed", "step", "done:"]
+    # The last one was still under way when the job's work was done.
+    assert summary(tmp_path)["outcomes"] == ["published"] * 2
+
+
+DECLINING = """
+# Every second group declined: more, in the end, than the staleness bound lets be ahead.
+from recipe import CountSevens
+
+class EverySecond(CountSevens):
+    def samples(self, group):
+        return () if group.group_id % 2 else super().samples(group)
+"""
+
+
+def check_logs(tmp_path: Path) -> None:
+    """What the processes of the example wrote as JSON lines."""
+    controller = [json.loads(line) for line in (tmp_path / "stderr").read_text().splitlines()]
+    ended = [line for line in controller if line["message"].startswith("round published")]
+    assert [line["version"] for line in ended] == [0, 1, 2]
+    rounds = [line["round"] for line in ended]
+    assert rounds == sorted(set(rounds))
+    for line in ended:
+        phases = [each for each in controller if each.get("round") == line["round"]]
+        assert {"phase write", "phase publish"} <= {each["message"] for each in phases}
+        assert {each["version"] for each in phases} == {line["version"]}
+    assert {line["process"] for line in controller} == {"controller"}
+    worker = (tmp_path / "out" / "logs" / "worker-0.log").read_text().splitlines()
+    attempts = [json.loads(line) for line in worker if "attempt accepted" in line]
+    assert len(attempts) >= 2 * 32
+    assert len({line["task"] for line in attempts}) == len(attempts)
+    assert {line["version"] for line in attempts} <= {0, 1, 2}
+    assert {(line["process"], line["engine"]) for line in attempts} == {("worker-0", "engine-a")}
+    engine = (tmp_path / "out" / "logs" / "engine-a.log").read_text().splitlines()
+    commands = [json.loads(line) for line in engine if line.startswith("{") and '"round"' in line]
+    assert set(rounds) <= {line["round"] for line in commands}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("goes_on", [True, False], ids=["it_ends", "it_is_given_up"])
+def test_sigterm_in_an_update_waits_for_it_within_a_bound_and_ends_everything(
+    tmp_path: Path, goes_on: bool
+) -> None:
+    publishing, go_on = tmp_path / "publishing", tmp_path / "go_on"
+    os.mkfifo(publishing)
+    os.mkfifo(go_on)
+    config = write(
+        tmp_path,
+        ("steps = 4", f"steps = 4\nshutdown_s = {60.0 if goes_on else 0.5}"),
+        (str(EXAMPLE / "trainer.py"), str(RANK)),
+        ("world_size = 2", "world_size = 1"),
+        ("max_staleness = 1", "max_staleness = 1\nnum_workers = 0"),
+    )
+    with launched(config, PUBLISHING=str(publishing), GO_ON=str(go_on)) as job:
+        wait_for(publishing, job)
+        job.send_signal(signal.SIGTERM)
+        read_until(job, "signal 15: ending what runs")
+        if goes_on:
+            go_on.write_text("go")
+        job.communicate(timeout=DEADLINE_S)
+        assert job.returncode == 128 + signal.SIGTERM
+    found = summary(tmp_path)
+    done = 2 if goes_on else 1
+    assert (found["steps"], found["version"], found["stopped_by"]) == (done, done, 15)
+    assert found["outcomes"] == ["published"] * (done + 1)
+
+
+@pytest.mark.slow
+def test_a_last_version_that_was_not_published_fails_the_job(tmp_path: Path) -> None:
+    config = write(
+        tmp_path,
+        ("steps = 4", "steps = 1"),
+        (str(EXAMPLE / "trainer.py"), str(RANK)),
+        ("world_size = 2", "world_size = 1"),
+        ("max_staleness = 1", "max_staleness = 1\nnum_workers = 0"),
+    )
+    with launched(config, LOST="1") as job:
+        said, _ = job.communicate(timeout=DEADLINE_S)
+        assert job.returncode == 2
+    assert said.splitlines()[-1] == "failed: 1 steps, version 0 published"
+    printed = (tmp_path / "stderr").read_text()
+    assert "version 1 must be published after as many steps, got 0" in printed
+    found = summary(tmp_path)
+    assert (found["steps"], found["version"], found["stopped_by"]) == (1, 0, 0)
+
+
+def test_sigterm_before_the_fleet_is_there_ends_the_job(tmp_path: Path) -> None:
+    never = tmp_path / "never.py"
+    never.write_text("import signal; signal.pause()")
+    config = write(tmp_path, (str(EXAMPLE / "trainer.py"), str(never)))
+    with launched(config) as job:
+        read_until(job, "controller http://")
+        job.send_signal(signal.SIGTERM)
+        job.communicate(timeout=DEADLINE_S)
+        assert job.returncode == 128 + signal.SIGTERM
+    assert summary(tmp_path)["version"] == -1
+
+
+def test_a_trainer_that_dies_fails_the_job_with_its_log(tmp_path: Path) -> None:
+    dies = tmp_path / "dies.py"
+    dies.write_text("raise SystemExit('no such optimizer')")
+    with launched(write(tmp_path, (str(EXAMPLE / "trainer.py"), str(dies)))) as job:
+        job.communicate(timeout=DEADLINE_S)
+        assert job.returncode == 2
+    printed = (tmp_path / "stderr").read_text()
+    assert "TrainerError: connect: trainer-" in printed
+    assert "no such optimizer" in printed
+
+
+@pytest.mark.clusters
+@pytest.mark.slurm
+@pytest.mark.skipif(bool(missing_reason()), reason=missing_reason())
+def test_the_example_runs_as_slurm_jobs(tmp_path: Path) -> None:
+    (tmp_path / "slurm").mkdir()
+    scheduler = ('kind = "local"', 'kind = "slurm"\nhost = "127.0.0.1"')
+    with slurm_cluster(tmp_path / "slurm") as conf:
+        config = write(tmp_path, ("steps = 4", "steps = 2"), scheduler)
+        check_example(tmp_path, config, SLURM_CONF=str(conf))
+
+
+@pytest.mark.clusters
+@pytest.mark.ray
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
+def test_the_example_runs_in_ray_placement_groups(tmp_path: Path) -> None:
+    scheduler = ('kind = "local"', 'kind = "ray"\nnum_cpus = 6')
+    check_example(tmp_path, write(tmp_path, ("steps = 4", "steps = 2"), scheduler))

@@ -1,0 +1,122 @@
+"""The launch file: what it takes, and what it says to what it does not take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from windlass.config import DiskBackend, UpdateMode
+from windlass.errors import ConfigError
+from windlass.jobs import load_config
+from windlass.jobs.recipe import load_recipe
+from windlass.jobs.schedulers.configs import SlurmSchedulerConfig
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "launch" / "job.toml"
+
+
+def write(tmp_path: Path, *replacements: tuple[str, str]) -> Path:
+    """The example's file, changed, in another folder; `{here}` still means the example's."""
+    text = EXAMPLE.read_text().replace("{here}", str(EXAMPLE.parent))
+    for old, new in replacements:
+        assert old in text
+        text = text.replace(old, new)
+    path = tmp_path / "job.toml"
+    path.write_text(text)
+    return path
+
+
+def test_the_example_is_valid_and_here_is_its_folder() -> None:
+    config = load_config(EXAMPLE)
+    assert config.trainer.script == str(EXAMPLE.parent / "trainer.py")
+    assert config.engines[0].model == str(EXAMPLE.parent / "model.json")
+    assert load_recipe(Path(config.recipe.file), config.recipe.name).workflows() == {}
+
+
+def test_tables_choose_scheduler_backend_and_update_policy(tmp_path: Path) -> None:
+    config = load_config(
+        write(
+            tmp_path,
+            ('kind = "local"', 'kind = "slurm"\noptions = ["--partition=gpu"]'),
+            ('{ type = "p2p" }', '{ type = "disk", folder = "/weights" }'),
+            ('mode = "in_place"', 'mode = "staged"\ndeadlines = { write_s = 7.0 }'),
+        )
+    )
+    assert config.scheduler == SlurmSchedulerConfig(options=("--partition=gpu",))
+    assert config.update.backend == DiskBackend("/weights")
+    assert config.update.mode is UpdateMode.STAGED
+    assert config.update.deadlines.write_s == 7.0
+
+
+def test_a_replica_is_named_beside_the_transport_and_needs_p2p(tmp_path: Path) -> None:
+    asked = ('transport = "cma"', 'transport = "cma"\nreplica = "host"')
+    assert load_config(write(tmp_path, asked)).replica == "host"
+    assert load_config(EXAMPLE).replica == ""
+    with pytest.raises(ConfigError, match=r"backend must be p2p with one, got XcclBackend"):
+        load_config(write(tmp_path, asked, ('type = "p2p"', 'type = "xccl"')))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("steps = 4", "steps = 0", r"job\.toml: steps must be >= 1, got 0"),
+        (
+            "world_size = 2",
+            'world_size = 2\nresume_from = "/nowhere"',
+            r"trainer\.resume_from must be a folder, got '/nowhere'",
+        ),
+        ("steps = 4", "", r"job\.toml: .*missing required field `steps`"),
+        ("steps = 4", "steps = 4 5", r"job\.toml: .*line 4"),
+        ("steps = 4", "stepz = 4\nsteps = 4", r"stepz is no known key, expected one of \['contr"),
+        (
+            "world_size = 2",
+            'world_size = "two"',
+            r"trainer\.world_size: Expected `int`, got `str`, got 'two'",
+        ),
+        ("world_size = 2", "world_size = 0", r"trainer\.world_size must be >= 1, got 0"),
+        ("world_size = 2", "worldsize = 2", r"trainer\.worldsize is no known key"),
+        ('mode = "in_place"', 'mode = "hot"', r"update\.mode: Invalid enum value 'hot', got 'hot'"),
+        ('mode = "in_place"', "minengines = 2", r"update\.minengines is no known key"),
+        (
+            'mode = "in_place"',
+            "deadlines = { rite_s = 1.0 }",
+            r"update\.deadlines\.rite_s is no known key",
+        ),
+        (
+            'mode = "in_place"',
+            "deadlines = { write_s = -1.0 }",
+            r"write_s must be > 0, got -1\.0",
+        ),
+        ('type = "p2p"', 'type = "pigeon"', r"update\.backend\.type: Invalid value 'pigeon'"),
+        ('kind = "local"', 'kind = "pbs"', r"scheduler.*: Invalid value 'pbs'"),
+        ('kind = "local"', 'kind = "local"\noptions = []', r"unknown field `options`"),
+        ('name = "engine-a"', 'name = "a/b"', r"name must not be empty or contain '/', got 'a/b'"),
+        (
+            'name = "engine-a"',
+            'name = "engine-a"\nkind = "vllm"',
+            r"engines 'engine-a': port must be > 0 for kind 'vllm', got 0",
+        ),
+        (
+            'name = "engine-a"',
+            'name = "engine-a"\ndtipe = "x"',
+            r"engines\[0\]\.dtipe is no known key",
+        ),
+        ('transport = "cma"', 'transport = "smoke"', r"transport must be one of .* got 'smoke'"),
+        ('transport = "cma"', 'replica = "gpu"', r"replica must be one of .*'device'\], got 'gpu'"),
+        ("max_new_tokens = 8", "max_new_tokens = 0", r"max_new_tokens must be >= 1, got 0"),
+        ("trainer.py", "nowhere.py", r"trainer\.script must be a file, got '.*nowhere\.py'"),
+    ],
+)
+def test_an_error_names_file_key_rule_and_value(
+    tmp_path: Path, old: str, new: str, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says) as raised:
+        load_config(write(tmp_path, (old, new)))
+    assert str(raised.value).startswith(f"{tmp_path / 'job.toml'}: ")
+
+
+def test_a_recipe_must_be_a_recipe_class_of_its_file() -> None:
+    with pytest.raises(ConfigError, match=r"recipe\.name must be .*Recipe class, got 'Sequence'"):
+        load_recipe(EXAMPLE.with_name("recipe.py"), "Sequence")
+    with pytest.raises(ConfigError, match=r"recipe\.file must be a Python file, got 'nowhere\.py'"):
+        load_recipe(Path("nowhere.py"), "Recipe")

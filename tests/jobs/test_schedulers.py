@@ -1,0 +1,219 @@
+"""One suite for every scheduler: real subprocesses, a real Slurm cluster, a real Ray cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import select
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from slurm_cluster import missing_reason, slurm_cluster
+
+from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable
+from windlass.jobs.schedulers.base import ProcessSpec, Scheduler
+from windlass.jobs.schedulers.local import LocalScheduler
+from windlass.jobs.schedulers.ray import ray_scheduler
+from windlass.jobs.schedulers.slurm import slurm_scheduler
+
+NO_SLURM = missing_reason()
+NO_RAY = "" if importlib.util.find_spec("ray") else "ray is not installed"
+SLURM = [pytest.mark.slurm, pytest.mark.skipif(bool(NO_SLURM), reason=NO_SLURM)]
+RAY = [
+    pytest.mark.ray,
+    pytest.mark.skipif(bool(NO_RAY), reason=NO_RAY),
+    # Ray leaves its own sockets and files to the collector.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+LOCAL_AND_SLURM = ("local", pytest.param("slurm", marks=SLURM))
+KINDS = (*LOCAL_AND_SLURM, pytest.param("ray", marks=RAY))
+KILLED = (*LOCAL_AND_SLURM, pytest.param("ray", marks=[*RAY, pytest.mark.clusters]))
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    if request.param != "slurm":
+        yield request.param
+        return
+    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as conf, pytest.MonkeyPatch.context() as m:
+        m.setenv("SLURM_CONF", str(conf))
+        yield request.param
+
+
+@asynccontextmanager
+async def opened(kind: str, log_dir: Path) -> AsyncIterator[Scheduler]:
+    environment = {"FROM_THE_SCHEDULER": "yes"}
+    if kind == "local":
+        async with LocalScheduler(log_dir, environment) as local:
+            yield local
+    elif kind == "slurm":
+        async with slurm_scheduler(log_dir, environment, host="127.0.0.1") as slurm:
+            yield slurm
+    else:
+        async with ray_scheduler(environment, num_cpus=4) as ray:
+            yield ray
+
+
+def python(name: str, code: str, **environment: str) -> ProcessSpec:
+    return ProcessSpec(
+        name=name, command=(sys.executable, "-u", "-c", code), environment=environment
+    )
+
+
+STAY = "import sys, signal; print('up', flush=True); signal.pause()"
+
+
+async def test_a_process_is_created_watched_signalled_listed_and_deleted(
+    kind: str, tmp_path: Path
+) -> None:
+    async with opened(kind, tmp_path) as scheduler:
+        say = (
+            "import os; print(os.environ['FROM_THE_SCHEDULER'], os.environ['OWN'], 'x y'); exit(3)"
+        )
+        await scheduler.start(python("says", say, OWN="a b"))
+        assert (await scheduler.wait("says")).returncode == 3
+        # srun says in the same log that a task ended, and may say so first.
+        assert "yes a b x y" in (await scheduler.log_tail("says")).splitlines()
+        with pytest.raises(
+            PeerUnreachable, match=r"ended with 3; its log ends:\n(.*\n)*yes a b x y"
+        ):
+            await scheduler.wait_healthy("says", deadline_s=10)
+
+        fifo = tmp_path / "pids"
+        os.mkfifo(fifo)
+        fork = (
+            "import os, pathlib, signal, subprocess, sys; "
+            "child = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()']); "
+            f"pathlib.Path({str(fifo)!r}).write_text(f'{{os.getpid()}} {{child.pid}}'); "
+            "signal.pause()"
+        )
+        await scheduler.start(python("stays", fork))
+        status = await scheduler.wait_healthy("stays", deadline_s=15)
+        assert status.returncode is None
+        assert status.pid > 0
+        with pytest.raises(ConfigError, match="'stays' is taken"):
+            await scheduler.start(python("stays", STAY))
+        await scheduler.start(
+            ProcessSpec(name="beside", command=(sys.executable, "-c", STAY), colocate_with="stays")
+        )
+        await scheduler.wait_healthy("beside", deadline_s=15)
+        assert [s.name for s in scheduler.list()] == ["says", "stays", "beside"]
+        handles = await pidfds(fifo)
+        await scheduler.signal("stays", signal.SIGKILL)
+        assert (await asyncio.wait_for(scheduler.wait("stays"), 10)).returncode == -signal.SIGKILL
+        assert scheduler.status("beside").returncode is None
+        await scheduler.delete("beside")
+        await scheduler.delete("says")
+        assert [s.name for s in scheduler.list()] == ["stays"]
+        with pytest.raises(ConfigError, match="no process named 'says'"):
+            scheduler.status("says")
+    assert_dead(handles)
+
+
+async def pidfds(fifo: Path, deadline_s: float = 15) -> list[int]:
+    """Handles of the processes that a process names; a reused pid cannot be mistaken for them."""
+    async with asyncio.timeout(deadline_s):
+        words = (await asyncio.to_thread(fifo.read_text)).split()
+    return [os.pidfd_open(int(word)) for word in words]
+
+
+def assert_dead(handles: list[int], deadline_s: float = 10.0) -> None:
+    for handle in handles:
+        ended, _, _ = select.select([handle], [], [], deadline_s)
+        os.close(handle)
+        assert ended, "a process outlived its scheduler"
+
+
+async def test_what_does_not_fit_waits_in_the_queue_until_its_deadline(
+    kind: str, tmp_path: Path
+) -> None:
+    if kind == "local":
+        pytest.skip("nothing is queued on this machine")
+    num_cpus = 8 if kind == "slurm" else 4
+    async with opened(kind, tmp_path) as scheduler:
+        large = ProcessSpec(name="large", command=(sys.executable, "-c", STAY), num_cpus=num_cpus)
+        await scheduler.start(large)
+        await scheduler.wait_healthy("large", deadline_s=15)
+        await scheduler.start(python("queued", STAY))
+        with pytest.raises(PeerTimeout, match="queued is still queued"):
+            await scheduler.wait_healthy("queued", deadline_s=0.5)
+        await scheduler.delete("large")
+        assert (await scheduler.wait_healthy("queued", deadline_s=15)).returncode is None
+
+
+async def test_close_ends_what_ignores_sigterm_and_its_children(kind: str, tmp_path: Path) -> None:
+    fifo = tmp_path / "pids"
+    os.mkfifo(fifo)
+    script = f"trap '' TERM; sleep 1000 & echo $$ $! > {shlex.quote(str(fifo))}; wait; wait"
+    async with opened(kind, tmp_path / "logs") as scheduler:
+        await scheduler.start(ProcessSpec(name="deaf", command=("/bin/sh", "-c", script)))
+        handles = await pidfds(fifo)
+        await scheduler.close(grace_s=0.3)
+    assert_dead(handles)
+
+
+OWNER = """
+import asyncio, sys
+from pathlib import Path
+from windlass.jobs.schedulers.base import ProcessSpec
+from windlass.jobs.schedulers.configs import *
+
+CONFIGS = {
+    "local": LocalSchedulerConfig(),
+    "slurm": SlurmSchedulerConfig(host="127.0.0.1"),
+    "ray": RaySchedulerConfig(num_cpus=4),
+}
+
+async def main(kind, log_dir, script):
+    async with create_scheduler(CONFIGS[kind], Path(log_dir), {}) as scheduler:
+        await scheduler.start(ProcessSpec(name="deaf", command=("/bin/sh", "-c", script)))
+        await asyncio.Event().wait()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("kind", KILLED, indirect=True)
+async def test_what_runs_ends_with_an_owner_that_was_killed(kind: str, tmp_path: Path) -> None:
+    fifo = tmp_path / "pids"
+    os.mkfifo(fifo)
+    script = f"trap '' TERM HUP; sleep 1000 & echo $$ $! > {shlex.quote(str(fifo))}; wait; wait"
+    owner = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", OWNER, kind, str(tmp_path / "logs"), script)
+    )
+    try:
+        handles = await pidfds(fifo, deadline_s=60)
+    finally:
+        owner.kill()
+        await owner.wait()
+    assert_dead(handles, deadline_s=30)
+
+
+async def test_a_number_that_another_process_has_now_is_not_killed(tmp_path: Path) -> None:
+    """Of a long job some process ended hours ago, and the kernel has given its number away."""
+    other = subprocess.Popen((sys.executable, "-c", STAY), start_new_session=True)  # noqa: ASYNC220
+    try:
+        async with LocalScheduler(tmp_path) as scheduler:
+            await scheduler.start(python("short", "pass"))
+            await scheduler.wait("short")
+            ended = scheduler._processes["short"]
+            reused = SimpleNamespace(pid=other.pid, returncode=ended.returncode)
+            scheduler._processes["short"] = reused  # type: ignore[assignment]
+            await scheduler.delete("short")
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(0.2)
+    finally:
+        other.kill()
+        other.wait()

@@ -1,0 +1,127 @@
+"""Two real FSDP2 ranks over gloo, started by a scheduler, called collectively, and killed."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from windlass.errors import ConfigError, TrainerError
+from windlass.jobs.schedulers.local import LocalScheduler
+from windlass.jobs.train_controller import TrainController
+from windlass.net.server import ControlServer
+from windlass.rollout.messages import TrainingSample
+
+TOKEN = "a-token"
+RANK = str(Path(__file__).parents[1] / "support" / "train_rank.py")
+
+
+def sample(reward: float) -> TrainingSample:
+    return TrainingSample(
+        prompt_ids=(1,),
+        output_ids=(2,),
+        logprobs=(-0.5,),
+        versions=(0,),
+        reward=reward,
+        group_id=0,
+        engine="e",
+    )
+
+
+GROUPS = [[sample(0.25), sample(0.5)], [sample(1.0), sample(2.0)], [sample(4.0), sample(8.0)]]
+
+
+@asynccontextmanager
+async def trainers(tmp_path: Path, how: str) -> AsyncIterator[TrainController]:
+    server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
+    async with LocalScheduler(tmp_path / "logs") as scheduler:
+        controller = TrainController(
+            scheduler, command=(sys.executable, RANK, how), world_size=2, token=TOKEN
+        )
+        controller.mount(server)
+        await server.start()
+        try:
+            await controller.start(server.url, deadline_s=60)
+            yield controller
+        finally:
+            await controller.close(grace_s=5)
+            await server.close()
+
+
+async def test_groups_are_dealt_to_ranks_until_one_of_them_raises(tmp_path: Path) -> None:
+    """The step is the whole batch's; starting ranks takes longer than all else, so one set of them
+    does both."""
+    async with trainers(tmp_path, "raise") as controller:
+        first = await controller.train_step(1, GROUPS, deadline_s=30)
+        assert [rank["first"] for rank in first.ranks] == [0.25, 1.0]
+        assert first.ranks[0]["weights"] == first.ranks[1]["weights"]
+        expected = (4 * first.ranks[0]["loss"] + 2 * first.ranks[1]["loss"]) / 6
+        assert first.metrics["loss"] == pytest.approx(expected)
+        losses = [(await controller.train_step(s, GROUPS, deadline_s=30)).metrics for s in (2, 3)]
+        assert losses[1]["loss"] < losses[0]["loss"] < first.metrics["loss"]
+        await check_checkpoint(controller, str(tmp_path / "saved"))
+        await check_operations(controller)
+        # The oracle: the same model trained here with the mean of the two ranks' gradients.
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 4)
+        shards = [GROUPS[0] + GROUPS[2], GROUPS[1]]
+        rows = [torch.tensor([[s.reward, 1.0] for s in shard]) for shard in shards]
+        mean = sum(float((model(each) ** 2).mean().detach()) for each in rows) / 2
+        assert sum(rank["loss"] for rank in first.ranks) / 2 == pytest.approx(mean)
+        await check_failure(controller, 30.0, r"trainer-1: ValueError: bad sample")
+
+
+async def check_checkpoint(controller: TrainController, path: str) -> None:
+    """What follows a load is what followed the save, momentum included."""
+    await controller.save(path, deadline_s=30)
+    saved = [(await controller.train_step(s, GROUPS, deadline_s=30)).ranks for s in (5, 6)]
+    await controller.load(path, deadline_s=30)
+    assert [(await controller.train_step(s, GROUPS, deadline_s=30)).ranks for s in (5, 6)] == saved
+    await controller.load(path, deadline_s=30)
+
+
+async def check_operations(controller: TrainController) -> None:
+    assert await controller.call("who", "!", deadline_s=30) == ("rank 0!", "rank 1!")
+    rows = [[float(n), 1.0] for n in range(5)]
+    found = await controller.map("outputs", rows, deadline_s=30)
+    assert len({tuple(each) for each in found}) == len(rows)  # each its own, in order:
+    assert [(await controller.map("outputs", [row, row], deadline_s=30))[0] for row in rows] == list(found)  # fmt: skip
+    with pytest.raises(
+        ConfigError, match=r"must be one of \['outputs', 'too few', 'who'\].*'os.system'"
+    ):
+        await controller.call("os.system", "true", deadline_s=30)
+    with pytest.raises(ConfigError, match="argument: must be msgpack-plain, got object"):
+        await controller.call("who", object(), deadline_s=30)
+    with pytest.raises(TrainerError, match=r"trainer-1: operation too few must return a list of 2"):
+        await controller.map("too few", rows, deadline_s=30)
+
+
+@pytest.mark.parametrize(
+    ("how", "deadline_s", "says"),
+    [
+        ("SIGKILL", 30.0, r"TrainStep: trainer-1 ended with -9; its log ends:\n(.*\n)*rank 1 step 4"),
+        ("SIGSTOP", 2.0, r"TrainStep: no answer from trainer-0, trainer-1 within 2.0 s"),
+    ],
+)  # fmt: skip
+async def test_a_rank_that_dies_or_hangs_is_reported_within_its_deadline(
+    tmp_path: Path, how: str, deadline_s: float, says: str
+) -> None:
+    async with trainers(tmp_path, how) as controller:
+        await controller.train_step(1, GROUPS, deadline_s=30)
+        await check_failure(controller, deadline_s, says)
+
+
+async def check_failure(controller: TrainController, deadline_s: float, says: str) -> None:
+    """Step 4 fails for the reason of the rank that caused it, and every later call says the same."""
+    began = time.monotonic()
+    with pytest.raises(TrainerError, match=says) as raised:
+        await controller.train_step(4, GROUPS, deadline_s=deadline_s)
+    assert time.monotonic() - began < deadline_s + 2
+    with pytest.raises(TrainerError) as again:
+        await controller.train_step(5, GROUPS, deadline_s=30)
+    assert str(again.value) == str(raised.value)

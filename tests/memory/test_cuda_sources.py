@@ -1,0 +1,40 @@
+"""Pages around parameters in host memory: whole, each once, nothing left out."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy_gpu import numpy_gpu
+
+from windlass.memory.cuda.driver import MemoryKind
+from windlass.memory.cuda.sources import SourceMemory, covering_pages
+
+PAGE = mmap.PAGESIZE
+
+
+@given(st.lists(st.tuples(st.integers(0, 40 * PAGE), st.integers(1, 3 * PAGE)), max_size=20))
+def test_every_byte_is_covered_by_pages_that_do_not_touch(memory: list[tuple[int, int]]) -> None:
+    ranges = list(covering_pages(memory))
+    assert all(start % PAGE == 0 and stop % PAGE == 0 for start, stop in ranges)
+    assert all(before[1] < after[0] for before, after in itertools.pairwise(ranges))
+    for address, nbytes in memory:
+        assert any(start <= address and address + nbytes <= stop for start, stop in ranges)
+    wanted = {page for a, n in memory for page in range(a // PAGE, (a + n - 1) // PAGE + 1)}
+    assert sum(stop - start for start, stop in ranges) == len(wanted) * PAGE
+
+
+def test_a_parameter_without_bytes_here_may_lie_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = "windlass.memory.cuda.sources.memory_kind"  # asks a driver
+    monkeypatch.setattr(kind, lambda _: MemoryKind.PAGEABLE)
+    held = np.arange(8, dtype=np.uint8)
+    sources = SourceMemory(numpy_gpu().device)
+    address = int(held.ctypes.data)
+    assert sources.reach([(0, 0)]) == [0]
+    assert not sources.has_pinned
+    assert sources.reach([(0, 0), (address, 8)]) == [0, address]
+    assert sources.has_pinned

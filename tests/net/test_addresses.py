@@ -1,0 +1,188 @@
+"""Addresses that are bound, parsed, printed and told to others."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+
+import aiohttp
+import pytest
+
+from windlass.engines.embedded.settings import EngineSettings
+from windlass.envs import temporary_values
+from windlass.errors import ConfigError, PeerUnreachable, TransferFailed
+from windlass.net.addresses import (
+    HOST_VARIABLE,
+    address_towards,
+    is_loopback,
+    is_wildcard,
+    join_host_port,
+    listen,
+    own_address,
+    published_host,
+    split_host_port,
+    url_of,
+)
+from windlass.net.clock import Deadline
+from windlass.net.server import ControlServer
+from windlass.transports.base import PeerEndpoint
+from windlass.transports.inbound import cut_inbound, listening_ports
+from windlass.transports.liveness import INCARNATION_NBYTES, Door, Doorway
+
+
+@pytest.mark.parametrize("host", ["10.1.2.3", "::1", "fd77:0::2", "node-7.cluster.example"])
+def test_an_address_is_read_back_as_it_was_printed(host: str) -> None:
+    assert split_host_port(join_host_port(host, 15432)) == (host, 15432)
+    assert url_of(host, 80).startswith("http://[" if ":" in host else f"http://{host}")
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", ":1", "host", "host:", "host:0", "host:65536", "host:-1", "::1:80", "[::1]", "[host]:1"],
+)
+def test_what_is_no_address_is_refused_with_its_value(address: str) -> None:
+    with pytest.raises(ConfigError, match="host:port"):
+        split_host_port(address)
+
+
+def test_loopback_and_every_address_are_told_from_others() -> None:
+    assert [h for h in ("127.0.0.1", "127.8.8.8", "::1", "localhost", "10.0.0.1") if is_loopback(h)] == ["127.0.0.1", "127.8.8.8", "::1", "localhost"]  # fmt: skip
+    assert [h for h in ("", "0.0.0.0", "::", "10.0.0.1", "host") if is_wildcard(h)] == ["", "0.0.0.0", "::"]  # fmt: skip
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+async def test_the_bound_address_is_the_published_one_and_answers(host: str) -> None:
+    server = ControlServer(host=host, port=0, token="t")
+    await server.start()
+    try:
+        assert server.url.startswith(f"http://{'[::1]' if host == '::1' else host}:")
+        async with aiohttp.ClientSession() as http, http.get(server.url) as response:
+            assert response.status == 401
+    finally:
+        await server.close()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
+async def test_every_address_is_bound_only_with_one_that_others_are_told(host: str) -> None:
+    with pytest.raises(ConfigError, match="advertise_host"):
+        ControlServer(host=host, port=0, token="t")
+    server = ControlServer(host=host, port=0, token="t", advertise_host="::1")
+    assert server.url == "http://[::1]:0"
+    with pytest.raises(ConfigError, match="advertise_host"):
+        published_host("10.0.0.1", "0.0.0.0", "worker")
+    assert EngineSettings(name="a", model="m").advertise_host == ""
+
+
+def test_a_host_that_is_not_this_one_cannot_be_bound() -> None:
+    with pytest.raises(ConfigError, match=r"198\.51\.100\.77"):
+        listen("198.51.100.77", 0, "worker")
+    with pytest.raises(ConfigError, match="not known"):
+        listen("no.such.host.invalid", 0, "worker")
+
+
+def test_the_own_address_is_the_one_on_the_way_to_the_controller() -> None:
+    assert own_address() == "127.0.0.1"
+    assert own_address("http://127.0.0.1:80") == "127.0.0.1"
+    assert own_address("http://[::1]:80") == "::1"
+    with pytest.raises(PeerUnreachable, match=HOST_VARIABLE):
+        address_towards("http://no.such.host.invalid:80")
+
+
+def test_the_own_address_can_be_set_to_an_address_or_a_network() -> None:
+    with temporary_values({HOST_VARIABLE: "127.0.0.9"}):
+        assert own_address("http://[::1]:80") == "127.0.0.9"
+    with temporary_values({HOST_VARIABLE: "127.0.0.0/8"}):
+        assert own_address("http://[::1]:80") == "127.0.0.1"
+    for wrong in ("0.0.0.0", "198.51.100.77", "198.51.100.0/24", "nonsense/8"):
+        with (
+            temporary_values({HOST_VARIABLE: wrong}),
+            pytest.raises(ConfigError, match=HOST_VARIABLE),
+        ):
+            own_address("http://127.0.0.1:80")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_door_is_found_by_its_printed_address(host: str) -> None:
+    name = "n" * INCARNATION_NBYTES
+    door = Door(host, name, "nixl")
+    try:
+        endpoint = PeerEndpoint("nixl", join_host_port(host, door.port), name)
+        doorway = Doorway(endpoint, Deadline.after(5.0, "test"))
+        assert not doorway.has_ended()
+        doorway.close()
+    finally:
+        door.close()
+
+
+def test_a_door_is_not_opened_on_every_address() -> None:
+    with pytest.raises(ConfigError, match="one address"):
+        Door("0.0.0.0", "n" * INCARNATION_NBYTES, "nixl")
+
+
+def test_a_rendezvous_listens_on_its_address_alone() -> None:
+    from windlass.transfer.collective_group import Rendezvous
+
+    rendezvous = Rendezvous("127.0.0.1", 10.0)
+    socket.create_connection(("127.0.0.1", rendezvous.port), 5.0).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", rendezvous.port), 5.0)
+
+
+def test_looking_for_listeners_leaves_no_descriptor_open() -> None:
+    before = os.listdir("/proc/self/fd")
+    for _ in range(5):
+        listening_ports()
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_connections_that_others_opened_are_cut_once_their_reader_let_go() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = int(listener.getsockname()[1])
+        assert port in listening_ports()
+        with socket.create_connection(("127.0.0.1", port), 5.0) as client:
+            accepted, _ = listener.accept()
+
+            def read() -> None:
+                while accepted.recv(64):
+                    pass
+                accepted.close()
+
+            reader = threading.Thread(target=read)
+            reader.start()
+            assert cut_inbound(frozenset({port}), Deadline.after(20.0, "test")) == 1
+            reader.join(20.0)
+            client.settimeout(20.0)
+            assert client.recv(1) == b""
+        assert cut_inbound(frozenset({port}), Deadline.after(20.0, "test")) == 0
+
+
+def test_a_connection_that_is_still_read_after_the_deadline_is_a_named_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = int(listener.getsockname()[1])
+        with socket.create_connection(("127.0.0.1", port), 5.0):
+            accepted, _ = listener.accept()
+            with accepted, pytest.raises(TransferFailed, match="still read"):
+                cut_inbound(frozenset({port}), Deadline.after(0.05, "test"))
+
+
+def test_a_door_outlives_a_visitor_that_it_could_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too many open files for a moment must not make every later peer wait in vain."""
+    name, accept, failures = "n" * INCARNATION_NBYTES, socket.socket.accept, [errno.EMFILE]
+
+    def scarce(listener: socket.socket) -> tuple[socket.socket, object]:
+        if failures:
+            raise OSError(failures[0], os.strerror(failures.pop()))
+        return accept(listener)
+
+    door = Door("127.0.0.1", name, "nixl")
+    try:
+        endpoint = PeerEndpoint("nixl", f"127.0.0.1:{door.port}", name)
+        Doorway(endpoint, Deadline.after(20.0, "first")).close()  # inside `accept` already
+        monkeypatch.setattr(socket.socket, "accept", scarce)
+        for _ in range(2):
+            Doorway(endpoint, Deadline.after(20.0, "later")).close()
+        assert not failures
+    finally:
+        door.close()

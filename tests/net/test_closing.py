@@ -1,0 +1,86 @@
+"""A controller that closes leaves no connection open, however many come back meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from urllib.parse import urlsplit
+
+import pytest
+
+import windlass
+from windlass.net import server
+from windlass.net.sockets import close_socket
+from windlass.updates import gateway
+
+TOKEN = "secret of the test"
+CALLERS, ROUNDS, KEPT = 3, 2, 60
+
+
+def call_again_and_again(port: int, over: threading.Event) -> None:
+    """What agents do that were sent away: connect, ask for the channel, and again."""
+    asked = (
+        f"GET /v1/agents HTTP/1.1\r\nHost: controller\r\nAuthorization: Bearer {TOKEN}\r\n"
+        "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+    ).encode()
+    kept: list[socket.socket] = []
+    while not over.is_set():
+        try:
+            connection = socket.create_connection(("127.0.0.1", port), timeout=1.0)
+            kept.append(connection)
+            connection.sendall(asked)
+        except OSError:
+            over.wait(0.01)  # the interpreter is the controller's, too
+        while len(kept) > KEPT:
+            kept.pop(0).close()
+    for connection in kept:
+        connection.close()
+
+
+@contextmanager
+def callers(port: int) -> Iterator[None]:
+    over = threading.Event()
+    threads = [
+        threading.Thread(target=call_again_and_again, args=(port, over)) for _ in range(CALLERS)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+def num_open(port: int) -> int:
+    """Sockets of this process whose own end is `port`."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as end:
+            stream = end.family == socket.AF_INET and end.type == socket.SOCK_STREAM
+            found += stream and end.getsockname()[1] == port
+    return found
+
+
+async def test_a_closed_controller_holds_no_connection_of_those_who_came_back_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    impatient = partial(close_socket, deadline_s=0.3)  # these callers answer no farewell
+    monkeypatch.setattr(gateway, "close_socket", impatient)
+    monkeypatch.setattr(server, "close_socket", impatient)
+    for _ in range(ROUNDS):
+        controller = windlass.Controller(token=TOKEN)
+        await controller.__aenter__()
+        port = urlsplit(controller.url).port or 0
+        with callers(port):
+            await asyncio.sleep(0.1)
+            await controller.__aexit__()
+            assert num_open(port) == 0

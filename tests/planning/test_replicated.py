@@ -1,0 +1,272 @@
+"""Boxes that several ranks hold are found whatever their layout, and a byte that differs is found in them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from ground_truth import distinct_values, fill, shard_view
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy_gpu import numpy_gpu
+from strategies import Fleet, fleets
+
+from windlass.errors import PlanError, ProtocolError, UnsupportedLayout
+from windlass.layout.box import Box
+from windlass.layout.dtypes import DType
+from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
+from windlass.memory.packing import row_major_blocks
+from windlass.planning import replicated
+from windlass.planning.replicated import (
+    HELD,
+    BlockSchedule,
+    Replicated,
+    ReplicatedPart,
+    find_replicated,
+)
+from windlass.transfer.base import ParameterMemory
+from windlass.transfer.replicated_digests import ReplicatedDigests
+
+INT32 = DType.INT32
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_blocks() -> object:
+    """So that small boxes are many blocks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replicated, "BLOCK_NBYTES", 24)
+        yield
+
+
+class Ranks:
+    """Trainer ranks with memory, and what the controller makes of them."""
+
+    def __init__(self, manifests: Sequence[ShardManifest]) -> None:
+        values = distinct_values(manifests)
+        self.manifests = {m.worker: m for m in manifests}
+        self.memory = {m.worker: fill(m, values, 0xAB) for m in manifests}
+        self.found: Replicated = find_replicated(manifests)
+        self.digests: dict[str, ReplicatedDigests] = {}
+        for worker, part in self.found.parts.items():
+            buffers = self.memory[worker]
+            located = [ParameterMemory(b.ctypes.data, b.nbytes) for b in buffers]
+            digests = ReplicatedDigests(self.manifests[worker], lambda at=located: at)  # type: ignore[misc]
+            digests.bind(part.encode())
+            self.digests[worker] = digests
+
+    def compare(self, turn: int = 0, period: int = 1) -> str:
+        taken = {worker: digests.take(turn, period) for worker, digests in self.digests.items()}
+        return self.found.disagreement(taken)
+
+
+def laid_out(manifest: ShardManifest, rng: random.Random) -> ShardManifest:
+    """The same shards, each in a parameter of its own, dims in any order, rows with gaps."""
+    builder = ManifestBuilder(manifest.worker, Role.TRAINER)
+    for number, shard in enumerate(manifest.shards()):
+        strides, step = [0] * shard.box.num_dims, 4
+        for dim in rng.sample(range(shard.box.num_dims), shard.box.num_dims):
+            strides[dim] = step
+            step = step * shard.box.sizes[dim] + 4 * rng.choice((0, 0, 1, 3))
+        sizes = zip(shard.box.sizes, strides, strict=True)
+        nbytes = sum((size - 1) * stride for size, stride in sizes) + 4
+        padding = nbytes - shard.box.numel * 4
+        name = f"p{number}"
+        builder.add_parameter(name, nbytes=nbytes, dtype=INT32, padding_nbytes=padding)
+        shape = next(t.shape for t in manifest.tensors if t.name == shard.tensor)
+        builder.add_shard(shard.tensor, shape, shard.box, name, strides_bytes=tuple(strides))
+    for alias, target in manifest.aliases.items():
+        builder.add_alias(alias, target)
+    return builder.build()
+
+
+Held = dict[tuple[str, tuple[int, ...]], list[tuple[str, int, int]]]
+
+
+def who_holds(ranks: Ranks) -> Held:
+    """(tensor, index) -> (worker, parameter, byte offset), element by element."""
+    held: Held = {}
+    for manifest in ranks.manifests.values():
+        index = {p.name: i for i, p in enumerate(manifest.parameters)}
+        for shard in manifest.shards():
+            for at in itertools.product(*(range(size) for size in shard.box.sizes)):
+                where = tuple(o + i for o, i in zip(shard.box.offsets, at, strict=True))
+                offset = shard.offset_bytes + sum(
+                    i * s for i, s in zip(at, shard.strides_bytes, strict=True)
+                )
+                place = manifest.worker, index[shard.parameter], offset
+                held.setdefault((shard.tensor, where), []).append(place)
+    return held
+
+
+@settings(deadline=None, max_examples=60)
+@given(fleets(), st.randoms(use_true_random=False))
+def test_every_byte_that_two_ranks_hold_is_compared_and_no_other(
+    fleet: Fleet, rng: random.Random
+) -> None:
+    ranks = Ranks([laid_out(manifest, rng) for manifest in fleet.sources])
+    assert ranks.compare() == ""
+    period = rng.randint(1, 7)
+    assert {ranks.compare(turn, period) for turn in range(period)} == {""}
+    held = who_holds(ranks)
+    several = {key for key, places in held.items() if len({w for w, _, _ in places}) > 1}
+    boxes = list(zip(ranks.found.names, ranks.found.boxes, strict=True))
+    covered = [
+        (name, where)
+        for name, box in boxes
+        for where in itertools.product(*(map(range, box.offsets, box.ends)))
+    ]
+    assert sorted(covered) == sorted(several)
+    once = [
+        (key, places) for key, places in held.items() if len({p[0] for p in places}) == len(places)
+    ]
+    for key, places in rng.sample(once, min(len(once), 6)):
+        worker, parameter, offset = rng.choice(places)
+        ranks.memory[worker][parameter][offset + rng.randrange(4)] ^= 1 << rng.randrange(8)
+        said = [ranks.compare(), *(ranks.compare(turn, period) for turn in range(period))]
+        if key in several:
+            assert said[0].count(worker) == 1
+            assert repr(key[0]) in said[0]
+            assert sum(map(bool, said[1:])) == 1  # every block has one turn
+        else:
+            assert not any(said)
+        ranks.memory[worker][parameter][offset : offset + 4] = fill(
+            ranks.manifests[worker], distinct_values(ranks.manifests.values()), 0xAB
+        )[parameter][offset : offset + 4]
+    assert ranks.compare() == ""
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=4, max_size=4), st.sampled_from((1, 2, 4, 8)))
+def test_blocks_follow_each_other_row_major(sizes: list[int], itemsize: int) -> None:
+    held = np.zeros(1, HELD)
+    held["sizes"][:, -4:], held["strides"][:, -4:] = sizes, (1000, 100, 10, 1)
+    held["sizes"][:, :-4] = 1
+    held["run"] = 1
+    due = BlockSchedule(held, np.array([itemsize])).due(0, 1)
+    want = [
+        (sum(i * s for i, s in zip(start, (1000, 100, 10, 1), strict=True)), list(block))
+        for start, block in row_major_blocks(sizes, 24 // itemsize)
+    ]
+    assert list(zip(due.offset.tolist(), due.sizes[:, -4:].tolist(), strict=True)) == want
+
+
+def hold(worker: str, box: Box, strides: tuple[int, ...], dtype: DType = INT32) -> ShardManifest:
+    """Part of one tensor; gaps between rows are padding."""
+    builder = ManifestBuilder(worker, Role.TRAINER)
+    nbytes = sum((n - 1) * s for n, s in zip(box.sizes, strides, strict=True)) + dtype.itemsize
+    padding = nbytes - box.numel * dtype.itemsize
+    builder.add_parameter("p", nbytes=nbytes, dtype=dtype, padding_nbytes=padding)
+    builder.add_shard("weight", (3, 5, 6, 10), box, "p", strides_bytes=strides)
+    return builder.build()
+
+
+WHOLE = Box.full((3, 5, 6, 10))
+PLAIN = (1200, 240, 40, 4)
+LAYOUTS = {
+    "plain": (WHOLE, PLAIN),
+    "gaps": (WHOLE, (1600, 320, 48, 4)),
+    "gaps_between_matrices": (WHOLE, (1300, 250, 40, 4)),
+    "part": (Box((0, 2, 0, 0), (3, 3, 6, 10)), (720, 240, 40, 4)),
+}
+
+
+@pytest.fixture
+def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = numpy_gpu()
+    monkeypatch.setattr("windlass.transfer.replicated_digests.gpu_of", lambda _: 0)
+    monkeypatch.setattr("windlass.transfer.replicated_digests.shared_gpu", lambda _: gpu)
+
+
+@pytest.mark.usefixtures("_on_a_gpu")
+@pytest.mark.parametrize("block_nbytes", [24, 200, 1 << 20])
+@pytest.mark.parametrize("other", LAYOUTS)
+def test_gpus_compare_the_same_bytes(
+    other: str, block_nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicated, "BLOCK_NBYTES", block_nbytes)
+    ranks = Ranks([hold("trainer/0", WHOLE, PLAIN), hold("trainer/1", *LAYOUTS[other])])
+    for turn in range(5):
+        assert ranks.compare(turn, 5) == ""
+    (buffer,) = ranks.memory["trainer/1"]
+    shard = next(ranks.manifests["trainer/1"].shards())
+    view = shard_view(buffer, shard.box, 0, shard.strides_bytes)
+    for index in [(0, 0, 0, 0), (2, 2, 5, 9), (1, 1, 3, 7)]:
+        view[index] ^= 1 << 20
+        assert "trainer/0 but not trainer/1" in ranks.compare()
+        assert sum(bool(ranks.compare(turn, 5)) for turn in range(5)) == 1
+        view[index] ^= 1 << 20
+
+
+@pytest.mark.usefixtures("_on_a_gpu")
+def test_transposed_storage_is_compared_on_a_gpu_where_all_ranks_have_it() -> None:
+    transposed = (4, 12, 60, 360)
+    ranks = Ranks([hold(f"trainer/{rank}", WHOLE, transposed) for rank in range(2)])
+    assert ranks.compare() == ""
+    ranks.memory["trainer/0"][0][5] ^= 1
+    assert "'weight' [0:3, 0:5, 0:6, 0:10]" in ranks.compare()
+    with pytest.raises(UnsupportedLayout, match="rows must be contiguous"):
+        Ranks([hold("trainer/0", WHOLE, PLAIN), hold("trainer/1", WHOLE, transposed)]).compare()
+
+
+def test_ranks_that_hold_another_dtype_are_compared_among_themselves() -> None:
+    wide = WHOLE, tuple(2 * step for step in PLAIN), DType.INT64
+    manifests = [
+        hold("trainer/0", WHOLE, PLAIN),
+        hold("trainer/1", *wide),
+        hold("trainer/2", WHOLE, PLAIN),
+        hold("trainer/3", *wide),
+    ]
+    found = find_replicated(manifests)
+    assert found.num_holders.tolist() == [2, 2]
+    box_of = {worker: part.held["box"].tolist() for worker, part in found.parts.items()}
+    assert box_of["trainer/0"] == box_of["trainer/2"] != box_of["trainer/1"] == box_of["trainer/3"]
+    for worker, part in found.parts.items():
+        assert part.held["strides"][0, -1] == (4 if worker[-1] in "02" else 8)
+    assert sorted(find_replicated(manifests[:3]).parts) == ["trainer/0", "trainer/2"]
+    assert find_replicated(manifests[:2]).parts == {}
+
+
+def test_what_cannot_be_compared_is_a_disagreement() -> None:
+    ranks = Ranks([hold(f"trainer/{rank}", WHOLE, PLAIN) for rank in range(6)])
+    taken = {worker: digests.take(0, 1) for worker, digests in ranks.digests.items()}
+    silent = {**taken, "trainer/1": taken["trainer/1"][:0]}
+    assert "held by 6 ranks, and 5 said" in ranks.found.disagreement(silent)
+    strange = taken["trainer/1"].copy()
+    strange["box"] = 7
+    assert "nobody asked" in ranks.found.disagreement({**taken, "trainer/1": strange})
+    for worker in ("trainer/0", "trainer/5"):
+        ranks.memory[worker][0][3] ^= 1
+    assert "trainer/0, trainer/5 but not trainer/1, trainer/2, trainer/3, trainer/4" in (
+        ranks.compare()
+    )
+
+
+def test_a_part_that_leaves_the_parameters_is_refused() -> None:
+    manifest = hold("trainer/0", WHOLE, PLAIN)
+    part = find_replicated([manifest, hold("trainer/1", WHOLE, PLAIN)]).parts["trainer/0"]
+    assert len(ReplicatedPart.decode(part.encode(), manifest)) == 1
+    for column, value in (("parameter", 1), ("parameter", -1), ("offset", 4), ("offset", -4)):
+        held = part.held.copy()
+        held[column] = value
+        with pytest.raises(PlanError, match="must lie in its parameters"):
+            ReplicatedPart.decode(held.tobytes(), manifest)
+    with pytest.raises(ProtocolError, match="replicated boxes of trainer/0"):
+        ReplicatedPart.decode(part.encode()[:-1], manifest)
+
+
+def test_a_sample_is_a_small_part_of_what_is_sent_and_never_empty() -> None:
+    ranks = Ranks([hold(f"trainer/{rank}", WHOLE, PLAIN) for rank in range(2)])
+    nbytes = 3600
+    assert ranks.found.nbytes == nbytes
+    for sent in (1 << 30, 64 * nbytes + 64, 16 * nbytes, 4 * nbytes, 0):
+        period = ranks.found.period(sent)
+        sizes = [
+            int(ranks.digests["trainer/0"]._schedule.due(t, period).sizes.prod(1).sum())
+            for t in range(period)
+        ]
+        assert sum(sizes) * 4 == nbytes
+        assert min(sizes) > 0
+        assert period == 1 if sent > 64 * nbytes else period > 1

@@ -1,0 +1,260 @@
+"""User code and child processes that do not end: whoever waits for them goes on by a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import aiohttp
+import pytest
+from fake_engine import FakeEngine
+
+from windlass.engines import launch
+from windlass.engines.sglang.table import __main__ as table
+from windlass.engines.sglang.table.wire import RankOrder
+from windlass.errors import PeerTimeout
+from windlass.jobs.launch import _Job
+from windlass.jobs.schedulers import local as local_scheduler
+from windlass.jobs.schedulers import ray as ray_scheduler
+from windlass.rollout import (
+    RolloutController,
+    SamplingParams,
+    StalenessPolicy,
+    StaticEngines,
+    WorkflowContext,
+)
+from windlass.rollout import local as local_worker
+from windlass.rollout.messages import EngineTarget, RolloutTask, WorkerHello
+from windlass.rollout.runner import WorkerRunner
+from windlass.transports.configs import MooncakeConfig
+
+DEADLINE_S = 20.0
+ORDER = RankOrder(
+    name="a",
+    url="http://127.0.0.1:9",
+    checkpoint="/m",
+    arguments=(),
+    rank=0,
+    world_size=1,
+    dist_port=0,
+    controller="",
+    transport=MooncakeConfig(),
+)
+
+
+class Stubborn:
+    """A workflow that goes on after it was cancelled, until `release` is set."""
+
+    def __init__(self) -> None:
+        self.begun, self.release, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, _context: WorkflowContext) -> object:
+        self.begun.set()
+        while not self.release.is_set():
+            try:
+                await self.release.wait()
+            except asyncio.CancelledError:
+                continue
+        self.ended.set()
+        return None
+
+
+async def test_closing_does_not_wait_for_a_workflow_that_ignores_its_cancellation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(local_worker, "STOP_DEADLINE_S", 0.2)
+    workflow = Stubborn()
+    async with asyncio.timeout(DEADLINE_S), FakeEngine("engine-a") as engine:
+        controller = RolloutController(StaticEngines([engine.entry]), StalenessPolicy.unbounded(8))
+        async with controller:
+            controller.run_here({"stubborn": workflow})
+            controller.submit_workflow("stubborn", None, SamplingParams(max_new_tokens=1))
+            await workflow.begun.wait()
+        workflow.release.set()
+        await workflow.ended.wait()
+
+
+async def test_a_worker_shuts_down_beside_a_workflow_that_ignores_its_cancellation() -> None:
+    workflow = Stubborn()
+    hello = WorkerHello(
+        name="worker-0", url="", incarnation="first", max_concurrent=4, workflows=("stubborn",)
+    )
+    task = RolloutTask(
+        task_id="task-1",
+        attempt=1,
+        engine=EngineTarget("engine-a", "http://127.0.0.1:9"),
+        prompt_ids=(),
+        sampling=SamplingParams(max_new_tokens=1),
+        deadline_s=60.0,
+        workflow="stubborn",
+        arguments=b"\xc0",
+    )
+    async with asyncio.timeout(DEADLINE_S), aiohttp.ClientSession() as http:
+        runner = WorkerRunner(
+            hello, "http://127.0.0.1:9", http, http, workflows={"stubborn": workflow}
+        )
+        runner.accept([task])
+        await workflow.begun.wait()
+        await runner.shut_down(0.2)
+        workflow.release.set()
+        await workflow.ended.wait()
+
+
+async def test_a_recipe_that_hangs_while_it_scores_fails_the_step_by_its_deadline() -> None:
+    release = threading.Event()
+
+    def samples(_group: object) -> list[object]:
+        release.wait(DEADLINE_S)
+        return []
+
+    job = SimpleNamespace(
+        config=SimpleNamespace(rollout=SimpleNamespace(batch_deadline_s=0.3)),
+        recipe=SimpleNamespace(samples=samples),
+    )
+    group = SimpleNamespace(group_id="group-7")
+    with pytest.raises(PeerTimeout, match=r"group group-7 was not scored within 0\.3 s"):
+        await _Job._score(cast("Any", job), cast("Any", group))
+    hanging = [thread for thread in threading.enumerate() if thread.name == "recipe"]
+    release.set()
+    for thread in hanging:
+        await asyncio.to_thread(thread.join, DEADLINE_S)
+
+
+async def test_time_that_a_recipe_takes_to_score_is_not_taken_from_the_wait_for_groups() -> None:
+    deadlines: list[float] = []
+    declined: list[str] = []
+    groups = iter([("declined",), ("kept",)])
+
+    async def draw(num_groups: int, deadline_s: float, _producer: object) -> tuple[str, ...]:
+        assert num_groups == 1
+        deadlines.append(deadline_s)
+        return next(groups)
+
+    async def score(group: str) -> list[str]:
+        await asyncio.sleep(1.05)
+        return [] if group == "declined" else [group]
+
+    job = SimpleNamespace(
+        config=SimpleNamespace(rollout=SimpleNamespace(batch_deadline_s=1.0, groups_per_step=1)),
+        controller=SimpleNamespace(rollouts=SimpleNamespace(decline=declined.append)),
+        _draw=draw,
+        _score=score,
+    )
+    batch: Any = await _Job._batch(cast("Any", job), cast("Any", None))
+    assert (batch, declined) == ([["kept"]], ["declined"])
+    assert 0.0 < deadlines[1] <= deadlines[0] == 1.0
+
+
+async def test_a_producer_waits_for_room_as_long_as_a_whole_step_may_take() -> None:
+    deadlines: list[float] = []
+
+    async def wait_for_room(*, deadline_s: float) -> None:
+        deadlines.append(deadline_s)
+        raise PeerTimeout("no room")
+
+    job = SimpleNamespace(
+        config=SimpleNamespace(
+            rollout=SimpleNamespace(batch_deadline_s=10.0, groups_per_step=4),
+            trainer=SimpleNamespace(step_deadline_s=100.0, publish_deadline_s=1000.0),
+        ),
+        controller=SimpleNamespace(rollouts=SimpleNamespace(wait_for_room=wait_for_room)),
+        recipe=SimpleNamespace(tasks=lambda: iter(["task"])),
+    )
+    with pytest.raises(PeerTimeout):
+        await _Job._produce(cast("Any", job))
+    draw_s, score_s, step_s, save_s, publish_s = 10.0, 4 * 10.0, 100.0, 100.0, 1000.0
+    assert deadlines == [draw_s + score_s + step_s + save_s + publish_s]
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+def serve(program: str, *options: str) -> int:
+    words = ["--name", "a", "--model", "/m", "--host", "127.0.0.1", "--port", "9", *options]
+    return launch.serve(
+        launch.arguments("program", None).parse_args(words),
+        [sys.executable, "-c", program],
+        environment={},
+        ready_line="never said",
+        connect=lambda _settings: None,
+    )
+
+
+@pytest.mark.usefixtures("handlers")
+def test_an_engine_server_that_never_serves_is_ended_by_its_deadline(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert serve("import time; time.sleep(60)", "--start-deadline-s", "0.5") == 2
+    said = "engine a: PeerTimeout: its server has not logged 'never said' after 0.5 s"
+    assert said in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_launcher_ends_though_a_process_that_left_its_server_holds_the_log_open(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(launch, "LOG_DEADLINE_S", 0.2)
+    told = tmp_path / "left"
+    left = "import time; time.sleep(60)"
+    program = (
+        "import os, subprocess, sys\n"
+        f"left = subprocess.Popen([sys.executable, '-c', {left!r}], start_new_session=True)\n"
+        f"open({str(told)!r}, 'w').write(str(left.pid))\n"
+        "os._exit(3)\n"
+    )
+    try:
+        assert serve(program) == 3
+    finally:
+        os.kill(int(told.read_text()), signal.SIGKILL)
+    for thread in threading.enumerate():
+        if thread.name == "log":
+            thread.join(DEADLINE_S)
+
+
+def test_a_rank_beside_an_sglang_server_that_says_nothing_is_named_by_its_deadline(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "silent_rank.py").write_text("import sys; sys.stdin.read()\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(table, "RANK", "silent_rank")
+    monkeypatch.setattr(table, "ANSWER_DEADLINE_S", 0.3)
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with (
+            table._Ranks([ORDER]) as ranks,
+            pytest.raises(PeerTimeout, match=r"rank 0: no answer within 0\.3 s"),
+        ):
+            ranks.reports()
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+async def test_a_killed_process_that_does_not_end_is_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(local_scheduler, "KILL_DEADLINE_S", 0.1)
+    above_all_numbers = 1 << 30
+    stuck = SimpleNamespace(
+        pid=above_all_numbers, returncode=None, wait=lambda: asyncio.Event().wait()
+    )
+    async with asyncio.timeout(DEADLINE_S):
+        await local_scheduler._end([cast("Any", stuck)], 0.05)
+
+
+async def test_an_actor_that_does_not_answer_is_a_named_error() -> None:
+    pytest.importorskip("ray")
+    with pytest.raises(PeerTimeout, match=r"an actor gave no answer within 0\.05 s"):
+        await ray_scheduler._answer(asyncio.Event().wait(), 0.05)

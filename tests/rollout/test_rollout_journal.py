@@ -1,0 +1,448 @@
+"""The journal of rollouts, under any sequence of events, kills, power cuts and restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import itertools
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from windlass.errors import ConfigError, RolloutError
+from windlass.net.line_file import read_lines
+from windlass.rollout import (
+    GroupHandle,
+    OnStale,
+    RolloutConfig,
+    RolloutGroup,
+    SamplingParams,
+    StalenessPolicy,
+)
+from windlass.rollout.journal import RolloutJournal
+from windlass.rollout.lifecycle import Lifecycle
+from windlass.rollout.messages import OutcomeStatus, Partial, RolloutOutcome
+from windlass.rollout.persisted import Entry, Saved
+from windlass.rollout.submission import Submissions
+from windlass.rollout.table import Record, State
+
+SAMPLING = SamplingParams(max_new_tokens=1)
+BATCH, MAX_STALENESS, MAX_RESUBMITS = 4, 1, 2
+
+
+def outcome(task_id: str, attempt: int, status: OutcomeStatus, version: int) -> RolloutOutcome:
+    return RolloutOutcome(
+        task_id=task_id,
+        attempt=attempt,
+        seq=1,
+        status=status,
+        result=Partial((7,), (-0.5,), (version,)),
+        engine="engine",
+        worker="worker",
+        finished_at=0.0,
+    )
+
+
+class Process(Submissions):
+    """What of a controller a kill ends: records, counts, policy. Its workers live on."""
+
+    def __init__(self, path: Path, world: World) -> None:
+        self.world = world
+        self.policy = StalenessPolicy(
+            *(MAX_STALENESS, BATCH, 6), on_stale=world.on_stale, max_resubmits=MAX_RESUBMITS
+        )
+        self.journal = RolloutJournal(path, keep_delivered=True)
+        config = RolloutConfig(max_attempts=99, max_rejections=99, retry_backoff_s=1e-9)
+        life = Lifecycle(self.policy, config, self.taken_back, lambda: None, self.journal)
+        super().__init__("unused", life, lambda: None)
+        saved = self.journal.open(0)
+        self.run = saved.run
+        self.recovered = self._go_on(saved, self.policy)
+        self.book = self._life.book
+        for handle in self.recovered.groups.values():
+            self.watch(handle)
+        # Workers are asked what they still have; what they forgot is tried again.
+        for record in self.running():
+            if (record.task_id, record.attempt) not in world.at_workers:
+                self._life.retry(record, "unknown", Partial())
+
+    def watch(self, handle: GroupHandle) -> None:
+        def ended(done: asyncio.Future[RolloutGroup]) -> None:
+            if not done.cancelled() and "dropped" in str(done.exception()):
+                self.world.dropped.add(frozenset(handle.task_ids))
+
+        handle._future.add_done_callback(ended)
+
+    def resubmits(self) -> dict[str, int]:
+        return {task_id: record.resubmits for task_id, record in self.book.records.items()}
+
+    def running(self) -> list[Record]:
+        return [r for records in self.book.by_engine.values() for r in records.values()]
+
+    def taken_back(self, record: Record) -> None:
+        self.world.at_workers.pop((record.task_id, record.attempt), None)
+
+    def dispatch(self) -> None:
+        book = self.book
+        if not book.queued and book.waiting and self.policy.capacity() > 0:
+            self._life.admit(next(iter(book.waiting.values())))
+        for record in list(book.queued.values())[:1]:
+            self._life.start_attempt(record, "engine", "worker")
+            self.journal.flush()
+            key = (record.task_id, record.attempt)
+            assert key not in self.world.sent, "a worker ignores an attempt that it has seen"
+            self.world.sent.add(key)
+            self.world.at_workers[key] = -1
+
+    def finish(self, pick: int, status: OutcomeStatus, version: int) -> None:
+        """A worker delivers; it forgets only what was acknowledged."""
+        if not self.world.at_workers:
+            return
+        key = sorted(self.world.at_workers)[pick % len(self.world.at_workers)]
+        record = self._life.running(*key)
+        if record is not None:
+            self._life.end_attempt(record, outcome(*key, status, version))
+        self.journal.flush()
+        self.world.at_workers.pop(key, None)
+
+    def hand_out(self, *, acknowledge: bool) -> list[list[str]]:
+        handed = []
+        while self.book.ready:
+            group = self._life.hand_out()
+            self.journal.flush()
+            for rollout in group.rollouts:
+                young = self.policy.version - min(rollout.versions) <= MAX_STALENESS
+                assert young or self.policy.on_stale is OnStale.TRAIN
+            handed.append([rollout.task_id for rollout in group.rollouts])
+            ids = frozenset(handed[-1])
+            if acknowledge:
+                # The owner has it in a store of its own, and says so.
+                assert ids not in self.world.stored
+                assert not any(ids & other for other in self.world.stored)
+                self.world.stored.append(ids)
+                self._life.acknowledge(next(iter(ids)))
+                self.journal.flush()
+        return handed
+
+    def audit(self) -> None:
+        book, counts, policy = self.book, self.book.counts, self.policy
+        running = self.running()
+        found = len(book.waiting) + len(book.queued) + len(book.backoff) + len(book.held)
+        found += len(running)
+        ended = counts.completed + counts.cancelled + counts.failed + counts.dropped
+        assert counts.submitted == ended + found
+        assert found == len(book.records)
+        assert policy.running == len(book.queued) + len(book.backoff) + len(running)
+        assert policy.accepted - policy.consumed == len(book.held)
+        elapsed = policy.version - policy.start_version
+        assert policy.accepted + policy.running <= (MAX_STALENESS + elapsed + 1) * BATCH
+
+
+class World:
+    """What survives: workers, the owner's store, and the file."""
+
+    def __init__(self, path: Path, on_stale: OnStale = OnStale.RESUBMIT) -> None:
+        self.path, self.on_stale = path, on_stale
+        self.at_workers: dict[tuple[str, int], int] = {}
+        self.sent: set[tuple[str, int]] = set()
+        self.stored: list[frozenset[str]] = []
+        self.wanted: list[frozenset[str]] = []
+        self.cancelled: set[frozenset[str]] = set()
+        self.dropped: set[frozenset[str]] = set()
+
+    async def restarted(self, old: Process, torn: int) -> Process:
+        """The end of the file may be lost (`torn` bytes), as after a power cut."""
+        await old.journal.close()
+        if torn:
+            data = self.path.read_bytes()
+            first = data.index(b"\n") + 1  # a start is on disk before anything follows
+            self.path.write_bytes(data[: max(first, len(data) - torn)])
+        fresh = Process(self.path, self)
+        fresh.audit()
+        if not torn:
+            before = old.resubmits()
+            after = fresh.resubmits()
+            assert {t: n for t, n in after.items() if before.get(t, 0) != n} == {}
+        assert max(fresh.resubmits().values(), default=0) <= MAX_RESUBMITS
+        return fresh
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(
+            [
+                "add",
+                "go",
+                "go",
+                "go",
+                "ok",
+                "ok",
+                "ok",
+                "old",
+                "error",
+                "reject",
+                "out",
+                "keep",
+                "decline",
+                "up",
+                "cancel",
+                "kill",
+                "cut",
+            ]
+        ),
+        st.integers(0, 50),
+    ),
+    max_size=100,
+)
+
+
+@settings(deadline=None, max_examples=120)
+@given(steps=STEPS, on_stale=st.sampled_from(OnStale))
+def test_after_any_kills_everything_is_delivered_once_and_the_bound_holds(
+    steps: list[tuple[str, int]], on_stale: OnStale
+) -> None:
+    async def run(path: Path) -> None:
+        world = World(path, on_stale)
+        process = Process(path, world)
+        cut = False
+        for step, number in steps:
+            version = process.policy.version
+            match step:
+                case "add":
+                    handle = process.submit_group((1,), 1 + number % 4, SAMPLING, metadata=number)
+                    world.wanted.append(frozenset(handle.task_ids))
+                    process.watch(handle)
+                case "go":
+                    process.dispatch()
+                case "ok":
+                    process.finish(number, OutcomeStatus.ACCEPTED, version)
+                case "old":
+                    process.finish(number, OutcomeStatus.ACCEPTED, version - 1 - number % 3)
+                case "error":
+                    process.finish(number, OutcomeStatus.ERROR, version)
+                case "reject":
+                    process.finish(number, OutcomeStatus.REJECTED, version)
+                case "out":
+                    process.hand_out(acknowledge=True)
+                case "keep":
+                    process.hand_out(acknowledge=False)
+                case "decline":
+                    for together in process.hand_out(acknowledge=False):
+                        process._life.decline(together)
+                        world.cancelled.add(frozenset(together))
+                case "up":
+                    process._life.set_version(version + 1 + number % 2)
+                case "kill":
+                    process = await world.restarted(process, 0)
+                case "cut":
+                    # Until the owner has told what it stored, a cut can bring that back.
+                    process = await world.restarted(process, number * 40)
+                    cut = True
+                    for ids in world.stored:
+                        process._life.acknowledge(next(iter(ids)))
+                case "cancel" if process.book.records:
+                    record = next(iter(process.book.records.values()))
+                    assert record.group is not None
+                    world.cancelled.add(frozenset(r.task_id for r in record.group.records))
+                    process._life.cancel_group(record.group)
+                case _:
+                    pass
+            await asyncio.sleep(0)
+            process.audit()
+        # Everything that was not cancelled, or lost before it was on disk, comes out in the end.
+        process = await world.restarted(process, 0)
+        for _ in itertools.takewhile(lambda _: process.book.records, range(1000)):
+            for _ in range(2 * BATCH):
+                process.dispatch()
+                await asyncio.sleep(0)  # backoffs end
+            while world.at_workers:
+                process.finish(0, OutcomeStatus.ACCEPTED, process.policy.version)
+            process.hand_out(acknowledge=True)
+            process._life.set_version(process.policy.version + 1)
+        process.audit()
+        assert not process.book.records
+        assert process.policy.running == 0
+        if not cut:
+            assert set(world.wanted) == set(world.stored) | world.cancelled | world.dropped
+            assert not world.dropped or on_stale is not OnStale.TRAIN
+        assert len(set(world.stored)) == len(world.stored)
+        await process.journal.close()
+        left = RolloutJournal(path).open(0)
+        assert not left.tasks
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        asyncio.run(run(Path(folder, "rollouts.journal")))
+
+
+async def test_what_an_earlier_process_left_is_there_with_its_prompts_groups_and_metadata(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path / "journal")
+    first = Process(world.path, world)
+    first.submit_group((1, 2), 3, SAMPLING, metadata={"row": 7})
+    single = first.submit((5,), SamplingParams(max_new_tokens=9, temperature=0.5), deadline_s=3.0)
+    flow = first.submit_workflow("tools", {"seats": [1, 2]}, SAMPLING, metadata="m")
+    first.dispatch()
+    second = await world.restarted(first, 0)
+    (group_id, group), *_ = second.recovered.groups.items()
+    assert (group_id, len(group.task_ids), group.metadata) == (0, 3, {"row": 7})
+    assert set(second.recovered.rollouts) == {single.task_id, flow.task_id}
+    record = second.book.records[single.task_id]
+    assert (record.prompt_ids, record.sampling.temperature, record.deadline_s) == ((5,), 0.5, 3.0)
+    record = second.book.records[flow.task_id]
+    assert (record.workflow, record.arguments, record.metadata) == (
+        "tools",
+        b"\x81\xa5seats\x92\x01\x02",
+        "m",
+    )
+    assert [r.state for r in second.book.records.values()].count(State.RUNNING) == 1
+    new = second.submit((1,), SAMPLING)
+    assert new.task_id not in {*first.book.records, *second.recovered.rollouts}
+    assert second.incarnation == first.incarnation, "workers keep what they run for it"
+    await second.journal.close()
+
+
+async def test_how_often_a_rollout_was_made_again_and_when_it_began_survive_a_kill(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path / "journal")
+    process = Process(world.path, world)
+    handle = process.submit_group((1,), 1, SAMPLING)
+    process.watch(handle)
+    (task_id,) = handle.task_ids
+    for life in range(MAX_RESUBMITS + 1):
+        process.dispatch()
+        assert process.book.records[task_id].begun == process.policy.version
+        process = await world.restarted(process, 0)
+        record = process.book.records[task_id]
+        assert (record.resubmits, record.begun) == (life, process.policy.version)
+        assert record.state is State.RUNNING
+        process._life.set_version(process.policy.version + 2)
+        assert not world.at_workers, "stopped at its worker"
+        process = await world.restarted(process, 0)
+    await asyncio.sleep(0)  # callbacks of futures
+    assert not process.book.records
+    assert world.dropped == {frozenset(handle.task_ids)}
+    await process.journal.close()
+
+
+async def test_what_grew_too_old_while_no_controller_ran_is_dealt_with_at_the_start(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path / "journal", OnStale.DROP)
+    first = Process(world.path, world)
+    told = first.submit((2,), SAMPLING)
+    first.dispatch()
+    first.finish(0, OutcomeStatus.ACCEPTED, 0)  # handed out, and never acknowledged
+    first.submit_group((1,), 2, SAMPLING)
+    running = first.submit((3,), SAMPLING)
+    for _ in range(3):
+        first.dispatch()
+    first.finish(0, OutcomeStatus.ACCEPTED, 0)
+    first.journal.version(5)  # and the process ends before it has drawn the consequences
+    second = await world.restarted(first, 0)
+    assert (await second.recovered.rollouts[told.task_id]).versions == (0,)
+    for handle in (second.recovered.groups[0], second.recovered.rollouts[running.task_id]):
+        with pytest.raises(RolloutError, match="too old for version 5"):
+            await handle
+    assert second.book.counts.dropped == 3
+    await second.journal.close()
+
+
+async def test_handing_out_ends_a_rollout_unless_the_owner_acknowledges_itself(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "journal"
+    policy = StalenessPolicy(MAX_STALENESS, BATCH, 6)
+    journal = RolloutJournal(path)
+    life = Lifecycle(policy, RolloutConfig(), lambda _: None, lambda: None, journal)
+    process = Submissions("x", life, lambda: None)
+    process._go_on(journal.open(0), policy)
+    handle = process.submit((1,), SAMPLING)
+    record = life.book.records[handle.task_id]
+    life.admit(record)
+    life.start_attempt(record, "engine", "worker")
+    life.end_attempt(record, outcome(handle.task_id, 1, OutcomeStatus.ACCEPTED, 0))
+    assert (await handle).attempts == 1
+    await journal.close()
+    saved = Saved.of(journal_entries(path))
+    assert saved is not None
+    assert (saved.tasks, saved.consumed) == ({}, 1)
+
+
+def journal_entries(path: Path) -> list[Entry]:
+    entries: list[Entry]
+    entries, _ = read_lines(path, Entry)  # type: ignore[arg-type]
+    return entries
+
+
+async def test_a_journal_in_use_or_without_a_folder_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    journal = RolloutJournal(path)
+    journal.open(0)
+    with pytest.raises(ConfigError, match=r"journal .*journal: cannot be used"):
+        RolloutJournal(path).open(0)
+    await journal.close()
+    with pytest.raises(ConfigError, match="cannot be used"):
+        RolloutJournal(path / "below").open(0)
+
+
+async def test_metadata_that_a_journal_cannot_keep_is_refused(tmp_path: Path) -> None:
+    world = World(tmp_path / "journal")
+    process = Process(world.path, world)
+    with pytest.raises(ConfigError, match="metadata: must be msgpack-plain, got object"):
+        process.submit((1,), SAMPLING, metadata=object())
+    assert not process.book.records
+    await process.journal.close()
+    with pytest.raises(RolloutError, match="must be open"):
+        process.submit((1,), SAMPLING)
+
+
+async def test_a_full_disk_stops_admission_and_delivery(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path / "journal")
+    process = Process(world.path, world)
+    process.submit_group((1,), 1, SAMPLING)
+    process.journal.flush()
+    process.dispatch()
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        with pytest.raises(RolloutError, match="No space left"):
+            process.finish(0, OutcomeStatus.ACCEPTED, 0)
+    assert world.at_workers, "the worker keeps what was not acknowledged"
+    with pytest.raises(RolloutError, match="No space left"):
+        process.submit((1,), SAMPLING)
+    assert process.journal.broken
+    # What the file says is whole, and a successor goes on from it.
+    second = await world.restarted(process, 0)
+    assert [r.state for r in second.book.records.values()] == [State.RUNNING]
+    await second.journal.close()
+
+
+async def test_a_long_journal_is_written_anew_without_what_has_ended(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    policy = StalenessPolicy.unbounded(100)
+    journal = RolloutJournal(path, sync_s=0.001, compact_nbytes=5_000)
+    life = Lifecycle(policy, RolloutConfig(), lambda _: None, lambda: None, journal)
+    process = Submissions("x", life, lambda: None)
+    process._go_on(journal.open(0), policy)
+    kept = process.submit((9,) * 10, SAMPLING, metadata="kept")
+    for _ in range(400):
+        process.submit((1,) * 20, SAMPLING).cancel()
+        journal.flush()
+        if journal._upkeep is not None:
+            await journal._upkeep
+        await asyncio.sleep(0.0001)
+    await journal.close()
+    assert path.stat().st_size < 40_000
+    saved = RolloutJournal(path).open(0)
+    assert set(saved.tasks) == {kept.task_id}

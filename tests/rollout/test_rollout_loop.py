@@ -1,0 +1,845 @@
+"""The rollout loop over real HTTP with real worker processes that are really killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+from fake_engine import FakeEngine, expected_tokens
+
+from windlass.errors import (
+    AuthenticationError,
+    ConfigError,
+    PeerTimeout,
+    RolloutError,
+    StaleMessage,
+)
+from windlass.net.access import Access, role_environment, role_token
+from windlass.net.server import ControlServer
+from windlass.rollout import (
+    BatchClient,
+    BatchQueue,
+    GroupHandle,
+    OnAbort,
+    OnStale,
+    Rollout,
+    RolloutConfig,
+    RolloutController,
+    SamplingParams,
+    StalenessPolicy,
+    StaticEngines,
+    mount_rollout_routes,
+    training_samples,
+)
+from windlass.rollout.messages import CompletionBatch, WorkerHello, encode
+
+TOKEN = "a-token"
+SAMPLING = SamplingParams(max_new_tokens=6)
+SOURCE = str(Path(__file__).resolve().parents[2] / "src")
+
+
+class Rig:
+    """A controller on a real port, and everything that a test starts around it."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self.stack = stack
+        self.engines = StaticEngines()
+        self.batches = BatchQueue()
+        self.policy = StalenessPolicy.unbounded(20_000)
+        self.config = RolloutConfig(retry_backoff_s=0.01)
+        self.workers: dict[str, asyncio.subprocess.Process] = {}
+        self.extra_routes: list[web.RouteDef] = []
+        self.long: list[GroupHandle] = []
+        self.controller: RolloutController
+        self.server: ControlServer
+
+    async def start(self) -> None:
+        self.controller = await self.stack.enter_async_context(
+            RolloutController(self.engines, self.policy, token=TOKEN, config=self.config)
+        )
+        await self.serve(0)
+
+    async def serve(self, port: int) -> None:
+        self.server = ControlServer(host="127.0.0.1", port=port, token=TOKEN)
+        mount_rollout_routes(self.server, self.controller, self.batches)
+        self.server.add_routes(self.extra_routes)
+        await self.server.start()
+        self.stack.push_async_callback(self.server.close)
+
+    async def engine(self, name: str, **options: int | float | bool) -> FakeEngine:
+        engine = FakeEngine(
+            name,
+            version=int(options.get("version", 0)),
+            token_versions=bool(options.get("token_versions", True)),
+            token_s=float(options.get("token_s", 0.0)),
+        )
+        await self.stack.enter_async_context(engine)
+        return engine
+
+    async def up(self, hold: int | None = None, **options: int | bool) -> FakeEngine:
+        """Controller, engine `a` that stops after `hold` tokens, and worker `worker-0`."""
+        await self.start()
+        engine = await self.engine("a", **options)
+        if hold is not None:
+            engine.hold(hold)
+        self.route(engine)
+        await self.worker("worker-0")
+        return engine
+
+    def route(self, *engines: FakeEngine) -> None:
+        self.engines.set(engine.entry for engine in engines)
+
+    async def worker(
+        self, name: str, *options: str, url: str = "", tokens: dict[str, str] | None = None
+    ) -> asyncio.subprocess.Process:
+        command = [sys.executable, "-m", "windlass.rollout.worker", "--name", name]
+        command += ["--controller", url or self.server.url, *options]
+        tokens = tokens or {"WINDLASS_TOKEN": TOKEN}
+        environment = {**os.environ, "PYTHONPATH": SOURCE, **tokens}
+        process = await asyncio.create_subprocess_exec(*command, env=environment)
+        self.workers[name] = process
+        self.stack.push_async_callback(self.reap, process)
+        return process
+
+    @staticmethod
+    async def reap(process: asyncio.subprocess.Process) -> None:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+    def submit(self, count: int, *, deadline_s: float | None = None) -> list[asyncio.Task[Rollout]]:
+        async def result(index: int) -> Rollout:
+            return await self.controller.submit(
+                (index + 1, 5), SAMPLING, metadata=index, deadline_s=deadline_s
+            )
+
+        return [asyncio.ensure_future(result(index)) for index in range(count)]
+
+    def assert_balanced(self, *, completed: int) -> None:
+        stats = self.controller.stats()
+        assert (stats.completed, stats.lost, stats.outstanding, stats.failed) == (
+            completed,
+            0,
+            0,
+            0,
+        )
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    async with AsyncExitStack() as stack:
+        yield Rig(stack)
+
+
+async def finished(tasks: Sequence[asyncio.Task[Rollout]], deadline_s: float = 60) -> list[Rollout]:
+    async with asyncio.timeout(deadline_s):
+        return list(await asyncio.gather(*tasks))
+
+
+def assert_right(rollouts: Sequence[Rollout]) -> None:
+    """Every answer is the one to its own prompt, and every prompt has one."""
+    for index, rollout in enumerate(rollouts):
+        assert rollout.metadata == index
+        assert rollout.prompt_ids == (index + 1, 5)
+        assert rollout.output_ids == expected_tokens(rollout.prompt_ids, 6)
+        assert rollout.logprobs == tuple(-token / 1e6 for token in rollout.output_ids)
+
+
+async def test_a_thousand_rollouts_each_get_their_own_answer(rig: Rig) -> None:
+    engine = await rig.up(version=3)
+    rollouts = await finished(rig.submit(1000))
+    assert_right(rollouts)
+    assert {version for rollout in rollouts for version in rollout.versions} == {3}
+    assert engine.num_requests == 1000
+    rig.assert_balanced(completed=1000)
+
+
+async def test_a_killed_worker_loses_and_doubles_nothing(rig: Rig) -> None:
+    await rig.start()
+    engine = await rig.engine("a")
+    engine.hold(4)
+    rig.route(engine)
+    await rig.worker("worker-0", "--max-concurrent", "100")
+    await rig.worker("worker-1", "--max-concurrent", "100")
+    tasks = rig.submit(200)
+    await engine.until_held(200)
+    rig.workers["worker-0"].send_signal(signal.SIGKILL)
+    await rig.workers["worker-0"].wait()
+    await engine.release()
+    rollouts = await finished(tasks)
+    assert_right(rollouts)
+    assert rig.controller.stats().retried == 100
+    assert {rollout.worker for rollout in rollouts} == {"worker-1"}
+    rig.assert_balanced(completed=200)
+
+
+async def test_a_worker_that_comes_back_under_its_name_gets_the_work_again(rig: Rig) -> None:
+    await rig.start()
+    engine = await rig.engine("a")
+    engine.hold(2)
+    rig.route(engine)
+    first = await rig.worker("worker-0")
+    tasks = rig.submit(50)
+    await engine.until_held(50)
+    first.kill()
+    await first.wait()
+    await engine.release()
+    await rig.worker("worker-0")
+    rollouts = await finished(tasks)
+    assert_right(rollouts)
+    assert all(rollout.attempts == 2 for rollout in rollouts)
+    rig.assert_balanced(completed=50)
+
+
+async def test_a_worker_that_is_told_to_end_hands_its_work_over(rig: Rig) -> None:
+    await rig.start()
+    engine = await rig.engine("a")
+    engine.hold(2)
+    rig.route(engine)
+    first = await rig.worker("worker-0")
+    tasks = rig.submit(30)
+    await engine.until_held(30)
+    first.terminate()
+    assert await asyncio.wait_for(first.wait(), 10) == 0
+    await engine.release()
+    await rig.worker("worker-1")
+    rollouts = await finished(tasks)
+    assert_right(rollouts)
+    assert {rollout.worker for rollout in rollouts} == {"worker-1"}
+    rig.assert_balanced(completed=30)
+
+
+async def test_a_worker_that_hangs_loses_its_work_and_may_come_back(rig: Rig) -> None:
+    rig.config = RolloutConfig(
+        retry_backoff_s=0.01, worker_lease_s=0.4, worker_grace_s=0.5, on_abort=OnAbort.RETRY
+    )
+    await rig.start()
+    engine = await rig.engine("a")
+    engine.hold(1)
+    rig.route(engine)
+    hanging = await rig.worker("worker-0", "--heartbeat-s", "0.1")
+    tasks = rig.submit(25)
+    await engine.until_held(25)
+    hanging.send_signal(signal.SIGSTOP)
+    await rig.worker("worker-1", "--heartbeat-s", "0.1")
+    await engine.until_held(50)
+    await engine.release()
+    assert_right(await finished(tasks))
+    assert rig.controller.stats().workers == 1
+    hanging.send_signal(signal.SIGCONT)
+    await rig.reap(rig.workers["worker-1"])
+    more = await finished(rig.submit(10))
+    assert {rollout.worker for rollout in more} == {"worker-0"}
+    # A snapshot may show answers whose callback is under way.
+    assert rig.controller.stats().ignored >= 25
+    rig.assert_balanced(completed=35)
+
+
+async def test_of_two_workers_with_one_name_the_older_ends(rig: Rig) -> None:
+    await rig.start()
+    engine = await rig.engine("a")
+    engine.hold(1)
+    rig.route(engine)
+    older = await rig.worker("worker-0")
+    tasks = rig.submit(10)
+    await engine.until_held(10)
+    await rig.worker("worker-0")
+    assert await asyncio.wait_for(older.wait(), 15) == 2
+    await engine.release()
+    assert_right(await finished(tasks))
+    rig.assert_balanced(completed=10)
+
+
+async def test_a_worker_with_a_wrong_token_ends_at_once(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rig.start()
+    monkeypatch.setattr(sys.modules[__name__], "TOKEN", "another-token")
+    worker = await rig.worker("worker-0")
+    assert await asyncio.wait_for(worker.wait(), 15) == 2
+
+
+class FaultyProxy:
+    """Stands between workers and controller; loses requests and answers, repeats old requests.
+
+    With `lanes` completions travel as messages of one connection, and what is lost cuts it.
+    """
+
+    def __init__(self, target: str, seed: int, *, lanes: bool) -> None:
+        self.target = target
+        self.lanes = lanes
+        self.num_posts = 0
+        self.random = random.Random(seed)
+        self.faults = {"lost request": 0, "lost answer": 0, "doubled": 0, "old again": 0}
+        self.old: list[bytes] = []
+
+    async def start(self, stack: AsyncExitStack) -> str:
+        self.session = await stack.enter_async_context(
+            aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"})
+        )
+        app = web.Application(client_max_size=1 << 26)
+        app.add_routes([web.post("/v1/{lane}", self.forward)])
+        if self.lanes:
+            app.add_routes([web.get("/v1/completions", self.forward_lane)])
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+    async def forward(self, request: web.Request) -> web.Response:
+        lane, body = request.match_info["lane"], await request.read()
+        if lane != "completions":
+            return await self.send(lane, body)
+        self.num_posts += 1
+        return await self.complete(body)
+
+    async def forward_lane(self, request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse(timeout=0.1)
+        await socket.prepare(request)
+        async for message in socket:
+            answer = await self.complete(message.data)
+            if answer.status != 200:
+                await socket.close()
+                break
+            assert isinstance(answer.body, bytes)
+            await socket.send_bytes(answer.body)
+        return socket
+
+    async def complete(self, body: bytes) -> web.Response:
+        lane = "completions"
+        fault = self.random.choice([*self.faults, "", ""])
+        if fault:
+            self.faults[fault] += 1
+        if fault == "lost request":
+            return web.Response(status=503)
+        if fault == "doubled":
+            await self.send(lane, body)
+        if fault == "old again" and self.old:
+            await self.send(lane, self.random.choice(self.old))
+        self.old.append(body)
+        answer = await self.send(lane, body)
+        return web.Response(status=502) if fault == "lost answer" else answer
+
+    async def send(self, lane: str, body: bytes) -> web.Response:
+        async with self.session.post(f"{self.target}/v1/{lane}", data=body) as response:
+            return web.Response(status=response.status, body=await response.read())
+
+
+@pytest.mark.parametrize("lanes", [True, False])
+async def test_lost_doubled_and_reordered_callbacks_complete_exactly_once(
+    rig: Rig, lanes: bool
+) -> None:
+    await rig.start()
+    engine = await rig.engine("a", token_s=0.001)
+    rig.route(engine)
+    proxy = FaultyProxy(rig.server.url, seed=7, lanes=lanes)
+    url = await proxy.start(rig.stack)
+    await rig.worker("worker-0", "--max-concurrent", "8", url=url)
+    await rig.worker("worker-1", "--max-concurrent", "8", url=url)
+    rollouts = await finished(rig.submit(300))
+    assert_right(rollouts)
+    assert all(rollout.attempts == 1 for rollout in rollouts)
+    assert engine.num_requests == 300
+    assert min(proxy.faults.values()) > 0, proxy.faults
+    assert (proxy.num_posts == 0) is lanes
+    assert rig.controller.stats().ignored > 0
+    rig.assert_balanced(completed=300)
+
+
+async def test_outcomes_wait_for_a_controller_that_is_away(rig: Rig) -> None:
+    engine = await rig.up(hold=3)
+    tasks = rig.submit(40)
+    await engine.until_held(40)
+    port = int(rig.server.url.rsplit(":", 1)[1])
+    await rig.server.close()
+    await engine.release()
+    await engine.until(lambda: engine.num_active == 0)
+    await rig.serve(port)
+    assert_right(await finished(tasks))
+    assert engine.num_requests == 40
+    rig.assert_balanced(completed=40)
+
+
+async def test_a_worker_ends_when_its_controller_stays_away(rig: Rig) -> None:
+    await rig.start()
+    engine = await rig.engine("a")
+    rig.route(engine)
+    worker = await rig.worker("worker-0", "--controller-gone-s", "0.5")
+    assert_right(await finished(rig.submit(1)))
+    await rig.controller.close()
+    await rig.server.close()
+    assert await asyncio.wait_for(worker.wait(), 15) == 1
+
+
+async def test_the_rollouts_of_a_dead_engine_are_run_by_another(rig: Rig) -> None:
+    await rig.start()
+    first, second = await rig.engine("a"), await rig.engine("b", version=1)
+    first.hold(2)
+    rig.route(first)
+    await rig.worker("worker-0")
+    tasks = rig.submit(60)
+    await first.until_held(60)
+    rig.route(first, second)
+    await first.die()
+    rollouts = await finished(tasks)
+    assert_right(rollouts)
+    assert {rollout.engine for rollout in rollouts} == {"b"}
+    assert {version for rollout in rollouts for version in rollout.versions} == {1}
+    rig.assert_balanced(completed=60)
+
+
+async def test_an_engine_that_stays_unroutable_gives_its_rollouts_up(rig: Rig) -> None:
+    rig.config = RolloutConfig(retry_backoff_s=0.01, engine_grace_s=0.2)
+    await rig.start()
+    hung, other = await rig.engine("a"), await rig.engine("b")
+    hung.hold(0)
+    rig.route(hung)
+    await rig.worker("worker-0")
+    tasks = rig.submit(20)
+    await hung.until_held(20)
+    rig.route(other)
+    rollouts = await finished(tasks)
+    assert {rollout.engine for rollout in rollouts} == {"b"}
+    rig.assert_balanced(completed=20)
+
+
+async def test_an_engine_that_refuses_is_avoided_and_attempts_are_counted(rig: Rig) -> None:
+    rig.config = RolloutConfig(retry_backoff_s=0.001, max_attempts=3)
+    await rig.start()
+    broken, sound = await rig.engine("a"), await rig.engine("b")
+    broken.failing = True
+    rig.route(broken, sound)
+    await rig.worker("worker-0")
+    rollouts = await finished(rig.submit(40))
+    assert {rollout.engine for rollout in rollouts} == {"b"}
+    rig.route(broken)
+    with pytest.raises(RolloutError, match=r"failed 3 times .* HTTP 500: .*out of order"):
+        await rig.controller.submit((1, 5), SAMPLING)
+    stats = rig.controller.stats()
+    assert (stats.failed, stats.lost, stats.outstanding) == (1, 0, 0)
+
+
+async def test_an_engine_that_is_not_routable_gets_no_traffic(rig: Rig) -> None:
+    await rig.start()
+    first, second = await rig.engine("a"), await rig.engine("b")
+    rig.route(first)
+    await rig.worker("worker-0")
+    await finished(rig.submit(50))
+    assert (first.num_requests, second.num_requests) == (50, 0)
+    rig.route(second)
+    await finished(rig.submit(50))
+    assert (first.num_requests, second.num_requests) == (50, 50)
+    rig.route()
+    waiting = rig.submit(5)
+    rig.route(first, second)
+    await finished(waiting)
+
+
+async def test_load_is_spread_over_routable_engines(rig: Rig) -> None:
+    await rig.start()
+    engines = [await rig.engine(name) for name in "abc"]
+    for engine in engines:
+        engine.hold(1)
+    rig.route(*engines)
+    await rig.worker("worker-0")
+    tasks = rig.submit(90)
+    for engine in engines:
+        await engine.until_held(30)
+        await engine.release()
+    assert_right(await finished(tasks))
+    assert [engine.num_requests for engine in engines] == [30, 30, 30]
+
+
+async def test_an_aborted_generation_goes_on_and_labels_each_token(rig: Rig) -> None:
+    engine = await rig.up(hold=2, version=4)
+    tasks = rig.submit(10)
+    await engine.until_held(10)
+    engine.version = 5
+    await engine.abort()
+    rollouts = await finished(tasks)
+    assert_right(rollouts)
+    assert {rollout.versions for rollout in rollouts} == {(4, 4, 5, 5, 5, 5)}
+    assert all(rollout.attempts == 1 for rollout in rollouts)
+    assert engine.num_requests == 20
+
+
+async def test_tokens_of_an_engine_that_labels_none_carry_its_weight_version(rig: Rig) -> None:
+    await rig.up(version=9, token_versions=False)
+    assert {rollout.versions for rollout in await finished(rig.submit(5))} == {(9,) * 6}
+
+
+async def test_an_abort_can_start_over_so_that_one_version_made_every_token(rig: Rig) -> None:
+    rig.config = RolloutConfig(on_abort=OnAbort.RETRY)
+    engine = await rig.up(hold=3, version=4)
+    tasks = rig.submit(10)
+    await engine.until_held(10)
+    engine.version = 5
+    await engine.abort()
+    rollouts = await finished(tasks)
+    assert_right(rollouts)
+    assert {rollout.versions for rollout in rollouts} == {(5,) * 6}
+
+
+async def test_a_retry_elsewhere_can_go_on_from_the_tokens_that_survived(rig: Rig) -> None:
+    rig.config = RolloutConfig(retry_backoff_s=0.01, carry_partial=True)
+    await rig.start()
+    first, second = await rig.engine("a"), await rig.engine("b", version=1)
+    first.hold(2)
+    rig.route(first)
+    await rig.worker("worker-0")
+    tasks = rig.submit(10)
+    await first.until_held(10)
+    rig.engines.set([first.entry, ("b", second.url, 0)])
+    first.failing = True
+    await first.abort()
+    rollouts = await finished(tasks)
+    assert_right(rollouts)
+    assert {rollout.versions for rollout in rollouts} == {(0, 0, 1, 1, 1, 1)}
+    rig.assert_balanced(completed=10)
+
+
+async def test_an_answer_that_grew_too_old_while_it_ran_is_made_again(rig: Rig) -> None:
+    rig.policy = StalenessPolicy(max_staleness=1, batch_size=64, max_concurrent=64)
+    engine = await rig.up(hold=2)
+    tasks = rig.submit(8)
+    await engine.until_held(8)
+    engine.version = 2
+    rig.route(engine)
+    await engine.release()
+    rollouts = await finished(tasks)
+    assert {rollout.versions for rollout in rollouts} == {(2,) * 6}
+    stats = rig.controller.stats()
+    assert (stats.stopped_early, stats.too_old, stats.rejected) == (8, 0, 0)
+    rig.assert_balanced(completed=8)
+
+
+async def test_a_group_that_grew_too_old_while_it_waited_is_made_again(rig: Rig) -> None:
+    rig.policy = StalenessPolicy(max_staleness=0, batch_size=8, max_concurrent=64)
+    engine = await rig.up()
+    handles = [rig.controller.submit_group((index + 1, 5), 4, SAMPLING) for index in range(4)]
+    first = await rig.controller.next_batch(2, deadline_s=10)
+    assert {v for group in first for r in group.rollouts for v in r.versions} == {0}
+    rig.controller.set_version(1)
+    engine.version = 1
+    second = await rig.controller.next_batch(2, deadline_s=10)
+    assert {group.group_id for group in first + second} == {0, 1, 2, 3}
+    assert {v for group in second for r in group.rollouts for v in r.versions} == {1}
+    for group in first + second:
+        assert len({rollout.task_id for rollout in group.rollouts}) == 4
+        assert {rollout.prompt_ids for rollout in group.rollouts} == {group.prompt_ids}
+    assert all(handle.done() for handle in handles)
+    rig.assert_balanced(completed=16)
+
+
+async def train_beside_long_groups(rig: Rig, num_steps: int) -> tuple[FakeEngine, list[Rollout]]:
+    """Each step trains on two groups of short answers; two long groups need three versions."""
+    engine = await rig.up()
+    engine.hold(1, per_version=True)
+    long, short = SamplingParams(max_new_tokens=3), SamplingParams(max_new_tokens=1)
+    for number in (900, 901):
+        rig.long.append(rig.controller.submit_group((number, 5), 4, long))
+    await engine.until_held(8)
+    trained: list[Rollout] = []
+    for step in range(num_steps):
+        for number in (2 * step, 2 * step + 1):
+            rig.controller.submit_group((number + 1, 5), 4, short)
+        for group in await rig.controller.next_batch(2, deadline_s=20):
+            trained += group.rollouts
+        await engine.serve(step + 1)
+        rig.route(engine)
+    return engine, trained
+
+
+async def test_rollouts_that_last_longer_than_the_bound_end_and_are_reported(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.policy = StalenessPolicy(max_staleness=1, batch_size=8, max_concurrent=64)
+    engine, trained = await train_beside_long_groups(rig, 20)
+    assert len(trained) == 160
+    assert all(handle.done() for handle in rig.long), rig.controller.stats()
+    for handle in rig.long:
+        with pytest.raises(RolloutError, match=r"max_staleness=1\) after 3 resubmissions"):
+            await handle
+    stats = rig.controller.stats()
+    assert (stats.completed, stats.dropped, stats.lost, stats.outstanding) == (160, 8, 0, 0)
+    # 8 samples, 4 tries each; the end of a group stops the rest of it.
+    assert 3 * 8 + 2 <= stats.stopped_early + stats.too_old <= 4 * 8
+    assert "too old for version 2 (max_staleness=1, on_stale=resubmit" in caplog.text
+    await engine.until(lambda: engine.num_active == 0)
+
+
+async def test_rollouts_longer_than_the_bound_are_trained_on_if_their_owner_wants_that(
+    rig: Rig,
+) -> None:
+    rig.policy = StalenessPolicy(
+        max_staleness=1, batch_size=8, max_concurrent=64, on_stale=OnStale.TRAIN
+    )
+    _, trained = await train_beside_long_groups(rig, 5)
+    long = [rollout for rollout in trained if rollout.prompt_ids[0] >= 900]
+    assert sorted((r.prompt_ids[0], r.versions) for r in long) == [
+        (number, (0, 1, 2)) for number in (900, 901) for _ in range(4)
+    ]
+    assert all(handle.done() for handle in rig.long)
+    stats = rig.controller.stats()
+    assert (stats.stopped_early, stats.too_old, stats.wasted_tokens, stats.lost) == (0, 0, 0, 0)
+
+
+async def test_what_cannot_be_young_enough_is_stopped_at_the_engine_and_leaves_room(
+    rig: Rig,
+) -> None:
+    rig.policy = StalenessPolicy(
+        max_staleness=1, batch_size=8, max_concurrent=8, on_stale=OnStale.DROP
+    )
+    engine = await rig.up()
+    engine.hold(1, per_version=True)
+    sampling = SamplingParams(max_new_tokens=9)
+    group = rig.controller.submit_group((1, 5), 4, sampling)
+    single = rig.controller.submit((2, 5), sampling)
+    await engine.until_held(5)
+    for version in (1, 2):
+        assert engine.num_active == 5
+        await engine.serve(version)
+        rig.route(engine)
+    await engine.until(lambda: engine.num_active == 0)
+    for handle in (group, single):
+        with pytest.raises(RolloutError, match="dropped, too old for version 2"):
+            await handle
+    stats = rig.controller.stats()
+    # One sample of the group was found too old, the others go with it.
+    assert (stats.stopped_early, stats.dropped, stats.capacity, stats.lost) == (2, 5, 8, 0)
+    with pytest.raises(PeerTimeout, match=r"got 0 \(.*dropped 5, too old 0, stopped early 2,"):
+        await rig.controller.next_batch(1, deadline_s=0.05)
+
+
+async def test_admission_stops_at_the_bound_and_opens_with_the_next_version(rig: Rig) -> None:
+    rig.policy = StalenessPolicy(max_staleness=1, batch_size=4, max_concurrent=100)
+    engine = await rig.up(hold=1)
+    for index in range(5):
+        rig.controller.submit_group((index + 1, 5), 4, SAMPLING)
+    await engine.until_held(8)
+    stats = rig.controller.stats()
+    assert (stats.running, stats.waiting, stats.capacity) == (8, 12, 0)
+    await engine.release()
+    await rig.controller.next_batch(2, deadline_s=10)
+    with pytest.raises(PeerTimeout, match="1 groups within"):
+        await rig.controller.next_batch(1, deadline_s=0.1)
+    rig.controller.set_version(1)
+    engine.version = 1
+    assert len(await rig.controller.next_batch(1, deadline_s=10)) == 1
+    assert engine.num_requests == 12
+
+
+async def test_a_producer_that_waits_for_room_never_gets_ahead_of_the_bound(rig: Rig) -> None:
+    rig.policy = StalenessPolicy(max_staleness=1, batch_size=6, max_concurrent=100)
+    engine = await rig.up()
+
+    async def produce() -> None:
+        for index in range(1000):
+            await rig.controller.wait_for_room(deadline_s=10)
+            rig.controller.submit_group((index + 1, 5), 3, SAMPLING)
+
+    producer = asyncio.create_task(produce())
+    seen = []
+    for version in range(5):
+        engine.version = version
+        rig.controller.set_version(version)
+        groups = await rig.controller.next_batch(2, deadline_s=10)
+        seen += [group.group_id for group in groups]
+        for rollout in (rollout for group in groups for rollout in group.rollouts):
+            assert version - min(rollout.versions) <= 1
+        stats = rig.controller.stats()
+        assert stats.submitted - stats.completed <= 2 * 6
+    producer.cancel()
+    await asyncio.gather(producer, return_exceptions=True)
+    assert len(set(seen)) == 10
+
+
+async def test_room_that_never_comes_is_an_error_that_says_what_takes_it(rig: Rig) -> None:
+    rig.policy = StalenessPolicy(max_staleness=0, batch_size=2, max_concurrent=100)
+    await rig.up()
+    handles = [rig.controller.submit((index + 1, 5), SAMPLING) for index in range(2)]
+    await rig.controller.wait(handles, deadline_s=10)
+    with pytest.raises(
+        PeerTimeout,
+        match=r"wait_for_room: none within 0.05 s \(.*running 0.*accepted 2.*workers 1\)",
+    ):
+        await rig.controller.wait_for_room(deadline_s=0.05)
+
+
+async def test_closing_ends_every_wait_with_an_error_and_cancels_nobody(rig: Rig) -> None:
+    rig.policy = StalenessPolicy(max_staleness=0, batch_size=2, max_concurrent=100)
+    await rig.up(hold=0)
+    for index in range(2):
+        rig.controller.submit((index + 1, 5), SAMPLING)
+    waits = [
+        asyncio.create_task(rig.controller.wait_for_room(deadline_s=60)),
+        asyncio.create_task(rig.controller.wait_for_workers(9, deadline_s=60)),
+    ]
+    await asyncio.sleep(0)  # both wait now
+    await rig.controller.close()
+    for wait in waits:
+        with pytest.raises(ConfigError, match="needs an open controller, got closed"):
+            await wait
+
+
+async def test_a_step_that_no_rank_asks_for_is_a_named_error(rig: Rig) -> None:
+    await rig.up()
+    with pytest.raises(PeerTimeout, match=r"asked for step 3 within 0\.05 s; .*: none"):
+        await rig.batches.requested(3, deadline_s=0.05)
+
+
+async def test_a_deadline_ends_a_rollout_on_an_engine_that_never_answers(rig: Rig) -> None:
+    await rig.up(hold=0)
+    handle = rig.controller.submit((1, 5), SAMPLING, deadline_s=0.4)
+    with pytest.raises(PeerTimeout, match=r"deadline_s=0.4 passed in attempt 1 on engine a"):
+        await handle
+    stats = rig.controller.stats()
+    assert (stats.failed, stats.outstanding, stats.lost) == (1, 0, 0)
+
+
+async def test_cancelling_frees_the_engine(rig: Rig) -> None:
+    engine = await rig.up(hold=0)
+    handles = [rig.controller.submit((index + 1, 5), SAMPLING) for index in range(10)]
+    group = rig.controller.submit_group((99, 5), 4, SAMPLING)
+    await engine.until_held(14)
+    handles[3].cancel()
+    group.cancel()
+    await engine.release()
+    for index, handle in enumerate(handles):
+        if index == 3:
+            with pytest.raises(asyncio.CancelledError):
+                await handle
+        else:
+            assert (await handle).output_ids == expected_tokens((index + 1, 5), 6)
+    stats = rig.controller.stats()
+    assert (stats.completed, stats.cancelled, stats.outstanding, stats.lost) == (9, 5, 0, 0)
+
+
+async def test_an_update_that_takes_long_does_not_delay_completions(rig: Rig) -> None:
+    began = asyncio.Event()
+
+    async def update(_: web.Request) -> web.Response:
+        began.set()
+        await asyncio.sleep(2.0)
+        return web.Response()
+
+    rig.extra_routes = [web.post("/v1/update", update)]
+    await rig.up()
+    await finished(rig.submit(1))
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:
+        updating = asyncio.ensure_future(session.post(f"{rig.server.url}/v1/update"))
+        await began.wait()
+        start = time.monotonic()
+        await finished(rig.submit(100))
+        assert time.monotonic() - start < 1.5
+        assert not updating.done()
+        (await updating).release()
+
+
+async def test_ranks_get_disjoint_shards_and_the_same_answer_again(rig: Rig) -> None:
+    await rig.up()
+    for index in range(6):
+        rig.controller.submit_group((index + 1, 5), 3, SAMPLING)
+
+    def ask(rank: int, step: int = 0) -> list[tuple[int, ...]]:
+        with BatchClient(rig.server.url, TOKEN) as client:
+            batch = client.next_batch(step, rank, 2, deadline_s=10)
+            assert client.next_batch(step, rank, 2, deadline_s=10) == batch
+        assert all(s.reward == sum(s.output_ids) for s in batch.samples)
+        return [(s.group_id, *s.prompt_ids) for s in batch.samples]
+
+    asking = [asyncio.create_task(asyncio.to_thread(ask, rank)) for rank in (0, 1)]
+    await rig.batches.requested(0, deadline_s=10)
+    groups = await rig.controller.next_batch(6, deadline_s=10)
+    await rig.batches.put(
+        0, [training_samples(g, [sum(r.output_ids) for r in g.rollouts]) for g in groups]
+    )
+    shards = await asyncio.gather(*asking)
+    assert [len(shard) for shard in shards] == [9, 9]
+    assert not set(shards[0]) & set(shards[1])
+    assert {prompt for shard in shards for _, prompt, _ in shard} == {1, 2, 3, 4, 5, 6}
+
+
+async def test_a_batch_that_cannot_be_had_is_a_named_error(rig: Rig) -> None:
+    await rig.start()
+
+    def ask(
+        step: int,
+        world_size: int = 1,
+        token: str = TOKEN,
+        rank: int = 0,
+        deadline_s: float = 20.0,
+    ) -> None:
+        with BatchClient(rig.server.url, token) as client:
+            client.next_batch(step, rank, world_size, deadline_s=deadline_s)
+
+    with pytest.raises(AuthenticationError, match="token"):
+        await asyncio.to_thread(ask, 0, token="wrong")
+    with pytest.raises(PeerTimeout, match=r"step 0 .* within 0.3 s"):
+        await asyncio.to_thread(ask, 0, deadline_s=0.3)
+    with pytest.raises(ConfigError, match=r"rank must be in \[0, world_size=1\), got 1"):
+        await asyncio.to_thread(ask, 0, rank=1)
+    for step in range(3):
+        await rig.batches.put(step, [()])
+    with pytest.raises(StaleMessage, match=r"step must be one of \[1, 2\], got 0"):
+        await asyncio.to_thread(ask, 0)
+    await asyncio.to_thread(ask, 2)
+    with pytest.raises(ConfigError, match="world_size of step 2 must be 1, got 2"):
+        await asyncio.to_thread(ask, 2, world_size=2)
+
+
+async def test_a_closed_controller_tells_workers_to_come_back_not_to_end(rig: Rig) -> None:
+    await rig.start()
+    await rig.controller.close()
+    hello = WorkerHello(name="w", url="http://w", incarnation="i", max_concurrent=1)
+    async with (
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session,
+        session.post(f"{rig.server.url}/v1/workers", data=encode(hello)) as response,
+    ):
+        assert response.status == 503
+
+
+async def test_a_worker_with_the_tokens_of_its_role_works_and_answers_nobody_else(rig: Rig) -> None:
+    await rig.start()
+    engine = await rig.engine("a")
+    rig.route(engine)
+    await rig.worker("w", tokens=role_environment(TOKEN, Access.WORKER))
+    await asyncio.gather(*rig.submit(4))
+    assert engine.authorizations == {f"Bearer {role_token(TOKEN, Access.CLIENT)}"}
+    url = next(link.hello.url for link in rig.controller._links.values())
+    for token in (role_token(TOKEN, Access.OBSERVER), TOKEN, ""):
+        async with (
+            aiohttp.ClientSession(headers={"Authorization": f"Bearer {token}"}) as session,
+            session.get(f"{url}/health") as response,
+        ):
+            assert response.status == 401
+
+
+async def test_strangers_and_nonsense_are_refused(rig: Rig) -> None:
+    await rig.start()
+    url = f"{rig.server.url}/v1/completions"
+    right = {"Authorization": f"Bearer {TOKEN}"}
+    async with aiohttp.ClientSession() as session:
+        async with session.post(url, data=b"") as response:
+            assert response.status == 401
+        async with session.post(url, data=b"\xc1", headers=right) as response:
+            assert response.status == 400
+            assert "CompletionBatch of 1 bytes" in await response.text()
+        body = encode(CompletionBatch("nobody", "x", ()))
+        async with session.post(url, data=body, headers=right) as response:
+            assert response.status == 200
+    with pytest.raises(ConfigError, match="prompt_ids must not be empty"):
+        rig.controller.submit((), SAMPLING)
+    with pytest.raises(ConfigError, match="n must be >= 1"):
+        rig.controller.submit_group((1,), 0, SAMPLING)

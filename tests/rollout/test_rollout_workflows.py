@@ -1,0 +1,308 @@
+"""Workflows in real worker processes and in the controller's own loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from fake_engine import FakeEngine, expected_tokens
+
+from windlass.errors import ConfigError, PeerTimeout, RolloutError
+from windlass.net.server import ControlServer
+from windlass.rollout import (
+    BatchQueue,
+    OnStale,
+    Reject,
+    RolloutConfig,
+    RolloutController,
+    SamplingParams,
+    StalenessPolicy,
+    StaticEngines,
+    WorkflowContext,
+    mount_rollout_routes,
+)
+from windlass.rollout.choice import EngineChoice
+from windlass.rollout.messages import EngineTarget
+
+TOKEN = "a-token"
+SAMPLING = SamplingParams(max_new_tokens=2)
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Rig:
+    """A controller with engines; workers are started by the test."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self.stack = stack
+        self.policy = StalenessPolicy.unbounded(5000)
+        self.engines = StaticEngines()
+        self.controller: RolloutController
+        self.url = ""
+
+    async def start(self, num_engines: int = 1) -> list[FakeEngine]:
+        config = RolloutConfig(retry_backoff_s=0.01, max_rejections=3)
+        self.controller = await self.stack.enter_async_context(
+            RolloutController(self.engines, self.policy, token=TOKEN, config=config)
+        )
+        self.url = await self.serve(self.controller)
+        engines = [
+            await self.stack.enter_async_context(FakeEngine(f"engine-{index}"))
+            for index in range(num_engines)
+        ]
+        self.engines.set(engine.entry for engine in engines)
+        return engines
+
+    async def serve(self, controller: RolloutController) -> str:
+        server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
+        mount_rollout_routes(server, controller, BatchQueue())
+        await server.start()
+        self.stack.push_async_callback(server.close)
+        return server.url
+
+    async def agent_worker(self, name: str, url: str = "") -> asyncio.subprocess.Process:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, str(ROOT / "examples" / "agentic.py"), "worker"),
+            *("--name", name, "--controller", url or self.url),
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "WINDLASS_TOKEN": TOKEN},
+        )
+        self.stack.push_async_callback(reap, process)
+        return process
+
+
+async def reap(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+        await process.wait()
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    async with AsyncExitStack() as stack:
+        yield Rig(stack)
+
+
+async def three_turns(context: WorkflowContext) -> int:
+    assert isinstance(context.arguments, int)
+    tokens: tuple[int, ...] = (context.arguments,)
+    for _ in range(3):
+        tokens += (await context.generate(tokens)).output.output_ids
+    return sum(tokens)
+
+
+async def test_a_workflow_in_the_controllers_loop_sees_its_own_turns(rig: Rig) -> None:
+    await rig.start()
+    rig.controller.run_here({"three": three_turns})
+    handles = [rig.controller.submit_workflow("three", n + 1, SAMPLING) for n in range(100)]
+    for number, rollout in enumerate(await rig.controller.wait(handles, deadline_s=30)):
+        tokens: tuple[int, ...] = (number + 1,)
+        for turn in rollout.turns:
+            assert turn.prompt_ids == tokens
+            assert turn.output.output_ids == expected_tokens(tokens, 2)
+            tokens += turn.output.output_ids
+        assert (len(rollout.turns), rollout.value) == (3, sum(tokens))
+        assert rollout.versions == (0,) * 6
+    assert rig.controller.stats().lost == 0
+
+
+async def test_a_killed_worker_in_the_middle_of_a_thousand_conversations_loses_none(
+    rig: Rig,
+) -> None:
+    (engine,) = await rig.start()
+    first = await rig.agent_worker("worker-0")
+    await rig.agent_worker("worker-1")
+    await rig.controller.wait_for_workers(2, deadline_s=60)
+    engine.hold(1)
+    groups = [
+        rig.controller.submit_workflow_group("book_a_seat", number, 4, SAMPLING)
+        for number in range(250)
+    ]
+    await engine.until_held(1000)
+    engine.version = 1
+    first.send_signal(signal.SIGKILL)
+    await first.wait()
+    await engine.release()
+    delivered = await rig.controller.next_batch(250, deadline_s=60)
+    assert sorted(group.group_id for group in delivered) == [group.group_id for group in groups]
+    for rollout in (rollout for group in delivered for rollout in group.rollouts):
+        assert isinstance(rollout.value, dict)
+        assert rollout.value["turns"] == len(rollout.turns) >= 1
+    stats = rig.controller.stats()
+    assert (stats.completed, stats.lost, stats.outstanding, stats.failed) == (1000, 0, 0, 0)
+    assert stats.retried > 0
+
+
+async def test_waiting_for_workers_that_never_come_ends_by_the_deadline(rig: Rig) -> None:
+    await rig.start()
+    rig.controller.run_here({})
+    with pytest.raises(
+        PeerTimeout, match=r"2 workers within 0\.1 s, 1 are registered \(controller"
+    ):
+        await rig.controller.wait_for_workers(2, deadline_s=0.1)
+
+
+async def test_a_workflow_that_no_worker_knows_waits_and_holds_up_nothing(rig: Rig) -> None:
+    await rig.start()
+    unknown = [rig.controller.submit_workflow("book_a_seat", n, SAMPLING) for n in range(20)]
+    plain = [rig.controller.submit((n + 1,), SAMPLING) for n in range(20)]
+    rig.controller.run_here({}, max_concurrent=2)
+    await rig.controller.wait(plain, deadline_s=20)
+    assert rig.controller.stats().parked == 20
+    unknown[3].cancel()
+    await rig.agent_worker("worker-0")
+    del unknown[3]
+    rollouts = await rig.controller.wait(unknown, deadline_s=20)
+    assert {rollout.worker for rollout in rollouts} == {"worker-0"}
+    stats = rig.controller.stats()
+    assert (stats.completed, stats.cancelled, stats.parked, stats.lost) == (39, 1, 0, 0)
+
+
+async def test_a_rejected_trajectory_is_tried_again_and_given_up_in_the_end(rig: Rig) -> None:
+    seen: dict[object, int] = {}
+
+    async def picky(context: WorkflowContext) -> int:
+        await context.generate((1,))
+        seen[context.arguments] = seen.get(context.arguments, 0) + 1
+        if context.arguments == "never" or seen[context.arguments] < 3:
+            raise Reject("not good enough")
+        return seen[context.arguments]
+
+    await rig.start()
+    rig.controller.run_here({"picky": picky})
+    assert (await rig.controller.submit_workflow("picky", "third", SAMPLING)).value == 3
+    with pytest.raises(RolloutError, match=r"rejected 3 times .* not good enough"):
+        await rig.controller.submit_workflow("picky", "never", SAMPLING)
+    assert rig.controller.stats().lost == 0
+
+
+async def test_a_paused_controller_dispatches_nothing_until_it_is_resumed(rig: Rig) -> None:
+    (engine,) = await rig.start()
+    rig.controller.run_here({})
+    rig.controller.pause()
+    handles = [rig.controller.submit((n + 1,), SAMPLING) for n in range(10)]
+    with pytest.raises(PeerTimeout, match=r"10 rollouts within 0\.1 s, 10 are not done"):
+        await rig.controller.wait(handles, deadline_s=0.1)
+    assert engine.num_requests == 0
+    rig.controller.resume()
+    assert len(await rig.controller.wait(handles, deadline_s=10)) == 10
+
+
+async def test_an_engine_too_old_for_the_bound_gets_no_traffic(rig: Rig) -> None:
+    rig.policy = StalenessPolicy(1, 100, 100)
+    old, new = await rig.start(2)
+    old.version, new.version = 3, 5
+    rig.engines.set((old.entry, new.entry))
+    rig.controller.run_here({})
+    handles = [rig.controller.submit((n + 1,), SAMPLING) for n in range(20)]
+    rollouts = await rig.controller.wait(handles, deadline_s=10)
+    assert {version for rollout in rollouts for version in rollout.versions} == {5}
+    assert old.num_requests == 0
+
+
+async def test_arguments_that_cannot_travel_are_refused_at_submission(rig: Rig) -> None:
+    await rig.start()
+    with pytest.raises(ConfigError, match="workflow three: arguments: must be msgpack-plain"):
+        rig.controller.submit_workflow("three", object(), SAMPLING)
+    with pytest.raises(ConfigError, match="workflow must not be empty"):
+        rig.controller.submit_workflow("", 1, SAMPLING)
+
+
+def test_equal_prefixes_stay_on_an_engine_until_it_holds_too_much_more_than_another() -> None:
+    load = {"a": 0, "b": 0}
+    engines = [EngineTarget("a", ""), EngineTarget("b", "")]
+    choice = EngineChoice(slack=4)
+
+    def choose(prefix: int, avoid: str = "") -> str:
+        name = choice.choose(engines, load.__getitem__, prefix, avoid).name
+        load[name] += 1
+        return name
+
+    assert [choose(1) for _ in range(6)] == ["a", "a", "a", "a", "a", "b"]
+    assert choose(2) == "b"
+    assert choose(2, avoid="b") == "a", "the engine that failed is left while there is another"
+
+
+@pytest.mark.parametrize("on_stale", OnStale)
+async def test_a_conversation_over_more_versions_than_the_bound_ends_as_its_owner_chose(
+    rig: Rig, on_stale: OnStale
+) -> None:
+    rig.policy = StalenessPolicy(1, 8, 8, on_stale=on_stale, max_resubmits=1)
+    (engine,) = await rig.start()
+    turns_made = 0
+
+    async def one_turn_per_version(context: WorkflowContext) -> None:
+        nonlocal turns_made
+        for _ in range(6):
+            await context.generate((7,))
+            turns_made += 1
+            engine.version += 1
+
+    rig.controller.run_here({"long": one_turn_per_version})
+    handle = rig.controller.submit_workflow("long", None, SAMPLING)
+    if on_stale is OnStale.TRAIN:
+        assert (await handle).versions == tuple(v for version in range(6) for v in [version] * 2)
+        assert turns_made == 6
+        return
+    with pytest.raises(RolloutError, match="dropped, too old"):
+        await handle
+    # The third turn of a run shows that it cannot be used; the three after it are never made.
+    runs = 2 if on_stale is OnStale.RESUBMIT else 1
+    assert engine.num_requests == 3 * runs
+    stats = rig.controller.stats()
+    assert (stats.stopped_early, stats.dropped, stats.failed, stats.lost) == (runs, 1, 0, 0)
+
+
+async def test_evaluation_beside_training_uses_none_of_its_bound(rig: Rig) -> None:
+    rig.policy = StalenessPolicy(max_staleness=0, batch_size=4, max_concurrent=4)
+    await rig.start()
+    rig.controller.run_here({})
+    async with RolloutController(
+        rig.engines, StalenessPolicy.unbounded(64), token=TOKEN
+    ) as evaluation:
+        evaluation.run_here({})
+        asked = [evaluation.submit((n + 1,), SAMPLING) for n in range(40)]
+        assert len(await evaluation.wait(asked, deadline_s=20)) == 40
+    assert rig.policy.capacity() == 4
+    group = rig.controller.submit_group((1,), 4, SAMPLING)
+    (handed,) = await rig.controller.next_batch(1, deadline_s=20)
+    assert handed.group_id == group.group_id
+
+
+async def test_evaluation_behind_a_server_of_its_own_has_workers_of_its_own(rig: Rig) -> None:
+    await rig.start()
+    evaluation = await rig.stack.enter_async_context(
+        RolloutController(rig.engines, StalenessPolicy.unbounded(64), token=TOKEN)
+    )
+    url = await rig.serve(evaluation)
+    await rig.agent_worker("trains")
+    await rig.agent_worker("evaluates", url)
+    for controller, worker in ((rig.controller, "trains"), (evaluation, "evaluates")):
+        await controller.wait_for_workers(1, deadline_s=60)
+        handles = [controller.submit_workflow("book_a_seat", n, SAMPLING) for n in range(10)]
+        rollouts = await controller.wait(handles, deadline_s=30)
+        assert {rollout.worker for rollout in rollouts} == {worker}
+    server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
+    mount_rollout_routes(server, rig.controller, BatchQueue())
+    with pytest.raises(ConfigError, match=r"mounted once, again: .*/v1/completions"):
+        mount_rollout_routes(server, evaluation, BatchQueue())
+
+
+async def test_groups_and_single_rollouts_that_are_declined_are_replaced(rig: Rig) -> None:
+    rig.policy = StalenessPolicy(max_staleness=0, batch_size=2, max_concurrent=2)
+    await rig.start()
+    rig.controller.run_here({})
+    for number in range(5):  # the version stands still: the second would wait for ever
+        rig.controller.submit_group((number + 1,), 2, SAMPLING)
+        (group,) = await rig.controller.next_batch(1, deadline_s=20)
+        rig.controller.decline(group)
+        rollout = await rig.controller.submit((number + 1,), SAMPLING)
+        rig.controller.decline(rollout)
+        with pytest.raises(RolloutError, match="not declined yet"):
+            rig.controller.decline(rollout)
+    stats = rig.controller.stats()
+    assert (stats.completed, stats.declined, stats.lost, stats.capacity) == (15, 15, 0, 2)

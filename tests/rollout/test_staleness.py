@@ -1,0 +1,425 @@
+"""The staleness bound and the bookkeeping, under any sequence of events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from windlass.errors import ConfigError, ProtocolError, RolloutError
+from windlass.rollout.handles import RolloutConfig, RolloutGroup
+from windlass.rollout.lifecycle import Lifecycle
+from windlass.rollout.messages import (
+    CompletionBatch,
+    OutcomeStatus,
+    Partial,
+    RolloutOutcome,
+    SamplingParams,
+    decode,
+    encode,
+)
+from windlass.rollout.staleness import OnStale, StalenessPolicy
+from windlass.rollout.table import Group, Record, State
+
+EVENTS = st.lists(
+    st.sampled_from(
+        ["admit", "accept", "release", "discard", "consume", "back", "version", "skip"]
+    ),
+    max_size=200,
+)
+
+
+@given(
+    events=EVENTS,
+    max_staleness=st.integers(0, 3),
+    batch_size=st.integers(1, 6),
+    max_concurrent=st.integers(1, 12),
+    start_version=st.integers(0, 50),
+)
+def test_no_sequence_of_events_runs_further_ahead_than_the_bound(
+    events: list[str], max_staleness: int, batch_size: int, max_concurrent: int, start_version: int
+) -> None:
+    policy = StalenessPolicy(max_staleness, batch_size, max_concurrent, start_version)
+    actions: dict[str, Callable[[], None]] = {
+        "admit": policy.admit,
+        "accept": policy.accept,
+        "release": policy.release,
+        "discard": policy.discard,
+        "consume": lambda: policy.consume(batch_size),
+        "back": lambda: policy.give_back(batch_size),
+        "version": lambda: policy.set_version(policy.version + 1),
+        "skip": lambda: policy.set_version(policy.version + 7),
+    }
+    for event in events:
+        before = (policy.running, policy.accepted, policy.consumed, policy.version)
+        try:
+            actions[event]()
+        except RolloutError:
+            assert before == (policy.running, policy.accepted, policy.consumed, policy.version)
+        ahead = policy.accepted - policy.consumed + policy.running
+        assert 0 <= policy.running <= max_concurrent
+        assert 0 <= policy.consumed <= policy.accepted
+        assert ahead <= (max_staleness + 1) * batch_size
+        elapsed = policy.version - start_version
+        assert policy.accepted + policy.running <= (max_staleness + elapsed + 1) * batch_size
+        assert 0 <= policy.capacity() <= (max_staleness + 1) * batch_size - ahead
+
+
+def test_a_policy_that_starts_at_a_recovered_version_has_no_more_room_than_a_fresh_one() -> None:
+    fresh = StalenessPolicy(2, 8, 1000)
+    recovered = StalenessPolicy(2, 8, 1000, start_version=500)
+    assert recovered.capacity() == fresh.capacity() == 24
+
+
+def test_jumping_versions_does_not_open_room_that_nobody_consumed() -> None:
+    policy = StalenessPolicy(1, 4, 1000)
+    for _ in range(8):
+        policy.admit()
+    policy.set_version(100)
+    assert policy.capacity() == 0
+
+
+def test_age_is_that_of_the_oldest_token() -> None:
+    policy = StalenessPolicy(1, 4, 10, start_version=5)
+    assert not policy.is_stale([4, 5, 5])
+    assert policy.is_stale([5, 5, 3])
+    assert not policy.is_stale([])
+
+
+@pytest.mark.parametrize("bad", [(-1, 1, 1), (0, 0, 1), (0, 1, 0)])
+def test_impossible_bounds_are_refused(bad: tuple[int, int, int]) -> None:
+    with pytest.raises(ConfigError, match="must be"):
+        StalenessPolicy(*bad)
+
+
+class Bench:
+    """A lifecycle whose workers are this object."""
+
+    def __init__(
+        self,
+        start_version: int = 0,
+        on_stale: OnStale = OnStale.RESUBMIT,
+        max_resubmits: int = 3,
+    ) -> None:
+        self.policy = StalenessPolicy(
+            1, 4, 6, start_version, on_stale=on_stale, max_resubmits=max_resubmits
+        )
+        self.life = Lifecycle(
+            self.policy,
+            RolloutConfig(max_attempts=3, retry_backoff_s=1e-9),
+            take_back=self.taken_back,
+            work_changed=lambda: None,
+        )
+        self.at_worker: dict[str, int] = {}
+        self.groups: list[Group] = []
+        self.delivered: list[str] = []
+        self.handed: list[list[str]] = []
+        self.versions: dict[str, int] = {}
+        self.num = 0
+
+    def restarted(self) -> Bench:
+        """Another controller process; it learns the version from the engines, and no more."""
+        fresh = Bench(self.policy.version, self.policy.on_stale, self.policy.max_resubmits)
+        fresh.num = self.num
+        assert fresh.policy.capacity() <= 2 * 4
+        for task_id, attempt in self.at_worker.items():
+            assert fresh.life.running(task_id, attempt) is None, "answers to a dead process"
+        return fresh
+
+    def taken_back(self, record: Record) -> None:
+        assert self.at_worker.pop(record.task_id) == record.attempt
+
+    def add_group(self, n: int) -> None:
+        future: asyncio.Future[RolloutGroup] = asyncio.get_running_loop().create_future()
+        future.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+        group = Group(len(self.groups), (1,), None, future)
+        for _ in range(n):
+            self.num += 1
+            record = Record(
+                str(self.num), (1,), SamplingParams(max_new_tokens=1), None, None, 0.0, group=group
+            )
+            group.records.append(record)
+            self.life.add(record)
+        self.groups.append(group)
+
+    def dispatch(self) -> None:
+        book = self.life.book
+        if not book.queued and book.waiting and self.policy.capacity() > 0:
+            self.life.admit(next(iter(book.waiting.values())))
+        for record in list(book.queued.values())[:1]:
+            self.life.start_attempt(record, "engine", "worker")
+            self.at_worker[record.task_id] = record.attempt
+
+    def finish(self, status: OutcomeStatus, pick: int, version: int) -> None:
+        if not self.at_worker:
+            return
+        task_id = sorted(self.at_worker)[pick % len(self.at_worker)]
+        attempt = self.at_worker.pop(task_id)
+        record = self.life.running(task_id, attempt)
+        assert record is not None
+        self.versions[task_id] = version
+        self.life.end_attempt(record, outcome(task_id, attempt, status, version))
+        assert self.life.running(task_id, attempt) is None, "a second delivery would be used"
+
+    def hand_out(self) -> None:
+        while self.life.book.ready:
+            group = self.life.hand_out()
+            self.handed.append([rollout.task_id for rollout in group.rollouts])
+            for rollout in group.rollouts:
+                age = self.policy.version - min(rollout.versions)
+                assert age <= self.policy.max_staleness or self.policy.on_stale is OnStale.TRAIN
+                self.delivered.append(rollout.task_id)
+
+    def audit(self) -> None:
+        book, counts = self.life.book, self.life.book.counts
+        found = len(book.waiting) + len(book.queued) + len(book.backoff) + len(book.held)
+        found += len(self.at_worker)
+        ended = counts.completed + counts.cancelled + counts.failed + counts.dropped
+        assert counts.submitted == ended + found
+        assert found == len(book.records)
+        assert sum(len(each) for each in book.by_engine.values()) == len(self.at_worker)
+        admitted = len(book.queued) + len(book.backoff) + len(self.at_worker)
+        assert self.policy.running == admitted
+        assert admitted + len(book.held) <= 2 * 4, "no more unconsumed than the bound allows"
+        assert self.policy.accepted - self.policy.consumed == len(book.held)
+        assert len(self.delivered) == len(set(self.delivered)) == counts.completed
+        for group in book.ready.values():
+            assert group.complete()
+        self.audit_ages()
+
+    def audit_ages(self) -> None:
+        book, policy = self.life.book, self.policy
+        counts = book.counts
+        if policy.on_stale is OnStale.TRAIN:
+            waste = (counts.too_old, counts.stopped_early, counts.dropped, counts.wasted_tokens)
+            assert waste == (0, 0, 0, 0)
+            return
+        limit = policy.max_resubmits if policy.on_stale is OnStale.RESUBMIT else 0
+        assert all(record.resubmits <= limit for record in book.records.values())
+        for record in book.held.values():
+            assert record.outcome is not None
+            assert not policy.is_stale(record.outcome.versions())
+        for running in book.by_engine.values():
+            assert not any(policy.is_stale([record.begun or 0]) for record in running.values())
+        for group in self.groups:
+            ended = [record.state is State.ENDED for record in group.records]
+            assert all(ended) or not any(ended), "a group ends as a whole"
+            assert group.future.done() == all(ended)
+
+
+def outcome(task_id: str, attempt: int, status: OutcomeStatus, version: int) -> RolloutOutcome:
+    return RolloutOutcome(
+        task_id=task_id,
+        attempt=attempt,
+        seq=1,
+        status=status,
+        result=Partial((7,), (-0.5,), (version,)),
+        engine="engine",
+        worker="worker",
+        finished_at=0.0,
+    )
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(
+            [
+                "add",
+                "go",
+                "go",
+                "ok",
+                "ok",
+                "ok",
+                "old",
+                "error",
+                "reject",
+                "out",
+                "decline",
+                "up",
+                "cancel",
+                "restart",
+            ]
+        ),
+        st.integers(0, 50),
+    ),
+    max_size=120,
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(steps=STEPS, on_stale=st.sampled_from(OnStale), max_resubmits=st.integers(0, 3))
+def test_every_rollout_is_in_exactly_one_place_and_delivered_at_most_once(
+    steps: list[tuple[str, int]], on_stale: OnStale, max_resubmits: int
+) -> None:
+    async def run() -> None:
+        bench = Bench(0, on_stale, max_resubmits)
+        for step, number in steps:
+            version = bench.policy.version
+            match step:
+                case "add":
+                    bench.add_group(1 + number % 4)
+                case "go":
+                    bench.dispatch()
+                case "ok":
+                    bench.finish(OutcomeStatus.ACCEPTED, number, version)
+                case "old":
+                    bench.finish(OutcomeStatus.ACCEPTED, number, version - 1 - number % 3)
+                case "error":
+                    bench.finish(OutcomeStatus.ERROR, number, version)
+                case "reject":
+                    bench.finish(OutcomeStatus.REJECTED, number, version)
+                case "out":
+                    bench.hand_out()
+                case "decline" if bench.handed:
+                    bench.life.decline(bench.handed.pop(number % len(bench.handed)))
+                case "up":
+                    bench.life.set_version(version + 1 + number % 2)
+                case "restart":
+                    dead, bench = bench, bench.restarted()
+                    for group in dead.groups:
+                        dead.life.cancel_group(group)
+                case "cancel" if bench.groups:
+                    bench.life.cancel_group(bench.groups[number % len(bench.groups)])
+                case _:
+                    pass
+            await asyncio.sleep(0)
+            bench.audit()
+        for group in bench.groups:
+            bench.life.cancel_group(group)
+        bench.audit()
+        assert not bench.life.book.records
+        assert bench.policy.running == 0
+
+    asyncio.run(run())
+
+
+async def test_a_group_is_never_ready_before_its_last_sample() -> None:
+    bench = Bench()
+    bench.add_group(3)
+    for _ in range(3):
+        assert not bench.life.book.ready
+        bench.dispatch()
+        bench.finish(OutcomeStatus.ACCEPTED, 0, 0)
+    assert list(bench.life.book.ready) == [0]
+    assert all(record.state is State.HELD for record in bench.groups[0].records)
+
+
+async def test_groups_that_are_declined_leave_room_for_others_for_ever() -> None:
+    bench = Bench()  # 2 batches of 4 may be ahead, and the version never grows
+    for _ in range(20):
+        bench.add_group(4)
+        for _ in range(4):
+            bench.dispatch()
+            bench.finish(OutcomeStatus.ACCEPTED, 0, 0)
+        bench.hand_out()
+        bench.life.decline(bench.handed.pop())
+        bench.audit()
+    assert bench.life.book.counts.declined == len(bench.delivered) == 80
+    assert (bench.policy.accepted, bench.policy.consumed, bench.policy.capacity()) == (0, 0, 6)
+
+
+async def test_only_what_was_handed_out_together_can_be_declined_and_only_once() -> None:
+    bench = Bench()
+    bench.add_group(2)
+    for _ in range(2):
+        bench.dispatch()
+        bench.finish(OutcomeStatus.ACCEPTED, 0, 0)
+    with pytest.raises(RolloutError, match="must be what was handed out together"):
+        bench.life.decline(["1", "2"])
+    bench.hand_out()
+    for wrong in (["1"], ["2", "1"], []):
+        with pytest.raises(RolloutError, match="must be what was handed out together"):
+            bench.life.decline(wrong)
+    bench.life.decline(["1", "2"])
+    with pytest.raises(RolloutError, match="not declined yet"):
+        bench.life.decline(["1", "2"])
+
+
+async def test_a_ready_group_loses_exactly_the_samples_that_grew_too_old() -> None:
+    bench = Bench()
+    bench.add_group(2)
+    for version in (0, 1):
+        bench.dispatch()
+        bench.life.set_version(version)
+        bench.finish(OutcomeStatus.ACCEPTED, 0, version)
+    old, young = bench.groups[0].records
+    assert list(bench.life.book.ready) == [0]
+    bench.life.set_version(2)
+    assert not bench.life.book.ready
+    assert (old.state, young.state) == (State.WAITING, State.HELD)
+    bench.audit()
+    bench.dispatch()
+    bench.finish(OutcomeStatus.ACCEPTED, 0, 2)
+    bench.hand_out()
+    assert bench.delivered == ["1", "2"]
+    assert (bench.life.book.counts.too_old, bench.life.book.counts.wasted_tokens) == (1, 1)
+
+
+@pytest.mark.parametrize("on_stale", OnStale)
+async def test_a_group_that_lasts_three_versions_ends_as_its_owner_chose(on_stale: OnStale) -> None:
+    bench = Bench(0, on_stale, max_resubmits=2)
+    bench.add_group(2)
+    for version in range(1, 30):
+        for _ in range(2):
+            bench.dispatch()
+        begun = bench.policy.version - 2
+        for task_id in sorted(bench.at_worker):
+            if bench.life.book.records[task_id].begun == begun:
+                bench.finish(OutcomeStatus.ACCEPTED, 0, begun)
+        bench.hand_out()
+        bench.life.set_version(version)
+        bench.audit()
+    counts = bench.life.book.counts
+    assert bench.groups[0].future.done()
+    assert not bench.at_worker
+    assert not bench.life.book.records
+    assert bench.policy.capacity() > 0
+    match on_stale:
+        case OnStale.TRAIN:
+            assert bench.groups[0].future.result().rollouts[0].versions == (0,)
+            assert counts.completed == 2
+        case OnStale.RESUBMIT:
+            assert counts.stopped_early == 5  # each twice, and one that ends the group
+            with pytest.raises(RolloutError, match=r"dropped, .* after 2 resubmissions"):
+                bench.groups[0].future.result()
+        case OnStale.DROP:
+            assert counts.stopped_early == 1
+            with pytest.raises(RolloutError, match=r"dropped, .*\(on_stale=drop"):
+                bench.groups[0].future.result()
+
+
+async def test_what_a_dropped_group_had_finished_counts_as_wasted_and_leaves_room() -> None:
+    bench = Bench(0, OnStale.DROP)
+    bench.add_group(3)
+    for _ in range(3):
+        bench.dispatch()
+    bench.life.set_version(1)
+    bench.finish(OutcomeStatus.ACCEPTED, 0, 1)  # young, but of the same group
+    bench.life.set_version(2)
+    counts = bench.life.book.counts
+    assert (counts.dropped, counts.stopped_early, counts.too_old) == (3, 1, 0)
+    assert counts.wasted_tokens == 1
+    assert (bench.policy.running, bench.policy.accepted, bench.policy.capacity()) == (0, 0, 6)
+    assert not bench.at_worker, "its last sample was stopped with it"
+    bench.audit()
+
+
+async def test_a_choice_that_is_none_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"on_stale must be one of .*'drop'.*, got 'ignore'"):
+        StalenessPolicy(1, 1, 1, on_stale="ignore")  # type: ignore[arg-type]
+    assert StalenessPolicy(1, 1, 1, on_stale="train").on_stale is OnStale.TRAIN  # type: ignore[arg-type]
+
+
+def test_a_completion_survives_the_wire_and_nonsense_is_named() -> None:
+    batch = CompletionBatch("w", "i", (outcome("t", 3, OutcomeStatus.ACCEPTED, 9),))
+    assert decode(encode(batch), CompletionBatch) == batch
+    with pytest.raises(ProtocolError, match="CompletionBatch of 3 bytes"):
+        decode(b"\x01\x02\x03", CompletionBatch)
+
+
+def test_tokens_without_logprobs_are_refused() -> None:
+    with pytest.raises(ProtocolError, match="one length, got 2, 1, 2"):
+        Partial((1, 2), (0.5,), (0, 0))

@@ -1,0 +1,226 @@
+"""Bugs to be planted in the product, each of which the suite must find.
+
+A bug is a function of the product with a piece of its text replaced. If the product changes so
+that the piece is no longer there, planting fails, and the list has to be kept up.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+from windlass.rollout.controller import RolloutController
+from windlass.rollout.lifecycle import Lifecycle
+from windlass.transfer.receiver import Receiver
+from windlass.transfer.sender import Sender
+from windlass.updates import coordinator, gateway
+from windlass.updates.agents import EngineAgent
+from windlass.updates.conversation import _ReplyStore
+from windlass.updates.coordinator import Coordinator
+from windlass.updates.driver import RoundDriver
+from windlass.updates.fleet import Fleet
+from windlass.updates.links import LinkLedger
+from windlass.updates.rounds import RoundMachine
+
+
+@dataclass(frozen=True, slots=True)
+class Bug:
+    """In `owner.function`, `old` becomes `new`.
+
+    `seed` is the first that finds it, as `chaos_run.py --bugs --search` said; -1 for none yet.
+    """
+
+    name: str
+    owner: Any
+    function: str
+    old: str
+    new: str
+    seed: int = -1
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        """Inside, the product has the bug."""
+        original = inspect.getattr_static(self.owner, self.function)
+        is_property = isinstance(original, property)
+        plain = original.fget if is_property else original
+        source = textwrap.dedent(inspect.getsource(plain))
+        assert source.count(self.old) == 1, f"{self.name}: {self.old!r} must be there once"
+        space: dict[str, Any] = {}
+        exec(
+            compile(source.replace(self.old, self.new), f"<bug {self.name}>", "exec"),
+            plain.__globals__,
+            space,
+        )
+        mutated = space[self.function]
+        assert isinstance(mutated, FunctionType | property)
+        setattr(self.owner, self.function, mutated)
+        try:
+            yield
+        finally:
+            setattr(self.owner, self.function, original)
+
+
+BUGS = (
+    Bug(
+        "publish without verify",
+        LinkLedger,
+        "unverified",
+        "d in self._links_to and d not in self._verified",
+        "False",
+        9,
+    ),
+    Bug("every digest is right", Receiver, "verify", "self._digest(program) != digest", "False", 9),
+    Bug(
+        "a repeated command is carried out again",
+        _ReplyStore,
+        "lookup",
+        "if key in self._replies:",
+        "if False:",
+        7,
+    ),
+    Bug(
+        "a tainted engine is routed",
+        Fleet,
+        "serving",
+        "g.complete and not g.tainted and g.version",
+        "g.complete and g.version",
+        6,
+    ),
+    Bug(
+        "no resume after an abort",
+        EngineAgent,
+        "_abort",
+        "self._go_on_if_whole(deadline_s)",
+        "pass",
+        3,
+    ),
+    Bug(
+        "a version that is not newer is accepted",
+        Coordinator,
+        "_attempt",
+        "if version <= max(self._published, self._spent):",
+        "if False:",
+        1,
+    ),
+    Bug(
+        "a write of unknown outcome counts as failed",
+        Sender,
+        "_failed",
+        "LinkOutcome(name, status,",
+        "LinkOutcome(name, LinkStatus.FAILED if status is LinkStatus.UNKNOWN else status,",
+        6,
+    ),
+    Bug(
+        "published before it is on disk",
+        Coordinator,
+        "_on_phase",
+        "self._journal_round(JournalKind.PUBLISHING, version, ())",
+        "pass",
+        0,
+    ),
+    Bug(
+        "an engine believes that its weights are whole while they are written",
+        EngineAgent,
+        "tainted",
+        "return self._tainted or self._open_to_writes",
+        "return self._tainted",
+        29,
+    ),
+    Bug(
+        "a poisoned engine is written again",
+        Fleet,
+        "writable_engines",
+        "not g.poisoned",
+        "True",
+        6,
+    ),
+    Bug(
+        "mixed engines are forgotten at the end of a round",
+        coordinator,  # where the function is called from
+        "note_fates",
+        "group.tainted |= name in finish.mixed",
+        "pass",
+        6,
+    ),
+    Bug(
+        "a lost engine does not end its part of the round",
+        RoundMachine,
+        "_drop",
+        "self._pending = {s: sent for s, sent in self._pending.items() if sent[0] not in gone}",
+        "pass",
+        10,
+    ),
+    Bug(
+        "a lost write holds its engines for ever",
+        Coordinator,
+        "_settle",
+        "await probe_held(self._fleet, self._sessions)",
+        "pass",
+        6,
+    ),
+    Bug(
+        "a round goes on though the disk is full",
+        RoundDriver,
+        "_carry_out",
+        "return await self._carry_out(self._machine.handle(Blocked(reason)))",
+        "raise",
+        0,
+    ),
+    Bug(
+        "an agent whose frame was garbled is sent away for good",
+        gateway,
+        "_decode",
+        "raise _Garbled(str(error)) from error",
+        "raise",
+        12,
+    ),
+    Bug(
+        "rollouts of a lost worker are forgotten",
+        RolloutController,
+        "worker_lost",
+        "if record is not None:",
+        "if False:",
+        6,
+    ),
+    Bug(
+        "staleness is not checked when an answer arrives",
+        Lifecycle,
+        "end_attempt",
+        "if self._policy.throws_away(outcome.versions()):",
+        "if False:",
+        1,
+    ),
+    Bug(
+        "held answers do not grow stale",
+        Lifecycle,
+        "drop_stale",
+        "r for r in self.book.held.values() if r.outcome and throws_away(r.outcome.versions())",
+        "r for r in ()",
+        3,
+    ),
+)
+
+RARE_BUGS = (
+    Bug(
+        "a command of a past round is carried out",
+        _ReplyStore,
+        "lookup",
+        "if place < self._newest or",
+        "if False or",
+        5,
+    ),
+    Bug(
+        "what came over a lost connection is carried out after it",
+        _ReplyStore,
+        "void",
+        "self._void = self._received",
+        "pass",
+        47,
+    ),
+)
+"""Behind another defence: about one schedule in a hundred finds them, so a search by hand does."""

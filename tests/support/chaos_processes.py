@@ -1,0 +1,431 @@
+"""The simulated processes: the shipped agents around a few bytes of real memory."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import msgspec
+import numpy as np
+from aiohttp import web
+from chaos_schedule import WireFault
+from chaos_weights import (
+    NUM_TRAINERS,
+    engine_manifest,
+    trainer_manifest,
+    trainer_rows,
+    values,
+)
+from simulated_loop import OneThread
+from simulated_network import SimulatedHost
+
+from windlass.errors import PeerUnreachable, RegionError, TransferFailed, TransferOutcomeUnknown
+from windlass.layout.manifest import Role, ShardManifest
+from windlass.net.clock import Deadline
+from windlass.rollout.messages import WorkerHello
+from windlass.rollout.runner import WorkerRunner
+from windlass.testing.wrapped_transport import WrappedTransport
+from windlass.transfer.base import ParameterMemory
+from windlass.transfer.receiver import Receiver
+from windlass.transfer.sender import Sender
+from windlass.transports.base import WireReport, WriteBatch
+from windlass.transports.memory import MemoryTransport
+from windlass.updates.agents import EngineAgent, TrainerAgent
+from windlass.updates.conversation import AgentConversation
+from windlass.updates.messages import PROTOCOL_VERSION, Command, Hello, Result
+
+if TYPE_CHECKING:
+    from chaos_world import World
+
+TOKEN = "a shared secret"
+TOKEN_S = 0.01
+
+
+class Inline(Executor):
+    """Runs at once: threads would make the order of writes depend on the machine."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except BaseException as error:  # noqa: BLE001
+            future.set_exception(error)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        return
+
+
+class ChaosTransport(WrappedTransport):
+    """A memory transport whose next writes suffer what the schedule says."""
+
+    def __init__(self, world: World, host: SimulatedHost) -> None:
+        self._world, self._host = world, host
+        # A name per process: a dead one must not be taken for its successor.
+        super().__init__(MemoryTransport(world.fabric, f"{host.name}#{world.next_number()}"))
+        self.faults: dict[str, deque[WireFault]] = {}
+
+    def vanish(self) -> None:
+        """The process is dead: its memory is nobody's."""
+        self._world.fabric.leave(self.endpoint().address)
+
+    def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
+        waiting = self.faults.get(batch.endpoint.address.partition("#")[0])
+        if not waiting:
+            self.inner.write(batch, deadline_s=deadline_s)
+            return
+        fault = waiting.popleft()
+        self._world.injected[f"wire {fault}"] += 1
+        match fault:
+            case WireFault.FAIL:
+                raise TransferFailed("scripted")
+            case WireFault.HALF:
+                self._part(batch, deadline_s)
+                raise TransferFailed("scripted")
+            case WireFault.FLIP:
+                self._flipped(batch, deadline_s)
+            case WireFault.SHORT:
+                self._part(batch, deadline_s)
+            case WireFault.UNKNOWN:
+                raise TransferOutcomeUnknown("scripted")
+            case WireFault.LATE:
+                self._late(batch)
+                raise TransferOutcomeUnknown("scripted")
+            case WireFault.DIE:
+                self._part(batch, deadline_s)
+                self._world.kill_soon(self._host.name, 1.0)
+                raise TransferFailed("the process dies here")
+
+    def _part(self, batch: WriteBatch, deadline_s: float) -> None:
+        """All pieces but the last, and half of that."""
+        nbytes = batch.nbytes.copy()
+        nbytes[-1] //= 2
+        self.inner.write(replace(batch, nbytes=nbytes), deadline_s=deadline_s)
+
+    def _flipped(self, batch: WriteBatch, deadline_s: float) -> None:
+        """One bit of one byte is wrong when it arrives."""
+        copy, moved = _copied(batch)
+        draw = self._world.draw
+        copy[draw.randrange(len(copy))] ^= 1 << draw.randrange(8)
+        self._receive(moved, copy)
+
+    def _late(self, batch: WriteBatch) -> None:
+        copy, moved = _copied(batch)
+        delay_s = self._world.draw.uniform(0.0, 3.0)
+        self._world.loop.call_later(delay_s, self._receive, moved, copy)
+
+    def _receive(self, batch: WriteBatch, keep: np.ndarray[Any, Any]) -> None:
+        """Past the sender's own checks: these bytes are on the wire already."""
+        try:
+            peer = self._world.fabric.find(batch.endpoint)
+            peer.receive(batch, Deadline.after(1e9, "scripted"))
+        except (PeerUnreachable, RegionError):
+            return
+        finally:
+            del keep
+
+
+def _copied(batch: WriteBatch) -> tuple[np.ndarray[Any, Any], WriteBatch]:
+    sizes = batch.nbytes.tolist()
+    copy = np.empty(sum(sizes), np.uint8)
+    starts = np.cumsum([0, *sizes[:-1]])
+    for source, start, nbytes in zip(batch.local_addresses.tolist(), starts, sizes, strict=True):
+        ctypes.memmove(copy.ctypes.data + int(start), source, nbytes)
+    local = (starts + copy.ctypes.data).astype(np.uint64)
+    return copy, replace(batch, local_addresses=local)
+
+
+class Watched:
+    """`CommandHandler` that notes what is carried out before the agent does."""
+
+    def __init__(
+        self, world: World, host: SimulatedHost, inner: EngineAgent | TrainerAgent
+    ) -> None:
+        self._world, self._host, self._inner = world, host, inner
+        self._done: set[tuple[int, int, str, bytes]] = set()
+        self._newest = (0, 0)
+
+    def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:
+        place = (epoch, round_number)
+        name = type(command).__name__
+        key = (*place, name, msgspec.msgpack.encode(command))
+        if key in self._done and name in {"Apply", "Publish", "ConnectEngine", "Pause"}:
+            self._world.violate(f"{self._host.name} carried out {name} of {place} twice")
+        if place < self._newest:
+            self._world.violate(
+                f"{self._host.name} carried out {name} of {place} after {self._newest}"
+            )
+        self._newest = max(self._newest, place)
+        self._done = {k for k in self._done if k[:2] == place} | {key}
+        return self._inner.handle(command, epoch=epoch, round_number=round_number)
+
+
+class Process:
+    """One simulated process."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        self.host = world.network.host(name)
+        self.cleanups: list[Callable[[], None]] = []
+        self.runners: list[web.AppRunner] = []
+        self.transport: ChaosTransport | None = None
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.host.kill()
+        if self.transport is not None:
+            self.transport.vanish()
+
+    async def serve(self, routes: list[web.RouteDef]) -> str:
+        """Listen; returns the URL."""
+        app = web.Application()
+        app.add_routes(routes)
+        runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1
+        )
+        self.runners.append(runner)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        return f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+    async def buried(self) -> None:
+        """After `host.kill()`: let go of what a dead process holds no more."""
+        await self.host.ended()
+        for runner in self.runners:
+            await runner.cleanup()
+        for cleanup in self.cleanups:
+            cleanup()
+
+
+class TrainerProcess(Process):
+    """A trainer rank: real sender, real agent, real memory."""
+
+    def __init__(self, world: World, index: int) -> None:
+        super().__init__(world, f"trainer/{index}")
+        self.index = index
+        rows = trainer_rows(index)
+        self.weights = np.ascontiguousarray(values(0)[rows])
+        self.transport = transport = ChaosTransport(world, self.host)
+        manifest = trainer_manifest(self.name, index)
+        memory = (ParameterMemory(int(self.weights.ctypes.data), self.weights.nbytes),)
+        sender = Sender(transport, manifest, lambda: memory)
+        sender._pool = Inline()  # type: ignore[assignment]
+        agent = TrainerAgent(sender)
+        self.cleanups += [agent.close, sender.close, transport.close]
+        self.conversation = _conversation(
+            self, manifest, "trainer", index, NUM_TRAINERS, Watched(world, self.host, agent), None
+        )
+
+    def hold(self, version: int) -> None:
+        """The optimizer has made `version`."""
+        self.weights[:] = values(version)[trainer_rows(self.index)]
+
+    def start(self) -> None:
+        self.host.spawn(self._run(), "conversation")
+
+    async def _run(self) -> None:
+        await self.conversation.run()
+        self.world.note(f"{self.name} ends: {self.conversation._ended}")
+
+
+class EngineProcess(Process):
+    """An engine rank: real receiver, real agent, real memory; rank 0 also answers `/generate`."""
+
+    def __init__(self, world: World, group: str, rank: int, world_size: int) -> None:
+        super().__init__(world, f"{group}/{rank}")
+        self.group, self.rank, self.world_size = group, rank, world_size
+        self.transport = transport = ChaosTransport(world, self.host)
+        manifest = engine_manifest(self.name, rank, world_size)
+        self.memory = np.zeros(manifest.parameters[0].nbytes, np.uint8)
+        address = int(self.memory.ctypes.data)
+        region = transport.register(address, self.memory.nbytes)
+        receiver = Receiver(transport, manifest, [address], [region])
+        memory = (ParameterMemory(address, self.memory.nbytes),)
+        sender = Sender(transport, manifest, lambda: memory, registered=[region])
+        sender._pool = Inline()  # type: ignore[assignment]
+        self.agent = EngineAgent(receiver, self, sender)
+        self.cleanups += [sender.close, receiver.close, transport.close]
+        self.paused = True
+        self.paused_since_s = 0.0
+        self.version = -1
+        self.url = ""
+        self.misled = False
+        self._generating = 0
+        self._aborts = 0
+        self._changed = asyncio.Event()
+        self.incarnation = ""
+        self._manifest = manifest
+        self.conversation: AgentConversation | None = None
+
+    def start(self) -> None:
+        self.host.spawn(self._run(), "engine")
+
+    async def _run(self) -> None:
+        if self.rank == 0:
+            self.url = await self.serve([web.post("/generate", self._generate)])
+        self.conversation = _conversation(
+            self,
+            self._manifest,
+            self.group,
+            self.rank,
+            self.world_size,
+            Watched(self.world, self.host, self.agent),
+            self.agent,
+        )
+        await self.conversation.run()
+        self.world.note(f"{self.name} ends: {self.conversation._ended}")
+
+    # --- EngineHooks ---------------------------------------------------------------------------
+
+    def pause(self, pause_id: str, mode: object, deadline_s: float) -> None:
+        self.paused, self.paused_since_s = True, self.world.loop.time()
+        self._aborts += 1
+        self._wake()
+
+    def resume(self, deadline_s: float) -> None:
+        self.paused = False
+        self._wake()
+
+    def finalise(self) -> None:
+        return
+
+    def set_version(self, version: int, deadline_s: float) -> None:
+        self.version = version
+        self.misled = False
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # --- what it serves --------------------------------------------------------------------------
+
+    def content(self) -> int | None:
+        """The version that the memory holds as a whole; None for a mixture."""
+        return self.world.version_of(self.memory.tobytes(), self.rank, self.world_size)
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = msgspec.json.decode(await request.read())
+        self.world.saw_request(str(body["rid"]))
+        prompt, wanted = body["input_ids"], body["sampling_params"]["max_new_tokens"]
+        ids: list[int] = []
+        versions: list[int] = []
+        aborts = self._aborts
+        while len(ids) < wanted and aborts == self._aborts:
+            await asyncio.sleep(TOKEN_S)
+            ranks = self.world.ranks_of(self.group)
+            if any(rank.paused or not rank.host.alive or rank.host.stalled for rank in ranks):
+                changed = self._changed
+                try:
+                    async with asyncio.timeout(0.5):
+                        await changed.wait()
+                except TimeoutError:
+                    pass
+                continue
+            versions.append(self.world.token_version(ranks))
+            ids.append(prompt[0] * 1000 + len(prompt) + len(ids))
+        finished = "length" if len(ids) == wanted else "abort"
+        return web.json_response(
+            {
+                "output_ids": ids,
+                "meta_info": {
+                    "finish_reason": {"type": finished},
+                    "output_token_logprobs": [[-0.5, token, None] for token in ids],
+                    "output_token_versions": versions,
+                },
+            }
+        )
+
+
+class WorkerProcess(Process):
+    """A rollout worker: the shipped runner behind real routes."""
+
+    def __init__(self, world: World, index: int) -> None:
+        super().__init__(world, f"worker/{index}")
+
+    def start(self) -> None:
+        self.host.spawn(self._run(), "worker")
+
+    async def _run(self) -> None:
+        app = web.Application()
+        http = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        async with (
+            aiohttp.ClientSession(headers=headers) as towards_controller,
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as towards_engines,
+        ):
+            port = self.world.next_port()
+            hello = WorkerHello(
+                name=self.name,
+                url=f"http://127.0.0.1:{port}",
+                incarnation=os.urandom(4).hex(),
+                max_concurrent=8,
+            )
+            runner = WorkerRunner(
+                hello,
+                self.world.url,
+                towards_controller,
+                towards_engines,
+                heartbeat_s=1.0,
+                controller_gone_s=1e6,
+            )
+            app.add_routes(runner.routes())
+            self.runners.append(http)
+            await http.setup()
+            await web.TCPSite(http, "127.0.0.1", port).start()
+            await runner.run()
+
+
+def _conversation(
+    process: Process,
+    manifest: ShardManifest,
+    group: str,
+    rank: int,
+    world_size: int,
+    handler: Watched,
+    engine: EngineAgent | None,
+) -> AgentConversation:
+    incarnation = os.urandom(8).hex()
+    encoded = manifest.encode()
+    url = ""
+    if isinstance(process, EngineProcess):
+        process.incarnation, url = incarnation, process.url
+    wire = WireReport("memory", "memory", "", True)
+    assert process.transport is not None
+    endpoint = process.transport.endpoint()
+
+    def hello() -> Hello:
+        return Hello(
+            protocol_version=PROTOCOL_VERSION,
+            worker=manifest.worker,
+            incarnation=incarnation,
+            role=Role.TRAINER if engine is None else Role.ENGINE,
+            group=group,
+            rank=rank,
+            world_size=world_size,
+            manifest=encoded,
+            wire=wire,
+            endpoint=endpoint,
+            url=url,
+            served_version=-1 if engine is None else engine.served_version,
+            lineage="" if engine is None else engine.lineage,
+            tainted=engine is not None and engine.tainted,
+            can_send=engine is not None,
+        )
+
+    return AgentConversation(
+        process.world.loop,
+        OneThread(),
+        process.world.url,
+        TOKEN,
+        hello,
+        handler,
+        on_disconnect=None if engine is None else engine.on_disconnect,
+    )

@@ -1,0 +1,672 @@
+"""A fleet in memory under a schedule, and what must hold after every step."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import itertools
+import logging
+import os
+import random
+import shutil
+import tempfile
+from collections import Counter, deque
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from chaos_controller import HEARTBEAT_S, ROUND_BOUND_S, ControllerProcess
+from chaos_processes import EngineProcess, Process, TrainerProcess, WorkerProcess
+from chaos_schedule import CONTROLLER, ENGINES, TRAINERS, Event, Kind, Schedule, WireFault
+from chaos_weights import engine_bytes
+from simulated_loop import SimulatedLoop
+from simulated_network import MessageFault, SimulatedNetwork
+
+from windlass.errors import ConfigError, WindlassError
+from windlass.layout.manifest import ShardManifest
+from windlass.net import line_file as lines
+from windlass.net.addresses import free_port
+from windlass.planning.plan import TransferPlan
+from windlass.planning.planner import plan_transfer
+from windlass.transports.memory import MemoryFabric
+from windlass.updates import journal
+from windlass.updates.journal import JournalEntry, JournalKind
+from windlass.updates.messages import RoundOutcome, UpdateReport
+
+ANNOUNCE_S = 90.0
+"""How long a trainer waits for the end of a round; longer than any round takes."""
+REST_S = 30.0
+"""A routed engine may be paused outside a round for so long: messages of the end are under way."""
+QUIET_S = 8.0
+"""After a round, with nothing wrong any more, they must have come."""
+CALM_S = 400.0
+CALM_ATTEMPTS = 8
+_PLANS: dict[tuple[str, ...], TransferPlan] = {}
+_CONTENTS: dict[tuple[int, int], dict[bytes, int]] = {}
+
+
+class Violation(Exception):
+    """An invariant does not hold."""
+
+
+@dataclass
+class Result:
+    """What a run came to. `violation` is empty when everything held."""
+
+    schedule: Schedule
+    violation: str = ""
+    num_rounds: int = 0
+    num_published: int = 0
+    num_rollouts: int = 0
+    num_messages: int = 0
+    injected: Counter[str] = field(default_factory=Counter)
+    simulated_s: float = 0.0
+    num_restarts: int = 0
+    trace: list[str] = field(default_factory=list)
+
+
+class World:
+    """One run of one schedule."""
+
+    def __init__(self, schedule: Schedule, folder: Path, *, verbose: bool = False) -> None:
+        self.schedule = schedule
+        self.verbose = verbose
+        self.draw = random.Random(schedule.seed + 1)
+        self.network = SimulatedNetwork(schedule.seed)
+        self.loop = SimulatedLoop(self.network)
+        self.fabric = MemoryFabric()
+        self.journal_path = folder / "journal"
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.disk_full = 0
+        self.injected = Counter[str]()
+        self.num_restarts = 0
+        self.processes: dict[str, Process] = {}
+        self.engines: list[EngineProcess] = []
+        self._groups: dict[str, list[EngineProcess]] = {}
+        self.trace: list[str] = []
+        self._numbers = itertools.count(1)
+        self._ports = itertools.count(30_000)
+        self._violation = ""
+        self._failed = asyncio.Event()
+        self._requests: set[str] = set()
+        self._durable: set[int] = set()
+        self.journal_changed = False
+        self._steps = 0
+        self._entries: list[JournalEntry] = []
+        self._target = -1
+        self._standing = False
+        self._background: set[asyncio.Task[Any]] = set()
+        self._published_reports: dict[int, int] = {}
+        self._last_round_s = 0.0
+        self._calm = False
+
+    # --- small things for the processes --------------------------------------------------------
+
+    def next_number(self) -> int:
+        return next(self._numbers)
+
+    def next_port(self) -> int:
+        return next(self._ports)
+
+    @staticmethod
+    def planner(
+        sources: Sequence[ShardManifest], destinations: Sequence[ShardManifest]
+    ) -> TransferPlan:
+        """The real planner; what it found for the same manifests is kept."""
+        key = (*(m.worker for m in sources), "->", *(m.worker for m in destinations))
+        if key not in _PLANS:
+            _PLANS[key] = plan_transfer(sources, destinations)
+        return _PLANS[key]
+
+    @staticmethod
+    def version_of(content: bytes, rank: int, world_size: int) -> int | None:
+        known = _CONTENTS.setdefault((rank, world_size), {})
+        if not known:
+            for version in range(250):
+                known[engine_bytes(version, rank, world_size)] = version
+        return known.get(content)
+
+    @property
+    def controller(self) -> ControllerProcess:
+        found = self.processes[CONTROLLER]
+        assert isinstance(found, ControllerProcess)
+        return found
+
+    @property
+    def trainers(self) -> list[TrainerProcess]:
+        return [p for p in self.processes.values() if isinstance(p, TrainerProcess)]
+
+    def ranks_of(self, group: str) -> list[EngineProcess]:
+        return self._groups.get(group, [])
+
+    @contextmanager
+    def disk(self) -> Iterator[None]:
+        """Inside, files of lines are on this world's disk."""
+        original = lines._write_all
+        limits = journal.COMPACT_AFTER, journal.KEPT_ENTRIES
+        # So that every few rounds are compacted.
+        journal.COMPACT_AFTER, journal.KEPT_ENTRIES = 23, 7
+
+        def write_all(descriptor: int, data: bytes) -> None:
+            self.journal_changed = True
+            if self.disk_full:
+                # A disk that is nearly full takes a part first.
+                original(descriptor, data[: len(data) // 2])
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            original(descriptor, data)
+
+        lines._write_all = write_all
+        try:
+            yield
+        finally:
+            lines._write_all = original
+            journal.COMPACT_AFTER, journal.KEPT_ENTRIES = limits
+
+    def note(self, text: str) -> None:
+        line = f"{self.loop.time():9.4f} {text}"
+        self.trace.append(line)
+        if self.verbose:
+            print(line)
+
+    def violate(self, text: str) -> None:
+        """An invariant does not hold; the run ends."""
+        if not self._violation:
+            self._violation = f"at {self.loop.time():.4f} s: {text}"
+            self.note(f"VIOLATION {text}")
+            self._failed.set()
+
+    # --- what must hold --------------------------------------------------------------------------
+
+    def durable(self) -> set[int]:
+        """Versions that the journal on disk says are or are about to be published."""
+        if self.journal_changed:
+            self.journal_changed = False
+            self._read_journal()
+        return self._durable
+
+    def _read_journal(self) -> None:
+        data = self.journal_path.read_bytes()
+        whole, _, _ = data.rpartition(b"\n")
+        entries = [
+            msgspec.json.decode(line, type=JournalEntry) for line in whole.split(b"\n") if line
+        ]
+        if self._entries:
+            # A compaction leaves the newest entries as they were; each is there once.
+            last = len(entries) - entries[::-1].index(self._entries[-1])
+            entries = entries[last:]
+        for entry in entries:
+            self._entries.append(entry)
+            self._check_entry(entry)
+
+    def _check_entry(self, entry: JournalEntry) -> None:
+        if entry.kind is JournalKind.PUBLISHING:
+            unfinished = self._unfinished()
+            if unfinished not in {None, entry.version}:
+                self.violate(f"version {entry.version} is published while {unfinished} is")
+        if entry.kind in {JournalKind.PUBLISHING, JournalKind.PUBLISHED}:
+            self._durable.add(entry.version)
+
+    def _unfinished(self) -> int | None:
+        """The version of the round that the journal says is running, before its last entry."""
+        running: int | None = None
+        for entry in self._entries[-4:-1]:
+            match entry.kind:
+                case JournalKind.ROUND_BEGAN:
+                    running = entry.version
+                case JournalKind.PUBLISHED | JournalKind.ROUND_ENDED | JournalKind.STARTED:
+                    running = None
+                case JournalKind.PUBLISHING | JournalKind.POISONED | JournalKind.AT_REST:
+                    pass
+        return running
+
+    def token_version(self, ranks: Sequence[EngineProcess]) -> int:
+        """A token is made by these ranks now: its label."""
+        contents = {rank.content() for rank in ranks}
+        label = ranks[0].version
+        if contents != {label}:
+            self.violate(f"{ranks[0].group} makes a token of {contents}, labelled {label}")
+        if label not in self.durable():
+            self.violate(f"{ranks[0].group} makes a token of unpublished version {label}")
+        return label
+
+    def saw_request(self, rid: str) -> None:
+        if rid in self._requests:
+            self.violate(f"engine request {rid} came twice: its attempt was run twice")
+        self._requests.add(rid)
+
+    def on_update(self, report: UpdateReport) -> None:
+        self.note(f"report {report.version} {report.outcome} {report.reason} {report.left_out}")
+        if report.outcome is not RoundOutcome.PUBLISHED:
+            return
+        if report.version <= max(self._published_reports, default=-1):
+            self.violate(f"version {report.version} was published again or too late")
+        self._published_reports[report.version] = len(report.engines)
+
+    def check(self) -> None:
+        """After every turn of the loop."""
+        if self._violation or CONTROLLER not in self.processes:
+            return
+        controller = self.controller
+        coordinator = controller.coordinator
+        now_s = self.loop.time()
+        if not controller.host.alive:
+            self._check_engines(None)
+            return
+        in_round = coordinator._driver is not None
+        if in_round:
+            self._last_round_s = now_s
+        if not in_round:
+            controller.round_began_s = -1.0
+        elif controller.round_began_s < 0:
+            controller.round_began_s = now_s
+        elif now_s - controller.round_began_s > ROUND_BOUND_S + 1.0:
+            self.violate(f"a round lasts longer than {ROUND_BOUND_S} s")
+        published = coordinator.published_version
+        if published < controller.last_update:
+            self.violate(f"published version fell from {controller.last_update} to {published}")
+        controller.last_update = published
+        self._check_engines(None if in_round else published)
+        self._steps += 1
+        # What is lost stays lost: an audit in every 16th step finds it as well.
+        if self._steps % 16 == 0 and (lost := controller.rollouts.stats().lost) != 0:
+            self.violate(f"{lost} rollouts are lost")
+
+    def _check_engines(self, published: int | None) -> None:
+        """`published` is None while a round runs or nobody is there to say."""
+        durable = self.durable()
+        for rank in self.engines:
+            if not rank.paused and rank.version >= 0 and rank.host.alive:
+                if (content := rank.content()) != rank.version:
+                    self.violate(f"{rank.name} serves {content}, labelled {rank.version}")
+                if rank.version not in durable:
+                    self.violate(f"{rank.name} serves unpublished version {rank.version}")
+        if published is None:
+            return
+        coordinator = self.controller.coordinator
+        for engine in coordinator.routable():
+            group = coordinator._fleet.group_of(engine.name)
+            for rank in self._groups.get(engine.name, ()):
+                known = group is not None and group.agents.get(rank.rank)
+                if rank.host.alive and known and known.hello.incarnation == rank.incarnation:
+                    self._check_routed(rank, published)
+
+    def _check_routed(self, rank: EngineProcess, published: int) -> None:
+        if rank.agent.served_version != published or rank.content() != published:
+            self.violate(
+                f"{rank.name} is routed as {published}, holds {rank.content()} and says "
+                f"{rank.agent.served_version}"
+            )
+        if rank.paused:
+            paused_s = self.loop.time() - max(rank.paused_since_s, self._quiet_since_s(rank))
+            if not rank.misled and paused_s > REST_S:
+                self.violate(f"{rank.name} is routed and paused for {paused_s:.1f} s")
+
+    def _quiet_since_s(self, rank: EngineProcess) -> float:
+        """Since when nothing keeps the end of a round from this rank."""
+        if rank.host.stalled or not self.network.together(rank.name, CONTROLLER):
+            rank.paused_since_s = self.loop.time()
+        return rank.paused_since_s
+
+    # --- processes -------------------------------------------------------------------------------
+
+    def start(self, name: str) -> None:
+        """Start a process, or another one after it was killed."""
+        old = self.processes.get(name)
+        if old is not None and old.host.alive:
+            return
+        with self.network.acting_as(self.network.host(name)):
+            process = self._make(name)
+            self.processes[name] = process
+            self.engines = [p for p in self.processes.values() if isinstance(p, EngineProcess)]
+            self._groups = {
+                group: [rank for rank in self.engines if rank.group == group] for group in ENGINES
+            }
+            process.start()
+
+    def _make(self, name: str) -> Any:
+        group, _, rank = name.partition("/")
+        if name == CONTROLLER:
+            return ControllerProcess(self)
+        if group == "trainer":
+            trainer = TrainerProcess(self, int(rank))
+            trainer.hold(max(self._target, 0))
+            return trainer
+        if group == "worker":
+            return WorkerProcess(self, int(rank))
+        return EngineProcess(self, group, int(rank), ENGINES[group])
+
+    def kill(self, name: str) -> None:
+        process = self.processes[name]
+        if not process.host.alive:
+            return
+        if name == CONTROLLER:
+            self.durable()
+        process.kill()
+        self.num_restarts += 1
+        self._spawn(self._bury(process))
+
+    async def _bury(self, process: Process) -> None:
+        await process.buried()
+
+    def kill_soon(self, name: str, restart_s: float) -> None:
+        """From inside a job of that process."""
+        self.loop.call_soon(self._kill_and_restart, name, restart_s)
+
+    def _kill_and_restart(self, name: str, restart_s: float) -> None:
+        self.kill(name)
+        self.loop.call_later(restart_s, self._restart, name)
+
+    def _restart(self, name: str) -> None:
+        if not self._calm or not self.processes[name].host.alive:
+            try:
+                self.start(name)
+            except ConfigError:  # the disk is full: whoever starts it tries again
+                self.loop.call_later(1.0, self._restart, name)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        with self.network.acting_as(self.network.host("reaper")):
+            task = self.loop.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+    # --- events ----------------------------------------------------------------------------------
+
+    def happen(self, event: Event) -> None:
+        """Carry out one event."""
+        self.note(f"event {event.kind} {event.who} {event.other} {event.fault} {event.amount}")
+        host = self.processes[event.who].host
+        if event.kind not in {Kind.MESSAGE, Kind.WIRE}:  # those count when they happen
+            self.injected[event.kind.value] += 1
+        match event.kind:
+            case Kind.KILL:
+                self._kill_and_restart(event.who, event.amount)
+            case Kind.STALL:
+                host.stall()
+                self.loop.call_later(event.amount, host.wake)
+            case Kind.PART:
+                self.network.part(event.who, event.other)
+                self.loop.call_later(event.amount, self.network.rejoin, event.who, event.other)
+            case Kind.RESET:
+                self.network.cut(event.who, event.other)
+            case Kind.MESSAGE:
+                self.network.disturb(event.who, event.other, MessageFault(event.fault), event.count)
+                for name in (event.who, event.other):
+                    process = self.processes[name]
+                    if isinstance(process, EngineProcess):
+                        process.misled = True
+            case Kind.WIRE:
+                transport = self.processes[event.who].transport
+                assert transport is not None
+                faults = transport.faults.setdefault(event.other, deque())
+                faults.extend([WireFault(event.fault)] * event.count)
+            case Kind.SLOW:
+                host.job_range_s = (0.0, event.amount)
+                self.loop.call_later(5.0, self._normal_speed, host)
+            case Kind.DISK_FULL:
+                self.disk_full += 1
+                self.loop.call_later(event.amount, self._disk_has_room)
+            case Kind.NO_DESCRIPTORS:
+                host.no_descriptors = True
+                self.loop.call_later(event.amount, self._descriptors_again, host)
+
+    @staticmethod
+    def _normal_speed(host: Any) -> None:
+        host.job_range_s = (0.0005, 0.02)
+
+    @staticmethod
+    def _descriptors_again(host: Any) -> None:
+        host.no_descriptors = False
+
+    def _disk_has_room(self) -> None:
+        self.disk_full = max(0, self.disk_full - 1)
+
+    # --- the training job --------------------------------------------------------------------------
+
+    async def _train(self) -> None:
+        """Version after version, each by all ranks, as fast as reports come."""
+        while True:
+            await self._publish_next()
+            await asyncio.sleep(self.draw.uniform(0.0, 0.3))
+
+    async def _publish_next(self) -> set[RoundOutcome]:
+        """The next version, until every rank has been told how that ended."""
+        if not self._standing:
+            self._target += 1
+            for trainer in self.trainers:
+                trainer.hold(self._target)
+        self._standing = True
+        # A rank that was not told must hold still, and needs the others to announce again with it.
+        while True:
+            outcomes = await asyncio.gather(*(self._announce(name) for name in TRAINERS))
+            if None not in outcomes:
+                self._standing = False
+                return {outcome for outcome in outcomes if outcome is not None}
+
+    async def _announce(self, name: str) -> RoundOutcome | None:
+        trainer = self.processes[name]
+        assert isinstance(trainer, TrainerProcess)
+        if not trainer.host.alive:
+            await asyncio.sleep(0.5)
+            return None
+        began_s = self.loop.time()
+        try:
+            announced = trainer.conversation.announce(self._target)
+        except WindlassError:
+            await asyncio.sleep(0.5)
+            return None
+        try:
+            async with asyncio.timeout(ANNOUNCE_S if self._calm else 10.0):
+                report = await asyncio.wrap_future(announced.report)
+        except (TimeoutError, WindlassError):
+            if trainer.host.alive:
+                trainer.conversation.withdraw(announced)
+            await asyncio.sleep(0.2)
+            return None
+        finally:
+            trainer.conversation.forget(announced)
+        if self.loop.time() - began_s > ANNOUNCE_S + 1.0:
+            self.violate(f"{name} waited {self.loop.time() - began_s:.1f} s for a report")
+        return report.outcome
+
+    # --- a run -------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """The schedule, then calm: everything that is broken is mended, and all must be well."""
+        self.start(CONTROLLER)
+        await self.controller.ready.wait()
+        for name in ("trainer/0", "trainer/1", "a/0", "b/0", "b/1", "c/0", "worker/0", "worker/1"):
+            self.start(name)
+        training = self._spawn(self._train())
+        for event in self.schedule.events:
+            self.loop.call_at(event.at_s, self.happen, event)
+        failed = self._spawn(self._wait_failed())
+        await asyncio.wait([failed], timeout=self.schedule.duration_s)
+        training.cancel()
+        await asyncio.gather(training, return_exceptions=True)
+        if not self._violation:
+            calm = self._spawn(self._calm_down())
+            await asyncio.wait([failed, calm], return_when=asyncio.FIRST_COMPLETED)
+            if not self._violation:
+                await calm
+            calm.cancel()
+        failed.cancel()
+
+    async def _wait_failed(self) -> None:
+        await self._failed.wait()
+
+    async def _calm_down(self) -> None:
+        self.note("calm")
+        self._calm = True
+        self.network.calm()
+        self.disk_full = 0
+        for process in self.processes.values():
+            if process.transport is not None:
+                process.transport.faults.clear()
+        await asyncio.sleep(4.0)
+        for name, process in list(self.processes.items()):
+            if not process.host.alive:
+                self.start(name)
+        await self._everybody_is_there()
+        if self.schedule.seed % 3 == 0:
+            await self._rest()
+        self._replace_poisoned()
+        await self._everybody_is_there()
+        deadline_s = self.loop.time() + CALM_S
+        for _ in range(CALM_ATTEMPTS):
+            self.network.calm()
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    await self._publish_next()
+            except TimeoutError:
+                self.violate(f"no calm: version {self._target} has no end within {CALM_S} s")
+                return
+            await asyncio.sleep(3.0)
+            if self._whole():
+                break
+            self._replace_poisoned()
+        else:
+            self.violate(
+                f"no calm: after {CALM_ATTEMPTS} attempts {self._describe()}, want {self._target}"
+            )
+            return
+        await self._rollouts_end(deadline_s)
+        self._check_bounded()
+
+    async def _rest(self) -> None:
+        """Nobody publishes for a while: who is routed goes on without a next round."""
+        self._last_round_s = self.loop.time()
+        for _ in range(10):
+            await asyncio.sleep(self._last_round_s + QUIET_S - self.loop.time())
+            if self.loop.time() - self._last_round_s >= QUIET_S:
+                break
+        else:
+            return  # a rank stood still already, and has its rounds
+        for engine in self.controller.coordinator.routable():
+            for rank in self.ranks_of(engine.name):
+                if rank.paused and not rank.misled:
+                    self.violate(f"{rank.name} is routed and stays paused though nothing is wrong")
+
+    def _describe(self) -> str:
+        return str(self.controller.coordinator.status()["engines"])
+
+    async def _everybody_is_there(self) -> None:
+        await self.controller.ready.wait()
+        try:
+            await self.controller.coordinator.wait_for_fleet(
+                num_trainers=len(TRAINERS), engines=tuple(ENGINES), deadline_s=60.0
+            )
+        except WindlassError as error:
+            self.violate(f"no calm: {error}")
+
+    def _replace_poisoned(self) -> None:
+        """What an operator does with engines that bytes may still land in."""
+        for group in self.controller.coordinator._fleet.engines():
+            if group.poisoned:
+                for rank in self.ranks_of(group.name):
+                    self._kill_and_restart(rank.name, 0.5)
+
+    def _whole(self) -> bool:
+        routed = {e.name: e.version for e in self.controller.coordinator.routable()}
+        return routed == dict.fromkeys(ENGINES, self._target) and not any(
+            rank.paused for rank in self.engines
+        )
+
+    async def _rollouts_end(self, deadline_s: float) -> None:
+        controller = self.controller
+        controller.producing = False
+        while (stats := controller.rollouts.stats()).outstanding:
+            if self.loop.time() > deadline_s:
+                self.violate(f"rollouts do not end: {stats}")
+                return
+            # The staleness bound lets in no more than versions allow.
+            await self._publish_next()
+            await asyncio.sleep(2.0)
+
+    def _check_bounded(self) -> None:
+        """Nothing is kept of what is over."""
+        coordinator = self.controller.coordinator
+        num_agents = len(TRAINERS) + len(self.engines)
+        counts = {
+            "sessions": (len(coordinator._sessions), num_agents),
+            "tasks": (len(coordinator._tasks), 4),
+            "holds": (len(coordinator._fleet._holds), 0),
+            "waiting": (sum(len(s._waiting) for s in coordinator._sessions.values()), 0),
+            "records": (len(self.controller.rollouts._book.records), 0),
+            "by engine": (len(self.controller.rollouts._book.by_engine), 0),
+        }
+        # One WebSocket per agent; watch and idle connections of the rollout lane.
+        counts["connections"] = (self.network.num_connections, 2 * (num_agents + 40))
+        for trainer in self.trainers:
+            counts[f"replies {trainer.name}"] = (len(trainer.conversation._store._replies), 64)
+        for what, (count, bound) in counts.items():
+            if count > bound:
+                self.violate(f"{count} {what} are kept, at most {bound}")
+
+    def result(self) -> Result:
+        self.durable()
+        began = [e for e in self._entries if e.kind is JournalKind.ROUND_BEGAN]
+        return Result(
+            schedule=self.schedule,
+            violation=self._violation,
+            num_rounds=len(began),
+            num_published=len(self._published_reports),
+            num_rollouts=len(self._requests),
+            num_messages=self.network.num_messages,
+            injected=self.injected
+            + Counter({f"message {fault}": n for fault, n in self.network.injected.items()}),
+            simulated_s=self.loop.time(),
+            num_restarts=self.num_restarts,
+            trace=self.trace,
+        )
+
+    async def bury_all(self) -> None:
+        """Nothing of a run outlives it."""
+        for process in self.processes.values():
+            if process.host.alive:
+                process.kill()
+                await process.buried()
+        await asyncio.gather(*self._background, return_exceptions=True)
+
+
+def run_schedule(schedule: Schedule, *, verbose: bool = False) -> Result:
+    """Run one schedule from beginning to end; what it depends on is all in there."""
+    random.seed(schedule.seed)
+    shm = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(prefix="windlass-chaos-", dir=shm if shm.is_dir() else None))
+    world = World(schedule, folder, verbose=verbose)
+    logging.disable(logging.CRITICAL)
+    try:
+        with world.network.http(), world.disk():
+            asyncio.set_event_loop(world.loop)
+            world.loop.after_step = world.check
+            try:
+                world.loop.run_until_complete(world.run())
+            except WindlassError as error:
+                world.violate(f"{type(error).__name__}: {error}")
+            result = world.result()
+            world.loop.after_step = None
+            world.loop.run_until_complete(world.bury_all())
+        return result
+    finally:
+        logging.disable(logging.NOTSET)
+        asyncio.set_event_loop(None)
+        _end_tasks(world.loop)
+        world.loop.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end_tasks(loop: SimulatedLoop) -> None:
+    pending = asyncio.all_tasks(loop)
+    for task in pending:
+        task.cancel()
+    if pending:
+        loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+    loop.run_until_complete(loop.shutdown_asyncgens())
+
+
+__all__ = ["HEARTBEAT_S", "Result", "Violation", "World", "run_schedule"]

@@ -1,0 +1,300 @@
+"""Several hosts on one machine: network namespaces, joined by a wire that can be made bad.
+
+with Network(("control", "trainer", "engine")) as network:
+    network.between("trainer", "engine", Line(delay_s=0.01, loss=0.01))
+    subprocess.Popen(network.host("engine").command("python", "-m", ...))
+    network.isolate("engine")
+    network.heal()
+
+Needs root. Each namespace lives as long as a process that ends with this one, and everything
+else lives in the namespaces: nothing is left behind, whatever happens here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import os
+import select
+import shutil
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import final
+
+import msgspec
+from wire import Line, Order
+
+from windlass.errors import PeerTimeout, PeerUnreachable, TransportUnavailable
+
+__all__ = ["Host", "Line", "Network", "why_no_hosts"]
+
+START_S = 20.0
+_TUNSETIFF = 0x400454CA
+_IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
+_OWN_SYS = 'mount -t sysfs sysfs /sys && exec "$@"'
+_MTU = 16_000
+"""Few and large packets: the wire is a Python program."""
+
+
+def why_no_hosts() -> str:
+    """Why no `Network` can be made here; empty if one can."""
+    if os.geteuid() != 0:
+        return "needs root, to make network namespaces"
+    for program in ("unshare", "nsenter", "ip", "tc"):
+        found = shutil.which(program, path=f"{os.defpath}:/sbin:/usr/sbin:/usr/bin")
+        if not found:
+            return f"needs the program {program} (util-linux, iproute2)"
+    with contextlib.suppress(OSError):
+        os.close(os.open("/dev/net/tun", os.O_RDWR))
+        return ""
+    return "needs /dev/net/tun"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One network namespace.
+
+    Attributes:
+        name: in its network.
+        addresses: IPv4, one per rail. addresses_v6: IPv6, one per rail.
+        pid: of the process that keeps the namespace.
+    """
+
+    name: str
+    addresses: tuple[str, ...]
+    addresses_v6: tuple[str, ...]
+    pid: int
+
+    @property
+    def address(self) -> str:
+        """IPv4 on the first rail."""
+        return self.addresses[0]
+
+    def command(self, *argv: str) -> list[str]:
+        """The command that runs `argv` on this host; every step replaces itself, so the pid is `argv`'s."""
+        # UCX and others read the names of network devices in /sys.
+        there = ("unshare", "--mount", "--", "sh", "-c", _OWN_SYS, "sh")
+        return ["nsenter", f"--net=/proc/{self.pid}/ns/net", "--", *there, *argv]
+
+    def run(self, *argv: str) -> str:
+        """Run to the end; its output.
+
+        Raises:
+            TransportUnavailable: it failed; carries what it said.
+        """
+        return _run(self.command(*argv))
+
+
+@final
+class Network:
+    """Hosts that reach each other over every rail, and nothing else. Enter it once.
+
+    Args:
+        names: of the hosts.
+        rails: interfaces per host, each on a network of its own.
+        rate_bit_s: what each interface sends at most (tc tbf).
+        by_wire: packets pass a user-space wire, which `between` and `isolate` rule; False joins
+            the hosts by a bridge in the kernel, which is faster and always good.
+        seed: of what the wire drops.
+
+    Raises:
+        TransportUnavailable: not root, or the kernel lacks something; see `why_no_hosts`.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        rails: int = 1,
+        rate_bit_s: int = 1_000_000_000,
+        by_wire: bool = True,
+        seed: int = 1,
+    ) -> None:
+        self._names, self._rails = tuple(names), rails
+        self._rate_bit_s, self._by_wire, self._seed = rate_bit_s, by_wire, seed
+        self._hosts: dict[str, Host] = {}
+        self._undo = ExitStack()
+        self._wire: subprocess.Popen[bytes] | None = None
+        self._touched: set[tuple[str, str]] = set()
+
+    def host(self, name: str) -> Host:
+        """The host of that name."""
+        return self._hosts[name]
+
+    def __enter__(self) -> Network:
+        reason = why_no_hosts()
+        if reason:
+            raise TransportUnavailable(f"Network: {reason}")
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            bridge = 0 if self._by_wire else self._namespace()
+            devices: dict[str, list[tuple[int, tuple[str, ...]]]] = {}
+            for rail in range(0 if self._by_wire else self._rails):
+                _inside(bridge, "ip", "link", "add", f"bridge{rail}", "type", "bridge")
+                _inside(bridge, "ip", "link", "set", f"bridge{rail}", "up")
+            for index, name in enumerate(self._names, 1):
+                devices[name] = self._add(name, index, bridge)
+            if self._by_wire:
+                self._start_wire(devices)
+            undo.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the wire and the namespaces. Processes on the hosts are their owners'. Idempotent."""
+        self._undo.close()
+        self._wire = None
+
+    def between(self, one: str, other: str, line: Line) -> None:
+        """From now on packets between these two hosts meet `line`, in both directions.
+
+        Raises:
+            PeerUnreachable, PeerTimeout: the wire is gone.
+        """
+        self._order(one, other, line)
+        self._order(other, one, line)
+
+    def everywhere(self, line: Line) -> None:
+        """As `between`, for every two hosts."""
+        for index, one in enumerate(self._names):
+            for other in self._names[index + 1 :]:
+                self.between(one, other, line)
+
+    def isolate(self, name: str, *, towards: Sequence[str] = ()) -> None:
+        """Cut a host off from `towards`, or from all others."""
+        for other in towards or self._names:
+            if other != name:
+                self.between(name, other, Line(cut=True))
+
+    def heal(self) -> None:
+        """Every line is good again."""
+        for source, destination in sorted(self._touched):
+            self._order(source, destination, Line())
+        self._touched.clear()
+
+    # --- making it -------------------------------------------------------------------------------
+
+    def _namespace(self) -> int:
+        """A process in a namespace of its own, which ends when this process does."""
+        holder = subprocess.Popen(
+            ["unshare", "--net", "--", "sh", "-c", "echo ready; exec cat"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self._undo.callback(_end, holder)
+        _read_line(holder, "namespace")
+        _inside(holder.pid, "ip", "link", "set", "lo", "up")
+        return holder.pid
+
+    def _add(self, name: str, index: int, bridge: int) -> list[tuple[int, tuple[str, ...]]]:
+        pid = self._namespace()
+        v4 = tuple(f"10.77.{rail}.{index}" for rail in range(self._rails))
+        v6 = tuple(f"fd77:{rail}::{index}" for rail in range(self._rails))
+        self._hosts[name] = Host(name, v4, v6, pid)
+        devices: list[tuple[int, tuple[str, ...]]] = []
+        for rail in range(self._rails):
+            device = f"rail{rail}"
+            if self._by_wire:
+                descriptor = self._tun(pid, device, f"wl{os.getpid() % 100_000}-{index}-{rail}")
+                packed = tuple(ipaddress.ip_address(a).packed.hex() for a in (v4[rail], v6[rail]))
+                devices.append((descriptor, packed))
+            else:
+                port = f"p{index}-{rail}"
+                _inside(
+                    bridge, *("ip", "link", "add", port, "type", "veth", "peer", "name", device)
+                )
+                _inside(bridge, "ip", "link", "set", device, "netns", str(pid))
+                _inside(bridge, "ip", "link", "set", port, "master", f"bridge{rail}", "up")
+            _inside(pid, "ip", "address", "add", f"{v4[rail]}/24", "dev", device)
+            _inside(pid, "ip", "address", "add", f"{v6[rail]}/64", "dev", device, "nodad")
+            _inside(pid, "ip", "link", "set", device, "up")
+            burst_nbytes = max(4 * _MTU, self._rate_bit_s // 8 // 200)  # 5 ms
+            _inside(
+                pid,
+                *("tc", "qdisc", "add", "dev", device, "root", "tbf", "latency", "200ms"),
+                *("rate", f"{self._rate_bit_s}bit", "burst", str(burst_nbytes)),
+            )
+        return devices
+
+    def _tun(self, pid: int, device: str, temporary: str) -> int:
+        """A TUN device of that name inside the namespace; the descriptor of its other end."""
+        descriptor = os.open("/dev/net/tun", os.O_RDWR)
+        self._undo.callback(os.close, descriptor)
+        request = struct.pack("16sH14x", temporary.encode(), _IFF_TUN | _IFF_NO_PI)
+        try:
+            fcntl.ioctl(descriptor, _TUNSETIFF, request)
+        except OSError as error:
+            raise TransportUnavailable(f"Network: no TUN device: {error}") from error
+        _run(["ip", "link", "set", temporary, "netns", str(pid), "name", device])
+        _inside(pid, "ip", "link", "set", device, "mtu", str(_MTU))
+        return descriptor
+
+    def _start_wire(self, devices: dict[str, list[tuple[int, tuple[str, ...]]]]) -> None:
+        setup = msgspec.json.encode({"hosts": devices, "seed": self._seed}).decode()
+        self._wire = subprocess.Popen(
+            [sys.executable, "-m", "wire", setup],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[descriptor for rails in devices.values() for descriptor, _ in rails],
+        )
+        self._undo.callback(_end, self._wire)
+        self._order(self._names[0], self._names[0], Line())  # answered once the wire runs
+
+    def _order(self, source: str, destination: str, line: Line) -> None:
+        if self._wire is None or self._wire.stdin is None:
+            raise PeerUnreachable("Network: there is no wire to rule (by_wire=False, or closed)")
+        self._touched.add((source, destination))
+        try:
+            self._wire.stdin.write(msgspec.json.encode(Order(source, destination, line)) + b"\n")
+            self._wire.stdin.flush()
+        except OSError as error:
+            raise PeerUnreachable(f"Network: the wire is gone: {error}") from error
+        _read_line(self._wire, "wire")
+
+
+def _inside(pid: int, *argv: str) -> str:
+    return _run(["nsenter", f"--net=/proc/{pid}/ns/net", "--", *argv])
+
+
+def _run(argv: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(
+            list(argv), capture_output=True, text=True, timeout=START_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise TransportUnavailable(f"Network: {' '.join(argv)}: still runs after {START_S} s") from error  # fmt: skip
+    if done.returncode != 0:
+        raise TransportUnavailable(f"Network: {' '.join(argv)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _read_line(process: subprocess.Popen[bytes], what: str) -> None:
+    """Wait for one line, unbuffered."""
+    if process.stdout is None:
+        return
+    end_s, line = time.monotonic() + START_S, b""
+    while not line.endswith(b"\n"):
+        if not select.select([process.stdout], [], [], max(end_s - time.monotonic(), 0.0))[0]:
+            raise PeerTimeout(f"Network: {what}: no answer within {START_S} s")
+        more = os.read(process.stdout.fileno(), 1)
+        if not more:
+            raise PeerUnreachable(f"Network: {what}: ended with status {process.wait(START_S)}")
+        line += more
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait(START_S)
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()

@@ -1,0 +1,57 @@
+"""A scheduler that starts nothing: for ranks that somebody else has started."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import final
+
+from windlass.jobs.schedulers.base import ProcessSpec, ProcessStatus
+
+__all__ = ["IdleScheduler"]
+
+
+@final
+class IdleScheduler:
+    """`Scheduler` whose processes seem to run for ever.
+
+    Attributes:
+        graces: what every `delete` was given, in order.
+    """
+
+    def __init__(self) -> None:
+        self.graces: list[float] = []
+
+    async def start(self, spec: ProcessSpec) -> ProcessStatus:
+        """See `Scheduler.start`."""
+        return self.status(spec.name)
+
+    async def wait(self, name: str) -> ProcessStatus:
+        """Never returns."""
+        await asyncio.Event().wait()
+        return self.status(name)
+
+    async def wait_healthy(self, name: str, *, deadline_s: float) -> ProcessStatus:
+        """See `Scheduler.wait_healthy`; at once."""
+        return self.status(name)
+
+    def status(self, name: str) -> ProcessStatus:
+        """See `Scheduler.status`."""
+        return ProcessStatus(name=name, pid=0, returncode=None)
+
+    def list(self) -> tuple[ProcessStatus, ...]:
+        """None."""
+        return ()
+
+    async def signal(self, name: str, signal_number: int) -> None:
+        """Nobody is there."""
+
+    async def log_tail(self, name: str, num_lines: int = 40) -> str:
+        """Nothing was logged."""
+        return ""
+
+    async def delete(self, name: str, *, grace_s: float = 5.0) -> None:
+        """Note the grace."""
+        self.graces.append(grace_s)
+
+    async def close(self, *, grace_s: float = 5.0) -> None:
+        """Nothing runs."""

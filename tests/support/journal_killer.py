@@ -1,0 +1,105 @@
+"""`python journal_killer.py FOLDER`: processes that are killed before each system call of a compaction.
+
+Prints one JSON line per process: the call that it did not come to make ("" when it lived), what it
+had been told is on disk, and what a journal that is opened afterwards says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from windlass.updates import journal
+from windlass.updates.journal import Journal, JournalEntry, JournalKind
+
+CALLS = ("open", "write", "fdatasync", "fsync", "ftruncate", "close", "replace", "unlink")
+NUM_ENTRIES = 40
+FIRST = 20
+"""Entries before the calls are counted: some compactions are over by then."""
+journal.COMPACT_AFTER, journal.KEPT_ENTRIES = 9, 2
+
+
+def entry(number: int) -> JournalEntry:
+    """Of a history in which every kind comes, and maxima are not always the newest."""
+    kinds = (JournalKind.ROUND_BEGAN, JournalKind.PUBLISHING, JournalKind.PUBLISHED)
+    kind = JournalKind.POISONED if number % 7 == 3 else kinds[number % 3]
+    version = number // 3 if number % 5 else 0
+    return JournalEntry(kind, 1 + number // 10, number, version, (f"w{number}",), f"i{number}")
+
+
+def state(opened: Journal) -> list[Any]:
+    return [
+        opened.last_epoch,
+        opened.last_round,
+        opened.published_version,
+        opened.spent_version,
+        sorted(opened.poisoned),
+    ]
+
+
+def arm(nth: int, say: int) -> None:
+    """The `nth` call from now on is not made: the process is killed by itself."""
+    left = nth
+
+    def wrap(name: str) -> None:
+        real: Callable[..., Any] = vars(os)[name]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                real_write(say, f"!{name}\n".encode())
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+
+        setattr(os, name, call)
+
+    real_write = os.write
+    for name in CALLS:
+        wrap(name)
+
+
+def live(path: Path, nth: int, say: int) -> None:
+    opened = Journal(path)
+    real_write = os.write
+    for number in range(NUM_ENTRIES):
+        if number == FIRST:
+            arm(nth, say)
+        opened.append(entry(number))
+        real_write(say, f"{number}\n".encode())
+
+
+def main() -> None:
+    nth, lived = 0, False
+    while not lived:
+        nth += 1
+        path = Path(sys.argv[1]) / f"journal-{nth}"
+        heard, say = os.pipe()
+        child = os.fork()
+        if child == 0:
+            live(path, nth, say)
+            os._exit(0)
+        os.close(say)
+        with os.fdopen(heard) as lines:
+            told = lines.read().split()
+        _, status = os.waitpid(child, 0)
+        lived = status == 0
+        call = "" if lived else told.pop().removeprefix("!")
+        opened = Journal(path)
+        print(json.dumps([call, int(told[-1]), state(opened)]))
+        opened.append(entry(NUM_ENTRIES))  # and goes on, and compacts
+        for number in range(NUM_ENTRIES + 1, NUM_ENTRIES + 12):
+            opened.append(entry(number))
+        again = state(opened)
+        opened.close()
+        if state(Journal(path)) != again:
+            raise SystemExit(f"{call}: reopened, it says something else")
+
+
+if __name__ == "__main__":
+    main()

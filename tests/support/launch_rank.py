@@ -1,0 +1,85 @@
+"""A trainer rank of `test_launch.py`: publishing version 2 waits until it is told to go on.
+
+Version `LOST` is not published, which only `close` says, as with a replica.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from windlass.errors import RoundAborted
+from windlass.jobs.fsdp_engine import FsdpEngine, Samples
+from windlass.jobs.train_worker import TrainContext, run_train_worker
+from windlass.rollout.messages import TrainingSample
+
+
+class Held:
+    """An FSDP2 engine that says over one fifo that it is about to publish, and reads another."""
+
+    def __init__(self, inner: FsdpEngine) -> None:
+        self._inner = inner
+        self._lost = False
+
+    def setup(self, context: TrainContext) -> tuple[int, int]:
+        return self._inner.setup(context)
+
+    def train_step(
+        self, step: int, groups: Sequence[Sequence[TrainingSample]]
+    ) -> Mapping[str, float]:
+        return self._inner.train_step(step, groups)
+
+    def publish(self, version: int, *, deadline_s: float) -> None:
+        if str(version) == os.environ.get("LOST"):
+            self._lost = True
+            return
+        if version == 2:
+            Path(os.environ["PUBLISHING"]).write_text("now")
+            Path(os.environ["GO_ON"]).read_text()
+        self._inner.publish(version, deadline_s=deadline_s)
+
+    def save(self, path: str) -> None:
+        self._inner.save(path)
+
+    def load(self, path: str) -> None:
+        self._inner.load(path)
+
+    def close(self) -> None:
+        self._inner.close()
+        if self._lost:
+            raise RoundAborted("version lost")
+
+
+def loss(model: torch.nn.Module, groups: Samples) -> torch.Tensor:
+    tokens = torch.tensor([s.prompt_ids + s.output_ids for group in groups for s in group])
+    found: torch.Tensor = model(tokens).logits.logsumexp(-1).mean()
+    return found
+
+
+def build_model() -> torch.nn.Module:
+    import json
+    import sys
+
+    import transformers
+
+    config = json.loads(Path(sys.argv[1]).read_text())
+    model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**config)
+    )
+    return model
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    run_train_worker(
+        Held(
+            FsdpEngine(
+                model=build_model,
+                optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+                loss=loss,
+            )
+        )
+    )

@@ -1,0 +1,168 @@
+"""Live engines and trainers on GPUs, each in a process of its own, for the tests of this folder."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import multiprocessing as mp
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Any, Self
+
+import pytest
+import torch
+
+from windlass.engines.client import EngineClient
+from windlass.errors import TransportUnavailable
+from windlass.layout.manifest import Role
+from windlass.testing.resting_engine import RestingEngine
+from windlass.transfer.dtensor import describe_module, parameter_addresses
+from windlass.transports.configs import (
+    CudaIpcConfig,
+    MooncakeConfig,
+    MooncakeProtocol,
+    NixlConfig,
+    NixlWire,
+    TransportConfig,
+)
+from windlass.transports.registry import create_transport
+
+TOKEN = "secret of the test"
+NUM_TRAINERS = 2
+ENGINES = {"exact": torch.float32, "cast": torch.bfloat16}
+HERE = "127.0.0.1"
+WIRES: dict[str, TransportConfig] = {
+    "cuda_ipc": CudaIpcConfig(),
+    "nixl": NixlConfig(host=HERE),
+    "nixl over TCP": NixlConfig(host=HERE, wire=NixlWire.TCP),
+    "mooncake over TCP": MooncakeConfig(host=HERE, protocol=MooncakeProtocol.TCP),
+}
+"""Each rank's GPU is filled in."""
+
+
+def needs(wire: str) -> None:
+    """Skip the test where a wire does not start for memory of a GPU."""
+    try:
+        create_transport(WIRES[wire], memory_at=torch.zeros(1, device="cuda").data_ptr()).close()
+    except TransportUnavailable as error:
+        pytest.skip(str(error))
+
+
+def build() -> torch.nn.Sequential:
+    """A decoder-like stack with uneven sizes."""
+    torch.manual_seed(3)
+    return torch.nn.Sequential(
+        torch.nn.Embedding(1000, 72),
+        torch.nn.Linear(72, 200, bias=True),
+        torch.nn.GELU(),
+        torch.nn.Linear(200, 72, bias=False),
+        torch.nn.LayerNorm(72),
+        torch.nn.Linear(72, 1000, bias=False),
+    )
+
+
+def build_as(dtype: torch.dtype) -> torch.nn.Module:
+    return build().to(dtype)
+
+
+def serve(
+    name: str,
+    device: str,
+    make: Callable[[], torch.nn.Module],
+    url: str,
+    wire: TransportConfig,
+    pipe: Connection,
+) -> None:
+    on_gpu = torch.device(device).type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    model = make().to(device).requires_grad_(requires_grad=False)
+    manifest = describe_module(model, f"{name}/0", Role.ENGINE)
+    addresses = parameter_addresses(model)
+    transport = create_transport(wire, memory_at=addresses[0])
+    regions = [
+        transport.register(address, spec.nbytes)
+        for address, spec in zip(addresses, manifest.parameters, strict=True)
+    ]
+    with EngineClient(
+        manifest=manifest,
+        addresses=addresses,
+        regions=regions,
+        transport=transport,
+        hooks=RestingEngine(),
+        controller=url,
+        token=TOKEN,
+        group=name,
+        url="http://nowhere",
+    ) as client:
+        pipe.send(("ready",))
+        while pipe.recv():
+            if on_gpu:
+                torch.cuda.synchronize()
+            # Copies: torch would move what is sent, if it is in host memory, to shared memory.
+            held = {n: p.detach().to("cpu", copy=True) for n, p in model.named_parameters()}
+            pipe.send((client.agent.served_version, held))
+
+
+class Fleet:
+    """Processes and a pipe to each; what still runs at the end is killed."""
+
+    def __init__(self, url: str, wire: TransportConfig) -> None:
+        self._url = url
+        self._wire = wire
+        self._context = mp.get_context("spawn")
+        self._processes: list[BaseProcess] = []
+        self._pipes: dict[str, Connection] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def start(self, name: str, target: Callable[..., None], *arguments: object) -> None:
+        """Run `target(*arguments, pipe)`."""
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=target, args=(*arguments, theirs))
+        process.start()
+        self._processes.append(process)
+        self._pipes[name] = ours
+
+    def start_engines(self) -> None:
+        """One of each dtype, after the trainers' GPUs where there are that many."""
+        for index, (name, dtype) in enumerate(ENGINES.items()):
+            self.start_engine(name, dtype, NUM_TRAINERS + index)
+
+    def start_engine(self, name: str, dtype: torch.dtype, device: int) -> None:
+        """An engine on a GPU, counted round."""
+        place = f"cuda:{device % torch.cuda.device_count()}"
+        self.start_model(name, functools.partial(build_as, dtype), place)
+
+    def start_model(self, name: str, make: Callable[[], torch.nn.Module], device: str) -> None:
+        """An engine that holds what `make` builds, on `device`."""
+        self.start(name, serve, name, device, make, self._url, self._wire)
+
+    def send(self, name: str, message: object) -> None:
+        """To one process."""
+        self._pipes[name].send(message)
+
+    async def receive(self, name: str) -> Any:
+        """From one process, which has two minutes."""
+        ready = await asyncio.to_thread(self._pipes[name].poll, 120)
+        assert ready, f"{name} does not answer"
+        return self._pipes[name].recv()
+
+    async def join(self) -> None:
+        """Wait for all of them to end, a minute each."""
+        for process in self._processes:
+            await asyncio.to_thread(process.join, 60)
+            assert process.exitcode == 0, process

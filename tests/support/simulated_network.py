@@ -1,0 +1,500 @@
+"""Hosts and connections in memory, for a `SimulatedLoop`: what can go wrong is asked for by name.
+
+Connections carry bytes in order, late by a time drawn from the seed. They can be cut; hosts can
+be killed, stalled, and parted from each other: what is sent meanwhile arrives when they are
+together again, as with TCP. Once a connection has been upgraded to a WebSocket every write is one
+message, and messages can be lost, doubled, delayed behind later ones, or made undecodable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, final
+
+import aiohttp
+
+from windlass.errors import ConfigError
+
+if TYPE_CHECKING:
+    from simulated_loop import SimulatedLoop
+
+__all__ = ["MessageFault", "SimulatedHost", "SimulatedNetwork", "SimulatedServer"]
+
+_HOST: ContextVar[str] = ContextVar("simulated_host", default="")
+UNDECODABLE = 0xC1
+"""The one byte that begins no msgpack value."""
+
+
+class MessageFault(StrEnum):
+    """What happens to one message.
+
+    LOSE: it never arrives, and the connection lives on. CUT: neither arrives, both ends are reset.
+    DOUBLE: it arrives twice. DELAY: it arrives up to a second late, behind later ones.
+    CORRUPT: its first byte is one that cannot be decoded.
+    """
+
+    LOSE = "lose"
+    CUT = "cut"
+    DOUBLE = "double"
+    DELAY = "delay"
+    CORRUPT = "corrupt"
+
+
+@final
+class SimulatedHost:
+    """One process: its tasks, its speed, whether it is alive. Made by `SimulatedNetwork.host`.
+
+    Attributes:
+        job_range_s: how long a job of an executor takes, drawn between these.
+        no_descriptors: new connections fail with EMFILE.
+    """
+
+    def __init__(self, network: SimulatedNetwork, name: str) -> None:
+        self._network = network
+        self.name = name
+        self.alive = True
+        self.stalled = False
+        self.no_descriptors = False
+        self.job_range_s = (0.0005, 0.02)
+        self.transports: dict[_Transport, None] = {}
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._deferred: list[Callable[[], None]] = []
+
+    def job_s(self) -> float:
+        """Seconds that the next job takes."""
+        return self._network.random.uniform(*self.job_range_s)
+
+    def when_awake(self, call: Callable[[], None]) -> None:
+        """Call it now, after the stall, or never if the host is dead."""
+        if self.stalled:
+            self._deferred.append(call)
+        elif self.alive:
+            call()
+
+    def spawn(self, work: Any, name: str = "") -> asyncio.Task[Any]:
+        """Run a coroutine as part of this host: its connections are this host's."""
+        with self._network.acting_as(self):
+            return asyncio.get_running_loop().create_task(work, name=f"{self.name} {name}")
+
+    def adopt(self, task: asyncio.Task[Any]) -> None:
+        """Called by the loop for every task that code of this host has made."""
+        self._tasks[task] = None
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))
+
+    def kill(self) -> None:
+        """Like SIGKILL: nothing is sent any more, peers see resets. Tasks end."""
+        self.alive = self.stalled = False
+        self._deferred.clear()
+        self._network.silence(self)
+        for transport in list(self.transports):
+            transport.reset()
+        for task in list(self._tasks):
+            task.cancel()
+
+    async def ended(self) -> None:
+        """Return once the tasks of a killed host are gone."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def stall(self) -> None:
+        """Like SIGSTOP: nothing is executed or received; connections stay open."""
+        self.stalled = self.alive
+
+    def wake(self) -> None:
+        """Like SIGCONT."""
+        self.stalled = False
+        deferred, self._deferred = self._deferred, []
+        for call in deferred:
+            call()
+        self._network.flush()
+
+
+class _Socket:
+    """What a site of aiohttp asks for its name."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    def getsockname(self) -> tuple[str, int]:
+        return ("127.0.0.1", self._port)
+
+
+@final
+class SimulatedServer:
+    """Returned by `SimulatedLoop.create_server`."""
+
+    def __init__(
+        self,
+        network: SimulatedNetwork,
+        host: SimulatedHost,
+        factory: Callable[[], asyncio.BaseProtocol],
+        port: int,
+        real: Any,
+    ) -> None:
+        self._network, self.host, self.factory, self.port = network, host, factory, port
+        self._real = real
+        self.sockets = (_Socket(port),)
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        self._network.unlisten(self)
+        if self._real is not None:
+            self._real.close()
+
+    async def wait_closed(self) -> None:
+        """Connections are closed by whoever serves them."""
+
+
+@final
+class _Transport(asyncio.Transport):
+    """One end of a connection."""
+
+    def __init__(self, network: SimulatedNetwork, host: SimulatedHost) -> None:
+        super().__init__()
+        self._network, self.host = network, host
+        self.peer: _Transport = self
+        self.upgraded = False
+        self._protocol: asyncio.BaseProtocol = asyncio.Protocol()
+        self._closing = self._lost = self._reading_paused = False
+        self._in_flight: deque[bytes | BaseException | None] = deque()
+        self._last_arrival_s = 0.0
+        host.transports[self] = None
+
+    # --- what protocols use --------------------------------------------------------------------
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self._protocol = protocol
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        return self._protocol
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return ("127.0.0.1", 0) if name in {"peername", "sockname"} else default
+
+    def is_closing(self) -> bool:
+        return self._closing
+
+    def is_reading(self) -> bool:
+        return not self._reading_paused
+
+    def pause_reading(self) -> None:
+        self._reading_paused = True
+
+    def resume_reading(self) -> None:
+        self._reading_paused = False
+        self.flush()
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        del high, low  # nothing is buffered
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self._closing or not data:
+            return
+        if bytes(data[:12]) == b"HTTP/1.1 101":
+            self.upgraded = self.peer.upgraded = True
+        self._network.transmit(self, bytes(data))
+
+    def can_write_eof(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        if not self._closing:
+            self._closing = True
+            self._network.schedule(self, None)
+            self._network.loop.call_soon(self._lose, None)
+
+    def abort(self) -> None:
+        self.reset()
+
+    # --- what the network uses -------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """This end is gone; the other one hears of it when it can."""
+        if not self._closing:
+            self._closing = True
+            error = ConnectionResetError(errno.ECONNRESET, "simulated reset")
+            self._network.schedule(self, error, even_if_dead=True)
+            self._network.loop.call_soon(self._lose, error)
+
+    def arrive(self, item: bytes | BaseException | None) -> None:
+        """Something has come over the wire."""
+        self._in_flight.append(item)
+        self.flush()
+
+    def flush(self) -> None:
+        """Hand on what has arrived, as far as this end can take it."""
+        while self._in_flight and not self._reading_paused and self._network.reaches(self):
+            item = self._in_flight.popleft()
+            if self._lost or not self.host.alive:
+                continue
+            with self._network.acting_as(self.host):
+                self._take(item)
+
+    def _take(self, item: bytes | BaseException | None) -> None:
+        if isinstance(item, bytes):
+            if isinstance(self._protocol, asyncio.Protocol) and not self._closing:
+                self._protocol.data_received(item)
+            return
+        self._closing = True
+        if item is None and isinstance(self._protocol, asyncio.Protocol):
+            self._protocol.eof_received()
+        self._lose(item)
+
+    def arrival_s(self, delay_s: float, now_s: float, *, overtaken: bool) -> float:
+        """When what is sent now arrives: never before what was sent earlier."""
+        arrival = max(now_s + delay_s, self._last_arrival_s)
+        if not overtaken:
+            self._last_arrival_s = arrival
+        return arrival
+
+    def _lose(self, error: BaseException | None) -> None:
+        if self._lost:
+            return
+        self._lost = True
+        self.host.transports.pop(self, None)
+        with self._network.acting_as(self.host):
+            self._protocol.connection_lost(error if isinstance(error, Exception) else None)
+
+
+@final
+class SimulatedNetwork:
+    """Hosts, and what separates them.
+
+    Args:
+        seed: of everything that is drawn.
+        delay_range_s: how long a message travels, drawn between these.
+    """
+
+    def __init__(self, seed: int, delay_range_s: tuple[float, float] = (0.0002, 0.005)) -> None:
+        self.random = random.Random(seed)
+        self._delay_range_s = delay_range_s
+        self._hosts: dict[str, SimulatedHost] = {}
+        self._servers: dict[int, SimulatedServer] = {}
+        self._next_port = 20_000
+        self._parted: dict[frozenset[str], int] = {}
+        self._faults: dict[tuple[str, str], deque[MessageFault]] = {}
+        self._loop: SimulatedLoop | None = None
+        self.num_messages = 0
+        self.injected = Counter[MessageFault]()
+
+    @property
+    def loop(self) -> SimulatedLoop:
+        """The loop that was made with this network."""
+        if self._loop is None:
+            raise ConfigError("SimulatedNetwork: make a SimulatedLoop with it first")
+        return self._loop
+
+    def attach(self, loop: SimulatedLoop) -> None:
+        """Called by the loop."""
+        self._loop = loop
+
+    def host(self, name: str) -> SimulatedHost:
+        """The live host of that name; a dead one is replaced by a new process."""
+        found = self._hosts.get(name)
+        if found is None or not found.alive:
+            found = self._hosts[name] = SimulatedHost(self, name)
+        return found
+
+    def current_host(self) -> SimulatedHost:
+        """The host that the running code belongs to."""
+        name = _HOST.get()
+        return self._hosts[name] if name in self._hosts else self.host(name)
+
+    @contextmanager
+    def acting_as(self, host: SimulatedHost) -> Iterator[None]:
+        """What is called or spawned inside belongs to `host`."""
+        token = _HOST.set(host.name)
+        try:
+            yield
+        finally:
+            _HOST.reset(token)
+
+    # --- connections -----------------------------------------------------------------------------
+
+    def listen(
+        self, factory: Callable[[], asyncio.BaseProtocol], port: int, real: Any
+    ) -> SimulatedServer:
+        """See `SimulatedLoop.create_server`."""
+        if not port:
+            port, self._next_port = self._next_port, self._next_port + 1
+        server = SimulatedServer(self, self.current_host(), factory, port, real)
+        self._servers[port] = server
+        return server
+
+    def unlisten(self, server: SimulatedServer) -> None:
+        """Nobody can connect any more."""
+        if self._servers.get(server.port) is server:
+            del self._servers[server.port]
+
+    def silence(self, host: SimulatedHost) -> None:
+        """A host is dead: it listens no more."""
+        for server in [s for s in self._servers.values() if s.host is host]:
+            server.close()
+
+    async def connect(
+        self, factory: Callable[[], asyncio.BaseProtocol], port: int
+    ) -> tuple[asyncio.Transport, asyncio.BaseProtocol]:
+        """See `SimulatedLoop.create_connection`."""
+        host = self.current_host()
+        await asyncio.sleep(self.random.uniform(*self._delay_range_s))
+        if host.no_descriptors:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        server = self._servers.get(port)
+        while server is not None and not self.together(host.name, server.host.name):
+            await asyncio.sleep(0.05)  # SYNs are lost; the caller's own timeout ends this
+            server = self._servers.get(port)
+        if server is None or not server.host.alive or server.host.no_descriptors:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, f"nobody listens at {port}")
+        near, far = _Transport(self, host), _Transport(self, server.host)
+        near.peer, far.peer = far, near
+        with self.acting_as(server.host):
+            accepting = server.factory()
+            far.set_protocol(accepting)
+            accepting.connection_made(far)
+        protocol = factory()
+        near.set_protocol(protocol)
+        protocol.connection_made(near)
+        return near, protocol
+
+    def transmit(self, sender: _Transport, data: bytes) -> None:
+        """Send bytes to the other end, or do to them what was asked for."""
+        if not sender.host.alive:
+            return
+        self.num_messages += 1
+        faults = self._faults.get((sender.host.name, sender.peer.host.name))
+        if not faults or not sender.upgraded:
+            self.schedule(sender, data)
+            return
+        fault = faults.popleft()
+        self.injected[fault] += 1
+        match fault:
+            case MessageFault.LOSE:
+                return
+            case MessageFault.CUT:
+                sender.reset()
+            case MessageFault.DOUBLE:
+                self.schedule(sender, data)
+                self.schedule(sender, data)
+            case MessageFault.DELAY:
+                self.schedule(sender, data, late_s=self.random.uniform(0.0, 1.0))
+            case MessageFault.CORRUPT:
+                self.schedule(sender, _undecodable(data))
+
+    def schedule(
+        self,
+        sender: _Transport,
+        item: bytes | BaseException | None,
+        *,
+        late_s: float = 0.0,
+        even_if_dead: bool = False,
+    ) -> None:
+        """Have it arrive at the other end after a while."""
+        if not (sender.host.alive or even_if_dead):
+            return
+        delay_s = self.random.uniform(*self._delay_range_s) + late_s
+        peer = sender.peer
+        at_s = peer.arrival_s(delay_s, self.loop.time(), overtaken=late_s > 0)
+        self.loop.call_at(at_s, peer.arrive, item)
+
+    def reaches(self, end: _Transport) -> bool:
+        """Whether what has arrived at `end` can be taken by its host now."""
+        return not end.host.stalled and self.together(end.host.name, end.peer.host.name)
+
+    def flush(self) -> None:
+        """Hand on whatever can be handed on now."""
+        for host in list(self._hosts.values()):
+            for transport in list(host.transports):
+                transport.flush()
+
+    # --- what goes wrong -------------------------------------------------------------------------
+
+    def together(self, first: str, second: str) -> bool:
+        """Whether two hosts reach each other."""
+        return not self._parted.get(frozenset((first, second)))
+
+    def part(self, first: str, second: str) -> None:
+        """Nothing passes between two hosts any more; counted, so that partitions may overlap."""
+        key = frozenset((first, second))
+        self._parted[key] = self._parted.get(key, 0) + 1
+
+    def rejoin(self, first: str, second: str) -> None:
+        """Undo one `part`; what was sent meanwhile arrives now."""
+        key = frozenset((first, second))
+        self._parted[key] = max(0, self._parted.get(key, 0) - 1)
+        self.flush()
+
+    def cut(self, first: str, second: str) -> None:
+        """Reset every connection between two hosts."""
+        for transport in list(self._hosts[first].transports) if first in self._hosts else ():
+            if transport.peer.host.name == second:
+                transport.reset()
+
+    def disturb(self, sender: str, receiver: str, fault: MessageFault, count: int = 1) -> None:
+        """Do this to the next messages from one host to another."""
+        self._faults.setdefault((sender, receiver), deque()).extend([fault] * count)
+
+    def calm(self) -> None:
+        """Nothing goes wrong any more: partitions heal, faults are forgotten, hosts wake up."""
+        self._faults.clear()
+        self._parted.clear()
+        for host in list(self._hosts.values()):
+            host.no_descriptors = False
+            host.job_range_s = (0.0005, 0.02)
+            if host.stalled:
+                host.wake()
+        self.flush()
+
+    @property
+    def num_connections(self) -> int:
+        """Open ends of live hosts."""
+        return sum(len(host.transports) for host in self._hosts.values() if host.alive)
+
+    @contextmanager
+    def http(self) -> Iterator[None]:
+        """Inside, connectors of aiohttp make simulated connections."""
+        original = aiohttp.TCPConnector._wrap_create_connection
+
+        async def _connect(
+            _connector: aiohttp.TCPConnector,
+            *args: Any,
+            addr_infos: Any,
+            req: Any,
+            timeout: aiohttp.ClientTimeout,
+            client_error: type[Exception] = aiohttp.ClientConnectorError,
+            **_options: Any,
+        ) -> Any:
+            try:
+                async with asyncio.timeout(timeout.sock_connect or timeout.total):
+                    return await self.connect(args[0], addr_infos[0][4][1])
+            except TimeoutError:
+                raise
+            except OSError as error:
+                raise client_error(req.connection_key, error) from error
+
+        aiohttp.TCPConnector._wrap_create_connection = _connect  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            aiohttp.TCPConnector._wrap_create_connection = original  # type: ignore[method-assign]
+
+
+def _undecodable(frame: bytes) -> bytes:
+    """A WebSocket frame whose payload begins with a byte that no msgpack value begins with."""
+    length = frame[1] & 0x7F
+    start = 2 + {126: 2, 127: 8}.get(length, 0)
+    masked = bool(frame[1] & 0x80)
+    mask = frame[start] if masked else 0
+    start += 4 if masked else 0
+    if len(frame) <= start:
+        return frame
+    return frame[:start] + bytes([UNDECODABLE ^ mask]) + frame[start + 1 :]

@@ -1,0 +1,86 @@
+"""One trainer rank and one engine rank with one small tensor, connected over `cma`, in this process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from windlass.engines.client import EngineClient
+from windlass.layout.box import Box
+from windlass.layout.dtypes import DType
+from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
+from windlass.net.access import Access, role_token
+from windlass.trainers.client import TrainerClient
+from windlass.transfer.base import ParameterMemory
+from windlass.transports.configs import parse_transport
+from windlass.transports.registry import create_transport
+from windlass.updates.hooks import EngineHooks
+
+__all__ = ["SmallPair", "connect_small_pair", "small_manifest"]
+
+_SHAPE = (4, 6)
+_NBYTES = 24
+
+
+@dataclass(frozen=True)
+class SmallPair:
+    """Both ends.
+
+    Attributes:
+        trained: what the trainer publishes, every byte another. served: the engine's memory.
+    """
+
+    trained: np.ndarray
+    served: np.ndarray
+    trainer: TrainerClient
+    engine: EngineClient
+
+    def close(self) -> None:
+        """Disconnect both."""
+        self.trainer.close()
+        self.engine.close()
+
+
+def connect_small_pair(controller: str, token: str, hooks: EngineHooks, url: str) -> SmallPair:
+    """Blocks until both are connected; the engine is group `a`.
+
+    Args:
+        controller: its address.
+        token: of all roles.
+        hooks: of the engine.
+        url: of the engine's server.
+    """
+    trained, served = np.arange(_NBYTES, dtype=np.uint8), np.zeros(_NBYTES, np.uint8)
+    addresses = [int(array.ctypes.data) for array in (trained, served)]
+    sides = [create_transport(parse_transport("cma"), towards=controller) for _ in range(2)]
+    regions = [s.register(a, _NBYTES) for s, a in zip(sides, addresses, strict=True)]
+    memory = (ParameterMemory(addresses[0], _NBYTES),)
+    trainer = TrainerClient(
+        manifest=small_manifest("trainer/0", Role.TRAINER),
+        parameters=lambda: memory,
+        transport=sides[0],
+        controller=controller,
+        token=role_token(token, Access.TRAINER),
+        registered=[regions[0]],
+    )
+    engine = EngineClient(
+        manifest=small_manifest("a/0", Role.ENGINE),
+        addresses=[addresses[1]],
+        regions=[regions[1]],
+        transport=sides[1],
+        hooks=hooks,
+        controller=controller,
+        token=role_token(token, Access.ENGINE),
+        group="a",
+        url=url,
+    )
+    return SmallPair(trained, served, trainer, engine)
+
+
+def small_manifest(worker: str, role: Role) -> ShardManifest:
+    """Of either end: one checkpoint tensor, held whole."""
+    builder = ManifestBuilder(worker, role)
+    builder.add_parameter("p", nbytes=_NBYTES, dtype=DType.UINT8)
+    builder.add_shard("weight", _SHAPE, Box((0, 0), _SHAPE), "p")
+    return builder.build()

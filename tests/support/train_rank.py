@@ -1,0 +1,76 @@
+"""A rank of `test_train_controller.py`: FSDP2 over gloo, or a rank that misbehaves on request."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from windlass.jobs.fsdp_engine import FsdpEngine, Samples
+from windlass.jobs.train_worker import TrainContext, run_train_worker
+from windlass.rollout.messages import TrainingSample
+
+
+class Misbehaving:
+    """Steps train until step 4, in which rank 1 dies, stops or raises."""
+
+    def __init__(self, inner: FsdpEngine, how: str) -> None:
+        self._inner, self._how, self._rank = inner, how, 0
+
+    def setup(self, context: TrainContext) -> tuple[int, int]:
+        self._rank = context.rank
+        return self._inner.setup(context)
+
+    def train_step(
+        self, step: int, groups: Sequence[Sequence[TrainingSample]]
+    ) -> Mapping[str, float]:
+        print(f"rank {self._rank} step {step}", flush=True)
+        if step == 4 and self._rank == 1:
+            if self._how == "raise":
+                raise ValueError("bad sample")
+            os.kill(os.getpid(), getattr(signal, self._how))
+        found = dict(self._inner.train_step(step, groups))
+        weight = next(self._inner.model.parameters())
+        full = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        return {**found, "first": float(groups[0][0].reward), "weights": float(full.sum())}
+
+    def publish(self, version: int, *, deadline_s: float) -> None:
+        self._inner.publish(version, deadline_s=deadline_s)
+
+    def save(self, path: str) -> None:
+        self._inner.save(path)
+
+    def load(self, path: str) -> None:
+        self._inner.load(path)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def loss(model: torch.nn.Module, groups: Samples) -> torch.Tensor:
+    rows = torch.tensor([[s.reward, 1.0] for group in groups for s in group])
+    found: torch.Tensor = (model(rows) ** 2).mean()
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    fsdp = FsdpEngine(
+        model=lambda: torch.nn.Linear(2, 4),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        loss=loss,
+        publish_to_fleet=False,
+    )
+    engine = Misbehaving(fsdp, sys.argv[1])
+    run_train_worker(
+        engine,
+        operations={
+            "outputs": lambda rows: fsdp.model(torch.tensor(rows)).tolist(),
+            "who": lambda suffix: f"rank {torch.distributed.get_rank()}{suffix}",
+            "too few": lambda rows: [],
+        },
+    )

@@ -1,0 +1,283 @@
+"""One rank of a real trainer: trains a step, writes what it has as a checkpoint, publishes; again.
+
+`python trainer_rank.py RANK WORLD_SIZE NAME KIND LAYOUT FOLDER` reads one `Order` in JSON per line and
+answers each with a line; LAYOUT is JSON, FOLDER has `config.json` of the model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from servers import CONFIGS, adapted, build
+
+import windlass
+from windlass.layout.naming.adapters import adapter_names
+from windlass.memory.ranges import Pieces
+from windlass.net.clock import Deadline
+from windlass.trainers.client import TrainerClient
+from windlass.transports.mooncake.peer import Direction, MooncakePeer
+
+NUM_TOKENS = 16
+LEARNING_RATE = 0.02
+IN_FLOAT32 = "e_score_correction_bias"
+"""In every checkpoint that has it."""
+
+
+class Order(msgspec.Struct, frozen=True):
+    """Train a step, write the weights to `checkpoint`, publish them as `version`.
+
+    dies: rank 0 kills itself when half of its first write to an engine has arrived (Mooncake).
+    """
+
+    url: str
+    transport: str
+    version: int
+    checkpoint: str
+    dies: bool = False
+
+
+class Trained(Protocol):
+    """A model in the layout of its framework."""
+
+    def step(self) -> None:
+        """Train; collective."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write safetensors in bfloat16; collective, rank 0 writes."""
+        ...
+
+    def connect(self, url: str, transport: str) -> TrainerClient:
+        """To a controller."""
+        ...
+
+
+def main() -> None:
+    rank, world_size = int(sys.argv[1]), int(sys.argv[2])
+    name, kind, layout, folder = *sys.argv[3:5], json.loads(sys.argv[5]), Path(sys.argv[6])
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store-{name}-{'-'.join(layout)}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+    trained = trained_by(name, kind, layout)
+    for line in sys.stdin:
+        order = msgspec.json.decode(line, type=Order)
+        trained.step()
+        trained.save(Path(order.checkpoint))
+        if rank == 0:
+            shutil.copy(folder / "config.json", order.checkpoint)
+        if order.dies and rank == 0:
+            die_in_mid_write()
+        with trained.connect(order.url, order.transport) as client:
+            report = client.publish(order.version)
+        os.write(1, msgspec.json.encode({"digest_ok": report.digest_ok}) + b"\n")
+    dist.destroy_process_group()
+
+
+def trained_by(name: str, kind: str, layout: Mapping[str, Any]) -> Trained:
+    """Kinds of models that end in `+lora` train an adapter and publish it alone."""
+    if name == "megatron":
+        return Megatron(kind, layout)
+    base = kind.removesuffix("+lora")
+    return Fsdp(kind) if base == kind else FsdpAdapter(base)
+
+
+def die_in_mid_write() -> None:
+    """Every Mooncake write of this process from now on is its last."""
+    move = MooncakePeer.move
+
+    def half(
+        peer: MooncakePeer,
+        direction: Direction,
+        pieces: Pieces,
+        deadline: Deadline,
+    ) -> None:
+        local, remote, nbytes = pieces
+        count = max(len(nbytes) // 2, 1)
+        sizes = nbytes[:count] if len(nbytes) > 1 else nbytes // 2 + nbytes % 2
+        move(peer, direction, (local[:count], remote[:count], sizes), deadline)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(MooncakePeer, "move", half)  # noqa: B010 - a method of a final class
+
+
+class Fsdp:
+    """float32 masters, one unit per decoder layer, AdamW."""
+
+    def __init__(self, kind: str) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        self._model = build(kind, seed=1).float()
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in self._model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self._model, mesh=mesh)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE)
+        self._plain = build(kind, seed=1)
+
+    def step(self) -> None:
+        ids = torch.arange(NUM_TOKENS).reshape(1, -1) * 7 % 250
+        self._optimizer.zero_grad()
+        self._model(input_ids=ids, labels=ids).loss.backward()
+        self._optimizer.step()
+
+    @torch.no_grad()
+    def save(self, folder: Path) -> None:
+        from torch.distributed.tensor import DTensor
+
+        for (name, parameter), target in zip(
+            self._model.named_parameters(), self._plain.parameters(), strict=True
+        ):
+            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            assert full.shape == target.shape, name
+            target.copy_(full)
+        if dist.get_rank() == 0:
+            self._plain.save_pretrained(folder)
+
+    def connect(self, url: str, transport: str) -> TrainerClient:
+        return windlass.connect_trainer(
+            self._model, controller=url, token=os.environ["WINDLASS_TOKEN"], transport=transport
+        )
+
+
+class FsdpAdapter:
+    """A PEFT adapter in float32 over frozen weights, sharded with them; AdamW."""
+
+    def __init__(self, kind: str) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        self._model = adapted(build(kind, seed=1).float(), seed=2)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in self._model.get_base_model().model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self._model, mesh=mesh)
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        self._optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE)
+        self._plain = adapted(build(kind, seed=1).float(), seed=3)
+
+    def step(self) -> None:
+        ids = torch.arange(NUM_TOKENS).reshape(1, -1) * 7 % 250
+        self._optimizer.zero_grad()
+        self._model(input_ids=ids, labels=ids).loss.backward()
+        self._optimizer.step()
+
+    @torch.no_grad()
+    def save(self, folder: Path) -> None:
+        """As PEFT saves it."""
+        from torch.distributed.tensor import DTensor
+
+        targets = dict(self._plain.named_parameters())
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                assert isinstance(parameter, DTensor), name
+                targets[name].copy_(parameter.full_tensor())
+        if dist.get_rank() == 0:
+            self._plain.save_pretrained(folder)
+
+    def connect(self, url: str, transport: str) -> TrainerClient:
+        return windlass.connect_trainer(
+            self._model, controller=url, token=os.environ["WINDLASS_TOKEN"], transport=transport,
+            name_map=adapter_names(),
+        )  # fmt: skip
+
+
+class Megatron:
+    """float32 parameters in Megatron's own layout, its own wrapper, schedule and AdamW."""
+
+    def __init__(self, kind: str, layout: Mapping[str, Any]) -> None:
+        sys.path.insert(0, str(Path(__file__).parents[1] / "megatron"))
+        from cpu_shim import install, without_cuda_tensors
+        from hf_settings import spec_of
+        from megatron_rank import Case, all_tensors, checkpoint, fill
+        from megatron_rank import build as build_megatron
+        from real_step import RealTraining
+
+        install()
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        self._spec = spec_of(CONFIGS[kind])
+        case = Case("live", self._spec, config=CONFIGS[kind], **layout)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=case.tp,
+            pipeline_model_parallel_size=case.pp,
+            context_parallel_size=case.cp,
+            expert_model_parallel_size=case.ep,
+            expert_tensor_parallel_size=case.etp,
+        )
+        model_parallel_cuda_manual_seed(1)
+        chunks: Any = build_megatron(case)
+        (model,) = chunks
+        self._tensors: Sequence[torch.Tensor] = all_tensors(chunks)
+        self._numbered = checkpoint(self._spec)
+        fill(model, self._numbered)  # which element of the checkpoint lies where
+        self._numbers = [tensor.detach().long().clone() for tensor in self._tensors]
+        generator = torch.Generator().manual_seed(3)
+        weights = {
+            name: torch.randn(tensor.shape, generator=generator) * 0.05 + ("norm" in name)
+            for name, tensor in self._numbered.items()
+        }
+        fill(model, weights)
+        self._on_cpu = without_cuda_tensors
+        with self._on_cpu():
+            self._training = RealTraining(chunks, num_tokens=NUM_TOKENS, lr=LEARNING_RATE)
+
+    def step(self) -> None:
+        with self._on_cpu():
+            self._training.step()
+
+    def save(self, folder: Path) -> None:
+        save_numbered(folder, self._numbered, self._numbers, self._tensors)
+
+    def connect(self, url: str, transport: str) -> TrainerClient:
+        from windlass.trainers.megatron import connect_megatron_trainer
+
+        return connect_megatron_trainer(
+            self._training.models[0], family=self._spec.family, vocab_size=self._spec.vocab_size,
+            controller=url, token=os.environ["WINDLASS_TOKEN"], transport=transport,
+        )  # fmt: skip
+
+
+def save_numbered(
+    folder: Path,
+    numbered: Mapping[str, torch.Tensor],
+    numbers: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+) -> None:
+    """Every rank's elements put where their numbers say; collective, rank 0 writes."""
+    folder.mkdir(exist_ok=True)
+    mine = list(zip(numbers, [value.detach() for value in values], strict=True))
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
+    if dist.get_rank():
+        return
+    flat = torch.full((1 + sum(t.numel() for t in numbered.values()),), torch.nan)
+    for part in parts:
+        for number, value in part:
+            real = number > 0  # not the padding of a vocabulary
+            known = flat[number[real]]
+            same = known.isnan() | (known == value[real])
+            assert same.all(), "replicas of a parameter must be equal"
+            flat[number[real]] = value[real]
+    assert not flat[1:].isnan().any(), "every element of the checkpoint must lie on a rank"
+    tensors = {
+        n: flat[t.long()].to(torch.float32 if n.endswith(IN_FLOAT32) else torch.bfloat16)
+        for n, t in numbered.items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+if __name__ == "__main__":
+    main()

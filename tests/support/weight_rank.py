@@ -1,0 +1,272 @@
+"""A trainer or engine rank in a process of its own, without a model; every element distinct.
+
+What it does wrong is one word, `fault`. Commands of an engine: `die` (inside `Receive`), `skip`
+(one `Receive`), `damage:FOLDER` (files before `Verify`). Writes of either: `kill:N`, `stop:N`
+(this process, before write N), `tear:N` (it is killed after half of write N) or `spoil:N` (write N
+brings wrong bytes), N from 1.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+import windlass
+from windlass.engines.client import EngineClient
+from windlass.layout.box import Box
+from windlass.layout.dtypes import DType
+from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
+from windlass.layout.mesh import chunk
+from windlass.testing.resting_engine import RestingEngine
+from windlass.testing.wrapped_transport import WrappedTransport
+from windlass.transfer.base import ParameterMemory
+from windlass.transports.base import OneSidedTransport, WriteBatch
+from windlass.transports.configs import parse_transport
+from windlass.transports.registry import create_transport
+from windlass.updates.agents import EngineAgent
+from windlass.updates.messages import Command, Receive, Result, Verify
+
+PER_RUN = 20
+ROW_PARALLEL = {"down"}
+"""Cut along dim 1 in the engines: strided on both sides."""
+
+
+def shapes(scale: int = 1) -> dict[str, tuple[int, ...]]:
+    """The model; `scale` times as many rows, or columns where it is row-parallel."""
+    return {
+        "embed": (37 * scale, 24),
+        "down": (24, 50 * scale),
+        "norm": (24,),
+        "gate": (50 * scale, 24),
+    }
+
+
+def model_nbytes(scale: int) -> int:
+    return sum(int(np.prod(shape)) * 4 for shape in shapes(scale).values())
+
+
+def truth(version: int, scale: int = 1) -> dict[str, npt.NDArray[np.int32]]:
+    """The whole model: no two elements of any two versions are equal."""
+    found, first = {}, 1 + version * 1_000_000
+    for name, shape in shapes(scale).items():
+        numel = int(np.prod(shape))
+        found[name] = np.arange(first, first + numel, dtype=np.int32).reshape(shape)
+        first += numel
+    return found
+
+
+@dataclass
+class Part:
+    """What one rank holds."""
+
+    manifest: ShardManifest
+    places: dict[str, tuple[slice, ...]]
+    scale: int
+
+    def empty(self) -> dict[str, npt.NDArray[np.int32]]:
+        return {
+            name: np.full([s.stop - s.start for s in place], -1, np.int32)
+            for name, place in self.places.items()
+        }
+
+    def of(self, version: int) -> dict[str, npt.NDArray[np.int32]]:
+        return {
+            name: whole[self.places[name]] for name, whole in truth(version, self.scale).items()
+        }
+
+
+def part_of(worker: str, role: Role, index: int, parts: int, scale: int = 1) -> Part:
+    """Rank `index` of `parts`: trainers as FSDP2 cuts, engines with whole norms."""
+    builder = ManifestBuilder(worker, role)
+    places: dict[str, tuple[slice, ...]] = {}
+    for name, shape in shapes(scale).items():
+        dim = 1 if role is Role.ENGINE and name in ROW_PARALLEL else 0
+        whole = name == "norm" and role is Role.ENGINE
+        offsets, sizes = [0] * len(shape), list(shape)
+        if not whole:
+            offsets[dim], sizes[dim] = chunk(shape[dim], parts, index)
+        box = Box(tuple(offsets), tuple(sizes))
+        builder.add_parameter(name, nbytes=box.numel * 4, dtype=DType.INT32)
+        builder.add_shard(name, shape, box, name)
+        places[name] = tuple(slice(a, b) for a, b in zip(box.offsets, box.ends, strict=True))
+    return Part(builder.build(), places, scale)
+
+
+class FaultyCommands:
+    """Carries out commands, and misbehaves once."""
+
+    def __init__(self, agent: EngineAgent, fault: str) -> None:
+        self.agent, self.fault = agent, fault
+
+    def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:
+        if isinstance(command, Receive):
+            if self.fault == "die":
+                # The others are already waiting for this rank's part of the broadcast tree.
+                threading.Timer(0.3, os._exit, (9,)).start()
+                threading.Event().wait(30)
+            if self.fault == "skip":
+                self.fault = ""
+                raise windlass.WindlassError("bucket 0 is told to fail")
+        if isinstance(command, Verify) and self.fault.startswith("damage:"):
+            damage(Path(self.fault.removeprefix("damage:")), command.version)
+        return self.agent.handle(command, epoch=epoch, round_number=round_number)
+
+
+def damage(folder: Path, version: int) -> None:
+    """Flip the last byte of every file of a version, and cut one of them short."""
+    files = sorted((folder / f"v{version:08d}").glob("*.safetensors"))
+    for path in files:
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    files[-1].write_bytes(files[-1].read_bytes()[:-7])
+
+
+class FaultyWrites(WrappedTransport):
+    """A transport that counts what it writes, and misbehaves in one write."""
+
+    def __init__(self, inner: OneSidedTransport, fault: str) -> None:
+        super().__init__(inner)
+        self.nbytes = 0
+        self._kind, _, at = fault.partition(":")
+        self._left = int(at) if self._kind in ("kill", "stop", "tear", "spoil") else 0
+        self._lock = threading.Lock()
+
+    def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
+        with self._lock:
+            self.nbytes += batch.total_nbytes
+            self._left -= 1
+            now = self._left == 0
+        if now and self._kind == "tear":
+            half = WriteBatch(
+                endpoint=batch.endpoint,
+                local_addresses=batch.local_addresses,
+                remote_addresses=batch.remote_addresses,
+                nbytes=batch.nbytes // np.uint64(8) * np.uint64(4),
+                regions=batch.regions,
+            )
+            self.inner.write(half, deadline_s=deadline_s)
+        if now and self._kind in ("kill", "stop", "tear"):
+            os.kill(os.getpid(), signal.SIGSTOP if self._kind == "stop" else signal.SIGKILL)
+            threading.Event().wait()  # other threads may take the signal: this one goes no further
+        if now and self._kind == "spoil":
+            # From where it reads in truth, but shifted: the first piece brings other elements.
+            nbytes = batch.nbytes.copy()
+            nbytes[0] -= 4
+            batch = WriteBatch(
+                endpoint=batch.endpoint,
+                local_addresses=batch.local_addresses + np.uint64(4),
+                remote_addresses=batch.remote_addresses,
+                nbytes=np.minimum(nbytes, batch.nbytes) if len(nbytes) == 1 else nbytes,
+                regions=batch.regions,
+            )
+        super().write(batch, deadline_s=deadline_s)
+
+
+@dataclass
+class RankSettings:
+    """What a rank is told when it starts."""
+
+    url: str
+    token: str
+    index: int
+    parts: int
+    group: str = "trainer"
+    scale: int = 1
+    transport: str = "cma"
+    can_send: bool = False
+    arena_nbytes: int = 0
+    fault: str = ""
+    run: int = 0
+    """Runs train other weights: version v of run r is `truth(v + PER_RUN * r)`."""
+    job: str = "one start"
+
+
+def run_engine(pipe: Connection, settings: RankSettings) -> None:
+    """Serve until the pipe closes.
+
+    Each message is answered: served version, the version that all memory belongs to, whether the
+    agent calls it tainted, bytes written to other engines.
+    """
+    torch.set_num_threads(1)
+    group, fault = settings.group, settings.fault
+    part = part_of(
+        f"{group}/{settings.index}", Role.ENGINE, settings.index, settings.parts, settings.scale
+    )
+    memory = part.empty()
+    transport = FaultyWrites(create_transport(parse_transport(settings.transport)), fault)
+    client = EngineClient(
+        manifest=part.manifest,
+        addresses=[a.ctypes.data for a in memory.values()],
+        regions=[transport.register(a.ctypes.data, a.nbytes) for a in memory.values()],
+        transport=transport,
+        hooks=RestingEngine(),
+        controller=settings.url,
+        token=settings.token,
+        group=group,
+        rank=settings.index,
+        world_size=settings.parts,
+        can_send=settings.can_send,
+        intercept=lambda agent: FaultyCommands(agent, fault),
+    )
+    with client:
+        pipe.send("ready")
+        while pipe.recv() is not None:
+            held, version = "mixed", (int(memory["embed"].flat[0]) - 1) // 1_000_000
+            whole = part.of(version)
+            if all(np.array_equal(memory[name], whole[name]) for name in memory):
+                held = str(version)
+            if all((m == -1).all() for m in memory.values()):
+                held = "untouched"
+            agent = client.agent
+            pipe.send((agent.served_version, held, agent.tainted, transport.nbytes))
+
+
+def run_trainer(pipe: Connection, settings: RankSettings) -> None:
+    """Publish every version that comes; answer with outcome, details and the bytes written for it."""
+    torch.set_num_threads(1)
+    os.environ["WINDLASS_JOB"] = settings.job
+    index, parts = settings.index, settings.parts
+    part = part_of(f"trainer/{index}", Role.TRAINER, index, parts, settings.scale)
+    memory = {name: values.copy() for name, values in part.of(0).items()}
+    transport = FaultyWrites(create_transport(parse_transport(settings.transport)), settings.fault)
+    client = windlass.TrainerClient(
+        manifest=part.manifest,
+        parameters=lambda: [ParameterMemory(a.ctypes.data, a.nbytes) for a in memory.values()],
+        transport=transport,
+        controller=settings.url,
+        token=settings.token,
+        rank=index,
+        world_size=parts,
+        arena_nbytes=settings.arena_nbytes,
+    )
+    pipe.send("ready")
+    with client:
+        while (version := pipe.recv()) is not None:
+            for name, values in part.of(version + PER_RUN * settings.run).items():
+                memory[name][...] = values
+            before = transport.nbytes
+            try:
+                report = client.publish(version, deadline_s=60)
+                answer = "published", sorted(report.left_out)
+            except windlass.WindlassError as error:
+                answer = type(error).__name__, [str(error)]
+            pipe.send((*answer, transport.nbytes - before))
+
+
+def run_bystander(pipe: Connection, nbytes: int) -> None:
+    """Has memory that peers might write, and no part in a fleet; tells whether it is untouched."""
+    memory = np.full(nbytes, 255, np.uint8)
+    transport = create_transport(parse_transport("cma"))
+    transport.register(memory.ctypes.data, nbytes)
+    pipe.send((os.getpid(), memory.ctypes.data))
+    while pipe.recv() is not None:
+        pipe.send(bool((memory == 255).all()))

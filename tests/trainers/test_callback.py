@@ -1,0 +1,271 @@
+"""`RolloutCallback` against real engine processes: whole updates by hand, or nothing at all."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+import torch
+from safetensors.numpy import save_file
+from test_backends import DEADLINES, NUM_TRAINERS
+from weight_fleet import TOKEN, Fleet
+from weight_rank import shapes, truth
+
+import windlass
+from windlass.config import ControlConfig, P2pBackend, UpdateMode
+from windlass.errors import AuthenticationError, RoundAborted, TransferFailed
+from windlass.layout.dtypes import DType
+from windlass.transfer.bindings import WireTensor
+from windlass.updates.callback_messages import (
+    CallbackAnswer,
+    CallbackRequest,
+    ContinueCall,
+    PauseCall,
+)
+
+DEADLINE_S = 8.0
+
+
+@asynccontextmanager
+async def engines() -> AsyncIterator[tuple[Any, str]]:
+    config = ControlConfig(mode=UpdateMode.IN_PLACE, backend=P2pBackend(), deadlines=DEADLINES)
+    async with windlass.Controller(token=TOKEN, config=config) as controller:
+        fleet = Fleet(controller.url, NUM_TRAINERS)
+        try:
+            fleet.add_engine("halves", 2)
+            fleet.add_engine("whole", 1)
+            await fleet.ready()
+            yield fleet, controller.url
+        finally:
+            fleet.close()
+
+
+def callback(url: str, head: str = "head") -> windlass.RolloutCallback:
+    return windlass.RolloutCallback(url, TOKEN, head=head, deadline_s=DEADLINE_S)
+
+
+def tensors(version: int, *names: str) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(truth(version)[name]) for name in names}
+
+
+def group(head: windlass.RolloutCallback, name: str) -> windlass.WeightGroup:
+    return windlass.WeightGroup(head, name, bucket_nbytes=1 << 16, deadline_s=DEADLINE_S)
+
+
+async def holds(fleet: Any, expected: tuple[int, str, bool]) -> None:
+    assert await fleet.held("halves") == [expected] * 2
+    assert await fleet.held("whole") == [expected]
+
+
+def two_versions(url: str) -> None:
+    with callback(url) as head:
+        head.pause_generation()
+        made = group(head, "weights")
+        for version in range(2):
+            if version:
+                head.pause_generation()
+            made.broadcast(tensors(version, "embed", "norm"))
+            made.broadcast(tensors(version, "down", "gate"))
+            head.continue_generation(version)
+        made.close()
+
+
+async def test_buckets_by_broadcast_arrive_whole_and_a_group_lives_from_update_to_update() -> None:
+    async with engines() as (fleet, url):
+        await asyncio.to_thread(two_versions, url)
+        await holds(fleet, (1, "1", False))
+
+
+def opposite(url: str, version: int) -> None:
+    """Two heads whose calls cross: each forms its group and sends while the other does."""
+    with callback(url, "a") as a, callback(url, "b") as b:
+        a.pause_generation()
+        b.pause_generation()
+
+        def drive(head: windlass.RolloutCallback, names: list[str]) -> None:
+            made = group(head, f"group-{head.head}")
+            for name in names:
+                made.broadcast(tensors(version, name))
+            head.continue_generation(version)
+            made.close()
+
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(2) as pool:
+            works = [
+                pool.submit(drive, a, ["embed", "down"]),
+                pool.submit(drive, b, ["gate", "norm"]),
+            ]
+            for work in works:
+                work.result(60)
+
+
+async def test_two_heads_that_cross_do_not_deadlock_and_the_last_one_publishes() -> None:
+    async with engines() as (fleet, url):
+        for version in range(3):
+            await asyncio.to_thread(opposite, url, version)
+            await holds(fleet, (version, str(version), False))
+
+
+def fail_in_the_second_bucket(url: str, bucket: dict[str, torch.Tensor], says: str) -> None:
+    with callback(url) as head:
+        head.pause_generation()
+        made = group(head, "weights")
+        made.broadcast(tensors(2, "embed", "norm"))
+        began = time.monotonic()
+        with pytest.raises((RoundAborted, TransferFailed), match=says):
+            made.broadcast(bucket)
+        assert time.monotonic() - began < DEADLINE_S
+        with pytest.raises(RoundAborted, match="was not published"):
+            head.continue_generation(2)
+        made.close()
+
+
+async def test_a_bucket_that_fails_releases_its_head_and_leaves_the_old_version_everywhere() -> (
+    None
+):
+    async with engines() as (fleet, url):
+        await asyncio.to_thread(two_versions, url)
+        with pytest.raises(RoundAborted, match="must be > 1"):
+            await asyncio.to_thread(two_versions, url)
+        for bucket, says in (
+            ({"down": torch.zeros(3, 3, dtype=torch.int32)}, "shape of 'down' must be"),
+            ({"down": tensors(2, "down")["down"].float()}, "tensor 'down': only float32"),
+            ({"up": torch.zeros(3, 3)}, "tensor of this model was expected, got 'up'"),
+        ):
+            await asyncio.to_thread(fail_in_the_second_bucket, url, bucket, says)
+        await holds(fleet, (1, "1", False))
+
+
+def incomplete(url: str) -> None:
+    with callback(url) as head:
+        head.pause_generation()
+        made = group(head, "weights")
+        made.broadcast(tensors(0, "embed"))
+        with pytest.raises(RoundAborted, match="3 tensors did not come"):
+            head.continue_generation(0)
+        made.close()
+
+
+async def test_an_update_that_lacks_tensors_changes_nothing() -> None:
+    async with engines() as (fleet, url):
+        await asyncio.to_thread(incomplete, url)
+        await holds(fleet, (-1, "untouched", False))
+
+
+def one_half_missing(url: str) -> None:
+    with callback(url) as head:
+        head.pause_generation()
+        made = group(head, "weights")
+        began = time.monotonic()
+        spec = (WireTensor("norm", DType.INT32, (24,)),)
+        half = head.update_weights_from_distributed("weights", spec, deadline_s=1.0)
+        assert not half.done()  # a future at once; the other half never comes
+        with pytest.raises((RoundAborted, TimeoutError)):
+            half.result(DEADLINE_S)
+        assert time.monotonic() - began < DEADLINE_S
+        with pytest.raises(RoundAborted):
+            head.continue_generation(0)
+        made.close()
+
+
+async def test_a_half_whose_other_half_never_comes_ends_by_its_deadline() -> None:
+    async with engines() as (fleet, url):
+        await asyncio.to_thread(one_half_missing, url)
+        await holds(fleet, (-1, "untouched", False))
+        await asyncio.to_thread(two_versions, url)
+        await holds(fleet, (1, "1", False))
+
+
+def from_disk(url: str, folder: Path) -> None:
+    save_file(dict(list(truth(0).items())[:2]), folder / "model-1.safetensors")
+    save_file(dict(list(truth(0).items())[2:]), folder / "model-2.safetensors")
+    with callback(url) as head:
+        head.pause_generation()
+        head.update_weights_from_disk(str(folder)).result(DEADLINE_S)
+        head.continue_generation(0)
+        path = folder / "model-2.safetensors"
+        path.write_bytes(path.read_bytes()[:-5])
+        head.pause_generation()
+        with pytest.raises(RoundAborted, match="model-2"):
+            head.update_weights_from_disk(str(folder)).result(DEADLINE_S)
+        with pytest.raises(RoundAborted):
+            head.continue_generation(1)
+
+
+async def test_a_checkpoint_folder_is_read_by_boxes_and_a_torn_one_is_refused(
+    tmp_path: Path,
+) -> None:
+    async with engines() as (fleet, url):
+        await asyncio.to_thread(from_disk, url, tmp_path)
+        await holds(fleet, (0, "0", False))
+
+
+def ask_for(head: windlass.RolloutCallback, seconds: float) -> None:
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        head.engine_ranks()
+        time.sleep(0.02)
+
+
+def vanish(url: str) -> None:
+    with callback(url) as head:
+        head.pause_generation(session_s=0.5)
+        with windlass.RolloutCallback(url, "wrong") as stranger, pytest.raises(AuthenticationError):
+            stranger.pause_generation()
+        # Whoever paused before the session has ended would join it, and end with it.
+        with pytest.raises(RoundAborted, match="no update is under way"):
+            ask_for(head, DEADLINE_S)
+    two_versions(url)
+
+
+async def test_heads_that_vanish_hold_up_nobody_for_longer_than_their_session() -> None:
+    async with engines() as (fleet, url):
+        await asyncio.to_thread(vanish, url)
+        await holds(fleet, (1, "1", False))
+
+
+async def test_the_same_request_id_is_the_same_call() -> None:
+    async with engines() as (_, url):
+        body = msgspec.msgpack.encode(CallbackRequest("one", "head", PauseCall(60.0), 10.0))
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        async with aiohttp.ClientSession(headers=headers) as http:
+
+            async def ask(data: bytes) -> CallbackAnswer:
+                async with http.post(f"{url}/v1/callback", data=data) as answer:
+                    return msgspec.msgpack.decode(await answer.read(), type=CallbackAnswer)
+
+            # Carried out once: a second continue of one head would find no update.
+            assert await asyncio.gather(*(ask(body) for _ in range(5))) == [CallbackAnswer()] * 5
+            end = msgspec.msgpack.encode(CallbackRequest("two", "head", ContinueCall(0), 10.0))
+            answers = [await ask(end) for _ in range(3)]
+            assert "did not come" in answers[0].error
+            assert answers == [answers[0]] * 3
+
+
+def by_hand(url: str, version: int) -> None:
+    with callback(url) as head:
+        head.pause_generation()
+        made = group(head, "weights")
+        made.broadcast(tensors(version, *shapes()))
+        head.continue_generation(version)
+        made.close()
+
+
+async def test_updates_by_hand_and_by_publish_take_turns() -> None:
+    async with engines() as (fleet, url):
+        fleet.add_trainers()
+        for trainer in fleet.trainers:
+            assert await trainer.read() == "ready"
+        for version in (0, 2, 4):
+            assert (await fleet.publish(version))[:2] == ("published", [])
+            await holds(fleet, (version, str(version), False))
+            await asyncio.to_thread(by_hand, url, version + 1)
+            await holds(fleet, (version + 1, str(version + 1), False))

@@ -1,0 +1,157 @@
+"""Heads that declare an order, and arrive in the opposite one, at real engine processes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from test_callback import (
+    engines,
+    holds,
+    tensors,
+)
+from weight_fleet import TOKEN
+from weight_rank import shapes
+
+import windlass
+from windlass.errors import ConfigError, RoundAborted
+from windlass.layout.dtypes import DType
+from windlass.transfer.bindings import WireTensor
+
+NUM_STAGES = 2
+DEADLINE_S = 30.0
+BUCKETS = (["embed"], ["gate", "down", "norm"])
+"""Of each stage, one tensor per call: the stages do not make the same number of calls."""
+
+
+def stage(url: str, index: int) -> windlass.RolloutCallback:
+    return windlass.RolloutCallback(
+        url,
+        TOKEN,
+        head=f"pp{index}",
+        stage=index,
+        num_stages=NUM_STAGES,
+        deadline_s=DEADLINE_S,
+    )
+
+
+def group(head: windlass.RolloutCallback, name: str) -> windlass.WeightGroup:
+    return windlass.WeightGroup(head, name, bucket_nbytes=1 << 16, deadline_s=DEADLINE_S)
+
+
+def crossing(url: str, version: int) -> None:
+    """Stage 1 asks first, every time; and does its own half only after stage 0 has done its own.
+
+    Taken up as they arrive, stage 1's call would hold the engines while stage 1 waits for stage
+    0, whose call waits for the engines.
+    """
+    with stage(url, 0) as first, stage(url, 1) as second:
+        first.pause_generation()
+        second.pause_generation()
+        formed = [threading.Event(), threading.Event()]
+
+        def form(head: windlass.RolloutCallback, index: int) -> windlass.WeightGroup:
+            if index == 0:
+                # The call of the other one is on its way, or there: it must not matter.
+                assert not formed[1].wait(0.3), "stage 1 does not overtake stage 0"
+            made = group(head, f"group-{index}")
+            formed[index].set()
+            return made
+
+        with ThreadPoolExecutor(2) as pool:
+            later = pool.submit(form, second, 1)
+            groups = [form(first, 0), later.result(60)]
+            sent = threading.Event()
+
+            def send(index: int) -> None:
+                for number, name in enumerate(BUCKETS[index]):
+                    if index == 0:
+                        assert not sent.wait(0.3), "stage 1 does not overtake stage 0"
+                    groups[index].broadcast(tensors(version, name))
+                    if index == 1 and number == 0:
+                        sent.set()
+                (first, second)[index].continue_generation(version)
+
+            works = [pool.submit(send, index) for index in (1, 0)]
+            for work in works:
+                work.result(60)
+        for made in groups:
+            made.close()
+
+
+@pytest.mark.timeout(300)
+async def test_heads_that_arrive_in_the_opposite_order_are_taken_in_the_declared_one() -> None:
+    async with engines() as (fleet, url):
+        for version in range(2):
+            await asyncio.to_thread(crossing, url, version)
+            await holds(fleet, (version, str(version), False))
+
+
+def early(url: str) -> None:
+    """The first head to be done does not publish for those that have not begun."""
+    with stage(url, 0) as first, stage(url, 1) as second, ThreadPoolExecutor(1) as pool:
+        first.pause_generation()
+        ended = pool.submit(first.continue_generation, 0)
+        second.pause_generation()
+        made = group(second, "weights")
+        assert not ended.done()
+        made.broadcast(tensors(0, *shapes()))
+        second.continue_generation(0)
+        ended.result(60)
+        made.close()
+
+
+async def test_the_update_ends_with_the_last_declared_head_however_late_it_comes() -> None:
+    async with engines() as (fleet, url):
+        await asyncio.to_thread(early, url)
+        await holds(fleet, (0, "0", False))
+
+
+def absent(url: str) -> None:
+    """Stage 0 never calls: stage 1 is told by its deadline, and the next update works."""
+    with stage(url, 0) as first, stage(url, 1) as second:
+        first.pause_generation()
+        second.pause_generation()
+        began = time.monotonic()
+        spec = (WireTensor("norm", DType.INT32, (24,)),)
+        half = second.update_weights_from_distributed("weights", spec, deadline_s=1.0)
+        with pytest.raises((RoundAborted, TimeoutError)):
+            half.result(DEADLINE_S)
+        assert time.monotonic() - began < DEADLINE_S
+        with ThreadPoolExecutor(2) as pool:
+            ends = [pool.submit(head.continue_generation, 0) for head in (first, second)]
+            for end in ends:
+                with pytest.raises(RoundAborted, match="was not published"):
+                    end.result(60)
+
+
+def not_agreed(url: str) -> None:
+    with stage(url, 0) as first, windlass.RolloutCallback(url, TOKEN, head="other") as other:
+        first.pause_generation()
+        with pytest.raises(RoundAborted, match="num_stages must be 2 as before, got 0"):
+            other.pause_generation()
+        with stage(url, 1) as second, ThreadPoolExecutor(2) as pool:
+            second.pause_generation()
+            ends = [pool.submit(head.continue_generation, 0) for head in (first, second)]
+            for end in ends:
+                with pytest.raises(RoundAborted, match="num_stages"):
+                    end.result(60)
+    with pytest.raises(ConfigError, match=r"stage must be in \[0, num_stages=2\), got 2"):
+        windlass.RolloutCallback(url, TOKEN, stage=2, num_stages=2)
+
+
+@pytest.mark.timeout(300)
+async def test_a_head_that_never_comes_or_does_not_agree_ends_the_update_and_no_more() -> None:
+    async with engines() as (fleet, url):
+        await asyncio.to_thread(absent, url)
+        await asyncio.to_thread(not_agreed, url)
+        await holds(fleet, (-1, "untouched", False))
+        await asyncio.to_thread(crossing, url, 0)
+        await holds(fleet, (0, "0", False))
+
+
+def test_the_buckets_of_both_stages_are_the_whole_model() -> None:
+    assert sorted(name for names in BUCKETS for name in names) == sorted(shapes())

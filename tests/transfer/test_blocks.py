@@ -1,0 +1,102 @@
+"""Ops cut into blocks of rows, executed piece by piece: the same bytes, and one digest at both ends."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+from ground_truth import distinct_values, fill
+from hypothesis import HealthCheck, assume, given, settings
+from strategies import Fleet, fleets
+
+from windlass.memory.position_digest import PositionDigest
+from windlass.planning.planner import plan_transfer
+from windlass.transfer import blocks
+from windlass.transfer.bind import bind_links
+from windlass.transfer.blocks import block_tables
+
+Buffers = list[np.ndarray]
+
+
+def addresses(buffers: Buffers) -> np.ndarray:
+    return np.array([buffer.ctypes.data for buffer in buffers], np.uint64)
+
+
+def run(pieces: np.ndarray, itemsize: int, *, copy: bool, digest: PositionDigest) -> None:
+    """What the kernel does, one row at a time."""
+    for piece in pieces:
+        nbytes = int(piece["row_elems"]) * itemsize
+        for row in range(int(piece["rows"])):
+            target = int(piece["dst"]) + row * int(piece["dst_pitch"])
+            if copy:
+                ctypes.memmove(target, int(piece["src"]) + row * int(piece["src_pitch"]), nbytes)
+            held = np.frombuffer(ctypes.string_at(target, nbytes), np.uint8)
+            digest.add_row(held, int(piece["pos"]) + row * int(piece["pos_pitch"]))
+
+
+@pytest.mark.parametrize("max_piece_nbytes", [8, 64 << 10])
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@given(fleet=fleets())
+def test_pieces_move_exactly_the_plan_and_both_ends_hash_alike(
+    max_piece_nbytes: int, fleet: Fleet
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "MAX_PIECE_NBYTES", max_piece_nbytes)
+        plan = plan_transfer(fleet.sources, fleet.destinations)
+        # Memory that runs backwards is refused when a plan is bound, here as elsewhere.
+        assume(not (plan.ops.src_strides < 0).any() and not (plan.ops.dst_strides < 0).any())
+        values = distinct_values((*fleet.sources, *fleet.destinations))
+        values |= {a: values[t] for m in fleet.sources for a, t in m.aliases.items()}
+        held = {m.worker: fill(m, values, background=0xEE) for m in fleet.sources}
+        live = {
+            m.worker: [np.full(p.nbytes, 0xAA, np.uint8) for p in m.parameters]
+            for m in fleet.destinations
+        }
+        sent: dict[tuple[str, str], str] = {}
+        for source, buffers in held.items():
+            for program in bind_links(plan.for_source(source), sending=True):
+                digest = PositionDigest()
+                tables = block_tables(program, addresses(buffers), addresses(live[program.peer]))
+                for kind, pieces in tables.items():
+                    run(pieces, kind.dst_dtype.itemsize, copy=True, digest=digest)
+                sent[source, program.peer] = digest.hexdigest()
+        for manifest in fleet.destinations:
+            expected = fill(manifest, values, background=0xAA)
+            for got, want in zip(live[manifest.worker], expected, strict=True):
+                assert (got == want).all()
+            nowhere = np.zeros(0, np.uint64)
+            for program in bind_links(plan.for_destination(manifest.worker), sending=False):
+                digest = PositionDigest()
+                tables = block_tables(program, nowhere, addresses(live[manifest.worker]))
+                for kind, pieces in tables.items():
+                    run(pieces, kind.dst_dtype.itemsize, copy=False, digest=digest)
+                assert digest.hexdigest() == sent[program.peer, manifest.worker]
+
+
+def digest_of(payload: np.ndarray) -> str:
+    digest = PositionDigest()
+    digest.add_row(payload, 0)
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize("nbytes", [24, 20, 18, 17])
+def test_any_changed_moved_or_missing_byte_changes_the_digest(nbytes: int) -> None:
+    payload = np.arange(1, nbytes + 1, dtype=np.uint8)
+    found = {digest_of(payload), digest_of(payload[::-1].copy()), digest_of(payload[:-1].copy())}
+    for index in range(nbytes):
+        changed = payload.copy()
+        changed[index] ^= 1
+        found.add(digest_of(changed))
+        found.add(digest_of(np.roll(payload, index)))
+    assert len(found) == 2 + nbytes + nbytes  # the payload itself is its own roll by 0
+
+
+def test_the_order_of_rows_does_not_matter_and_their_places_do() -> None:
+    rows = np.arange(64, dtype=np.uint8).reshape(4, 16)
+    forward, backward, swapped = PositionDigest(), PositionDigest(), PositionDigest()
+    for index in range(4):
+        forward.add_row(rows[index], 16 * index)
+        backward.add_row(rows[3 - index], 16 * (3 - index))
+        swapped.add_row(rows[3 - index], 16 * index)
+    assert forward.words() == backward.words() != swapped.words()

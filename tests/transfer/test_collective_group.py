@@ -1,0 +1,187 @@
+"""Groups agree before they connect; buckets cut anywhere carry every element once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import numpy as np
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from windlass.config import CollectiveFabric
+from windlass.errors import PeerTimeout, PlanError, WindlassError
+from windlass.layout.box import Box
+from windlass.layout.dtypes import DType
+from windlass.layout.manifest import ManifestBuilder, Role
+from windlass.memory.packing import bytes_at
+from windlass.net.clock import Deadline
+from windlass.planning.plan import CopyMode
+from windlass.transfer.bind import BoundOp, DirectRuns, LinkProgram
+from windlass.transfer.bindings import BucketPart, GroupOffer
+from windlass.transfer.buckets import clip, cut_buckets, loads_of, signature_of_offer
+from windlass.transfer.collective_group import Rendezvous, TorchBroadcastGroup, join_group
+
+MEMBERS = ("trainer/0", "engine/0", "engine/1")
+PARTS = (
+    BucketPart("w", "float32", 4096, 0, 0, 4096, 0, 0),
+    BucketPart("b", "bfloat16", 512, 1, 0, 512, 1, 0),
+)
+
+
+def offer_of(rendezvous: Rendezvous, name: str = "group") -> GroupOffer:
+    return GroupOffer(name, MEMBERS, "127.0.0.1", rendezvous.port, PARTS, (4096, 512))
+
+
+def join(offer: GroupOffer, worker: str, signature: str, rendezvous: Rendezvous, deadline_s: float) -> TorchBroadcastGroup | WindlassError:  # fmt: skip
+    try:
+        return join_group(
+            offer,
+            worker,
+            fabric=CollectiveFabric.GLOO,
+            num_buffers=2,
+            signature=signature,
+            host="127.0.0.1",
+            deadline=Deadline.after(deadline_s, "join"),
+            hosted=rendezvous if worker == MEMBERS[0] else None,
+        )
+    except WindlassError as error:
+        return error
+
+
+def join_all(offers: Sequence[GroupOffer], rendezvous: Rendezvous, deadline_s: float = 20.0) -> list[TorchBroadcastGroup | WindlassError]:  # fmt: skip
+    with ThreadPoolExecutor(len(offers)) as pool:
+        return list(
+            pool.map(
+                lambda pair: join(
+                    pair[0], pair[1], signature_of_offer(pair[0], "d", "p"), rendezvous, deadline_s
+                ),
+                zip(offers, MEMBERS, strict=False),
+            )
+        )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"parts": (PARTS[1], PARTS[0])},
+        {"parts": (msgspec.structs.replace(PARTS[0], dtype="float16"), PARTS[1])},
+        {"parts": (msgspec.structs.replace(PARTS[0], name="v"), PARTS[1])},
+        {"parts": (msgspec.structs.replace(PARTS[0], nbytes=8192), PARTS[1])},
+        {"bucket_nbytes": (2048, 2048, 512)},
+    ],
+    ids=["order", "dtype", "name", "size", "cuts"],
+)
+def test_a_member_that_means_something_else_is_an_error_for_all_before_any_collective(
+    other: dict[str, object],
+) -> None:
+    rendezvous = Rendezvous("127.0.0.1", 20.0)
+    offer = offer_of(rendezvous)
+    found = join_all([offer, offer, msgspec.structs.replace(offer, **other)], rendezvous)
+    for answer in found:
+        assert isinstance(answer, PlanError), answer
+        assert "members must agree" in str(answer)
+        assert all(worker in str(answer) for worker in MEMBERS)
+
+
+def test_a_member_that_never_comes_is_named_by_the_deadline() -> None:
+    rendezvous = Rendezvous("127.0.0.1", 20.0)
+    offer = offer_of(rendezvous)
+    for answer in join_all([offer, offer], rendezvous, 1.0):
+        assert isinstance(answer, PeerTimeout), answer
+
+
+def test_groups_live_side_by_side_and_the_default_group_is_untouched() -> None:
+    stores = [Rendezvous("127.0.0.1", 20.0), Rendezvous("127.0.0.1", 20.0)]
+    assert stores[0].port != stores[1].port
+    formed = [join_all([offer_of(store, name)] * 3, store) for store, name in zip(stores, "ab", strict=True)]  # fmt: skip
+    groups = [[g for g in group if isinstance(g, TorchBroadcastGroup)] for group in formed]
+    assert [len(group) for group in groups] == [3, 3]
+    assert not dist.is_initialized()
+    for number, group in enumerate(groups):
+        bytes_at(group[0].buffer(0), 4096)[:] = bytes([number + 1]) * 4096
+        for member in group:
+            member.start(0, 4096, 10.0)
+    for number, group in enumerate(reversed(groups)):  # finished in the other order
+        for member in group:
+            member.finish(0, 10.0)
+            assert bytes(bytes_at(member.buffer(0), 4096)) == bytes([2 - number]) * 4096
+    for group in groups:
+        for member in group:
+            member.abort()
+            assert member.broken
+
+
+def op_of(sizes: tuple[int, ...], strides: tuple[int, ...], offset: int) -> BoundOp:
+    return BoundOp(
+        mode=CopyMode.PACKED,
+        src_parameter=0,
+        dst_parameter=0,
+        sizes=sizes,
+        src_offset=offset,
+        src_strides=strides,
+        src_dtype=DType.INT32,
+        dst_offset=0,
+        dst_strides=tuple(int(np.prod(sizes[i + 1 :])) * 4 for i in range(len(sizes))),
+        dst_dtype=DType.INT32,
+        nbytes=int(np.prod(sizes)) * 4,
+        landing_offset=-1,
+        src_sizes=sizes,
+    )
+
+
+def elements(op: BoundOp) -> list[tuple[int, int]]:
+    """(source byte, destination byte) of every element."""
+    index = np.indices(op.sizes).reshape(len(op.sizes), -1)
+    src = op.src_offset + np.array(op.src_strides) @ index
+    dst = op.dst_offset + np.array(op.dst_strides) @ index
+    return list(zip(src.tolist(), dst.tolist(), strict=True))
+
+
+@given(
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    gaps=st.lists(st.integers(0, 3), min_size=4, max_size=4),
+    order=st.permutations(range(4)),
+    offset=st.integers(0, 9),
+    bucket=st.integers(1, 7),
+)
+def test_every_element_of_an_op_lies_in_exactly_one_bucket(
+    sizes: list[int], gaps: list[int], order: list[int], offset: int, bucket: int
+) -> None:
+    strides = [0] * len(sizes)
+    step = 4
+    for dim in (d for d in order if d < len(sizes)):
+        strides[dim] = step
+        step *= sizes[dim] + gaps[dim]
+    op = op_of(tuple(sizes), tuple(strides), offset * 4)
+    whole = elements(op)
+    end = max(src for src, _ in whole) + 4
+    found = []
+    for start in range(0, end, bucket * 8):
+        for part in clip(op, start, start + bucket * 8):
+            inside = elements(part)
+            assert all(start <= src and src + 4 <= start + bucket * 8 for src, _ in inside)
+            found += inside
+    assert sorted(found) == sorted(whole)
+
+
+def test_bytes_that_no_engine_needs_do_not_travel_and_a_missing_byte_is_an_error() -> None:
+    builder = ManifestBuilder("trainer/0", Role.TRAINER)
+    for name in ("used", "unused"):
+        builder.add_parameter(name, nbytes=4000, dtype=DType.INT32)
+        builder.add_shard(name, (1000,), Box((0,), (1000,)), name)
+    none = np.zeros(0, np.int64)
+    runs = DirectRuns(src_parameter=none, src_offset=none, dst_parameter=none, dst_offset=none, nbytes=none)  # fmt: skip
+    op = op_of((500,), (4,), 400)
+    program = LinkProgram(peer="engine/0", ops=(op,), direct=runs, nbytes=2000)
+    parts, sizes = cut_buckets(builder.build(), [program, program], 256)
+    assert sum(part.stop - part.start for part in parts) == 2000
+    assert {part.name for part in parts} == {"used"}
+    assert max(sizes) <= 256
+    offer = GroupOffer("g", ("trainer/0", "engine/0"), "", 0, parts, sizes)
+    assert sum(len(loads) for loads in loads_of(program, offer)) == len(parts)
+    with pytest.raises(PlanError, match="carry 448 of 500 elements"):
+        loads_of(program, msgspec.structs.replace(offer, parts=parts[:-1]))

@@ -1,0 +1,568 @@
+"""A trainer's replica of weights on a GPU: sent from the copy, whatever became of the weights; kernels in numpy."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast, final
+
+import msgspec
+import numpy as np
+import pytest
+from numpy_gpu import OneProcess, numpy_gpu
+
+import windlass
+from windlass.config import ControlConfig, ReplicaPlace, UpdateMode
+from windlass.engines.client import EngineClient
+from windlass.errors import (
+    ConfigError,
+    RegionError,
+    RoundAborted,
+    TransferFailed,
+    TransferOutcomeUnknown,
+)
+from windlass.layout.box import Box
+from windlass.layout.dtypes import DType
+from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
+from windlass.memory.cuda import driver, range_copy, sources
+from windlass.memory.cuda.driver import MemoryKind
+from windlass.memory.cuda.gpu import Gpu
+from windlass.memory.cuda.pinned_arena import PinnedArena
+from windlass.planning.planner import plan_transfer
+from windlass.testing.resting_engine import RestingEngine
+from windlass.trainers.client import TrainerClient
+from windlass.transfer import device_sender
+from windlass.transfer.base import ParameterMemory
+from windlass.transfer.bindings import LinkOutcome, LinkStatus
+from windlass.transfer.device_arena import DeviceMemory
+from windlass.transfer.device_links import DeviceLink, load_link
+from windlass.transfer.device_receiver import DeviceReceiver
+from windlass.transfer.device_sender import DeviceSender
+from windlass.transfer.replica import Replica
+from windlass.transfer.replica_memory import GpuCopies
+from windlass.transfer.sender import Sender
+from windlass.transports.base import WireReport
+from windlass.transports.cuda_ipc import CudaIpcTransport
+from windlass.transports.memory import MemoryFabric, MemoryTransport
+from windlass.transports.processes import own_endpoint
+from windlass.updates.agents import TrainerAgent
+from windlass.updates.client import CommandHandler
+from windlass.updates.messages import Command, Result, Write
+
+TOKEN = "secret of the test"
+SECONDS = 20.0
+SHAPES = {"same": (48, 16), "cast": (40, 24), "columns": (24, 48), "norm": (24,)}
+POISON = -1.0
+STREAM = 12345
+
+
+def weights(version: int) -> list[np.ndarray]:
+    """Every element of a version distinct; versions differ."""
+    found, first = [], 1 + version * 7
+    for shape in SHAPES.values():
+        numel = int(np.prod(shape))
+        found.append(np.arange(first, first + numel, dtype="<f4"))
+        first += numel
+    return found
+
+
+def trainer_manifest() -> ShardManifest:
+    builder = ManifestBuilder("trainer/0", Role.TRAINER)
+    for name, shape in SHAPES.items():
+        builder.add_parameter(name, nbytes=4 * int(np.prod(shape)), dtype=DType.FLOAT32)
+        builder.add_shard(name, shape, Box.full(shape), name)
+    return builder.build()
+
+
+def engine_manifest() -> ShardManifest:
+    """`cast` is bfloat16; of `columns` this rank holds the second half of every row."""
+    builder = ManifestBuilder("engine/0", Role.ENGINE)
+    for name, shape in SHAPES.items():
+        dtype = DType.BFLOAT16 if name == "cast" else DType.FLOAT32
+        box = Box((0, 24), (24, 24)) if name == "columns" else Box.full(shape)
+        builder.add_parameter(name, nbytes=box.numel * dtype.itemsize, dtype=dtype)
+        builder.add_shard(name, shape, box, name)
+    return builder.build()
+
+
+def wanted(version: int) -> list[np.ndarray]:
+    same, cast_, columns, norm = weights(version)
+    bits = cast_.view("<u4").astype(np.uint64)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+    return [same, rounded, columns.reshape(SHAPES["columns"])[:, 24:].reshape(-1), norm]
+
+
+class Weights:
+    """A trainer rank's parameters. Those of versions past are kept, so that none lies where another did."""
+
+    def __init__(self) -> None:
+        self.held: list[list[np.ndarray]] = []
+
+    def refill(self, version: int) -> None:
+        self.held.append(weights(version))
+
+    def overwrite(self, version: int) -> None:
+        for mine, other in zip(self.held[-1], weights(version), strict=True):
+            mine[:] = other
+
+    def poison(self) -> None:
+        for buffer in self.held[-1]:
+            buffer[:] = POISON
+
+    def __call__(self) -> list[ParameterMemory]:
+        return [ParameterMemory(int(b.ctypes.data), b.nbytes) for b in self.held[-1]]
+
+
+class Served:
+    """An engine's live parameters."""
+
+    def __init__(self) -> None:
+        self.buffers = [np.zeros_like(buffer) for buffer in wanted(0)]
+
+    def addresses(self) -> list[int]:
+        return [int(b.ctypes.data) for b in self.buffers]
+
+    def check(self, version: int) -> None:
+        for name, got, want in zip(SHAPES, self.buffers, wanted(version), strict=True):
+            assert (got == want).all(), (version, name)
+
+    def nothing_arrived(self) -> bool:
+        return not any(buffer.any() for buffer in self.buffers)
+
+
+def copies(gpu: Gpu, place: ReplicaPlace) -> GpuCopies:
+    """Most parameters are a kernel's here, the largest a copy engine's."""
+    if place is ReplicaPlace.HOST:
+        return GpuCopies(gpu, lambda n: PinnedArena(gpu.device, n), 4000)
+    return GpuCopies(gpu, lambda n: DeviceMemory(gpu.device, n), 4000)
+
+
+class Pair:
+    """A trainer rank with a replica and an engine rank on GPUs of one host."""
+
+    def __init__(self, place: ReplicaPlace) -> None:
+        self.weights, self.served = Weights(), Served()
+        ours, theirs = trainer_manifest(), engine_manifest()
+        self.plan = plan_transfer([ours], [theirs])
+        self.memory = MemoryTransport(MemoryFabric())
+        regions = [
+            self.memory.register(a, b.nbytes)
+            for a, b in zip(self.served.addresses(), self.served.buffers, strict=True)
+        ]
+        self.receiver = DeviceReceiver(
+            numpy_gpu(), self.memory, theirs, self.served.addresses(), regions, lands=False
+        )
+        binding = self.receiver.connect(self.plan.for_destination("engine/0"), UpdateMode.IN_PLACE)
+        transport = OneProcess()
+        self.gpu = transport.gpu
+        self.replica = Replica(ours, copies(self.gpu, place))
+        self.sender = DeviceSender(
+            cast("CudaIpcTransport", transport), ours, self.weights, self.replica
+        )
+        # The endpoint is looked up among this host's processes.
+        self.binding = msgspec.structs.replace(binding, endpoint=own_endpoint("cuda_ipc"))
+        self.connect()
+
+    def connect(self) -> None:
+        self.sender.connect(self.plan.for_source("trainer/0"), [self.binding])
+
+    def begin(self, version: int, told: list[int] | None = None) -> None:
+        told = [] if told is None else told
+        with self.replica.lock:
+            self.replica.begin(lambda: told.append(version), version, STREAM)
+
+    def write(self, version: int) -> LinkOutcome:
+        (link,) = self.sender.write(version, ["engine/0"], SECONDS).links
+        return link
+
+    def deliver(self, version: int) -> None:
+        link = self.write(version)
+        assert link.status is LinkStatus.OK, link.error
+        assert self.receiver.verify(version, {"trainer/0": link.digest}) == ()
+        self.served.check(version)
+
+    @property
+    def num_held(self) -> int:
+        device = self.gpu.device
+        return len(device.allocated) + len(device.pinned)  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        self.sender.close()
+        self.replica.close()
+        self.receiver.close()
+        self.memory.close()
+
+
+@pytest.fixture(params=list(ReplicaPlace))
+def pair(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    monkeypatch.setattr(sources, "memory_kind", lambda _: MemoryKind.DEVICE)
+    monkeypatch.setattr(sources, "pointer_device", lambda _: 0)
+    found = Pair(request.param)
+    yield found
+    found.close()
+
+
+def test_weights_that_are_overwritten_after_the_copy_are_served_as_they_were(pair: Pair) -> None:
+    told: list[int] = []
+    pair.weights.refill(0)
+    for version in range(3):
+        pair.weights.overwrite(version)
+        pair.begin(version, told)
+        pair.sender.prepare(version)
+        assert told == list(range(version + 1))
+        pair.weights.poison()
+        pair.deliver(version)
+    assert pair.gpu.device.recorded == [STREAM] * 3  # type: ignore[attr-defined]
+    assert pair.replica.times.nbytes == sum(b.nbytes for b in weights(0))
+    pair.close()
+    assert pair.num_held == 0
+
+
+def test_nothing_is_bound_where_there_is_no_memory_for_a_replica(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is sent without one would be read while its owner changes it."""
+
+    def refuse(*_: object) -> None:
+        raise RegionError("no memory")
+
+    pair.weights.refill(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.replica._memory, "fit", refuse)
+        with pytest.raises(RegionError, match="no memory"):
+            pair.connect()
+    pair.begin(0)
+    pair.sender.prepare(0)
+    with pytest.raises(RoundAborted):
+        pair.write(0)
+    assert pair.served.nothing_arrived()
+    pair.connect()
+    pair.begin(1)
+    pair.sender.prepare(1)
+    link = pair.write(1)
+    assert link.status is LinkStatus.OK, link.error
+
+
+def test_weights_that_move_need_no_new_tables_of_links(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut: list[int] = []
+
+    def load(*arguments: Any) -> DeviceLink:
+        cut.append(1)
+        return load_link(*arguments)
+
+    monkeypatch.setattr(device_sender, "load_link", load)
+    for version in range(3):
+        pair.weights.refill(version)
+        pair.begin(version)
+        pair.sender.prepare(version)
+        pair.weights.poison()
+        pair.deliver(version)
+    assert len(cut) == 1
+
+
+def test_a_round_that_begins_again_sends_the_copy_and_one_of_another_fleet_nothing(
+    pair: Pair,
+) -> None:
+    told: list[int] = []
+    pair.weights.refill(0)
+    pair.begin(0, told)
+    pair.sender.prepare(0)
+    pair.weights.poison()
+    pair.sender.prepare(0)  # the controller came back: the same version, the same copy
+    assert told == [0]
+    pair.deliver(0)
+    pair.connect()
+    with pytest.raises(RoundAborted, match="the fleet has changed since"):
+        pair.sender.prepare(0)
+    with pytest.raises(RoundAborted, match="sends nothing to engine/0"):
+        pair.write(0)
+
+
+def test_a_round_that_its_owner_has_given_up_gets_no_weights_of_the_next_version(
+    pair: Pair,
+) -> None:
+    told: list[int] = []
+    pair.weights.refill(0)
+    pair.begin(0, told)
+    pair.sender.prepare(0)
+    pair.weights.overwrite(1)
+    pair.begin(1, told)
+    with pytest.raises(RoundAborted, match="version must be 1, whose weights these are, got 0"):
+        pair.sender.prepare(0)
+    pair.deliver(0)  # what was copied is still what it was
+    pair.sender.prepare(1)
+    assert told == [0, 1]
+    link = pair.write(0)  # and now it is not
+    assert (link.status, link.error.split(":")[0]) == (LinkStatus.FAILED, "replica")
+    pair.deliver(1)
+
+
+def test_nothing_is_sent_that_was_copied_too_late(pair: Pair) -> None:
+    pair.weights.refill(0)
+    pair.begin(0)
+    pair.sender.prepare(0)
+    pair.weights.poison()
+    with pair.replica.lock:
+        pair.replica.end()  # it was copied while its owner gave it up
+    assert pair.write(0).status is LinkStatus.FAILED
+    with pytest.raises(RoundAborted, match="nobody waits for them any more"):
+        pair.sender.prepare(0)
+    assert pair.served.nothing_arrived()
+
+
+def test_the_copy_waits_for_the_step_and_the_write_for_no_later_one(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[object] = []
+
+    def settle(deadline_s: float, step: object = None) -> None:
+        waited.append(step)
+        pair.weights.overwrite(1)  # the step ends now
+
+    pair.weights.refill(0)
+    monkeypatch.setattr(pair.gpu, "settle", settle)
+    pair.begin(1)
+    pair.sender.prepare(1)
+    assert len(waited) == 1
+    assert waited[0] is not None
+    pair.weights.poison()
+    pair.deliver(1)
+    assert len(waited) == 1
+
+
+def test_a_step_that_hangs_copies_nothing_and_the_next_version_is_whole(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(deadline_s: float, step: object = None) -> None:
+        raise TransferFailed("not over")
+
+    told: list[int] = []
+    pair.weights.refill(0)
+    pair.begin(0, told)
+    pair.sender.prepare(0)
+    pair.begin(1, told)
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.gpu, "settle", busy)
+        with pytest.raises(TransferFailed, match="not over"):
+            pair.sender.prepare(1)
+    assert told == [0]
+    for version in (0, 1):
+        link = pair.write(version)
+        assert (link.status, link.error.split(":")[0]) == (LinkStatus.FAILED, "replica")
+    pair.begin(2, told)
+    pair.weights.overwrite(2)
+    pair.sender.prepare(2)
+    pair.deliver(2)
+
+
+def test_a_copy_of_which_a_part_was_queued_ends_before_anybody_is_told(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished: list[float] = []
+
+    def refuse(*_: object) -> None:
+        raise TransferFailed("no such launch")
+
+    pair.weights.refill(0)
+    pair.begin(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.gpu.kernels, "put", refuse)
+        patch.setattr(pair.gpu, "finish", finished.append)
+        with pytest.raises(TransferFailed, match="no such launch"):
+            pair.sender.prepare(0)
+    assert len(finished) == 1
+    assert pair.served.nothing_arrived()
+
+
+def test_what_late_kernels_may_read_is_neither_freed_nor_written(pair: Pair) -> None:
+    pair.weights.refill(0)
+    pair.begin(0)
+    pair.sender.prepare(0)
+    held = pair.num_held
+    pair.gpu.is_late = True  # type: ignore[misc]
+    assert pair.write(0).status is LinkStatus.UNKNOWN
+    pair.begin(1)
+    for again in (pair.connect, lambda: pair.sender.prepare(1)):
+        with pytest.raises(TransferOutcomeUnknown, match="may still go on"):
+            again()
+    pair.close()
+    assert pair.num_held == held > 0
+
+
+def test_pageable_parameters_are_not_locked_once_they_are_copied(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "memory_kind", lambda _: MemoryKind.PAGEABLE)
+    before = len(pair.gpu.device.pinned)  # type: ignore[attr-defined]
+    for version in range(2):
+        pair.weights.refill(version)
+        pair.begin(version)
+        pair.sender.prepare(version)
+        assert len(pair.gpu.device.pinned) == before  # type: ignore[attr-defined]
+        pair.weights.poison()
+        pair.deliver(version)
+
+
+def test_neither_the_copy_nor_a_digest_waits_in_the_stream_of_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called: list[tuple[str, tuple[Any, ...]]] = []
+
+    class Library:
+        """Notes what is called."""
+
+        def __getattr__(self, name: str) -> Callable[..., int]:
+            def call(*arguments: Any) -> int:
+                called.append((name, arguments))
+                return 0
+
+            return call
+
+    monkeypatch.setattr(driver, "driver", Library)
+    device = driver.Device(0)
+    event, stream = device.record(STREAM), driver.Stream(device)
+    stream.handle.value = 99
+    (recorded,) = [arguments for name, arguments in called if name == "cuEventRecord"]
+    assert recorded[1].value == STREAM
+    called.clear()
+    event.wait()
+    assert [name for name, _ in called] == [
+        "cuCtxPushCurrent_v2", "cuEventSynchronize", "cuCtxPopCurrent_v2", "cuEventDestroy_v2"
+    ]  # fmt: skip
+    called.clear()
+    assert device.download(4096, 16, stream) == bytes(16)
+    assert [(name, arguments[-1].value) for name, arguments in called[1:-1]] == [
+        ("cuMemcpyDtoHAsync_v2", 99), ("cuStreamSynchronize", 99)
+    ]  # fmt: skip
+
+
+# --- over a network ------------------------------------------------------------------------------
+
+
+class GpuMemoryTransport(MemoryTransport):  # type: ignore[misc]
+    """Says that its memory is a GPU's."""
+
+    gpu_ordinal = 0
+
+    def report(self) -> WireReport:
+        return msgspec.structs.replace(super().report(), on_gpu=True)
+
+
+@final
+@dataclass
+class HeldWrites:
+    """A trainer agent whose writes wait until they are let go."""
+
+    agent: TrainerAgent
+    go: threading.Event
+
+    def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:
+        if isinstance(command, Write):
+            assert self.go.wait(SECONDS)
+        return self.agent.handle(command, epoch=epoch, round_number=round_number)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    found = numpy_gpu()
+    for name in ("execution.replica_memory", "execution.backends", "transports.cuda.gpu"):
+        monkeypatch.setattr(f"windlass.{name}.shared_gpu", lambda _: found)
+    return found
+
+
+@pytest.mark.parametrize("replica", [True, "device", ReplicaPlace.DEVICE])
+@pytest.mark.parametrize("mode", list(UpdateMode))
+async def test_a_trainer_goes_on_while_its_copy_is_published_over_a_network(
+    gpu: Gpu, mode: UpdateMode, replica: bool | str
+) -> None:
+    fabric, served, held = MemoryFabric(), Served(), Weights()
+    go, streams = threading.Event(), iter(range(1, 100))
+
+    def intercept(agent: TrainerAgent) -> CommandHandler:
+        return HeldWrites(agent, go)
+
+    def work(url: str) -> None:
+        transport = GpuMemoryTransport(fabric)
+        engine = EngineClient(
+            manifest=engine_manifest(),
+            addresses=served.addresses(),
+            regions=[
+                transport.register(int(b.ctypes.data), b.nbytes) for b in served.buffers
+            ],
+            transport=transport,
+            hooks=RestingEngine(),
+            controller=url,
+            token=TOKEN,
+            group="engine",
+        )  # fmt: skip
+        trainer = TrainerClient(
+            manifest=trainer_manifest(),
+            parameters=held,
+            transport=GpuMemoryTransport(fabric),
+            controller=url,
+            token=TOKEN,
+            replica=replica,
+            step_stream=lambda: next(streams),
+            intercept=intercept,
+        )
+        with engine, trainer:
+            for version in range(3):
+                go.clear()
+                held.refill(version)
+                pending = trainer.begin_publish(version)
+                held.poison()
+                assert not pending.done()
+                # What is cast or cut is packed; the rest is copied.
+                assert pending.copy.nbytes == sum(weights(0)[i].nbytes for i in (0, 3))
+                assert pending.stood_s >= pending.copy.copy_s > 0
+                go.set()
+                assert pending.result(deadline_s=SECONDS).left_out == {}
+                served.check(version)
+
+    async with windlass.Controller(token=TOKEN, config=ControlConfig(mode=mode)) as controller:
+        await asyncio.to_thread(work, controller.url)
+    assert gpu.device.recorded == [1, 2, 3]  # type: ignore[attr-defined]
+    assert gpu.device.allocated == {}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("kind", "replica", "message"),
+    [
+        (GpuMemoryTransport, "host", "must be 'device' with memory and weights on a GPU"),
+        (MemoryTransport, "device", "must be 'host' with memory, which writes out of host memory"),
+        (MemoryTransport, "gpu", r"replica must be one of \['host', 'device'\], got 'gpu'"),
+    ],
+)
+def test_a_place_that_a_transport_cannot_send_from_is_refused(
+    gpu: Gpu, kind: type[MemoryTransport], replica: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Sender(kind(MemoryFabric()), trainer_manifest(), Weights(), replica=replica)
+    assert gpu.device.allocated == {}  # type: ignore[attr-defined]
+
+
+def test_ranges_are_copied_whole_by_kernel_and_by_copy_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(range_copy, "MAX_PIECE_NBYTES", 100)
+    found, sizes = numpy_gpu(), [1, 99, 100, 101, 1000, 1001]
+    source = np.arange(sum(sizes), dtype=np.uint32).astype(np.uint8)
+    target = np.zeros_like(source)
+    starts = np.cumsum([0, *sizes[:-1]]).astype(np.uint64)
+    copied = range_copy.RangeCopy(
+        found,
+        starts + np.uint64(source.ctypes.data),
+        starts + np.uint64(target.ctypes.data),
+        np.array(sizes, np.uint64),
+        engine_nbytes=1000,
+    )
+    for turn in range(2):
+        source += np.uint8(turn)
+        copied.queue()
+        assert (source == target).all()
+    copied.close()
+    assert found.device.allocated == {}  # type: ignore[attr-defined]

@@ -1,0 +1,269 @@
+"""The trainer's half within one host: what becomes of tables when kernels are late; kernels in numpy."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
+import pytest
+from numpy_gpu import OneProcess, numpy_gpu
+
+from windlass.config import UpdateMode
+from windlass.errors import RoundAborted, TransferFailed, TransferOutcomeUnknown
+from windlass.layout.box import Box
+from windlass.layout.dtypes import DType
+from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
+from windlass.memory.cuda import driver, sources
+from windlass.memory.cuda.driver import Device, Event, MemoryKind
+from windlass.memory.cuda.gpu import Gpu
+from windlass.planning.planner import plan_transfer
+from windlass.transfer.base import ParameterMemory
+from windlass.transfer.bindings import LinkStatus
+from windlass.transfer.device_receiver import DeviceReceiver
+from windlass.transfer.device_sender import DeviceSender
+from windlass.transports.cuda_ipc import CudaIpcTransport
+from windlass.transports.memory import MemoryFabric, MemoryTransport
+from windlass.transports.processes import own_endpoint
+
+SHAPE = (48, 16)
+SECONDS = 20.0
+
+
+def manifest(worker: str, role: Role) -> ShardManifest:
+    builder = ManifestBuilder(worker, role)
+    builder.add_parameter("w", nbytes=4 * SHAPE[0] * SHAPE[1], dtype=DType.FLOAT32)
+    builder.add_shard("w", SHAPE, Box((0, 0), SHAPE), "w")
+    return builder.build()
+
+
+class Pair:
+    """A trainer rank and an engine rank in one process."""
+
+    def __init__(self) -> None:
+        self.trained = np.arange(SHAPE[0] * SHAPE[1], dtype="<f4")
+        self.served = np.zeros_like(self.trained)
+        ours, theirs = manifest("trainer/0", Role.TRAINER), manifest("engine/0", Role.ENGINE)
+        self.plan = plan_transfer([ours], [theirs])
+        self.memory = MemoryTransport(MemoryFabric())
+        region = self.memory.register(self.served.ctypes.data, self.served.nbytes)
+        self.receiver = DeviceReceiver(
+            numpy_gpu(), self.memory, theirs, [self.served.ctypes.data], [region], lands=False
+        )
+        binding = self.receiver.connect(self.plan.for_destination("engine/0"), UpdateMode.IN_PLACE)
+        self.transport = OneProcess()
+        self.gpu = self.transport.gpu
+        where = (ParameterMemory(self.trained.ctypes.data, self.trained.nbytes),)
+        self.sender = DeviceSender(cast("CudaIpcTransport", self.transport), ours, lambda: where)
+        # The endpoint is looked up among this host's processes.
+        self.binding = type(binding)(
+            worker=binding.worker,
+            endpoint=own_endpoint("cuda_ipc"),
+            regions=binding.regions,
+            parameter_addresses=binding.parameter_addresses,
+            landing_address=binding.landing_address,
+            listener=binding.listener,
+            digest_kind=binding.digest_kind,
+        )
+        self.connect()
+
+    def connect(self) -> None:
+        self.sender.connect(self.plan.for_source("trainer/0"), [self.binding])
+
+    @property
+    def num_held(self) -> int:
+        return len(self.gpu.device.allocated)  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        self.sender.close()
+        self.receiver.close()
+        self.memory.close()
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    monkeypatch.setattr(sources, "memory_kind", lambda _: MemoryKind.DEVICE)
+    monkeypatch.setattr(sources, "pointer_device", lambda _: 0)
+    found = Pair()
+    yield found
+    found.close()
+
+
+def test_what_the_sender_tells_is_hashed_as_it_lands(pair: Pair) -> None:
+    for version in range(2):
+        pair.trained += 1
+        pair.sender.prepare(version)
+        (link,) = pair.sender.write(version, ["engine/0"], SECONDS).links
+        assert link.status is LinkStatus.OK, link.error
+        assert pair.receiver.verify(version, {"trainer/0": link.digest}) == ()
+        assert pair.receiver.late_nbytes == 0
+        assert (pair.served == pair.trained).all()
+    pair.sender.close()
+    assert pair.num_held == 0
+
+
+def test_a_gpu_that_is_busy_until_the_deadline_sends_nothing(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(deadline_s: float) -> None:
+        raise TransferFailed(f"not over within {deadline_s} s")
+
+    pair.sender.prepare(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.gpu, "settle", busy)
+        (link,) = pair.sender.write(0, ["engine/0"], 0.5).links
+    assert (link.status, link.error) == (LinkStatus.FAILED, "not over within 0.5 s")
+    assert not pair.served.any()
+
+
+@pytest.mark.parametrize("stops", [TransferFailed("no such launch"), MemoryError("none left")])
+@pytest.mark.parametrize(
+    "ends",
+    [
+        None,
+        TransferFailed("no event"),
+        TransferOutcomeUnknown("late"),
+        RuntimeError("can't start new thread"),
+    ],
+)
+def test_a_write_that_stops_half_way_has_failed_only_when_all_that_was_queued_is_over(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, ends: Exception | None, stops: Exception
+) -> None:
+    finished: list[float] = []
+    wanted = type(stops) if ends is None else TransferOutcomeUnknown
+
+    def refuse(*_: object) -> None:
+        raise stops
+
+    def finish(deadline_s: float) -> None:
+        finished.append(deadline_s)
+        if ends is not None:
+            raise ends
+
+    pair.sender.prepare(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.gpu.kernels, "put", refuse)
+        patch.setattr(pair.gpu, "finish", finish)
+        with pytest.raises(wanted):
+            pair.sender.write(0, ["engine/0"], SECONDS)
+    assert len(finished) == 1
+    assert 0 < finished[0] <= SECONDS
+    assert pair.gpu.is_late == (ends is not None)  # what may still be read is kept
+
+
+def test_unknown_is_told_though_nobody_can_look_whether_the_engine_lives(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(24, "too many open files")
+
+    def late(*_: object) -> None:
+        raise TransferOutcomeUnknown("late")
+
+    pair.sender.prepare(0)
+    with monkeypatch.context() as patch:
+        patch.setattr("windlass.transfer.device_sender.check_alive", refuse)
+        patch.setattr(pair.gpu, "wait", late)
+        (link,) = pair.sender.write(0, ["engine/0"], SECONDS).links
+    assert (link.status, link.error) == (LinkStatus.UNKNOWN, "late")
+
+
+def test_a_gpu_for_which_no_thread_can_wait_is_not_taken_for_one_at_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    gpu = Gpu.__new__(Gpu)
+    gpu._late = ""
+    gpu.device = cast("Device", SimpleNamespace(ordinal=3, synchronize=refuse))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(TransferFailed, match="nothing was sent"):
+            gpu.settle(SECONDS)
+        assert not gpu.is_late
+        with pytest.raises(TransferOutcomeUnknown, match="may still go on"):
+            gpu.wait(cast("Event", None), SECONDS)
+    assert gpu.is_late
+
+
+def test_tables_that_late_kernels_may_read_are_neither_freed_nor_replaced(pair: Pair) -> None:
+    pair.sender.prepare(0)
+    held = pair.num_held
+    pair.gpu.is_late = True  # type: ignore[misc]
+    (link,) = pair.sender.write(0, ["engine/0"], SECONDS).links
+    assert link.status is LinkStatus.UNKNOWN
+    for again in (pair.connect, lambda: pair.sender.prepare(1)):
+        with pytest.raises(TransferOutcomeUnknown, match="may still go on"):
+            again()
+    pair.sender.close()
+    assert pair.num_held == held > 0
+
+
+def test_tables_are_not_freed_under_a_running_write(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    statuses: list[LinkStatus] = []
+
+    def wait(_: object, deadline_s: float) -> None:
+        begun.set()
+        assert go_on.wait(deadline_s)
+
+    monkeypatch.setattr(pair.gpu, "wait", wait)
+    pair.sender.prepare(0)
+    held = pair.num_held
+
+    def write() -> None:
+        statuses.extend(x.status for x in pair.sender.write(0, ["engine/0"], SECONDS).links)
+
+    writing = threading.Thread(target=write)
+    closing = threading.Thread(target=pair.sender.close)
+    writing.start()
+    assert begun.wait(SECONDS)
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive()
+    assert pair.num_held == held
+    go_on.set()
+    for thread in (writing, closing):
+        thread.join(SECONDS)
+    assert statuses == [LinkStatus.OK]
+    assert pair.num_held == 0
+    with pytest.raises(RoundAborted, match="sends nothing to engine/0"):
+        pair.sender.write(0, ["engine/0"], SECONDS)
+
+
+def test_an_upload_is_complete_before_a_kernel_of_another_stream_can_read_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called: list[str] = []
+
+    class Library:
+        """Notes what is called."""
+
+        def __getattr__(self, name: str) -> Callable[..., int]:
+            def call(*_: object) -> int:
+                called.append(name)
+                return 0
+
+            return call
+
+    monkeypatch.setattr(driver, "driver", Library)
+    Device(0).upload(4096, b"table")
+    queued = [name for name in called if not name.startswith("cuCtx")]
+    assert queued[-2:] == ["cuMemcpyHtoD_v2", "cuStreamSynchronize"]
+
+
+def test_waiting_for_the_work_of_others_has_a_deadline() -> None:
+    over = threading.Event()
+    gpu = Gpu.__new__(Gpu)
+    gpu._late = ""
+    gpu.device = cast("Device", SimpleNamespace(ordinal=3, synchronize=over.wait))
+    with pytest.raises(TransferFailed, match=r"GPU 3: .* not over within 0.05 s; nothing was sent"):
+        gpu.settle(0.05)
+    assert not gpu.is_late
+    over.set()
+    gpu.settle(SECONDS)

@@ -1,0 +1,441 @@
+"""Weights on GPUs over a transport that writes runs: packed, landed, unpacked and hashed by kernels.
+
+The kernels are numpy's here, one row at a time (`numpy_gpu`); with real ones and a real wire see
+tests/updates/test_live_update.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from ground_truth import distinct_values, fill
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from numpy_gpu import numpy_gpu
+from strategies import Fleet, fleets
+
+from windlass.config import P2pBackend, UpdateMode
+from windlass.errors import PlanError, TransferFailed, TransferOutcomeUnknown
+from windlass.layout.box import Box
+from windlass.layout.dtypes import DType
+from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
+from windlass.memory.cuda import kernels
+from windlass.planning.plan import CopyMode, TransferPlan, Transform
+from windlass.planning.planner import plan_transfer
+from windlass.testing.resting_engine import RestingEngine
+from windlass.transfer import blocks
+from windlass.transfer.backends import receiver_for
+from windlass.transfer.base import ParameterMemory
+from windlass.transfer.bind import BoundOp, DirectRuns, LinkProgram
+from windlass.transfer.bindings import DestinationBinding, LinkStatus
+from windlass.transfer.blocks import cut_ops, store_packed
+from windlass.transfer.device_packer import payload_parts
+from windlass.transfer.device_receiver import DeviceReceiver
+from windlass.transfer.receiver import Receiver
+from windlass.transfer.sender import Sender
+from windlass.transports.base import MemoryRegion, WriteBatch
+from windlass.transports.memory import MemoryFabric, MemoryTransport
+from windlass.updates.agents import EngineAgent
+from windlass.updates.messages import ConnectEngine
+
+Buffers = list[np.ndarray]
+NOTHING = np.zeros(0, np.int64)
+NO_RUNS = DirectRuns(
+    src_parameter=NOTHING, src_offset=NOTHING, dst_parameter=NOTHING, dst_offset=NOTHING, nbytes=NOTHING
+)  # fmt: skip
+
+
+class GpuMemoryTransport(MemoryTransport):  # type: ignore[misc]
+    """Says that its memory is a GPU's."""
+
+    gpu_ordinal = 0
+
+
+class World:
+    """Every rank of a fleet with its memory, on one fabric.
+
+    `exact`: the fleet with engines in float32; where it is given, elements are numbers, and engines
+    must hold them as torch casts them.
+    """
+
+    def __init__(
+        self, fleet: Fleet, mode: UpdateMode, arena_nbytes: int, exact: Fleet | None = None
+    ) -> None:
+        self.fleet, self.gpu = fleet, numpy_gpu()
+        fabric = MemoryFabric()
+        self.plan = plan_transfer(fleet.sources, fleet.destinations)
+        values = distinct_values((*fleet.sources, *fleet.destinations))
+        values |= {a: values[t] for m in fleet.sources for a, t in m.aliases.items()}
+        self.held = {m.worker: fill(m, values, background=0xEE) for m in fleet.sources}
+        wanted = fleet.destinations if exact is None else exact.destinations
+        self.expected = {m.worker: fill(m, values, background=0xAA) for m in wanted}
+        if exact is not None:
+            for buffer in itertools.chain(*self.held.values(), *self.expected.values()):
+                buffer.view("<f4")[:] = buffer.view("<u4").astype("<f4")
+        self.live = {
+            m.worker: [np.full(p.nbytes, 0xAA, np.uint8) for p in m.parameters]
+            for m in fleet.destinations
+        }
+        self.receivers: dict[str, DeviceReceiver] = {}
+        bindings: list[DestinationBinding] = []
+        for manifest in fleet.destinations:
+            transport = GpuMemoryTransport(fabric)
+            buffers = self.live[manifest.worker]
+            receiver = DeviceReceiver(
+                self.gpu, transport, manifest, [b.ctypes.data for b in buffers],
+                [transport.register(b.ctypes.data, b.nbytes) for b in buffers if b.nbytes],
+                lands=True,
+            )  # fmt: skip
+            bindings.append(receiver.connect(self.plan.for_destination(manifest.worker), mode))
+            self.receivers[manifest.worker] = receiver
+        self.senders = {
+            m.worker: self.connect(fabric, m, arena_nbytes, bindings) for m in fleet.sources
+        }
+
+    def connect(
+        self,
+        fabric: MemoryFabric,
+        manifest: ShardManifest,
+        arena_nbytes: int,
+        bindings: list[DestinationBinding],
+    ) -> Sender:
+        memory = [ParameterMemory(b.ctypes.data, b.nbytes) for b in self.held[manifest.worker]]
+        sender = Sender(
+            GpuMemoryTransport(fabric), manifest, lambda: memory, arena_nbytes=arena_nbytes
+        )
+        part = self.plan.for_source(manifest.worker)
+        wanted = set(part.destinations)
+        sender.connect(part, [b for b in bindings if b.worker in wanted])
+        return sender
+
+    def update(self, version: int) -> None:
+        """All that a round does; the engines hold what they must in the end."""
+        expected: dict[str, dict[str, str]] = {name: {} for name in self.receivers}
+        for name, sender in self.senders.items():
+            sources = self.plan.sources
+            peers = [link.dst for link in self.plan.links() if sources[link.src] == name]
+            sender.prepare()
+            for link in sender.write([self.plan.destinations[p] for p in peers], 20.0).links:
+                assert link.status is LinkStatus.OK, link
+                expected[link.destination][name] = link.digest
+        for name, receiver in self.receivers.items():
+            assert receiver.verify(version, expected[name]) == ()
+            receiver.apply()
+            manifest = receiver_manifest(self.fleet, name)
+            for got, want, spec in zip(
+                self.live[name], self.expected[name], manifest.parameters, strict=True
+            ):
+                assert (got == cast_to(want, spec.dtype)).all()
+
+    def close(self) -> None:
+        for sender in self.senders.values():
+            sender.close()
+        for receiver in self.receivers.values():
+            receiver.close()
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces_on_no_real_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windlass.memory.cuda.gpu.shared_gpu", lambda _: numpy_gpu())
+    monkeypatch.setattr("windlass.transfer.backends.shared_gpu", lambda _: numpy_gpu())
+    monkeypatch.setattr(blocks, "MAX_PIECE_NBYTES", 64)  # so that small tensors are many pieces
+
+
+def binds(plan: TransferPlan) -> bool:
+    """Memory that runs backwards is refused when a plan is bound, here as elsewhere."""
+    return not (plan.ops.src_strides < 0).any() and not (plan.ops.dst_strides < 0).any()
+
+
+@pytest.mark.parametrize("mode", list(UpdateMode))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(fleet=fleets(), arena_nbytes=st.sampled_from((0, 256, 1024)))
+def test_engines_hold_the_plan_whatever_the_layouts_the_arena_and_the_mode(
+    mode: UpdateMode, fleet: Fleet, arena_nbytes: int
+) -> None:
+    plan = plan_transfer(fleet.sources, fleet.destinations)
+    assume(binds(plan))
+    world = World(fleet, mode, arena_nbytes)
+    for version in range(2):  # the second with tables that are there already
+        world.update(version)
+    world.close()
+
+
+def receiver_manifest(fleet: Fleet, name: str) -> ShardManifest:
+    return next(m for m in fleet.destinations if m.worker == name)
+
+
+def cast_to(buffer: np.ndarray, dtype: DType) -> np.ndarray:
+    if dtype is not DType.BFLOAT16:
+        return buffer
+    numbers = torch.from_numpy(buffer.view("<f4").copy()).to(torch.bfloat16)
+    return numbers.view(torch.uint8).numpy()
+
+
+def dense_world(dtype: DType, mode: UpdateMode, arena_nbytes: int = 0) -> World:
+    exact = dense_to_fused(DType.FLOAT32)
+    return World(dense_to_fused(dtype), mode, arena_nbytes, exact)
+
+
+def dense_to_fused(dtype: DType) -> Fleet:
+    """Rows of one rank are columns, transposed and fused, of the other: every mode of op occurs."""
+    rows, cols = 24, 40
+    sources, destinations = [], []
+    for rank in range(2):
+        builder = ManifestBuilder(f"trainer/{rank}", Role.TRAINER)
+        for name in ("gate", "up", "down", "norm"):
+            box = Box((rank * rows // 2, 0), (rows // 2, cols))
+            builder.add_parameter(name, nbytes=rows // 2 * cols * 4, dtype=DType.FLOAT32)
+            builder.add_shard(name, (rows, cols), box, name)
+        sources.append(builder.build())
+    for rank in range(2):
+        builder = ManifestBuilder(f"engine/{rank}", Role.ENGINE)
+        size, half = dtype.itemsize, cols // 2
+        builder.add_parameter("gate_up", nbytes=rows * cols * size, dtype=dtype)
+        for position, name in enumerate(("gate", "up")):
+            box = Box((rank * rows // 2, 0), (rows // 2, cols))
+            offset = position * rows // 2 * cols * size
+            builder.add_shard(name, (rows, cols), box, "gate_up", offset_bytes=offset)
+        builder.add_parameter("down", nbytes=rows * half * size, dtype=dtype)
+        builder.add_shard("down", (rows, cols), Box((0, rank * half), (rows, half)), "down")
+        builder.add_parameter("norm", nbytes=rows * cols * size, dtype=dtype)
+        strides = (size, rows * size)  # transposed
+        builder.add_shard("norm", (rows, cols), Box((0, 0), (rows, cols)), "norm", strides_bytes=strides)  # fmt: skip
+        destinations.append(builder.build())
+    return Fleet(tuple(sources), tuple(destinations))
+
+
+@pytest.mark.parametrize("arena_nbytes", [0, 512, 4096])
+@pytest.mark.parametrize("mode", list(UpdateMode))
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
+def test_every_way_of_an_op_arrives(dtype: DType, mode: UpdateMode, arena_nbytes: int) -> None:
+    world = dense_world(dtype, mode, arena_nbytes)
+    modes = set(world.plan.ops.mode.tolist())
+    assert CopyMode.SCATTER in modes
+    assert (CopyMode.DIRECT if dtype is DType.FLOAT32 else CopyMode.PACKED) in modes
+    world.update(0)
+    for buffer in itertools.chain(*world.held.values(), *world.expected.values()):
+        buffer.view("<f4")[:] *= 1.37  # an optimiser step
+    world.update(1)
+    world.close()
+
+
+def test_a_changed_byte_is_found() -> None:
+    world = dense_world(DType.BFLOAT16, UpdateMode.IN_PLACE)
+    expected: dict[str, str] = {}
+    for name, sender in world.senders.items():
+        sender.prepare()
+        (outcome, *_) = sender.write(["engine/0"], 20.0).links
+        expected[name] = outcome.digest
+    world.live["engine/0"][0][5] ^= 1
+    assert world.receivers["engine/0"].verify(0, expected) == ("trainer/0",)
+    world.close()
+
+
+def test_weights_in_host_memory_and_weights_on_a_gpu_do_not_mix() -> None:
+    world = dense_world(DType.FLOAT32, UpdateMode.IN_PLACE)
+    manifest = world.fleet.destinations[0]
+    transport = MemoryTransport(MemoryFabric())
+    buffers = world.live[manifest.worker]
+    regions: list[MemoryRegion] = [transport.register(b.ctypes.data, b.nbytes) for b in buffers]
+    host = Receiver(transport, manifest, [b.ctypes.data for b in buffers], regions)
+    binding = host.connect(world.plan.for_destination(manifest.worker), UpdateMode.IN_PLACE)
+    with pytest.raises(PlanError, match="on GPUs at both ends or in host memory at both"):
+        world.connect(MemoryFabric(), world.fleet.sources[0], 0, [binding])
+    host.close()
+    world.close()
+
+
+def quantised_op(rows: int, cols: int, *, scales: bool) -> BoundOp:
+    grid = (-(-rows // 128), -(-cols // 128))
+    return BoundOp(
+        mode=CopyMode.PACKED,
+        src_parameter=0,
+        dst_parameter=0,
+        sizes=grid if scales else (rows, cols),
+        src_offset=0,
+        src_strides=(2 * cols, 2),
+        src_dtype=DType.BFLOAT16,
+        dst_offset=0,
+        dst_strides=(4 * grid[1], 4) if scales else (cols, 1),
+        dst_dtype=DType.FLOAT32 if scales else DType.FLOAT8_E4M3,
+        nbytes=4 * grid[0] * grid[1] if scales else rows * cols,
+        landing_offset=-1,
+        src_sizes=(rows, cols),
+        transform=Transform.FP8_BLOCK_SCALES if scales else Transform.FP8_BLOCK_VALUES,
+    )
+
+
+@given(
+    rows=st.integers(1, 700),
+    cols=st.integers(1, 400),
+    scales=st.booleans(),
+    limit=st.integers(52_000, 200_000),
+)
+def test_parts_of_a_quantised_op_are_its_payload_in_order(
+    rows: int, cols: int, scales: bool, limit: int
+) -> None:
+    op = quantised_op(rows, cols, scales=scales)
+    (found,) = cut_ops(LinkProgram(peer="e", ops=(op,), direct=NO_RUNS, nbytes=op.nbytes), at_source=True)  # fmt: skip
+    at = 0
+    for part in payload_parts(found, limit):
+        assert part.start == at
+        assert 0 < part.nbytes <= limit
+        covered = np.zeros(part.nbytes, np.int64)
+        store_packed(part.pieces, part.start, 0)
+        for piece in part.pieces:
+            num_rows = 1 if scales else int(piece["rows"])
+            nbytes = 4 if scales else int(piece["row_elems"])
+            for row in range(num_rows):
+                first = int(piece["dst"]) + row * int(piece["dst_pitch"])
+                covered[first : first + nbytes] += 1
+        assert (covered == 1).all()
+        at += part.nbytes
+    assert at == op.nbytes
+
+
+def test_an_arena_that_cannot_hold_a_row_of_blocks_says_so() -> None:
+    op = quantised_op(256, 400, scales=False)
+    (found,) = cut_ops(LinkProgram(peer="e", ops=(op,), direct=NO_RUNS, nbytes=op.nbytes), at_source=True)  # fmt: skip
+    with pytest.raises(PlanError, match="half of it must hold 51200 bytes, got 1000"):
+        list(payload_parts(found, 1000))
+
+
+def test_tables_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = dense_world(DType.BFLOAT16, UpdateMode.STAGED)
+    world.update(0)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a table was made again")
+
+    monkeypatch.setattr(kernels.PieceTable, "__init__", refuse)
+    world.update(1)
+    world.close()
+
+
+def lose_one_write(sender: Sender) -> None:
+    """Its next write has an unknown outcome."""
+    transport = sender.transport
+    write = transport.write
+
+    def lose(batch: WriteBatch, *, deadline_s: float) -> None:
+        transport.write = write  # type: ignore[method-assign]
+        write(batch, deadline_s=deadline_s)
+        raise TransferOutcomeUnknown("bytes may still land")
+
+    transport.write = lose  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("kind", [MemoryTransport, GpuMemoryTransport])
+@pytest.mark.parametrize("count", [1, 32, 900])
+def test_a_link_that_just_fits_is_written_again_after_an_unknown_outcome(
+    monkeypatch: pytest.MonkeyPatch, kind: type[MemoryTransport], count: int
+) -> None:
+    monkeypatch.setattr(blocks, "MAX_PIECE_NBYTES", 64 << 10)
+    fabric = MemoryFabric()
+    trained = np.arange(count, dtype="<f4") + 1
+    served = np.zeros(count, "<u2")
+    manifests = []
+    for worker, role, dtype in (
+        ("trainer/0", Role.TRAINER, DType.FLOAT32),
+        ("engine/0", Role.ENGINE, DType.BFLOAT16),
+    ):
+        builder = ManifestBuilder(worker, role)
+        builder.add_parameter("w", nbytes=count * dtype.itemsize, dtype=dtype)
+        builder.add_shard("w", (count,), Box((0,), (count,)), "w")
+        manifests.append(builder.build())
+    plan = plan_transfer(manifests[:1], manifests[1:])
+    target = kind(fabric)
+    receiver = receiver_for(
+        P2pBackend(),
+        Receiver(
+            target, manifests[1], [served.ctypes.data],
+            [target.register(served.ctypes.data, served.nbytes)],
+        ),
+        "",
+    )  # fmt: skip
+    binding = receiver.connect(plan.for_destination("engine/0"), UpdateMode.IN_PLACE)
+    memory = ParameterMemory(trained.ctypes.data, trained.nbytes)
+    sender = Sender(kind(fabric), manifests[0], lambda: [memory])
+    sender.connect(plan.for_source("trainer/0"), [binding])
+    sender.prepare()
+    lose_one_write(sender)
+    assert [x.status for x in sender.write(["engine/0"], 20.0).links] == [LinkStatus.UNKNOWN]
+    served[:] = 0
+    (link,) = sender.write(["engine/0"], 20.0).links  # in the same round: packed as in a ring
+    assert link.status is LinkStatus.OK, link.error
+    assert receiver.verify(0, {"trainer/0": link.digest}) == ()
+    assert (served.view(np.uint8) == cast_to(trained.view(np.uint8), DType.BFLOAT16)).all()
+    sender.close()
+    receiver.close()
+    target.close()
+
+
+def test_an_unknown_outcome_is_told_even_where_no_memory_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = dense_world(DType.BFLOAT16, UpdateMode.IN_PLACE)
+    sender = world.senders["trainer/0"]
+    sender.prepare()
+    lose_one_write(sender)
+
+    def refuse(*_: object) -> None:
+        raise TransferFailed("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("windlass.transfer.device_packer.DeviceArena", refuse)
+        (link,) = sender.write(["engine/0"], 20.0).links
+    assert link.status is LinkStatus.UNKNOWN
+    (link,) = sender.write(["engine/0"], 20.0).links
+    assert link.status is LinkStatus.FAILED
+    world.close()
+
+
+def test_what_late_kernels_may_read_is_not_freed() -> None:
+    world = dense_world(DType.BFLOAT16, UpdateMode.IN_PLACE)
+    sender = world.senders["trainer/0"]
+    gpu = numpy_gpu()
+    sender._packer._gpu = gpu  # type: ignore[attr-defined]
+    sender._packer._drop_waves()  # type: ignore[attr-defined]
+    sender.prepare()
+    held = len(gpu.device.allocated)  # type: ignore[attr-defined]
+    assert held > 0
+    gpu.is_late = True  # type: ignore[misc]
+    with pytest.raises(TransferOutcomeUnknown, match="may still go on"):
+        sender.prepare()
+    sender.close()
+    assert len(gpu.device.allocated) == held  # type: ignore[attr-defined]
+    world.close()
+
+
+def test_an_engine_that_leaves_frees_its_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = numpy_gpu()
+    monkeypatch.setattr("windlass.transfer.backends.shared_gpu", lambda _: gpu)
+    fleet = dense_to_fused(DType.FLOAT32)
+    manifest = fleet.destinations[0]
+    transport = GpuMemoryTransport(MemoryFabric())
+    live = [np.zeros(p.nbytes, np.uint8) for p in manifest.parameters]
+    regions = [transport.register(b.ctypes.data, b.nbytes) for b in live]
+    agent = EngineAgent(
+        Receiver(transport, manifest, [b.ctypes.data for b in live], regions), RestingEngine()
+    )
+    plan = plan_transfer(fleet.sources, fleet.destinations).for_destination(manifest.worker)
+    agent.handle(
+        ConnectEngine(plan=plan.encode(), plan_digest="", mode=UpdateMode.STAGED),
+        epoch=1,
+        round_number=1,
+    )
+    assert gpu.device.allocated  # type: ignore[attr-defined]
+    agent.close()
+    assert not gpu.device.allocated  # type: ignore[attr-defined]
+    transport.close()
+
+
+def test_an_arena_that_is_too_small_is_refused_before_anything_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(blocks, "MAX_PIECE_NBYTES", 512)
+    with pytest.raises(PlanError, match="arena_nbytes: must be 0 or at least 1024, got 960"):
+        dense_world(DType.BFLOAT16, UpdateMode.IN_PLACE, 960)

@@ -1,0 +1,153 @@
+"""Parts that are hashed while later ones are on the wire; needs one GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from windlass.config import UpdateMode
+from windlass.layout.manifest import Role
+from windlass.memory.cuda import kernels
+from windlass.planning.plan import TransferPlan
+from windlass.planning.planner import plan_transfer
+from windlass.transfer.base import ParameterMemory
+from windlass.transfer.bindings import DestinationBinding, LinkStatus
+from windlass.transfer.device_receiver import DeviceReceiver
+from windlass.transfer.device_sender import DeviceSender
+from windlass.transfer.dtensor import describe_module, parameter_addresses
+from windlass.transfer.write_progress import Landed, LandingTeller
+from windlass.transports.cuda_ipc import CudaIpcTransport
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SOURCE = "trainer/0"
+
+
+def build(*, dtype: torch.dtype, seed: int) -> torch.nn.Sequential:
+    torch.manual_seed(seed)
+    layers = (torch.nn.Linear(512, 768), torch.nn.LayerNorm(768), torch.nn.Linear(768, 512))
+    return torch.nn.Sequential(*layers).to(dtype).cuda().requires_grad_(requires_grad=False)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A trainer and an engine in one process, on one GPU."""
+
+    trained: torch.nn.Sequential
+    served: torch.nn.Sequential
+    sender: DeviceSender
+    receiver: DeviceReceiver
+    plan: TransferPlan
+    binding: DestinationBinding
+
+    def write(self, version: int) -> dict[str, str]:
+        self.sender.prepare(version)
+        (outcome,) = self.sender.write(version, ["engine/0"], 20.0).links
+        assert outcome.status is LinkStatus.OK, outcome
+        return {SOURCE: outcome.digest}
+
+    def is_equal(self) -> bool:
+        torch.cuda.synchronize()
+        pairs = zip(self.trained.parameters(), self.served.parameters(), strict=True)
+        return all(torch.equal(ours.to(theirs.dtype), theirs) for ours, theirs in pairs)
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float32], ids=["plain", "cast"])
+def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    monkeypatch.setattr(kernels, "PART_NBYTES", 100_000)
+    trained = build(dtype=request.param, seed=1)
+    served = build(dtype=torch.bfloat16, seed=2)
+    ours, theirs = CudaIpcTransport(0), CudaIpcTransport(0)
+    manifests = (
+        describe_module(trained, SOURCE, Role.TRAINER),
+        describe_module(served, "engine/0", Role.ENGINE),
+    )
+    addresses = parameter_addresses(served)
+    regions = [
+        theirs.register(address, spec.nbytes)
+        for address, spec in zip(addresses, manifests[1].parameters, strict=True)
+    ]
+    plan = plan_transfer([manifests[0]], [manifests[1]])
+    receiver = DeviceReceiver(theirs.gpu, theirs, manifests[1], addresses, regions, lands=False)
+    binding = receiver.connect(plan.for_destination("engine/0"), UpdateMode.IN_PLACE)
+    located = [
+        ParameterMemory(address, spec.nbytes)
+        for address, spec in zip(parameter_addresses(trained), manifests[0].parameters, strict=True)
+    ]
+    sender = DeviceSender(ours, manifests[0], lambda: located)
+    sender.connect(plan.for_source(SOURCE), [binding])
+    yield Pair(trained, served, sender, receiver, plan, binding)
+    sender.close()
+    receiver.close()
+    ours.close()
+    theirs.close()
+
+
+def test_every_byte_is_hashed_as_it_lands(pair: Pair) -> None:
+    for version in range(3):
+        for parameter in pair.trained.parameters():
+            parameter.add_(1.0)
+        expected = pair.write(version)
+        assert pair.receiver.verify(version, expected) == ()
+        assert pair.receiver.late_nbytes == 0
+        assert pair.is_equal()
+
+
+def test_an_update_of_another_version_is_hashed_after_the_wire(pair: Pair) -> None:
+    expected = pair.write(4)
+    assert pair.receiver.verify(5, expected) == ()
+    assert pair.receiver.late_nbytes == pair.plan.nbytes
+
+
+def test_a_second_verification_looks_at_the_memory_again(pair: Pair) -> None:
+    expected = pair.write(0)
+    assert pair.receiver.verify(0, expected) == ()
+    next(iter(pair.served.parameters())).view(-1)[7] += 1
+    torch.cuda.synchronize()
+    assert pair.receiver.verify(0, expected) == (SOURCE,)
+
+
+def test_a_link_that_is_written_twice_counts_once(pair: Pair) -> None:
+    pair.write(0)
+    for parameter in pair.trained.parameters():
+        parameter.mul_(3.0)
+    expected = pair.write(0)
+    assert pair.receiver.verify(0, expected) == ()
+    assert pair.receiver.late_nbytes == 0
+    assert pair.is_equal()
+
+
+def test_a_digest_that_is_not_the_expected_one_is_reported(pair: Pair) -> None:
+    pair.write(0)
+    assert pair.receiver.verify(0, {SOURCE: "0" * 32}) == (SOURCE,)
+
+
+def test_hints_that_lie_cost_time_only(pair: Pair) -> None:
+    teller = LandingTeller()
+    lies = [
+        Landed(SOURCE, 0, "lie", 0, 0, 1),  # before anything was written
+        Landed(SOURCE, 0, "lie", 9, 0, 1),  # no such table
+        Landed(SOURCE, 0, "lie", 0, 1, 1 << 30),  # no such pieces
+        Landed("trainer/7", 0, "lie", 0, 0, 1),
+        Landed(SOURCE, 0, "lie", 0, 0, 1),  # twice
+    ]
+    for lie in lies:
+        teller.tell(pair.binding.listener, lie)
+    expected = pair.write(0)
+    for lie in lies:  # in the midst of it, as far as the receiver can tell
+        teller.tell(pair.binding.listener, lie)
+    teller.close()
+    assert pair.receiver.verify(0, expected) == ()
+    assert pair.receiver.late_nbytes == pair.plan.nbytes
+    assert pair.is_equal()
+
+
+def test_a_rank_that_connects_again_forgets_what_had_landed(pair: Pair) -> None:
+    expected = pair.write(0)
+    pair.receiver.connect(pair.plan.for_destination("engine/0"), UpdateMode.IN_PLACE)
+    assert pair.receiver.verify(0, expected) == ()

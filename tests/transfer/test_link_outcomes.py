@@ -1,0 +1,458 @@
+"""What one link meets hides nothing of the others: each that was begun is waited for, unknown is told."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from windlass.config import UpdateMode
+from windlass.errors import (
+    PeerUnreachable,
+    PlanError,
+    TransferFailed,
+    TransferOutcomeUnknown,
+    TransportUnavailable,
+)
+from windlass.layout.box import Box
+from windlass.layout.dtypes import DType
+from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
+from windlass.memory.digest import new_digest
+from windlass.net.clock import Deadline
+from windlass.planning.planner import plan_transfer
+from windlass.planning.relay import RelayGroup
+from windlass.testing.resting_engine import RestingEngine
+from windlass.testing.wrapped_transport import WrappedTransport
+from windlass.transfer.base import ParameterMemory
+from windlass.transfer.bindings import DestinationBinding, LinkStatus
+from windlass.transfer.receiver import Receiver
+from windlass.transfer.relay_node import RelayNode
+from windlass.transfer.relay_round import RelayResult
+from windlass.transfer.relay_sender import Outlet
+from windlass.transfer.sender import Sender
+from windlass.transports.base import WriteBatch
+from windlass.transports.memory import MemoryFabric, MemoryTransport
+from windlass.updates.agents import EngineAgent
+from windlass.updates.messages import Verify
+from windlass.updates.relay_messages import Relay
+
+COUNT = 600
+SECONDS = 20.0
+ENGINES = ("engine-a/0", "engine-b/0", "engine-c/0")
+PLACE = (1, 1)
+
+
+def manifest(worker: str, role: Role, dtype: DType) -> ShardManifest:
+    builder = ManifestBuilder(worker, role)
+    builder.add_parameter("w", nbytes=COUNT * dtype.itemsize, dtype=dtype)
+    builder.add_shard("w", (COUNT,), Box((0,), (COUNT,)), "w")
+    return builder.build()
+
+
+class Scripted(WrappedTransport):
+    """Does `script[endpoint address]` instead of a write, given the write itself."""
+
+    def __init__(self, inner: MemoryTransport) -> None:
+        super().__init__(inner)
+        self.script: dict[str, Callable[[Callable[[], None]], None]] = {}
+        self.written: list[str] = []
+
+    def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
+        def write() -> None:
+            self.inner.write(batch, deadline_s=deadline_s)
+
+        do = self.script.get(batch.endpoint.address)
+        if do is None:
+            write()
+        else:
+            do(write)
+        self.written.append(batch.endpoint.address)
+
+
+class Fleet:
+    """One trainer rank and three engine ranks; what is sent is cast, and so packed."""
+
+    def __init__(self, arena_nbytes: int = 0) -> None:
+        fabric = MemoryFabric()
+        ours = manifest("trainer/0", Role.TRAINER, DType.FLOAT32)
+        theirs = [manifest(name, Role.ENGINE, DType.BFLOAT16) for name in ENGINES]
+        self.trained = np.arange(COUNT, dtype="<f4") + 1
+        self.plan = plan_transfer([ours], theirs)
+        self.served = {name: np.zeros(COUNT, "<u2") for name in ENGINES}
+        self.transports: dict[str, Scripted] = {}
+        self.receivers: dict[str, Receiver] = {}
+        self.bindings: list[DestinationBinding] = []
+        for target in theirs:
+            name, memory = target.worker, self.served[target.worker]
+            transport = self.transports[name] = Scripted(MemoryTransport(fabric, name))
+            region = transport.register(memory.ctypes.data, memory.nbytes)
+            receiver = Receiver(transport, target, [memory.ctypes.data], [region])
+            self.receivers[name] = receiver
+            part = self.plan.for_destination(name)
+            self.bindings.append(receiver.connect(part, UpdateMode.IN_PLACE))
+        self.transport = Scripted(MemoryTransport(fabric, "trainer"))
+        where = [ParameterMemory(self.trained.ctypes.data, self.trained.nbytes)]
+        self.sender = Sender(self.transport, ours, lambda: where, arena_nbytes=arena_nbytes)
+        self.sender.connect(self.plan.for_source("trainer/0"), self.bindings)
+        self.sender.prepare()
+
+    @property
+    def script(self) -> dict[str, Callable[[Callable[[], None]], None]]:
+        """Of the trainer."""
+        return self.transport.script
+
+    def write(self) -> dict[str, LinkStatus]:
+        sent = self.sender.write(ENGINES, SECONDS)
+        return {link.destination: link.status for link in sent.links}
+
+    def close(self) -> None:
+        self.sender.close()
+        for name in ENGINES:
+            self.receivers[name].close()
+            self.transports[name].close()
+        self.transport.close()
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    found = Fleet()
+    yield found
+    found.close()
+
+
+def raises(error: Exception) -> Callable[[Callable[[], None]], None]:
+    def do(_: Callable[[], None]) -> None:
+        raise error
+
+    return do
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (RuntimeError("a bug"), LinkStatus.UNKNOWN),
+        (MemoryError("none left"), LinkStatus.UNKNOWN),
+        (OSError(24, "too many open files"), LinkStatus.UNKNOWN),
+        (TransportUnavailable("another wire; nothing was sent"), LinkStatus.FAILED),
+        (TransferFailed("over"), LinkStatus.FAILED),
+        (PeerUnreachable("gone"), LinkStatus.UNREACHABLE),
+    ],
+)
+@pytest.mark.parametrize("first", ["engine-a/0", "engine-c/0"])
+def test_no_error_of_one_link_hides_what_became_of_another(
+    fleet: Fleet, error: Exception, status: LinkStatus, first: str
+) -> None:
+    stopped = threading.Event()
+
+    def stop(_: Callable[[], None]) -> None:
+        stopped.set()
+        raise error
+
+    def lose(_: Callable[[], None]) -> None:
+        assert stopped.wait(SECONDS)
+        raise TransferOutcomeUnknown("bytes may still land")
+
+    def arrive_late(write: Callable[[], None]) -> None:
+        assert stopped.wait(SECONDS)
+        write()
+
+    second, third = (name for name in ENGINES if name != first)
+    fleet.script.update({first: stop, second: lose, third: arrive_late})
+    assert fleet.write() == {
+        first: status,
+        second: LinkStatus.UNKNOWN,
+        third: LinkStatus.OK,
+    }
+
+
+def test_an_error_that_nobody_foresaw_takes_the_arena_out_of_use(fleet: Fleet) -> None:
+    arena = fleet.sender._packer.arena
+    assert arena is not None
+    fleet.script["engine-b/0"] = raises(RuntimeError("a bug"))
+    assert fleet.write()["engine-b/0"] is LinkStatus.UNKNOWN
+    assert fleet.sender._packer.arena not in {None, arena}
+    assert arena.nbytes > 0  # nobody has unmapped it
+
+
+@pytest.mark.parametrize("unforeseen", [OSError(12, "no memory"), MemoryError("no memory")])
+def test_unknown_is_told_where_another_arena_cannot_be_had(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, unforeseen: Exception
+) -> None:
+    def refuse(*_: object) -> None:
+        raise unforeseen
+
+    fleet.script["engine-a/0"] = raises(TransferOutcomeUnknown("bytes may still land"))
+    with monkeypatch.context() as patch:
+        patch.setattr("windlass.transfer.packer.Arena", refuse)
+        assert fleet.write()["engine-a/0"] is LinkStatus.UNKNOWN
+
+
+def test_a_link_for_which_no_thread_is_to_be_had_hides_nothing(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit, refused = fleet.sender._pool.submit, threading.Event()
+
+    def refuse(job: Callable[..., float], *args: object) -> Future[float]:
+        if args[0] == "engine-c/0":
+            refused.set()
+            raise RuntimeError("can't start new thread")
+        return submit(job, *args)
+
+    def lose(_: Callable[[], None]) -> None:
+        assert refused.wait(SECONDS)
+        raise TransferOutcomeUnknown("bytes may still land")
+
+    fleet.script["engine-a/0"] = lose
+    monkeypatch.setattr(fleet.sender._pool, "submit", refuse)
+    assert fleet.write() == {
+        "engine-a/0": LinkStatus.UNKNOWN,
+        "engine-b/0": LinkStatus.OK,
+        "engine-c/0": LinkStatus.UNKNOWN,
+    }
+
+
+@pytest.mark.parametrize("packing", [MemoryError("none left"), PlanError("a row of blocks")])
+@pytest.mark.parametrize(
+    ("wire", "status"),
+    [
+        (TransferOutcomeUnknown("bytes may still land"), LinkStatus.UNKNOWN),
+        (OSError(5, "input or output"), LinkStatus.UNKNOWN),
+        (PeerUnreachable("gone"), LinkStatus.UNREACHABLE),
+        (None, LinkStatus.FAILED),
+    ],
+)
+def test_a_ring_that_cannot_be_packed_on_tells_what_is_on_the_wire(
+    monkeypatch: pytest.MonkeyPatch,
+    packing: Exception,
+    wire: Exception | None,
+    status: LinkStatus,
+) -> None:
+    fleet = Fleet(arena_nbytes=512)
+    ring, stopped = fleet.sender._packer.ring, threading.Event()
+
+    def stop(program: object, peer: object) -> Iterator[object]:
+        batches = ring(program, peer)  # type: ignore[arg-type]
+        yield next(batches)
+        if program.peer == "engine-b/0":  # type: ignore[attr-defined]
+            stopped.set()
+            raise packing
+        yield from batches
+
+    def end(write: Callable[[], None]) -> None:
+        assert stopped.wait(SECONDS)
+        if wire is not None:
+            raise wire
+        write()
+
+    fleet.script["engine-b/0"] = end
+    monkeypatch.setattr(fleet.sender._packer, "ring", stop)
+    assert fleet.write() == {
+        "engine-a/0": LinkStatus.OK,
+        "engine-b/0": status,
+        "engine-c/0": LinkStatus.OK,
+    }
+    fleet.close()
+
+
+class Chain:
+    """The trainer feeds the first engine, which feeds the other two."""
+
+    def __init__(self) -> None:
+        self.fleet = Fleet()
+        group = RelayGroup(members=ENGINES, lanes=((-1, 0, 0),), chunk_nbytes=256)
+        nodes = {name: RelayNode(self.fleet.receivers[name], "127.0.0.1") for name in ENGINES}
+        self.nodes = nodes
+        addresses = [node.open() for node in nodes.values()]
+        for node in nodes.values():
+            node.connect(group, self.fleet.bindings, addresses)
+        sender = self.fleet.sender
+        sender.connect_relay([group], self.fleet.bindings, addresses)
+        sender.prepare()
+
+    def run(self) -> tuple[dict[str, LinkStatus], dict[str, RelayResult]]:
+        """Outcomes of the trainer's links, and of the engines' parts."""
+        parts: dict[str, RelayResult] = {}
+
+        def take_part(name: str) -> None:
+            parts[name] = self.nodes[name].run(PLACE, SECONDS)
+
+        threads = [threading.Thread(target=take_part, args=(name,)) for name in ENGINES]
+        for thread in threads:
+            thread.start()
+        sent = self.fleet.sender.feed(PLACE, ENGINES, SECONDS)
+        for thread in threads:
+            thread.join(SECONDS)
+        return {link.destination: link.status for link in sent.links}, parts
+
+    def close(self) -> None:
+        for node in self.nodes.values():
+            node.close()
+        self.fleet.close()
+
+
+@pytest.fixture
+def chain() -> Iterator[Chain]:
+    found = Chain()
+    yield found
+    found.close()
+
+
+def test_a_relay_in_order_brings_every_byte_everywhere(chain: Chain) -> None:
+    links, parts = chain.run()
+    assert set(links.values()) == {LinkStatus.OK}
+    assert not any(part.missing or part.unknown_to or part.unknown_from for part in parts.values())
+    assert all(
+        (held == chain.fleet.served["engine-a/0"]).all() for held in chain.fleet.served.values()
+    )
+
+
+def test_an_engine_that_meets_what_nobody_foresaw_says_whom_it_may_still_write(
+    chain: Chain,
+) -> None:
+    script = chain.fleet.transports["engine-a/0"].script
+    script["engine-b/0"] = raises(RuntimeError("a bug"))
+    _, parts = chain.run()
+    assert parts["engine-a/0"].unknown_to == ("engine-b/0",)
+    assert parts["engine-b/0"].unknown_from == ("engine-a/0",)
+    assert parts["engine-c/0"].missing == ()
+
+
+def test_an_engine_that_cannot_go_on_says_who_may_still_write_it(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr("windlass.transfer.relay_round.RelayRound.on_chunk", refuse)
+    links, parts = chain.run()
+    assert links["engine-a/0"] is LinkStatus.OK
+    assert set(parts) == set(ENGINES)
+    assert all(part.missing == ("trainer/0",) for part in parts.values())
+
+
+def test_a_trainer_that_meets_what_nobody_foresaw_tells_the_engine_that_it_feeds(
+    chain: Chain,
+) -> None:
+    chain.fleet.script["engine-a/0"] = raises(OSError(5, "input or output"))
+    links, parts = chain.run()
+    assert links["engine-a/0"] is LinkStatus.UNKNOWN
+    assert parts["engine-a/0"].unknown_from == ("trainer/0",)
+
+
+@pytest.mark.parametrize(
+    ("wire", "told"),
+    [
+        (TransferOutcomeUnknown("bytes may still land"), TransferOutcomeUnknown),
+        (TransferFailed("over"), MemoryError),
+    ],
+)
+def test_a_link_that_cannot_be_begun_does_not_hide_what_became_of_a_root(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch, wire: Exception, told: type[Exception]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise MemoryError("none left")
+
+    chain.fleet.script["engine-a/0"] = raises(wire)
+    monkeypatch.setattr(chain.fleet.sender, "_write", refuse)
+    node = chain.nodes["engine-a/0"]
+    part = threading.Thread(target=node.run, args=(PLACE, SECONDS))
+    part.start()
+    with pytest.raises(told):
+        chain.fleet.sender.feed(PLACE, ENGINES, SECONDS)
+    part.join(SECONDS)
+
+
+def test_a_last_chunk_that_could_not_be_verified_is_missing(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [0]
+
+    def refuse() -> object:
+        made[0] += 1
+        if made[0] == chain.nodes["engine-a/0"]._bound.payloads["trainer/0"].num_chunks:  # type: ignore[union-attr]
+            raise MemoryError("none left")
+        return new_digest()
+
+    node, found = chain.nodes["engine-a/0"], list[RelayResult]()
+    part = threading.Thread(target=lambda: found.append(node.run(PLACE, SECONDS)))
+    with monkeypatch.context() as patch:
+        patch.setattr("windlass.transfer.relay_round.new_digest", refuse)
+        part.start()
+        chain.fleet.sender.feed(PLACE, ENGINES, SECONDS)
+        part.join(SECONDS)
+    assert found[0].missing == ("trainer/0",)
+
+
+def die_in_mid_relay(chain: Chain, *, with_a_word: bool) -> RelayResult:
+    """The trainer is let in at the first engine, and then its connection ends."""
+    node = chain.nodes["engine-a/0"]
+    found: list[RelayResult] = []
+    part = threading.Thread(target=lambda: found.append(node.run(PLACE, SECONDS)))
+    part.start()
+    outlet = Outlet(node.open(), "trainer/0", PLACE, Deadline.after(SECONDS, "test"))
+    if with_a_word:
+        outlet.end(unknown=False)
+    outlet.close()
+    part.join(SECONDS)
+    return found[0]
+
+
+@pytest.mark.parametrize("with_a_word", [True, False])
+def test_an_upstream_that_ends_without_a_word_is_told(chain: Chain, with_a_word: bool) -> None:
+    result = die_in_mid_relay(chain, with_a_word=with_a_word)
+    assert result.missing == ("trainer/0",)
+    assert result.unknown_from == ()
+    assert result.wordless == (() if with_a_word else ("trainer/0",))
+
+
+@pytest.mark.parametrize("wordless", [(), ("trainer/0",)])
+def test_an_engine_fences_before_it_trusts_what_a_dead_upstream_wrote(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, wordless: tuple[str, ...]
+) -> None:
+    happened: list[str] = []
+    receiver = fleet.receivers["engine-a/0"]
+    agent = EngineAgent(receiver, RestingEngine())
+    refused = [True]
+
+    def fence(*, deadline_s: float) -> None:
+        happened.append("fence")
+        if refused.pop():
+            raise TransferFailed(f"a reader holds a connection after {deadline_s} s")
+
+    def verify(_: object, expected: dict[str, str]) -> tuple[str, ...]:
+        happened.append("verify")
+        return tuple(expected)
+
+    result = RelayResult(("trainer/0",), (), (), (), wordless, 0, 0.0)
+    monkeypatch.setattr(fleet.transports["engine-a/0"], "fence", fence)
+    monkeypatch.setattr(Receiver, "verify", verify)
+    monkeypatch.setattr(agent._relay, "run", lambda *_: result)
+    agent.handle(Relay(1, SECONDS), epoch=1, round_number=1)
+    command = Verify(1, {"trainer/0": "digest"})
+    if wordless:
+        with pytest.raises(TransferFailed):
+            agent.handle(command, epoch=1, round_number=1)
+        assert happened == ["fence"]
+        refused.append(False)
+    for _ in range(2):
+        agent.handle(command, epoch=1, round_number=1)
+    assert happened == (["fence", "fence"] if wordless else []) + ["verify"] * 2
+    agent.close()
+
+
+def test_a_relay_that_ends_well_leaves_an_earlier_one_of_its_round_to_be_fenced(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fences: list[float] = []
+    results = [RelayResult((), (), (), (), names, 0, 0.0) for names in (("trainer/0",), ())]
+    agent = EngineAgent(fleet.receivers["engine-a/0"], RestingEngine())
+    transport = fleet.transports["engine-a/0"]
+    monkeypatch.setattr(transport, "fence", lambda *, deadline_s: fences.append(deadline_s))
+    monkeypatch.setattr(Receiver, "verify", lambda *_: ())
+    monkeypatch.setattr(agent._relay, "run", lambda *_: results.pop(0))
+    for command in (Relay(1, SECONDS), Relay(1, SECONDS), Verify(1, {})):
+        agent.handle(command, epoch=1, round_number=1)
+    assert len(fences) == 1

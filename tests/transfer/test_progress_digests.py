@@ -1,0 +1,260 @@
+"""What an engine rank makes of hints about landed parts, whatever comes when; kernels in numpy."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from numpy_gpu import numpy_gpu
+
+from windlass.config import UpdateMode
+from windlass.errors import TransferFailed, TransferOutcomeUnknown
+from windlass.layout.box import Box
+from windlass.layout.dtypes import DType
+from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
+from windlass.memory.cuda import kernels
+from windlass.planning.planner import plan_transfer
+from windlass.transfer import blocks
+from windlass.transfer import write_progress as landings
+from windlass.transfer.bind import bind_links
+from windlass.transfer.blocks import block_tables
+from windlass.transfer.device_links import WORDS_NBYTES, load_link, read_digest, unload_links
+from windlass.transfer.device_receiver import DeviceReceiver
+from windlass.transfer.write_progress import Landed, LandingListener, LandingTeller
+from windlass.transports.memory import MemoryFabric, MemoryTransport
+
+ROWS, COLS = 64, 16
+SOURCE, ENGINE = "trainer/0", "engine/0"
+
+
+def manifest(worker: str, role: Role, dtype: DType) -> ShardManifest:
+    builder = ManifestBuilder(worker, role)
+    for name, kind in (("plain", DType.FLOAT32), ("cast", dtype)):
+        builder.add_parameter(name, nbytes=ROWS * COLS * kind.itemsize, dtype=kind)
+        builder.add_shard(name, (ROWS, COLS), Box((0, 0), (ROWS, COLS)), name)
+    return builder.build()
+
+
+@dataclass
+class Pair:
+    """A trainer whose kernels store into an engine of the same process."""
+
+    trained: list[np.ndarray] = field(
+        default_factory=lambda: [
+            (np.arange(ROWS * COLS, dtype="<f4") + 7 * n).view(np.uint8) for n in range(2)
+        ]
+    )
+    served: list[np.ndarray] = field(
+        default_factory=lambda: [np.zeros(ROWS * COLS * n, np.uint8) for n in (4, 2)]
+    )
+
+    def __post_init__(self) -> None:
+        self.gpu = numpy_gpu()
+        ours = manifest(SOURCE, Role.TRAINER, DType.FLOAT32)
+        theirs = manifest(ENGINE, Role.ENGINE, DType.BFLOAT16)
+        self.plan = plan_transfer([ours], [theirs])
+        self.transport = MemoryTransport(MemoryFabric())
+        self.receiver = DeviceReceiver(
+            self.gpu, self.transport, theirs, [b.ctypes.data for b in self.served],
+            [self.transport.register(b.ctypes.data, b.nbytes) for b in self.served], lands=False,
+        )  # fmt: skip
+        self.teller = LandingTeller()
+        self.connect()
+
+    def connect(self) -> None:
+        part = self.plan.for_destination(ENGINE)
+        self.binding = self.receiver.connect(part, UpdateMode.IN_PLACE)
+
+    def write(self, version: int, name: str) -> tuple[str, list[Landed]]:
+        """Store everything; the digest, and what there is to tell of it."""
+        (program,) = bind_links(self.plan.for_source(SOURCE), sending=True)
+        sources = np.array([b.ctypes.data for b in self.trained], np.uint64)
+        targets = np.array(self.binding.parameter_addresses, np.uint64)
+        link = load_link(self.gpu, program, block_tables(program, sources, targets))
+        self.gpu.device.clear(link.digest, WORDS_NBYTES, self.gpu.stream)
+        told = []
+        for number, table in enumerate(link.tables):
+            for part in table.parts:
+                self.gpu.kernels.put(table, self.gpu.stream, link.digest, part)
+                told.append(Landed(SOURCE, version, name, number, part.start, part.stop))
+        digest = read_digest(self.gpu, link.digest)
+        unload_links(self.gpu, {SOURCE: link})
+        return digest, told
+
+    def tell(self, told: list[Landed]) -> None:
+        for landed in told:
+            self.teller.tell(self.binding.listener, landed)
+
+    def close(self) -> None:
+        self.teller.close()
+        self.receiver.close()
+        self.transport.close()
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    monkeypatch.setattr(blocks, "MAX_PIECE_NBYTES", 64)
+    monkeypatch.setattr(kernels, "PART_NBYTES", 1500)
+    found = Pair()
+    yield found
+    found.close()
+    assert not found.gpu.device.allocated  # type: ignore[attr-defined]
+
+
+def test_hints_in_order_leave_nothing_to_hash(pair: Pair) -> None:
+    for version in range(3):
+        digest, told = pair.write(version, f"w{version}")
+        assert len(told) == 3
+        pair.tell(told)
+        assert pair.receiver.verify(version, {SOURCE: digest}) == ()
+        assert pair.receiver.late_nbytes == 0
+
+
+@pytest.mark.parametrize("what", ["out of order", "doubled", "lost", "of another write", "none"])
+def test_hints_that_are_not_what_they_should_be_cost_time_and_nothing_else(
+    pair: Pair, what: str
+) -> None:
+    digest, told = pair.write(4, "w")
+    pair.tell(
+        {
+            "out of order": told[::-1],
+            "doubled": [landed for landed in told for _ in range(2)],
+            "lost": told[:1] + told[2:],
+            "of another write": [*told, Landed(SOURCE, 4, "x", 0, 0, 1)],
+            "none": [],
+        }[what]
+    )
+    assert pair.receiver.verify(4, {SOURCE: digest}) == ()
+    assert (pair.receiver.late_nbytes == 0) is (what == "doubled")
+
+
+def test_bytes_that_were_told_of_too_early_do_not_count(pair: Pair) -> None:
+    told = pair.write(1, "w")[1]
+    pair.trained[0][5] ^= 1
+    pair.tell(told)  # of the write to come, whose bytes are not there yet
+    pair.receiver._listener.drain()  # type: ignore[union-attr]
+    digest = pair.write(1, "w")[0]
+    assert pair.receiver.verify(1, {SOURCE: digest}) == ()
+    assert pair.receiver.late_nbytes > 0
+    pair.served[1][9] ^= 1
+    assert pair.receiver.verify(1, {SOURCE: digest}) == (SOURCE,)
+
+
+def test_hints_of_an_earlier_connect_do_not_count(pair: Pair) -> None:
+    digest, told = pair.write(2, "w")
+    pair.tell(told)
+    pair.receiver._listener.drain()  # type: ignore[union-attr]
+    pair.connect()
+    pair.served[0][3] ^= 1
+    assert pair.receiver.verify(2, {SOURCE: digest}) == (SOURCE,)
+
+
+def test_hints_that_come_while_a_plan_is_bound_do_no_harm(pair: Pair) -> None:
+    stop = threading.Event()
+    _, told = pair.write(0, "w")
+    address = pair.binding.listener
+
+    def go_on_telling() -> None:
+        teller = LandingTeller()
+        while not stop.is_set():
+            for landed in told:
+                teller.tell(address, landed)
+        teller.close()
+
+    thread = threading.Thread(target=go_on_telling)
+    thread.start()
+    try:
+        for version in range(10):
+            pair.connect()
+            digest, _ = pair.write(version, f"w{version}")
+            assert pair.receiver.verify(version, {SOURCE: digest}) == ()
+            pair.served[0][3] ^= 1
+            assert pair.receiver.verify(version, {SOURCE: digest}) == (SOURCE,)
+    finally:
+        stop.set()
+        thread.join(20.0)
+
+
+def test_a_hint_in_no_known_encoding_does_not_end_an_update(pair: Pair) -> None:
+    digest, told = pair.write(0, "w")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+        stranger.sendto(b"\x96\xa1\xff\x00\xa1w\x00\x00\x01", f"\0windlass-{pair.binding.listener}")
+    pair.tell(told)
+    assert pair.receiver.verify(0, {SOURCE: digest}) == ()
+    assert pair.receiver.late_nbytes == 0  # the listener goes on
+
+
+def test_somebody_who_tells_without_end_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(landings, "MAX_AT_ONCE", 8)
+    teller, heard = LandingTeller(), list[Landed]()
+    may_start = threading.Event()
+
+    def deliver(landed: Landed) -> None:
+        heard.append(landed)
+        teller.tell(listener.address, landed)  # there is always one more
+
+    monkeypatch.setattr(LandingListener, "_listen", lambda _: may_start.wait(20.0))
+    listener = LandingListener(deliver)
+    teller.tell(listener.address, Landed(SOURCE, 0, "w", 0, 0, 1))
+    listener.drain()
+    assert len(heard) == 8
+    may_start.set()
+    listener.close()
+    teller.close()
+
+
+def test_without_a_socket_for_hints_an_engine_hashes_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: str) -> str:
+        return "\0" + "x" * 200  # no such address can be bound
+
+    monkeypatch.setattr(landings, "_name_of", refuse)
+    found = Pair()
+    assert found.binding.listener == ""
+    assert not [thread for thread in threading.enumerate() if thread.name == "landings"]
+    digest, _ = found.write(0, "w")
+    assert found.receiver.verify(0, {SOURCE: digest}) == ()
+    found.close()
+
+
+def test_a_gpu_without_room_keeps_nothing_and_frees_nothing_twice(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = pair.gpu.device
+    pair.receiver.connect(pair.plan.for_destination(ENGINE), UpdateMode.IN_PLACE)
+    held = len(device.allocated)  # type: ignore[attr-defined]
+    allocate = device.allocate
+    for room in range(held):
+        left = iter(range(room))
+
+        def scarce(nbytes: int, left: Iterator[int] = left) -> int:
+            if next(left, None) is None:
+                raise TransferFailed("no room")
+            return allocate(nbytes)
+
+        monkeypatch.setattr(device, "allocate", scarce)
+        with pytest.raises(TransferFailed, match="no room"):
+            pair.connect()
+        monkeypatch.setattr(device, "allocate", allocate)
+        if room % 2:
+            pair.connect()
+    pair.connect()
+    assert len(device.allocated) == held  # type: ignore[attr-defined]
+    digest, told = pair.write(0, "w")
+    pair.tell(told)
+    assert pair.receiver.verify(0, {SOURCE: digest}) == ()
+
+
+def test_what_late_kernels_may_read_is_not_freed() -> None:
+    found = Pair()
+    held = dict(found.gpu.device.allocated)  # type: ignore[attr-defined]
+    found.gpu.is_late = True  # type: ignore[misc]
+    with pytest.raises(TransferOutcomeUnknown, match="may still go on"):
+        found.connect()
+    found.close()
+    assert found.gpu.device.allocated == held  # type: ignore[attr-defined]

@@ -1,0 +1,107 @@
+"""Hints about landed parts between real processes, and how a table is cut into parts."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import socket
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from windlass.memory.cuda import kernels
+from windlass.memory.cuda.kernels import cut_parts
+from windlass.transfer.write_progress import Landed, LandingListener, LandingTeller
+
+SECONDS = 20.0
+
+
+def landed(number: int) -> Landed:
+    return Landed("trainer/3", 7, "w", number, 10 * number, 10 * number + 10)
+
+
+def tell(address: str, count: int) -> None:
+    teller = LandingTeller()
+    for number in range(count):
+        teller.tell(address, landed(number))
+    teller.close()
+
+
+def test_what_another_process_tells_is_delivered_in_order() -> None:
+    heard: list[Landed] = []
+    all_heard = threading.Event()
+
+    def deliver(message: Landed) -> None:
+        heard.append(message)
+        if len(heard) == 5:
+            all_heard.set()
+
+    listener = LandingListener(deliver)
+    process = mp.get_context("spawn").Process(target=tell, args=(listener.address, 5))
+    process.start()
+    assert all_heard.wait(SECONDS)
+    process.join(SECONDS)
+    listener.close()
+    assert heard == [landed(number) for number in range(5)]
+
+
+def test_draining_delivers_all_that_was_told_before() -> None:
+    for _ in range(50):
+        heard: list[Landed] = []
+        listener = LandingListener(heard.append)
+        tell(listener.address, 3)
+        listener.drain()
+        assert heard == [landed(number) for number in range(3)]
+        listener.close()
+
+
+def test_a_full_queue_holds_nobody_up() -> None:
+    busy, go_on = threading.Event(), threading.Event()
+
+    def deliver(_: Landed) -> None:
+        busy.set()
+        assert go_on.wait(SECONDS)
+
+    listener = LandingListener(deliver)
+    tell(listener.address, 1)
+    assert busy.wait(SECONDS)
+    tell(listener.address, 5000)  # would block for ever if it waited for room
+    go_on.set()
+    listener.close()
+
+
+def test_a_listener_that_is_gone_or_never_was_is_no_error() -> None:
+    listener = LandingListener(lambda _: None)
+    listener.close()
+    listener.close()
+    tell(listener.address, 1)
+    tell("never was", 1)
+    assert not [thread for thread in threading.enumerate() if thread.name == "landings"]
+
+
+def test_what_is_no_message_is_passed_over() -> None:
+    heard: list[Landed] = []
+    listener = LandingListener(heard.append)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+        for junk in (b"\xc1", b"", b"\x93\x01\x02\x03", b"x" * 9000):
+            stranger.sendto(junk, f"\0windlass-{listener.address}")
+    tell(listener.address, 1)
+    listener.drain()
+    listener.close()
+    assert heard == [landed(0)]
+
+
+@given(
+    st.lists(st.integers(1, 65536), max_size=200),
+    st.integers(1, 1 << 20),
+)
+def test_parts_are_all_pieces_in_order_and_none_is_small(sizes: list[int], least: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "PART_NBYTES", least)
+        parts = cut_parts(np.array(sizes, np.int64))
+    assert [piece for part in parts for piece in part] == list(range(len(sizes)))
+    assert all(parts)
+    largest = max(sizes, default=0)
+    assert len(parts) <= 1 or min(sum(sizes[i] for i in part) for part in parts) >= least - largest

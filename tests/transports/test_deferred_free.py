@@ -1,0 +1,441 @@
+"""Memory under a write of unknown outcome is there until that write is over, whoever closes what."""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import cast
+
+import numpy as np
+import pytest
+from numpy_gpu import numpy_gpu
+
+from windlass.errors import PeerUnreachable, RegionError, TransferFailed, TransferOutcomeUnknown
+from windlass.net.clock import Deadline
+from windlass.testing.wrapped_transport import WrappedTransport
+from windlass.transfer.arena import Arena
+from windlass.transfer.device_arena import DeviceArena
+from windlass.transports import cuda_ipc as ipc
+from windlass.transports import deferred_free as withdrawn
+from windlass.transports.base import MemoryRegion, PeerEndpoint, RemoteRegion, WriteBatch
+from windlass.transports.configs import MooncakeConfig
+from windlass.transports.cuda_ipc import CudaIpcTransport
+from windlass.transports.deferred_free import Withdrawn
+from windlass.transports.memory import MemoryFabric, MemoryTransport
+from windlass.transports.mooncake import transport as mooncake
+from windlass.transports.mooncake.native import NativeEngine, Started
+from windlass.transports.mooncake.peer import Direction
+from windlass.transports.mooncake.transport import MooncakeTransport
+
+SECONDS = 20.0
+NBYTES = 1 << 14
+
+
+class Deferring(WrappedTransport):
+    """Has a write under way."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryTransport(MemoryFabric()))
+        self.waiting: list[Callable[[], None]] = []
+
+    def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
+        self.inner.unregister(region)
+        if released is not None:
+            self.waiting.append(released)
+
+
+def test_an_arena_leaves_its_memory_to_the_transport() -> None:
+    transport = Deferring()
+    arena = Arena(transport, NBYTES)
+    arena.bytes[:] = 7
+    address, memory = arena.address, weakref.ref(arena.bytes)
+    arena.close()
+    assert arena.nbytes == 0
+    assert ctypes.string_at(address, NBYTES) == bytes([7]) * NBYTES
+    (released,) = transport.waiting
+    released()
+    transport.waiting.clear()
+    del released
+    assert memory() is None
+    arena.close()
+    transport.close()
+
+
+def test_an_arena_on_a_gpu_leaves_its_memory_to_the_transport() -> None:
+    transport, gpu = Deferring(), numpy_gpu()
+    arena = DeviceArena(gpu.device, transport, NBYTES)
+    held = gpu.device.allocated  # type: ignore[attr-defined]
+    arena.close()
+    arena.close()
+    assert len(held) == len(transport.waiting) == 1
+    transport.waiting[0]()
+    assert not held
+    transport.close()
+
+
+def test_gpu_memory_under_late_kernels_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ipc, "Gpu", lambda *_: numpy_gpu())
+    monkeypatch.setattr(withdrawn, "_KEPT", kept := list[Callable[[], None]]())
+    transport, freed = CudaIpcTransport(), list[str]()
+    regions = [
+        MemoryRegion(address, 64, RemoteRegion(transport.endpoint(), address, 64))
+        for address in (4096, 8192)
+    ]
+    for region in regions:
+        transport._table.add(region)
+    transport.unregister(regions[0], lambda: freed.append("at rest"))
+    transport.gpu.distrust("late")
+    transport.unregister(regions[1], lambda: freed.append("late"))
+    transport.close()
+    assert (freed, len(kept)) == (["at rest"], 1)
+
+
+def region_at(address: int) -> MemoryRegion:
+    endpoint = PeerEndpoint("nixl", "nobody", "0")
+    return MemoryRegion(address, 64, RemoteRegion(endpoint, address, 64))
+
+
+class Touching:
+    """Withdrawn memory at the addresses of `touched` and at others."""
+
+    def __init__(self, *touched: int) -> None:
+        self.touched, self.freed = set(touched), list[int]()
+        self.withdrawn = Withdrawn("nixl")
+
+    def is_touched(self, region: MemoryRegion) -> bool:
+        return region.address in self.touched
+
+    def add(self, *addresses: int) -> None:
+        for address in addresses:
+            self.withdrawn.add(
+                region_at(address), partial(self.freed.append, address), self.is_touched
+            )
+
+
+def test_memory_waits_for_as_long_as_it_is_touched_whatever_else_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    memory = Touching(4096, 8192)
+    memory.add(4096, 8192, 12288)
+    assert memory.freed == [12288]
+    assert "may still touch 64 bytes at 0x1000" in caplog.text
+    assert "0x3000" not in caplog.text
+    memory.touched.remove(8192)
+    memory.withdrawn.release(memory.is_touched)
+    assert memory.freed == [12288, 8192]
+    memory.touched.clear()
+    memory.add(16384)
+    assert memory.freed == [12288, 8192, 4096, 16384]
+
+
+def test_what_is_touched_when_its_transport_ends_is_kept_for_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(withdrawn, "_KEPT", kept := list[Callable[[], None]]())
+    memory = Touching(4096, 8192)
+    memory.add(4096, 8192)
+    memory.touched.remove(8192)
+    memory.withdrawn.close(memory.is_touched)
+    memory.touched.clear()
+    memory.withdrawn.release(memory.is_touched)
+    assert (memory.freed, len(kept)) == ([8192], 1)
+
+
+@pytest.mark.parametrize("error", [TransferFailed("the GPU is gone"), OSError(22, "not mapped")])
+def test_memory_that_cannot_be_freed_holds_up_no_other(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(withdrawn, "_KEPT", kept := list[Callable[[], None]]())
+    memory = Touching(4096, 8192)
+
+    def refuse() -> None:
+        raise error
+
+    memory.withdrawn.add(region_at(4096), refuse, memory.is_touched)
+    memory.add(8192)
+    assert not memory.freed
+    memory.touched.clear()
+    memory.add(12288)
+    assert memory.freed == [8192, 12288]
+    assert "memory cannot be freed" in caplog.text
+    assert kept == [refuse]
+
+
+class SlowEngine:
+    """Mooncake's calls within one process. A write reads its memory once it `may_go`."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.began, self.may_go, self.ended = (threading.Event() for _ in range(3))
+        self.may_go.set()
+        self.codes: queue.SimpleQueue[int] | None = None
+        """What writes wait for and return, instead of moving bytes."""
+
+    def get_rpc_port(self) -> int:
+        return int(self.listener.getsockname()[1])
+
+    def register_memory(self, *_: int) -> int:
+        return 0
+
+    def unregister_memory(self, _: int) -> int:
+        return 0
+
+    def send_probe(self, _: str) -> int:
+        return 0
+
+    def transfer_sync_read(self, _: str, here: int, there: int, nbytes: int) -> int:
+        ctypes.memmove(here, there, nbytes)
+        return 0
+
+    def batch_transfer_sync_write(
+        self, _: str, here: list[int], there: list[int], sizes: list[int]
+    ) -> int:
+        self.began.set()
+        self.may_go.wait(SECONDS)
+        if self.codes is not None:
+            code = self.codes.get(timeout=SECONDS)
+            self.ended.set()
+            return code
+        for source, target, nbytes in zip(here, there, sizes, strict=True):
+            ctypes.memmove(target, source, nbytes)
+        self.ended.set()
+        return 0
+
+
+class Ends:
+    """A transport that writes from an arena into another one's memory."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.engines: list[SlowEngine] = []
+
+        def start(_: MooncakeConfig) -> Started:
+            self.engines.append(SlowEngine())
+            return Started(
+                engine=cast("NativeEngine", self.engines[-1]),
+                wire="tcp",
+                ordered=False,
+                detail="",
+                ports=frozenset(),
+                max_registration_nbytes=0,
+                num_nics=0,
+            )
+
+        monkeypatch.setattr(mooncake, "start_engine", start)
+        self.source, self.target = (
+            MooncakeTransport(MooncakeConfig(host="127.0.0.1")) for _ in range(2)
+        )
+        self.native = self.engines[0]
+        self.arena, self.landing = Arena(self.source, NBYTES), Arena(self.target, NBYTES)
+        self.arena.bytes[:] = np.arange(NBYTES) % 251 + 1
+        self.wanted = self.arena.bytes.tobytes()
+        self.memory = weakref.ref(self.arena.bytes)
+
+    def write(self, arena: Arena, deadline_s: float) -> None:
+        batch = WriteBatch(
+            endpoint=self.target.endpoint(),
+            local_addresses=np.array([arena.address], np.uint64),
+            remote_addresses=np.array([self.landing.address], np.uint64),
+            nbytes=np.array([NBYTES], np.uint64),
+            regions=(self.landing.region.remote,),
+        )
+        self.source.write(batch, deadline_s=deadline_s)
+
+    def lose(self) -> None:
+        """The arena is closed under a write that goes on."""
+        self.native.may_go.clear()
+        for deadline_s in (0.3, 2.0, 10.0):  # on a busy machine nothing may begin within the first
+            with pytest.raises((TransferOutcomeUnknown, TransferFailed, PeerUnreachable)) as found:
+                self.write(self.arena, deadline_s)
+            if found.type is TransferOutcomeUnknown:
+                break
+        assert self.native.began.is_set()
+        self.arena.close()
+
+    def end_of_call(self) -> None:
+        """Return once the write that was lost has come back."""
+        self.native.may_go.set()
+        (known,) = self.source._peers.values()
+        before = time.monotonic()
+        while not known.peer.may_be_forgotten:
+            assert time.monotonic() - before < SECONDS
+            threading.Event().wait(0.001)
+
+    def close(self) -> None:
+        self.native.may_go.set()
+        assert self.native.ended.wait(SECONDS)
+        self.source.close()
+        self.landing.close()
+        self.target.close()
+        for engine in self.engines:
+            engine.listener.close()
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
+    monkeypatch.setattr(withdrawn, "_KEPT", [])
+    found = Ends(monkeypatch)
+    yield found
+    found.close()
+
+
+def test_a_mooncake_arena_without_open_writes_is_freed_at_once(ends: Ends) -> None:
+    ends.write(ends.arena, SECONDS)
+    assert ends.landing.bytes.tobytes() == ends.wanted
+    ends.arena.close()
+    assert ends.memory() is None
+
+
+def test_a_mooncake_write_that_is_late_reads_the_arena_that_was_closed(ends: Ends) -> None:
+    ends.lose()
+    assert ends.memory() is not None
+    assert not ends.landing.bytes.any()
+    ends.end_of_call()
+    assert ends.landing.bytes.tobytes() == ends.wanted
+    other = Arena(ends.source, NBYTES)
+    ends.write(other, SECONDS)  # which finds that nothing is open any more
+    assert ends.memory() is None
+    other.close()
+
+
+def test_closing_mooncake_under_a_late_write_keeps_the_memory_for_good(ends: Ends) -> None:
+    ends.lose()
+    ends.source.close()
+    assert len(withdrawn._KEPT) == 1
+    assert ends.memory() is not None
+    ends.native.may_go.set()
+    assert ends.native.ended.wait(SECONDS)
+    assert ends.landing.bytes.tobytes() == ends.wanted
+
+
+def test_a_late_mooncake_write_keeps_no_arena_that_it_does_not_read(ends: Ends) -> None:
+    before = Arena(ends.source, NBYTES)
+    ends.lose()
+    after = Arena(ends.source, NBYTES)
+    memory = [weakref.ref(arena.bytes) for arena in (before, after)]
+    before.close()
+    after.close()
+    assert [ref() is None for ref in memory] == [True, True]
+    assert ends.memory() is not None
+
+
+def test_a_mooncake_write_of_unknown_outcome_is_not_settled_by_another_that_was_late(
+    ends: Ends,
+) -> None:
+    """As a relay's threads write to one peer: the second call waits in line behind the first."""
+    ends.write(ends.arena, SECONDS)
+    (known,) = ends.source._peers.values()
+    native = ends.native
+    native.began.clear()
+    native.codes = queue.SimpleQueue()
+    local, remote, nbytes = (
+        np.array([value], np.uint64) for value in (ends.arena.address, ends.landing.address, NBYTES)
+    )
+    found: list[Exception] = []
+
+    def move(deadline_s: float) -> None:
+        try:
+            known.peer.move(
+                Direction.WRITE, (local, remote, nbytes), Deadline.after(deadline_s, "write")
+            )
+        except TransferOutcomeUnknown as error:
+            found.append(error)
+
+    jobs = [threading.Thread(target=move, args=(seconds,)) for seconds in (1.0, 4.0)]
+    jobs[0].start()
+    assert native.began.wait(SECONDS)
+    jobs[1].start()
+    jobs[0].join(SECONDS)
+    native.began.clear()
+    native.codes.put(-1)
+    assert native.began.wait(SECONDS)
+    jobs[1].join(SECONDS)
+    native.codes.put(0)
+    assert known.peer._start(lambda: 0).done.wait(SECONDS)
+    assert len(found) == 2
+    with pytest.raises(TransferOutcomeUnknown, match="an earlier write is open"):
+        ends.write(ends.arena, SECONDS)
+    ends.arena.close()
+    assert ends.memory() is not None
+
+
+def test_a_mooncake_write_that_never_began_keeps_no_arena(ends: Ends) -> None:
+    """It was in line behind one that is stuck, and ran out of time."""
+    ends.lose()
+    (known,) = ends.source._peers.values()
+    known.peer._unknown.clear()  # as if the other thread were waiting still
+    arena = Arena(ends.source, NBYTES)
+    memory = weakref.ref(arena.bytes)
+    local, remote, nbytes = (
+        np.array([value], np.uint64) for value in (arena.address, ends.landing.address, NBYTES)
+    )
+    with pytest.raises(TransferFailed, match="nothing more was sent"):
+        known.peer.move(Direction.WRITE, (local, remote, nbytes), Deadline.after(0.1, "write"))
+    arena.close()
+    assert memory() is None
+    assert ends.memory() is not None
+
+
+def test_closing_mooncake_beside_a_write_ends_it_with_an_error_and_keeps_its_memory(
+    ends: Ends,
+) -> None:
+    ends.native.may_go.clear()
+    found: list[Exception] = []
+
+    def write() -> None:
+        try:
+            ends.write(ends.arena, SECONDS)
+        except TransferOutcomeUnknown as error:
+            found.append(error)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert ends.native.began.wait(SECONDS)
+    ends.arena.close()
+    ends.source.close()
+    thread.join(5.0)
+    assert not thread.is_alive()
+    assert "the transport was closed; bytes may still land" in str(found[0])
+    assert ends.memory() is not None
+    ends.native.may_go.set()
+    assert ends.native.ended.wait(SECONDS)
+    assert ends.landing.bytes.tobytes() == ends.wanted
+    with pytest.raises((TransferFailed, RegionError)):
+        ends.write(Arena(ends.target, NBYTES), 1.0)
+
+
+def test_closing_mooncake_beside_a_peer_that_does_not_answer_ends_the_write(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is asked of it once more: that would wait behind the call that is stuck."""
+    ends.write(ends.arena, SECONDS)
+    asked, may_answer, found = threading.Event(), threading.Event(), list[Exception]()
+
+    def read(*_: object) -> int:
+        asked.set()
+        may_answer.wait(SECONDS)
+        return -1
+
+    def write() -> None:
+        try:
+            ends.write(ends.arena, SECONDS)
+        except TransferFailed as error:
+            found.append(error)
+
+    monkeypatch.setattr(ends.native, "transfer_sync_read", read)
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert asked.wait(SECONDS)
+    ends.arena.close()
+    ends.source.close()
+    thread.join(5.0)
+    still = thread.is_alive()
+    may_answer.set()
+    thread.join(SECONDS)
+    assert not still
+    assert "the transport is closed" in str(found[0])

@@ -1,0 +1,332 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+import pytest
+
+from windlass.errors import (
+    PeerUnreachable,
+    TransferFailed,
+    TransferOutcomeUnknown,
+    TransportUnavailable,
+)
+from windlass.testing.peer_process import PeerProcess
+from windlass.testing.transport_conformance import NBYTES, ProcessConformance, Rig
+from windlass.transports.base import PeerEndpoint, WriteBatch
+from windlass.transports.configs import MooncakeConfig, MooncakeProtocol
+from windlass.transports.mooncake import peer as mooncake_peer
+from windlass.transports.mooncake import transport as mooncake
+from windlass.transports.mooncake.transport import MooncakeTransport
+from windlass.transports.registry import create_transport
+
+TCP = MooncakeConfig(protocol=MooncakeProtocol.TCP)
+
+try:
+    create_transport(TCP).close()
+except TransportUnavailable as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+pytestmark = pytest.mark.mooncake
+
+
+class TestMooncakeTcp(ProcessConformance):
+    config: ClassVar[MooncakeConfig] = TCP
+
+    def predecessor(self, endpoint: PeerEndpoint) -> PeerEndpoint:
+        token, _, address = endpoint.incarnation.partition("@")
+        return msgspec.structs.replace(endpoint, incarnation=f"{token[::-1]}@{address}")
+
+    @pytest.fixture
+    def silent(self) -> Iterator[str]:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(8)
+            yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+    def test_the_wire_is_the_one_that_was_asked_for(self, rig: Rig) -> None:
+        report = rig.transport.report()
+        assert (report.protocol, report.one_sided) == ("tcp", False)
+        assert "mooncake" in report.detail
+
+    def test_a_listener_that_never_answers_is_unreachable_within_the_deadline(
+        self, mortal: Rig, silent: str
+    ) -> None:
+        endpoint = msgspec.structs.replace(mortal.peer.region.endpoint, address=silent)
+        region = msgspec.structs.replace(mortal.peer.region, endpoint=endpoint)
+        batch = mortal.batch([0], [0], [16], endpoint=endpoint, regions=(region,))
+        mortal.refused(batch, PeerUnreachable, within_s=1.5, deadline_s=0.5)
+        mortal.write(mortal.batch([0], [0], [16]))
+
+    def test_withdrawn_memory_is_refused_by_the_target_and_that_is_failed_or_unknown(
+        self, rig: Rig
+    ) -> None:
+        rig.peer.unregister()
+        # The target ends the connection after a refusal. Where the read that is to prove the queue
+        # empty still meets that connection, or the refusal is late, "unknown" is the honest answer.
+        message = rig.refused(
+            rig.batch([0, 64], [0, 64], [16, 16]), (TransferFailed, TransferOutcomeUnknown)
+        )
+        rig.peer.register()
+        rig.check_untouched("withdrawn memory")
+        if "may still land" in message:
+            rig.refused(rig.batch([0], [0], [16]), TransferOutcomeUnknown)
+        else:
+            rig.write(rig.batch([0], [0], [16]))
+
+    def test_a_peer_stopped_in_mid_write_is_unknown_until_that_write_has_returned(
+        self, mortal: Rig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        batch = mortal.batch([0], [0], [NBYTES])
+        process = self.process(mortal)
+        process.signal_on_write(0, signal.SIGSTOP)
+        caught: TransferOutcomeUnknown | None = None
+        start = time.monotonic()
+        while caught is None and time.monotonic() < start + 8.0:
+            try:
+                mortal.write(batch, 1.0)  # until the stop falls into one, not between two
+            except TransferOutcomeUnknown as error:
+                caught = error
+            except PeerUnreachable:
+                process.resume()
+                process.fill(0xEE)
+                process.signal_on_write(0, signal.SIGSTOP)
+        assert caught is not None
+        mortal.refused(mortal.batch([0], [0], [16]), TransferOutcomeUnknown, deadline_s=1.0)
+        process.resume()
+        process.read(0, 1)
+        for _ in range(200):
+            try:
+                mortal.write(batch)
+                break
+            except TransferOutcomeUnknown:
+                process.digest()  # a round trip: the write that was open goes on meanwhile
+        mortal.check_peer(mortal.arena.bytes, "after it went on")
+
+    def test_a_process_restarted_at_the_same_address_is_another_peer_and_can_be_written(
+        self, mortal: Rig
+    ) -> None:
+        # The engine rarely gets its port back within a minute of a kill, so the address is that
+        # of a forwarder: to this side it is one address with one process after another behind it.
+        with Forwarder() as forwarder:
+            first = PeerProcess(TCP, NBYTES)
+            behind = Behind(forwarder, first)
+            rig = Rig(mortal.transport, mortal.arena, behind)
+            stale = rig.batch([0], [0], [16])
+            rig.write(stale)
+            first.kill()
+            with PeerProcess(TCP, NBYTES) as second:
+                successor = Behind(forwarder, second)
+                rig.refused(stale, PeerUnreachable)
+                rig = Rig(mortal.transport, mortal.arena, successor)
+                rig.check_untouched("the successor")
+                rig.write(rig.batch([0], [0], [16]))
+                assert second.read(0, 16) == mortal.arena.bytes[:16].tobytes()
+
+    def test_rdma_without_a_nic_is_refused(self) -> None:
+        script = (
+            "from windlass.transports.mooncake.transport import MooncakeTransport as T\n"
+            "from windlass.transports.configs import MooncakeConfig, MooncakeProtocol\n"
+            "from windlass.errors import TransportUnavailable\n"
+            "try:\n"
+            "    T(MooncakeConfig(host='127.0.0.1', protocol=MooncakeProtocol.RDMA))\n"
+            "except TransportUnavailable as error:\n"
+            "    print(error)\n"
+        )
+        environment = {k: v for k, v in os.environ.items() if k != "MC_FORCE_TCP"}
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+            env=environment,
+        )
+        assert "must be rdma, the engine chose tcp" in done.stdout
+
+    def test_a_host_that_is_not_this_one_is_refused(self) -> None:
+        from windlass.transports.mooncake.transport import MooncakeTransport
+
+        with pytest.raises(TransportUnavailable, match="must be an address of this machine"):
+            MooncakeTransport(MooncakeConfig(host="no.such.host.invalid"))
+
+
+class Forwarder:
+    """Passes connections on to whatever port is set."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._sockets: list[socket.socket] = [self._listener]
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                inner, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                outer = socket.create_connection(("127.0.0.1", self.port))
+            except OSError:
+                inner.close()
+                continue
+            self._sockets += [inner, outer]
+            for pair in ((inner, outer), (outer, inner)):
+                thread = threading.Thread(target=self._pass_on, args=pair)
+                self._threads.append(thread)
+                thread.start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        try:
+            while data := source.recv(65536):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+        except OSError:
+            return
+
+    def __enter__(self) -> Forwarder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for one in self._sockets:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+        for thread in self._threads:
+            thread.join(5)
+
+
+class Behind:
+    """A peer process as it is seen through a forwarder."""
+
+    def __init__(self, forwarder: Forwarder, process: PeerProcess) -> None:
+        endpoint = process.region.endpoint
+        forwarder.port = int(endpoint.address.rpartition(":")[2])
+        self.region = msgspec.structs.replace(
+            process.region, endpoint=msgspec.structs.replace(endpoint, address=forwarder.address)
+        )
+        self.read = process.read
+        self.digest = process.digest
+        self.fill = process.fill
+        self.unregister = process.unregister
+        self.register = process.register
+        self.fence = process.fence
+        self.kill = process.kill
+        self.close = process.close
+
+
+def test_nothing_lands_over_a_connection_from_before_a_fence_and_peers_find_their_way_back() -> (
+    None
+):
+    sender, receiver = create_transport(TCP), create_transport(TCP)
+    try:
+        source, target = np.arange(1, 4097, dtype=np.uint64), np.zeros(4096, np.uint64)
+        sender.register(source.ctypes.data, source.nbytes)
+        region = receiver.register(target.ctypes.data, target.nbytes)
+        batch = WriteBatch(
+            endpoint=receiver.endpoint(),
+            local_addresses=np.array([source.ctypes.data], np.uint64),
+            remote_addresses=np.array([target.ctypes.data], np.uint64),
+            nbytes=np.array([source.nbytes], np.uint64),
+            regions=(region.remote,),
+        )
+        receiver.fence(deadline_s=10.0)  # nothing to cut yet
+        for factor in (1, 3):
+            source *= np.uint64(factor)
+            sender.write(batch, deadline_s=20.0)
+            assert np.array_equal(source, target)
+            receiver.fence(deadline_s=10.0)
+    finally:
+        sender.close()
+        receiver.close()
+
+
+Source = np.ndarray[Any, np.dtype[np.uint8]]
+Sending = tuple[MooncakeTransport, Source]
+
+
+def batch_to(peer: PeerProcess, source: Source) -> WriteBatch:
+    return WriteBatch(
+        endpoint=peer.region.endpoint,
+        local_addresses=np.array([source.ctypes.data], np.uint64),
+        remote_addresses=np.array([peer.region.address], np.uint64),
+        nbytes=np.array([source.nbytes], np.uint64),
+        regions=(peer.region,),
+    )
+
+
+def threads_of_peers() -> int:
+    return sum(thread.name.startswith("mooncake-127.") for thread in threading.enumerate())
+
+
+@pytest.fixture
+def sending() -> Iterator[Sending]:
+    transport = create_transport(TCP)
+    assert isinstance(transport, MooncakeTransport)
+    source = np.arange(1, 129, dtype=np.uint8)
+    transport.register(source.ctypes.data, source.nbytes)
+    yield transport, source
+    transport.close()
+
+
+def test_peers_that_are_gone_leave_no_thread_and_no_entry(sending: Sending) -> None:
+    transport, source = sending
+    before = threads_of_peers()
+    with ExitStack() as stack:
+        peers = [stack.enter_context(PeerProcess(TCP, NBYTES)) for _ in range(4)]
+        for peer in peers:
+            transport.write(batch_to(peer, source), deadline_s=20.0)
+            assert peer.read(0, source.nbytes) == source.tobytes()
+        assert threads_of_peers() == before + len(peers)
+        for peer in peers:
+            peer.kill()
+        for peer in peers:
+            with pytest.raises(PeerUnreachable):
+                transport.write(batch_to(peer, source), deadline_s=20.0)
+    assert threads_of_peers() == before
+    assert transport._peers == {}
+
+
+def test_a_peer_that_is_not_written_keeps_no_thread_and_is_written_again(
+    sending: Sending, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake_peer, "IDLE_S", 0.05)
+    transport, source = sending
+    before = threads_of_peers()
+    with PeerProcess(TCP, NBYTES) as peer:
+        for _ in range(3):
+            source += 1
+            transport.write(batch_to(peer, source), deadline_s=20.0)
+            assert peer.read(0, source.nbytes) == source.tobytes()
+            ends = time.monotonic() + 20.0
+            while threads_of_peers() > before:
+                assert time.monotonic() < ends
+                time.sleep(0.01)
+
+
+def test_a_peer_that_was_forgotten_is_written_again_through_the_same_engine(
+    sending: Sending, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake, "FORGET_S", 0.0)
+    transport, source = sending
+    with PeerProcess(TCP, NBYTES) as first, PeerProcess(TCP, NBYTES) as second:
+        for peer in (first, second, first, second):
+            source += 1
+            transport.write(batch_to(peer, source), deadline_s=20.0)
+            assert peer.read(0, source.nbytes) == source.tobytes()
+            assert list(transport._peers) == [peer.region.endpoint]
+        assert len(transport._engines) == 1

@@ -1,0 +1,39 @@
+"""Which RDMA devices an engine has opened, while another one of this process closes its own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from windlass.transports.mooncake import native as mooncake_native
+
+
+@pytest.fixture
+def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In the place of /dev/infiniband/uverbs0."""
+    found = tmp_path / "uverbs0"
+    found.touch()
+    monkeypatch.setattr(mooncake_native, "_VERBS", str(tmp_path / "uverbs"))
+    monkeypatch.setattr(mooncake_native, "_device_name", lambda verbs: f"nic of {Path(verbs).name}")
+    return found
+
+
+def test_what_was_open_before_is_not_new(device: Path) -> None:
+    before = os.open(device, os.O_RDWR)
+    assert mooncake_native._open_devices(mark=True) == {"nic of uverbs0"}
+    assert mooncake_native._open_devices(mark=False) == set()
+    os.close(before)
+
+
+def test_a_device_opened_under_the_number_of_one_that_was_closed_meanwhile_is_new(
+    device: Path,
+) -> None:
+    before = os.open(device, os.O_RDWR)
+    mooncake_native._open_devices(mark=True)
+    os.close(before)
+    after = os.open(device, os.O_RDWR)
+    assert after == before
+    assert mooncake_native._open_devices(mark=False) == {"nic of uverbs0"}
+    os.close(after)

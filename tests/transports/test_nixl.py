@@ -1,0 +1,377 @@
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+import pytest
+import xxhash
+
+from windlass.errors import (
+    ConfigError,
+    PeerUnreachable,
+    RegionError,
+    TransferOutcomeUnknown,
+    TransportUnavailable,
+)
+from windlass.net.clock import Deadline
+from windlass.testing.peer_process import PeerProcess
+from windlass.testing.transport_conformance import NBYTES, ProcessConformance, Rig
+from windlass.transfer.arena import Arena
+from windlass.transports.base import WriteBatch
+from windlass.transports.configs import NixlConfig, NixlWire
+from windlass.transports.nixl.calls import NixlCalls
+from windlass.transports.nixl.transport import NixlTransport
+from windlass.transports.registry import create_transport
+
+CMA = NixlConfig(wire=NixlWire.CMA)
+TCP = NixlConfig(wire=NixlWire.TCP, device="lo")
+
+try:
+    create_transport(CMA).close()
+except TransportUnavailable as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+
+class TestNixlCma(ProcessConformance):
+    config: ClassVar[NixlConfig] = CMA
+
+    def test_the_wire_is_looked_up_after_the_first_write(self, rig: Rig) -> None:
+        rig.write(rig.batch([0], [0], [16]))
+        report = rig.transport.report()
+        assert (report.protocol, report.one_sided) == ("cma", True)
+        assert "memory" in report.detail
+
+    def test_a_key_that_is_no_key_is_refused(self, rig: Rig) -> None:
+        for key in ("", "nonsense", "AAAA", "\u00e9"):
+            region = msgspec.structs.replace(rig.peer.region, key=key)
+            rig.refused(rig.batch([0], [0], [16], regions=(region,)), RegionError)
+
+    def test_a_wire_that_is_not_there_is_refused(self) -> None:
+        with pytest.raises(TransportUnavailable, match="wire rc"):
+            create_transport(NixlConfig(wire=NixlWire.RC, device="none0:1"))
+
+    def test_a_gpu_is_a_number_and_must_be_there(self) -> None:
+        with pytest.raises(ConfigError, match="gpu: must be -1 or"):
+            NixlConfig(gpu=-2)
+        with pytest.raises(TransportUnavailable, match=r"GPU 99|NVIDIA driver"):
+            create_transport(NixlConfig(gpu=99))
+
+    def test_a_host_that_is_not_this_one_is_refused(self) -> None:
+        with pytest.raises(TransportUnavailable, match="must be an address of this machine"):
+            create_transport(NixlConfig(host="192.0.2.77"))
+
+
+def test_peers_that_have_ended_hold_no_descriptor_once_another_is_written() -> None:
+    transport = create_transport(CMA)
+    assert isinstance(transport, NixlTransport)
+    source = np.arange(1, 129, dtype=np.uint8)
+    transport.register(source.ctypes.data, source.nbytes)
+    try:
+        for number in range(4):
+            with PeerProcess(CMA, NBYTES) as peer:
+                source += 1
+                batch = WriteBatch(
+                    endpoint=peer.region.endpoint,
+                    local_addresses=np.array([source.ctypes.data], np.uint64),
+                    remote_addresses=np.array([peer.region.address], np.uint64),
+                    nbytes=np.array([source.nbytes], np.uint64),
+                    regions=(peer.region,),
+                )
+                before = [known.doorway for known in transport._peers.values()]
+                transport.write(batch, deadline_s=20.0)
+                assert peer.read(0, source.nbytes) == source.tobytes()
+                assert list(transport._peers) == [peer.region.endpoint]
+                assert [doorway._socket.fileno() for doorway in before] == [-1] * min(number, 1)
+                peer.kill()
+                transport._peers[peer.region.endpoint].doorway.watch()  # until the kernel says so
+    finally:
+        transport.close()
+
+
+class Ends:
+    """Two transports of this process, each with memory, and writes in both directions."""
+
+    def __init__(self, config: NixlConfig) -> None:
+        self.transports = [create_transport(config), create_transport(config)]
+        self.memory = [np.zeros(1 << 15, np.uint64), np.zeros(1 << 15, np.uint64)]
+        self.regions = [
+            t.register(m.ctypes.data, m.nbytes)
+            for t, m in zip(self.transports, self.memory, strict=True)
+        ]
+
+    def write(self, source: int, first: int) -> None:
+        """New values from one end to the other, and a look at every element."""
+        target = 1 - source
+        self.memory[source][:] = np.arange(first, first + (1 << 15), dtype=np.uint64)
+        batch = WriteBatch(
+            endpoint=self.transports[target].endpoint(),
+            local_addresses=np.array([self.memory[source].ctypes.data], np.uint64),
+            remote_addresses=np.array([self.memory[target].ctypes.data], np.uint64),
+            nbytes=np.array([self.memory[source].nbytes], np.uint64),
+            regions=(self.regions[target].remote,),
+        )
+        self.transports[source].write(batch, deadline_s=20.0)
+        assert np.array_equal(self.memory[0], self.memory[1])
+
+    def close(self) -> None:
+        for transport in self.transports:
+            transport.close()
+
+    def num_connections(self) -> int:
+        """Of UCX in this process, without those of agents with themselves; none is left."""
+        ours = self.transports[0]
+        assert isinstance(ours, NixlTransport)
+        return ours._fence.cut(Deadline.after(10.0, "test"))
+
+
+@pytest.mark.parametrize("config", [TCP, NixlConfig()], ids=["tcp", "auto"])
+def test_nothing_lands_over_a_connection_from_before_a_fence_and_peers_find_their_way_back(
+    config: NixlConfig,
+) -> None:
+    ends = Ends(config)
+    try:
+        ends.transports[1].fence(deadline_s=10.0)  # nothing to cut yet
+        first = 1
+        for fenced in (1, 0, 1):
+            for source in (0, 1, 0):
+                ends.write(source, first)
+                first += 1 << 20
+            ends.transports[fenced].fence(deadline_s=10.0)
+            assert ends.num_connections() == 0
+        ends.write(0, first)
+        assert ends.num_connections() > 0 or config is not TCP  # UCX may need none within a host
+    finally:
+        ends.close()
+
+
+@pytest.mark.parametrize("config", [TCP, NixlConfig()], ids=["tcp", "auto"])
+def test_memory_is_registered_and_written_after_a_fence_too(config: NixlConfig) -> None:
+    """As a shadow is, which an engine allocates when it has lost a controller and found another."""
+    ends = Ends(config)
+    try:
+        ends.write(0, 1)
+        for number, fenced in enumerate((1, 0)):
+            ends.transports[fenced].fence(deadline_s=10.0)
+            ends.memory[fenced] = np.zeros(1 << 15, np.uint64)
+            ends.regions[fenced] = ends.transports[fenced].register(
+                ends.memory[fenced].ctypes.data, ends.memory[fenced].nbytes
+            )
+            for source in (0, 1):
+                ends.write(source, (2 * number + source + 1) << 20)
+    finally:
+        ends.close()
+
+
+def stop_between_word_and_batch(monkeypatch: pytest.MonkeyPatch, process: PeerProcess) -> None:
+    """The peer is there when the next write begins, and stands still when the first byte goes."""
+    reach = NixlTransport._reach
+
+    def reach_and_stop(*args: Any) -> None:
+        monkeypatch.undo()
+        reach(*args)
+        process.stop()
+
+    monkeypatch.setattr(NixlTransport, "_reach", reach_and_stop)
+
+
+def test_regions_that_touch_are_written_as_one_however_they_were_registered() -> None:
+    """Parameters behind each other in a GPU's memory pool are; here pages of one buffer."""
+    page, num = 4096, 4
+    ours, theirs = create_transport(CMA), create_transport(CMA)
+    source, target = (np.zeros((num + 1) * page, np.uint8) for _ in range(2))
+    source[:] = np.arange(len(source)) % 251
+    begins = [-(-int(buffer.ctypes.data) // page) * page for buffer in (source, target)]
+    offsets = np.arange(num) * page
+    regions = []
+    for offset in offsets.tolist():
+        ours.register(begins[0] + offset, page)
+        regions.append(theirs.register(begins[1] + offset, page).remote)
+    batch = WriteBatch(
+        endpoint=theirs.endpoint(),
+        local_addresses=(offsets + begins[0]).astype(np.uint64),
+        remote_addresses=(offsets + begins[1]).astype(np.uint64),
+        nbytes=np.full(num, page, np.uint64),
+        regions=tuple(regions),
+    )
+    ours.write(batch, deadline_s=20.0)
+    shifts = [begin - int(b.ctypes.data) for begin, b in zip(begins, (source, target), strict=True)]
+    held = [b[s : s + num * page] for s, b in zip(shifts, (source, target), strict=True)]
+    assert (held[0] == held[1]).all()
+    ours.close()
+    theirs.close()
+
+
+LARGE = 32 << 20
+"""More than sockets hold."""
+
+
+class Mortal:
+    """Arenas here, and a peer over TCP that stops or dies in the middle of a write."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.transport = create_transport(TCP)
+        self.arena, self.other = Arena(self.transport, LARGE), Arena(self.transport, 4096)
+        self.arena.bytes.view("<u8")[:] = np.arange(LARGE // 8)
+        self.memory = weakref.ref(self.arena.bytes)
+        self.peer = PeerProcess(TCP, LARGE)
+        self.write(self.other)
+        stop_between_word_and_batch(monkeypatch, self.peer)
+
+    def write(self, source: Arena, peer: PeerProcess | None = None, s: float = 20.0) -> None:
+        region = (peer or self.peer).region
+        batch = WriteBatch(
+            endpoint=region.endpoint,
+            local_addresses=np.array([source.address], np.uint64),
+            remote_addresses=np.array([region.address], np.uint64),
+            nbytes=np.array([source.nbytes], np.uint64),
+            regions=(region,),
+        )
+        self.transport.write(batch, deadline_s=s)
+
+    def lose(self) -> None:
+        with pytest.raises(TransferOutcomeUnknown):
+            self.write(self.arena, s=3.0)
+
+    def close(self) -> None:
+        self.transport.close()
+        self.peer.__exit__()
+
+
+@pytest.fixture
+def mortal_peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mortal]:
+    found = Mortal(monkeypatch)
+    yield found
+    found.close()
+
+
+def test_an_arena_under_a_late_write_is_freed_when_the_write_is_over(mortal_peer: Mortal) -> None:
+    ends = mortal_peer
+    wanted = bytes(ends.other.nbytes) + ends.arena.bytes[ends.other.nbytes :].tobytes()
+    ends.lose()
+    ends.arena.close()
+    assert ends.memory() is not None
+    ends.peer.resume()
+    ends.write(ends.other)  # waits for the late one
+    assert ends.memory() is None
+    assert ends.peer.digest() == xxhash.xxh3_128_hexdigest(wanted)
+    ends.other.close()
+
+
+def test_a_peer_that_died_in_mid_write_keeps_what_was_read_and_nothing_else(
+    mortal_peer: Mortal,
+) -> None:
+    ends = mortal_peer
+    ends.lose()
+    ends.peer.kill()
+    for _ in range(2):
+        later, released = np.zeros(4096, np.uint8), list[bool]()
+        region = ends.transport.register(later.ctypes.data, later.nbytes)
+        ends.transport.unregister(region, partial(released.append, True))
+        assert released == [True]
+    memory = weakref.ref(ends.other.bytes)
+    with PeerProcess(TCP, LARGE) as successor:
+        ends.write(ends.other, successor)
+        ends.other.close()
+        assert memory() is None
+        ends.arena.close()
+        with Arena(ends.transport, 4096) as another:
+            ends.write(another, successor)
+            with pytest.raises(PeerUnreachable):
+                ends.write(another)
+        assert ends.memory() is not None
+
+
+def test_closing_beside_a_write_ends_it_and_what_is_on_its_way_arrives_whole(
+    mortal_peer: Mortal,
+) -> None:
+    ends, found, begun = mortal_peer, list[Exception](), threading.Event()
+    post, patch = NixlCalls._post, pytest.MonkeyPatch()
+
+    def post_and_tell(*args: Any) -> Any:
+        handle = post(*args)
+        begun.set()
+        return handle
+
+    def write() -> None:
+        try:
+            ends.write(ends.arena)
+        except TransferOutcomeUnknown as error:
+            found.append(error)
+
+    patch.setattr(NixlCalls, "_post", post_and_tell)
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert begun.wait(20.0)
+    wanted = xxhash.xxh3_128_hexdigest(ends.arena.bytes.tobytes())
+    patch.undo()
+    ends.arena.close()
+    ends.other.close()
+    ends.transport.close()
+    thread.join(5.0)
+    assert not thread.is_alive()
+    assert "the transport was closed; bytes may still land" in str(found[0])
+    assert ends.memory() is not None
+    ends.peer.resume()
+    deadline = Deadline.after(20.0, "the last byte")
+    while ends.peer.digest() != wanted:
+        deadline.check_before_more()
+
+
+@pytest.mark.nixl
+class TestNixlTcp(ProcessConformance):
+    config: ClassVar[NixlConfig] = TCP
+
+    def test_the_wire_is_looked_up_after_the_first_write(self, rig: Rig) -> None:
+        rig.write(rig.batch([0], [0], [16]))
+        report = rig.transport.report()
+        assert (report.protocol, report.one_sided) == ("tcp", False)
+        assert "lo" in report.detail
+
+    def test_a_write_that_ran_out_of_time_is_unknown_until_it_is_over(
+        self, mortal: Rig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        batch = mortal.batch([0], [0], [NBYTES])
+        mortal.write(mortal.batch([64], [0], [8]))
+        process = self.process(mortal)
+        process.stop()
+        mortal.refused(batch, PeerUnreachable, within_s=2.0, deadline_s=0.5)  # nothing was sent
+        process.resume()
+        mortal.write(mortal.batch([64], [0], [8]))
+        stop_between_word_and_batch(monkeypatch, process)
+        mortal.refused(batch, TransferOutcomeUnknown, within_s=2.0, deadline_s=0.5)
+        source = np.full(4096, 5, np.uint8)
+        region = mortal.transport.register(int(source.ctypes.data), source.nbytes)
+        mortal.transport.unregister(region)  # waits inside for the open write
+        mortal.refused(mortal.batch([0], [0], [16]), TransferOutcomeUnknown, deadline_s=0.5)
+        process.resume()
+        for _ in range(400):
+            process.digest()  # a round trip: the write that was open goes on meanwhile
+            try:
+                mortal.write(batch)
+                break
+            except TransferOutcomeUnknown:
+                continue
+        mortal.check_peer(mortal.arena.bytes, "after it went on")
+
+    def test_a_peer_that_dies_under_an_open_write_is_gone(
+        self, mortal: Rig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        batch = mortal.batch([0], [0], [NBYTES])
+        mortal.write(mortal.batch([64], [0], [8]))
+        process = self.process(mortal)
+        stop_between_word_and_batch(monkeypatch, process)
+        mortal.refused(batch, TransferOutcomeUnknown, within_s=2.0, deadline_s=0.5)
+        process.kill()
+        start = time.monotonic()
+        mortal.refused(batch, PeerUnreachable)
+        assert time.monotonic() - start < 1.0
+        with PeerProcess(TCP, NBYTES) as successor:
+            rig = Rig(mortal.transport, mortal.arena, successor)
+            rig.write(rig.batch([0], [0], [4096]))
+            assert successor.read(0, 4096) == mortal.arena.bytes[:4096].tobytes()

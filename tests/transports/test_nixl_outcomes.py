@@ -1,0 +1,321 @@
+"""What becomes of NIXL's transfers, over an agent that says of each what a test wants."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import pytest
+
+from windlass.errors import PeerUnreachable, TransferOutcomeUnknown
+from windlass.transfer.arena import Arena
+from windlass.transports import deferred_free as withdrawn
+from windlass.transports.base import WriteBatch
+from windlass.transports.configs import NixlConfig, NixlWire
+from windlass.transports.liveness import Doorway
+from windlass.transports.nixl import transport as nixl
+from windlass.transports.nixl.native import NativeAgent, UInt64Array, WireLog
+from windlass.transports.nixl.peer import forget_ended
+from windlass.transports.nixl.transport import NixlTransport
+
+NBYTES = 4096
+WORD_NBYTES = 8
+SECONDS = 20.0
+
+
+@dataclass(eq=False)
+class Transfer:
+    """One native transfer; begins in the agent's `state`."""
+
+    source: int
+    nbytes: int
+    state: str = "DONE"
+
+
+class Agent:
+    """NIXL's calls; nothing moves."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.state, self.word = name, "DONE", "DONE"
+        self.begun: list[Transfer] = []
+        self.parted: list[set[str]] = []
+        """How the transfers were, each time that a peer was removed."""
+        self.deregistered: list[object] = []
+        self.has_begun, self.has_lost_a_word = threading.Event(), threading.Event()
+
+    def register_memory(self, regions: object, *_: object) -> object:
+        return regions
+
+    def deregister_memory(self, regions: object) -> None:
+        self.deregistered.append(regions)
+
+    def get_partial_agent_metadata(self, *_: object) -> bytes:
+        return self.name.encode()
+
+    def add_remote_agent(self, metadata: bytes) -> bytes:
+        return metadata
+
+    def get_xfer_descs(self, pieces: UInt64Array, _: str) -> UInt64Array:
+        return pieces
+
+    def initialize_xfer(self, _: str, local: UInt64Array, *__: object) -> Transfer:
+        return Transfer(int(local[0, 0]), int(local[0, 1]))
+
+    def remove_remote_agent(self, _: str) -> None:
+        self.parted.append({transfer.state for transfer in self.begun})
+        self.word = "DONE"  # over a new connection
+
+    def transfer(self, transfer: Transfer) -> None:
+        if transfer.nbytes == WORD_NBYTES:
+            transfer.state = self.word
+            if self.word == "ERR":
+                self.has_lost_a_word.set()
+            return
+        transfer.state = self.state
+        self.begun.append(transfer)
+        self.has_begun.set()
+
+    def check_xfer_state(self, transfer: Transfer) -> str:
+        return transfer.state
+
+
+class Log:
+    def check(self, _: object) -> None:
+        pass
+
+
+class Ends:
+    """A transport that writes out of two arenas into the memory of another one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        agents: list[Agent] = []
+
+        def start(_: NixlConfig, name: str) -> tuple[NativeAgent, WireLog, str]:
+            agents.append(Agent(name))
+            return cast("NativeAgent", agents[-1]), cast("WireLog", Log()), ""
+
+        monkeypatch.setattr(nixl, "start_agent", start)
+        monkeypatch.setattr(nixl, "native_errors", lambda: (RuntimeError,))
+        self.config = NixlConfig(host="127.0.0.1", wire=NixlWire.CMA)
+        self.ours, self.theirs = NixlTransport(self.config), NixlTransport(self.config)
+        self.agent = agents[0]
+        self.arenas = [Arena(self.ours, NBYTES), Arena(self.ours, NBYTES)]
+        self.target = Arena(self.theirs, NBYTES)
+
+    def write(self, arena: Arena, deadline_s: float, target: Arena | None = None) -> None:
+        region = (target or self.target).region.remote
+        batch = WriteBatch(
+            endpoint=region.endpoint,
+            local_addresses=np.array([arena.address], np.uint64),
+            remote_addresses=np.array([region.address], np.uint64),
+            nbytes=np.array([NBYTES], np.uint64),
+            regions=(region,),
+        )
+        self.ours.write(batch, deadline_s=deadline_s)
+
+    def lose(self) -> list[Transfer]:
+        """A write out of each arena, by two threads at once, the second of which gives up last."""
+        self.agent.state, lost = "PROC", list[Exception]()
+        before = len(self.agent.begun)
+
+        def write(arena: Arena, deadline_s: float) -> None:
+            try:
+                self.write(arena, deadline_s)
+            except TransferOutcomeUnknown as error:
+                lost.append(error)
+
+        jobs = zip(self.arenas, (2.0, 2.5), strict=True)
+        threads = [threading.Thread(target=write, args=job) for job in jobs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SECONDS)
+        self.agent.state = "DONE"
+        assert len(lost) == 2
+        found = {transfer.source: transfer for transfer in self.agent.begun[before:]}
+        return [found[arena.address] for arena in self.arenas]
+
+    def lose_one(self) -> Transfer:
+        """A write out of the first arena that is given up."""
+        self.agent.state = "PROC"
+        with pytest.raises(TransferOutcomeUnknown):
+            self.write(self.arenas[0], 0.3)
+        self.agent.state = "DONE"
+        return self.agent.begun[-1]
+
+    def write_on(self) -> tuple[threading.Thread, list[Exception]]:
+        """A write out of the first arena that another thread has begun; what it ends with."""
+        self.agent.has_begun.clear()
+        self.agent.state, found = "PROC", list[Exception]()
+
+        def write() -> None:
+            try:
+                self.write(self.arenas[0], SECONDS)
+            except TransferOutcomeUnknown as error:
+                found.append(error)
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        assert self.agent.has_begun.wait(SECONDS)
+        self.agent.state = "DONE"
+        return thread, found
+
+    def close(self) -> None:
+        for transfer in self.agent.begun:
+            transfer.state = "DONE"
+        self.ours.close()
+        self.target.close()
+        self.theirs.close()
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
+    monkeypatch.setattr(withdrawn, "_KEPT", [])
+    found = Ends(monkeypatch)
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_peer_is_open_until_each_of_its_lost_writes_is_over(ends: Ends, first: int) -> None:
+    """As a relay's are: four threads write to one engine."""
+    ends.write(ends.arenas[0], SECONDS)
+    lost = ends.lose()
+    memory = [weakref.ref(arena.bytes) for arena in ends.arenas]
+    for arena in ends.arenas:
+        arena.close()
+    other = Arena(ends.ours, NBYTES)
+    lost[first].state = "DONE"
+    with pytest.raises(TransferOutcomeUnknown, match="an earlier write is open"):
+        ends.write(other, 0.3)
+    assert memory[first]() is None
+    assert memory[1 - first]() is not None
+    lost[1 - first].state = "DONE"
+    ends.write(other, SECONDS)
+    assert memory[1 - first]() is None
+    other.close()
+
+
+def test_a_lost_write_keeps_no_arena_that_it_does_not_read(ends: Ends) -> None:
+    """As of a peer that has died, whose transfer never ends; a trainer goes on making plans."""
+    lost = ends.lose_one()
+    ends.arenas.append(Arena(ends.ours, NBYTES))
+    memory = [weakref.ref(arena.bytes) for arena in ends.arenas]
+    for arena in ends.arenas:
+        arena.close()
+    assert [ref() is None for ref in memory] == [False, True, True]
+    another = NixlTransport(ends.config)
+    target, source = Arena(another, NBYTES), Arena(ends.ours, NBYTES)
+    ends.write(source, SECONDS, target)
+    assert memory[0]() is not None
+    lost.state = "DONE"
+    ends.write(source, SECONDS, target)  # to any peer
+    assert memory[0]() is None
+    source.close()
+    target.close()
+    another.close()
+
+
+def test_an_arena_under_a_write_that_goes_on_is_freed_when_that_has_ended(ends: Ends) -> None:
+    thread, found = ends.write_on()
+    memory = [weakref.ref(arena.bytes) for arena in ends.arenas]
+    for arena in ends.arenas:
+        arena.close()
+    assert [ref() is None for ref in memory] == [False, True]
+    ends.agent.begun[-1].state = "DONE"
+    thread.join(SECONDS)
+    assert found == []
+    assert memory[0]() is None
+
+
+def test_closing_beside_a_write_ends_it_with_an_error_and_frees_nothing_under_it(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl, "_STRANDED", stranded := list[object]())
+    thread, found = ends.write_on()
+    memory = [weakref.ref(arena.bytes) for arena in ends.arenas]
+    for arena in ends.arenas:
+        arena.close()
+    freed = len(ends.agent.deregistered)
+    ends.ours.close()
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+    assert "the transport was closed; bytes may still land" in str(found[0])
+    assert len(ends.agent.deregistered) == freed
+    assert [ref() is None for ref in memory] == [False, True]
+    assert len(stranded) == len(withdrawn._KEPT) == 1
+
+
+def test_nobody_waits_for_the_door_of_a_peer_whose_connection_broke(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a partition doors are silent, and each is waited at for a second."""
+    ends.write(ends.arenas[0], SECONDS)
+    held: list[bool] = []
+
+    def knock(_: Doorway) -> bool:
+        held.append(ends.ours._lock.locked())
+        return False
+
+    monkeypatch.setattr(Doorway, "_knock_again", knock)
+    (peer,) = ends.ours._peers.values()
+    peer.doorway._is_broken = True
+    another = NixlTransport(ends.config)
+    target = Arena(another, NBYTES)
+    ends.write(ends.arenas[0], SECONDS, target)
+    ends.lose()
+    with pytest.raises(TransferOutcomeUnknown):
+        ends.write(ends.arenas[0], 0.1)
+    assert held
+    assert not any(held)
+    peer.doorway._is_broken = False
+    target.close()
+    another.close()
+
+
+def test_a_peer_is_not_removed_under_a_transfer_of_another_thread(ends: Ends) -> None:
+    """As a relay's threads write to one engine, whose fence has cut the connection of some of them."""
+    agent = ends.agent
+    ends.ours._config = NixlConfig(host="127.0.0.1", wire=NixlWire.TCP)
+    ends.write(ends.arenas[0], SECONDS)
+    agent.has_begun.clear()
+    agent.state = "PROC"
+    jobs = [threading.Thread(target=ends.write, args=(arena, SECONDS)) for arena in ends.arenas]
+    jobs[0].start()
+    assert agent.has_begun.wait(SECONDS)
+    agent.state, agent.word = "DONE", "ERR"
+    with pytest.raises(PeerUnreachable, match="other writes go on; nothing was sent"):
+        ends.write(ends.arenas[1], 2.0)
+    assert agent.parted == []
+    agent.has_lost_a_word.clear()
+    jobs[1].start()
+    assert agent.has_lost_a_word.wait(SECONDS)
+    agent.begun[1].state = "DONE"
+    for job in jobs:
+        job.join(SECONDS)
+    assert agent.parted == [{"DONE"}]
+    assert [t.source for t in agent.begun] == [ends.arenas[i].address for i in (0, 0, 1)]
+
+
+def test_a_peer_that_has_ended_is_not_forgotten_under_a_call(ends: Ends) -> None:
+    """Nobody would know any more that the call touches its memory."""
+    ends.write(ends.arenas[0], SECONDS)
+    peers = dict(ends.ours._peers)
+    (peer,) = peers.values()
+    ends.target.close()
+    ends.theirs.close()
+    peer.doorway.watch()
+    column = np.array([ends.arenas[0].address], np.uint64)
+    with ends.ours._lock:
+        call = peer.call((column, column, column))
+        call.__enter__()
+        forget_ended(peers, ends.ours._calls.is_open)
+        assert list(peers.values()) == [peer]
+    call.__exit__(None, None, None)
+    with ends.ours._lock:
+        forget_ended(peers, ends.ours._calls.is_open)
+    assert not peers

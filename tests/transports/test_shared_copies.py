@@ -1,0 +1,141 @@
+"""Copies that threads share are over when they have returned, though no thread was to be had."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from windlass.errors import TransferFailed
+from windlass.transfer.arena import Arena
+from windlass.transfer.replica_memory import HostCopies
+from windlass.transports import cma, sharing
+from windlass.transports.base import WriteBatch
+from windlass.transports.cma import CmaTransport
+from windlass.transports.memory import MemoryFabric, MemoryTransport
+from windlass.transports.sharing import share
+
+SECONDS = 20.0
+
+
+class NoThreads(Executor):
+    """As `ThreadPoolExecutor` where the kernel refuses threads: it queues a job, and raises."""
+
+    def __init__(self, after: int = 0) -> None:
+        self.queued: list[Callable[[], object]] = []
+        self.after = after
+
+    def submit(self, fn, /, *args, **kwargs):  # type: ignore[no-untyped-def]
+        self.queued.append(lambda: fn(*args, **kwargs))
+        if len(self.queued) > self.after:
+            raise RuntimeError("can't start new thread")
+        return Future()
+
+    def come_late(self) -> None:
+        for job in self.queued:
+            job()
+
+
+def test_a_replica_is_not_written_by_a_thread_that_comes_late() -> None:
+    transport, threads = MemoryTransport(MemoryFabric()), NoThreads()
+    copies = HostCopies(transport, threads)
+    sources = [np.arange(1, 4097, dtype="<u4") * n for n in (1, 2, 3)]
+    sizes = np.array([s.nbytes for s in sources], np.uint64)
+    copies.fit(int(sizes.sum()))
+    targets = np.uint64(copies.address) + np.cumsum(sizes) - sizes
+    copies.copy(np.array([s.ctypes.data for s in sources], np.uint64), targets, sizes)
+    arena = copies._slot.arena
+    assert arena is not None
+    wanted = b"".join(s.tobytes() for s in sources)
+    assert arena.bytes.tobytes() == wanted
+    for source in sources:
+        source += 7  # the owner goes on training
+    assert threads.queued
+    threads.come_late()
+    assert arena.bytes.tobytes() == wanted
+    copies.close()
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_cma_write_without_threads_is_whole_and_nothing_lands_later(
+    monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    monkeypatch.setattr(cma, "MIN_THREAD_NBYTES", 1024)
+    transport = CmaTransport(num_threads=4)
+    helpers, threads = transport._helpers, NoThreads(after)
+    monkeypatch.setattr(transport, "_helpers", threads)
+    with Arena(transport, 1 << 16) as source, Arena(transport, 1 << 16) as target:
+        source.bytes.view("<u4")[:] = np.arange(1, (1 << 14) + 1)
+        wanted = source.bytes.tobytes()
+        batch = WriteBatch(
+            endpoint=transport.endpoint(),
+            local_addresses=np.array([source.address], np.uint64),
+            remote_addresses=np.array([target.address], np.uint64),
+            nbytes=np.array([source.nbytes], np.uint64),
+            regions=(target.region.remote,),
+        )
+        transport.write(batch, deadline_s=SECONDS)
+        assert target.bytes.tobytes() == wanted
+        source.bytes[:] = 0
+        threads.come_late()
+        assert target.bytes.tobytes() == wanted
+    monkeypatch.undo()
+    transport.close()
+    assert helpers._shutdown
+    assert transport.endpoint().address == str(os.getpid())
+
+
+def test_nothing_is_begun_after_a_failure_and_all_that_began_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, noted = threading.Event(), threading.Event()
+    note_end, ended = sharing._Work._note_end, list[str]()
+
+    def note(work: sharing._Work, error: BaseException | None) -> None:
+        note_end(work, error)
+        noted.set()
+
+    def fail() -> None:
+        assert begun.wait(SECONDS)
+        raise TransferFailed("the first")
+
+    def go_on() -> None:
+        begun.set()
+        assert noted.wait(SECONDS)
+        ended.append("begun before")
+
+    monkeypatch.setattr(sharing._Work, "_note_end", note)
+    with ThreadPoolExecutor(1) as threads:
+        with pytest.raises(TransferFailed, match="the first"):
+            share([fail, go_on, lambda: ended.append("never")], threads, 1)
+        assert ended == ["begun before"]
+
+
+def test_what_others_have_begun_is_waited_for_when_the_caller_is_interrupted() -> None:
+    caller, begun = threading.current_thread(), threading.Event()
+    going_on: list[str] = []
+
+    def job() -> None:
+        if threading.current_thread() is caller:
+            assert begun.wait(SECONDS)
+            raise KeyboardInterrupt
+        going_on.append("a copy")
+        begun.set()
+        threading.Event().wait(0.1)
+        going_on.pop()
+
+    with ThreadPoolExecutor(1) as threads:
+        with pytest.raises(KeyboardInterrupt):
+            share([job] * 20, threads, 1)
+        assert not going_on
+
+
+def test_many_jobs_are_carried_out_once_each() -> None:
+    done: list[int] = []
+    with ThreadPoolExecutor(4) as threads:
+        share([lambda n=n: done.append(n) for n in range(500)], threads, 3)  # type: ignore[misc]
+    assert sorted(done) == list(range(500))

@@ -1,0 +1,181 @@
+"""The whole system on a simulated clock, under schedules of everything that can go wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import pytest
+from chaos_bugs import BUGS, Bug
+from chaos_minimise import minimise
+from chaos_run import (
+    MAX_SCHEDULES,
+    Found,
+    describe,
+    explain,
+    find_bugs,
+    run_rounds,
+    run_seed,
+    summary,
+)
+from chaos_schedule import MESSAGE_FAULTS, Event, Kind, Schedule, WireFault, generate
+from chaos_world import run_schedule
+
+from windlass.config import UpdateMode
+
+SMOKE_SEEDS = range(1000, 1006)
+PROCESSES = len(os.sched_getaffinity(0))
+
+# What the suite has found in the product, as it was found.
+FOUND = {
+    "a write that is lost with its connection holds its engines for ever": (
+        '{"seed":6,"mode":"in_place","duration_s":5.0,"events":['
+        '{"at_s":1.3531,"kind":"stall","who":"b/0","amount":3.173},'
+        '{"at_s":3.4375,"kind":"part","who":"trainer/1","other":"controller","amount":3.267}]}'
+    ),
+    "a full disk leaves a routed engine with mixed weights": (
+        '{"seed":52,"mode":"in_place","duration_s":5.0,"events":['
+        '{"at_s":4.6069,"kind":"disk_full","who":"controller","amount":3.131}]}'
+    ),
+    "an engine whose connection breaks while it binds is refused for good": (
+        '{"seed":0,"mode":"staged","duration_s":7.0,"events":['
+        '{"at_s":4.1708,"kind":"message","who":"b/1","other":"controller","fault":"lose"}]}'
+    ),
+    "an engine that was lost in mid round goes on when a later round is aborted": (
+        '{"seed":132,"mode":"in_place","duration_s":8.0,"events":['
+        '{"at_s":0.498,"kind":"stall","who":"b/0","amount":0.699},'
+        '{"at_s":5.2892,"kind":"part","who":"c/0","other":"controller","amount":15.972},'
+        '{"at_s":6.9991,"kind":"reset","who":"a/0","other":"controller","amount":2.576},'
+        '{"at_s":7.649,"kind":"reset","who":"trainer/1","other":"controller","amount":2.088}]}'
+    ),
+    "a garbled frame ends its agent for good": (
+        '{"seed":9,"mode":"staged","duration_s":4.0,"events":[{"at_s":2.1371,"kind":"message",'
+        '"who":"controller","other":"trainer/0","fault":"corrupt"}]}'
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FOUND)
+def test_what_was_found_once_does_not_come_back(what: str) -> None:
+    result = run_schedule(msgspec.json.decode(FOUND[what], type=Schedule))
+    assert not result.violation, result.trace[-20:]
+
+
+@pytest.mark.parametrize("seed", SMOKE_SEEDS)
+def test_invariants_hold_under_a_generated_schedule(seed: int) -> None:
+    result = run_seed(seed)
+    assert not result.violation, explain(result)
+    assert result.num_rounds > 0
+
+
+def test_one_schedule_is_one_run() -> None:
+    first, second = run_seed(1001), run_seed(1001)
+    assert first.trace == second.trace
+    assert first.num_messages == second.num_messages
+
+
+def test_a_failing_schedule_is_made_small_and_fails_again() -> None:
+    bug = next(bug for bug in BUGS if bug.name == "every digest is right")
+    flip = Event(1.0, Kind.WIRE, "trainer/0", other="a/0", fault=WireFault.FLIP, count=2)
+    noise = [Event(0.5, Kind.RESET, "worker/0", other="controller"), Event(1.5, Kind.STALL, "c/0")]
+    schedule = Schedule(5, UpdateMode.IN_PLACE, 3.0, (noise[0], flip, noise[1]))
+    with bug.planted():
+        small = minimise(schedule, lambda tried: bool(run_schedule(tried).violation))
+        assert [event.kind for event in small.events] == [Kind.WIRE]
+        assert small.events[0].count == 1
+        assert "serves None" in run_schedule(small).violation
+    assert not run_schedule(small).violation
+
+
+REAL = (("cma", "in_place", 20), ("cma", "staged", 16), ("shm", "in_place", 16))
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+def test_real_processes_break_no_invariant() -> None:
+    script = str(Path(__file__).parents[1] / "support" / "chaos_real.py")
+    with ExitStack() as stack:
+        running = []
+        for (
+            transport,
+            mode,
+            rounds,
+        ) in REAL:  # side by side: they wait for deadlines most of the time
+            words = ["--rounds", str(rounds), "--transport", transport, "--mode", mode]
+            process = subprocess.Popen(
+                [sys.executable, script, *words],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            running.append(process)
+        for process in running:
+            said, _ = process.communicate(timeout=850)
+            print(said[-3000:])
+            assert process.returncode == 0, said[-3000:]
+    assert sum(rounds for _, _, rounds in REAL) >= 50
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(1150)
+def test_ten_thousand_rounds_break_no_invariant() -> None:
+    results = []
+    began = time.monotonic()
+    for result in run_rounds(10_000, first_seed=0, num_processes=PROCESSES):
+        assert not result.violation, explain(result)
+        results.append(result)
+    print(summary(results, time.monotonic() - began))
+    assert sum(result.num_rounds for result in results) >= 10_000
+    injected = sum((result.injected for result in results), Counter[str]())
+    wanted = {kind.value for kind in Kind} - {Kind.MESSAGE.value, Kind.WIRE.value}
+    wanted |= {f"wire {fault}" for fault in WireFault}
+    wanted |= {f"message {fault}" for fault in MESSAGE_FAULTS}
+    assert wanted <= set(injected), "a kind of fault never happened"
+
+
+@pytest.fixture(scope="module")
+def searches() -> dict[str, Found]:
+    """The search for every planted bug, over all cores."""
+    found = {}
+    for each in find_bugs(PROCESSES, max_schedules=MAX_SCHEDULES):
+        print(describe(each), flush=True)
+        found[each.bug] = each
+    return found
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name.replace(" ", "-"))
+def test_every_planted_bug_is_found(bug: Bug, searches: dict[str, Found]) -> None:
+    assert searches[bug.name].violation, describe(searches[bug.name])
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(300)
+def test_what_is_printed_of_a_failing_schedule_is_small_and_fails_again() -> None:
+    bug = next(bug for bug in BUGS if bug.name == "publish without verify")
+    with bug.planted():
+        result = run_seed(bug.seed)
+        assert result.violation
+        text = explain(result)
+        print(text)
+        small = msgspec.json.decode(text.split("END'\n")[1].split("\nEND")[0], type=Schedule)
+        assert len(small.events) <= 2 < len(result.schedule.events)
+        again = run_schedule(small)
+        assert again.violation
+        assert again.violation in text
+    assert not run_schedule(small).violation
+
+
+def test_schedules_say_everything_that_a_run_depends_on() -> None:
+    schedule = generate(7)
+    text = msgspec.json.encode(schedule)
+    assert msgspec.json.decode(text, type=Schedule) == schedule

@@ -1,0 +1,63 @@
+"""Which ranks a fleet takes in together, and whose unanswered writes keep engines from being written."""
+
+from __future__ import annotations
+
+import pytest
+from fake_agents import fake_hello
+
+from windlass.layout.box import Box
+from windlass.layout.dtypes import DType
+from windlass.layout.manifest import ManifestBuilder, Role
+from windlass.updates.fleet import Agent, Fleet, MustWait
+
+
+def admit(fleet: Fleet, group: str, rank: int, world_size: int, role: Role, job: str = "") -> Agent:
+    worker = f"{group}/{rank}"
+    builder = ManifestBuilder(worker, role)
+    builder.add_parameter("p", nbytes=96, dtype=DType.FLOAT32)
+    builder.add_shard("weight", (4, 6), Box((0, 0), (4, 6)), "p")
+    hello = fake_hello(
+        builder.build(),
+        group=group,
+        rank=rank,
+        world_size=world_size,
+        incarnation=f"{worker} of {world_size}",
+        job=job,
+    )
+    return fleet.admit(hello)
+
+
+@pytest.mark.parametrize(("world_size", "writable"), [(1, ["a"]), (2, [])])
+def test_a_rank_that_never_answered_holds_engines_until_the_job_has_another_mesh(
+    world_size: int, writable: list[str]
+) -> None:
+    fleet = Fleet()
+    engine = admit(fleet, "a", 0, 1, Role.ENGINE)
+    trainers = [admit(fleet, "trainer", rank, 2, Role.TRAINER) for rank in range(2)]
+    fleet.hold(trainers[1].identity, (1, 1), frozenset({engine.identity}))
+    for trainer in trainers:
+        fleet.remove(trainer)
+    assert fleet.writable_engines() == ()
+    admit(fleet, "trainer", 0, world_size, Role.TRAINER)
+    assert [group.name for group in fleet.writable_engines()] == writable
+
+
+def test_another_mesh_does_not_answer_for_an_engine_that_brings_up_another() -> None:
+    fleet = Fleet()
+    newcomer, donor = (admit(fleet, name, 0, 1, Role.ENGINE) for name in ("a", "b"))
+    fleet.hold(donor.identity, (1, 1), frozenset({newcomer.identity}))
+    admit(fleet, "trainer", 0, 2, Role.TRAINER)
+    assert [group.name for group in fleet.writable_engines()] == ["b"]
+
+
+def test_a_rank_waits_until_every_rank_of_a_job_that_was_replaced_has_left() -> None:
+    fleet = Fleet()
+    old = [admit(fleet, "trainer", rank, 2, Role.TRAINER, "old") for rank in range(2)]
+    fleet.replace_job("new")
+    fleet.remove(old[1])
+    with pytest.raises(
+        MustWait, match="must wait until the ranks of job 'old' have left: trainer/0"
+    ):
+        admit(fleet, "trainer", 1, 2, Role.TRAINER, "new")
+    fleet.remove(old[0])
+    assert admit(fleet, "trainer", 1, 2, Role.TRAINER, "new").hello.job == "new"

@@ -1,0 +1,99 @@
+"""Which addresses are bound and told to others, where a host has several, and on IPv6."""
+
+from __future__ import annotations
+
+import pytest
+from host_fleet import DEADLINES, HOSTS, Fleet, fleet_on
+from hosts import Network, why_no_hosts
+
+from windlass.config import ControlConfig
+
+pytestmark = [
+    pytest.mark.hosts,
+    pytest.mark.timeout(200),
+    pytest.mark.skipif(bool(why_no_hosts()), reason=f"hosts: {why_no_hosts()}"),
+]
+CONFIG = ControlConfig(deadlines=DEADLINES, heartbeat_s=8.0)
+ROWS = 16
+LOOPBACK = '{"type": "mooncake", "protocol": "tcp", "host": "127.0.0.1"}'
+MOONCAKE = '{"type": "mooncake", "protocol": "tcp"}'
+NIXL = '{"type": "nixl", "wire": "tcp", "device": "rail0"}'
+
+
+@pytest.mark.parametrize("transport", [MOONCAKE, NIXL], ids=["mooncake", "nixl"])
+async def test_a_fleet_whose_controller_has_an_ipv6_address_uses_ipv6_throughout(
+    transport: str,
+) -> None:
+    with Network(HOSTS) as network:
+        for name in HOSTS:  # no way to fall back
+            network.host(name).run("ip", "-4", "address", "flush", "dev", "rail0")
+        fleet = Fleet(network, CONFIG, transport, ROWS)
+        try:
+            await fleet.start_controller(address=network.host("control").addresses_v6[0])
+            assert fleet.url.startswith("http://[fd77:0::1]:")
+            await fleet.start_trainers()
+            await fleet.start_engine("a", advertised="http://[fd77:0::3]:8000")
+            for name, host in (("a", "a"), ("trainer0", "trainer")):
+                address = (await fleet.ready(name))["address"]
+                shown = network.host(host).addresses_v6[0].replace(":0::", "::")
+                assert address.replace(":0::", "::").startswith(f"[{shown}]:"), address
+            await fleet.complete(["a"])
+            for _ in range(2):
+                assert await fleet.publish() == []
+                await fleet.serves(["a"])
+        finally:
+            await fleet.close()
+
+
+@pytest.mark.parametrize(
+    ("setting", "rail"),
+    [("", 0), ("10.77.1.0/24", 1), ("{second}", 1)],
+    ids=["route", "net", "own"],
+)
+async def test_a_host_with_two_networks_is_told_by_route_or_by_setting(
+    setting: str, rail: int
+) -> None:
+    with Network(HOSTS, rails=2) as network:
+        fleet = Fleet(network, CONFIG, MOONCAKE, ROWS)
+        try:
+            await fleet.start_controller()  # on the first network
+            await fleet.start_trainers()
+            second = network.host("a").addresses[1]
+            environment = {"WINDLASS_HOST": setting.format(second=second)}
+            await fleet.start_engine("a", environment=environment)
+            address = (await fleet.ready("a"))["address"]
+            assert address.startswith(network.host("a").addresses[rail] + ":")
+            await fleet.ready("trainer0")
+            await fleet.complete(["a"])
+            assert await fleet.publish() == []
+            await fleet.serves(["a"])
+        finally:
+            await fleet.close()
+
+
+async def test_an_engine_that_would_send_others_to_themselves_is_refused_by_name(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with Network(HOSTS) as network:
+        async with fleet_on(network, rows=ROWS, config=CONFIG) as fleet:
+            await fleet.end("a")
+            await fleet.start_engine("a", transport=LOOPBACK)
+            await fleet.ready("a")
+            await fleet.publish()
+            await fleet.serves(["b"])
+            refusal = "mooncake address must be reachable from other hosts, got '127.0.0.1:"
+            assert refusal in capfd.readouterr().err
+            await fleet.end("a")
+            await fleet.start_engine("a", advertised="http://127.0.0.1:8000")
+            with pytest.raises(AssertionError, match="ended"):
+                await fleet.ready("a")
+
+
+async def test_a_host_that_is_not_this_one_is_refused_before_anything_starts() -> None:
+    with Network(HOSTS) as network:
+        async with fleet_on(network, rows=ROWS, config=CONFIG) as fleet:
+            environment = {"WINDLASS_HOST": network.host("b").address}
+            await fleet.start("c", "a", "engine", "c", fleet.url, MOONCAKE, str(ROWS), "", environment=environment)  # fmt: skip
+            with pytest.raises(AssertionError, match="ended"):
+                await fleet.ready("c")
+            assert await fleet.publish() == []

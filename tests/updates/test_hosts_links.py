@@ -1,0 +1,114 @@
+"""A whole update between hosts over bad lines: published whole everywhere, or refused whole."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from host_fleet import HOSTS, fleet_on
+from hosts import Host, Line, Network, why_no_hosts
+
+from windlass.config import UpdateMode
+
+pytestmark = [
+    pytest.mark.hosts,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(bool(why_no_hosts()), reason=f"hosts: {why_no_hosts()}"),
+]
+SERVE = """
+import socket, sys
+listener = socket.create_server((sys.argv[1], 5000), family=int(sys.argv[2]))
+print("listens", flush=True)
+connection = listener.accept()[0]
+nbytes = 0
+while data := connection.recv(1 << 20):
+    nbytes += len(data)
+print(nbytes, flush=True)
+"""
+SEND = """
+import socket, sys, time
+start = time.monotonic()
+connection = socket.create_connection((sys.argv[1], 5000), 30)
+connected = time.monotonic() - start
+connection.sendall(bytes(int(sys.argv[2])))
+connection.close()
+print(connected)
+"""
+
+
+def send(source: Host, target: Host, address: str, nbytes: int) -> tuple[float, float]:
+    """Seconds to connect, and until every byte is there."""
+    server = subprocess.Popen(
+        target.command(sys.executable, "-c", SERVE, address, "10" if ":" in address else "2"),
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert server.stdout is not None
+        assert server.stdout.readline() == b"listens\n"
+        start = time.monotonic()
+        connected = float(source.run(sys.executable, "-c", SEND, address, str(nbytes)))
+        assert server.stdout.readline() == b"%d\n" % nbytes
+        return connected, time.monotonic() - start
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def links() -> set[str]:
+    """Names of this machine's own interfaces."""
+    return {name for _, name in socket.if_nameindex()}
+
+
+def test_a_wire_delays_drops_and_cuts_and_leaves_nothing_behind() -> None:
+    before = links()
+    with Network(("a", "b"), rate_bit_s=80_000_000) as network:
+        a, b = network.host("a"), network.host("b")
+        _, seconds = send(a, b, b.address, 5_000_000)
+        assert seconds > 0.4, "the rate limit holds"
+        send(a, b, b.addresses_v6[0], 100_000)
+        network.between("a", "b", Line(delay_s=0.1))
+        connected, _ = send(a, b, b.address, 1000)
+        assert 0.2 <= connected < 2
+        network.between("a", "b", Line(loss=0.05, reorder=0.1))
+        send(a, b, b.address, 5_000_000)
+        network.isolate("a")
+        with pytest.raises(Exception, match="timed out"):
+            a.run(sys.executable, "-c", SEND.replace("30", "1"), b.address, "1")
+        network.heal()
+        send(a, b, b.address, 1000)
+    assert links() == before
+
+
+@pytest.mark.parametrize("delay_s", [0.001, 0.01, 0.1])
+async def test_a_whole_update_over_slow_lines(delay_s: float) -> None:
+    with Network(HOSTS) as network:
+        network.everywhere(Line(delay_s=delay_s))
+        async with fleet_on(network) as fleet:
+            for _ in range(2):
+                assert await fleet.publish() == []
+                await fleet.serves(["a", "b"])
+
+
+@pytest.mark.parametrize("mode", list(UpdateMode))
+async def test_a_whole_update_while_packets_are_lost_and_overtake_each_other(
+    mode: UpdateMode,
+) -> None:
+    with Network(HOSTS) as network:
+        async with fleet_on(network, mode) as fleet:
+            network.everywhere(Line(delay_s=0.002, loss=0.02, reorder=0.05))
+            for _ in range(3):
+                assert await fleet.publish() == []
+                await fleet.serves(["a", "b"])
+
+
+async def test_a_whole_update_by_nixl_over_tcp() -> None:
+    pytest.importorskip("nixl")
+    transport = '{"type": "nixl", "wire": "tcp", "device": "rail0"}'
+    with Network(HOSTS) as network:
+        network.everywhere(Line(delay_s=0.01))
+        async with fleet_on(network, transport=transport) as fleet:
+            assert await fleet.publish() == []
+            await fleet.serves(["a", "b"])

@@ -1,0 +1,224 @@
+"""Updates by hand end whole at every engine, whichever call fails and whoever stops waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from fake_fleet import TOKEN, FakeFleet
+
+from windlass.config import ControlConfig, PhaseDeadlines
+from windlass.errors import ConfigError, PeerTimeout, PlanError, RoundAborted
+from windlass.trainers.callback import RolloutCallback, WeightGroup
+from windlass.updates.callback_messages import CallbackRequest, PauseCall
+from windlass.updates.journal import Journal, JournalEntry, JournalKind
+from windlass.updates.messages import Abort, Apply, Command, Pause, Verify
+from windlass.updates.push import HandDrivenUpdates
+
+WITHIN_S = 20.0
+
+
+@asynccontextmanager
+async def serving_version_0(
+    b_does: Callable[[Command], None],
+) -> AsyncIterator[tuple[FakeFleet, RolloutCallback]]:
+    """Engines a and b serve version 0; what b is told afterwards passes `b_does` first."""
+    armed = threading.Event()
+
+    def on_command(command: Command) -> None:
+        if armed.is_set():
+            b_does(command)
+
+    async with FakeFleet() as rig:
+        await rig.start({"a": 1})
+        await rig.add_engine("b", on_command=on_command)
+        await rig.publish(0)
+        armed.set()
+        with RolloutCallback(rig.server.url, TOKEN, deadline_s=WITHIN_S) as head:
+            yield rig, head
+
+
+def nothing(_command: Command) -> None:
+    return
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WITHIN_S):
+        while not holds():  # noqa: ASYNC110 - a fake tells nobody
+            await asyncio.sleep(0.01)
+
+
+async def serves(rig: FakeFleet, *names: str) -> None:
+    """Return once these ranks have carried out what the end of an update tells them."""
+    await until(lambda: all(rig.engines[name].serving for name in names))
+
+
+async def test_an_engine_that_has_applied_is_published_though_its_head_waits_no_longer() -> None:
+    """It must not go on with new weights under the old version when the session is given up."""
+    go_on = threading.Event()
+
+    def hang(command: Command) -> None:
+        if isinstance(command, Apply):
+            go_on.wait(WITHIN_S)
+
+    async with serving_version_0(hang) as (rig, head):
+        await asyncio.to_thread(head.pause_generation, session_s=2.0)
+        with pytest.raises(PeerTimeout):
+            await asyncio.to_thread(head.continue_generation, 1, deadline_s=1.0)
+        await rig.coordinator.wait_for_version(1, deadline_s=WITHIN_S)
+        await serves(rig, "a/0")
+        a, b = rig.engines["a/0"], rig.engines["b/0"]
+        assert (a.version, a.handled[-1]) == (1, "Publish")
+        assert rig.routable == {"a": 1}
+        go_on.set()
+        await until(lambda: b.tainted)
+        assert not b.serving
+
+
+async def test_a_pause_that_fails_leaves_no_engine_paused_and_no_round_waiting() -> None:
+    refusals = [RoundAborted("b cannot pause now")]
+
+    def refuse_once(command: Command) -> None:
+        if isinstance(command, Pause) and refusals:
+            raise refusals.pop()
+
+    async with serving_version_0(refuse_once) as (rig, head):
+        with pytest.raises(RoundAborted, match="b cannot pause now"):
+            await asyncio.to_thread(head.pause_generation, session_s=600.0)
+        await serves(rig, "a/0", "b/0")
+        async with asyncio.timeout(WITHIN_S):
+            assert set((await rig.publish(1)).engines) == {"a", "b"}
+
+
+async def test_what_one_engine_lacks_is_applied_nowhere_and_spends_no_version() -> None:
+    lacking = [PlanError("b/0: 3 tensors did not come")]
+
+    def lack_once(command: Command) -> None:
+        if isinstance(command, Verify) and lacking:
+            raise lacking.pop()
+
+    async with serving_version_0(lack_once) as (rig, head):
+        await asyncio.to_thread(head.pause_generation)
+        with pytest.raises(RoundAborted, match="3 tensors did not come"):
+            await asyncio.to_thread(head.continue_generation, 1)
+        await serves(rig, "a/0", "b/0")
+        assert rig.engines["a/0"].handled[-2:] == ["Verify", "Abort"]
+        assert rig.routable == {"a": 0, "b": 0}
+        await asyncio.to_thread(head.pause_generation)
+        await asyncio.to_thread(head.continue_generation, 1)
+        assert rig.routable == {"a": 1, "b": 1}
+
+
+async def test_a_version_that_cannot_be_recorded_is_not_published_by_hand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    append = Journal.append
+
+    def full(journal: Journal, entry: JournalEntry) -> None:
+        if entry.kind is JournalKind.PUBLISHING:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(journal, entry)
+
+    async with serving_version_0(nothing) as (rig, head):
+        await asyncio.to_thread(head.pause_generation, session_s=600.0)
+        monkeypatch.setattr(Journal, "append", full)
+        with pytest.raises(RoundAborted, match="No space left on device"):
+            await asyncio.to_thread(head.continue_generation, 1)
+        await serves(rig, "a/0", "b/0")
+        assert "Apply" not in rig.engines["a/0"].handled[-3:]
+        assert rig.routable == {"a": 0, "b": 0}
+
+
+async def test_a_head_that_comes_while_a_pause_fails_is_told_of_a_pause_that_lasts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    carry_out, pausing = HandDrivenUpdates._carry_out, asyncio.Semaphore(0)
+
+    async def counted(self: HandDrivenUpdates, asked: CallbackRequest) -> tuple[str, ...]:
+        if isinstance(asked.call, PauseCall):
+            pausing.release()
+        return await carry_out(self, asked)
+
+    monkeypatch.setattr(HandDrivenUpdates, "_carry_out", counted)
+    both_wait, refusals = threading.Event(), [RoundAborted("b cannot pause now")]
+
+    def refuse_once(command: Command) -> None:
+        if isinstance(command, Pause) and refusals:
+            both_wait.wait(WITHIN_S)
+            raise refusals.pop()
+
+    async with serving_version_0(refuse_once) as (rig, first):
+        failing = asyncio.create_task(asyncio.to_thread(first.pause_generation))
+        await pausing.acquire()
+        with RolloutCallback(rig.server.url, TOKEN, head="second", deadline_s=WITHIN_S) as second:
+            joining = asyncio.create_task(asyncio.to_thread(second.pause_generation))
+            await pausing.acquire()
+            await asyncio.sleep(0)  # it stands in line now
+            both_wait.set()
+            with pytest.raises(RoundAborted, match="b cannot pause now"):
+                await failing
+            await joining
+            assert not any(rig.engines[name].serving for name in ("a/0", "b/0"))
+            await asyncio.to_thread(second.continue_generation, 1)
+        assert rig.routable == {"a": 1, "b": 1}
+
+
+async def test_a_head_that_has_not_paused_cannot_send() -> None:
+    async with serving_version_0(nothing) as (rig, head):
+        await asyncio.to_thread(head.pause_generation)
+        with RolloutCallback(rig.server.url, TOKEN, head="other", deadline_s=WITHIN_S) as other:
+            sent = other.update_weights_from_disk("/nowhere")
+            with pytest.raises(RoundAborted, match="other must call pause_generation first"):
+                await asyncio.wrap_future(sent)
+        assert "TakeFiles" not in rig.engines["a/0"].handled
+
+
+async def test_a_version_that_is_none_lets_the_engines_go_on() -> None:
+    async with serving_version_0(nothing) as (rig, head):
+        await asyncio.to_thread(head.pause_generation)
+        with pytest.raises(ConfigError, match="must be an integer >= 0, got 'one'"):
+            await asyncio.to_thread(head.continue_generation, "one")  # type: ignore[arg-type]
+        await serves(rig, "a/0", "b/0")
+        assert rig.routable == {"a": 0, "b": 0}
+
+
+async def test_an_engine_has_the_time_to_go_on_that_the_controller_gives_it() -> None:
+    told: list[Command] = []
+    async with FakeFleet(ControlConfig(deadlines=PhaseDeadlines(publish_s=10.0))) as rig:
+        await rig.start({})
+        await rig.add_engine("a", on_command=told.append)
+        await rig.publish(0)
+        with RolloutCallback(rig.server.url, TOKEN, deadline_s=WITHIN_S) as head:
+            await asyncio.to_thread(head.pause_generation)
+            with pytest.raises(ConfigError):
+                await asyncio.to_thread(head.continue_generation, -1)
+        await serves(rig, "a/0")
+    assert [command.deadline_s for command in told if isinstance(command, Abort)] == [8.0]
+
+
+async def test_no_head_publishes_when_another_has_no_version() -> None:
+    async with serving_version_0(nothing) as (rig, head):
+        with RolloutCallback(rig.server.url, TOKEN, head="other", deadline_s=WITHIN_S) as other:
+            await asyncio.to_thread(head.pause_generation)
+            await asyncio.to_thread(other.pause_generation)
+            bad, good = await asyncio.gather(
+                asyncio.to_thread(head.continue_generation, -1),
+                asyncio.to_thread(other.continue_generation, 1),
+                return_exceptions=True,
+            )
+        assert isinstance(bad, ConfigError)
+        assert "head has no version to publish" in str(good)
+        await serves(rig, "a/0", "b/0")
+        assert rig.routable == {"a": 0, "b": 0}
+
+
+def test_a_group_of_an_unknown_fabric_is_refused_by_name() -> None:
+    with (
+        RolloutCallback("http://127.0.0.1:1", TOKEN) as head,
+        pytest.raises(ConfigError, match=r"WeightGroup: fabric must be one of .*, got 'ncc'"),
+    ):
+        WeightGroup(head, "weights", fabric="ncc")  # type: ignore[arg-type]

@@ -1,0 +1,239 @@
+"""The round machine with a relay: who is asked, what is written again, and what stays unknown."""
+
+from __future__ import annotations
+
+from windlass.config import PauseMode, UpdateMode
+from windlass.transfer.bindings import LinkOutcome, LinkStatus
+from windlass.updates.messages import (
+    Abort,
+    Apply,
+    Command,
+    Done,
+    Failure,
+    FailureKind,
+    Pause,
+    Prepare,
+    Publish,
+    Result,
+    RoundOutcome,
+    Verified,
+    Verify,
+    Write,
+    Written,
+)
+from windlass.updates.relay_messages import Feed, Forgo, Relay, Relayed
+from windlass.updates.round_types import (
+    AgentLost,
+    DeadlinePassed,
+    EngineFate,
+    EnterPhase,
+    Finish,
+    Instruction,
+    Phase,
+    Replied,
+    RoundSpec,
+    Send,
+)
+from windlass.updates.rounds import RoundMachine
+
+ENGINES = ("a", "b", "c")
+CHAIN = {"a/0": ("b/0",), "b/0": ("c/0",), "c/0": ()}
+
+
+def relayed(
+    missing: tuple[str, ...] = (),
+    unknown_from: tuple[str, ...] = (),
+    unknown_to: tuple[str, ...] = (),
+    unreached: tuple[str, ...] = (),
+) -> Relayed:
+    return Relayed(missing, unknown_from, unknown_to, unreached, 10, 0.5)
+
+
+class Round:
+    """One trainer, three engines in a chain, and answers by hand."""
+
+    def __init__(self, mode: UpdateMode = UpdateMode.STAGED) -> None:
+        self.machine = RoundMachine(
+            RoundSpec(
+                version=1,
+                mode=mode,
+                pause_mode=PauseMode.ABORT,
+                trainers=("t",),
+                engines={name: (f"{name}/0",) for name in ENGINES},
+                links=frozenset(("t", f"{name}/0") for name in ENGINES),
+                max_rewrites=0,
+                relay=CHAIN,
+            )
+        )
+        self.sent: list[Send] = []
+        self.entry = 0
+        self.finish: Finish | None = None
+        self._take(self.machine.start())
+
+    def _take(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Send():
+                    self.sent.append(instruction)
+                case EnterPhase():
+                    self.entry = instruction.entry
+                case Finish():
+                    self.finish = instruction
+
+    def answer(self, worker: str, kind: type[Command], result: Result) -> None:
+        """Answer the newest command of a kind."""
+        send = next(s for s in reversed(self.sent) if (s.worker, type(s.command)) == (worker, kind))
+        self._take(self.machine.handle(Replied(worker, send.seq, result)))
+
+    def lose(self, worker: str) -> None:
+        self._take(self.machine.handle(AgentLost(worker, "gone")))
+
+    def pass_deadline(self) -> None:
+        self._take(self.machine.handle(DeadlinePassed(self.entry)))
+
+    def prepare(self) -> None:
+        self.answer("t", Prepare, Done())
+
+    def written(self, kind: type[Command], *names: str, status: LinkStatus = LinkStatus.OK) -> None:
+        links = tuple(LinkOutcome(f"{n}/0", status, 5, "digest") for n in names)
+        self.answer("t", kind, Written(links, 0.0, 1.0))
+
+    def told(self, worker: str, kind: type[Command]) -> list[Command]:
+        return [s.command for s in self.sent if s.worker == worker and type(s.command) is kind]
+
+    def complete(self, *names: str) -> Finish:
+        """Everything that comes after the bytes are there."""
+        for name in names:
+            self.answer(f"{name}/0", Verify, Verified(()))
+        for kind in (Pause, Apply, Publish):
+            for name in names:
+                self.answer(f"{name}/0", kind, Done())
+        assert self.finish is not None
+        return self.finish
+
+
+def test_trainers_feed_and_engines_relay_once() -> None:
+    round_ = Round()
+    round_.prepare()
+    (feed,) = round_.told("t", Feed)
+    assert isinstance(feed, Feed)
+    assert set(feed.destinations) == {"a/0", "b/0", "c/0"}
+    (relay,) = round_.told("c/0", Relay)
+    assert isinstance(relay, Relay)
+    assert relay.deadline_s < feed.deadline_s
+    round_.written(Feed, *ENGINES)
+    for name in ENGINES:
+        round_.answer(f"{name}/0", Relay, relayed())
+    (verify,) = round_.told("c/0", Verify)
+    assert verify == Verify(1, {"t": "digest"})
+    finish = round_.complete(*ENGINES)
+    assert finish.outcome is RoundOutcome.PUBLISHED
+    assert finish.nbytes == 3 * 5 + 3 * 10
+    assert not round_.told("t", Write)
+    assert not finish.unsettled
+
+
+def test_what_a_relay_leaves_missing_is_written_by_the_trainers_whatever_the_order() -> None:
+    for engines_first in (False, True):
+        round_ = Round()
+        round_.prepare()
+        if not engines_first:
+            round_.written(Feed, *ENGINES)
+        round_.answer("c/0", Relay, relayed(missing=("t",)))
+        round_.answer("a/0", Relay, relayed())
+        round_.answer("b/0", Relay, relayed())
+        if engines_first:
+            round_.written(Feed, *ENGINES)
+        # No rewrite is allowed in this round: completing a relay is none.
+        assert round_.told("t", Write) == [Write(1, ("c/0",), 108.0)]
+        round_.written(Write, "c")
+        assert round_.complete(*ENGINES).outcome is RoundOutcome.PUBLISHED
+
+
+def test_nobody_waits_for_an_engine_that_is_lost_or_for_a_trainer_that_failed() -> None:
+    round_ = Round()
+    round_.prepare()
+    round_.lose("a/0")
+    assert round_.told("b/0", Forgo) == [Forgo("a/0")]
+    assert not round_.told("c/0", Forgo)
+    round_.written(Feed, *ENGINES, status=LinkStatus.FAILED)
+    assert Forgo("t") in round_.told("b/0", Forgo)
+    for name in ("b", "c"):
+        round_.answer(f"{name}/0", Relay, relayed(missing=("t",)))
+    round_.written(Write, "b", "c")
+    finish = round_.complete("b", "c")
+    assert finish.fates["a"] is EngineFate.LEFT_OUT
+    assert not finish.unsettled  # its process is gone
+
+
+def test_an_engine_that_was_not_reached_is_told_not_to_wait() -> None:
+    round_ = Round()
+    round_.prepare()
+    round_.answer("a/0", Relay, relayed(unreached=("b/0",)))
+    assert round_.told("b/0", Forgo) == [Forgo("a/0")]
+
+
+def test_unknown_outcomes_poison_whom_the_bytes_may_reach() -> None:
+    round_ = Round()
+    round_.prepare()
+    round_.written(Feed, *ENGINES)
+    round_.answer("a/0", Relay, relayed(unknown_to=("b/0",)))
+    assert round_.told("b/0", Abort)
+    assert round_.told("c/0", Forgo) == [Forgo("b/0")]
+    round_.answer("c/0", Relay, relayed(missing=("t",)))
+    round_.written(Write, "c")
+    finish = round_.complete("a", "c")
+    assert finish.fates["b"] is EngineFate.POISONED
+    # b was left out while it passed on: it may be doing that still.
+    assert finish.unsettled == {"b/0": ("c",)}
+
+
+def test_an_engine_that_is_left_out_but_has_answered_is_at_rest() -> None:
+    round_ = Round()
+    round_.prepare()
+    round_.written(Feed, *ENGINES)
+    round_.answer("a/0", Relay, relayed(unknown_to=("b/0",)))
+    round_.answer("b/0", Relay, relayed(missing=("t",)))
+    round_.answer("c/0", Relay, relayed(missing=("t",)))
+    round_.written(Write, "c")
+    assert not round_.complete("a", "c").unsettled
+
+
+def test_a_relay_that_does_not_answer_is_left_out_and_holds_whom_it_wrote() -> None:
+    round_ = Round()
+    round_.prepare()
+    round_.written(Feed, *ENGINES)
+    round_.answer("b/0", Relay, relayed(missing=("t",), unknown_from=("a/0",)))
+    round_.answer("c/0", Relay, relayed(missing=("t",)))
+    round_.pass_deadline()
+    round_.written(Write, "c")
+    finish = round_.complete("c")
+    assert finish.outcome is RoundOutcome.PUBLISHED
+    assert finish.fates["b"] is EngineFate.POISONED
+    assert finish.unsettled == {"a/0": ("b",)}
+
+
+def test_a_failure_in_a_relay_leaves_its_engine_out() -> None:
+    round_ = Round()
+    round_.prepare()
+    round_.written(Feed, *ENGINES)
+    round_.answer("a/0", Relay, Failure(FailureKind.FAILED, "no group"))
+    assert round_.told("b/0", Forgo) == [Forgo("a/0")]
+    for name in ("b", "c"):
+        round_.answer(f"{name}/0", Relay, relayed(missing=("t",)))
+    round_.written(Write, "b", "c")
+    assert not round_.complete("b", "c").unsettled
+
+
+def test_without_every_member_the_trainers_write() -> None:
+    round_ = Round(UpdateMode.IN_PLACE)
+    round_.lose("c/0")
+    round_.prepare()
+    for name in ("a", "b"):
+        round_.answer(f"{name}/0", Pause, Done())
+    assert round_.machine.phase is Phase.WRITE
+    assert not round_.told("t", Feed)
+    assert not round_.told("a/0", Relay)
+    (write,) = round_.told("t", Write)
+    assert isinstance(write, Write)
+    assert set(write.destinations) == {"a/0", "b/0"}

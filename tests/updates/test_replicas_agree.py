@@ -1,0 +1,187 @@
+"""A version whose trainer ranks do not agree about what they hold in common is not published."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+
+import windlass
+from windlass.engines.client import EngineClient
+from windlass.errors import RoundAborted
+from windlass.layout.manifest import Role
+from windlass.planning import replicated
+from windlass.testing.resting_engine import RestingEngine
+from windlass.transfer.base import ParameterMemory
+from windlass.transfer.dtensor import LiveTensors, describe_module, own_tensors
+from windlass.transports.configs import parse_transport
+from windlass.transports.registry import create_transport
+
+TOKEN = "secret of the test"
+ROWS, COLUMNS = 64, 48
+
+
+def model(first: int) -> torch.nn.Module:
+    """Every element distinct."""
+    module = torch.nn.Sequential(torch.nn.Linear(COLUMNS, ROWS), torch.nn.LayerNorm(ROWS))
+    for parameter in module.parameters():
+        values = torch.arange(first, first + parameter.numel(), dtype=torch.float32)
+        parameter.data = values.reshape(parameter.shape)
+        first += parameter.numel()
+    return module
+
+
+def extents_of(module: torch.nn.Module) -> Callable[[], tuple[tuple[int, int], ...]]:
+    return LiveTensors([module], lambda: own_tensors(module)).locate
+
+
+class Fleet:
+    """Trainer ranks that hold a module each, and an engine that holds one."""
+
+    def __init__(
+        self,
+        url: str,
+        modules: Sequence[torch.nn.Module],
+        served: torch.nn.Module,
+        *,
+        replica: bool,
+    ) -> None:
+        self.served = served
+        transport = create_transport(parse_transport("cma"))
+        extents = extents_of(self.served)()
+        self.engine = EngineClient(
+            manifest=describe_module(self.served, "engine/0", Role.ENGINE),
+            addresses=[address for address, _ in extents],
+            regions=[transport.register(*extent) for extent in extents],
+            transport=transport,
+            hooks=RestingEngine(),
+            controller=url,
+            token=TOKEN,
+            group="engine",
+        )
+        self.modules = modules
+        self.replica = replica
+        self.trainers = [
+            windlass.TrainerClient(
+                manifest=describe_module(module, f"trainer/{rank}", Role.TRAINER),
+                parameters=self._parameters_of(module),
+                transport=create_transport(parse_transport("cma")),
+                controller=url,
+                token=TOKEN,
+                job="agreeing",
+                rank=rank,
+                world_size=len(modules),
+                replica=replica,
+            )
+            for rank, module in enumerate(modules)
+        ]
+
+    @staticmethod
+    def _parameters_of(module: torch.nn.Module) -> Callable[[], list[ParameterMemory]]:
+        extents = extents_of(module)
+        return lambda: [ParameterMemory(*extent) for extent in extents()]
+
+    async def publish(self, version: int) -> str:
+        """Why it was not published; empty where it was."""
+        said = await asyncio.gather(
+            *(asyncio.to_thread(self._publish, trainer, version) for trainer in self.trainers)
+        )
+        assert len(set(said)) == 1
+        return said[0]
+
+    def _publish(self, trainer: windlass.TrainerClient, version: int) -> str:
+        try:
+            if self.replica:
+                trainer.begin_publish(version, deadline_s=60).result(deadline_s=60)
+            else:
+                trainer.publish(version, deadline_s=60)
+        except RoundAborted as error:
+            return str(error)
+        return ""
+
+    def is_served(self, module: torch.nn.Module) -> bool:
+        pairs = zip(self.served.parameters(), module.parameters(), strict=True)
+        return all(torch.equal(a, b) for a, b in pairs)
+
+    def close(self) -> None:
+        for trainer in self.trainers:
+            trainer.close()
+        self.engine.close()
+
+
+@asynccontextmanager
+async def running(
+    modules: Sequence[torch.nn.Module],
+    *,
+    served: torch.nn.Module | None = None,
+    replica: bool = False,
+) -> AsyncIterator[Fleet]:
+    async with windlass.Controller(token=TOKEN) as controller:
+        served = model(-10_000) if served is None else served
+        fleet = await asyncio.to_thread(Fleet, controller.url, modules, served, replica=replica)
+        try:
+            yield fleet
+        finally:
+            await asyncio.to_thread(fleet.close)
+
+
+@pytest.mark.parametrize("replica", [False, True])
+async def test_one_differing_element_is_named_and_nothing_is_published(replica: bool) -> None:
+    modules = [model(1) for _ in range(3)]
+    weight = modules[1].get_parameter("0.weight").data
+    weight[40, 7] += 1
+    async with running(modules, replica=replica) as fleet:
+        said = await fleet.publish(0)
+        assert f"'0.weight' [0:{ROWS}, 0:{COLUMNS}]" in said
+        assert "trainer/0, trainer/2 but not trainer/1" in said
+        assert fleet.is_served(model(-10_000))
+        weight[40, 7] -= 1
+        assert await fleet.publish(1) == ""
+        assert fleet.is_served(model(1))
+        modules[2].get_parameter("1.bias").data += 1  # one box of four, as any sample may find it
+        for version in range(2, 60):
+            if said := await fleet.publish(version):
+                break
+        assert "'1.bias' [0:64]" in said
+        assert "trainer/0, trainer/1 but not trainer/2" in said
+
+
+async def test_later_rounds_compare_a_sample_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicated, "BLOCK_NBYTES", 1024)
+    modules = [model(1) for _ in range(2)]
+    async with running(modules) as fleet:
+        assert await fleet.publish(0) == ""
+        found = replicated.find_replicated([t._sender.manifest for t in fleet.trainers])
+        turns = found.period(sum(p.nbytes for p in modules[0].parameters()) // 2)
+        assert turns > 4
+        weight = modules[1].get_parameter("0.weight").data
+        weight[40, 7] += 1
+        said = []
+        for version in range(1, turns + 1):
+            said.append(await fleet.publish(version))
+            if said[-1]:
+                break
+        assert "'0.weight'" in said[-1]
+        assert not any(said[:-1])
+        assert await fleet.publish(turns + 1) == said[-1].replace(
+            f"version {len(said)} ", f"version {turns + 1} "
+        )
+
+
+async def test_tensor_parallel_pieces_in_plain_tensors_are_not_taken_for_replicas() -> None:
+    """Cut by hand, and nothing says that they are pieces; an engine rank cut alike asks for no more."""
+    modules = [torch.nn.Linear(COLUMNS, ROWS // 2, bias=False) for _ in range(2)]
+    pieces = model(1).get_parameter("0.weight").data.chunk(2)
+    for module, piece in zip(modules, pieces, strict=True):
+        module.weight.data = piece.clone()
+    served = torch.nn.Linear(COLUMNS, ROWS // 2, bias=False)
+    before = served.weight.detach().clone()
+    async with running(modules, served=served) as fleet:
+        said = await fleet.publish(0)
+    assert (
+        f"'weight' [0:{ROWS // 2}, 0:{COLUMNS}] is the same at trainer/0 but not trainer/1" in said
+    )
+    assert torch.equal(served.weight, before)
