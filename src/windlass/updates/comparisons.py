@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from math import inf
 from typing import final
 
 __all__ = ["Comparison", "Comparisons"]
@@ -27,8 +28,8 @@ class Comparisons:
     """Keeps account: seconds spent comparing against a share of the seconds that updates take.
 
     The first comparison of a group of trainers takes place in any case, and is not charged. After it an
-    update compares if the account holds what the last comparison cost. So while updates are published, what
-    was spent exceeds the share by no more than the largest step from one cost to the next.
+    update compares if the account holds what the cheapest comparison cost so far. So while updates are
+    published, what was spent exceeds the share by no more than one comparison cost more than that.
 
     An attempt to publish a version again does what the attempt before did; a comparison in an update that
     was not published (ranks may have disagreed) is followed by another one, whatever the account holds.
@@ -42,7 +43,7 @@ class Comparisons:
         self._sources: Hashable = None
         self._has_compared = False
         self._turn = 0
-        self._balance_s = self._last_s = 0.0
+        self._balance_s, self._cheapest_s = 0.0, inf
         self._must_repeat = False
         self._version = -1
         self._decided: Comparison | None = None
@@ -56,12 +57,13 @@ class Comparisons:
         """
         if sources != self._sources:
             self._sources, self._has_compared, self._must_repeat = sources, False, False
-            self._balance_s = self._last_s = 0.0
+            self._balance_s, self._cheapest_s = 0.0, inf
         elif version == self._version:
             return self._decided
         self._version = version
         is_first = not self._has_compared
-        is_due = is_first or self._must_repeat or self._balance_s >= self._last_s
+        needed_s = 0.0 if self._cheapest_s == inf else self._cheapest_s
+        is_due = is_first or self._must_repeat or self._balance_s >= needed_s
         if is_due or self._share == 1:
             self._decided = Comparison(self._turn, is_first)
         else:
@@ -79,7 +81,7 @@ class Comparisons:
         compared = self._decided
         if compared is not None and not compared.is_first:
             self._balance_s -= compare_s
-            self._last_s = compare_s
+            self._cheapest_s = min(self._cheapest_s, compare_s)
         if compared is not None:
             self._must_repeat = not is_published
         if not is_published:
