@@ -145,5 +145,5 @@ async def test_a_newcomer_on_a_gpu_catches_up_from_an_engine(mode: UpdateMode) -
         for rank in fleet.engines["newcomer"]:
             assert await rank.read() == "ready"
         async with asyncio.timeout(30):
-            while await fleet.held("newcomer") != [(4, "4", False)]:
+            while await fleet.held("newcomer") != [(4, "4", False)]:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
