@@ -40,7 +40,12 @@ class HostMemory:
         """See `MemoryOps.allocate`."""
         return _HostBuffer(nbytes)
 
-    def prepare(self, copies: Sequence[StridedCopy]) -> _HostCopies:
+    def prepare(
+        self,
+        copies: Sequence[StridedCopy],
+        *,
+        beside_transfers: bool = False,  # noqa: ARG002
+    ) -> _HostCopies:
         """See `MemoryOps.prepare`."""
         return _HostCopies(copies)
 

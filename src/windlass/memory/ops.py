@@ -174,8 +174,15 @@ class MemoryOps(Protocol):
         """
         ...
 
-    def prepare(self, copies: Sequence[StridedCopy]) -> PreparedCopies:
+    def prepare(
+        self, copies: Sequence[StridedCopy], *, beside_transfers: bool = False
+    ) -> PreparedCopies:
         """Copies that are run again and again. Ranges at either side may be pinned host memory.
+
+        Args:
+            copies: in any order; none reads what another one stores.
+            beside_transfers: they run while bytes of the same memory are on the wire, and are to leave most
+                of a GPU to that.
 
         Raises:
             TransferFailed: a GPU without room for its tables.

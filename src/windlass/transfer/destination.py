@@ -158,7 +158,8 @@ class Destination:
                     tensor=op.tensor,
                 )
                 for op, source in ops
-            ]
+            ],
+            beside_transfers=True,
         )
 
     def verify(self, expected: Mapping[str, str]) -> tuple[str, ...]:
