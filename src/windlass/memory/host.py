@@ -14,11 +14,11 @@ from windlass.errors import PlanError
 from windlass.layout.dtypes import DType
 from windlass.layout.quantization import BLOCK, scale_shape
 from windlass.memory.digest import hash_strided, new_digest
-from windlass.memory.ops import ALIGNMENT, DigestKind, StridedCopy, UInt64Array
+from windlass.memory.ops import ALIGNMENT, StridedCopy, UInt64Array
 from windlass.memory.packing import copy_strided, row_major_blocks, strided_view
 from windlass.memory.quantize import pack_quantized
 from windlass.planning.plan import Transform
-from windlass.planning.program import BoundOp, LinkProgram
+from windlass.planning.program import BoundOp, DigestKind, LinkProgram
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -17,7 +16,7 @@ import numpy.typing as npt
 from windlass.errors import PlanError
 from windlass.layout.dtypes import DType
 from windlass.memory.cuda.driver import gpu_of
-from windlass.planning.program import LinkProgram
+from windlass.planning.program import DigestKind, LinkProgram
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +29,6 @@ __all__ = [
     "aligned_offsets",
     "OWN_WORK_S",
     "Buffer",
-    "DigestKind",
     "LinkDigests",
     "MemoryOps",
     "PreparedCopies",
@@ -59,16 +57,6 @@ def aligned_offsets(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
         offsets.append(total)
         total += aligned(nbytes)
     return tuple(offsets), total
-
-
-class DigestKind(StrEnum):
-    """What a link's digest is computed with; both ends must use the same.
-
-    XXH3: xxh3_128 of the payload, in host memory. POSITION: `memory/position_digest.py`, on GPUs.
-    """
-
-    XXH3 = "xxh3_128"
-    POSITION = "position"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

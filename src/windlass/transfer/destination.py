@@ -16,7 +16,6 @@ from windlass.memory.ops import (
     ALIGNMENT,
     OWN_WORK_S,
     Buffer,
-    DigestKind,
     LinkDigests,
     MemoryOps,
     PreparedCopies,
@@ -25,7 +24,7 @@ from windlass.memory.ops import (
     memory_at,
 )
 from windlass.planning.plan import TransferPlan
-from windlass.planning.program import BoundOp, LinkProgram, bind_links
+from windlass.planning.program import BoundOp, DigestKind, LinkProgram, bind_links
 from windlass.transfer.bind import check_part
 from windlass.transfer.source import refuse_transforms
 

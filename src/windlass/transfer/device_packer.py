@@ -32,9 +32,9 @@ from windlass.memory.cuda.pieces import (
     kind_of,
     store_packed,
 )
-from windlass.memory.ops import ALIGNMENT, OWN_WORK_S, DigestKind, aligned
+from windlass.memory.ops import ALIGNMENT, OWN_WORK_S, aligned
 from windlass.planning.plan import Transform
-from windlass.planning.program import LinkProgram
+from windlass.planning.program import DigestKind, LinkProgram
 from windlass.transfer.device_arena import DeviceArena
 from windlass.transfer.pack_arena import ArenaSlot
 from windlass.transfer.packer import PackedLink, Peer, as_pieces

@@ -28,9 +28,9 @@ from windlass.memory.cuda.pieces import (
     kind_of,
     store_packed,
 )
-from windlass.memory.ops import ALIGNMENT, OWN_WORK_S, DigestKind, UInt64Array, aligned_offsets
+from windlass.memory.ops import ALIGNMENT, OWN_WORK_S, UInt64Array, aligned_offsets
 from windlass.planning.plan import TransferPlan
-from windlass.planning.program import bind_links
+from windlass.planning.program import DigestKind, bind_links
 from windlass.transfer.bind import check_part
 from windlass.transfer.bindings import DestinationBinding, GroupOffer
 from windlass.transfer.device_arena import DeviceArena

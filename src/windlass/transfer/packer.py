@@ -18,8 +18,8 @@ import xxhash
 from windlass.errors import PlanError
 from windlass.memory.digest import hash_strided, new_digest
 from windlass.memory.host import hash_link, least_half, pack_op, split_op
-from windlass.memory.ops import ALIGNMENT, DigestKind, aligned
-from windlass.planning.program import BoundOp, LinkProgram
+from windlass.memory.ops import ALIGNMENT, aligned
+from windlass.planning.program import BoundOp, DigestKind, LinkProgram
 from windlass.transfer.arena import Arena
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transfer.pack_arena import ArenaSlot, PackArena

@@ -22,10 +22,10 @@ from windlass.memory.cuda.pieces import (
     kind_of,
     store_packed,
 )
-from windlass.memory.ops import DigestKind, StridedCopy, UInt64Array
+from windlass.memory.ops import StridedCopy, UInt64Array
 from windlass.memory.packing import overflow_text
 from windlass.planning.plan import Transform
-from windlass.planning.program import LinkProgram
+from windlass.planning.program import DigestKind, LinkProgram
 
 if TYPE_CHECKING:
     import torch
