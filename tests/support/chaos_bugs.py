@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
+from windlass.net import rpc
+from windlass.net.rpc_client import ReplyStore
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.lifecycle import Lifecycle
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
-from windlass.updates import coordinator, gateway
+from windlass.updates import coordinator
 from windlass.updates.agents import EngineAgent
-from windlass.updates.conversation import _ReplyStore
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.driver import RoundDriver
 from windlass.updates.fleet import Fleet
@@ -77,7 +78,7 @@ BUGS = (
     Bug("every digest is right", Receiver, "verify", "self._digest(program) != digest", "False", 9),
     Bug(
         "a repeated command is carried out again",
-        _ReplyStore,
+        ReplyStore,
         "lookup",
         "if key in self._replies:",
         "if False:",
@@ -173,9 +174,9 @@ BUGS = (
     ),
     Bug(
         "an agent whose frame was garbled is sent away for good",
-        gateway,
+        rpc,
         "_decode",
-        "raise _Garbled(str(error)) from error",
+        'raise Garbled(f"{what}: {error}") from error',
         "raise",
         12,
     ),
@@ -208,7 +209,7 @@ BUGS = (
 RARE_BUGS = (
     Bug(
         "a command of a past round is carried out",
-        _ReplyStore,
+        ReplyStore,
         "lookup",
         "if place < self._newest or",
         "if False or",
@@ -216,7 +217,7 @@ RARE_BUGS = (
     ),
     Bug(
         "what came over a lost connection is carried out after it",
-        _ReplyStore,
+        ReplyStore,
         "void",
         "self._void = self._received",
         "pass",

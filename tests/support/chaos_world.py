@@ -455,7 +455,7 @@ class World:
             return None
         began_s = self.loop.time()
         try:
-            announced = trainer.conversation.announce(self._target)
+            announced = trainer.conversation.begin_announcement(self._target)
         except WindlassError:
             await asyncio.sleep(0.5)
             return None
@@ -595,14 +595,14 @@ class World:
             "sessions": (len(coordinator._sessions), num_agents),
             "tasks": (len(coordinator._tasks), 4),
             "holds": (len(coordinator._fleet._holds), 0),
-            "waiting": (sum(len(s._waiting) for s in coordinator._sessions.values()), 0),
+            "waiting": (sum(s.num_waiting for s in coordinator._sessions.values()), 0),
             "records": (len(self.controller.rollouts._book.records), 0),
             "by engine": (len(self.controller.rollouts._book.by_engine), 0),
         }
         # One WebSocket per agent; watch and idle connections of the rollout lane.
         counts["connections"] = (self.network.num_connections, 2 * (num_agents + 40))
         for trainer in self.trainers:
-            counts[f"replies {trainer.name}"] = (len(trainer.conversation._store._replies), 64)
+            counts[f"replies {trainer.name}"] = (len(trainer.conversation._store), 64)
         for what, (count, bound) in counts.items():
             if count > bound:
                 self.violate(f"{count} {what} are kept, at most {bound}")

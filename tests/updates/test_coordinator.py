@@ -44,7 +44,7 @@ from windlass.net.server import ControlServer
 from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
 from windlass.transfer.bindings import LinkStatus
-from windlass.updates.client import AgentChannel, tell_cannot_join
+from windlass.updates.client import AgentChannel, report_cannot_join
 from windlass.updates.journal import Journal, JournalEntry, JournalKind
 from windlass.updates.messages import (
     PROTOCOL_VERSION,
@@ -762,11 +762,11 @@ async def test_an_engine_that_cannot_even_connect_says_so_to_whoever_waits_for_i
         )
         engine, trainer = (role_token(TOKEN, role) for role in (Access.ENGINE, Access.TRAINER))
         for name in ("a", "vllm"):
-            await asyncio.to_thread(tell_cannot_join, rig.server.url, trainer, name, "a lie")
+            await asyncio.to_thread(report_cannot_join, rig.server.url, trainer, name, "a lie")
         assert not waits.done()
         for name in ("a", "vllm"):
             why = "no kernel casts bfloat16 to float32"
-            await asyncio.to_thread(tell_cannot_join, rig.server.url, engine, name, why)
+            await asyncio.to_thread(report_cannot_join, rig.server.url, engine, name, why)
         with pytest.raises(EngineRefused, match="engine vllm was refused: no kernel casts"):
             await waits
         await rig.coordinator.wait_for_fleet(num_trainers=2, engines=("a",), deadline_s=5)

@@ -17,7 +17,7 @@ from test_catch_up_retries import VERSION, Rig, Socket, hello_of, simulated
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
 from windlass.net.server import ControlServer
 from windlass.updates import retries
-from windlass.updates.conversation import WELCOME_SEQ
+from windlass.updates.client import WELCOME_SEQ
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.fleet import PROBE_SEQ
 from windlass.updates.journal import JournalKind

@@ -29,6 +29,7 @@ from windlass.errors import (
 )
 from windlass.layout.manifest import Role
 from windlass.net.logs import log_fields
+from windlass.net.rpc import host_of
 from windlass.net.server import ControlServer
 from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
@@ -46,7 +47,6 @@ from windlass.updates.changes import Changes, tell
 from windlass.updates.conclusion import attempt_until_whole, note_fates
 from windlass.updates.driver import RoundDriver, RoundResult, report_of, spec_of
 from windlass.updates.fleet import EngineInfo, Fleet, Group, Identity, MustWait
-from windlass.updates.gateway import check_published, serve_agent
 from windlass.updates.journal import Journal, JournalKind
 from windlass.updates.messages import (
     MAX_COUNT,
@@ -55,6 +55,7 @@ from windlass.updates.messages import (
     Hello,
     Refused,
     Reply,
+    Result,
     RoundOutcome,
     UpdateReport,
     Welcome,
@@ -64,7 +65,13 @@ from windlass.updates.push import HandDrivenUpdates
 from windlass.updates.push_gate import HandDrivenGate
 from windlass.updates.resumes import Resumes
 from windlass.updates.round_types import AgentLost, EngineFate, Phase
-from windlass.updates.session import AgentSession, host_of, probe_held, report_to
+from windlass.updates.session import (
+    AgentSession,
+    check_published,
+    probe_held,
+    report_to,
+    serve_agent,
+)
 
 __all__ = ["Coordinator", "EngineInfo"]
 
@@ -277,8 +284,7 @@ class Coordinator(HandDrivenGate):
 
     async def _admit(self, hello: Hello, socket: web.WebSocketResponse) -> AgentSession:
         self._check_past(hello)
-        if host := host_of(socket):
-            check_published(hello, host)
+        check_published(hello, host_of(socket))
         old = self._sessions.get(hello.worker)
         if old is not None and old.agent.hello.incarnation == hello.incarnation:
             # The process noticed before we did that its connection had broken.
@@ -370,7 +376,9 @@ class Coordinator(HandDrivenGate):
         self._changes.notify()
         self.settle_soon()
 
-    async def received(self, session: AgentSession, frame: Announce | Withdraw | Reply) -> None:
+    async def received(
+        self, session: AgentSession, frame: Announce | Withdraw | Reply[Result]
+    ) -> None:
         """See `AgentOwner.received`."""
         match frame:
             case Reply():
@@ -401,7 +409,7 @@ class Coordinator(HandDrivenGate):
         self._resumes.forget(session.agent.identity)
         if ended and session.agent.hello.role is Role.ENGINE:
             self._catch_ups.lost(session.agent.identity)
-        session.fail_waiting(reason)
+        session.fail_calls(reason)
         if self._driver is not None:
             self._driver.post(AgentLost(worker, reason))
         _log.info("agent %s lost: %s", worker, reason)

@@ -12,7 +12,7 @@ from windlass.config import ControlConfig, DiskBackend, PhaseDeadlines, XcclBack
 from windlass.errors import PeerUnreachable
 from windlass.net.logs import log_fields
 from windlass.updates.binding import Binding
-from windlass.updates.messages import Envelope, Pause, Publish, Reply, UpdateReport
+from windlass.updates.messages import Envelope, Pause, Publish, Reply, Result, UpdateReport
 from windlass.updates.round_types import (
     AgentLost,
     Blocked,
@@ -148,7 +148,7 @@ class RoundDriver:
         """Queue an event."""
         self._events.put_nowait(event)
 
-    def on_reply(self, worker: str, reply: Reply) -> None:
+    def on_reply(self, worker: str, reply: Reply[Result]) -> None:
         """Queue a reply if it belongs to this round."""
         if (reply.epoch, reply.round) == (self._epoch, self._round):
             if (worker, reply.seq) in self._publishing and worker in self._pause_began:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from windlass.errors import ManifestError, ProtocolError
 from windlass.layout.manifest import Role, ShardManifest
+from windlass.net.messages import MustWait
 from windlass.transfer.bindings import LinkStatus
 from windlass.updates.journal import MAX_POISONED
 from windlass.updates.messages import PROTOCOL_VERSION, Failure, FailureKind, Hello, Result, Written
@@ -22,10 +23,6 @@ Identity = tuple[str, str]
 """(worker, incarnation): one process."""
 KEPT_JOBS = 1024
 """Trainer jobs that were replaced and are remembered: the newest."""
-
-
-class MustWait(ProtocolError):
-    """The agent may belong here, but not yet: it may come again."""
 
 
 class EngineInfo(NamedTuple):

@@ -18,13 +18,22 @@ from enum import StrEnum
 import msgspec
 
 from windlass.config import CollectiveFabric, P2pBackend, PauseMode, UpdateBackend, UpdateMode
-from windlass.errors import DECODE_ERRORS, ProtocolError
 from windlass.layout.manifest import Role
+from windlass.net.messages import (
+    PROTOCOL_VERSION,
+    Codec,
+    Envelope,
+    Refused,
+    Reply,
+    encode,
+)
 from windlass.transfer.bindings import DestinationBinding, GroupOffer, LinkOutcome, WireTensor
 from windlass.transports.base import PeerEndpoint, WireReport
 from windlass.updates.relay_messages import RelayCommand, Relayed, RelayOpened
 
 __all__ = [
+    "AGENT_FRAMES",
+    "CONTROLLER_FRAMES",
     "FAREWELL",
     "MAX_COUNT",
     "PROTOCOL_VERSION",
@@ -71,7 +80,6 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL_VERSION = 5
 MAX_COUNT = (1 << 53) - 1
 """Of versions, epochs and rounds: what JSON and float64 hold exactly, far below what msgpack does."""
 
@@ -226,16 +234,7 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
 Result = Bound | Offered | Prepared | Written | Verified | RelayOpened | Relayed | Done | Failure
 
 
-class Reply(msgspec.Struct, frozen=True, tag="reply"):
-    """The one answer to the envelope with the same (epoch, round, seq)."""
-
-    epoch: int
-    round: int
-    seq: int
-    result: Result
-
-
-AgentFrame = Hello | CannotJoin | Announce | Withdraw | Reply
+AgentFrame = Hello | CannotJoin | Announce | Withdraw | Reply[Result]
 
 
 # --- controller -> agent -----------------------------------------------------------------
@@ -252,19 +251,6 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
     epoch: int
     lineage: str
-
-
-class Refused(msgspec.Struct, frozen=True, tag="refused", omit_defaults=True):
-    """Instead of `Welcome`, or before the controller closes the connection.
-
-    Attributes:
-        message: one line for a person.
-        final: the agent does not belong here, and need not come again. False where only this
-            connection went wrong.
-    """
-
-    message: str
-    final: bool = True
 
 
 class ConnectEngine(msgspec.Struct, frozen=True, tag="connect_engine"):
@@ -431,15 +417,6 @@ Command = (
 )
 
 
-class Envelope(msgspec.Struct, frozen=True, tag="envelope"):
-    """A command with its place in the history of the fleet."""
-
-    epoch: int
-    round: int
-    seq: int
-    command: Command | Probe
-
-
 class RoundOutcome(StrEnum):
     """How a round ended."""
 
@@ -483,39 +460,9 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report"):
     pack_s: float = 0.0
 
 
-ControllerFrame = Welcome | Refused | Envelope | UpdateReport
+ControllerFrame = Welcome | Refused | Envelope[Command | Probe] | UpdateReport
 
-_encoder = msgspec.msgpack.Encoder()
-_agent_decoder: msgspec.msgpack.Decoder[AgentFrame] = msgspec.msgpack.Decoder(AgentFrame)
-_controller_decoder: msgspec.msgpack.Decoder[ControllerFrame] = msgspec.msgpack.Decoder(
-    ControllerFrame
-)
-
-
-def encode(frame: AgentFrame | ControllerFrame) -> bytes:
-    """The wire form of a frame."""
-    return _encoder.encode(frame)
-
-
-def decode_agent_frame(data: bytes) -> AgentFrame:
-    """Decode what an agent sent.
-
-    Raises:
-        ProtocolError: not such a frame.
-    """
-    try:
-        return _agent_decoder.decode(data)
-    except DECODE_ERRORS as error:
-        raise ProtocolError(f"agent frame of {len(data)} bytes: {error}") from error
-
-
-def decode_controller_frame(data: bytes) -> ControllerFrame:
-    """Decode what the controller sent.
-
-    Raises:
-        ProtocolError: not such a frame.
-    """
-    try:
-        return _controller_decoder.decode(data)
-    except DECODE_ERRORS as error:
-        raise ProtocolError(f"controller frame of {len(data)} bytes: {error}") from error
+AGENT_FRAMES: Codec[AgentFrame] = Codec(AgentFrame, "agent frame")
+CONTROLLER_FRAMES: Codec[ControllerFrame] = Codec(ControllerFrame, "controller frame")
+decode_agent_frame = AGENT_FRAMES.decode
+decode_controller_frame = CONTROLLER_FRAMES.decode

@@ -14,9 +14,9 @@ from typing import Protocol, final
 from windlass.config import PhaseDeadlines
 from windlass.errors import PeerUnreachable
 from windlass.layout.manifest import Role
-from windlass.updates.conversation import WELCOME_SEQ
+from windlass.updates.client import WELCOME_SEQ
 from windlass.updates.fleet import PROBE_SEQ, Agent, Identity
-from windlass.updates.messages import Abort, Done, Envelope, Reply
+from windlass.updates.messages import Abort, Done, Envelope, Reply, Result
 from windlass.updates.relay_round import time_to_act_s
 from windlass.updates.retries import MAX_ATTEMPTS, Timers, backoff_s
 from windlass.updates.session import AgentSession
@@ -61,7 +61,7 @@ class Resumes:
         self._due: set[Identity] = set()
         self._timers = Timers()
 
-    def heard(self, agent: Agent, reply: Reply) -> bool:
+    def heard(self, agent: Agent, reply: Reply[Result]) -> bool:
         """Take a reply; returns whether the rank may be given traffic, or no more, because of it.
 
         Every `Done` of an engine rank says how it is when the command is over, but for the answer
