@@ -43,10 +43,9 @@ async def answer_everything(url: str, name: str = "trainer") -> None:
     ):
         await socket.send_bytes(encode(Joined(PROTOCOL_VERSION, 0, 1, "first")))
         async for message in socket:
-            match CONTROLLER_FRAMES.decode(message.data):
-                case Envelope() as call:
-                    reply = Reply(call.epoch, call.round, call.seq, Done())
-                    await socket.send_bytes(encode(reply))
+            call = CONTROLLER_FRAMES.decode(message.data)
+            if isinstance(call, Envelope):
+                await socket.send_bytes(encode(Reply(call.epoch, call.round, call.seq, Done())))
 
 
 async def test_actor_and_critic_share_a_server_and_a_name_is_taken_once() -> None:
@@ -97,7 +96,5 @@ async def test_ranks_that_stopped_have_the_time_to_end_that_close_was_given() ->
 async def test_a_rank_that_does_not_belong_here_is_told_and_does_not_come_again() -> None:
     async with mounted(IdleScheduler()) as (_, url):
         worker = _Worker(msgspec.UNSET, url, "trainer", TOKEN, 1, 2)  # type: ignore[arg-type]  # no call comes
-        with pytest.raises(
-            ProtocolError, match=r"refused this process: .*rank must be in \[0, 1\)"
-        ):
+        with pytest.raises(ProtocolError, match=r"refused this agent: .*rank must be in \[0, 1\)"):
             await asyncio.to_thread(worker.work)

@@ -25,10 +25,12 @@ from windlass.updates.coordinator import Coordinator
 from windlass.updates.messages import (
     Abort,
     Bound,
+    Command,
     ConnectEngine,
     Done,
     Envelope,
     Hello,
+    Probe,
     Reply,
     Result,
     Verified,
@@ -61,7 +63,7 @@ class Socket:
     def __init__(self, rig: Rig, name: str) -> None:
         self.rig, self.name = rig, name
         self.session: AgentSession | None = None
-        self.told: list[Envelope] = []
+        self.told: list[Envelope[Command | Probe]] = []
         self.tainted = False
 
     async def send_bytes(self, data: bytes) -> None:
@@ -69,7 +71,7 @@ class Socket:
         if isinstance(frame, Envelope):
             asyncio.get_running_loop().call_soon(self.answer, frame)
 
-    def answer(self, frame: Envelope) -> None:
+    def answer(self, frame: Envelope[Command | Probe]) -> None:
         self.told.append(frame)
         if isinstance(frame.command, Abort):
             self.tainted |= frame.command.tainted
@@ -77,7 +79,7 @@ class Socket:
         if result is not None:
             self.reply(frame, result)
 
-    def reply(self, frame: Envelope, result: Result) -> None:
+    def reply(self, frame: Envelope[Command | Probe], result: Result) -> None:
         assert self.session is not None
         reply = Reply(frame.epoch, frame.round, frame.seq, result)
         self.rig.spawn(self.rig.coordinator.received(self.session, reply))

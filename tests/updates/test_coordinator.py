@@ -59,6 +59,7 @@ from windlass.updates.messages import (
     Publish,
     Refused,
     Reply,
+    Result,
     RoundOutcome,
     Verify,
     Welcome,
@@ -349,10 +350,18 @@ async def test_an_oversized_message_closes_its_own_connection_and_no_other() -> 
     ("changes", "reason"),
     [
         ({"protocol_version": 99}, f"protocol_version must be {PROTOCOL_VERSION}, got 99"),
-        ({"rank": 5}, "rank must be in"),
-        ({"worker": "somebody/0"}, "sent the manifest of engine x/0"),
-        ({"group": "a"}, "rank 0 of 'a' is taken"),
-        ({"group": "trainer"}, "has role trainer"),
+        ({"worker": "x/5", "rank": 5}, "rank must be in"),
+        ({"worker": "b/0", "group": "b"}, "sent the manifest of engine x/0"),
+        ({"group": "a"}, "worker must be group/rank, 'a/0'"),
+        (
+            {"worker": "x/0\n"},
+            "worker must be 1 to 255 bytes of printable characters, got 'x/0\\\\n'",
+        ),
+        ({"worker": "x" * 300}, "worker must be 1 to 255 bytes"),
+        ({"group": "\x1b[2J"}, "group must be 1 to 255 bytes"),
+        ({"url": "file:///etc/passwd"}, "url must be http or https"),
+        ({"url": "http://a/?x="}, "url must be http or https"),
+        ({"url": "http://user@a/"}, "url must be http or https"),
         ({"manifest": b"junk"}, "manifest: cannot be decoded"),
     ],
 )
@@ -375,7 +384,8 @@ async def test_a_second_process_under_a_live_name_is_refused() -> None:
         await rig.start({"a": 1})
         answers = await raw(rig, encode(hello_of("a", incarnation="second")))
         assert isinstance(answers[-1], Refused)
-        assert "'a/0' is taken by a live agent" in answers[-1].message
+        assert "'a/0' is that of an agent that is still connected" in answers[-1].message
+        assert not answers[-1].final
         assert (await rig.publish(0)).engines == ("a",)
 
 
@@ -949,7 +959,7 @@ async def test_an_agent_answers_a_repeated_command_from_memory_and_refuses_old_o
         Envelope(3, 1, 3, Feed(2, ("a",), 1.0)),
         Envelope(3, 1, 4, Relay(2, 1.0)),
     ]
-    replies: list[Reply] = []
+    replies: list[Reply[Result]] = []
 
     async def controller(request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse()

@@ -34,10 +34,12 @@ from windlass.updates.messages import (
     PROTOCOL_VERSION,
     Abort,
     Bound,
+    Command,
     ConnectEngine,
     Done,
     Envelope,
     Hello,
+    Probe,
     Refused,
     Reply,
     Verified,
@@ -88,7 +90,7 @@ class Forger:
     async def _reply(
         self,
         socket: aiohttp.ClientWebSocketResponse,
-        frame: Envelope,
+        frame: Envelope[Command | Probe],
         result: Bound | Verified | Done,
     ) -> None:
         await socket.send_bytes(encode(Reply(frame.epoch, frame.round, frame.seq, result)))

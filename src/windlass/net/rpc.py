@@ -218,7 +218,7 @@ async def serve(
     """
     # Large frames come in parts; and compressed ones would be a thousandth of what they become.
     socket = web.WebSocketResponse(
-        heartbeat=heartbeat_s, max_msg_size=MAX_PART_NBYTES, compress=False
+        heartbeat=heartbeat_s, max_msg_size=min(MAX_PART_NBYTES, max_nbytes), compress=False
     )
     await socket.prepare(request)
     request.app[OPEN_SOCKETS].add(socket)
@@ -270,7 +270,7 @@ async def _first_frame(
         first = None
         while first is None:
             message = await socket.receive(timeout=deadline_s)
-            first = _decode(parts, codec, message, "the first frame")
+            first = _decode(parts, codec, message, "the first frame must be a binary Hello")
     except TimeoutError as error:
         raise Garbled(f"the first frame must be Hello, got none in {deadline_s} s") from error
     return first
@@ -278,7 +278,7 @@ async def _first_frame(
 
 def _decode(parts: PartJoiner, codec: Codec[T], message: WSMessage, what: str) -> T | None:
     if message.type is not WSMsgType.BINARY:
-        raise ProtocolError(f"{what}: must be binary, got {message.type.name}")
+        raise ProtocolError(f"{what}: frames must be binary, got {message.type.name}")
     try:
         whole = parts.add(message.data)
         return None if whole is None else codec.decode(whole)

@@ -192,7 +192,7 @@ class Client(ABC, Generic[CommandT, ResultT, FrameT]):
         """The stored replies have been sent again."""
 
     def on_lost(self) -> None:
-        """A connection that was welcomed is lost; no call is being carried out."""
+        """A connection that was welcomed is lost; called in the loop. A call may be being carried out."""
 
     # --- from any thread -----------------------------------------------------------------------
 
@@ -325,8 +325,7 @@ class Client(ABC, Generic[CommandT, ResultT, FrameT]):
                     if not self._keeps_calls:
                         self._store.void()
                     if was_connected:
-                        with self._executing:  # whatever begins after this is refused
-                            self.on_lost()
+                        self.on_lost()
                     self.disconnected.set()
                 if was_connected:
                     backoff_s, give_up_at = FIRST_BACKOFF_S, self._loop.time() + self._give_up_s
@@ -370,7 +369,7 @@ class Client(ABC, Generic[CommandT, ResultT, FrameT]):
             return
         if isinstance(frame, Refused):
             if frame.final:
-                raise ProtocolError(f"the controller refused this process: {frame.message}")
+                raise ProtocolError(f"the controller refused this agent: {frame.message}")
             raise PeerUnreachable(f"the controller refused this connection: {frame.message}")
         if isinstance(frame, Envelope):
             self._store.received(frame.epoch, frame.round)

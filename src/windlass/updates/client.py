@@ -254,7 +254,7 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
 
     async def on_welcome(self) -> None:
         if self._at_rest:  # no command of this connection has come: no round is open here yet
-            await self._loop.run_in_executor(self._executor, self._resume_alone)
+            await self._loop.run_in_executor(self._executor, self.on_lost)
 
     async def on_connected(self) -> None:
         if self._on_disconnect is not None:  # how the engine is now, whatever stored replies say
@@ -265,17 +265,14 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
     def on_lost(self) -> None:
         if self._on_disconnect is None:
             return
-        try:
-            self._on_disconnect()
-            self._at_rest = ""
-        # The boundary of the engine: one that cannot be resumed now must come back all the same.
-        except Exception as error:  # noqa: BLE001
-            self._at_rest = f"{type(error).__name__}: {error}"
-            _log.exception("on_disconnect")
-
-    def _resume_alone(self) -> None:
-        with self._executing:
-            self.on_lost()
+        with self._executing:  # whatever begins after this is refused
+            try:
+                self._on_disconnect()
+                self._at_rest = ""
+            # The boundary of the engine: one that cannot be resumed now must come back all the same.
+            except Exception as error:  # noqa: BLE001
+                self._at_rest = f"{type(error).__name__}: {error}"
+                _log.exception("on_disconnect")
 
     async def _send_announcement(self) -> None:
         """Again after a lost connection, which has withdrawn it."""

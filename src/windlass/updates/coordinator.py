@@ -291,6 +291,7 @@ class Coordinator(HandDrivenGate):
             await self.lost(old, "replaced by a newer connection of the same process")
             self._spawn(old.close())
         if hello.role is Role.TRAINER:
+            await self._free_name(hello)
             await self._make_room(hello)
         session = AgentSession(socket, self._fleet.admit(hello))
         self._sessions[hello.worker] = session
@@ -298,6 +299,15 @@ class Coordinator(HandDrivenGate):
         self._epoch = max(self._epoch, hello.epoch)
         self._learn(hello)
         return session
+
+    async def _free_name(self, hello: Hello) -> None:
+        """Engines that have come first, under the name of the trainers' group, do not keep it."""
+        self._fleet.check(hello)
+        group = self._fleet.group_of(hello.group)
+        if group is not None and group.role is Role.ENGINE:
+            reason = f"{group.name!r} is the name of the trainers' group"
+            _log.warning("%s: %s", ", ".join(group.workers), reason)
+            await self._send_away(group.workers, reason)
 
     async def _make_room(self, hello: Hello) -> None:
         """A job that is started anew replaces what is left of the one before.

@@ -132,6 +132,7 @@ class Fleet:
         self._first_epoch: int | None = None
         self._holds: dict[Identity, _Hold] = {}
         self._num_trainers = 0
+        self._trainer_group = ""
         self._job: str | None = None
         self._past_jobs: dict[str, None] = {}
 
@@ -147,10 +148,11 @@ class Fleet:
         """Register a rank.
 
         Raises:
-            ProtocolError: another protocol version, a name or rank that is taken, a group whose
-                world size or role differs, a manifest or an endpoint that is another's or is none,
-                a trainer rank of a job that another one has replaced.
-            MustWait: ranks of another trainer job are connected.
+            ProtocolError: another protocol version, a group whose world size or role differs, an
+                engine with the name of the trainers' group, a manifest or an endpoint that is
+                another's or is none, a trainer rank of a job that another one has replaced.
+            MustWait: a process of this name, or ranks of another trainer job, are still connected. One
+                that has died without a word is noticed by its silence.
         """
         manifest = self.check(hello)
         if hello.role is Role.TRAINER:
@@ -167,10 +169,14 @@ class Fleet:
                 f"{hello.worker}: trainer group {others[0].name!r} is connected already; "
                 f"got {hello.group!r}"
             )
+        if hello.role is Role.ENGINE and hello.group == self._trainer_group:
+            raise ProtocolError(
+                f"{hello.worker}: {hello.group!r} is the name of the trainers' group"
+            )
         if self.find(hello.worker) is not None:
-            raise ProtocolError(f"worker name {hello.worker!r} is taken by a live agent")
-        if known is not None and hello.rank in known.agents:
-            raise ProtocolError(f"{hello.worker}: rank {hello.rank} of {hello.group!r} is taken")
+            raise MustWait(
+                f"worker name {hello.worker!r} is that of an agent that is still connected"
+            )
         agents = (agent for group in self._groups.values() for agent in group.agents.values())
         if any(agent.hello.endpoint == hello.endpoint for agent in agents):
             raise ProtocolError(f"{hello.worker}: its endpoint is that of another agent")
@@ -251,6 +257,7 @@ class Fleet:
         for past in [k for k in self._holds if k[0] == hello.worker and k != agent.identity]:
             del self._holds[past]
         if hello.role is Role.TRAINER:
+            self._trainer_group = hello.group
             self._note_mesh(hello)
             if hello.job != self._job:
                 self.replace_job(hello.job)
