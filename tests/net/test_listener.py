@@ -31,7 +31,8 @@ from fake_fleet import TOKEN
 from windlass.net import listener
 from windlass.net.listener import RateLimit
 from windlass.net.server import ControlServer
-from windlass.updates.client import AgentChannel
+from windlass.updates.client import AgentChannel, CommandHandler
+from windlass.updates.messages import Hello
 
 NUM_FILES = 256
 NUM_STRANGERS = 300
@@ -72,23 +73,22 @@ def controller_process(errors: Path) -> Iterator[tuple[str, subprocess.Popen[str
 
 
 @contextmanager
+def member(url: str, hello: Hello, handler: CommandHandler) -> Iterator[AgentChannel]:
+    with AgentChannel(url, TOKEN, lambda: hello, handler) as channel:
+        channel.connect(20.0)
+        yield channel
+
+
+@contextmanager
 def fake_fleet(url: str) -> Iterator[AgentChannel]:
     """A trainer and an engine of this process, connected; yields the trainer's channel."""
-    manifests = trainer_manifest("trainer/0", 0, 1), engine_manifest("a/0", 1)
-    fabric = FakeFabric()
-    trainer = FakeTrainerRank("trainer/0", fabric)
-    engine = FakeEngineRank("a/0", 1)
+    fabric, engine = FakeFabric(), FakeEngineRank("a/0", 1)
     fabric.ranks["a/0"] = engine
-    with ExitStack() as stack:
-        channels = []
-        for manifest, rank, group in zip(
-            manifests, (trainer, engine), ("trainer", "a"), strict=True
-        ):
-            hello = fake_hello(manifest, group=group)
-            channel = AgentChannel(url, TOKEN, lambda hello=hello: hello, rank)  # type: ignore[misc]
-            channels.append(stack.enter_context(channel))
-            channel.connect(20.0)
-        yield channels[0]
+    trainer = FakeTrainerRank("trainer/0", fabric)
+    trainer_hello = fake_hello(trainer_manifest("trainer/0", 0, 1), group="trainer")
+    engine_hello = fake_hello(engine_manifest("a/0", 1), group="a")
+    with member(url, trainer_hello, trainer) as channel, member(url, engine_hello, engine):
+        yield channel
 
 
 def processor_s(process: subprocess.Popen[str]) -> float:
@@ -114,17 +114,10 @@ def test_more_strangers_than_descriptors_hold_up_no_update_and_fill_no_log(tmp_p
         assert time.monotonic() - began_s < 5.0
         time.sleep(1.0)
         assert processor_s(process) - used_s < 1.5
-        with fake_fleet_member(url):  # whoever belongs here gets in
-            pass
+        late = fake_hello(engine_manifest("b/0", 1), group="b")
+        with member(url, late, FakeEngineRank("b/0", 1)):
+            pass  # whoever belongs here gets in
     assert errors.stat().st_size < 20_000
-
-
-@contextmanager
-def fake_fleet_member(url: str) -> Iterator[None]:
-    hello = fake_hello(engine_manifest("b/0", 1), group="b")
-    with AgentChannel(url, TOKEN, lambda: hello, FakeEngineRank("b/0", 1)) as channel:
-        channel.connect(10.0)
-        yield
 
 
 async def test_a_connection_that_shows_no_token_in_time_is_closed(

@@ -211,7 +211,7 @@ RARE_BUGS = (
         "a command of a past round is carried out",
         ReplyStore,
         "lookup",
-        "if place < self._newest or",
+        "if round_id < self._newest or",
         "if False or",
         5,
     ),

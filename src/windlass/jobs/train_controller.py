@@ -194,7 +194,7 @@ class TrainController:
             TrainerError: a rank died, hung past `deadline_s` or raised.
         """
         whole = tuple(tuple(group) for group in groups)
-        shards = [whole[index::size] for index, size in self._data_parallel_places()]
+        shards = [whole[index::size] for index, size in self._shard_indices()]
         answers = await self._collective([TrainStep(step, shard) for shard in shards], deadline_s)
         weights = [float(sum(map(len, shard))) for shard in shards]
         found = tuple(answer.metrics for answer in answers)
@@ -254,12 +254,12 @@ class TrainController:
         Raises:
             ConfigError, TrainerError: see `call`; a value that has not one result per item.
         """
-        places = self._data_parallel_places()
-        shards = [list(items[index::size]) for index, size in places]
+        indices = self._shard_indices()
+        shards = [list(items[index::size]) for index, size in indices]
         answers = await self._collective(self._commands(operation, shards), deadline_s)
         found: list[Any] = [None] * len(items)
         for rank, (index, size), shard, answer in reversed(
-            list(zip(self._ranks, places, shards, answers, strict=True))
+            list(zip(self._ranks, indices, shards, answers, strict=True))
         ):
             value = _value_of(rank, answer)
             if not isinstance(value, list) or len(value) != len(shard):
@@ -271,8 +271,8 @@ class TrainController:
             found[index::size] = value
         return tuple(found)
 
-    def _data_parallel_places(self) -> list[tuple[int, int]]:
-        """(data-parallel rank, data-parallel size) of every rank."""
+    def _shard_indices(self) -> list[tuple[int, int]]:
+        """(index of its first item, distance between items) of every rank: data-parallel rank and size."""
         return [
             (each.data_parallel.data_parallel_rank, each.data_parallel.data_parallel_size)
             for each in self._ranks

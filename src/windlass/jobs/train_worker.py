@@ -14,7 +14,7 @@ import queue
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ParamSpec, Protocol, TypeVar, final
+from typing import Any, Protocol, TypeVar, TypeVarTuple, final
 
 import msgspec
 
@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 RECONNECT_DEADLINE_S = 30.0
 STORE_DEADLINE_S = 300.0
 
-P = ParamSpec("P")
+Arguments = TypeVarTuple("Arguments")
 T = TypeVar("T")
 
 
@@ -157,15 +157,16 @@ class _CallingThread(concurrent.futures.Executor):
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
 
-    def submit(
-        self, job: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    # The loop, which is its one caller, passes no keywords.
+    def submit(  # type: ignore[override]
+        self, job: Callable[[*Arguments], T], /, *args: *Arguments
     ) -> concurrent.futures.Future[T]:
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def run() -> None:
             if future.set_running_or_notify_cancel():
                 try:
-                    future.set_result(job(*args, **kwargs))
+                    future.set_result(job(*args))
                 # As every executor: it is raised where the result is asked for.
                 except Exception as error:  # noqa: BLE001
                     future.set_exception(error)

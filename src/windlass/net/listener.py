@@ -18,7 +18,7 @@ from typing import final
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-__all__ = ["Listener", "RateLimit", "request_log"]
+__all__ = ["Listener", "RateLimit", "request_log", "stop_accepting"]
 
 BACKLOG = 16
 """Connections that the kernel completes and nobody has accepted: accepting is quick."""
@@ -113,7 +113,7 @@ class Listener:
         if num_files != resource.RLIM_INFINITY:
             max_strangers = max(min(max_strangers, num_files // STRANGERS_SHARE), 1)
         self._max_strangers = max_strangers
-        self._strangers: dict[web.RequestHandler[web.Request], asyncio.TimerHandle] = {}
+        self._strangers: dict[web.RequestHandler, asyncio.TimerHandle] = {}
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self) -> None:
@@ -128,19 +128,12 @@ class Listener:
         self._forget(request.protocol)
 
     async def stop(self) -> None:
-        """Accept nobody more; return once whoever was is known to aiohttp. Idempotent.
-
-        A server that is closed between accepting a connection and making its transport drops it without
-        closing it (asyncio, `Server._attach` of Python 3.11 to 3.13).
-        """
-        if self._socket.fileno() >= 0:
-            asyncio.get_running_loop().remove_reader(self._socket)
-        for _ in range(ACCEPT_TURNS):
-            await asyncio.sleep(0)
+        """Accept nobody more. Idempotent."""
+        await stop_accepting(self._socket)
         if self._server is not None:
             self._server.close()
 
-    def _make_protocol(self) -> web.RequestHandler[web.Request]:
+    def _make_protocol(self) -> web.RequestHandler:
         if self._runner.server is None:
             raise ConnectionAbortedError("the server is closed")
         if len(self._strangers) >= self._max_strangers:
@@ -162,12 +155,24 @@ class Listener:
         for stranger in gone or list(self._strangers)[:1]:
             self._drop(stranger)
 
-    def _drop(self, stranger: web.RequestHandler[web.Request]) -> None:
+    def _drop(self, stranger: web.RequestHandler) -> None:
         self._forget(stranger)
         if stranger.transport is not None:
             stranger.transport.abort()
 
-    def _forget(self, protocol: web.RequestHandler[web.Request]) -> None:
+    def _forget(self, protocol: web.RequestHandler) -> None:
         timer = self._strangers.pop(protocol, None)
         if timer is not None:
             timer.cancel()
+
+
+async def stop_accepting(bound: socket.socket) -> None:
+    """Have the loop accept nobody more; return once whoever was is known to aiohttp. Idempotent.
+
+    A server that is closed between accepting a connection and making its transport drops it without
+    closing it (asyncio, `Server._attach` of Python 3.11 to 3.13).
+    """
+    if bound.fileno() >= 0:
+        asyncio.get_running_loop().remove_reader(bound)
+    for _ in range(ACCEPT_TURNS):
+        await asyncio.sleep(0)

@@ -45,11 +45,11 @@ class Codec(Generic[T]):
         max_nbytes: longer messages are refused before they are decoded.
     """
 
-    __slots__ = ("_decoder", "_max_nbytes", "_name")
+    __slots__ = ("_decoder", "_name", "max_nbytes")
 
     def __init__(self, kind: object, name: str, *, max_nbytes: int = 256 << 20) -> None:
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
-        self._name, self._max_nbytes = name, max_nbytes
+        self._name, self.max_nbytes = name, max_nbytes
 
     def decode(self, data: bytes) -> T:
         """Read a message.
@@ -57,9 +57,9 @@ class Codec(Generic[T]):
         Raises:
             ProtocolError: it is too long, or none of the type.
         """
-        if len(data) > self._max_nbytes:
+        if len(data) > self.max_nbytes:
             raise ProtocolError(
-                f"{self._name} must be of at most {self._max_nbytes} bytes, got {len(data)}"
+                f"{self._name} must be of at most {self.max_nbytes} bytes, got {len(data)}"
             )
         try:
             return self._decoder.decode(data)

@@ -52,7 +52,7 @@ class Session(Generic[CommandT, ResultT]):
             one that does not is cut.
 
     Attributes:
-        is_deaf: the connection was cut because the peer did not read; its process may live.
+        was_cut: the connection was cut because the peer did not read; its process may live.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Session(Generic[CommandT, ResultT]):
         send_deadline_s: float = SEND_DEADLINE_S,
     ) -> None:
         self.peer = peer
-        self.is_deaf = False
+        self.was_cut = False
         self._socket, self._send_deadline_s = socket, send_deadline_s
         self._keeps_calls = keeps_calls
         self._calls: dict[CallId, tuple[CommandT, asyncio.Future[ResultT]]] = {}
@@ -88,13 +88,13 @@ class Session(Generic[CommandT, ResultT]):
                 encode(frame),
                 self._send_deadline_s,
                 within_s=within_s,
-                on_cut=self._note_deaf,
+                on_cut=self._note_cut,
             )
         except (ConnectionError, RuntimeError) as error:
             raise PeerUnreachable(f"{self.peer}: connection is closed: {error}") from error
 
-    def _note_deaf(self) -> None:
-        self.is_deaf = True
+    def _note_cut(self) -> None:
+        self.was_cut = True
 
     async def call(
         self, call_id: CallId, command: CommandT, *, within_s: float | None = None
@@ -125,7 +125,7 @@ class Session(Generic[CommandT, ResultT]):
         Raises:
             PeerUnreachable: as `send`.
         """
-        self._socket, self.is_deaf = socket, False
+        self._socket, self.was_cut = socket, False
         for call_id, (command, _) in list(self._calls.items()):
             await self.send(Envelope(*call_id, command))
 
@@ -241,8 +241,8 @@ async def serve(
                 await owner.received(session, frame)
         if socket.exception() is not None:
             reason = f"connection broke: {socket.exception()}"
-        # Not by its silence: TimeoutError is what a heartbeat raises, and a deaf one was cut off.
-        ended = not (session.is_deaf or isinstance(socket.exception(), TimeoutError))
+        # Not by its silence: TimeoutError is what a heartbeat raises, and one that did not read was cut off.
+        ended = not (session.was_cut or isinstance(socket.exception(), TimeoutError))
     except (Garbled, MustWait) as error:
         reason = str(error)
         await _refuse(socket, reason, final=False)

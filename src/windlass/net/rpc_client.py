@@ -40,7 +40,6 @@ FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
 HEARTBEAT_S = 20.0
 JOIN_S = 10.0
-MAX_MESSAGE_NBYTES = 256 << 20
 
 CommandT = TypeVar("CommandT")
 ResultT = TypeVar("ResultT")
@@ -71,18 +70,18 @@ class ReplyStore(Generic[ResultT]):
         Raises:
             StaleMessage: its round has passed.
         """
-        place = (epoch, round_number)
-        key = (*place, seq)
+        round_id = (epoch, round_number)
+        key = (*round_id, seq)
         if key in self._replies:
             return self._replies[key]
-        if place < self._newest or place <= self._void:
+        if round_id < self._newest or round_id <= self._void:
             raise StaleMessage(
-                f"epoch {place[0]} round {place[1]} has passed; the newest is {self._newest}"
+                f"epoch {epoch} round {round_number} has passed; the newest is {self._newest}"
             )
-        if place > self._newest:
+        if round_id > self._newest:
             with self._lock:
                 self._replies = {k: v for k, v in self._replies.items() if k[:2] == self._newest}
-            self._newest = place
+            self._newest = round_id
         return None
 
     def received(self, epoch: int, round_number: int) -> None:
@@ -352,7 +351,7 @@ class Client(ABC, Generic[CommandT, ResultT, FrameT]):
             raise
         async with socket:
             await send_frame(socket, encode(self.hello()))
-            parts = PartJoiner(MAX_MESSAGE_NBYTES)
+            parts = PartJoiner(self._codec.max_nbytes)
             async for message in socket:
                 if message.type is aiohttp.WSMsgType.ERROR:
                     raise PeerUnreachable(f"connection broke: {message.data}")

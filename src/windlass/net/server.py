@@ -1,4 +1,4 @@
-"""The one HTTP server of a controller: agents, status, and whatever lanes are mounted on it."""
+"""The one HTTP server of a controller: agents, status, and whatever else is mounted on it."""
 
 from __future__ import annotations
 
