@@ -58,7 +58,9 @@ class LineFile(Generic[EntryT]):
             _sync_directory(path.parent)
         except BlockingIOError as error:
             self.close()
-            raise ConfigError(f"journal {path}: another process has it open") from error
+            raise ConfigError(
+                f"journal {path}: another process has it open: {error.strerror}"
+            ) from error
         except OSError as error:
             self.close()
             raise ConfigError(f"journal {path}: cannot be used: {error}") from error
