@@ -15,6 +15,7 @@ import math
 import random
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Generic, Self, TypeVar, final
 
 import aiohttp
@@ -233,6 +234,14 @@ class Client(ABC, Generic[CommandT, ResultT, FrameT]):
     def wait_disconnected(self, deadline_s: float) -> bool:
         """Whether no server is connected by then; `on_lost` has returned if so."""
         return self.disconnected.wait(deadline_s)
+
+    def run_later(self, work: Callable[[], None]) -> None:
+        """Do `work` where calls are carried out, after those that are there already.
+
+        Once the client is closed nothing is done. `work` must not raise.
+        """
+        with contextlib.suppress(RuntimeError):
+            self._executor.submit(work)
 
     def flush(self, deadline_s: float) -> None:
         """Return once the results of all calls that were carried out have been sent, or the deadline has passed."""
