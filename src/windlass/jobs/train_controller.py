@@ -7,7 +7,6 @@ import logging
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -62,6 +61,7 @@ class StepResult:
 
 
 _Session = Session[TrainCommand, TrainResult]
+_Wait = asyncio.Future[TrainResult] | asyncio.Task[None]
 
 
 @dataclass(slots=True)
@@ -329,49 +329,40 @@ class TrainController:
                         for rank, command in zip(self._ranks, commands, strict=True)
                     )
                 )
-                await self._settle(replies, end, deadline_s, type(commands[0]).__name__)
-                return tuple(_done_of(*each) for each in zip(self._ranks, replies, strict=True))
+                return await self._settle(replies, end, deadline_s, type(commands[0]).__name__)
             finally:
                 for rank in self._ranks:
                     rank.session.forget(call_id)
 
     async def _settle(
-        self,
-        waits: Sequence[asyncio.Future[TrainResult] | asyncio.Task[None]],
-        end: float,
-        deadline_s: float,
-        what: str,
-    ) -> None:
+        self, waits: Sequence[_Wait], end: float, deadline_s: float, what: str
+    ) -> tuple[Done, ...]:
         """Wait for all; the first rank that dies or raises, or the deadline, fails all.
 
         A rank that has answered may end afterwards: that is how `Stop` looks.
         """
         loop = asyncio.get_running_loop()
+        ranks = self._ranks
         try:
-            while missing := [index for index, wait in enumerate(waits) if not wait.done()]:
-                watched = [self._ranks[index].watch for index in missing]
-                pending = [*(waits[index] for index in missing), *(w for w in watched if w)]
+            while missing := [r for r, wait in zip(ranks, waits, strict=True) if not wait.done()]:
+                watches = [rank.watch for rank in missing if rank.watch is not None]
                 done, _ = await asyncio.wait(
-                    pending,
+                    [*(wait for wait in waits if not wait.done()), *watches],
                     timeout=max(end - loop.time(), 0.0),
                     return_when=asyncio.FIRST_COMPLETED,
                 )
-                self._check_alive(missing, waits, done, what)
-                try:
-                    for rank, wait in zip(self._ranks, waits, strict=True):
-                        if wait.done():
-                            _done_of(rank, wait)
-                except TrainerError:
+                self._check_alive(waits, what)
+                if any(wait.done() and isinstance(wait.result(), Failed) for wait in waits):
                     # A peer's collective often fails a moment before the dead rank is reported.
-                    ended, _ = await asyncio.wait(
-                        [w for w in watched if w] or pending,
-                        timeout=DEATH_GRACE_S,
-                        return_when=asyncio.FIRST_COMPLETED,
-                    )
-                    self._check_alive(missing, waits, ended, what)
-                    raise
+                    if watches:
+                        await asyncio.wait(
+                            watches, timeout=DEATH_GRACE_S, return_when=asyncio.FIRST_COMPLETED
+                        )
+                    self._check_alive(waits, what)
+                    break
                 if not done:
                     await self._raise_hang(missing, what, deadline_s)
+            return self._answers_of(waits)
         except TrainerError as error:
             self._failure = str(error)
             raise
@@ -379,26 +370,28 @@ class TrainController:
             for wait in waits:
                 wait.cancel()
 
-    def _check_alive(
-        self,
-        missing: Sequence[int],
-        waits: Sequence[asyncio.Future[TrainResult] | asyncio.Task[None]],
-        ended: AbstractSet[object],
-        what: str,
-    ) -> None:
-        for index in missing:
-            watch = self._ranks[index].watch
-            if not waits[index].done() and watch is not None and watch in ended:
-                raise TrainerError(f"{what}: {watch.result()}")
+    def _answers_of(self, waits: Sequence[_Wait]) -> tuple[Done, ...]:
+        answers = []
+        for rank, wait in zip(self._ranks, waits, strict=True):
+            result = wait.result() if wait.done() else None
+            if isinstance(result, Failed):
+                raise TrainerError(f"{rank.name}: {result.error}")
+            answers.append(result or Done())
+        return tuple(answers)
 
-    async def _raise_hang(self, missing: Sequence[int], what: str, deadline_s: float) -> None:
-        names = ", ".join(self._ranks[index].name for index in missing)
+    def _check_alive(self, waits: Sequence[_Wait], what: str) -> None:
+        for rank, wait in zip(self._ranks, waits, strict=True):
+            if not wait.done() and rank.watch is not None and rank.watch.done():
+                raise TrainerError(f"{what}: {rank.watch.result()}")
+
+    async def _raise_hang(self, ranks: Sequence[_Rank], what: str, deadline_s: float) -> None:
         tails = [
-            f"{self._ranks[i].name}:\n{await self._scheduler.log_tail(self._ranks[i].name, LOG_LINES)}"
-            for i in missing
+            f"{rank.name}:\n{await self._scheduler.log_tail(rank.name, LOG_LINES)}"
+            for rank in ranks
         ]
         raise TrainerError(
-            f"{what}: no answer from {names} within {deadline_s} s; logs end:\n" + "".join(tails)
+            f"{what}: no answer from {', '.join(rank.name for rank in ranks)} within {deadline_s} s; "
+            f"logs end:\n{''.join(tails)}"
         )
 
     async def _watch(self, rank: _Rank) -> str:
@@ -455,13 +448,6 @@ class TrainController:
     async def lost(self, session: _Session, reason: str, *, ended: bool) -> None:  # noqa: ARG002
         """See `rpc.Owner`. A process that has ended is seen by its scheduler."""
         _log.info("%s: %s", session.peer, reason)
-
-
-def _done_of(rank: _Rank, wait: asyncio.Future[TrainResult] | asyncio.Task[None]) -> Done:
-    result = wait.result()
-    if isinstance(result, Failed):
-        raise TrainerError(f"{rank.name}: {result.error}")
-    return result or Done()
 
 
 def _value_of(rank: _Rank, done: Done) -> Any:

@@ -29,7 +29,8 @@ from windlass.errors import (
 )
 from windlass.layout.manifest import Role
 from windlass.net.logs import log_fields
-from windlass.net.rpc import host_of
+from windlass.net.messages import Garbled
+from windlass.net.rpc import host_of, serve
 from windlass.net.server import ControlServer
 from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
@@ -50,13 +51,14 @@ from windlass.updates.driver import RoundDriver, RoundResult, report_of, spec_of
 from windlass.updates.fleet import EngineInfo, Fleet, Group, Identity, MustWait
 from windlass.updates.journal import Journal, JournalKind
 from windlass.updates.messages import (
+    AGENT_FRAMES,
     MAX_COUNT,
+    AgentFrame,
     Announce,
     CannotJoin,
     Hello,
     Refused,
     Reply,
-    Result,
     RoundOutcome,
     UpdateReport,
     Welcome,
@@ -68,10 +70,10 @@ from windlass.updates.resumes import Resumes
 from windlass.updates.round_types import AgentLost, EngineFate, Phase
 from windlass.updates.session import (
     AgentSession,
+    check_first,
     check_published,
     probe_held,
     report_to,
-    serve_agent,
 )
 
 __all__ = ["Coordinator", "EngineInfo"]
@@ -236,8 +238,7 @@ class Coordinator(HandDrivenGate):
             if engine in engines:
                 raise EngineRefused(f"{call}: engine {engine} was refused: {reason}")
 
-    def failed_to_join(self, frame: CannotJoin) -> None:
-        """See `AgentOwner.failed_to_join`."""
+    def _failed_to_join(self, frame: CannotJoin) -> None:
         reason = frame.message[:MAX_REASON_LENGTH]
         _log.error("engine %s cannot join: %s", frame.group, reason)
         group = self._fleet.group_of(frame.group)
@@ -263,11 +264,23 @@ class Coordinator(HandDrivenGate):
         return web.json_response(self.status())
 
     async def _serve_agent(self, request: web.Request) -> web.StreamResponse:
-        welcome = Welcome(self._epoch, self._lineage)
-        return await serve_agent(request, self, self._config, welcome)
+        config = self._config
+        return await serve(
+            request,
+            self,
+            AGENT_FRAMES,
+            heartbeat_s=config.heartbeat_s,
+            max_nbytes=config.max_message_nbytes,
+        )
 
-    async def admit(self, hello: Hello, socket: web.WebSocketResponse) -> AgentSession:
-        """See `AgentOwner.admit`."""
+    async def admit(
+        self, first: AgentFrame, socket: web.WebSocketResponse
+    ) -> tuple[AgentSession, Welcome] | None:
+        """See `rpc.Owner`."""
+        hello = check_first(first)
+        if isinstance(hello, CannotJoin):
+            self._failed_to_join(hello)
+            return None
         try:
             session = await self._admit(hello, socket)
         except MustWait:
@@ -280,7 +293,7 @@ class Coordinator(HandDrivenGate):
         for who in (hello.worker, hello.group):
             self._refusals.pop(who, None)
         self._unbindable = ""
-        return session
+        return session, Welcome(self._epoch, self._lineage)
 
     async def _admit(self, hello: Hello, socket: web.WebSocketResponse) -> AgentSession:
         self._check_past(hello)
@@ -381,15 +394,13 @@ class Coordinator(HandDrivenGate):
             self._published, self._fleet.lineage = version, hello.lineage
             self._spent = max(self._spent, version)
 
-    async def admitted(self, session: AgentSession) -> None:  # noqa: ARG002
-        """See `AgentOwner.admitted`."""
+    async def admitted(self, session: AgentSession, socket: web.WebSocketResponse) -> None:  # noqa: ARG002
+        """See `rpc.Owner`."""
         self._changes.notify()
         self.settle_soon()
 
-    async def received(
-        self, session: AgentSession, frame: Announce | Withdraw | Reply[Result]
-    ) -> None:
-        """See `AgentOwner.received`."""
+    async def received(self, session: AgentSession, frame: AgentFrame) -> None:
+        """See `rpc.Owner`."""
         match frame:
             case Reply():
                 session.on_reply((frame.epoch, frame.round, frame.seq), frame.result)
@@ -406,9 +417,11 @@ class Coordinator(HandDrivenGate):
                 self._on_announce(session, frame)
             case Withdraw():
                 self._announcements.give_up(session.worker, frame.attempt)
+            case Hello() | CannotJoin():
+                raise Garbled(f"{session.worker}: Hello may be sent only once")
 
     async def lost(self, session: AgentSession, reason: str, *, ended: bool = False) -> None:
-        """See `AgentOwner.lost`."""
+        """See `rpc.Owner`."""
         worker = session.worker
         if self._sessions.get(worker) is not session:
             return
