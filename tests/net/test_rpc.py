@@ -91,9 +91,7 @@ class Server:
             self.session = Session("peer", socket)
         return self.session, Welcome()
 
-    async def admitted(self, session: Session[str, str], socket: web.WebSocketResponse) -> None:
-        if self.keeps_calls:
-            await session.attach(socket)
+    async def admitted(self, session: Session[str, str]) -> None:
         async with self.connected:
             self.num_connected += 1
             self.connected.notify_all()

@@ -141,9 +141,10 @@ class Rig:
 
     async def admit(self, name: str, hello: Hello) -> Socket:
         socket = self.make(self, name)
-        session = await self.coordinator.admit(hello, cast("web.WebSocketResponse", socket))
-        socket.session = session
-        await self.coordinator.admitted(session)
+        admitted = await self.coordinator.admit(hello, cast("web.WebSocketResponse", socket))
+        assert admitted is not None
+        socket.session, _ = admitted
+        await self.coordinator.admitted(socket.session)
         return socket
 
     async def leave(self, socket: Socket, *, ended: bool) -> None:

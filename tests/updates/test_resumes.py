@@ -178,7 +178,10 @@ def test_what_a_rank_says_again_after_a_welcome_does_not_say_how_its_engine_is()
             round=7,
             at_rest="away",
         )
-        engine.session = await rig.coordinator.admit(hello, cast("web.WebSocketResponse", engine))
+        socket = cast("web.WebSocketResponse", engine)
+        admitted = await rig.coordinator.admit(hello, socket)
+        assert admitted is not None
+        engine.session, _ = admitted
         await rig.coordinator.admitted(engine.session)
         assert rig.routable == set()
         for place in ((5, 6), (5, 7)):

@@ -432,9 +432,8 @@ class TrainController:
             self._store = (first.store_host, first.store_port)
         return rank.session, Welcome()
 
-    async def admitted(self, session: _Session, socket: web.WebSocketResponse) -> None:
+    async def admitted(self, session: _Session) -> None:
         """See `rpc.Owner`."""
-        await session.attach(socket)
         for rank in self._ranks:
             if rank.session is session:
                 rank.joined.set()

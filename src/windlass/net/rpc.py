@@ -125,6 +125,8 @@ class Session(Generic[CommandT, ResultT]):
         Raises:
             PeerUnreachable: as `send`.
         """
+        if self._socket is socket:
+            return
         self._socket, self.was_cut = socket, False
         for call_id, (command, _) in list(self._calls.items()):
             await self.send(Envelope(*call_id, command))
@@ -179,8 +181,8 @@ class Owner(Protocol[FrameT_contra, SessionT]):
         """
         ...
 
-    async def admitted(self, session: SessionT, socket: web.WebSocketResponse) -> None:
-        """The peer has been sent its welcome."""
+    async def admitted(self, session: SessionT) -> None:
+        """The peer has been sent its welcome, and what it has not answered yet."""
         ...
 
     async def received(self, session: SessionT, frame: FrameT_contra) -> None:
@@ -232,7 +234,8 @@ async def serve(
         session, welcome = admitted
         await send_frame(socket, encode(welcome))
         _log.info("%s connected", session.peer)
-        await owner.admitted(session, socket)
+        await session.attach(socket)
+        await owner.admitted(session)
         async for message in socket:
             if message.type is WSMsgType.ERROR:
                 break

@@ -394,7 +394,7 @@ class Coordinator(HandDrivenGate):
             self._published, self._fleet.lineage = version, hello.lineage
             self._spent = max(self._spent, version)
 
-    async def admitted(self, session: AgentSession, socket: web.WebSocketResponse) -> None:  # noqa: ARG002
+    async def admitted(self, session: AgentSession) -> None:  # noqa: ARG002
         """See `rpc.Owner`."""
         self._changes.notify()
         self.settle_soon()
