@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from operator import attrgetter
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import msgspec
 
 from windlass.errors import ConfigError
 
 __all__ = [
+    "PUSH_TRAITS",
+    "BackendTraits",
     "CollectiveFabric",
     "ControlConfig",
     "DiskBackend",
@@ -163,6 +166,32 @@ class RelayShape(StrEnum):
     TREE = "tree"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendTraits:
+    """What the control plane must know of how bytes travel.
+
+    Attributes:
+        one_sided: by the ranks' transports: from a replica as well, into GPU memory, and into
+            memory of another process.
+        collective: both halves of a write enter it, so that one rank that fails breaks the group.
+        lands_live: `in_place` writes touch live memory before they are verified.
+        catches_up: an engine can hand the published version on to another one.
+        relays: engines can pass on what they have verified, while it arrives.
+        driven_by_trainer: the trainer's own calls move the bytes, and not a plan.
+    """
+
+    one_sided: bool = False
+    collective: bool = False
+    lands_live: bool = True
+    catches_up: bool = False
+    relays: bool = False
+    driven_by_trainer: bool = False
+
+
+PUSH_TRAITS = BackendTraits(lands_live=False, driven_by_trainer=True)
+"""Of updates that a trainer drives itself (`RolloutCallback`): they land in a shadow copy."""
+
+
 class P2pBackend(msgspec.Struct, frozen=True, tag="p2p", omit_defaults=True):
     """One-sided writes, straight from the trainer rank that owns the bytes.
 
@@ -171,6 +200,8 @@ class P2pBackend(msgspec.Struct, frozen=True, tag="p2p", omit_defaults=True):
             bytes on among themselves.
         relay_chunk_nbytes: what is verified and passed on at a time.
     """
+
+    traits: ClassVar[BackendTraits] = BackendTraits(one_sided=True, catches_up=True, relays=True)
 
     relay: RelayShape = RelayShape.OFF
     relay_chunk_nbytes: int = 4 << 20
@@ -188,6 +219,8 @@ class XcclBackend(msgspec.Struct, frozen=True, tag="xccl"):
         bucket_nbytes: bytes per broadcast; two buckets are held at once on each rank.
         num_buffers: 2 overlaps packing, broadcast and loading; 1 does them one after another.
     """
+
+    traits: ClassVar[BackendTraits] = BackendTraits(collective=True)
 
     fabric: CollectiveFabric = CollectiveFabric.GLOO
     bucket_nbytes: int = 32 << 20
@@ -211,6 +244,8 @@ class DiskBackend(msgspec.Struct, frozen=True, tag="disk"):
         folder: absolute path; the same for every rank.
         keep_versions: versions that stay on disk, >= 1.
     """
+
+    traits: ClassVar[BackendTraits] = BackendTraits(lands_live=False)
 
     folder: str
     keep_versions: int = 2

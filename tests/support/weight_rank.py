@@ -227,7 +227,7 @@ def run_engine(pipe: Connection, settings: RankSettings) -> None:
             if all((m == -1).all() for m in memory.values()):
                 held = "untouched"
             agent = client.agent
-            pipe.send((agent.served_version, held, agent.tainted, transport.nbytes))
+            pipe.send((agent.served_version, held, agent.mixed_weights, transport.nbytes))
 
 
 def run_trainer(pipe: Connection, settings: RankSettings) -> None:

@@ -25,7 +25,7 @@ from windlass.transports import registry
 from windlass.transports.configs import CmaConfig
 from windlass.transports.registry import create_transport, parse_transport
 from windlass.updates.agents import EngineAgent
-from windlass.updates.messages import BeginByHand, Bound, Command, ConnectEngine
+from windlass.updates.messages import BeginPush, Bound, Command, ConnectEngine
 
 ON_GPU = 0x1000
 """An address that nothing is mapped at."""
@@ -89,7 +89,7 @@ def connect(backend: UpdateBackend) -> ConnectEngine:
 
 
 @pytest.mark.parametrize(
-    "command", [connect(XcclBackend()), connect(DiskBackend("/w")), BeginByHand()]
+    "command", [connect(XcclBackend()), connect(DiskBackend("/w")), BeginPush()]
 )
 def test_an_engine_on_a_gpu_refuses_updates_that_bring_their_own_bytes(
     agent: EngineAgent, command: Command

@@ -9,6 +9,7 @@ from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role
 from windlass.updates.fleet import Agent, Fleet, MustWait
+from windlass.updates.messages import RoundId
 
 
 def admit(fleet: Fleet, group: str, rank: int, world_size: int, role: Role, job: str = "") -> Agent:
@@ -34,7 +35,7 @@ def test_a_rank_that_never_answered_holds_engines_until_the_job_has_another_mesh
     fleet = Fleet()
     engine = admit(fleet, "a", 0, 1, Role.ENGINE)
     trainers = [admit(fleet, "trainer", rank, 2, Role.TRAINER) for rank in range(2)]
-    fleet.hold(trainers[1].identity, (1, 1), frozenset({engine.identity}))
+    fleet.hold(trainers[1].identity, RoundId(1, 1), frozenset({engine.identity}))
     for trainer in trainers:
         fleet.remove(trainer)
     assert fleet.writable_engines() == ()
@@ -45,7 +46,7 @@ def test_a_rank_that_never_answered_holds_engines_until_the_job_has_another_mesh
 def test_another_mesh_does_not_answer_for_an_engine_that_brings_up_another() -> None:
     fleet = Fleet()
     newcomer, donor = (admit(fleet, name, 0, 1, Role.ENGINE) for name in ("a", "b"))
-    fleet.hold(donor.identity, (1, 1), frozenset({newcomer.identity}))
+    fleet.hold(donor.identity, RoundId(1, 1), frozenset({newcomer.identity}))
     admit(fleet, "trainer", 0, 2, Role.TRAINER)
     assert [group.name for group in fleet.writable_engines()] == ["b"]
 

@@ -124,8 +124,8 @@ def test_three_hundred_engines_that_come_and_go_leave_nothing_in_the_coordinator
 ) -> None:
     monkeypatch.setattr(catch_up, "KEPT_ATTEMPTS", 4)
     monkeypatch.setattr(control, "KEPT_LATE", 2)
-    monkeypatch.setattr(fleet, "MAX_POISONED", 2)
-    monkeypatch.setattr(journal, "MAX_POISONED", 2)
+    monkeypatch.setattr(fleet, "MAX_QUARANTINED", 2)
+    monkeypatch.setattr(journal, "MAX_QUARANTINED", 2)
 
     async def scenario(rig: Rig) -> None:
         await rig.join("a")

@@ -42,7 +42,7 @@ def expected(entries: list[JournalEntry]) -> list[object]:
         max(e.round for e in entries),
         max(published, default=-1),
         max(published + begun, default=-1),
-        sorted((e.engines[0], e.detail) for e in entries if e.kind is JournalKind.POISONED),
+        sorted((e.engines[0], e.detail) for e in entries if e.kind is JournalKind.QUARANTINED),
     ]
 
 

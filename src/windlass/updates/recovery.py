@@ -1,8 +1,14 @@
-"""Which engine gives a newcomer the published version, and when that is tried again.
+"""Engines that are behind, or that did not go on, are tried again until they serve.
 
-A trainer stands still only while it publishes; an engine that serves a version stands still
-until the next one. So a newcomer is brought up from a peer, by a round like any other whose
-sources are that engine's ranks: nobody else is paused, and no trainer is asked.
+`CatchUps`: which engine gives a newcomer the published version. A trainer stands still only while it
+publishes; an engine that serves a version stands still until the next one. So a newcomer is brought
+up from a peer, by a round like any other whose sources are that engine's ranks: nobody else is
+paused, and no trainer is asked.
+
+`Resumes`: engine ranks that were told to go on and could not. Their weights are whole and of one
+version: nothing is wrong with them but that the engine's own server was away, say, when its agent
+asked. Meanwhile they get no traffic. What ends this: the rank goes on, a round pauses it (and has it
+go on itself), it leaves, or `MAX_ATTEMPTS` are over.
 """
 
 from __future__ import annotations
@@ -10,31 +16,89 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, final
 
 import numpy as np
 
-from windlass.config import ControlConfig, P2pBackend
-from windlass.errors import PlanError, WindlassError
+from windlass.config import ControlConfig, PhaseDeadlines
+from windlass.errors import PeerUnreachable, PlanError, WindlassError
 from windlass.layout.dtypes import DType
-from windlass.layout.manifest import ShardManifest
+from windlass.layout.manifest import Role, ShardManifest
 from windlass.planning.plan import DTYPES, TransferPlan
 from windlass.updates.binding import Planner
-from windlass.updates.fleet import Fleet, Group, Identity
-from windlass.updates.messages import RoundOutcome, UpdateReport
-from windlass.updates.retries import MAX_ATTEMPTS, Timers, backoff_s
+from windlass.updates.conversation import WELCOME_SEQ
+from windlass.updates.fleet import PROBE_SEQ, Agent, Fleet, Group, Identity
+from windlass.updates.messages import (
+    Abort,
+    Done,
+    Envelope,
+    Reply,
+    RoundId,
+    RoundOutcome,
+    UpdateReport,
+)
+from windlass.updates.round_types import reply_budget_s
+from windlass.updates.session import AgentSession
 
-__all__ = ["CatchUpOwner", "CatchUps", "find_donor"]
+__all__ = ["MAX_ATTEMPTS", "CatchUps", "RecoveryOwner", "Resumes", "find_donor"]
 
 _log = logging.getLogger(__name__)
 KEPT_ATTEMPTS = 1024
 """Of engines, most of which have left for good; one that is forgotten begins anew."""
+FIRST_BACKOFF_S = 1.0
+MAX_BACKOFF_S = 30.0
+MAX_ATTEMPTS = 8
+"""For one process and one cause: each attempt holds up rounds, which wait for it."""
 
 
-class CatchUpOwner(Protocol):
-    """Who runs the rounds; it calls `CatchUps.bring_up` when none runs, and runs none meanwhile."""
+def _backoff_s(num_failed: int) -> float:
+    """Seconds to wait after so many failures: 1, 2, 4, ... `MAX_BACKOFF_S`."""
+    return min(FIRST_BACKOFF_S * 2.0 ** (num_failed - 1), MAX_BACKOFF_S)
+
+
+@final
+class _Timers:
+    """Named timers of the running loop."""
+
+    def __init__(self) -> None:
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._timers)
+
+    def call_later(self, name: str, delay_s: float, call: Callable[[], None]) -> None:
+        """Call once, `delay_s` from now, in place of an earlier call of that name.
+
+        Never after `close`: connections end after it, and what their loss begins must not last.
+        """
+        self.cancel(name)
+        if self._closed:
+            return
+
+        def due() -> None:
+            self._timers.pop(name, None)
+            call()
+
+        self._timers[name] = asyncio.get_running_loop().call_later(delay_s, due)
+
+    def cancel(self, name: str) -> None:
+        """Nothing of that name will be called. Idempotent."""
+        if (timer := self._timers.pop(name, None)) is not None:
+            timer.cancel()
+
+    def close(self) -> None:
+        """Nothing is called any more. Idempotent."""
+        self._closed = True
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+
+
+class RecoveryOwner(Protocol):
+    """Who runs the rounds; it calls `bring_up` and `send` when none runs, and runs none meanwhile."""
 
     @property
     def published_version(self) -> int:
@@ -50,7 +114,15 @@ class CatchUpOwner(Protocol):
         ...
 
     def settle_soon(self) -> None:
-        """Have `CatchUps.bring_up` called as soon as no round runs."""
+        """Have `CatchUps.bring_up` and `Resumes.send` called as soon as no round runs."""
+        ...
+
+    def new_epoch(self) -> RoundId:
+        """A round id above all that were used."""
+        ...
+
+    def note_given_up(self, worker: str, reason: str) -> None:
+        """Put on record that this rank did not go on, and is not told again."""
         ...
 
 
@@ -84,12 +156,12 @@ class CatchUps:
     """
 
     def __init__(
-        self, owner: CatchUpOwner, fleet: Fleet, config: ControlConfig, planner: Planner
+        self, owner: RecoveryOwner, fleet: Fleet, config: ControlConfig, planner: Planner
     ) -> None:
         self._owner, self._fleet = owner, fleet
         self._config, self._planner = config, planner
         self._attempts: dict[str, _Attempts] = {}
-        self._timers = Timers()
+        self._timers = _Timers()
 
     async def bring_up(self) -> None:
         """Bring up every engine that does not serve the published version, one after another."""
@@ -131,10 +203,14 @@ class CatchUps:
             return
         if asyncio.get_running_loop().time() < attempts.due_s:
             return
-        if newcomer.tainted and not attempts.clean and (trainers is None or not trainers.complete):
+        if (
+            newcomer.mixed_weights
+            and not attempts.clean
+            and (trainers is None or not trainers.complete)
+        ):
             return  # a trainer that is away may have been writing it
         truth = trainers.manifests if trainers is not None else ()
-        if not isinstance(self._config.backend, P2pBackend):
+        if not self._config.backend.traits.catches_up:
             return
         found = await asyncio.to_thread(find_donor, newcomer, candidates, truth, self._planner)
         if found is None:
@@ -156,7 +232,7 @@ class CatchUps:
     def _attempts_of(self, newcomer: Group, version: int) -> _Attempts:
         known = self._attempts.get(newcomer.name)
         if known is None or (known.newcomer, known.version) != (newcomer.identities, version):
-            known = _Attempts(newcomer.identities, version, clean=not newcomer.tainted)
+            known = _Attempts(newcomer.identities, version, clean=not newcomer.mixed_weights)
             self._attempts[newcomer.name] = known
             if len(self._attempts) > KEPT_ATTEMPTS:
                 del self._attempts[next(iter(self._attempts))]
@@ -167,7 +243,7 @@ class CatchUps:
     ) -> None:
         attempts.failures[donor] += 1
         num_failed = attempts.failures.total()
-        delay_s = backoff_s(num_failed)
+        delay_s = _backoff_s(num_failed)
         attempts.due_s = asyncio.get_running_loop().time() + delay_s
         if num_failed >= MAX_ATTEMPTS:
             _log.warning("%s does not catch up before the next version: %s", name, reason)
@@ -181,6 +257,88 @@ class CatchUps:
         if away and self._fleet.release(identity):
             _log.info("%s did not come back: what it was writing is over", identity[0])
             self._owner.settle_soon()
+
+
+@final
+class Resumes:
+    """Engine ranks that did not go on. In the coordinator's loop.
+
+    Args:
+        owner: runs the rounds. sessions: of the agents that are connected.
+        deadlines: an engine has gone on within both that for going on and that for a pause, which
+            would wait behind it.
+    """
+
+    def __init__(
+        self, owner: RecoveryOwner, sessions: Mapping[str, AgentSession], deadlines: PhaseDeadlines
+    ) -> None:
+        self._owner, self._sessions = owner, sessions
+        self._deadline_s = reply_budget_s(min(deadlines.publish_s, deadlines.pause_s))
+        self._num_told: dict[Identity, int] = {}
+        self._due: set[Identity] = set()
+        self._timers = _Timers()
+
+    def heard(self, agent: Agent, reply: Reply) -> bool:
+        """Note a reply; returns whether the rank may be given traffic, or no more, because of it.
+
+        Every `Done` of an engine rank says how it is when the command is over, but for the answer
+        to a probe, which asks nothing of the engine, and for what it says again after a welcome.
+        """
+        result = reply.result
+        if not isinstance(result, Done) or agent.hello.role is not Role.ENGINE:
+            return False
+        is_repeated = reply.round_id <= (agent.hello.epoch, agent.hello.round)
+        if reply.seq == PROBE_SEQ or (is_repeated and reply.seq != WELCOME_SEQ):
+            return False
+        before, agent.not_resumed = agent.not_resumed, result.not_resumed
+        if not agent.not_resumed:
+            self.forget(agent.identity)
+        elif agent.identity not in self._num_told:
+            _log.warning("%s did not go on: %s", agent.hello.worker, agent.not_resumed)
+            self._num_told[agent.identity] = 0
+            self._wait(agent)
+        return bool(before) is not bool(agent.not_resumed)
+
+    async def send(self) -> None:
+        """Tell those whose time has come. No round runs, so that none of them is paused for one."""
+        due, self._due = self._due, set()
+        for identity in sorted(due):
+            session = self._sessions.get(identity[0])
+            if session is None or session.agent.identity != identity:
+                continue
+            self._num_told[identity] += 1
+            again = Abort(f"go on: {session.agent.not_resumed}", deadline_s=self._deadline_s)
+            try:
+                await session.send(Envelope(*self._owner.new_epoch(), 1, again))
+            except PeerUnreachable as error:
+                _log.info("%s", error)  # a process that comes back says how it is
+            if identity in self._num_told:  # it has not gone on or left meanwhile
+                self._wait(session.agent)
+
+    def forget(self, identity: Identity) -> None:
+        """It goes on, or it has left. Idempotent."""
+        if self._num_told.pop(identity, None) is not None:
+            self._due.discard(identity)
+            self._timers.cancel(identity[0])
+
+    def close(self) -> None:
+        """Nobody is told any more. Idempotent."""
+        self._timers.close()
+
+    def _wait(self, agent: Agent) -> None:
+        delay_s = _backoff_s(self._num_told[agent.identity] + 1)
+        self._timers.call_later(agent.hello.worker, delay_s, lambda: self._again(agent))
+
+    def _again(self, agent: Agent) -> None:
+        if self._num_told[agent.identity] < MAX_ATTEMPTS:
+            self._due.add(agent.identity)
+            self._owner.settle_soon()
+            return
+        worker, reason = agent.hello.worker, agent.not_resumed
+        _log.error(
+            "%s stays paused until the next round: told %s times: %s", worker, MAX_ATTEMPTS, reason
+        )
+        self._owner.note_given_up(worker, reason)
 
 
 def find_donor(
