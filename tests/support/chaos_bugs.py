@@ -18,7 +18,7 @@ from windlass.rollout.controller import RolloutController
 from windlass.rollout.lifecycle import Lifecycle
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
-from windlass.updates import coordinator, gateway
+from windlass.updates import gateway
 from windlass.updates.agents import EngineAgent
 from windlass.updates.conversation import _ReplyStore
 from windlass.updates.coordinator import Coordinator
@@ -102,8 +102,8 @@ BUGS = (
     Bug(
         "a version that is not newer is accepted",
         Coordinator,
-        "_attempt",
-        "if version <= max(self._published, self._spent):",
+        "refusal",
+        "if version <= newest:",
         "if False:",
         1,
     ),
@@ -141,8 +141,8 @@ BUGS = (
     ),
     Bug(
         "mixed engines are forgotten at the end of a round",
-        coordinator,  # where the function is called from
-        "note_outcomes",
+        Coordinator,
+        "_note_outcomes",
         "group.mixed_weights |= name in finish.mixed",
         "pass",
         6,
@@ -167,7 +167,7 @@ BUGS = (
         "a round goes on though the disk is full",
         RoundDriver,
         "_carry_out",
-        "return await self._carry_out(self._machine.handle(GiveUp(reason)))",
+        "return await self._carry_out(self._machine.handle(blocked))",
         "raise",
         0,
     ),

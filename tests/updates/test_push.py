@@ -1,4 +1,4 @@
-"""Updates by hand end whole at every engine, whichever call fails and whoever stops waiting."""
+"""Updates that a trainer drives end whole at every engine, whichever call fails and whoever stops waiting."""
 
 from __future__ import annotations
 
@@ -7,17 +7,30 @@ import errno
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from fake_fleet import TOKEN, FakeFleet
 
+import windlass
 from windlass.config import ControlConfig, PhaseDeadlines
 from windlass.errors import ConfigError, PeerTimeout, PlanError, RoundAborted
+from windlass.observability.operations import Operations
+from windlass.rollout import BatchQueue, RolloutController, StaticEngines
 from windlass.trainers.callback import RolloutCallback, WeightGroup
 from windlass.updates.callback_messages import CallbackRequest, PauseCall
 from windlass.updates.journal import Journal, JournalEntry, JournalKind
-from windlass.updates.messages import Abort, Apply, Command, Pause, Verify
+from windlass.updates.messages import (
+    Abort,
+    Apply,
+    Command,
+    Pause,
+    RoundOutcome,
+    UpdateReport,
+    Verify,
+)
 from windlass.updates.push import PushUpdates
+from windlass.updates.round_types import Phase
 
 WITHIN_S = 20.0
 
@@ -113,7 +126,7 @@ async def test_what_one_engine_lacks_is_applied_nowhere_and_spends_no_version() 
         assert rig.routable == {"a": 1, "b": 1}
 
 
-async def test_a_version_that_cannot_be_recorded_is_not_published_by_hand(
+async def test_a_version_that_cannot_be_recorded_is_not_pushed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     append = Journal.append
@@ -214,6 +227,86 @@ async def test_no_leader_publishes_when_another_has_no_version() -> None:
         assert "leader has no version to publish" in str(good)
         await serves(rig, "a/0", "b/0")
         assert rig.routable == {"a": 0, "b": 0}
+
+
+async def test_a_push_is_seen_wherever_updates_are_seen(tmp_path: Path) -> None:
+    """Reports, listeners, phases, counts, metrics, the status page and the journal."""
+    journal = tmp_path / "rounds"
+    told: list[UpdateReport] = []
+    phases: list[tuple[int, Phase]] = []
+    async with FakeFleet(journal_path=journal) as rig:
+        policy = windlass.StalenessPolicy(1, 4, 4)
+        async with RolloutController(StaticEngines([]), policy, token=TOKEN) as rollouts:
+            operations = Operations(rig.coordinator, rollouts, BatchQueue())
+            rig.coordinator.on_update(told.append)
+            rig.coordinator.on_phase(lambda version, phase: phases.append((version, phase)))
+            await rig.add_engine("a", ranks=2)
+            with RolloutCallback(rig.server.url, TOKEN, deadline_s=WITHIN_S) as leader:
+                await asyncio.to_thread(leader.pause_generation)
+                assert operations.overview()["phase"] == "write of a push"
+                await asyncio.to_thread(leader.continue_generation, 3)
+            (report,) = told
+            assert [*rig.coordinator.reports] == [report]
+            assert rig.coordinator.status()["updates"] == 1
+            overview = operations.overview()
+            metrics = operations._metrics.render(version=3, engines={}, routable=1, rollouts={})
+    assert (report.version, report.outcome) == (3, RoundOutcome.PUBLISHED)
+    assert report.engines == ("a",)
+    assert [*report.phase_s] == ["prepare", "write", "verify", "apply", "publish"]
+    assert report.update_s > report.pause_s > 0
+    shown = [Phase.PREPARE, Phase.WRITE, Phase.VERIFY, Phase.APPLY, Phase.PUBLISH, Phase.DONE]
+    assert [phase for _, phase in phases] == shown
+    assert (overview["phase"], len(overview["rounds"])) == ("", 1)  # type: ignore[arg-type]
+    assert b'windlass_rounds_total{outcome="published"} 1.0' in metrics
+    assert b"windlass_round_pause_seconds_count 1.0" in metrics
+    kinds = [entry.kind for entry in rig.coordinator._journal.recent]
+    began, publishing, published = (
+        JournalKind.ROUND_BEGAN,
+        JournalKind.PUBLISHING,
+        JournalKind.PUBLISHED,
+    )
+    assert kinds == [JournalKind.STARTED, began, publishing, published]
+
+
+async def test_a_push_that_is_given_up_is_reported_too() -> None:
+    async with serving_version_0(nothing) as (rig, leader):
+        told: list[UpdateReport] = []
+        rig.coordinator.on_update(told.append)
+        await asyncio.to_thread(leader.pause_generation)
+        with pytest.raises(RoundAborted, match="must be > 0"):
+            await asyncio.to_thread(leader.continue_generation, 0)
+        assert [(r.version, r.outcome, set(r.left_out)) for r in told] == [
+            (-1, RoundOutcome.ABORTED, {"a", "b"})
+        ]
+        assert rig.coordinator._journal.recent[-1].kind is JournalKind.ROUND_ENDED
+        await serves(rig, "a/0", "b/0")
+
+
+async def test_an_engine_that_dies_while_the_trainer_sends_costs_itself_its_place_alone() -> None:
+    async with serving_version_0(nothing) as (rig, leader):
+        await asyncio.to_thread(leader.pause_generation)
+        await asyncio.to_thread(rig.channels.pop("b/0").close)
+        async with asyncio.timeout(WITHIN_S):
+            while leader_ranks := await asyncio.to_thread(leader.engine_ranks):
+                if leader_ranks == ("a/0",):
+                    break
+        await asyncio.to_thread(leader.continue_generation, 1)
+        assert rig.routable == {"a": 1}
+
+
+async def test_an_engine_that_does_not_pause_in_time_costs_a_push_its_place_alone() -> None:
+    go_on = threading.Event()
+
+    def hang(command: Command) -> None:
+        if isinstance(command, Pause):
+            go_on.wait(WITHIN_S)
+
+    async with serving_version_0(hang) as (rig, leader):
+        await asyncio.to_thread(leader.pause_generation, deadline_s=2.0)
+        assert await asyncio.to_thread(leader.engine_ranks) == ("a/0",)
+        await asyncio.to_thread(leader.continue_generation, 1)
+        assert rig.routable == {"a": 1}
+        go_on.set()
 
 
 def test_a_group_of_an_unknown_fabric_is_refused_by_name() -> None:

@@ -88,8 +88,8 @@ class Operations:
         self._page.notify()
 
     def _on_phase(self, version: int, phase: Phase) -> None:
-        done = phase is Phase.DONE
-        self._phase = "" if done else f"{phase.value} of version {version}"
+        what = f"version {version}" if version >= 0 else "a push"  # its trainer names it at the end
+        self._phase = "" if phase is Phase.DONE else f"{phase.value} of {what}"
         self._page.notify()
 
     def observe_samples(self, samples: Sequence[TrainingSample]) -> None:

@@ -257,7 +257,8 @@ class RoundDriver:
                     except OSError as error:
                         # What follows in `instructions` belongs to the phase: none of it is sent.
                         reason = f"phase {instruction.phase} cannot be recorded: {error}"
-                        return await self._carry_out(self._machine.handle(GiveUp(reason, is_blocked=True)))
+                        blocked = GiveUp(reason, is_blocked=True)
+                        return await self._carry_out(self._machine.handle(blocked))
                 case Send():
                     await self._send(instruction)
                 case Finish():
