@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
+from importlib.metadata import entry_points
 from operator import attrgetter
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -19,7 +21,9 @@ __all__ = [
     "CollectiveFabric",
     "ControlConfig",
     "DiskBackend",
+    "HasTraits",
     "P2pBackend",
+    "PluginBackend",
     "PauseMode",
     "PhaseDeadlines",
     "RelayShape",
@@ -28,9 +32,13 @@ __all__ = [
     "UpdateMode",
     "XcclBackend",
     "check_numbers",
+    "find_backend",
     "take_name",
     "take_names",
 ]
+
+BACKENDS = "windlass.backends"
+"""The group of entry points in which packages register backends."""
 
 NameT = TypeVar("NameT", bound=StrEnum)
 
@@ -258,7 +266,60 @@ class DiskBackend(msgspec.Struct, frozen=True, tag="disk"):
         check_numbers(self, {"keep_versions": 1})
 
 
-UpdateBackend = P2pBackend | XcclBackend | DiskBackend
+class PluginBackend(msgspec.Struct, frozen=True, tag="plugin", omit_defaults=True):
+    """A backend that an installed package registers as an entry point of `windlass.backends`.
+
+    Attributes:
+        name: of the entry point, on the controller and on every rank.
+        options: for both halves; plain values.
+    """
+
+    name: str
+    options: dict[str, object] = {}
+
+    @property
+    def traits(self) -> BackendTraits:
+        """What the registered backend states.
+
+        Raises:
+            ConfigError: see `find_backend`.
+        """
+        return find_backend(self.name).traits
+
+
+@runtime_checkable
+class HasTraits(Protocol):
+    """What an entry point of `windlass.backends` leads to; see `transfer.backends.Backend`."""
+
+    @property
+    def traits(self) -> BackendTraits:
+        """What the control plane must know of it."""
+        ...
+
+
+@cache
+def find_backend(name: str) -> HasTraits:
+    """The backend that an installed package has registered under this name.
+
+    Raises:
+        ConfigError: none has, or it is not usable.
+    """
+    registered = entry_points(group=BACKENDS)
+    if name not in registered.names:
+        raise ConfigError(
+            f"backend: name must be an entry point of {BACKENDS}, {sorted(registered.names)}, "
+            f"got {name!r}"
+        )
+    try:
+        found = registered[name].load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"backend: entry point {name!r} of {BACKENDS}: {error}") from error
+    if not isinstance(found, HasTraits) or not isinstance(found.traits, BackendTraits):
+        raise ConfigError(f"backend: entry point {name!r} of {BACKENDS} leads to no backend")
+    return found
+
+
+UpdateBackend = P2pBackend | XcclBackend | DiskBackend | PluginBackend
 
 
 class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -287,9 +348,11 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
         take_names(self, {"mode": UpdateMode, "pause_mode": PauseMode})
         if not isinstance(self.backend, UpdateBackend):
             raise ConfigError(
-                "ControlConfig: backend must be a P2pBackend, XcclBackend or DiskBackend, "
-                f"got {self.backend!r}"
+                "ControlConfig: backend must be a P2pBackend, XcclBackend, DiskBackend or "
+                f"PluginBackend, got {self.backend!r}"
             )
+        if isinstance(self.backend, PluginBackend):
+            find_backend(self.backend.name)
         if not isinstance(self.deadlines, PhaseDeadlines):
             raise ConfigError(
                 f"ControlConfig: deadlines must be PhaseDeadlines, got {self.deadlines!r}"

@@ -851,6 +851,7 @@ def test_an_engine_that_fails_while_it_applies_a_push_is_mixed_and_the_others_pu
     script = Script(push_spec())
     script.run_to(Phase.WRITE)
     waiting = sent(script)
+    more: list[Send] = []
     for send in waiting:
         more = script.reply(send, Verified(()))
     script.reply(next(s for s in more if s.worker == "c/0"), Failure(FailureKind.FAILED, "torn"))

@@ -7,13 +7,13 @@ because trainers may rebind storage.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from windlass.errors import PlanError, RoundAborted, UnsupportedLayout
+from windlass.errors import PlanError, RegionError, RoundAborted, UnsupportedLayout
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ShardManifest, contiguous_strides
 from windlass.layout.quantization import scale_shape
@@ -26,7 +26,7 @@ from windlass.planning.plan import (
     TransferPlan,
     Transform,
 )
-from windlass.transfer.bindings import DestinationBinding
+from windlass.transfer.bindings import BindingsRefused, DestinationBinding
 from windlass.transports.regions import check_inside
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "DirectRuns",
     "LinkProgram",
     "bind_links",
+    "bind_peers",
     "check_binding",
     "check_destinations",
     "check_part",
@@ -172,6 +173,33 @@ def bind_links(plan: TransferPlan, *, sending: bool) -> tuple[LinkProgram, ...]:
         )
         for link in plan.links()
     )
+
+
+def bind_peers(
+    programs: Iterable[LinkProgram],
+    bindings: Iterable[DestinationBinding],
+    check: Callable[[LinkProgram, DestinationBinding], None],
+) -> dict[str, DestinationBinding]:
+    """The binding of every link's destination, each of which has passed `check`.
+
+    Raises:
+        PlanError: a destination has no binding.
+        BindingsRefused: some did not pass.
+    """
+    known = {binding.worker: binding for binding in bindings}
+    found: dict[str, DestinationBinding] = {}
+    refused: dict[str, str] = {}
+    for program in programs:
+        if program.peer not in known:
+            raise PlanError(f"connect: destination {program.peer} of the plan has no binding")
+        found[program.peer] = known[program.peer]
+        try:
+            check(program, known[program.peer])
+        except (PlanError, RegionError) as error:
+            refused[program.peer] = f"{type(error).__name__}: {error}"
+    if refused:
+        raise BindingsRefused(refused)
+    return found
 
 
 def check_binding(

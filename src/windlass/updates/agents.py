@@ -13,7 +13,7 @@ from windlass.errors import ConfigError, PeerUnreachable, ProtocolError, RoundAb
 from windlass.planning.plan import TransferPlan
 from windlass.transfer.backends import receiver_for, sender_for
 from windlass.transfer.base import ReceiverBackend, SenderBackend, SendResult
-from windlass.transfer.bindings import LinkOutcome, LinkStatus
+from windlass.transfer.bindings import BindingsRefused, LinkOutcome, LinkStatus
 from windlass.transfer.device_receiver import DeviceReceiver
 from windlass.transfer.one_sided import OneSidedReceiver, OneSidedSender
 from windlass.transfer.push import PushReceiver
@@ -36,6 +36,7 @@ from windlass.updates.messages import (
     EngineCommand,
     JoinGroups,
     JoinPushGroup,
+    NotBound,
     Offered,
     OpenRelay,
     Pause,
@@ -115,7 +116,10 @@ class TrainerAgent:
                 self._choose(command.backend)
                 self._replicated.bind(command.replicated)
                 plan = TransferPlan.decode(command.plan)
-                offer = self._sender.connect(plan, command.bindings)
+                try:
+                    offer = self._sender.connect(plan, command.bindings)
+                except BindingsRefused as refused:
+                    return NotBound(refused.reasons)
                 if offer is not None:
                     return Offered(offer)
             case JoinGroups():

@@ -34,6 +34,7 @@ from windlass.updates.messages import (
     ConnectTrainer,
     Done,
     JoinGroups,
+    NotBound,
     Offered,
     RelayOpened,
     Result,
@@ -169,25 +170,17 @@ async def bind_fleet(
         _check_own(bindings, engine_of, pinned)
     if misaddressed := _find_misaddressed(bindings.values(), workers, pinned):
         raise EnginesUnbound({engine_of[w]: why for w, why in misaddressed.items()}, {}, "")
-    confirmed = await caller.call(
-        {
-            w: ConnectTrainer(
-                part,
-                digest,
-                relay.direct(bindings.values()),
-                backend,
-                compiled.replicated_parts.get(w, b""),
-            )
-            for w, part in compiled.source_parts.items()
-        },
-        deadline_s,
-    )
-    offers = []
-    for worker, result in confirmed.items():
-        if isinstance(result, Offered):
-            offers.append(result.offer)
-        elif not isinstance(result, Done):
-            raise RoundAborted(f"{worker} did not bind the plan: {describe(result)}")
+    parts = {
+        w: ConnectTrainer(
+            part,
+            digest,
+            relay.direct(bindings.values()),
+            backend,
+            compiled.replicated_parts.get(w, b""),
+        )
+        for w, part in compiled.source_parts.items()
+    }
+    offers = await _bind_sources(caller, parts, engine_of, deadline_s)
     await _form_groups(caller, offers, deadline_s)
     await _bind_relay(caller, relay, workers, bindings, engine_of, deadline_s)
     return Binding(
@@ -200,6 +193,38 @@ async def bind_fleet(
         replicated=compiled.replicated,
         sent_nbytes=compiled.sent_nbytes,
     )
+
+
+async def _bind_sources(
+    caller: RankCaller,
+    commands: Mapping[str, ConnectTrainer],
+    engine_of: Mapping[str, str],
+    deadline_s: float,
+) -> list[GroupOffer]:
+    """Tell the sources where to write; returns the groups that they offer.
+
+    Raises:
+        EnginesUnbound: what some engines offer cannot be written.
+        ConfigError: what all of them offer cannot be.
+        RoundAborted: a source did not bind the plan.
+    """
+    offers = []
+    wrong: dict[str, str] = {}
+    for worker, result in (await caller.call(commands, deadline_s)).items():
+        match result:
+            case Offered():
+                offers.append(result.offer)
+            case NotBound() if result.reasons.keys() <= engine_of.keys():
+                wrong |= {
+                    engine_of[name]: f"{worker} cannot write to {name}: {why}"
+                    for name, why in result.reasons.items()
+                }
+            case Done():
+                pass
+            case _:
+                raise RoundAborted(f"{worker} did not bind the plan: {describe(result)}")
+    _refuse_wrong(wrong, len(set(engine_of.values())))
+    return offers
 
 
 def _check_transports(

@@ -51,6 +51,7 @@ __all__ = [
     "Hello",
     "JoinGroups",
     "JoinPushGroup",
+    "NotBound",
     "Offered",
     "OpenRelay",
     "Pause",
@@ -221,6 +222,12 @@ class Offered(msgspec.Struct, frozen=True, tag="offered"):
     offer: GroupOffer
 
 
+class NotBound(msgspec.Struct, frozen=True, tag="not_bound"):
+    """Trainer rank: what these destinations offer cannot be written: worker -> why."""
+
+    reasons: dict[str, str]
+
+
 class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
     """Trainer rank: ready to write. `digested`: `DIGESTED` rows of boxes that others hold too."""
 
@@ -278,7 +285,18 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
     message: str
 
 
-Result = Bound | Offered | Prepared | Written | Verified | RelayOpened | Relayed | Done | Failure
+Result = (
+    Bound
+    | NotBound
+    | Offered
+    | Prepared
+    | Written
+    | Verified
+    | RelayOpened
+    | Relayed
+    | Done
+    | Failure
+)
 
 
 class Reply(msgspec.Struct, frozen=True, tag="reply"):
