@@ -70,8 +70,11 @@ def test_a_registered_backend_states_its_traits_and_travels_to_both_halves() -> 
     assert isinstance(frame, Envelope)
     assert frame.command == command
     sender, receiver = cast("Sender", object()), cast("Receiver", object())
-    assert sender_for(backend, sender, "host") is HALF
-    assert receiver_for(backend, receiver, "host") is HALF
+    halves: list[object] = [
+        sender_for(backend, sender, "host"),
+        receiver_for(backend, receiver, "host"),
+    ]
+    assert halves == [HALF, HALF]
     assert asked == [
         ("send", {"lofts": 3}, sender, "host"),
         ("receive", {"lofts": 3}, receiver, "host"),
