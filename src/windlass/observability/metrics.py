@@ -48,11 +48,12 @@ class ControllerMetrics:
         """A round ended."""
         self._rounds.labels(outcome).inc()
         for measure, figure in self._figures.items():
-            value = measures.get(measure, 0.0)
+            if measure not in measures:
+                continue
             if isinstance(figure, Counter):
-                figure.inc(value)
+                figure.inc(measures[measure])
             else:
-                figure.observe(value)
+                figure.observe(measures[measure])
 
     def observe_staleness(self, ages: Iterable[int]) -> None:
         """Samples were handed to trainers; ages in versions."""

@@ -43,6 +43,7 @@ from windlass.updates.binding import (
     signature_of,
 )
 from windlass.updates.changes import Changes, tell
+from windlass.updates.comparisons import Comparisons
 from windlass.updates.driver import RoundDriver, RoundResult, push_spec_of, spec_of
 from windlass.updates.fleet import EngineInfo, Fleet, Group, Identity, MustWait
 from windlass.updates.gateway import check_published, serve_agent
@@ -123,8 +124,7 @@ class Coordinator:
         self._catch_ups = CatchUps(self, self._fleet, config, planner)
         self._resumes = Resumes(self, self._sessions, config.deadlines)
         self._late = Counter[Identity]()
-        self._compared: frozenset[Identity] = frozenset()
-        self._turn = 0
+        self._comparisons = Comparisons(config.compare_share)
         self._refusals: dict[str, tuple[str, str]] = {}
         self._unbindable = ""
         self._driver: RoundDriver | None = None
@@ -615,14 +615,10 @@ class Coordinator:
         return "" if version <= MAX_COUNT else f"version must be < 2^53, got {version}"
 
     async def _run_round(self, version: int, lineage: str, binding: Binding) -> UpdateReport:
-        spec = spec_of(
-            version,
-            lineage,
-            binding,
-            self._config,
-            turn=self._turn,
-            is_first=self._compared != binding.sources,
-        )
+        comparison = None
+        if binding.replicated is not None:
+            comparison = self._comparisons.begin(version, binding.sources)
+        spec = spec_of(version, lineage, binding, self._config, comparison)
         driver = self._start_round(spec, binding, self._config.deadlines)
         return await self._finish_round(driver, spec, binding)
 
@@ -753,9 +749,12 @@ class Coordinator:
         finish, report = result.finish, result.report()
         self._note_outcomes(round_id, lineage, binding, result)
         self._record_quarantine()
-        if finish.outcome is RoundOutcome.PUBLISHED:
-            if binding.replicated is not None:
-                self._compared, self._turn = binding.sources, self._turn + 1
+        is_published = finish.outcome is RoundOutcome.PUBLISHED
+        if binding.replicated is not None:
+            self._comparisons.conclude(
+                compare_s=report.compare_s, update_s=report.update_s, is_published=is_published
+            )
+        if is_published:
             self._journal_outcome(JournalKind.PUBLISHED, finish.version, report.engines)
         else:
             self._journal_outcome(JournalKind.ROUND_ENDED, finish.version, (), finish.reason)

@@ -14,6 +14,7 @@ from windlass.config import PUSH_TRAITS, ControlConfig, PhaseDeadlines, UpdateMo
 from windlass.errors import PeerUnreachable
 from windlass.net.logs import log_fields
 from windlass.updates.binding import Binding
+from windlass.updates.comparisons import Comparison
 from windlass.updates.measures import Measure
 from windlass.updates.messages import (
     Envelope,
@@ -86,9 +87,7 @@ def spec_of(
     lineage: str,
     binding: Binding,
     config: ControlConfig,
-    *,
-    turn: int,
-    is_first: bool,
+    comparison: Comparison | None,
 ) -> RoundSpec:
     """The round that publishes `version` of the run `lineage` to a bound fleet.
 
@@ -97,12 +96,12 @@ def spec_of(
         lineage: of the run that publishes it.
         binding: of the fleet.
         config: mode, deadlines, retries.
-        turn: counts comparisons of what trainers hold in common.
-        is_first: compare all of it.
+        comparison: of what trainers hold in common; None for none in this round.
     """
-    replicated = binding.replicated
+    replicated = None if comparison is None else binding.replicated
+    turn = 0 if comparison is None else comparison.turn
     period = 1
-    if replicated is not None and not is_first:
+    if comparison is not None and replicated is not None and not comparison.is_first:
         period = replicated.period(binding.sent_nbytes)
     return RoundSpec(
         version=version,
@@ -243,7 +242,7 @@ class RoundDriver:
         return RoundResult(
             finish=finish,
             late=tuple(event for event in late if isinstance(event, Replied)),
-            measures={measure.value: measured.get(measure, 0.0) for measure in Measure},
+            measures={measure.value: value for measure, value in measured.items()},
             phase_s=dict(self._phase_s),
         )
 

@@ -33,6 +33,8 @@ class Measure(StrEnum):
     PAUSE_S = "pause_s", "seconds", "Longest pause of an engine"
     PACK_S = "pack_s", "seconds", "The slowest rank's time packing; 0 where writes pack"
 
+    COMPARE_S = "compare_s", "seconds", "The slowest rank's time digesting what ranks share"
+
     @property
     def label(self) -> str:
         """Without its unit: `wire`, `bytes`."""

@@ -229,9 +229,15 @@ class NotBound(msgspec.Struct, frozen=True, tag="not_bound"):
 
 
 class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
-    """Trainer rank: ready to write. `digested`: `DIGESTED` rows of boxes that others hold too."""
+    """Trainer rank: ready to write.
+
+    Attributes:
+        digested: `DIGESTED` rows of boxes that others hold too.
+        compare_s: seconds that it took for them, without what its GPU had to finish first.
+    """
 
     digested: bytes
+    compare_s: float
 
 
 class Written(msgspec.Struct, frozen=True, tag="written"):
@@ -380,15 +386,18 @@ class JoinGroups(msgspec.Struct, frozen=True, tag="join_groups"):
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     """Trainer: pack, cast and quantise into the arena as far as it holds; answer `Done`.
 
-    A rank with replicated boxes answers `Prepared`, with digests of the blocks that are due.
+    With a `period` it answers `Prepared` instead, with digests of the blocks that are due of what other
+    ranks hold too.
 
     Attributes:
-        turn, period: see `BlockSchedule.due`.
+        version: to be written next.
+        turn: counts comparisons, see `BlockSchedule.due`.
+        period: in so many turns every block is compared once; 0: nothing is compared now.
     """
 
     version: int
     turn: int = 0
-    period: int = 1
+    period: int = 0
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):
@@ -588,7 +597,7 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
         reason: one line when not published.
         engines: engines that serve `version` now.
         left_out: engines that do not: dead, with mixed weights, or joining; name -> why.
-        measures: the figures of the round, by the name of a `Measure`.
+        measures: the figures of the round that were taken, by the name of a `Measure`.
         phase_s: seconds per phase, by name.
         digest_ok: every written range had the sender's digest on the receiving side.
         attempt: the `Announce.attempt` that this answers.
@@ -627,6 +636,16 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
     def pause_s(self) -> float:
         """The longest time that an engine was paused, in seconds."""
         return self.measure(Measure.PAUSE_S)
+
+    @property
+    def compared(self) -> bool:
+        """Whether trainer ranks that hold the same boxes were compared."""
+        return Measure.COMPARE_S in self.measures
+
+    @property
+    def compare_s(self) -> float:
+        """The slowest trainer rank's seconds digesting what was compared."""
+        return self.measure(Measure.COMPARE_S)
 
 
 ControllerFrame = Welcome | Refused | Envelope | UpdateReport

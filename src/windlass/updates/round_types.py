@@ -84,7 +84,8 @@ class RoundSpec:
         traits: of the backend. `driven_by_trainer`: the trainer's own calls fill the Write phase,
             which ends with `Sent`; trainers and links are empty, and every engine verifies.
         relay: member of a relay group -> those that it passes on to; empty without a relay.
-        replicated: what trainers hold in common and must agree about; None for nothing.
+        replicated: what trainers hold in common and must agree about; None if this round compares
+            nothing.
         turn, period: see `BlockSchedule.due`.
         lineage: see `Publish`.
     """

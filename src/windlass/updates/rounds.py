@@ -34,6 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import assert_never
 
 import numpy as np
@@ -150,7 +151,8 @@ class RoundMachine:
         """Begin."""
         self._enter(Phase.PREPARE)
         for trainer in self._spec.trainers:
-            self._send(trainer, Prepare(self._version, self._spec.turn, self._spec.period))
+            period = self._spec.period if trainer in self._digested else 0
+            self._send(trainer, Prepare(self._version, self._spec.turn, period))
         if self._spec.traits.driven_by_trainer:
             self._send_engines(BeginPush())
         if self._spec.mode is UpdateMode.IN_PLACE:
@@ -230,6 +232,8 @@ class RoundMachine:
             self._digested[trainer] = decode_digested(prepared.digested)
         except ProtocolError as error:
             self._on_failure(trainer, Failure(FailureKind.FAILED, str(error)))
+        else:
+            self._measure(Measure.COMPARE_S, trainer, prepared.compare_s)
 
     def _on_written(self, trainer: str, written: Written) -> None:
         self._measure(Measure.WIRE_S, trainer, written.wire_s)
@@ -490,7 +494,7 @@ class RoundMachine:
 
     def _measure(self, measure: Measure, worker: str, value: float) -> None:
         values = self._measured.setdefault(measure, {})
-        values[worker] = values.get(worker, 0.0) + value
+        values[worker] = values.get(worker, 0.0) + (value if 0 < value < inf else 0.0)
 
     # --- small things ------------------------------------------------------------------------
 
