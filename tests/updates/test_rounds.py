@@ -128,6 +128,7 @@ class World:
         self.outbox: dict[str, deque[Replied]] = {w: deque() for w in (*TRAINERS, *ENGINE_OF)}
         self.entry = 0
         self.finish: Finish | None = None
+        self.handled_events.clear()  # the driver drops replies of other rounds
         self.carry_out(self.machine.start())
 
     def post(self, event: Event) -> None:

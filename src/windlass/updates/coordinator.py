@@ -437,7 +437,11 @@ class Coordinator:
                     self._changes.notify()
 
     async def copy(self, donor: Group, newcomer: Group, plan: TransferPlan) -> UpdateReport:
-        """Have `donor` write the published version into `newcomer`; see `RecoveryOwner.copy`."""
+        """Have `donor` write the published version into `newcomer`, while no other round runs.
+
+        Raises:
+            WindlassError: somebody did not bind.
+        """
         self._binding = None  # the newcomer's memory is bound to another plan now
         binding = await self._bind(donor, (newcomer,), lambda _sources, _destinations: plan)
         report = await self._run_round(self._published, self._fleet.lineage, binding)
@@ -625,7 +629,16 @@ class Coordinator:
     async def begin_push(
         self, pause_s: float, session_s: float
     ) -> tuple[RoundDriver, asyncio.Task[UpdateReport]]:
-        """Begin a round whose Write phase the trainer drives; see `PushOwner.begin_push`."""
+        """Wait for the running round, then begin one whose Write phase the trainer drives.
+
+        Args:
+            pause_s: from now until every engine has paused, or is left out.
+            session_s: for the leaders to send everything, after that.
+
+        Raises:
+            PeerUnreachable: there is no complete engine.
+            RoundAborted: the round cannot be recorded.
+        """
         began_s = time.monotonic()
         await self._lock.acquire()
         try:

@@ -302,18 +302,11 @@ class RoundDriver:
 
 
 def _deadline_of(phase: Phase, deadlines: PhaseDeadlines) -> float:
-    match phase:
-        case Phase.PREPARE:
-            return max(deadlines.prepare_s, deadlines.pause_s)
-        case Phase.WRITE:
-            return deadlines.write_s
-        case Phase.VERIFY:
-            return deadlines.verify_s
-        case Phase.PAUSE:
-            return deadlines.pause_s
-        case Phase.APPLY:
-            return deadlines.apply_s
-        case Phase.PUBLISH | Phase.DONE:
-            return deadlines.publish_s
-        case _:
-            assert_never(phase)
+    return {
+        Phase.PREPARE: max(deadlines.prepare_s, deadlines.pause_s),
+        Phase.WRITE: deadlines.write_s,
+        Phase.VERIFY: deadlines.verify_s,
+        Phase.PAUSE: deadlines.pause_s,
+        Phase.APPLY: deadlines.apply_s,
+        Phase.PUBLISH: deadlines.publish_s,
+    }[phase]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import Protocol, assert_never, final
+from typing import TYPE_CHECKING, assert_never, final
 
 import msgspec
 from aiohttp import web
@@ -46,35 +46,15 @@ from windlass.updates.messages import (
 from windlass.updates.push_order import PushOrder
 from windlass.updates.round_types import GiveUp
 
-__all__ = ["PushOwner", "PushUpdates"]
+if TYPE_CHECKING:
+    from windlass.updates.coordinator import Coordinator
+
+__all__ = ["PushUpdates"]
 
 REMEMBERED = 4096
 """Answers that are kept for calls that are asked again."""
 FIRST_CALL_SEQ = 1 << 20
 """Of the trainer's own commands: above the number of any command of the round machine."""
-
-
-class PushOwner(Protocol):
-    """Who runs the rounds."""
-
-    async def begin_push(
-        self, pause_s: float, session_s: float
-    ) -> tuple[RoundDriver, asyncio.Task[UpdateReport]]:
-        """Wait for the running round, then begin one whose Write phase the trainer drives.
-
-        Args:
-            pause_s: from now until every engine has paused, or is left out.
-            session_s: for the leaders to send everything, after that.
-
-        Raises:
-            PeerUnreachable: there is no complete engine.
-            RoundAborted: the round cannot be recorded.
-        """
-        ...
-
-    def refusal(self, version: int) -> str:
-        """Why a version must not be published; empty if it may."""
-        ...
 
 
 @final
@@ -168,10 +148,10 @@ class _Push:
 
 @final
 class PushUpdates:
-    """The calls of `RolloutCallback`. Everything happens in the coordinator's loop."""
+    """The calls of `RolloutCallback`. Everything happens in the loop of the coordinator."""
 
-    def __init__(self, owner: PushOwner) -> None:
-        self._owner = owner
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
         self._lock = asyncio.Lock()
         self._answers: dict[str, asyncio.Task[CallbackAnswer]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -262,7 +242,7 @@ class PushUpdates:
         return False
 
     async def _begin(self, leader: str, call: PauseCall, deadline_s: float) -> None:
-        self._latest = push = _Push(*await self._owner.begin_push(deadline_s, call.session_s))
+        self._latest = push = _Push(*await self._coordinator.begin_push(deadline_s, call.session_s))
         try:
             await push.until_paused()
             push.join(leader, call.stage, call.num_stages)
@@ -290,7 +270,7 @@ class PushUpdates:
 
     async def _end(self, push: _Push, version: int, deadline_s: float) -> None:
         async with self._lock:
-            if reason := push.failure or self._owner.refusal(version):
+            if reason := push.failure or self._coordinator.refusal(version):
                 push.driver.post(GiveUp(reason))
             else:
                 push.driver.finish_push(version, deadline_s)

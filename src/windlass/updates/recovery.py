@@ -18,7 +18,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, final
+from typing import TYPE_CHECKING, final
 
 import numpy as np
 
@@ -35,14 +35,15 @@ from windlass.updates.messages import (
     Done,
     Envelope,
     Reply,
-    RoundId,
     RoundOutcome,
-    UpdateReport,
 )
 from windlass.updates.round_types import reply_budget_s
 from windlass.updates.session import AgentSession
 
-__all__ = ["MAX_ATTEMPTS", "CatchUps", "RecoveryOwner", "Resumes", "find_donor"]
+if TYPE_CHECKING:
+    from windlass.updates.coordinator import Coordinator
+
+__all__ = ["MAX_ATTEMPTS", "CatchUps", "Resumes", "find_donor"]
 
 _log = logging.getLogger(__name__)
 KEPT_ATTEMPTS = 1024
@@ -97,35 +98,6 @@ class _Timers:
         self._timers.clear()
 
 
-class RecoveryOwner(Protocol):
-    """Who runs the rounds; it calls `bring_up` and `send` when none runs, and runs none meanwhile."""
-
-    @property
-    def published_version(self) -> int:
-        """What newcomers are brought up to; -1 before the first."""
-        ...
-
-    async def copy(self, donor: Group, newcomer: Group, plan: TransferPlan) -> UpdateReport:
-        """Have `donor` write the published version into `newcomer`.
-
-        Raises:
-            WindlassError: somebody did not bind.
-        """
-        ...
-
-    def settle_soon(self) -> None:
-        """Have `CatchUps.bring_up` and `Resumes.send` called as soon as no round runs."""
-        ...
-
-    def new_epoch(self) -> RoundId:
-        """A round id above all that were used."""
-        ...
-
-    def note_given_up(self, worker: str, reason: str) -> None:
-        """Put on record that this rank did not go on, and is not told again."""
-        ...
-
-
 @dataclass(slots=True)
 class _Attempts:
     """To bring one process up to one version.
@@ -152,13 +124,14 @@ class CatchUps:
     most `MAX_ATTEMPTS` times for a version. A process that connects anew begins anew.
 
     Args:
-        owner: runs the rounds. fleet: who is there. config, planner: of the owner.
+        coordinator: calls `bring_up` when no round runs, and runs none meanwhile.
+        fleet: who is there. config, planner: of the coordinator.
     """
 
     def __init__(
-        self, owner: RecoveryOwner, fleet: Fleet, config: ControlConfig, planner: Planner
+        self, coordinator: Coordinator, fleet: Fleet, config: ControlConfig, planner: Planner
     ) -> None:
-        self._owner, self._fleet = owner, fleet
+        self._coordinator, self._fleet = coordinator, fleet
         self._config, self._planner = config, planner
         self._attempts: dict[str, _Attempts] = {}
         self._timers = _Timers()
@@ -189,7 +162,7 @@ class CatchUps:
             attempts.due_s = 0.0
 
     async def _bring_up(self, newcomer: Group) -> None:
-        version = self._owner.published_version
+        version = self._coordinator.published_version
         donors, trainers = self._fleet.serving(version), self._fleet.trainers()
         if newcomer in donors:
             self._attempts.pop(newcomer.name, None)
@@ -219,7 +192,7 @@ class CatchUps:
         donor, plan = found
         donor_identities = donor.identities  # those that are there now
         try:
-            report = await self._owner.copy(donor, newcomer, plan)
+            report = await self._coordinator.copy(donor, newcomer, plan)
         except WindlassError as error:
             self._failed(newcomer.name, attempts, donor_identities, str(error))
             return
@@ -249,14 +222,14 @@ class CatchUps:
             _log.warning("%s does not catch up before the next version: %s", name, reason)
             return
         _log.warning("%s did not catch up, again in %g s: %s", name, delay_s, reason)
-        self._timers.call_later(f"again {name}", delay_s, self._owner.settle_soon)
+        self._timers.call_later(f"again {name}", delay_s, self._coordinator.settle_soon)
 
     def _presume_ended(self, identity: Identity) -> None:
         agent = self._fleet.find(identity[0])
         away = agent is None or agent.identity != identity
         if away and self._fleet.release(identity):
             _log.info("%s did not come back: what it was writing is over", identity[0])
-            self._owner.settle_soon()
+            self._coordinator.settle_soon()
 
 
 @final
@@ -264,15 +237,19 @@ class Resumes:
     """Engine ranks that did not go on. In the coordinator's loop.
 
     Args:
-        owner: runs the rounds. sessions: of the agents that are connected.
+        coordinator: calls `send` when no round runs, and runs none meanwhile.
+        sessions: of the agents that are connected.
         deadlines: an engine has gone on within both that for going on and that for a pause, which
             would wait behind it.
     """
 
     def __init__(
-        self, owner: RecoveryOwner, sessions: Mapping[str, AgentSession], deadlines: PhaseDeadlines
+        self,
+        coordinator: Coordinator,
+        sessions: Mapping[str, AgentSession],
+        deadlines: PhaseDeadlines,
     ) -> None:
-        self._owner, self._sessions = owner, sessions
+        self._coordinator, self._sessions = coordinator, sessions
         self._deadline_s = reply_budget_s(min(deadlines.publish_s, deadlines.pause_s))
         self._num_told: dict[Identity, int] = {}
         self._due: set[Identity] = set()
@@ -309,7 +286,7 @@ class Resumes:
             self._num_told[identity] += 1
             again = Abort(f"go on: {session.agent.not_resumed}", deadline_s=self._deadline_s)
             try:
-                await session.send(Envelope(*self._owner.new_epoch(), 1, again))
+                await session.send(Envelope(*self._coordinator.new_epoch(), 1, again))
             except PeerUnreachable as error:
                 _log.info("%s", error)  # a process that comes back says how it is
             if identity in self._num_told:  # it has not gone on or left meanwhile
@@ -332,13 +309,13 @@ class Resumes:
     def _again(self, agent: Agent) -> None:
         if self._num_told[agent.identity] < MAX_ATTEMPTS:
             self._due.add(agent.identity)
-            self._owner.settle_soon()
+            self._coordinator.settle_soon()
             return
         worker, reason = agent.hello.worker, agent.not_resumed
         _log.error(
             "%s stays paused until the next round: told %s times: %s", worker, MAX_ATTEMPTS, reason
         )
-        self._owner.note_given_up(worker, reason)
+        self._coordinator.note_given_up(worker, reason)
 
 
 def find_donor(
