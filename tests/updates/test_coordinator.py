@@ -570,6 +570,28 @@ async def test_a_write_that_ends_late_and_unknown_quarantines_its_engine() -> No
         assert (await rig.publish(3)).outcome is RoundOutcome.PUBLISHED
 
 
+async def test_staged_an_engine_that_never_verifies_costs_itself_its_place_alone() -> None:
+    async with FakeFleet(ControlConfig(mode=UpdateMode.STAGED, max_rewrites=1)) as rig:
+        await rig.start({"a": 1})
+        broken = threading.Event()
+
+        def flip(command: Command) -> None:
+            if isinstance(command, Verify) and broken.is_set():
+                rig.engines["b/0"].target[0, 0] += 1
+
+        await rig.add_engine("b", on_command=flip)
+        await rig.publish(0)
+        broken.set()
+        for version in (1, 2):
+            report = await rig.publish(version)
+            assert (report.outcome, report.engines) == (RoundOutcome.PUBLISHED, ("a",))
+            assert set(report.left_out) == {"b"}
+            assert rig.routable == {"a": version}
+            assert rig.engines["b/0"].live_versions == {0}
+        broken.clear()
+        assert set((await rig.publish(3)).engines) == {"a", "b"}
+
+
 async def test_staged_a_quarantined_engine_goes_on_serving_its_whole_weights() -> None:
     async with FakeFleet(quick(UpdateMode.STAGED)) as rig:
         await rig.start({"a": 1})

@@ -223,7 +223,7 @@ class EngineAgent:
         host: str = "127.0.0.1",
     ) -> None:
         self._one_sided, self._host = receiver, host
-        self._sender = None if sender is None else sender_for(P2pBackend(), sender, host)
+        self._source = None if sender is None else TrainerAgent(sender, host=host)
         self._backend: UpdateBackend = P2pBackend()
         self._receiver: ReceiverBackend = receiver_for(self._backend, receiver, host)
         self._relay = RelayNode(receiver, host)
@@ -359,26 +359,19 @@ class EngineAgent:
         self._relay.close()
         if isinstance(self._receiver, DeviceReceiver):
             self._receiver.close()
-        if self._sender is not None:
-            self._sender.close()
+        if self._source is not None:
+            self._source.close()
 
     def _send_own(self, command: SourceCommand) -> Result:
         """This rank is the source: its weights stand still for as long as the lock is held."""
-        if self._sender is None:
+        if self._source is None:
             raise ProtocolError(f"this engine cannot carry out {type(command).__name__}")
-        match command:
-            case ConnectTrainer():
-                self._sender.connect(TransferPlan.decode(command.plan), command.bindings)
-            case Prepare():
-                self._check_serves(command.version)
-                self._sender.prepare(command.version)
-            case Write():
-                self._check_serves(command.version)
-                sent = self._sender.write(command.version, command.destinations, command.deadline_s)
-                return Written(sent.links, sent.pack_s, sent.wire_s)
-            case _:
-                assert_never(command)
-        return Done(not_resumed=self._not_resumed)
+        if not isinstance(command, ConnectTrainer):
+            self._check_serves(command.version)
+        result = self._source.handle(
+            command, epoch=self._round_id.epoch, round_number=self._round_id.round
+        )
+        return Done(self._not_resumed) if isinstance(result, Done) else result
 
     def _check_serves(self, version: int) -> None:
         if self.mixed_weights or self._served_version != version:

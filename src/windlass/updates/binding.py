@@ -316,7 +316,7 @@ def _find_misaddressed(
     sessions: Mapping[str, AgentSession],
 ) -> dict[str, str]:
     """Engine ranks whose address would lead a source on another host to itself: worker -> why."""
-    places = {sessions[worker].host for worker in sources if worker in sessions}
+    hosts = {sessions[worker].host for worker in sources if worker in sessions}
     found = {}
     for binding in bindings:
         session, address = sessions.get(binding.worker), binding.endpoint.address
@@ -324,7 +324,7 @@ def _find_misaddressed(
             host = split_host_port(address)[0]
         except ConfigError:
             host = address  # of a transport that never leaves its host, or without a port
-        if session is not None and is_loopback(host) and places - {session.host}:
+        if session is not None and is_loopback(host) and hosts - {session.host}:
             found[binding.worker] = (
                 f"{binding.worker}: {binding.endpoint.transport} address must be reachable from "
                 f"other hosts, got {address!r}; the transport's host or {HOST_VARIABLE} sets it"

@@ -2,7 +2,7 @@
 
 It owns the fleet, compiles bindings when the fleet has changed, and carries out the
 instructions of one `RoundMachine` at a time. Everything happens in one event loop; nothing
-here is shared with the rollout lanes.
+here is shared with rollouts.
 """
 
 from __future__ import annotations

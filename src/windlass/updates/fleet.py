@@ -354,16 +354,13 @@ class Fleet:
         if seq == PROBE_SEQ:
             del self._holds[trainer]
             return True
-        if isinstance(result, Relayed):
-            self.quarantine(key for key in hold.engines if key[0] in result.unknown_to)
-        elif isinstance(result, Written):
-            unknown = {x.destination for x in result.links if x.status is LinkStatus.UNKNOWN}
+        unknown = _unknown_of(result)
+        if unknown is not None:
             self.quarantine(key for key in hold.engines if key[0] in unknown)
-        elif isinstance(result, Failure):
-            if result.kind is FailureKind.UNKNOWN:
-                self.quarantine(hold.engines)
-        else:
+        elif not isinstance(result, Failure):
             return False
+        elif result.kind is FailureKind.UNKNOWN:
+            self.quarantine(hold.engines)
         del self._holds[trainer]
         return True
 
@@ -381,12 +378,7 @@ class Fleet:
         writer = self.find(source[0])
         if writer is None or not 0 < round_id.epoch <= writer.hello.epoch:
             return False
-        if isinstance(result, Relayed):
-            names = set(result.unknown_to)
-        elif isinstance(result, Written):
-            names = {x.destination for x in result.links if x.status is LinkStatus.UNKNOWN}
-        else:
-            return False
+        names = _unknown_of(result) or set()
         for name in names:
             agent = self.find(name)
             if agent is None:
@@ -442,3 +434,14 @@ class Fleet:
             if g.complete and not g.mixed_weights and g.version == version >= 0
             if g.lineage == self.lineage
         )
+
+
+def _unknown_of(result: Result) -> set[str] | None:
+    """The ranks that a write of unknown outcome may still reach; None if it says nothing of writes."""
+    match result:
+        case Relayed():
+            return set(result.unknown_to)
+        case Written():
+            return {x.destination for x in result.links if x.status is LinkStatus.UNKNOWN}
+        case _:
+            return None
