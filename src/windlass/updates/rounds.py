@@ -169,9 +169,8 @@ class RoundMachine:
                 worker, command = self._pending.get(event.seq, ("", None))
                 if command is None or worker != event.worker:
                     if isinstance(event.result, Relayed | Failure):
-                        self._relay.answered(
-                            event.worker, ()
-                        )  # left out already, but it has ended now
+                        # Left out already, but it has ended now.
+                        self._relay.answered(event.worker, ())
                     return []  # a duplicate, or an answer to a phase that is over
                 del self._pending[event.seq]
                 self._on_result(worker, command, event.result)
