@@ -179,8 +179,8 @@ class BackendTraits:
     """What the control plane must know of how bytes travel.
 
     Attributes:
-        one_sided: by the ranks' transports: from a replica as well, into GPU memory, and into
-            memory of another process.
+        one_sided: by the ranks' transports: from a replica as well, and into memory of another
+            process.
         collective: both halves of a write enter it, so that one rank that fails breaks the group.
         lands_live: `in_place` writes touch live memory before they are verified.
         catches_up: an engine can hand the published version on to another one.

@@ -21,8 +21,9 @@ from weight_rank import model_nbytes, part_of, run_bystander
 import windlass
 from windlass.config import ControlConfig, PhaseDeadlines
 from windlass.layout.manifest import Role
+from windlass.memory.ops import DigestKind
 from windlass.net.access import Access, role_token
-from windlass.transfer.bindings import DestinationBinding, DigestKind
+from windlass.transfer.bindings import DestinationBinding
 from windlass.transports.base import PeerEndpoint, RemoteRegion, WireReport
 from windlass.transports.processes import (
     OwnProcess,

@@ -10,13 +10,13 @@ import msgspec
 
 from windlass.errors import PlanError
 from windlass.layout.dtypes import DType
+from windlass.memory.ops import DigestKind
 from windlass.transports.base import PeerEndpoint, RemoteRegion
 
 __all__ = [
     "BindingsRefused",
     "BucketPart",
     "DestinationBinding",
-    "DigestKind",
     "GroupOffer",
     "LinkOutcome",
     "LinkStatus",
@@ -34,16 +34,6 @@ class BindingsRefused(PlanError):
     def __init__(self, reasons: Mapping[str, str]) -> None:
         super().__init__("; ".join(reasons.values()))
         self.reasons = dict(reasons)
-
-
-class DigestKind(StrEnum):
-    """What a link's digest is computed with; both ends must use the same.
-
-    XXH3: xxh3_128 of the payload, in host memory. POSITION: `memory/position_digest.py`, on GPUs.
-    """
-
-    XXH3 = "xxh3_128"
-    POSITION = "position"
 
 
 class DestinationBinding(msgspec.Struct, frozen=True):

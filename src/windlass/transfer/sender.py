@@ -27,18 +27,18 @@ import numpy as np
 
 from windlass.errors import ConfigError, PlanError, TransferOutcomeUnknown, WindlassError
 from windlass.layout.manifest import ShardManifest
+from windlass.memory.ops import ALIGNMENT
 from windlass.net.clock import Deadline
 from windlass.planning.plan import TransferPlan
+from windlass.planning.program import LinkProgram, bind_links
 from windlass.planning.relay import RelayGroup
 from windlass.planning.simulate import LINKS_AT_ONCE
-from windlass.transfer.arena import ALIGNMENT
 from windlass.transfer.base import ParameterMemory, SendResult
 from windlass.transfer.bind import (
-    LinkProgram,
-    bind_links,
     bind_peers,
     check_binding,
     check_destinations,
+    check_digest_kind,
     check_part,
 )
 from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus
@@ -332,12 +332,7 @@ class Sender:
             self._parameters.close()
 
     def _check_binding(self, program: LinkProgram, binding: DestinationBinding) -> None:
-        kind = self._packer.digest_kind
-        if binding.digest_kind is not kind:
-            raise PlanError(
-                f"connect: {binding.worker}: weights must be on GPUs at both ends or in host memory at "
-                f"both: this rank hashes by {kind}, that one by {binding.digest_kind}"
-            )
+        check_digest_kind(self._packer.digest_kind, binding)
         check_binding(program, binding)
 
     # --- links and feeds ---------------------------------------------------------------------

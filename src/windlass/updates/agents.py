@@ -21,7 +21,6 @@ from windlass.transfer.receiver import Receiver
 from windlass.transfer.relay_node import RelayNode
 from windlass.transfer.replicated_digests import ReplicatedDigests
 from windlass.transfer.sender import Sender
-from windlass.transfer.source import refuse_gpu_memory
 from windlass.updates.hooks import EngineHooks
 from windlass.updates.messages import (
     Abort,
@@ -357,6 +356,7 @@ class EngineAgent:
     def close(self) -> None:
         """Stop listening for relays; free what was allocated on a GPU. Idempotent."""
         self._relay.close()
+        self._push.close()
         if isinstance(self._receiver, DeviceReceiver):
             self._receiver.close()
         if self._source is not None:
@@ -397,7 +397,7 @@ class EngineAgent:
 
     def _choose(self, backend: UpdateBackend) -> None:
         if not backend.traits.one_sided:
-            self._refuse_memory(f"backend {type(backend).__name__}")
+            self._refuse_elsewhere(f"backend {type(backend).__name__}")
         if backend != self._backend:
             self._receiver.close()
             self._receiver = receiver_for(backend, self._one_sided, self._host)
@@ -406,7 +406,7 @@ class EngineAgent:
 
     def _begin_push(self) -> None:
         """The next update that comes by a plan binds it anew."""
-        self._refuse_memory("an update that the trainer drives")
+        self._refuse_elsewhere("an update that the trainer drives")
         self._receiver.close()
         self._receiver = receiver_for(self._backend, self._one_sided, self._host)
         self._delivery = self._push
@@ -425,11 +425,6 @@ class EngineAgent:
                 self._push.read_files(command.folder)
             case _:
                 assert_never(command)
-
-    def _refuse_memory(self, what: str) -> None:
-        """Only one-sided writes reach memory of a GPU, or of another process."""
-        self._refuse_elsewhere(what)
-        refuse_gpu_memory(self._one_sided.manifest.worker, self._one_sided.live_addresses)
 
     def _refuse_elsewhere(self, what: str) -> None:
         if self._one_sided.is_elsewhere:
