@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar, final
+from typing import Generic, NamedTuple, TypeVar, final
 
 import msgspec
 
@@ -17,6 +17,7 @@ __all__ = [
     "MustWait",
     "Refused",
     "Reply",
+    "RoundId",
     "check_name",
     "encode",
 ]
@@ -67,6 +68,25 @@ class Codec(Generic[T]):
             raise ProtocolError(f"{self._name} of {len(data)} bytes: {error}") from error
 
 
+class RoundId(NamedTuple):
+    """Tells one round, or one binding of the fleet, from every other; later ones are greater.
+
+    `epoch` grows with every binding and with every start of a controller, `round` with both and
+    with every attempt to publish.
+    """
+
+    epoch: int
+    round: int
+
+    def next_round(self) -> RoundId:
+        """Of the next attempt with the same binding."""
+        return RoundId(self.epoch, self.round + 1)
+
+    def next_epoch(self) -> RoundId:
+        """Of the next binding."""
+        return RoundId(self.epoch + 1, self.round + 1)
+
+
 class Envelope(msgspec.Struct, Generic[T_co], frozen=True, tag="envelope"):
     """A command and the id of its call."""
 
@@ -74,6 +94,11 @@ class Envelope(msgspec.Struct, Generic[T_co], frozen=True, tag="envelope"):
     round: int
     seq: int
     command: T_co
+
+    @property
+    def round_id(self) -> RoundId:
+        """The round that the command belongs to."""
+        return RoundId(self.epoch, self.round)
 
 
 class Reply(msgspec.Struct, Generic[T_co], frozen=True, tag="reply"):
@@ -83,6 +108,11 @@ class Reply(msgspec.Struct, Generic[T_co], frozen=True, tag="reply"):
     round: int
     seq: int
     result: T_co
+
+    @property
+    def round_id(self) -> RoundId:
+        """The round that the reply belongs to."""
+        return RoundId(self.epoch, self.round)
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", omit_defaults=True):

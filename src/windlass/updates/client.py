@@ -37,6 +37,8 @@ from windlass.updates.messages import (
     FailureKind,
     Hello,
     Probe,
+    Relay,
+    RelayWrite,
     Result,
     RoundOutcome,
     UpdateReport,
@@ -44,7 +46,6 @@ from windlass.updates.messages import (
     Withdraw,
     Write,
 )
-from windlass.updates.relay_messages import Feed, Relay
 
 __all__ = ["WELCOME_SEQ", "AgentChannel", "CommandHandler", "report_cannot_join"]
 
@@ -109,7 +110,7 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
         handler: carries out commands.
         on_disconnect: called in the channel's thread when a connection that was welcomed is lost,
             before the first attempt to connect again; again at the next welcome if it raised. What
-            came of that is sent to the controller (`Done.at_rest`).
+            came of that is sent to the controller (`Done.not_resumed`).
         on_command: called in the channel's thread with a command, its epoch and its round, as it
             comes in and before it waits for its turn; must not block.
         reconnect, executor, loop: see `Client`.
@@ -145,7 +146,7 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
         self._lock = threading.Lock()
         self._announced: Announcement | None = None
         self._attempts = 0
-        self._at_rest = ""
+        self._not_resumed = ""
         self._published, self._lineage, self._welcomed_by = -1, "", ""
         self.ended.add_done_callback(self._end_announcement)
 
@@ -225,7 +226,7 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
             self._hello(),
             epoch=epoch,
             round=round_number,
-            at_rest=self._at_rest,
+            not_resumed=self._not_resumed,
             host=host_identity(),
         )
         if hello.role is not Role.TRAINER:
@@ -253,13 +254,15 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
             self._on_command(call.command, call.epoch, call.round)
 
     async def on_welcome(self) -> None:
-        if self._at_rest:  # no command of this connection has come: no round is open here yet
+        if self._not_resumed:  # no command of this connection has come: no round is open here yet
             await self._loop.run_in_executor(self._executor, self.on_lost)
 
     async def on_connected(self) -> None:
         if self._on_disconnect is not None:  # how the engine is now, whatever stored replies say
             epoch, round_number = self._store.newest
-            await self.send(Reply(epoch, round_number, WELCOME_SEQ, Done(at_rest=self._at_rest)))
+            await self.send(
+                Reply(epoch, round_number, WELCOME_SEQ, Done(not_resumed=self._not_resumed))
+            )
         await self._send_announcement()
 
     def on_lost(self) -> None:
@@ -268,10 +271,10 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
         with self._executing:  # whatever begins after this is refused
             try:
                 self._on_disconnect()
-                self._at_rest = ""
+                self._not_resumed = ""
             # The boundary of the engine: one that cannot be resumed now must come back all the same.
             except Exception as error:  # noqa: BLE001
-                self._at_rest = f"{type(error).__name__}: {error}"
+                self._not_resumed = f"{type(error).__name__}: {error}"
                 _log.exception("on_disconnect")
 
     async def _send_announcement(self) -> None:
@@ -309,7 +312,7 @@ def _kind_of(error: Exception, command: Command | Probe) -> FailureKind:
             return FailureKind.UNKNOWN
         case StaleMessage():
             return FailureKind.STALE
-        case _ if isinstance(command, Write | Feed | Relay) and is_unknown(error):
+        case _ if isinstance(command, Write | RelayWrite | Relay) and is_unknown(error):
             return FailureKind.UNKNOWN
         case _:
             return FailureKind.FAILED
