@@ -14,9 +14,11 @@ from fake_fleet import TOKEN, FakeFleet
 import windlass
 from windlass.config import ControlConfig, PhaseDeadlines
 from windlass.errors import ConfigError, PeerTimeout, PlanError, RoundAborted
+from windlass.layout.dtypes import DType
 from windlass.observability.operations import Operations
 from windlass.rollout import BatchQueue, RolloutController, StaticEngines
 from windlass.trainers.callback import RolloutCallback, WeightGroup
+from windlass.transfer.bindings import WireTensor
 from windlass.updates.callback_messages import CallbackRequest, PauseCall
 from windlass.updates.journal import Journal, JournalEntry, JournalKind
 from windlass.updates.messages import (
@@ -250,6 +252,9 @@ async def test_a_push_is_seen_wherever_updates_are_seen(monkeypatch: pytest.Monk
             with RolloutCallback(rig.server.url, TOKEN, deadline_s=WITHIN_S) as leader:
                 await asyncio.to_thread(leader.pause_generation)
                 assert operations.overview()["phase"] == "write of a push"
+                specs = [WireTensor(f"w{index}", DType.FLOAT32, (4, 2)) for index in range(2)]
+                sent = leader.update_weights_from_distributed("weights", specs)
+                await asyncio.wrap_future(sent)
                 await asyncio.to_thread(leader.continue_generation, 3)
             (report,) = told
             assert [*rig.coordinator.reports] == [report]
@@ -260,6 +265,8 @@ async def test_a_push_is_seen_wherever_updates_are_seen(monkeypatch: pytest.Monk
     assert report.engines == ("a",)
     assert [*report.phase_s] == ["prepare", "write", "verify", "apply", "publish"]
     assert report.update_s > report.pause_s > 0
+    assert report.update_s > report.wire_s > 0
+    assert report.nbytes == 2 * 2 * 32  # two tensors, to two ranks each
     shown = [Phase.PREPARE, Phase.WRITE, Phase.VERIFY, Phase.APPLY, Phase.PUBLISH, Phase.DONE]
     assert [phase for _, phase in phases] == shown
     assert (overview["phase"], len(overview["rounds"])) == ("", 1)  # type: ignore[arg-type]

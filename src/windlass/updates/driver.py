@@ -179,6 +179,7 @@ class RoundDriver:
         self._pause_began: dict[str, float] = {}
         self._publishing: set[tuple[str, int]] = set()
         self._pause_s = 0.0
+        self._pushed: dict[Measure, float] = {}
         self._is_writing: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     @property
@@ -194,6 +195,11 @@ class RoundDriver:
     async def until_writing(self) -> bool:
         """Wait until bytes may be sent; false if the round ends before that."""
         return await asyncio.shield(self._is_writing)
+
+    def note_pushed(self, nbytes: int, wire_s: float) -> None:
+        """The trainer that drives the round has sent `nbytes`, one call after another, in `wire_s`."""
+        for measure, value in ((Measure.NBYTES, nbytes), (Measure.WIRE_S, wire_s)):
+            self._pushed[measure] = self._pushed.get(measure, 0.0) + value
 
     def finish_push(self, version: int, deadline_s: float) -> None:
         """The trainer that drives the round has sent everything for `version`.
@@ -238,7 +244,7 @@ class RoundDriver:
             finish = await self._carry_out(self._machine.handle(await self._events.get()))
         self._leave_phase()
         late = [self._events.get_nowait() for _ in range(self._events.qsize())]
-        measured = dict(finish.measures)
+        measured = {**finish.measures, **self._pushed}
         measured |= {Measure.UPDATE_S: self._clock() - began, Measure.PAUSE_S: self._pause_s}
         return RoundResult(
             finish=finish,

@@ -14,6 +14,7 @@ order at two engines cannot happen, and no ring of waiting forms.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TYPE_CHECKING, assert_never, final
@@ -141,7 +142,11 @@ class _Push:
         if self.failure:
             raise RoundAborted(f"callback: the update has failed already: {self.failure}")
         commands = dict.fromkeys(self.driver.active_workers, command)
+        began_s = time.perf_counter()
         results = await self._caller.call(commands, deadline_s)
+        if isinstance(command, ReceiveTensors):
+            nbytes = len(commands) * sum(tensor.nbytes for tensor in command.tensors)
+            self.driver.note_pushed(nbytes, time.perf_counter() - began_s)
         if failed := failures_of(results, Done):
             raise RoundAborted("; ".join(f"{w}: {describe(r)}" for w, r in failed.items()))
 
