@@ -384,9 +384,12 @@ async def test_a_journal_in_use_or_without_a_folder_is_refused_by_name(tmp_path:
     path = tmp_path / "journal"
     journal = RolloutJournal(path)
     journal.open(0)
-    with pytest.raises(ConfigError, match=r"journal .*journal: cannot be used"):
+    with pytest.raises(ConfigError, match=r"journal .*journal: another process has it open"):
         RolloutJournal(path).open(0)
     await journal.close()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match=r"cannot be used: .*it is no regular file"):
+        RolloutJournal(tmp_path / "pipe").open(0)
     with pytest.raises(ConfigError, match="cannot be used"):
         RolloutJournal(path / "below").open(0)
 

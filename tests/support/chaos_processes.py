@@ -38,7 +38,7 @@ from windlass.transfer.sender import Sender
 from windlass.transports.base import WireReport, WriteBatch
 from windlass.transports.memory import MemoryTransport
 from windlass.updates.agents import EngineAgent, TrainerAgent
-from windlass.updates.conversation import AgentConversation
+from windlass.updates.client import AgentChannel
 from windlass.updates.messages import PROTOCOL_VERSION, Command, Hello, Result
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ class TrainerProcess(Process):
 
     async def _run(self) -> None:
         await self.conversation.run()
-        self.world.note(f"{self.name} ends: {self.conversation._ended}")
+        self.world.note(f"{self.name} ends: {self.conversation.ended.exception()}")
 
 
 class EngineProcess(Process):
@@ -263,7 +263,7 @@ class EngineProcess(Process):
         self._changed = asyncio.Event()
         self.incarnation = ""
         self._manifest = manifest
-        self.conversation: AgentConversation | None = None
+        self.conversation: AgentChannel | None = None
 
     def start(self) -> None:
         self.host.spawn(self._run(), "engine")
@@ -281,7 +281,7 @@ class EngineProcess(Process):
             self.agent,
         )
         await self.conversation.run()
-        self.world.note(f"{self.name} ends: {self.conversation._ended}")
+        self.world.note(f"{self.name} ends: {self.conversation.ended.exception()}")
 
     # --- EngineHooks ---------------------------------------------------------------------------
 
@@ -391,7 +391,7 @@ def _conversation(
     world_size: int,
     handler: Watched,
     engine: EngineAgent | None,
-) -> AgentConversation:
+) -> AgentChannel:
     incarnation = os.urandom(8).hex()
     encoded = manifest.encode()
     url = ""
@@ -416,16 +416,16 @@ def _conversation(
             url=url,
             served_version=-1 if engine is None else engine.served_version,
             lineage="" if engine is None else engine.lineage,
-            tainted=engine is not None and engine.tainted,
+            mixed_weights=engine is not None and engine.mixed_weights,
             can_send=engine is not None,
         )
 
-    return AgentConversation(
-        process.world.loop,
-        OneThread(),
+    return AgentChannel(
         process.world.url,
         TOKEN,
         hello,
         handler,
         on_disconnect=None if engine is None else engine.on_disconnect,
+        executor=OneThread(),
+        loop=process.world.loop,
     )

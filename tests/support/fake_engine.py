@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 
 from windlass.net.addresses import listen
-from windlass.net.server import stop_accepting
+from windlass.net.listener import stop_accepting
 
 __all__ = ["FakeEngine", "expected_tokens"]
 

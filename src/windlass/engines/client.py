@@ -97,7 +97,7 @@ class EngineClient:
             endpoint = transport.endpoint() if elsewhere is None else elsewhere.endpoint
 
             def hello() -> Hello:
-                epoch, round_number = agent.place
+                epoch, round_number = agent.round_id
                 return Hello(
                     protocol_version=PROTOCOL_VERSION,
                     worker=manifest.worker,
@@ -114,7 +114,7 @@ class EngineClient:
                     lineage=agent.lineage,
                     epoch=epoch,
                     round=round_number,
-                    tainted=agent.tainted,
+                    mixed_weights=agent.mixed_weights,
                     can_send=can_send,
                 )
 

@@ -24,7 +24,7 @@ from windlass.engines.versions import EngineReleases, check_installed
 from windlass.envs import control_token, environment_value, inherited_environment
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
 from windlass.net.addresses import own_address, published_host, url_of
-from windlass.updates.client import tell_cannot_join
+from windlass.updates.client import report_cannot_join
 
 __all__ = [
     "Connect",
@@ -290,7 +290,7 @@ def _tell(args: argparse.Namespace, reason: str) -> None:
     """Whoever waits for this engine must not wait for its deadline; stderr has the reason as well."""
     with contextlib.suppress(WindlassError):
         if args.controller:
-            tell_cannot_join(args.controller, control_token(), args.name, reason)
+            report_cannot_join(args.controller, control_token(), args.name, reason)
 
 
 def starts_with_random_weights(command: Sequence[str]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 from pathlib import Path
 from typing import Generic, TypeVar, final
 
@@ -55,6 +56,11 @@ class LineFile(Generic[EntryT]):
             self.found, self.nbytes = read_lines(path, kind)
             os.ftruncate(self._descriptor, self.nbytes)  # the next line must not grow on a torn one
             _sync_directory(path.parent)
+        except BlockingIOError as error:
+            self.close()
+            raise ConfigError(
+                f"journal {path}: another process has it open: {error.strerror}"
+            ) from error
         except OSError as error:
             self.close()
             raise ConfigError(f"journal {path}: cannot be used: {error}") from error
@@ -137,6 +143,13 @@ class LineFile(Generic[EntryT]):
             self._descriptor = -1
 
 
+def _check_is(path: Path, opened: os.stat_result) -> None:
+    if not stat.S_ISREG(opened.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file")
+    if path.stat().st_ino != opened.st_ino:
+        raise BlockingIOError(errno.EAGAIN, "it was replaced while it was opened")
+
+
 def _write_all(descriptor: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
@@ -152,8 +165,7 @@ def _lock(path: Path) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if path.stat().st_ino != os.fstat(descriptor).st_ino:
-            raise BlockingIOError(errno.EAGAIN, "it was replaced while it was opened")
+        _check_is(path, os.fstat(descriptor))
     except OSError:
         os.close(descriptor)
         raise

@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from windlass.config import P2pBackend, UpdateBackend, UpdateMode
+from windlass.config import UpdateBackend, UpdateMode
 from windlass.errors import (
     ConfigError,
     PeerTimeout,
-    PeerUnreachable,
     PlanError,
     RoundAborted,
     WindlassError,
@@ -27,20 +26,21 @@ from windlass.planning.relay import copy_part
 from windlass.planning.replicated import Replicated, find_replicated
 from windlass.transfer.bindings import DestinationBinding, GroupOffer
 from windlass.transports.processes import WITHIN_HOST
+from windlass.updates.calls import RankCaller, describe, failures_of
 from windlass.updates.fleet import Group, Identity
 from windlass.updates.messages import (
     Bound,
-    Command,
     ConnectEngine,
     ConnectTrainer,
     Done,
-    Failure,
     JoinGroups,
+    NotBound,
     Offered,
+    RelayOpened,
     Result,
+    RoundId,
 )
 from windlass.updates.relay_binding import RelayPlan, plan_relay
-from windlass.updates.relay_messages import RelayOpened
 from windlass.updates.session import AgentSession
 
 __all__ = ["Binding", "EnginesUnbound", "Planner", "bind_fleet", "find_unplannable", "signature_of"]
@@ -66,7 +66,7 @@ class EnginesUnbound(RoundAborted):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """A plan that every rank has bound to memory.
+    """A plan that every rank has bound to memory; none where the trainer drives the update.
 
     Attributes:
         signature: the incarnations it holds for; another fleet needs another binding.
@@ -78,9 +78,9 @@ class Binding:
 
     signature: frozenset[Identity]
     engines: Mapping[str, tuple[str, ...]]
-    trainers: tuple[str, ...]
-    links: frozenset[tuple[str, str]]
-    plan_digest: str
+    trainers: tuple[str, ...] = ()
+    links: frozenset[tuple[str, str]] = frozenset()
+    plan_digest: str = ""
     relay: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     replicated: Replicated | None = None
     sent_nbytes: int = 0
@@ -124,8 +124,7 @@ async def bind_fleet(
     planner: Planner,
     mode: UpdateMode,
     backend: UpdateBackend,
-    epoch: int,
-    round_number: int,
+    round_id: RoundId,
     deadline_s: float,
 ) -> Binding:
     """Compile the plan and have every rank bind it.
@@ -144,18 +143,19 @@ async def bind_fleet(
     engine_workers = {engine.name: engine.workers for engine in engines}
     manifests = trainers.manifests
     pinned = {name: sessions[name] for name in (*workers, *engine_of) if name in sessions}
-    if isinstance(backend, P2pBackend):
+    if backend.traits.one_sided:
         _check_transports(workers, engine_workers, pinned)
     compiled = await asyncio.to_thread(_compile, planner, manifests, destinations, relay)
-    if isinstance(backend, P2pBackend):
+    if backend.traits.one_sided:
         _check_hosts(compiled.links, engine_of, pinned)
     digest = compiled.digest
-    caller = _Caller(pinned, (epoch, round_number), deadline_s)
+    caller = RankCaller(pinned, round_id)
     bound = await caller.call(
         {
             w: ConnectEngine(part, digest, mode, backend)
             for w, part in compiled.destination_parts.items()
-        }
+        },
+        deadline_s,
     )
     bindings: dict[str, DestinationBinding] = {}
     failed: dict[str, Result | WindlassError] = {}
@@ -166,30 +166,23 @@ async def bind_fleet(
             failed[worker] = result
     if failed:
         raise _unbound(failed, engine_of, "did not bind the plan")
-    if isinstance(backend, P2pBackend):
+    if backend.traits.one_sided:
         _check_own(bindings, engine_of, pinned)
-    if astray := _find_astray(bindings.values(), workers, pinned):
-        raise EnginesUnbound({engine_of[w]: why for w, why in astray.items()}, {}, "")
-    confirmed = await caller.call(
-        {
-            w: ConnectTrainer(
-                part,
-                digest,
-                relay.direct(bindings.values()),
-                backend,
-                compiled.replicated_parts.get(w, b""),
-            )
-            for w, part in compiled.source_parts.items()
-        }
-    )
-    offers = []
-    for worker, result in confirmed.items():
-        if isinstance(result, Offered):
-            offers.append(result.offer)
-        elif not isinstance(result, Done):
-            raise RoundAborted(f"{worker} did not bind the plan: {_describe(result)}")
+    if misaddressed := _find_misaddressed(bindings.values(), workers, pinned):
+        raise EnginesUnbound({engine_of[w]: why for w, why in misaddressed.items()}, {}, "")
+    parts = {
+        w: ConnectTrainer(
+            part,
+            digest,
+            relay.direct(bindings.values()),
+            backend,
+            compiled.replicated_parts.get(w, b""),
+        )
+        for w, part in compiled.source_parts.items()
+    }
+    offers = await _bind_sources(caller, parts, engine_of, deadline_s)
     await _form_groups(caller, offers, deadline_s)
-    await _bind_relay(caller, relay, workers, bindings, engine_of)
+    await _bind_relay(caller, relay, workers, bindings, engine_of, deadline_s)
     return Binding(
         signature=signature,
         engines=engine_workers,
@@ -200,6 +193,38 @@ async def bind_fleet(
         replicated=compiled.replicated,
         sent_nbytes=compiled.sent_nbytes,
     )
+
+
+async def _bind_sources(
+    caller: RankCaller,
+    commands: Mapping[str, ConnectTrainer],
+    engine_of: Mapping[str, str],
+    deadline_s: float,
+) -> list[GroupOffer]:
+    """Tell the sources where to write; returns the groups that they offer.
+
+    Raises:
+        EnginesUnbound: what some engines offer cannot be written.
+        ConfigError: what all of them offer cannot be.
+        RoundAborted: a source did not bind the plan.
+    """
+    offers = []
+    wrong: dict[str, str] = {}
+    for worker, result in (await caller.call(commands, deadline_s)).items():
+        match result:
+            case Offered():
+                offers.append(result.offer)
+            case NotBound() if result.reasons.keys() <= engine_of.keys():
+                wrong |= {
+                    engine_of[name]: f"{worker} cannot write to {name}: {why}"
+                    for name, why in result.reasons.items()
+                }
+            case Done():
+                pass
+            case _:
+                raise RoundAborted(f"{worker} did not bind the plan: {describe(result)}")
+    _refuse_wrong(wrong, len(set(engine_of.values())))
+    return offers
 
 
 def _check_transports(
@@ -239,7 +264,7 @@ def _check_hosts(
         ConfigError: all are.
     """
 
-    def place_of(worker: str) -> tuple[str, str]:
+    def host_of(worker: str) -> tuple[str, str]:
         return sessions[worker].host, sessions[worker].agent.hello.host
 
     wrong = {}
@@ -247,7 +272,7 @@ def _check_hosts(
         if source not in sessions or worker not in sessions:
             continue  # lost meanwhile
         transport = sessions[worker].agent.hello.wire.transport
-        if transport in WITHIN_HOST and place_of(source) != place_of(worker):
+        if transport in WITHIN_HOST and host_of(source) != host_of(worker):
             wrong[engine_of[worker]] = (
                 f"{worker}: transport {transport} reaches processes of one host, one namespace of "
                 f"processes and one of networks, got a rank elsewhere than {source}; between hosts "
@@ -285,13 +310,13 @@ def _check_own(
         raise EnginesUnbound(wrong, {}, "")
 
 
-def _find_astray(
+def _find_misaddressed(
     bindings: Iterable[DestinationBinding],
     sources: Sequence[str],
     sessions: Mapping[str, AgentSession],
 ) -> dict[str, str]:
     """Engine ranks whose address would lead a source on another host to itself: worker -> why."""
-    places = {sessions[worker].host for worker in sources if worker in sessions}
+    hosts = {sessions[worker].host for worker in sources if worker in sessions}
     found = {}
     for binding in bindings:
         session, address = sessions.get(binding.worker), binding.endpoint.address
@@ -299,7 +324,7 @@ def _find_astray(
             host = split_host_port(address)[0]
         except ConfigError:
             host = address  # of a transport that never leaves its host, or without a port
-        if session is not None and is_loopback(host) and places - {session.host}:
+        if session is not None and is_loopback(host) and hosts - {session.host}:
             found[binding.worker] = (
                 f"{binding.worker}: {binding.endpoint.transport} address must be reachable from "
                 f"other hosts, got {address!r}; the transport's host or {HOST_VARIABLE} sets it"
@@ -308,11 +333,12 @@ def _find_astray(
 
 
 async def _bind_relay(
-    caller: _Caller,
+    caller: RankCaller,
     relay: RelayPlan,
     trainers: Sequence[str],
     bindings: Mapping[str, DestinationBinding],
     engine_of: Mapping[str, str],
+    deadline_s: float,
 ) -> None:
     """Have members listen, then tell everybody who passes on to whom.
 
@@ -324,19 +350,18 @@ async def _bind_relay(
         return
     addresses = {}
     failed: dict[str, Result | WindlassError] = {}
-    for worker, result in (await caller.call(relay.openings())).items():
+    for worker, result in (await caller.call(relay.openings(), deadline_s)).items():
         if isinstance(result, RelayOpened):
             addresses[worker] = result.address
         else:
             failed[worker] = result
     if failed:
         raise _unbound(failed, engine_of, "does not relay")
-    connected = await caller.call(relay.connections(trainers, bindings, addresses))
-    for worker, result in connected.items():
-        if not isinstance(result, Done):
-            if worker not in engine_of:
-                raise RoundAborted(f"{worker} did not bind the relay: {_describe(result)}")
-            failed[worker] = result
+    commands = relay.connections(trainers, bindings, addresses)
+    failed = failures_of(await caller.call(commands, deadline_s), Done)
+    for worker, result in failed.items():
+        if worker not in engine_of:
+            raise RoundAborted(f"{worker} did not bind the relay: {describe(result)}")
     if failed:
         raise _unbound(failed, engine_of, "did not bind the relay")
 
@@ -346,7 +371,7 @@ def _unbound(
 ) -> EnginesUnbound:
     refusals, late, gone = {}, {}, ""
     for worker, result in failed.items():
-        reason = f"{worker} {what}: {_describe(result)}"
+        reason = f"{worker} {what}: {describe(result)}"
         match result:
             case PeerTimeout():
                 late[worker] = reason
@@ -357,7 +382,7 @@ def _unbound(
     return EnginesUnbound(refusals, late, gone)
 
 
-async def _form_groups(caller: _Caller, offers: Sequence[GroupOffer], deadline_s: float) -> None:
+async def _form_groups(caller: RankCaller, offers: Sequence[GroupOffer], deadline_s: float) -> None:
     """All members at once, each in the order of the sources' names, so that none waits in a ring.
 
     Raises:
@@ -372,15 +397,11 @@ async def _form_groups(caller: _Caller, offers: Sequence[GroupOffer], deadline_s
                 deadline_s * JOIN_SHARE,
             )
             for worker in members
-        }
+        },
+        deadline_s,
     )
-    failed = [
-        f"{worker} did not join: {_describe(result)}"
-        for worker, result in joined.items()
-        if not isinstance(result, Done)
-    ]
-    if failed:
-        raise RoundAborted("; ".join(failed))
+    if failed := failures_of(joined, Done):
+        raise RoundAborted("; ".join(f"{w} did not join: {describe(r)}" for w, r in failed.items()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -426,42 +447,3 @@ def _compile(
             for link in part.links()
         ),
     )
-
-
-class _Caller:
-    """Calls many ranks at once; a rank that fails is a value, not an exception."""
-
-    def __init__(
-        self, sessions: Mapping[str, AgentSession], place: tuple[int, int], deadline_s: float
-    ) -> None:
-        self._sessions = sessions
-        self._place = place
-        self._deadline_s = deadline_s
-        self._seq = 0
-
-    async def call(self, commands: Mapping[str, Command]) -> dict[str, Result | WindlassError]:
-        answers = await asyncio.gather(
-            *(self._one(worker, command) for worker, command in commands.items())
-        )
-        return dict(zip(commands, answers, strict=True))
-
-    async def _one(self, worker: str, command: Command) -> Result | WindlassError:
-        self._seq += 1
-        key = (*self._place, self._seq)
-        session = self._sessions.get(worker)
-        if session is None:
-            return PeerUnreachable(f"{worker}: not connected")
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                return await (await session.call(key, command))
-        except TimeoutError:
-            session.forget(key)
-            return PeerTimeout(f"{worker}: no answer within {self._deadline_s} s")
-        except PeerUnreachable as error:
-            return error
-
-
-def _describe(result: Result | WindlassError) -> str:
-    if isinstance(result, Failure):
-        return result.message
-    return str(result) if isinstance(result, WindlassError) else f"answered {type(result).__name__}"

@@ -11,7 +11,7 @@ from windlass.planning.relay import RelayGroup, children_of, find_replicas, lane
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transfer.relay_wire import RelayAddress
 from windlass.updates.fleet import Group
-from windlass.updates.relay_messages import ConnectRelay, OpenRelay
+from windlass.updates.messages import ConnectRelay, OpenRelay
 
 __all__ = ["RelayPlan", "plan_relay"]
 
