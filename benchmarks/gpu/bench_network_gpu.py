@@ -29,8 +29,7 @@ from windlass.transfer.bindings import DestinationBinding
 from windlass.transfer.device_receiver import DeviceReceiver
 from windlass.transfer.sender import Sender
 from windlass.transports.base import OneSidedTransport, RemoteRegion, WriteBatch
-from windlass.transports.configs import parse_transport
-from windlass.transports.registry import create_transport
+from windlass.transports.registry import create_transport, parse_transport
 
 RAW_NBYTES = 1 << 30
 RAW_RUNS = 5

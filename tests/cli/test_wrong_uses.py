@@ -26,13 +26,9 @@ from windlass.rollout.messages import OnAbort
 from windlass.testing.resting_engine import RestingEngine
 from windlass.trainers.client import version_number
 from windlass.transports.cma import CmaTransport
-from windlass.transports.configs import (
-    MooncakeConfig,
-    MooncakeProtocol,
-    NixlConfig,
-    NixlWire,
-    parse_transport,
-)
+from windlass.transports.mooncake.config import MooncakeConfig, MooncakeProtocol
+from windlass.transports.nixl.config import NixlConfig, NixlWire
+from windlass.transports.registry import parse_transport
 
 TOKEN = "a token"
 SAMPLING = windlass.SamplingParams(max_new_tokens=1)

@@ -33,8 +33,7 @@ from windlass.layout.manifest import Role
 from windlass.trainers.client import TrainerClient
 from windlass.transfer.base import ParameterMemory
 from windlass.transports.base import AllocatingTransport, OneSidedTransport
-from windlass.transports.configs import parse_transport
-from windlass.transports.registry import create_transport
+from windlass.transports.registry import create_transport, parse_transport
 
 ANNOUNCE_S = 30.0
 CONNECT_S = 60.0

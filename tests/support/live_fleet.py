@@ -19,14 +19,10 @@ from windlass.errors import TransportUnavailable
 from windlass.layout.manifest import Role
 from windlass.testing.resting_engine import RestingEngine
 from windlass.transfer.dtensor import describe_module, parameter_addresses
-from windlass.transports.configs import (
-    CudaIpcConfig,
-    MooncakeConfig,
-    MooncakeProtocol,
-    NixlConfig,
-    NixlWire,
-    TransportConfig,
-)
+from windlass.transports.base import TransportConfig
+from windlass.transports.cuda_ipc import CudaIpcConfig
+from windlass.transports.mooncake.config import MooncakeConfig, MooncakeProtocol
+from windlass.transports.nixl.config import NixlConfig, NixlWire
 from windlass.transports.registry import create_transport
 
 TOKEN = "secret of the test"

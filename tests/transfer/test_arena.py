@@ -7,13 +7,13 @@ import pytest
 
 from windlass.errors import ConfigError, RegionError, TransferFailed, TransferOutcomeUnknown
 from windlass.observability.ceilings import measure_memcpy_gbps
-from windlass.testing.faulty_transport import Fault, FaultKind, FaultyTransport, make_faulty
+from windlass.testing.faulty_transport import Fault, FaultKind, FaultyTransport
 from windlass.transfer.arena import Arena
-from windlass.transports.base import AllocatingTransport, MemoryRegion, WriteBatch
-from windlass.transports.configs import CmaConfig, ShmConfig, TransportConfig, parse_transport
+from windlass.transports.base import AllocatingTransport, MemoryRegion, TransportConfig, WriteBatch
+from windlass.transports.cma import CmaConfig
 from windlass.transports.memory import MemoryFabric, MemoryTransport
-from windlass.transports.registry import create_transport, transport_names
-from windlass.transports.shm import ShmTransport
+from windlass.transports.registry import create_transport, parse_transport, transport_names
+from windlass.transports.shm import ShmConfig, ShmTransport
 
 
 @pytest.mark.parametrize("config", [CmaConfig(), ShmConfig()])
@@ -102,7 +102,7 @@ def landed(kind: FaultKind, error: type[Exception] | None, delay_s: float = 0.0)
     """Bytes of each piece that arrive when the second of three writes goes wrong."""
     fabric = MemoryFabric()
     fault = Fault(kind=kind, delay_s=delay_s)
-    faulty: FaultyTransport = make_faulty(MemoryTransport(fabric), {1: fault})
+    faulty: FaultyTransport = FaultyTransport(MemoryTransport(fabric), {1: fault})
     target_transport = MemoryTransport(fabric)
     with Arena(faulty, 4096) as source, Arena(target_transport, 4096) as target:
         source.bytes[:] = np.arange(4096) % 250 + 1
@@ -167,8 +167,8 @@ def test_a_fault_says_how_long_it_delays_exactly_when_it_does() -> None:
 
 
 def test_a_faulty_transport_allocates_exactly_when_the_real_one_does() -> None:
-    shm = make_faulty(ShmTransport(), {})
+    shm = FaultyTransport(ShmTransport(), {})
     assert isinstance(shm, AllocatingTransport)
     Arena(shm, 4096).close()
     shm.close()
-    assert not isinstance(make_faulty(MemoryTransport(MemoryFabric()), {}), AllocatingTransport)
+    assert not isinstance(FaultyTransport(MemoryTransport(MemoryFabric()), {}), AllocatingTransport)

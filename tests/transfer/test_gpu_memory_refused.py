@@ -22,7 +22,7 @@ from windlass.transfer.base import ParameterMemory
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.source import SourceMemory
 from windlass.transports import registry
-from windlass.transports.configs import CmaConfig
+from windlass.transports.cma import CmaConfig
 from windlass.transports.registry import create_transport, parse_transport
 from windlass.updates.agents import EngineAgent
 from windlass.updates.messages import BeginByHand, Bound, Command, ConnectEngine

@@ -1,4 +1,4 @@
-"""Memory that another process registered with a Mooncake engine of its own, vouched for by this one."""
+"""Memory that another process registered with a Mooncake engine of its own, proxied for by this one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from windlass.errors import (
 from windlass.testing.peer_process import PeerProcess, digest_of
 from windlass.transfer.arena import Arena
 from windlass.transports.base import RemoteRegion, WriteBatch
-from windlass.transports.configs import MooncakeConfig, MooncakeProtocol
+from windlass.transports.mooncake.config import MooncakeConfig, MooncakeProtocol
 from windlass.transports.mooncake.session import MooncakeSession
 from windlass.transports.mooncake.transport import MooncakeTransport
 from windlass.transports.other_process import owner_of
@@ -45,7 +45,7 @@ import msgspec
 import numpy as np
 from windlass.transfer.arena import Arena
 from windlass.transports.base import RemoteRegion, WriteBatch
-from windlass.transports.configs import MooncakeConfig, MooncakeProtocol
+from windlass.transports.mooncake.config import MooncakeConfig, MooncakeProtocol
 from windlass.transports.registry import create_transport
 region = msgspec.json.decode(sys.argv[1], type=RemoteRegion)
 config = MooncakeConfig(host="127.0.0.1", protocol=MooncakeProtocol.TCP)

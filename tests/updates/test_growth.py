@@ -36,8 +36,7 @@ from windlass.trainers.client import TrainerClient
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import LinkStatus
 from windlass.transports.base import AllocatingTransport, MemoryRegion, OneSidedTransport
-from windlass.transports.configs import parse_transport
-from windlass.transports.registry import create_transport
+from windlass.transports.registry import create_transport, parse_transport
 from windlass.updates import catch_up, fleet, journal
 from windlass.updates import coordinator as control
 from windlass.updates.binding import EnginesUnbound

@@ -14,8 +14,7 @@ from windlass.transfer.disk import DiskReceiver, DiskSender
 from windlass.transfer.one_sided import OneSidedReceiver, OneSidedSender
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
-from windlass.transports.base import gpu_ordinal_of
-from windlass.transports.cuda_ipc import CudaIpcTransport
+from windlass.transports.base import MemoryKind
 
 __all__ = ["receiver_for", "sender_for"]
 
@@ -24,10 +23,8 @@ def sender_for(config: UpdateBackend, sender: Sender, host: str) -> SenderBacken
     """The trainer's half, over the parameters of `sender`. `host`: own address for groups."""
     match config:
         case P2pBackend():
-            if isinstance(sender.transport, CudaIpcTransport):
-                return DeviceSender(
-                    sender.transport, sender.manifest, sender.parameters, sender.replica
-                )
+            if (mapper := sender.transport.mapper) is not None:
+                return DeviceSender(mapper, sender.manifest, sender.parameters, sender.replica)
             return OneSidedSender(sender)
         case XcclBackend():
             return CollectiveSender(config, sender.manifest, sender.parameters, host)
@@ -52,17 +49,14 @@ def receiver_for(config: UpdateBackend, receiver: Receiver, host: str) -> Receiv
 
 def _p2p_receiver(receiver: Receiver) -> ReceiverBackend:
     transport = receiver.transport
-    if isinstance(transport, CudaIpcTransport):
-        gpu, lands = transport.gpu, False
-    elif (ordinal := gpu_ordinal_of(transport)) >= 0:
-        gpu, lands = shared_gpu(ordinal), True
-    else:
+    traits, mapper = transport.traits, transport.mapper
+    if traits.memory is MemoryKind.HOST:
         return OneSidedReceiver(receiver)
     return DeviceReceiver(
-        gpu,
+        shared_gpu(traits.gpu) if mapper is None else mapper.gpu,
         receiver.transport,
         receiver.manifest,
         receiver.live_addresses,
         receiver.regions,
-        lands=lands,
+        lands=not traits.strided_stores,
     )

@@ -116,7 +116,11 @@ class DeviceReceiver:
             return DestinationBinding(
                 worker=self._manifest.worker,
                 endpoint=self._transport.endpoint(),
-                regions=tuple(r.remote for r in (*self._regions, *(a.region for a in arenas))),
+                regions=tuple(
+                    remote
+                    for region in (*self._regions, *(arena.region for arena in arenas))
+                    for remote in region.remotes
+                ),
                 parameter_addresses=tuple(self._targets.tolist()),
                 landing_address=0 if self._landing is None else self._landing.address,
                 listener="" if self._listener is None else self._listener.address,

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from windlass.config import P2pBackend, UpdateBackend, UpdateMode
@@ -21,13 +22,13 @@ from windlass.errors import (
     WindlassError,
 )
 from windlass.layout.manifest import Role, ShardManifest
-from windlass.net.addresses import HOST_VARIABLE, is_loopback, split_host_port
 from windlass.planning.plan import TransferPlan
 from windlass.planning.relay import copy_part
 from windlass.planning.replicated import Replicated, find_replicated
 from windlass.transfer.bindings import DestinationBinding, GroupOffer
-from windlass.transports.processes import WITHIN_HOST
+from windlass.transports.choice import LinkChoice, unreachable_reason
 from windlass.updates.fleet import Group, Identity
+from windlass.updates.link_transports import LinkTransports
 from windlass.updates.messages import (
     Bound,
     Command,
@@ -71,6 +72,8 @@ class Binding:
     Attributes:
         signature: the incarnations it holds for; another fleet needs another binding.
         engines: engine -> workers. trainers: workers. links: (source, destination) pairs.
+        transports: (source, destination) -> what that link takes, and why; empty where bytes do not
+            travel by one-sided writes.
         relay: member of a relay group -> those that it passes on to.
         replicated: what several of the trainers hold; None where engines are the source.
         sent_nbytes: by the trainer that sends most.
@@ -81,6 +84,7 @@ class Binding:
     trainers: tuple[str, ...]
     links: frozenset[tuple[str, str]]
     plan_digest: str
+    transports: Mapping[tuple[str, str], LinkChoice] = field(default_factory=dict)
     relay: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     replicated: Replicated | None = None
     sent_nbytes: int = 0
@@ -132,7 +136,7 @@ async def bind_fleet(
 
     Raises:
         PlanError: the manifests cannot be served.
-        ConfigError: no engine has the trainers' transport, or is where that reaches.
+        ConfigError: no engine has a transport in common with the trainers that reaches it.
         EnginesUnbound: some engines did not bind; the others would.
         RoundAborted: a trainer did not bind the plan, or did not answer within `deadline_s`.
     """
@@ -144,11 +148,12 @@ async def bind_fleet(
     engine_workers = {engine.name: engine.workers for engine in engines}
     manifests = trainers.manifests
     pinned = {name: sessions[name] for name in (*workers, *engine_of) if name in sessions}
-    if isinstance(backend, P2pBackend):
-        _check_transports(workers, engine_workers, pinned)
     compiled = await asyncio.to_thread(_compile, planner, manifests, destinations, relay)
+    transports = LinkTransports(pinned)
     if isinstance(backend, P2pBackend):
-        _check_hosts(compiled.links, engine_of, pinned)
+        relayed = {(member, c) for member, below in relay.children.items() for c in below}
+        wrong = transports.choose(compiled.links | relayed)
+        _refuse_wrong({engine_of[w]: why for w, why in wrong.items()}, len(engines))
     digest = compiled.digest
     caller = _Caller(pinned, (epoch, round_number), deadline_s)
     bound = await caller.call(
@@ -167,15 +172,21 @@ async def bind_fleet(
     if failed:
         raise _unbound(failed, engine_of, "did not bind the plan")
     if isinstance(backend, P2pBackend):
-        _check_own(bindings, engine_of, pinned)
-    if astray := _find_astray(bindings.values(), workers, pinned):
-        raise EnginesUnbound({engine_of[w]: why for w, why in astray.items()}, {}, "")
+        refused = {
+            w: f"{w}: must bind memory of its own endpoints and no other rank's"
+            for w, binding in bindings.items()
+            if not transports.owns(w, binding)
+        }
+    else:
+        refused = _find_misaddressed(bindings.values(), workers, pinned)
+    if refused:
+        raise EnginesUnbound({engine_of[w]: why for w, why in refused.items()}, {}, "")
     confirmed = await caller.call(
         {
             w: ConnectTrainer(
                 part,
                 digest,
-                relay.direct(bindings.values()),
+                transports.bindings_for(w, relay.direct(bindings.values())),
                 backend,
                 compiled.replicated_parts.get(w, b""),
             )
@@ -189,71 +200,18 @@ async def bind_fleet(
         elif not isinstance(result, Done):
             raise RoundAborted(f"{worker} did not bind the plan: {_describe(result)}")
     await _form_groups(caller, offers, deadline_s)
-    await _bind_relay(caller, relay, workers, bindings, engine_of)
+    await _bind_relay(caller, relay, workers, bindings, engine_of, transports)
     return Binding(
         signature=signature,
         engines=engine_workers,
         trainers=workers,
         links=compiled.links,
+        transports=transports.choices,
         plan_digest=digest,
         relay=relay.children,
         replicated=compiled.replicated,
         sent_nbytes=compiled.sent_nbytes,
     )
-
-
-def _check_transports(
-    sources: Sequence[str],
-    engines: Mapping[str, Sequence[str]],
-    sessions: Mapping[str, AgentSession],
-) -> None:
-    """Whoever writes must speak the transport that the memory is registered with.
-
-    Raises:
-        EnginesUnbound: some engines have another one than the sources.
-        ConfigError: all have; then it is the sources that are out of step.
-    """
-    spoken = {w: s.agent.hello.wire.transport for w, s in sessions.items()}
-    wrong = {
-        name: f"transport of {worker} must be that of {source}, {spoken[source]!r}, "
-        f"got {spoken[worker]!r}"
-        for name, workers in engines.items()
-        for worker in workers
-        for source in sources
-        if worker in spoken and source in spoken and spoken[worker] != spoken[source]
-    }
-    _refuse_wrong(wrong, len(engines))
-
-
-def _check_hosts(
-    links: Iterable[tuple[str, str]],
-    engine_of: Mapping[str, str],
-    sessions: Mapping[str, AgentSession],
-) -> None:
-    """A transport that reaches processes reaches those of its own host.
-
-    One host: connections that come from one address, of processes that say the same of it.
-
-    Raises:
-        EnginesUnbound: some engines are on another host than a source that writes to them.
-        ConfigError: all are.
-    """
-
-    def place_of(worker: str) -> tuple[str, str]:
-        return sessions[worker].host, sessions[worker].agent.hello.host
-
-    wrong = {}
-    for source, worker in sorted(links):
-        if source not in sessions or worker not in sessions:
-            continue  # lost meanwhile
-        transport = sessions[worker].agent.hello.wire.transport
-        if transport in WITHIN_HOST and place_of(source) != place_of(worker):
-            wrong[engine_of[worker]] = (
-                f"{worker}: transport {transport} reaches processes of one host, one namespace of "
-                f"processes and one of networks, got a rank elsewhere than {source}; between hosts "
-                "use mooncake or nixl"
-            )
-    _refuse_wrong(wrong, len(set(engine_of.values())))
 
 
 def _refuse_wrong(wrong: Mapping[str, str], num_engines: int) -> None:
@@ -263,29 +221,7 @@ def _refuse_wrong(wrong: Mapping[str, str], num_engines: int) -> None:
         raise EnginesUnbound(wrong, {}, "")
 
 
-def _check_own(
-    bindings: Mapping[str, DestinationBinding],
-    engine_of: Mapping[str, str],
-    sessions: Mapping[str, AgentSession],
-) -> None:
-    """A rank may have its own memory written, and nobody else's.
-
-    Raises:
-        EnginesUnbound: some bound another rank, or another endpoint than they came with.
-    """
-    wrong = {}
-    for worker, binding in bindings.items():
-        owners = {binding.endpoint, *(region.endpoint for region in binding.regions)}
-        known = worker in sessions and owners == {sessions[worker].agent.hello.endpoint}
-        if binding.worker != worker or not known:
-            wrong[engine_of[worker]] = (
-                f"{worker}: must bind memory of its own endpoint and no other rank's"
-            )
-    if wrong:
-        raise EnginesUnbound(wrong, {}, "")
-
-
-def _find_astray(
+def _find_misaddressed(
     bindings: Iterable[DestinationBinding],
     sources: Sequence[str],
     sessions: Mapping[str, AgentSession],
@@ -294,16 +230,10 @@ def _find_astray(
     places = {sessions[worker].host for worker in sources if worker in sessions}
     found = {}
     for binding in bindings:
-        session, address = sessions.get(binding.worker), binding.endpoint.address
-        try:
-            host = split_host_port(address)[0]
-        except ConfigError:
-            host = address  # of a transport that never leaves its host, or without a port
-        if session is not None and is_loopback(host) and places - {session.host}:
-            found[binding.worker] = (
-                f"{binding.worker}: {binding.endpoint.transport} address must be reachable from "
-                f"other hosts, got {address!r}; the transport's host or {HOST_VARIABLE} sets it"
-            )
+        session = sessions.get(binding.worker)
+        reason = unreachable_reason(binding.endpoint)
+        if reason and session is not None and places - {session.host}:
+            found[binding.worker] = f"{binding.worker}: {reason}"
     return found
 
 
@@ -313,6 +243,7 @@ async def _bind_relay(
     trainers: Sequence[str],
     bindings: Mapping[str, DestinationBinding],
     engine_of: Mapping[str, str],
+    transports: LinkTransports,
 ) -> None:
     """Have members listen, then tell everybody who passes on to whom.
 
@@ -331,7 +262,14 @@ async def _bind_relay(
             failed[worker] = result
     if failed:
         raise _unbound(failed, engine_of, "does not relay")
-    connected = await caller.call(relay.connections(trainers, bindings, addresses))
+    connected = await caller.call(
+        {
+            w: msgspec.structs.replace(
+                command, bindings=transports.bindings_for(w, command.bindings)
+            )
+            for w, command in relay.connections(trainers, bindings, addresses).items()
+        }
+    )
     for worker, result in connected.items():
         if not isinstance(result, Done):
             if worker not in engine_of:

@@ -175,7 +175,8 @@ class Fleet:
         if known is not None and hello.rank in known.agents:
             raise ProtocolError(f"{hello.worker}: rank {hello.rank} of {hello.group!r} is taken")
         agents = (agent for group in self._groups.values() for agent in group.agents.values())
-        if any(agent.hello.endpoint == hello.endpoint for agent in agents):
+        taken = {offer.endpoint for agent in agents for offer in agent.hello.offers}
+        if any(offer.endpoint in taken for offer in hello.offers):
             raise ProtocolError(f"{hello.worker}: its endpoint is that of another agent")
         return self._insert(hello, manifest)
 
@@ -200,11 +201,17 @@ class Fleet:
             raise ManifestError(
                 f"{hello.worker}: sent the manifest of {manifest.role} {manifest.worker}"
             )
-        if hello.endpoint.transport != hello.wire.transport:
+        names = [offer.transport for offer in hello.offers]
+        if not names or len(set(names)) < len(names):
             raise ProtocolError(
-                f"{hello.worker}: endpoint must be of transport {hello.wire.transport!r}, "
-                f"got {hello.endpoint.transport!r}"
+                f"{hello.worker}: offers must be one or more, of different transports, got {names}"
             )
+        for offer in hello.offers:
+            if offer.wire.transport != offer.transport:
+                raise ProtocolError(
+                    f"{hello.worker}: endpoint must be of transport {offer.wire.transport!r}, "
+                    f"got {offer.transport!r}"
+                )
         return manifest
 
     @property

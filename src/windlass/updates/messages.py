@@ -21,7 +21,7 @@ from windlass.config import CollectiveFabric, P2pBackend, PauseMode, UpdateBacke
 from windlass.errors import DECODE_ERRORS, ProtocolError
 from windlass.layout.manifest import Role
 from windlass.transfer.bindings import DestinationBinding, GroupOffer, LinkOutcome, WireTensor
-from windlass.transports.base import PeerEndpoint, WireReport
+from windlass.transports.base import TransportOffer
 from windlass.updates.relay_messages import RelayCommand, Relayed, RelayOpened
 
 __all__ = [
@@ -71,7 +71,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_COUNT = (1 << 53) - 1
 """Of versions, epochs and rounds: what JSON and float64 hold exactly, far below what msgpack does."""
 
@@ -103,8 +103,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
         group: the trainer job or the engine that this rank belongs to.
         rank: rank in the group. world_size: ranks in the group.
         manifest: `ShardManifest.encode()`.
-        wire: what the rank's transport really uses.
-        endpoint: where writes to this rank land; no other rank of the fleet has it.
+        offers: every way in which the rank can be written, and can write; at least one, of different
+            transports. No other rank of the fleet has an endpoint of these.
         host: `host_identity()` of the rank's process.
         url: HTTP address of the engine, sent by rank 0 of an engine, else empty.
         served_version: version that an engine rank holds, or that a trainer rank was last told is
@@ -127,8 +127,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     rank: int
     world_size: int
     manifest: bytes
-    wire: WireReport
-    endpoint: PeerEndpoint
+    offers: tuple[TransportOffer, ...]
     host: str = ""
     url: str = ""
     served_version: int = -1
