@@ -24,6 +24,7 @@ from windlass.rollout.directory import StaticEngines
 from windlass.rollout.handles import RolloutConfig
 from windlass.rollout.messages import OnAbort
 from windlass.testing.resting_engine import RestingEngine
+from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.trainers.client import version_number
 from windlass.transports.cma import CmaTransport
 from windlass.transports.mooncake.config import MooncakeConfig, MooncakeProtocol
@@ -119,19 +120,16 @@ def test_a_version_may_be_any_integer_scalar(version: int) -> None:
     assert type(version_number(version, "publish")) is int
 
 
-class Watched:
+class Watched(WrappedTransport):
     """A transport that notes whether it was closed."""
 
     def __init__(self) -> None:
+        super().__init__(CmaTransport())
         self.num_closed = 0
-        self._inner = CmaTransport()
-        self.report, self.endpoint = self._inner.report, self._inner.endpoint
-        self.register, self.unregister = self._inner.register, self._inner.unregister
-        self.write, self.fence = self._inner.write, self._inner.fence
 
     def close(self) -> None:
         self.num_closed += 1
-        self._inner.close()
+        super().close()
 
 
 @contextmanager

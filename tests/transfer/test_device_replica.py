@@ -6,12 +6,13 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast, final
+from typing import Any, final
 
 import msgspec
 import numpy as np
 import pytest
 from numpy_gpu import OneProcess, numpy_gpu
+from offers import GPU_TRAITS
 
 import windlass
 from windlass.config import ControlConfig, ReplicaPlace, UpdateMode
@@ -43,8 +44,6 @@ from windlass.transfer.device_sender import DeviceSender
 from windlass.transfer.replica import Replica
 from windlass.transfer.replica_memory import GpuCopies
 from windlass.transfer.sender import Sender
-from windlass.transports.base import WireReport
-from windlass.transports.cuda_ipc import CudaIpcTransport
 from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.transports.processes import own_endpoint
 from windlass.updates.agents import TrainerAgent
@@ -158,9 +157,7 @@ class Pair:
         transport = OneProcess()
         self.gpu = transport.gpu
         self.replica = Replica(ours, copies(self.gpu, place))
-        self.sender = DeviceSender(
-            cast("CudaIpcTransport", transport), ours, self.weights, self.replica
-        )
+        self.sender = DeviceSender(transport, ours, self.weights, self.replica)
         # The endpoint is looked up among this host's processes.
         self.binding = msgspec.structs.replace(binding, endpoint=own_endpoint("cuda_ipc"))
         self.connect()
@@ -446,10 +443,7 @@ def test_neither_the_copy_nor_a_digest_waits_in_the_stream_of_the_next_step(
 class GpuMemoryTransport(MemoryTransport):  # type: ignore[misc]
     """Says that its memory is a GPU's."""
 
-    gpu_ordinal = 0
-
-    def report(self) -> WireReport:
-        return msgspec.structs.replace(super().report(), on_gpu=True)
+    traits = GPU_TRAITS
 
 
 @final
@@ -469,7 +463,7 @@ class HeldWrites:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     found = numpy_gpu()
-    for name in ("execution.replica_memory", "execution.backends", "transports.cuda.gpu"):
+    for name in ("transfer.replica_memory", "transfer.backends", "memory.cuda.gpu"):
         monkeypatch.setattr(f"windlass.{name}.shared_gpu", lambda _: found)
     return found
 

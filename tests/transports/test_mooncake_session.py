@@ -138,13 +138,16 @@ def test_nobody_writes_once_the_process_that_vouches_is_gone(
     assert owner.digest() == before
 
 
-def test_an_endpoint_that_nobody_vouches_for_is_refused(
+def test_an_endpoint_that_no_process_stands_in_for_is_refused(
     session: MooncakeSession, writer: MooncakeTransport
 ) -> None:
     (region,) = session.regions
     bare = region.endpoint.incarnation.partition(":")[0]
     endpoint = msgspec.structs.replace(region.endpoint, incarnation=bare)
-    with Arena(writer, NBYTES) as source, pytest.raises(PeerUnreachable, match="nobody vouches"):
+    with (
+        Arena(writer, NBYTES) as source,
+        pytest.raises(PeerUnreachable, match="no process stands in"),
+    ):
         writer.write(
             batch(source, msgspec.structs.replace(region, endpoint=endpoint)), deadline_s=DEADLINE_S
         )

@@ -141,5 +141,6 @@ def create_transport(
 
 
 def _described(point: EntryPoint) -> str:
-    owner = "windlass" if point.dist is None else point.dist.name
-    return f"transport {point.name!r} of {owner} ({point.value})"
+    dist = point.dist
+    owner = "" if dist is None else f" of {dist.name}"
+    return f"transport {point.name!r}{owner} ({point.value})"
