@@ -6,6 +6,7 @@ Nothing is paused here. Runs when the fleet has changed, before the next round n
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -88,6 +89,18 @@ class Binding:
     relay: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     replicated: Replicated | None = None
     sent_nbytes: int = 0
+
+    @property
+    def links_by_transport(self) -> dict[str, int]:
+        """Name of a transport -> links that take it."""
+        return dict(Counter(choice.transport for choice in self.transports.values()))
+
+    def describe_links(self) -> list[dict[str, str]]:
+        """Links and their transports as `/v1/status` shows them."""
+        return [
+            {"source": s, "destination": d, "transport": c.transport, "reason": c.reason}
+            for (s, d), c in self.transports.items()
+        ]
 
     def identities_of(self, engine: str) -> frozenset[Identity]:
         """The processes behind the ranks of an engine."""

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import final
 
+import msgspec
 from aiohttp import web
 
 from windlass.config import ControlConfig
@@ -171,6 +172,7 @@ class Coordinator(HandDrivenGate):
             "trainers": list(t.workers) if (t := self._fleet.trainers()) is not None else [],
             "in_round": self._driver is not None,
             "updates": self.num_updates,
+            "links": [] if self._binding is None else self._binding.describe_links(),
         }
 
     async def wait_for_fleet(
@@ -657,7 +659,8 @@ class Coordinator(HandDrivenGate):
             self._journal_outcome(JournalKind.PUBLISHED, version, serving)
         else:
             self._journal_outcome(JournalKind.ROUND_ENDED, version, (), finish.reason)
-        return report_of(version, serving, result)
+        report = report_of(version, serving, result)
+        return msgspec.structs.replace(report, transports=binding.links_by_transport)
 
     def _spawn(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(work)

@@ -465,6 +465,8 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report"):
         attempt: the `Announce.attempt` that this answers.
         pack_s: the slowest trainer rank's time packing: casts, gathers, digests of what it packs;
             before the pause or beside the writes. 0 where packing is part of the write (GPU memory).
+        transports: name -> links that took it, where bytes travel by one-sided writes; `/v1/status` says
+            of each link what it took, and why.
     """
 
     version: int
@@ -480,6 +482,7 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report"):
     digest_ok: bool
     attempt: int = 0
     pack_s: float = 0.0
+    transports: dict[str, int] = {}
 
 
 ControllerFrame = Welcome | Refused | Envelope | UpdateReport
