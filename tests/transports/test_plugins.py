@@ -22,7 +22,8 @@ import asyncio, ctypes
 import numpy as np
 import windlass
 from windlass.layout.dtypes import DType
-from windlass.layout.manifest import Box, ManifestBuilder, Role
+from windlass.layout.box import Box
+from windlass.layout.manifest import ManifestBuilder, Role
 from windlass.testing.resting_engine import RestingEngine
 from windlass.transfer.arena import Arena
 from windlass.transfer.base import ParameterMemory

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import windlass
+from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
-from windlass.layout.manifest import Box, ManifestBuilder, Role, ShardManifest
+from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.testing.resting_engine import RestingEngine
 from windlass.trainers.client import TrainerClient
 from windlass.transfer.arena import Arena

@@ -186,9 +186,15 @@ class Offered(msgspec.Struct, frozen=True, tag="offered"):
 
 
 class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
-    """Trainer rank: ready to write. `digested`: `DIGESTED` rows of boxes that others hold too."""
+    """Trainer rank: ready to write.
+
+    Attributes:
+        digested: `DIGESTED` rows of boxes that others hold too.
+        compare_s: seconds that it took for them, without what its GPU had to finish first.
+    """
 
     digested: bytes
+    compare_s: float
 
 
 class Written(msgspec.Struct, frozen=True, tag="written"):
@@ -301,15 +307,18 @@ class JoinGroups(msgspec.Struct, frozen=True, tag="join_groups"):
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     """Trainer: pack, cast and quantise into the arena as far as it holds; answer `Done`.
 
-    A rank with replicated boxes answers `Prepared`, with digests of the blocks that are due.
+    With a `period` it answers `Prepared` instead, with digests of the blocks that are due of what other
+    ranks hold too.
 
     Attributes:
-        turn, period: see `BlockSchedule.due`.
+        version: to be written next.
+        turn: counts comparisons, see `BlockSchedule.due`.
+        period: in so many turns every block is compared once; 0: nothing is compared now.
     """
 
     version: int
     turn: int = 0
-    period: int = 1
+    period: int = 0
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):
@@ -467,6 +476,8 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report"):
             before the pause or beside the writes. 0 where packing is part of the write (GPU memory).
         transports: name -> links that took it, where bytes travel by one-sided writes; `/v1/status` says
             of each link what it took, and why.
+        compared: whether trainer ranks that hold the same boxes were compared.
+        compare_s: the slowest trainer rank's time digesting what was compared.
     """
 
     version: int
@@ -483,6 +494,8 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report"):
     attempt: int = 0
     pack_s: float = 0.0
     transports: dict[str, int] = {}
+    compared: bool = False
+    compare_s: float = 0.0
 
 
 ControllerFrame = Welcome | Refused | Envelope | UpdateReport
