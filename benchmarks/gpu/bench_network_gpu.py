@@ -55,7 +55,7 @@ class NetworkRank(Rank):
         self.wired = self.wire.register(self.address, self.nbytes)
         gpu = self.transport.gpu
         self.receiver = DeviceReceiver(
-            gpu, self.wire, self.manifest, addresses, (self.wired,), lands=True
+            gpu, self.wire, self.manifest, addresses, (self.wired,), lands=True, notified=False
         )
         return self.receiver.connect(TransferPlan.decode(encoded), UpdateMode.IN_PLACE)
 

@@ -227,6 +227,7 @@ class Rank:
             addresses,
             (self.region,),
             lands=False,
+            notified=True,
         )
         return self.receiver.connect(TransferPlan.decode(encoded), UpdateMode.IN_PLACE)
 

@@ -69,7 +69,15 @@ class Fleet:
         regions = [theirs.register(b.ctypes.data, b.nbytes) for b in self.served]
         addresses = [int(b.ctypes.data) for b in self.served]
         receiver = (
-            DeviceReceiver(numpy_gpu(), theirs, ENGINE, addresses, regions, lands=way == "network")
+            DeviceReceiver(
+                numpy_gpu(),
+                theirs,
+                ENGINE,
+                addresses,
+                regions,
+                lands=way == "network",
+                notified=way != "network",
+            )
             if on_gpu
             else Receiver(theirs, ENGINE, addresses, regions)
         )

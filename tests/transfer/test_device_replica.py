@@ -151,7 +151,13 @@ class Pair:
             for a, b in zip(self.served.addresses(), self.served.buffers, strict=True)
         ]
         self.receiver = DeviceReceiver(
-            numpy_gpu(), self.memory, theirs, self.served.addresses(), regions, lands=False
+            numpy_gpu(),
+            self.memory,
+            theirs,
+            self.served.addresses(),
+            regions,
+            lands=False,
+            notified=True,
         )
         binding = self.receiver.connect(self.plan.for_destination("engine/0"), UpdateMode.IN_PLACE)
         transport = OneProcess()

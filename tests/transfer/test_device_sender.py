@@ -49,7 +49,13 @@ class Pair:
         self.memory = MemoryTransport(MemoryFabric())
         region = self.memory.register(self.served.ctypes.data, self.served.nbytes)
         self.receiver = DeviceReceiver(
-            numpy_gpu(), self.memory, theirs, [self.served.ctypes.data], [region], lands=False
+            numpy_gpu(),
+            self.memory,
+            theirs,
+            [self.served.ctypes.data],
+            [region],
+            lands=False,
+            notified=True,
         )
         binding = self.receiver.connect(self.plan.for_destination("engine/0"), UpdateMode.IN_PLACE)
         self.transport = OneProcess()

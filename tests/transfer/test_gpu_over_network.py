@@ -88,7 +88,7 @@ class World:
             receiver = DeviceReceiver(
                 self.gpu, transport, manifest, [b.ctypes.data for b in buffers],
                 [transport.register(b.ctypes.data, b.nbytes) for b in buffers if b.nbytes],
-                lands=True,
+                lands=True, notified=False,
             )  # fmt: skip
             bindings.append(receiver.connect(self.plan.for_destination(manifest.worker), mode))
             self.receivers[manifest.worker] = receiver

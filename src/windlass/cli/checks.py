@@ -25,7 +25,7 @@ from windlass.engines.versions import (
 from windlass.engines.vllm.__main__ import UNSAFE as VLLM_UNSAFE
 from windlass.envs import environment_value
 from windlass.errors import ConfigError, WindlassError
-from windlass.transports.base import MemoryKind, TransportConfig, TransportOffer
+from windlass.transports.base import MemoryType, TransportConfig, TransportOffer
 from windlass.transports.choice import choose_transport
 from windlass.transports.lockable import locks_without_limit
 from windlass.transports.mooncake.native import WITHOUT_CUDA, is_installed
@@ -88,7 +88,7 @@ def _transports() -> list[Finding]:
         except WindlassError as error:
             findings.append(Finding(name, Status.FAILS, str(error), "mend or remove its package"))
             continue
-        needs_gpu = MemoryKind.HOST not in kind.memory
+        needs_gpu = MemoryType.HOST not in kind.memory
         if name in _NOT_LOOKED_AT or (needs_gpu and count_gpus() == 0):
             continue
         finding, found = _start(kind())
@@ -115,7 +115,7 @@ def _start(config: TransportConfig) -> tuple[Finding, tuple[TransportOffer, ...]
 def _automatic(offers: Sequence[TransportOffer]) -> list[Finding]:
     """What a link would take whose two ends are as this host is."""
     findings = []
-    for kind in MemoryKind:
+    for kind in MemoryType:
         here = [offer for offer in offers if offer.traits.memory is kind]
         said = []
         for where, same_host in (("within this host", True), ("between hosts", False)):

@@ -14,7 +14,8 @@ from windlass.transfer.disk import DiskReceiver, DiskSender
 from windlass.transfer.one_sided import OneSidedReceiver, OneSidedSender
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
-from windlass.transports.base import MemoryKind
+from windlass.transfer.split_sender import SplitSender
+from windlass.transports.base import MemoryType
 
 __all__ = ["receiver_for", "sender_for"]
 
@@ -24,7 +25,12 @@ def sender_for(config: UpdateBackend, sender: Sender, host: str) -> SenderBacken
     match config:
         case P2pBackend():
             if (mapper := sender.transport.mapper) is not None:
-                return DeviceSender(mapper, sender.manifest, sender.parameters, sender.replica)
+                stores = DeviceSender(mapper, sender.manifest, sender.parameters, sender.replica)
+                if sender.transport.traits.strided_stores:
+                    return stores
+                offers = sender.transport.offers()
+                by_kernels = [o.transport for o in offers if o.traits.strided_stores]
+                return SplitSender(stores, OneSidedSender(sender), by_kernels)
             return OneSidedSender(sender)
         case XcclBackend():
             return CollectiveSender(config, sender.manifest, sender.parameters, host)
@@ -50,7 +56,7 @@ def receiver_for(config: UpdateBackend, receiver: Receiver, host: str) -> Receiv
 def _p2p_receiver(receiver: Receiver) -> ReceiverBackend:
     transport = receiver.transport
     traits, mapper = transport.traits, transport.mapper
-    if traits.memory is MemoryKind.HOST:
+    if traits.memory is MemoryType.HOST:
         return OneSidedReceiver(receiver)
     return DeviceReceiver(
         shared_gpu(traits.gpu) if mapper is None else mapper.gpu,
@@ -59,4 +65,5 @@ def _p2p_receiver(receiver: Receiver) -> ReceiverBackend:
         receiver.live_addresses,
         receiver.regions,
         lands=not traits.strided_stores,
+        notified=any(offer.traits.notifies for offer in transport.offers()),
     )

@@ -56,8 +56,8 @@ class DeviceReceiver:
         manifest: of this rank.
         parameter_addresses: of the live parameters, in manifest order; they never move.
         regions: registered regions that contain every live parameter.
-        lands: whether there is a landing region; False where peers store by kernels, which also
-            tell what has landed (`landings.py`).
+        lands: whether there is a landing region; False where all peers store by kernels.
+        notified: whether peers may tell what has landed while they write (`write_progress.py`).
 
     Attributes:
         late_nbytes: what the last `verify` still had to hash; the rest was hashed as it landed.
@@ -72,6 +72,7 @@ class DeviceReceiver:
         regions: Sequence[MemoryRegion],
         *,
         lands: bool,
+        notified: bool,
     ) -> None:
         self._gpu = gpu
         self._transport = transport
@@ -86,7 +87,7 @@ class DeviceReceiver:
         self._landing: DeviceArena | None = None
         self._lock = threading.Lock()
         self._landed = LandedDigests(gpu)
-        self._listener = None if lands else listen_if_possible(self._landed.add)
+        self._listener = listen_if_possible(self._landed.add) if notified else None
         self.late_nbytes = 0
 
     def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:

@@ -22,7 +22,7 @@ from windlass.transfer.device_links import OWN_WORK_S
 from windlass.transfer.pack_arena import ArenaSlot
 from windlass.transfer.pieces import UInt64Array
 from windlass.transfer.replica import ReplicaMemory
-from windlass.transports.base import MemoryKind, OneSidedTransport
+from windlass.transports.base import MemoryType, OneSidedTransport
 from windlass.transports.sharing import share
 
 __all__ = ["GpuCopies", "HostCopies", "replica_memory"]
@@ -52,13 +52,18 @@ def replica_memory(
         return None
     traits, name = transport.traits, transport.endpoint().transport
     if asked is True:
-        on_gpu = traits.memory is MemoryKind.CUDA
+        on_gpu = traits.memory is MemoryType.CUDA
         place = ReplicaPlace.DEVICE if on_gpu else ReplicaPlace.HOST
     else:
         place = take_name("replica", asked, ReplicaPlace)
+    if transport.mapper is not None and not traits.strided_stores:
+        names = [offer.transport for offer in transport.offers()]
+        raise ConfigError(
+            f"replica: needs one transport for weights on a GPU, got {names}: name one of them"
+        )
     if transport.mapper is not None:
         return _beside(transport.mapper.gpu, place)
-    if traits.memory is MemoryKind.CUDA:
+    if traits.memory is MemoryType.CUDA:
         if place is ReplicaPlace.HOST:
             raise ConfigError(
                 f"replica: must be 'device' with {name} and weights on a GPU, out of whose "

@@ -18,8 +18,8 @@ from windlass.net.addresses import is_loopback, own_address
 from windlass.net.clock import Deadline
 from windlass.transports.base import (
     MemoryAllocator,
-    MemoryKind,
     MemoryRegion,
+    MemoryType,
     OneSidedTransport,
     PeerEndpoint,
     PeerMapper,
@@ -48,7 +48,7 @@ class AutoConfig(TransportConfig, frozen=True, tag="auto"):
             for all.
     """
 
-    memory: ClassVar[frozenset[MemoryKind]] = frozenset(MemoryKind)
+    memory: ClassVar[frozenset[MemoryType]] = frozenset(MemoryType)
     is_automatic: ClassVar[bool] = False
 
     offers: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ class AutoConfig(TransportConfig, frozen=True, tag="auto"):
 def _start_all(towards: str, gpu: int, undo: ExitStack) -> list[OneSidedTransport]:
     """Everything that starts; closed by `undo`."""
     reasons: dict[str, str] = {}
-    configs = _configs_for(MemoryKind.HOST if gpu < 0 else MemoryKind.CUDA, reasons)
+    configs = _configs_for(MemoryType.HOST if gpu < 0 else MemoryType.CUDA, reasons)
 
     def start(wanted: Iterable[TransportConfig]) -> list[OneSidedTransport]:
         found = []
@@ -105,7 +105,7 @@ def _start_all(towards: str, gpu: int, undo: ExitStack) -> list[OneSidedTranspor
     return started
 
 
-def _configs_for(kind: MemoryKind, reasons: dict[str, str]) -> list[TransportConfig]:
+def _configs_for(kind: MemoryType, reasons: dict[str, str]) -> list[TransportConfig]:
     configs = []
     for name in transport_names():
         try:

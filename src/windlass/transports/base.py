@@ -26,7 +26,7 @@ from windlass.memory.cuda.gpu import Gpu
 __all__ = [
     "MappedRegion",
     "MemoryAllocator",
-    "MemoryKind",
+    "MemoryType",
     "MemoryRegion",
     "OneSidedTransport",
     "PeerEndpoint",
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 
-class MemoryKind(StrEnum):
+class MemoryType(StrEnum):
     """Where registered memory lies: in the host's memory or in that of a CUDA GPU."""
 
     HOST = "host"
@@ -162,9 +162,9 @@ class TransportTraits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     allocates: bool = False
 
     @property
-    def memory(self) -> MemoryKind:
+    def memory(self) -> MemoryType:
         """The kind of memory that it registers."""
-        return MemoryKind.HOST if self.gpu < 0 else MemoryKind.CUDA
+        return MemoryType.HOST if self.gpu < 0 else MemoryType.CUDA
 
 
 class TransportOffer(msgspec.Struct, frozen=True):
@@ -349,7 +349,7 @@ class TransportConfig(
         remedy: what a person can do where it does not start; one line.
     """
 
-    memory: ClassVar[frozenset[MemoryKind]] = frozenset({MemoryKind.HOST})
+    memory: ClassVar[frozenset[MemoryType]] = frozenset({MemoryType.HOST})
     between_hosts: ClassVar[bool] = False
     is_automatic: ClassVar[bool] = True
     remedy: ClassVar[str] = "see the message"

@@ -19,8 +19,8 @@ from windlass.memory.cuda.gpu import Gpu, end_queued
 from windlass.memory.cuda.range_copy import RangeCopy
 from windlass.transports.base import (
     MappedRegion,
-    MemoryKind,
     MemoryRegion,
+    MemoryType,
     OneSidedTransport,
     PeerEndpoint,
     PeerMapper,
@@ -46,7 +46,7 @@ class CudaIpcConfig(TransportConfig, frozen=True, tag="cuda_ipc"):
         num_multiprocessors: that a write may occupy; 0 for all.
     """
 
-    memory: ClassVar[frozenset[MemoryKind]] = frozenset({MemoryKind.CUDA})
+    memory: ClassVar[frozenset[MemoryType]] = frozenset({MemoryType.CUDA})
     remedy: ClassVar[str] = "containers of one host must share their IPC namespace"
 
     device: int = 0

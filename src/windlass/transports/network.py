@@ -16,8 +16,8 @@ from windlass.errors import ConfigError
 from windlass.memory.ranges import Pieces, cut_at_edges, edges_of, merge_adjacent
 from windlass.net.addresses import own_address
 from windlass.transports.base import (
-    MemoryKind,
     MemoryRegion,
+    MemoryType,
     OneSidedTransport,
     PeerEndpoint,
     RemoteRegion,
@@ -43,7 +43,7 @@ class NetworkConfig(TransportConfig, frozen=True):
             must be over before a write begins.
     """
 
-    memory: ClassVar[frozenset[MemoryKind]] = frozenset(MemoryKind)
+    memory: ClassVar[frozenset[MemoryType]] = frozenset(MemoryType)
     between_hosts: ClassVar[bool] = True
 
     host: str = ""

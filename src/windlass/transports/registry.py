@@ -19,7 +19,7 @@ import msgspec
 
 from windlass.errors import ConfigError, TransportUnavailable
 from windlass.memory.cuda.driver import gpu_of
-from windlass.transports.base import MemoryKind, OneSidedTransport, TransportConfig
+from windlass.transports.base import MemoryType, OneSidedTransport, TransportConfig
 
 __all__ = [
     "GROUP",
@@ -132,7 +132,7 @@ def create_transport(
         ConfigError, PeerUnreachable, TransportUnavailable: see `TransportConfig.create`.
     """
     gpu = gpu_of(memory_at) if memory_at else -1
-    if gpu >= 0 and MemoryKind.CUDA not in config.memory:
+    if gpu >= 0 and MemoryType.CUDA not in config.memory:
         raise ConfigError(
             f"transport: must be cuda_ipc (within one host), nixl or mooncake for weights on GPU "
             f"{gpu}, got {config.name}, which moves host memory"

@@ -161,12 +161,11 @@ async def bind_fleet(
     engine_workers = {engine.name: engine.workers for engine in engines}
     manifests = trainers.manifests
     pinned = {name: sessions[name] for name in (*workers, *engine_of) if name in sessions}
-    compiled = await asyncio.to_thread(_compile, planner, manifests, destinations, relay)
-    transports = LinkTransports(pinned)
-    if isinstance(backend, P2pBackend):
-        relayed = {(member, c) for member, below in relay.children.items() for c in below}
-        wrong = transports.choose(compiled.links | relayed)
-        _refuse_wrong({engine_of[w]: why for w, why in wrong.items()}, len(engines))
+    transports = LinkTransports(pinned) if isinstance(backend, P2pBackend) else LinkTransports({})
+    compiled = await asyncio.to_thread(
+        _compile, planner, manifests, destinations, relay, transports
+    )
+    _refuse_wrong({engine_of[w]: why for w, why in compiled.unreached.items()}, len(engines))
     digest = compiled.digest
     caller = _Caller(pinned, (epoch, round_number), deadline_s)
     bound = await caller.call(
@@ -340,6 +339,7 @@ class _Compiled:
     source_parts: dict[str, bytes]
     destination_parts: dict[str, bytes]
     links: frozenset[tuple[str, str]]
+    unreached: dict[str, str]
     replicated: Replicated | None
     replicated_parts: dict[str, bytes]
     sent_nbytes: int
@@ -350,10 +350,16 @@ def _compile(
     sources: Sequence[ShardManifest],
     destinations: Sequence[ShardManifest],
     relay: RelayPlan,
+    transports: LinkTransports,
 ) -> _Compiled:
     """Everything that takes long with a large model; runs outside the loop."""
     plan = planner(sources, relay.planned(destinations))
     copies = relay.copies
+    links = {(plan.sources[link.src], plan.destinations[link.dst]) for link in plan.links()}
+    links |= {(source, copy) for copy, of in copies.items() for source, to in links if to == of}
+    passed_on = {(member, c) for member, below in relay.children.items() for c in below}
+    unreached = transports.choose(links | passed_on)
+    plan = plan.without_landing(transports.strided)
     parts = {m.worker: plan.for_destination(m.worker) for m in relay.planned(destinations)}
     parts |= {
         m.worker: copy_part(parts[copies[m.worker]], copies[m.worker], m)
@@ -371,11 +377,8 @@ def _compile(
         digest=plan.digest(),
         source_parts={m.worker: plan.for_source(m.worker).encode() for m in sources},
         destination_parts={worker: part.encode() for worker, part in parts.items()},
-        links=frozenset(
-            (part.sources[link.src], worker)
-            for worker, part in parts.items()
-            for link in part.links()
-        ),
+        links=frozenset(links),
+        unreached=unreached,
     )
 
 

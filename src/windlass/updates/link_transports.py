@@ -28,11 +28,17 @@ class LinkTransports:
     def __init__(self, sessions: Mapping[str, AgentSession]) -> None:
         self._sessions = sessions
         self._choices: dict[tuple[str, str], LinkChoice] = {}
+        self._strided = frozenset[tuple[str, str]]()
 
     @property
     def choices(self) -> Mapping[tuple[str, str], LinkChoice]:
         """(source, destination) -> what that link takes."""
         return self._choices
+
+    @property
+    def strided(self) -> frozenset[tuple[str, str]]:
+        """(source, destination) of links whose source stores with strides."""
+        return self._strided
 
     def choose(self, links: Iterable[tuple[str, str]]) -> dict[str, str]:
         """Give each (source, destination) the fastest transport that both have.
@@ -42,7 +48,7 @@ class LinkTransports:
         Returns:
             Destination -> why some source cannot write it.
         """
-        wrong = {}
+        wrong, strided = {}, set()
         for source, destination in sorted(links):
             here, there = self._sessions.get(source), self._sessions.get(destination)
             if here is None or there is None:
@@ -57,6 +63,11 @@ class LinkTransports:
                 )
             except ConfigError as error:
                 wrong[destination] = f"{source} cannot write {destination}: {error}"
+                continue
+            name = self._choices[source, destination].transport
+            if any(o.traits.strided_stores for o in self._offers(source) if o.transport == name):
+                strided.add((source, destination))
+        self._strided = frozenset(strided)
         return wrong
 
     def owns(self, worker: str, binding: DestinationBinding) -> bool:
