@@ -7,7 +7,7 @@ regions first. A peer is a process that has proven to be the one behind its endp
 (`processes.py`). The kernel copies through the cache and looks every page up: a thread takes 2.0 times the
 processor time of memcpy with calls of 64 MiB on huge pages, 2.2 on small ones, and 2.9 with calls of 256 KiB
 (AMD EPYC guest, 2026-11-23). So one thread reaches half of memcpy whatever the calls' size, and a large
-batch is copied by several threads: as fast as memcpy where two processors are idle.
+batch is copied by several threads.
 """
 
 from __future__ import annotations
