@@ -18,7 +18,7 @@ from windlass.rollout.controller import RolloutController
 from windlass.rollout.lifecycle import Lifecycle
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
-from windlass.updates import coordinator, gateway
+from windlass.updates import gateway
 from windlass.updates.agents import EngineAgent
 from windlass.updates.conversation import _ReplyStore
 from windlass.updates.coordinator import Coordinator
@@ -84,10 +84,10 @@ BUGS = (
         7,
     ),
     Bug(
-        "a tainted engine is routed",
+        "an engine with mixed weights is routed",
         Fleet,
         "serving",
-        "g.complete and not g.tainted and g.version",
+        "g.complete and not g.mixed_weights and g.version",
         "g.complete and g.version",
         6,
     ),
@@ -102,8 +102,8 @@ BUGS = (
     Bug(
         "a version that is not newer is accepted",
         Coordinator,
-        "_attempt",
-        "if version <= max(self._published, self._spent):",
+        "refusal",
+        "if version <= newest:",
         "if False:",
         1,
     ),
@@ -126,24 +126,24 @@ BUGS = (
     Bug(
         "an engine believes that its weights are whole while they are written",
         EngineAgent,
-        "tainted",
-        "return self._tainted or self._open_to_writes",
-        "return self._tainted",
+        "mixed_weights",
+        "return self._mixed_weights or self._open_to_writes",
+        "return self._mixed_weights",
         29,
     ),
     Bug(
-        "a poisoned engine is written again",
+        "a quarantined engine is written again",
         Fleet,
         "writable_engines",
-        "not g.poisoned",
+        "not g.quarantined",
         "True",
         6,
     ),
     Bug(
         "mixed engines are forgotten at the end of a round",
-        coordinator,  # where the function is called from
-        "note_fates",
-        "group.tainted |= name in finish.mixed",
+        Coordinator,
+        "_note_outcomes",
+        "group.mixed_weights |= name in finish.mixed",
         "pass",
         6,
     ),
@@ -167,7 +167,7 @@ BUGS = (
         "a round goes on though the disk is full",
         RoundDriver,
         "_carry_out",
-        "return await self._carry_out(self._machine.handle(Blocked(reason)))",
+        "return await self._carry_out(self._machine.handle(blocked))",
         "raise",
         0,
     ),

@@ -414,7 +414,7 @@ def _conversation(
             url=url,
             served_version=-1 if engine is None else engine.served_version,
             lineage="" if engine is None else engine.lineage,
-            tainted=engine is not None and engine.tainted,
+            mixed_weights=engine is not None and engine.mixed_weights,
             can_send=engine is not None,
         )
 

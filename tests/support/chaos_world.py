@@ -219,7 +219,7 @@ class World:
                     running = entry.version
                 case JournalKind.PUBLISHED | JournalKind.ROUND_ENDED | JournalKind.STARTED:
                     running = None
-                case JournalKind.PUBLISHING | JournalKind.POISONED | JournalKind.AT_REST:
+                case JournalKind.PUBLISHING | JournalKind.QUARANTINED | JournalKind.NOT_RESUMED:
                     pass
         return running
 
@@ -514,7 +514,7 @@ class World:
         await self._everybody_is_there()
         if self.schedule.seed % 3 == 0:
             await self._rest()
-        self._replace_poisoned()
+        self._replace_quarantined()
         await self._everybody_is_there()
         deadline_s = self.loop.time() + CALM_S
         for _ in range(CALM_ATTEMPTS):
@@ -528,7 +528,7 @@ class World:
             await asyncio.sleep(3.0)
             if self._whole():
                 break
-            self._replace_poisoned()
+            self._replace_quarantined()
         else:
             self.violate(
                 f"no calm: after {CALM_ATTEMPTS} attempts {self._describe()}, want {self._target}"
@@ -563,10 +563,10 @@ class World:
         except WindlassError as error:
             self.violate(f"no calm: {error}")
 
-    def _replace_poisoned(self) -> None:
+    def _replace_quarantined(self) -> None:
         """What an operator does with engines that bytes may still land in."""
         for group in self.controller.coordinator._fleet.engines():
-            if group.poisoned:
+            if group.quarantined:
                 for rank in self.ranks_of(group.name):
                     self._kill_and_restart(rank.name, 0.5)
 

@@ -169,7 +169,7 @@ def run_engine(pipe: Connection, name: str, url: str, token_s: float) -> None:
             handler.arm(*message[1:])
             pipe.send("armed")
         else:
-            pipe.send((agent.served_version, generator.held(), agent.tainted))
+            pipe.send((agent.served_version, generator.held(), agent.mixed_weights))
     client.close()
 
 

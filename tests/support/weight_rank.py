@@ -243,7 +243,7 @@ def run_engine(pipe: Connection, settings: RankSettings) -> None:
             if all((m == -1).all() for m in found.values()):
                 held = "untouched"
             agent = client.agent
-            pipe.send((agent.served_version, held, agent.tainted, written(transport)))
+            pipe.send((agent.served_version, held, agent.mixed_weights, written(transport)))
 
 
 def run_trainer(pipe: Connection, settings: RankSettings) -> None:

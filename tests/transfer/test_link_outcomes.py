@@ -36,8 +36,7 @@ from windlass.transfer.sender import Sender
 from windlass.transports.base import WriteBatch
 from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.updates.agents import EngineAgent
-from windlass.updates.messages import Verify
-from windlass.updates.relay_messages import Relay
+from windlass.updates.messages import Relay, Verify
 
 COUNT = 600
 SECONDS = 20.0

@@ -37,7 +37,7 @@ from windlass.updates.messages import (
     Written,
     decode_controller_frame,
 )
-from windlass.updates.retries import MAX_ATTEMPTS
+from windlass.updates.recovery import MAX_ATTEMPTS
 from windlass.updates.round_types import Phase
 from windlass.updates.session import AgentSession
 
@@ -62,7 +62,7 @@ class Socket:
         self.rig, self.name = rig, name
         self.session: AgentSession | None = None
         self.told: list[Envelope] = []
-        self.tainted = False
+        self.mixed_weights = False
 
     async def send_bytes(self, data: bytes) -> None:
         frame = decode_controller_frame(data)
@@ -72,7 +72,7 @@ class Socket:
     def answer(self, frame: Envelope) -> None:
         self.told.append(frame)
         if isinstance(frame.command, Abort):
-            self.tainted |= frame.command.tainted
+            self.mixed_weights |= frame.command.mixed_weights
         result = self.result_of(frame.command)
         if result is not None:
             self.reply(frame, result)
@@ -115,7 +115,7 @@ class Rig:
         self.loop = loop
         config = ControlConfig(mode=mode, max_rewrites=0, deadlines=PhaseDeadlines(write_s=WRITE_S))
         self.coordinator = Coordinator(config)
-        self.coordinator._spent = VERSION  # as its journal may say: engines settle it
+        self.coordinator._reserved = VERSION  # as its journal may say: engines settle it
         self.writes: list[tuple[float, str]] = []
         self.on_write: Callable[[str], LinkStatus | None] = lambda _donor: LinkStatus.OK
         self.make: Callable[[Rig, str], Socket] = Socket
@@ -185,7 +185,7 @@ def test_a_catch_up_that_failed_is_made_again_from_another_engine(mode: UpdateMo
         newcomer = await rig.join("c", served=-1)
         await asyncio.sleep(0.5)
         assert rig.routable == {"a", "b"}
-        assert newcomer.tainted is (mode is UpdateMode.IN_PLACE)
+        assert newcomer.mixed_weights is (mode is UpdateMode.IN_PLACE)
         await asyncio.sleep(1.0)
         assert rig.routable == {"a", "b", "c"}
         assert rig.since(rig.writes[0][0]) == [(0, "a"), (1, "b")]

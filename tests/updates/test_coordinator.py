@@ -58,6 +58,8 @@ from windlass.updates.messages import (
     Prepare,
     Publish,
     Refused,
+    Relay,
+    RelayWrite,
     Reply,
     RoundOutcome,
     Verify,
@@ -67,7 +69,6 @@ from windlass.updates.messages import (
     decode_controller_frame,
     encode,
 )
-from windlass.updates.relay_messages import Feed, Relay
 from windlass.updates.round_types import Phase
 
 BOTH = pytest.mark.parametrize("mode", UpdateMode)
@@ -510,7 +511,7 @@ async def test_a_trainer_lost_while_writing_ends_the_round_and_old_weights_stay_
                 assert rank.live_versions == {0}
             else:
                 assert not rank.serving
-                assert rank.tainted
+                assert rank.mixed_weights
         assert rig.routable == ({"a": 0, "b": 0} if mode is UpdateMode.STAGED else {})
         rig.trainers["trainer/1"].on_command = lambda _command: None
         # Its late answer came over the new connection: nothing is in flight any more.
@@ -550,7 +551,7 @@ async def test_no_round_begins_while_a_write_of_the_last_one_may_still_land() ->
         assert rig.engines["a/0"].live_versions == {1}
 
 
-async def test_a_write_that_ends_late_and_unknown_poisons_its_engine() -> None:
+async def test_a_write_that_ends_late_and_unknown_quarantines_its_engine() -> None:
     async with FakeFleet(quick(UpdateMode.STAGED, write_s=0.3, fleet_s=0.5)) as rig:
         await rig.start({"a": 1})
         gate = Gate()
@@ -560,7 +561,7 @@ async def test_a_write_that_ends_late_and_unknown_poisons_its_engine() -> None:
         gate.open.set()
         report = await rig.publish(1)
         assert "needs 1 engines, 0 were there" in report.reason
-        # The same process stays poisoned over a new connection; another process does not.
+        # The same process stays quarantined over a new connection; another process does not.
         await asyncio.to_thread(rig.channels["a/0"].close)
         await rig.add_engine("a")
         assert "needs 1 engines" in (await rig.publish(2)).reason
@@ -569,7 +570,29 @@ async def test_a_write_that_ends_late_and_unknown_poisons_its_engine() -> None:
         assert (await rig.publish(3)).outcome is RoundOutcome.PUBLISHED
 
 
-async def test_staged_a_poisoned_engine_goes_on_serving_its_whole_weights() -> None:
+async def test_staged_an_engine_that_never_verifies_costs_itself_its_place_alone() -> None:
+    async with FakeFleet(ControlConfig(mode=UpdateMode.STAGED, max_rewrites=1)) as rig:
+        await rig.start({"a": 1})
+        broken = threading.Event()
+
+        def flip(command: Command) -> None:
+            if isinstance(command, Verify) and broken.is_set():
+                rig.engines["b/0"].target[0, 0] += 1
+
+        await rig.add_engine("b", on_command=flip)
+        await rig.publish(0)
+        broken.set()
+        for version in (1, 2):
+            report = await rig.publish(version)
+            assert (report.outcome, report.engines) == (RoundOutcome.PUBLISHED, ("a",))
+            assert set(report.left_out) == {"b"}
+            assert rig.routable == {"a": version}
+            assert rig.engines["b/0"].live_versions == {0}
+        broken.clear()
+        assert set((await rig.publish(3)).engines) == {"a", "b"}
+
+
+async def test_staged_a_quarantined_engine_goes_on_serving_its_whole_weights() -> None:
     async with FakeFleet(quick(UpdateMode.STAGED)) as rig:
         await rig.start({"a": 1})
         await rig.publish(0)
@@ -925,7 +948,7 @@ class Recorder:
         self.commands.append(command)
         if isinstance(command, Write) and command.version == 1:
             raise TransferOutcomeUnknown("deadline passed")
-        if isinstance(command, Write | Feed | Relay):
+        if isinstance(command, Write | RelayWrite | Relay):
             raise MemoryError("writes may go on")  # noqa: TRY004
         if isinstance(command, Verify):
             raise LookupError("a defect")  # noqa: TRY004
@@ -946,7 +969,7 @@ async def test_an_agent_answers_a_repeated_command_from_memory_and_refuses_old_o
         Envelope(3, 1, 1, Prepare(2)),
         Envelope(2, 6, 1, Write(1, ("a",), 1.0)),
         Envelope(3, 1, 2, Write(2, ("a",), 1.0)),
-        Envelope(3, 1, 3, Feed(2, ("a",), 1.0)),
+        Envelope(3, 1, 3, RelayWrite(2, ("a",), 1.0)),
         Envelope(3, 1, 4, Relay(2, 1.0)),
     ]
     replies: list[Reply] = []
@@ -996,7 +1019,7 @@ async def test_an_agent_answers_a_repeated_command_from_memory_and_refuses_old_o
         "Verify",
         "Prepare",
         "Write",
-        "Feed",
+        "RelayWrite",
         "Relay",
     ]
     assert "LookupError: a defect" in str(replies[5])

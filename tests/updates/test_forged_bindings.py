@@ -22,6 +22,7 @@ from weight_rank import model_nbytes, part_of, run_bystander
 import windlass
 from windlass.config import ControlConfig, PhaseDeadlines
 from windlass.layout.manifest import Role
+from windlass.memory.ops import DigestKind
 from windlass.net.access import Access, role_token
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transports.base import PeerEndpoint, RemoteRegion
@@ -191,6 +192,37 @@ async def test_the_memory_of_another_rank_cannot_be_bound(forgery: str) -> None:
         )
         assert [reason for reason in told if expected in reason]
         assert await bystander.ask(True)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("misfit", "expected"),
+    [
+        ("digest_kind", "this rank hashes by xxh3_128, that one by position"),
+        ("addresses", "dst_parameter must be < 1"),
+        ("regions", "inside the regions"),
+    ],
+)
+async def test_an_engine_that_cannot_be_written_costs_itself_its_place_alone(
+    misfit: str, expected: str
+) -> None:
+    """No forgery: it was started with other settings, or has a defect."""
+    memory, own = np.full(NBYTES, 255, np.uint8), OwnProcess("cma")
+    async with attacked() as (controller, fleet, _, _, _):
+        evil = forger(own.endpoint, own.endpoint, int(memory.ctypes.data))
+        bound = evil.binding
+        region = RemoteRegion(own.endpoint, bound.regions[0].address, 16)
+        evil.binding = {
+            "digest_kind": msgspec.structs.replace(bound, digest_kind=DigestKind.POSITION),
+            "addresses": msgspec.structs.replace(
+                bound, parameter_addresses=bound.parameter_addresses[:1]
+            ),
+            "regions": msgspec.structs.replace(bound, regions=(region,)),
+        }[misfit]
+        told = await publish_beside(evil, controller, fleet)
+        own.close()
+        assert [reason for reason in told if expected in reason], told
+        assert (memory == 255).all()
 
 
 @pytest.mark.timeout(120)

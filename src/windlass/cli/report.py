@@ -63,10 +63,10 @@ def run(args: argparse.Namespace) -> int:
 def _compare(report: dict[str, Any], ceiling_gbps: float, num_links: int) -> SpeedOfLight:
     return speed_of_light(
         version=report["version"],
-        nbytes=report["nbytes"],
-        wire_s=report["wire_s"],
-        update_s=report["update_s"],
-        pause_s=report["pause_s"],
+        nbytes=int(report["measures"].get("nbytes", 0)),
+        wire_s=report["measures"].get("wire_s", 0),
+        update_s=report["measures"].get("update_s", 0),
+        pause_s=report["measures"].get("pause_s", 0),
         phase_s=report["phase_s"],
         ceiling_gbps=ceiling_gbps,
         num_links=num_links,

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from windlass.envs import control_token
 from windlass.errors import AuthenticationError, PeerTimeout, PeerUnreachable, ProtocolError
+from windlass.updates.measures import Measure
 
 __all__ = ["add_arguments", "fetch_overview", "run"]
 
@@ -80,10 +81,10 @@ def _show(view: dict[str, Any], console: Console) -> None:
         state = (
             "serving"
             if each["routable"]
-            else "tainted"
-            if each["tainted"]
-            else "at rest"
-            if each.get("at_rest")
+            else "mixed_weights"
+            if each["mixed_weights"]
+            else "not resumed"
+            if each.get("not_resumed")
             else "waiting"
         )
         ranks = f"{each['ranks']}/{each['world_size']}"
@@ -98,16 +99,14 @@ def _show(view: dict[str, Any], console: Console) -> None:
         console.print(links)
     if (left := len(view["links"]) - MAX_LINKS) > 0:
         console.print(f"and {left} links more: --json shows all", highlight=False)
-    columns = ("version", "outcome", "update ms", "pause ms", "pack ms", "bytes", "left out")
+    figures = [f"{m.label} ms" if m.unit == "seconds" else m.label for m in Measure]
+    columns = ("version", "outcome", *figures, "left out")
     rounds = Table(*columns, box=None)
     for each in view["rounds"][-10:]:
         rounds.add_row(
             str(each["version"]),
             each["outcome"],
-            f"{each['update_s'] * 1e3:.1f}",
-            f"{each['pause_s'] * 1e3:.1f}",
-            f"{each['pack_s'] * 1e3:.1f}" if each["pack_s"] else "-",
-            f"{each['nbytes']:,}",
+            *(m.text(each["measures"].get(m, 0.0)) for m in Measure),
             ", ".join(each["left_out"]),
         )
     console.print(rounds)

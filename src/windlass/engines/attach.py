@@ -208,7 +208,7 @@ class Attachment:
                 "leave: the controller must be stopped before its engine joins another, "
                 f"got one that is connected after {deadline_s} s"
             )
-        if self._client.agent.tainted:
+        if self._client.agent.mixed_weights:
             raise ProtocolError(
                 "leave: the weights of this rank may be mixed: start the engine anew, or have its "
                 "controller back"

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from windlass.config import ControlConfig, P2pBackend, ReplicaPlace, take_name
+from windlass.config import ControlConfig, ReplicaPlace, take_name
 from windlass.errors import ConfigError
 from windlass.jobs.schedulers.configs import LocalSchedulerConfig, SchedulerConfig
 from windlass.rollout.messages import SamplingParams
@@ -208,7 +208,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
         parse_transport(self.transport)
         if self.replica:
             take_name("replica", self.replica, ReplicaPlace)
-            if not isinstance(self.update.backend, P2pBackend):
+            if not self.update.backend.traits.one_sided:
                 kind = type(self.update.backend).__name__
                 raise ConfigError(f"replica: update.backend must be p2p with one, got {kind}")
 

@@ -45,7 +45,7 @@ from windlass.rollout.staleness import StalenessPolicy
 from windlass.rollout.submission import Submissions
 from windlass.rollout.table import Record
 from windlass.rollout.workflows import Workflow, check_workflows
-from windlass.updates.changes import Waiters
+from windlass.updates.changes import Changes
 
 __all__ = ["RolloutController"]
 
@@ -101,7 +101,7 @@ class RolloutController(Submissions):
         self._engine_timers: dict[str, asyncio.TimerHandle] = {}
         self._session: aiohttp.ClientSession | None = None
         self._batch_turn = asyncio.Lock()
-        self._room, self._worker_joined = Waiters(), Waiters()
+        self._room, self._worker_joined = Changes(), Changes()
         self._pump_scheduled = False
 
     async def __aenter__(self) -> Self:

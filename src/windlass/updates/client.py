@@ -69,7 +69,7 @@ class AgentChannel:
         handler: carries out commands.
         on_disconnect: called in the channel's thread when a connection that was welcomed is lost,
             before the first attempt to connect again; again at the next welcome if it raised. What
-            came of that is told to the controller (`Done.at_rest`).
+            came of that is told to the controller (`Done.not_resumed`).
         on_command: called in the channel's thread with a command, its epoch and its round, as it
             comes in and before it waits for its turn; must not block.
         reconnect: whether to connect again after a loss.

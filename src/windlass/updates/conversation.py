@@ -43,6 +43,8 @@ from windlass.updates.messages import (
     Hello,
     Probe,
     Refused,
+    Relay,
+    RelayWrite,
     Reply,
     Result,
     RoundOutcome,
@@ -53,7 +55,6 @@ from windlass.updates.messages import (
     decode_controller_frame,
     encode,
 )
-from windlass.updates.relay_messages import Feed, Relay
 
 __all__ = ["AgentConversation", "Announcement", "CommandHandler"]
 
@@ -180,7 +181,7 @@ class AgentConversation:
         self._announced: Announcement | None = None
         self._attempts = 0
         self._ended: Exception | None = None
-        self._at_rest = ""
+        self._not_resumed = ""
         self._published, self._lineage, self._welcomed_by = -1, "", ""
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self.welcomed: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -291,10 +292,10 @@ class AgentConversation:
         with self._carrying_out:  # whatever begins after this is refused
             try:
                 self._on_disconnect()
-                self._at_rest = ""
+                self._not_resumed = ""
             # The boundary of the engine: one that cannot be resumed now must come back all the same.
             except Exception as error:  # noqa: BLE001
-                self._at_rest = f"{type(error).__name__}: {error}"
+                self._not_resumed = f"{type(error).__name__}: {error}"
                 _log.exception("on_disconnect")
 
     async def _converse(self, http: aiohttp.ClientSession) -> None:
@@ -324,7 +325,7 @@ class AgentConversation:
             self._hello(),
             epoch=epoch,
             round=round_number,
-            at_rest=self._at_rest,
+            not_resumed=self._not_resumed,
             host=host_identity(),
         )
         if hello.role is not Role.TRAINER:
@@ -342,7 +343,7 @@ class AgentConversation:
             case None:
                 return
             case Welcome():
-                if self._at_rest:
+                if self._not_resumed:
                     # No command of this connection has been taken: no round is open here yet.
                     await self._loop.run_in_executor(
                         self._executor, self._disconnected_from_controller
@@ -357,7 +358,9 @@ class AgentConversation:
                     await self._deliver(reply)
                 if self._on_disconnect is not None:  # how the engine is now, whatever those say
                     place = self._store.newest
-                    await self._deliver(Reply(*place, WELCOME_SEQ, Done(at_rest=self._at_rest)))
+                    await self._deliver(
+                        Reply(*place, WELCOME_SEQ, Done(not_resumed=self._not_resumed))
+                    )
                 await self._send_announce(socket)
             case Refused(final=True):
                 raise ProtocolError(f"the controller refused this agent: {frame.message}")
@@ -450,7 +453,7 @@ def _kind_of(error: Exception, command: Command) -> FailureKind:
             return FailureKind.UNKNOWN
         case StaleMessage():
             return FailureKind.STALE
-        case _ if isinstance(command, Write | Feed | Relay) and is_unknown(error):
+        case _ if isinstance(command, Write | RelayWrite | Relay) and is_unknown(error):
             return FailureKind.UNKNOWN
         case _:
             return FailureKind.FAILED

@@ -12,7 +12,7 @@ from windlass.transfer.bindings import DestinationBinding
 from windlass.transfer.relay_wire import RelayAddress
 from windlass.transports.base import MemoryType
 from windlass.updates.fleet import Group
-from windlass.updates.relay_messages import ConnectRelay, OpenRelay
+from windlass.updates.messages import ConnectRelay, OpenRelay
 
 __all__ = ["RelayPlan", "plan_relay"]
 

@@ -1,4 +1,4 @@
-"""Calls of several heads go in the declared order, whatever the order in which they arrive."""
+"""Calls of several leaders go in the declared order, whatever the order in which they arrive."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windlass.errors import RoundAborted
-from windlass.updates.push_command import DeclaredOrder
+from windlass.updates.push_order import PushOrder
 
 
 @settings(deadline=None)
 @given(num_calls=st.lists(st.integers(0, 4), min_size=1, max_size=4), data=st.data())
 def test_any_arrival_gives_the_declared_order(num_calls: list[int], data: st.DataObject) -> None:
-    declared = sorted((k, head) for head, n in enumerate(num_calls) for k in range(n))
+    declared = sorted((k, leader) for leader, n in enumerate(num_calls) for k in range(n))
     arrival = data.draw(st.permutations(declared))
 
     async def run() -> list[tuple[int, int]]:
-        order = DeclaredOrder(len(num_calls))
+        order = PushOrder(len(num_calls))
         carried_out: list[tuple[int, int]] = []
         left = list(num_calls)
 
-        async def call(number: int, head: int) -> None:
-            async with order.turn(head, number):
-                carried_out.append((number, head))
+        async def call(number: int, leader: int) -> None:
+            async with order.turn(leader, number):
+                carried_out.append((number, leader))
                 await asyncio.sleep(0)
-            left[head] -= 1
-            if left[head] == 0:
-                order.end(head)
+            left[leader] -= 1
+            if left[leader] == 0:
+                order.end(leader)
 
-        for head, n in enumerate(num_calls):
+        for leader, n in enumerate(num_calls):
             if n == 0:
-                order.end(head)
+                order.end(leader)
         async with asyncio.timeout(10):
             tasks = []
-            for number, head in arrival:
-                tasks.append(asyncio.create_task(call(number, head)))
+            for number, leader in arrival:
+                tasks.append(asyncio.create_task(call(number, leader)))
                 await asyncio.sleep(0)
             await asyncio.gather(*tasks)
         assert order.over
@@ -47,13 +47,13 @@ def test_any_arrival_gives_the_declared_order(num_calls: list[int], data: st.Dat
 
 
 async def test_a_failure_releases_everybody_who_waits_for_a_turn() -> None:
-    order = DeclaredOrder(3)
+    order = PushOrder(3)
 
-    async def call(head: int) -> None:
-        async with order.turn(head, 0):
+    async def call(leader: int) -> None:
+        async with order.turn(leader, 0):
             raise AssertionError("it is not its turn")
 
-    waiting = [asyncio.create_task(call(head)) for head in (2, 1)]
+    waiting = [asyncio.create_task(call(leader)) for leader in (2, 1)]
     await asyncio.sleep(0)
     order.fail("bucket 0 failed")
     for task in waiting:
@@ -62,7 +62,7 @@ async def test_a_failure_releases_everybody_who_waits_for_a_turn() -> None:
 
 
 async def test_a_call_that_comes_twice_or_late_and_an_early_end_are_refused() -> None:
-    order = DeclaredOrder(2)
+    order = PushOrder(2)
     async with order.turn(0, 0):
         pass
     with pytest.raises(RoundAborted, match="call 0 of stage 0 comes twice or too late"):
