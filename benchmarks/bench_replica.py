@@ -28,7 +28,8 @@ from windlass.observability.ceilings import measure_memcpy_gbps
 from windlass.testing.resting_engine import RestingEngine
 from windlass.trainers.client import TrainerClient
 from windlass.transfer.base import ParameterMemory
-from windlass.transports.configs import CmaConfig, CudaIpcConfig
+from windlass.transports.cma import CmaConfig
+from windlass.transports.cuda_ipc import CudaIpcConfig
 from windlass.transports.registry import create_transport
 
 TOKEN = "of a benchmark"

@@ -37,7 +37,8 @@ from windlass.planning.replicated import find_replicated
 from windlass.trainers.client import TrainerClient
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.replicated_digests import ReplicatedDigests
-from windlass.transports.configs import CmaConfig, CudaIpcConfig
+from windlass.transports.cma import CmaConfig
+from windlass.transports.cuda_ipc import CudaIpcConfig
 from windlass.transports.registry import create_transport
 
 NUM_TRAINERS = 2

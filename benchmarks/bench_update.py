@@ -36,8 +36,7 @@ from windlass.transfer.arena import Arena
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
-from windlass.transports.configs import parse_transport
-from windlass.transports.registry import create_transport
+from windlass.transports.registry import create_transport, parse_transport
 
 NUM_TRAINERS = NUM_ENGINE_RANKS = 2
 HIDDEN, INTERMEDIATE, LAYERS = 1024, 3072, 8

@@ -20,7 +20,7 @@ from windlass.testing.resting_engine import RestingEngine
 from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.transfer.base import ParameterMemory
 from windlass.transports.base import OneSidedTransport, WriteBatch
-from windlass.transports.configs import CmaConfig
+from windlass.transports.cma import CmaConfig
 from windlass.transports.registry import create_transport
 
 ROW_NBYTES = 4096

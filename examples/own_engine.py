@@ -28,8 +28,7 @@ from windlass.layout.manifest import Role
 from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS
 from windlass.transfer.arena import Arena
 from windlass.transfer.dtensor import describe_module, parameter_addresses
-from windlass.transports.configs import parse_transport
-from windlass.transports.registry import create_transport
+from windlass.transports.registry import create_transport, parse_transport
 
 
 class Served:

@@ -29,8 +29,7 @@ from windlass.transfer.bindings import DestinationBinding
 from windlass.transfer.device_receiver import DeviceReceiver
 from windlass.transfer.sender import Sender
 from windlass.transports.base import OneSidedTransport, RemoteRegion, WriteBatch
-from windlass.transports.configs import parse_transport
-from windlass.transports.registry import create_transport
+from windlass.transports.registry import create_transport, parse_transport
 
 RAW_NBYTES = 1 << 30
 RAW_RUNS = 5
@@ -56,7 +55,7 @@ class NetworkRank(Rank):
         self.wired = self.wire.register(self.address, self.nbytes)
         gpu = self.transport.gpu
         self.receiver = DeviceReceiver(
-            gpu, self.wire, self.manifest, addresses, (self.wired,), lands=True
+            gpu, self.wire, self.manifest, addresses, (self.wired,), lands=True, notified=False
         )
         return self.receiver.connect(TransferPlan.decode(encoded), UpdateMode.IN_PLACE)
 

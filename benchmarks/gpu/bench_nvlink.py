@@ -43,8 +43,8 @@ from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transfer.device_receiver import DeviceReceiver
 from windlass.transfer.device_sender import DeviceSender
-from windlass.transports.base import RemoteRegion
-from windlass.transports.cuda_ipc import CudaIpcTransport, MappedRegion
+from windlass.transports.base import MappedRegion, RemoteRegion
+from windlass.transports.cuda_ipc import CudaIpcTransport
 
 PIECE_BYTES = (2 << 10, 16 << 10, 128 << 10, 1 << 20, 16 << 20, 1 << 30)
 SUITE_BYTES = 2 << 30
@@ -227,6 +227,7 @@ class Rank:
             addresses,
             (self.region,),
             lands=False,
+            notified=True,
         )
         return self.receiver.connect(TransferPlan.decode(encoded), UpdateMode.IN_PLACE)
 

@@ -27,8 +27,7 @@ from windlass.layout.synthesis import engine_manifests, trainer_manifests
 from windlass.layout.topology import parse_topology
 from windlass.testing.resting_engine import RestingEngine
 from windlass.trainers.client import TrainerClient
-from windlass.transports.configs import parse_transport
-from windlass.transports.registry import create_transport
+from windlass.transports.registry import create_transport, parse_transport
 
 TOKEN = "of a benchmark"
 DEADLINE_S = 60.0

@@ -18,7 +18,7 @@ from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role
 from windlass.layout.naming.adapters import adapter_names
 from windlass.transfer.dtensor import describe_module
-from windlass.transports.configs import CmaConfig
+from windlass.transports.cma import CmaConfig
 from windlass.transports.registry import create_transport
 
 TOKEN = "secret of the test"

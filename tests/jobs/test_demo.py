@@ -13,8 +13,7 @@ import pytest
 from slurm_cluster import missing_reason, slurm_cluster
 
 from windlass.errors import TransportUnavailable
-from windlass.transports.configs import parse_transport
-from windlass.transports.registry import create_transport
+from windlass.transports.registry import create_transport, parse_transport
 
 STEPS = 8
 FEW_STEPS = 4

@@ -22,7 +22,7 @@ from windlass.testing.resting_engine import RestingEngine
 from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.transfer.dtensor import describe_module, parameter_addresses
 from windlass.transports.base import WriteBatch
-from windlass.transports.configs import CmaConfig
+from windlass.transports.cma import CmaConfig
 from windlass.transports.registry import create_transport
 
 TOKEN = "secret of the test"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 from numpy_gpu import OneProcess, numpy_gpu
+from offers import GPU_TRAITS
 from safetensors.torch import save_file
 
 from windlass.config import UpdateMode
@@ -28,7 +28,6 @@ from windlass.transfer.push import PushReceiver
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transfer.source import SourceMemory
-from windlass.transports.cuda_ipc import CudaIpcTransport
 from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.transports.processes import own_endpoint
 
@@ -40,7 +39,7 @@ WRONG = r"tensor 'router': a finite float32 is too large for float16"
 class GpuMemoryTransport(MemoryTransport):  # type: ignore[misc]
     """Says that its memory is a GPU's."""
 
-    gpu_ordinal = 0
+    traits = GPU_TRAITS
 
 
 def manifest(worker: str, role: Role, dtype: DType) -> ShardManifest:
@@ -70,7 +69,15 @@ class Fleet:
         regions = [theirs.register(b.ctypes.data, b.nbytes) for b in self.served]
         addresses = [int(b.ctypes.data) for b in self.served]
         receiver = (
-            DeviceReceiver(numpy_gpu(), theirs, ENGINE, addresses, regions, lands=way == "network")
+            DeviceReceiver(
+                numpy_gpu(),
+                theirs,
+                ENGINE,
+                addresses,
+                regions,
+                lands=way == "network",
+                notified=way != "network",
+            )
             if on_gpu
             else Receiver(theirs, ENGINE, addresses, regions)
         )
@@ -78,8 +85,7 @@ class Fleet:
         memory = [ParameterMemory(int(b.ctypes.data), b.nbytes) for b in self.trained]
         self.sender: DeviceSender | Sender
         if way == "cuda_ipc":
-            transport = cast("CudaIpcTransport", OneProcess())
-            self.sender = DeviceSender(transport, TRAINER, lambda: memory)
+            self.sender = DeviceSender(OneProcess(), TRAINER, lambda: memory)
             binding = msgspec.structs.replace(binding, endpoint=own_endpoint("cuda_ipc"))
         else:
             self.sender = Sender(kind(fabric), TRAINER, lambda: memory, arena_nbytes=arena_nbytes)

@@ -29,7 +29,7 @@ from windlass.net.clock import Deadline
 from windlass.net.server import ControlServer
 from windlass.transports.base import PeerEndpoint
 from windlass.transports.inbound import cut_inbound, listening_ports
-from windlass.transports.liveness import INCARNATION_NBYTES, Door, Doorway
+from windlass.transports.liveness import INCARNATION_NBYTES, LivenessListener, PeerLiveness
 
 
 @pytest.mark.parametrize("host", ["10.1.2.3", "::1", "fd77:0::2", "node-7.cluster.example"])
@@ -106,19 +106,19 @@ def test_the_own_address_can_be_set_to_an_address_or_a_network() -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_a_door_is_found_by_its_printed_address(host: str) -> None:
     name = "n" * INCARNATION_NBYTES
-    door = Door(host, name, "nixl")
+    listener = LivenessListener(host, name, "nixl")
     try:
-        endpoint = PeerEndpoint("nixl", join_host_port(host, door.port), name)
-        doorway = Doorway(endpoint, Deadline.after(5.0, "test"))
-        assert not doorway.has_ended()
-        doorway.close()
+        endpoint = PeerEndpoint("nixl", join_host_port(host, listener.port), name)
+        liveness = PeerLiveness(endpoint, Deadline.after(5.0, "test"))
+        assert not liveness.has_ended()
+        liveness.close()
     finally:
-        door.close()
+        listener.close()
 
 
 def test_a_door_is_not_opened_on_every_address() -> None:
     with pytest.raises(ConfigError, match="one address"):
-        Door("0.0.0.0", "n" * INCARNATION_NBYTES, "nixl")
+        LivenessListener("0.0.0.0", "n" * INCARNATION_NBYTES, "nixl")
 
 
 def test_a_rendezvous_listens_on_its_address_alone() -> None:
@@ -176,13 +176,13 @@ def test_a_door_outlives_a_visitor_that_it_could_not_take(monkeypatch: pytest.Mo
             raise OSError(failures[0], os.strerror(failures.pop()))
         return accept(listener)
 
-    door = Door("127.0.0.1", name, "nixl")
+    listener = LivenessListener("127.0.0.1", name, "nixl")
     try:
-        endpoint = PeerEndpoint("nixl", f"127.0.0.1:{door.port}", name)
-        Doorway(endpoint, Deadline.after(20.0, "first")).close()  # inside `accept` already
+        endpoint = PeerEndpoint("nixl", f"127.0.0.1:{listener.port}", name)
+        PeerLiveness(endpoint, Deadline.after(20.0, "first")).close()  # inside `accept` already
         monkeypatch.setattr(socket.socket, "accept", scarce)
         for _ in range(2):
-            Doorway(endpoint, Deadline.after(20.0, "later")).close()
+            PeerLiveness(endpoint, Deadline.after(20.0, "later")).close()
         assert not failures
     finally:
-        door.close()
+        listener.close()

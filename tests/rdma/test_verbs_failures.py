@@ -29,12 +29,8 @@ from windlass.errors import (
 from windlass.testing.peer_process import PeerProcess
 from windlass.testing.transport_conformance import NBYTES, Peer, Rig
 from windlass.transfer.arena import Arena
-from windlass.transports.configs import (
-    MooncakeConfig,
-    MooncakeProtocol,
-    NixlConfig,
-    NixlWire,
-)
+from windlass.transports.mooncake.config import MooncakeConfig, MooncakeProtocol
+from windlass.transports.nixl.config import NixlConfig, NixlWire
 from windlass.transports.registry import create_transport
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(900)]

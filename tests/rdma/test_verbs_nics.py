@@ -14,13 +14,9 @@ from test_verbs_conformance import VerbsConfig
 from windlass.testing.peer_process import PeerProcess
 from windlass.testing.transport_conformance import Rig, scattered
 from windlass.transfer.arena import Arena
-from windlass.transports.configs import (
-    MooncakeConfig,
-    MooncakeProtocol,
-    NixlConfig,
-    NixlWire,
-)
+from windlass.transports.mooncake.config import MooncakeConfig, MooncakeProtocol
 from windlass.transports.mooncake.transport import REQUEST_NBYTES
+from windlass.transports.nixl.config import NixlConfig, NixlWire
 from windlass.transports.registry import create_transport
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(900)]

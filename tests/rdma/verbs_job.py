@@ -23,7 +23,7 @@ from windlass.engines.embedded.settings import EngineSettings
 from windlass.layout.dtypes import DType
 from windlass.net.logs import configure_logging
 from windlass.trainers.client import connect_trainer
-from windlass.transports.configs import parse_transport
+from windlass.transports.registry import parse_transport
 
 
 def run_engine(model: str, url: str, host: str, transport: str, token: str) -> None:

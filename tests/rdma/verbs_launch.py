@@ -8,8 +8,7 @@ from multiprocessing.connection import Connection
 
 from windlass.errors import WindlassError
 from windlass.transfer.arena import Arena
-from windlass.transports.configs import parse_transport
-from windlass.transports.registry import create_transport
+from windlass.transports.registry import create_transport, parse_transport
 
 __all__ = ["CONFIG", "NUM_VERSIONS", "PATIENCE_S", "first_error", "launch_engine", "launch_trainer"]
 

@@ -33,7 +33,7 @@ from windlass.rollout import (
 from windlass.rollout import local as local_worker
 from windlass.rollout.messages import EngineTarget, RolloutTask, WorkerHello
 from windlass.rollout.runner import WorkerRunner
-from windlass.transports.configs import MooncakeConfig
+from windlass.transports.mooncake.config import MooncakeConfig
 
 DEADLINE_S = 20.0
 ORDER = RankOrder(

@@ -32,9 +32,8 @@ from windlass.errors import RoundAborted, WindlassError
 from windlass.layout.manifest import Role
 from windlass.trainers.client import TrainerClient
 from windlass.transfer.base import ParameterMemory
-from windlass.transports.base import AllocatingTransport, OneSidedTransport
-from windlass.transports.configs import parse_transport
-from windlass.transports.registry import create_transport
+from windlass.transports.base import OneSidedTransport
+from windlass.transports.registry import create_transport, parse_transport
 
 ANNOUNCE_S = 30.0
 CONNECT_S = 60.0
@@ -44,8 +43,8 @@ PR_SET_PDEATHSIG = 1
 
 def memory_of(transport: OneSidedTransport, nbytes: int) -> tuple[int, Any, Any]:
     """Registered memory: address, bytes, and what keeps it alive."""
-    if isinstance(transport, AllocatingTransport):
-        address = transport.allocate(nbytes)
+    if transport.allocator is not None:
+        address = transport.allocator.allocate(nbytes)
         raw = (ctypes.c_uint8 * nbytes).from_address(address)
         array = np.ctypeslib.as_array(raw)
     else:

@@ -35,7 +35,7 @@ from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
-from windlass.transports.base import WireReport, WriteBatch
+from windlass.transports.base import WriteBatch
 from windlass.transports.memory import MemoryTransport
 from windlass.updates.agents import EngineAgent, TrainerAgent
 from windlass.updates.client import AgentChannel
@@ -397,9 +397,8 @@ def _conversation(
     url = ""
     if isinstance(process, EngineProcess):
         process.incarnation, url = incarnation, process.url
-    wire = WireReport("memory", "memory", "", True)
     assert process.transport is not None
-    endpoint = process.transport.endpoint()
+    offers = process.transport.offers()
 
     def hello() -> Hello:
         return Hello(
@@ -411,8 +410,7 @@ def _conversation(
             rank=rank,
             world_size=world_size,
             manifest=encoded,
-            wire=wire,
-            endpoint=endpoint,
+            offers=offers,
             url=url,
             served_version=-1 if engine is None else engine.served_version,
             lineage="" if engine is None else engine.lineage,

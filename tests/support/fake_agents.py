@@ -15,6 +15,7 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from offers import offer_of
 
 from windlass.config import UpdateMode
 from windlass.errors import PeerUnreachable, ProtocolError
@@ -23,7 +24,7 @@ from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.planning.plan import TransferPlan
 from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus
-from windlass.transports.base import PeerEndpoint, WireReport
+from windlass.transports.base import PeerEndpoint
 from windlass.updates.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -128,8 +129,7 @@ def fake_hello(
         rank=rank,
         world_size=world_size,
         manifest=manifest.encode(),
-        wire=WireReport("fake", "numbers", "", one_sided=True),
-        endpoint=endpoint or fake_endpoint(manifest.worker),
+        offers=(offer_of(endpoint or fake_endpoint(manifest.worker)),),
         url=url,
         served_version=served_version,
         lineage=lineage,

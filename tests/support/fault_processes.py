@@ -30,7 +30,7 @@ from windlass.layout.manifest import Role
 from windlass.rollout import RolloutConfig, SamplingParams, StalenessPolicy
 from windlass.trainers.client import TrainerClient
 from windlass.transfer.base import ParameterMemory
-from windlass.transports.configs import CmaConfig
+from windlass.transports.cma import CmaConfig
 from windlass.transports.registry import create_transport
 from windlass.updates.agents import EngineAgent, TrainerAgent
 

@@ -28,8 +28,7 @@ from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.trainers.client import TrainerClient
 from windlass.transfer.base import ParameterMemory
-from windlass.transports.configs import parse_transport
-from windlass.transports.registry import create_transport
+from windlass.transports.registry import create_transport, parse_transport
 from windlass.updates.agents import EngineAgent, TrainerAgent
 from windlass.updates.client import CommandHandler
 from windlass.updates.messages import Command, Result

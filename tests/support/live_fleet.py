@@ -19,14 +19,11 @@ from windlass.errors import TransportUnavailable
 from windlass.layout.manifest import Role
 from windlass.testing.resting_engine import RestingEngine
 from windlass.transfer.dtensor import describe_module, parameter_addresses
-from windlass.transports.configs import (
-    CudaIpcConfig,
-    MooncakeConfig,
-    MooncakeProtocol,
-    NixlConfig,
-    NixlWire,
-    TransportConfig,
-)
+from windlass.transports.auto import AutoConfig
+from windlass.transports.base import TransportConfig
+from windlass.transports.cuda_ipc import CudaIpcConfig
+from windlass.transports.mooncake.config import MooncakeConfig, MooncakeProtocol
+from windlass.transports.nixl.config import NixlConfig, NixlWire
 from windlass.transports.registry import create_transport
 
 TOKEN = "secret of the test"
@@ -38,6 +35,10 @@ WIRES: dict[str, TransportConfig] = {
     "nixl": NixlConfig(host=HERE),
     "nixl over TCP": NixlConfig(host=HERE, wire=NixlWire.TCP),
     "mooncake over TCP": MooncakeConfig(host=HERE, protocol=MooncakeProtocol.TCP),
+    "auto": AutoConfig(),
+    "cuda_ipc beside nixl": AutoConfig(
+        offers=("cuda_ipc", '{"type": "nixl", "host": "127.0.0.1", "wire": "tcp"}')
+    ),
 }
 """Each rank's GPU is filled in."""
 

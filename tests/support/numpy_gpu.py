@@ -15,8 +15,7 @@ from windlass.memory.cuda.kernels import PIECE, PieceTable, put_kernel
 from windlass.memory.position_digest import PositionDigest
 from windlass.memory.quantize import pack_quantized
 from windlass.planning.plan import Transform
-from windlass.transports.base import RemoteRegion
-from windlass.transports.cuda_ipc import MappedRegion
+from windlass.transports.base import MappedRegion, RemoteRegion
 
 __all__ = ["OneProcess", "numpy_gpu"]
 

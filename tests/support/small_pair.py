@@ -13,8 +13,7 @@ from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.net.access import Access, role_token
 from windlass.trainers.client import TrainerClient
 from windlass.transfer.base import ParameterMemory
-from windlass.transports.configs import parse_transport
-from windlass.transports.registry import create_transport
+from windlass.transports.registry import create_transport, parse_transport
 from windlass.updates.hooks import EngineHooks
 
 __all__ = ["SmallPair", "connect_small_pair", "small_manifest"]

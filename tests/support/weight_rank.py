@@ -29,8 +29,7 @@ from windlass.testing.resting_engine import RestingEngine
 from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.transfer.base import ParameterMemory
 from windlass.transports.base import OneSidedTransport, WriteBatch
-from windlass.transports.configs import parse_transport
-from windlass.transports.registry import create_transport
+from windlass.transports.registry import create_transport, parse_transport
 from windlass.updates.agents import EngineAgent
 from windlass.updates.messages import Command, Receive, Result, Verify
 

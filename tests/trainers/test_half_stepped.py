@@ -27,8 +27,7 @@ from windlass.engines.client import EngineClient
 from windlass.layout.manifest import Role
 from windlass.testing.resting_engine import RestingEngine
 from windlass.transfer.dtensor import describe_module
-from windlass.transports.configs import parse_transport
-from windlass.transports.registry import create_transport
+from windlass.transports.registry import create_transport, parse_transport
 
 pytestmark = pytest.mark.timeout(300)
 

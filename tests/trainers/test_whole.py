@@ -22,8 +22,7 @@ from windlass.layout.box import Box
 from windlass.layout.manifest import ManifestBuilder, Role
 from windlass.memory.torch_dtypes import dtype_of
 from windlass.testing.resting_engine import RestingEngine
-from windlass.transports.configs import parse_transport
-from windlass.transports.registry import create_transport
+from windlass.transports.registry import create_transport, parse_transport
 
 pytest.importorskip("megatron.core")
 

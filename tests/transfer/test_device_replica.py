@@ -6,12 +6,13 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast, final
+from typing import Any, final
 
 import msgspec
 import numpy as np
 import pytest
 from numpy_gpu import OneProcess, numpy_gpu
+from offers import GPU_TRAITS
 
 import windlass
 from windlass.config import ControlConfig, ReplicaPlace, UpdateMode
@@ -43,8 +44,6 @@ from windlass.transfer.device_sender import DeviceSender
 from windlass.transfer.replica import Replica
 from windlass.transfer.replica_memory import GpuCopies
 from windlass.transfer.sender import Sender
-from windlass.transports.base import WireReport
-from windlass.transports.cuda_ipc import CudaIpcTransport
 from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.transports.processes import own_endpoint
 from windlass.updates.agents import TrainerAgent
@@ -152,15 +151,19 @@ class Pair:
             for a, b in zip(self.served.addresses(), self.served.buffers, strict=True)
         ]
         self.receiver = DeviceReceiver(
-            numpy_gpu(), self.memory, theirs, self.served.addresses(), regions, lands=False
+            numpy_gpu(),
+            self.memory,
+            theirs,
+            self.served.addresses(),
+            regions,
+            lands=False,
+            notified=True,
         )
         binding = self.receiver.connect(self.plan.for_destination("engine/0"), UpdateMode.IN_PLACE)
         transport = OneProcess()
         self.gpu = transport.gpu
         self.replica = Replica(ours, copies(self.gpu, place))
-        self.sender = DeviceSender(
-            cast("CudaIpcTransport", transport), ours, self.weights, self.replica
-        )
+        self.sender = DeviceSender(transport, ours, self.weights, self.replica)
         # The endpoint is looked up among this host's processes.
         self.binding = msgspec.structs.replace(binding, endpoint=own_endpoint("cuda_ipc"))
         self.connect()
@@ -446,10 +449,7 @@ def test_neither_the_copy_nor_a_digest_waits_in_the_stream_of_the_next_step(
 class GpuMemoryTransport(MemoryTransport):  # type: ignore[misc]
     """Says that its memory is a GPU's."""
 
-    gpu_ordinal = 0
-
-    def report(self) -> WireReport:
-        return msgspec.structs.replace(super().report(), on_gpu=True)
+    traits = GPU_TRAITS
 
 
 @final

@@ -24,7 +24,6 @@ from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import LinkStatus
 from windlass.transfer.device_receiver import DeviceReceiver
 from windlass.transfer.device_sender import DeviceSender
-from windlass.transports.cuda_ipc import CudaIpcTransport
 from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.transports.processes import own_endpoint
 
@@ -50,13 +49,19 @@ class Pair:
         self.memory = MemoryTransport(MemoryFabric())
         region = self.memory.register(self.served.ctypes.data, self.served.nbytes)
         self.receiver = DeviceReceiver(
-            numpy_gpu(), self.memory, theirs, [self.served.ctypes.data], [region], lands=False
+            numpy_gpu(),
+            self.memory,
+            theirs,
+            [self.served.ctypes.data],
+            [region],
+            lands=False,
+            notified=True,
         )
         binding = self.receiver.connect(self.plan.for_destination("engine/0"), UpdateMode.IN_PLACE)
         self.transport = OneProcess()
         self.gpu = self.transport.gpu
         where = (ParameterMemory(self.trained.ctypes.data, self.trained.nbytes),)
-        self.sender = DeviceSender(cast("CudaIpcTransport", self.transport), ours, lambda: where)
+        self.sender = DeviceSender(self.transport, ours, lambda: where)
         # The endpoint is looked up among this host's processes.
         self.binding = type(binding)(
             worker=binding.worker,

@@ -15,6 +15,7 @@ from ground_truth import distinct_values, fill
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from numpy_gpu import numpy_gpu
+from offers import GPU_TRAITS
 from strategies import Fleet, fleets
 
 from windlass.config import P2pBackend, UpdateMode
@@ -51,7 +52,7 @@ NO_RUNS = DirectRuns(
 class GpuMemoryTransport(MemoryTransport):  # type: ignore[misc]
     """Says that its memory is a GPU's."""
 
-    gpu_ordinal = 0
+    traits = GPU_TRAITS
 
 
 class World:
@@ -87,7 +88,7 @@ class World:
             receiver = DeviceReceiver(
                 self.gpu, transport, manifest, [b.ctypes.data for b in buffers],
                 [transport.register(b.ctypes.data, b.nbytes) for b in buffers if b.nbytes],
-                lands=True,
+                lands=True, notified=False,
             )  # fmt: skip
             bindings.append(receiver.connect(self.plan.for_destination(manifest.worker), mode))
             self.receivers[manifest.worker] = receiver

@@ -73,7 +73,9 @@ def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         for address, spec in zip(addresses, manifests[1].parameters, strict=True)
     ]
     plan = plan_transfer([manifests[0]], [manifests[1]])
-    receiver = DeviceReceiver(theirs.gpu, theirs, manifests[1], addresses, regions, lands=False)
+    receiver = DeviceReceiver(
+        theirs.gpu, theirs, manifests[1], addresses, regions, lands=False, notified=True
+    )
     binding = receiver.connect(plan.for_destination("engine/0"), UpdateMode.IN_PLACE)
     located = [
         ParameterMemory(address, spec.nbytes)

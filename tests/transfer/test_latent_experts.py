@@ -17,7 +17,7 @@ from windlass.trainers.fsdp import describe_trainer
 from windlass.transfer.bindings import LinkStatus
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
-from windlass.transports.configs import CmaConfig
+from windlass.transports.cma import CmaConfig
 from windlass.transports.registry import create_transport
 
 CONFIG = {

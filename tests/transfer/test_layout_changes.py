@@ -21,7 +21,7 @@ from windlass.testing.resting_engine import RestingEngine
 from windlass.trainers.client import TrainerClient
 from windlass.trainers.fsdp import describe_trainer
 from windlass.transfer.dtensor import describe_module, parameter_addresses
-from windlass.transports.configs import CmaConfig
+from windlass.transports.cma import CmaConfig
 from windlass.transports.registry import create_transport
 from windlass.updates.agents import TrainerAgent
 from windlass.updates.messages import Command, Result, Write

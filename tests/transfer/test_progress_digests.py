@@ -60,7 +60,7 @@ class Pair:
         self.transport = MemoryTransport(MemoryFabric())
         self.receiver = DeviceReceiver(
             self.gpu, self.transport, theirs, [b.ctypes.data for b in self.served],
-            [self.transport.register(b.ctypes.data, b.nbytes) for b in self.served], lands=False,
+            [self.transport.register(b.ctypes.data, b.nbytes) for b in self.served], lands=False, notified=True,
         )  # fmt: skip
         self.teller = LandingTeller()
         self.connect()

@@ -27,7 +27,7 @@ from windlass.transfer.bindings import LinkStatus
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transfer.source import SourceMemory
-from windlass.transports.configs import CmaConfig
+from windlass.transports.cma import CmaConfig
 from windlass.transports.registry import create_transport
 
 TORCH = {

@@ -21,7 +21,7 @@ from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
-from windlass.testing.faulty_transport import Fault, FaultKind, make_faulty
+from windlass.testing.faulty_transport import Fault, FaultKind, FaultyTransport
 from windlass.testing.resting_engine import RestingEngine
 from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.trainers import client
@@ -31,7 +31,7 @@ from windlass.transfer.bindings import DestinationBinding, LinkStatus
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transports.base import MemoryRegion
-from windlass.transports.configs import CmaConfig
+from windlass.transports.cma import CmaConfig
 from windlass.transports.registry import create_transport
 from windlass.updates.agents import TrainerAgent
 from windlass.updates.client import CommandHandler
@@ -341,7 +341,7 @@ class Links:
             self.receivers[target.worker] = receiver
             part = whole.for_destination(target.worker)
             self.bindings.append(receiver.connect(part, UpdateMode.IN_PLACE))
-        self.transport = make_faulty(create_transport(CmaConfig()), faults or {})
+        self.transport = FaultyTransport(create_transport(CmaConfig()), faults or {})
         self.sender = Sender(self.transport, manifest, self.memory, replica=True)
         self.sender.connect(self.plan, self.bindings)
 

@@ -21,7 +21,7 @@ from windlass.transfer.bindings import LinkStatus
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transports.base import MemoryRegion, OneSidedTransport
-from windlass.transports.configs import CmaConfig
+from windlass.transports.cma import CmaConfig
 from windlass.transports.registry import create_transport
 
 TORCH = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16}

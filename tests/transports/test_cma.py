@@ -10,7 +10,7 @@ import pytest
 
 from windlass.errors import PeerUnreachable, TransferFailed
 from windlass.testing.transport_conformance import NBYTES, ProcessConformance, Rig
-from windlass.transports.configs import CmaConfig
+from windlass.transports.cma import CmaConfig
 
 
 class TestCma(ProcessConformance):

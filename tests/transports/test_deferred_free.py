@@ -22,13 +22,13 @@ from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.transfer.arena import Arena
 from windlass.transfer.device_arena import DeviceArena
 from windlass.transports import cuda_ipc as ipc
-from windlass.transports import deferred_free as withdrawn
+from windlass.transports import deferred_free
 from windlass.transports.base import MemoryRegion, PeerEndpoint, RemoteRegion, WriteBatch
-from windlass.transports.configs import MooncakeConfig
 from windlass.transports.cuda_ipc import CudaIpcTransport
-from windlass.transports.deferred_free import Withdrawn
+from windlass.transports.deferred_free import DeferredFree
 from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.transports.mooncake import transport as mooncake
+from windlass.transports.mooncake.config import MooncakeConfig
 from windlass.transports.mooncake.native import NativeEngine, Started
 from windlass.transports.mooncake.peer import Direction
 from windlass.transports.mooncake.transport import MooncakeTransport
@@ -81,7 +81,7 @@ def test_an_arena_on_a_gpu_leaves_its_memory_to_the_transport() -> None:
 
 def test_gpu_memory_under_late_kernels_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ipc, "Gpu", lambda *_: numpy_gpu())
-    monkeypatch.setattr(withdrawn, "_KEPT", kept := list[Callable[[], None]]())
+    monkeypatch.setattr(deferred_free, "_KEPT", kept := list[Callable[[], None]]())
     transport, freed = CudaIpcTransport(), list[str]()
     regions = [
         MemoryRegion(address, 64, RemoteRegion(transport.endpoint(), address, 64))
@@ -102,18 +102,18 @@ def region_at(address: int) -> MemoryRegion:
 
 
 class Touching:
-    """Withdrawn memory at the addresses of `touched` and at others."""
+    """DeferredFree memory at the addresses of `touched` and at others."""
 
     def __init__(self, *touched: int) -> None:
         self.touched, self.freed = set(touched), list[int]()
-        self.withdrawn = Withdrawn("nixl")
+        self.deferred = DeferredFree("nixl")
 
     def is_touched(self, region: MemoryRegion) -> bool:
         return region.address in self.touched
 
     def add(self, *addresses: int) -> None:
         for address in addresses:
-            self.withdrawn.add(
+            self.deferred.add(
                 region_at(address), partial(self.freed.append, address), self.is_touched
             )
 
@@ -127,7 +127,7 @@ def test_memory_waits_for_as_long_as_it_is_touched_whatever_else_is(
     assert "may still touch 64 bytes at 0x1000" in caplog.text
     assert "0x3000" not in caplog.text
     memory.touched.remove(8192)
-    memory.withdrawn.release(memory.is_touched)
+    memory.deferred.release(memory.is_touched)
     assert memory.freed == [12288, 8192]
     memory.touched.clear()
     memory.add(16384)
@@ -137,13 +137,13 @@ def test_memory_waits_for_as_long_as_it_is_touched_whatever_else_is(
 def test_what_is_touched_when_its_transport_ends_is_kept_for_good(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(withdrawn, "_KEPT", kept := list[Callable[[], None]]())
+    monkeypatch.setattr(deferred_free, "_KEPT", kept := list[Callable[[], None]]())
     memory = Touching(4096, 8192)
     memory.add(4096, 8192)
     memory.touched.remove(8192)
-    memory.withdrawn.close(memory.is_touched)
+    memory.deferred.close(memory.is_touched)
     memory.touched.clear()
-    memory.withdrawn.release(memory.is_touched)
+    memory.deferred.release(memory.is_touched)
     assert (memory.freed, len(kept)) == ([8192], 1)
 
 
@@ -151,13 +151,13 @@ def test_what_is_touched_when_its_transport_ends_is_kept_for_good(
 def test_memory_that_cannot_be_freed_holds_up_no_other(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    monkeypatch.setattr(withdrawn, "_KEPT", kept := list[Callable[[], None]]())
+    monkeypatch.setattr(deferred_free, "_KEPT", kept := list[Callable[[], None]]())
     memory = Touching(4096, 8192)
 
     def refuse() -> None:
         raise error
 
-    memory.withdrawn.add(region_at(4096), refuse, memory.is_touched)
+    memory.deferred.add(region_at(4096), refuse, memory.is_touched)
     memory.add(8192)
     assert not memory.freed
     memory.touched.clear()
@@ -278,7 +278,7 @@ class Ends:
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
-    monkeypatch.setattr(withdrawn, "_KEPT", [])
+    monkeypatch.setattr(deferred_free, "_KEPT", [])
     found = Ends(monkeypatch)
     yield found
     found.close()
@@ -306,7 +306,7 @@ def test_a_mooncake_write_that_is_late_reads_the_arena_that_was_closed(ends: End
 def test_closing_mooncake_under_a_late_write_keeps_the_memory_for_good(ends: Ends) -> None:
     ends.lose()
     ends.source.close()
-    assert len(withdrawn._KEPT) == 1
+    assert len(deferred_free._KEPT) == 1
     assert ends.memory() is not None
     ends.native.may_go.set()
     assert ends.native.ended.wait(SECONDS)

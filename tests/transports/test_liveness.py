@@ -15,83 +15,87 @@ from windlass.errors import PeerUnreachable
 from windlass.net.clock import Deadline
 from windlass.transports import liveness as door_module
 from windlass.transports.base import PeerEndpoint
-from windlass.transports.liveness import INCARNATION_NBYTES, Door, Doorway
+from windlass.transports.liveness import INCARNATION_NBYTES, LivenessListener, PeerLiveness
 
 NAME = "a" * INCARNATION_NBYTES
 SECONDS = 20.0
 
 
 @pytest.fixture
-def door() -> Iterator[Door]:
-    found = Door("127.0.0.1", NAME, "nixl")
+def door() -> Iterator[LivenessListener]:
+    found = LivenessListener("127.0.0.1", NAME, "nixl")
     yield found
     found.close()
 
 
-def enter(port: int) -> Doorway:
-    return Doorway(PeerEndpoint("nixl", f"127.0.0.1:{port}", NAME), Deadline.after(SECONDS, "test"))
+def enter(port: int) -> PeerLiveness:
+    return PeerLiveness(
+        PeerEndpoint("nixl", f"127.0.0.1:{port}", NAME), Deadline.after(SECONDS, "test")
+    )
 
 
-def break_connection(door: Door, doorway: Doorway) -> None:
+def break_connection(door: LivenessListener, liveness: PeerLiveness) -> None:
     """As a box on the way does that forgets connections: reset, though both ends live."""
     until = time.monotonic() + SECONDS
-    while not door._visitors:
+    while not door._clients:
         assert time.monotonic() < until
         threading.Event().wait(0.001)
-    visitor = door._visitors.pop()
-    visitor.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    visitor.close()
-    while doorway._look() is door_module._Line.WHOLE:
+    client = door._clients.pop()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    client.close()
+    while liveness._look() is door_module._State.OPEN:
         assert time.monotonic() < until
         threading.Event().wait(0.001)
 
 
-def test_a_peer_whose_connection_was_reset_has_not_ended(door: Door) -> None:
-    doorway = enter(door.port)
+def test_a_peer_whose_connection_was_reset_has_not_ended(door: LivenessListener) -> None:
+    liveness = enter(door.port)
     for _ in range(3):
-        break_connection(door, doorway)
-        assert not doorway.wait_ended(0.0)
-        assert not doorway.has_ended()
+        break_connection(door, liveness)
+        assert not liveness.wait_ended(0.0)
+        assert not liveness.has_ended()
     door.close()
-    assert doorway.wait_ended(SECONDS)
-    doorway.close()
+    assert liveness.wait_ended(SECONDS)
+    liveness.close()
 
 
-def test_a_peer_that_ended_after_its_connection_was_reset_is_found_out(door: Door) -> None:
-    doorway = enter(door.port)
-    break_connection(door, doorway)
+def test_a_peer_that_ended_after_its_connection_was_reset_is_found_out(
+    door: LivenessListener,
+) -> None:
+    liveness = enter(door.port)
+    break_connection(door, liveness)
     door.close()
-    assert doorway.has_ended()
-    assert doorway.wait_ended(0.0)
-    doorway.close()
+    assert liveness.has_ended()
+    assert liveness.wait_ended(0.0)
+    liveness.close()
 
 
 def test_another_process_behind_the_door_is_not_the_peer(
-    door: Door, monkeypatch: pytest.MonkeyPatch
+    door: LivenessListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    doorway = enter(door.port)
-    break_connection(door, doorway)
+    liveness = enter(door.port)
+    break_connection(door, liveness)
     monkeypatch.setattr(door, "_incarnation", b"b" * INCARNATION_NBYTES)
-    assert doorway.has_ended()
-    doorway.close()
+    assert liveness.has_ended()
+    liveness.close()
     with pytest.raises(PeerUnreachable, match=r"another process than 'a+' is there"):
         enter(door.port)
 
 
 def test_silence_behind_a_connection_that_was_reset_is_no_end(
-    door: Door, monkeypatch: pytest.MonkeyPatch
+    door: LivenessListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door_module, "KNOCK_S", 0.2)
-    doorway = enter(door.port)
-    break_connection(door, doorway)
+    monkeypatch.setattr(door_module, "RECONNECT_S", 0.2)
+    liveness = enter(door.port)
+    break_connection(door, liveness)
     with monkeypatch.context() as patch:
         patch.setattr(door, "_incarnation", b"")  # lets in, and says nothing
         for _ in range(3):
-            assert not doorway.wait_ended(0.05)
+            assert not liveness.wait_ended(0.05)
     ended: list[bool] = []
 
     def watch() -> None:
-        doorway.watch()
+        liveness.watch()
         ended.append(True)
 
     watching = threading.Thread(target=watch)
@@ -104,14 +108,14 @@ def test_silence_behind_a_connection_that_was_reset_is_no_end(
     door.close()
     watching.join(SECONDS)
     assert ended
-    doorway.close()
+    liveness.close()
 
 
-def test_closing_a_doorway_ends_whoever_watches_it(door: Door) -> None:
-    doorway = enter(door.port)
-    watching = threading.Thread(target=doorway.watch)
+def test_closing_a_doorway_ends_whoever_watches_it(door: LivenessListener) -> None:
+    liveness = enter(door.port)
+    watching = threading.Thread(target=liveness.watch)
     watching.start()
-    doorway.close()
+    liveness.close()
     watching.join(SECONDS)
     assert not watching.is_alive()
-    assert doorway._socket.fileno() == -1
+    assert liveness._socket.fileno() == -1

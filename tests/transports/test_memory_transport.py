@@ -9,8 +9,7 @@ from windlass.testing.peer_process import digest_of
 from windlass.testing.transport_conformance import NBYTES, Peer, Rig, TransportConformance
 from windlass.transfer.arena import Arena
 from windlass.transports.base import OneSidedTransport, RemoteRegion
-from windlass.transports.configs import MemoryConfig
-from windlass.transports.memory import MemoryFabric, MemoryTransport
+from windlass.transports.memory import MemoryConfig, MemoryFabric, MemoryTransport
 
 
 class LocalPeer:

@@ -25,9 +25,9 @@ from windlass.errors import (
 from windlass.testing.peer_process import PeerProcess
 from windlass.testing.transport_conformance import NBYTES, ProcessConformance, Rig
 from windlass.transports.base import PeerEndpoint, WriteBatch
-from windlass.transports.configs import MooncakeConfig, MooncakeProtocol
 from windlass.transports.mooncake import peer as mooncake_peer
 from windlass.transports.mooncake import transport as mooncake
+from windlass.transports.mooncake.config import MooncakeConfig, MooncakeProtocol
 from windlass.transports.mooncake.transport import MooncakeTransport
 from windlass.transports.registry import create_transport
 
@@ -57,7 +57,7 @@ class TestMooncakeTcp(ProcessConformance):
 
     def test_the_wire_is_the_one_that_was_asked_for(self, rig: Rig) -> None:
         report = rig.transport.report()
-        assert (report.protocol, report.one_sided) == ("tcp", False)
+        assert (report.protocol, rig.transport.traits.one_sided) == ("tcp", False)
         assert "mooncake" in report.detail
 
     def test_a_listener_that_never_answers_is_unreachable_within_the_deadline(
@@ -137,7 +137,7 @@ class TestMooncakeTcp(ProcessConformance):
     def test_rdma_without_a_nic_is_refused(self) -> None:
         script = (
             "from windlass.transports.mooncake.transport import MooncakeTransport as T\n"
-            "from windlass.transports.configs import MooncakeConfig, MooncakeProtocol\n"
+            "from windlass.transports.mooncake.config import MooncakeConfig, MooncakeProtocol\n"
             "from windlass.errors import TransportUnavailable\n"
             "try:\n"
             "    T(MooncakeConfig(host='127.0.0.1', protocol=MooncakeProtocol.RDMA))\n"

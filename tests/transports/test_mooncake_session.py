@@ -1,4 +1,4 @@
-"""Memory that another process registered with a Mooncake engine of its own, vouched for by this one."""
+"""Memory that another process registered with a Mooncake engine of its own, proxied for by this one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from windlass.errors import (
 from windlass.testing.peer_process import PeerProcess, digest_of
 from windlass.transfer.arena import Arena
 from windlass.transports.base import RemoteRegion, WriteBatch
-from windlass.transports.configs import MooncakeConfig, MooncakeProtocol
+from windlass.transports.mooncake.config import MooncakeConfig, MooncakeProtocol
 from windlass.transports.mooncake.session import MooncakeSession
 from windlass.transports.mooncake.transport import MooncakeTransport
 from windlass.transports.other_process import owner_of
@@ -45,7 +45,7 @@ import msgspec
 import numpy as np
 from windlass.transfer.arena import Arena
 from windlass.transports.base import RemoteRegion, WriteBatch
-from windlass.transports.configs import MooncakeConfig, MooncakeProtocol
+from windlass.transports.mooncake.config import MooncakeConfig, MooncakeProtocol
 from windlass.transports.registry import create_transport
 region = msgspec.json.decode(sys.argv[1], type=RemoteRegion)
 config = MooncakeConfig(host="127.0.0.1", protocol=MooncakeProtocol.TCP)
@@ -138,13 +138,16 @@ def test_nobody_writes_once_the_process_that_vouches_is_gone(
     assert owner.digest() == before
 
 
-def test_an_endpoint_that_nobody_vouches_for_is_refused(
+def test_an_endpoint_that_no_process_stands_in_for_is_refused(
     session: MooncakeSession, writer: MooncakeTransport
 ) -> None:
     (region,) = session.regions
     bare = region.endpoint.incarnation.partition(":")[0]
     endpoint = msgspec.structs.replace(region.endpoint, incarnation=bare)
-    with Arena(writer, NBYTES) as source, pytest.raises(PeerUnreachable, match="nobody vouches"):
+    with (
+        Arena(writer, NBYTES) as source,
+        pytest.raises(PeerUnreachable, match="no process stands in"),
+    ):
         writer.write(
             batch(source, msgspec.structs.replace(region, endpoint=endpoint)), deadline_s=DEADLINE_S
         )

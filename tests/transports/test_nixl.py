@@ -24,8 +24,8 @@ from windlass.testing.peer_process import PeerProcess
 from windlass.testing.transport_conformance import NBYTES, ProcessConformance, Rig
 from windlass.transfer.arena import Arena
 from windlass.transports.base import WriteBatch
-from windlass.transports.configs import NixlConfig, NixlWire
 from windlass.transports.nixl.calls import NixlCalls
+from windlass.transports.nixl.config import NixlConfig, NixlWire
 from windlass.transports.nixl.transport import NixlTransport
 from windlass.transports.registry import create_transport
 
@@ -44,7 +44,7 @@ class TestNixlCma(ProcessConformance):
     def test_the_wire_is_looked_up_after_the_first_write(self, rig: Rig) -> None:
         rig.write(rig.batch([0], [0], [16]))
         report = rig.transport.report()
-        assert (report.protocol, report.one_sided) == ("cma", True)
+        assert (report.protocol, rig.transport.traits.one_sided) == ("cma", True)
         assert "memory" in report.detail
 
     def test_a_key_that_is_no_key_is_refused(self, rig: Rig) -> None:
@@ -83,13 +83,13 @@ def test_peers_that_have_ended_hold_no_descriptor_once_another_is_written() -> N
                     nbytes=np.array([source.nbytes], np.uint64),
                     regions=(peer.region,),
                 )
-                before = [known.doorway for known in transport._peers.values()]
+                before = [known.liveness for known in transport._peers.values()]
                 transport.write(batch, deadline_s=20.0)
                 assert peer.read(0, source.nbytes) == source.tobytes()
                 assert list(transport._peers) == [peer.region.endpoint]
-                assert [doorway._socket.fileno() for doorway in before] == [-1] * min(number, 1)
+                assert [liveness._socket.fileno() for liveness in before] == [-1] * min(number, 1)
                 peer.kill()
-                transport._peers[peer.region.endpoint].doorway.watch()  # until the kernel says so
+                transport._peers[peer.region.endpoint].liveness.watch()  # until the kernel says so
     finally:
         transport.close()
 
@@ -330,7 +330,7 @@ class TestNixlTcp(ProcessConformance):
     def test_the_wire_is_looked_up_after_the_first_write(self, rig: Rig) -> None:
         rig.write(rig.batch([0], [0], [16]))
         report = rig.transport.report()
-        assert (report.protocol, report.one_sided) == ("tcp", False)
+        assert (report.protocol, rig.transport.traits.one_sided) == ("tcp", False)
         assert "lo" in report.detail
 
     def test_a_write_that_ran_out_of_time_is_unknown_until_it_is_over(

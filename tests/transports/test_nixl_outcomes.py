@@ -13,11 +13,11 @@ import pytest
 
 from windlass.errors import PeerUnreachable, TransferOutcomeUnknown
 from windlass.transfer.arena import Arena
-from windlass.transports import deferred_free as withdrawn
+from windlass.transports import deferred_free
 from windlass.transports.base import WriteBatch
-from windlass.transports.configs import NixlConfig, NixlWire
-from windlass.transports.liveness import Doorway
+from windlass.transports.liveness import PeerLiveness
 from windlass.transports.nixl import transport as nixl
+from windlass.transports.nixl.config import NixlConfig, NixlWire
 from windlass.transports.nixl.native import NativeAgent, UInt64Array, WireLog
 from windlass.transports.nixl.peer import forget_ended
 from windlass.transports.nixl.transport import NixlTransport
@@ -174,7 +174,7 @@ class Ends:
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
-    monkeypatch.setattr(withdrawn, "_KEPT", [])
+    monkeypatch.setattr(deferred_free, "_KEPT", [])
     found = Ends(monkeypatch)
     yield found
     found.close()
@@ -247,7 +247,7 @@ def test_closing_beside_a_write_ends_it_with_an_error_and_frees_nothing_under_it
     assert "the transport was closed; bytes may still land" in str(found[0])
     assert len(ends.agent.deregistered) == freed
     assert [ref() is None for ref in memory] == [False, True]
-    assert len(stranded) == len(withdrawn._KEPT) == 1
+    assert len(stranded) == len(deferred_free._KEPT) == 1
 
 
 def test_nobody_waits_for_the_door_of_a_peer_whose_connection_broke(
@@ -257,13 +257,13 @@ def test_nobody_waits_for_the_door_of_a_peer_whose_connection_broke(
     ends.write(ends.arenas[0], SECONDS)
     held: list[bool] = []
 
-    def knock(_: Doorway) -> bool:
+    def knock(_: PeerLiveness) -> bool:
         held.append(ends.ours._lock.locked())
         return False
 
-    monkeypatch.setattr(Doorway, "_knock_again", knock)
+    monkeypatch.setattr(PeerLiveness, "_reconnect", knock)
     (peer,) = ends.ours._peers.values()
-    peer.doorway._is_broken = True
+    peer.liveness._is_broken = True
     another = NixlTransport(ends.config)
     target = Arena(another, NBYTES)
     ends.write(ends.arenas[0], SECONDS, target)
@@ -272,7 +272,7 @@ def test_nobody_waits_for_the_door_of_a_peer_whose_connection_broke(
         ends.write(ends.arenas[0], 0.1)
     assert held
     assert not any(held)
-    peer.doorway._is_broken = False
+    peer.liveness._is_broken = False
     target.close()
     another.close()
 
@@ -308,7 +308,7 @@ def test_a_peer_that_has_ended_is_not_forgotten_under_a_call(ends: Ends) -> None
     (peer,) = peers.values()
     ends.target.close()
     ends.theirs.close()
-    peer.doorway.watch()
+    peer.liveness.watch()
     column = np.array([ends.arenas[0].address], np.uint64)
     with ends.ours._lock:
         call = peer.call((column, column, column))

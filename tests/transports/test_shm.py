@@ -15,8 +15,7 @@ from windlass.testing.peer_process import PeerProcess
 from windlass.testing.transport_conformance import NBYTES, ProcessConformance, Rig
 from windlass.transfer.arena import Arena
 from windlass.transports.base import RemoteRegion, WriteBatch
-from windlass.transports.configs import ShmConfig
-from windlass.transports.shm import ShmTransport
+from windlass.transports.shm import ShmConfig, ShmTransport
 
 
 def segments_of(pid: int) -> list[str]:

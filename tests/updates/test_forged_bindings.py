@@ -15,6 +15,7 @@ import aiohttp
 import msgspec
 import numpy as np
 import pytest
+from offers import offer_of
 from weight_fleet import TOKEN, Fleet, Rank
 from weight_rank import model_nbytes, part_of, run_bystander
 
@@ -24,7 +25,7 @@ from windlass.layout.manifest import Role
 from windlass.net.access import Access, role_token
 from windlass.planning.program import DigestKind
 from windlass.transfer.bindings import DestinationBinding
-from windlass.transports.base import PeerEndpoint, RemoteRegion, WireReport
+from windlass.transports.base import PeerEndpoint, RemoteRegion
 from windlass.transports.processes import (
     OwnProcess,
     _name_of,
@@ -112,8 +113,7 @@ def forger(own: PeerEndpoint, bound: PeerEndpoint, address: int, worker: str = "
         rank=0,
         world_size=1,
         manifest=part.manifest.encode(),
-        wire=WireReport("cma", "process_vm_writev", "", one_sided=True),
-        endpoint=own,
+        offers=(offer_of(own, "process_vm_writev"),),
         host=host_identity(),
     )
     return Forger(hello, DestinationBinding(worker, bound, (region,), tuple(starts)))
@@ -180,7 +180,7 @@ async def test_the_memory_of_another_rank_cannot_be_bound(forgery: str) -> None:
     async with attacked() as (controller, fleet, bystander, _, address):
         agent = controller.coordinator._fleet.find("a/0")
         assert agent is not None
-        theirs, own = agent.hello.endpoint, OwnProcess("cma")
+        theirs, own = agent.hello.offers[0].endpoint, OwnProcess("cma")
         says = own.endpoint if forgery != "Hello" else theirs
         bound = theirs if forgery in {"endpoint", "Hello"} else own.endpoint
         evil = forger(says, bound, address, "a/0" if forgery == "worker" else "evil/0")

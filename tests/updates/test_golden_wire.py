@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
+from offers import offer_of
 
 from windlass.config import PauseMode, UpdateMode
 from windlass.layout.box import Box
@@ -17,7 +18,7 @@ from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.planning.plan import PLAN_SCHEMA_VERSION, TransferPlan
 from windlass.planning.planner import plan_transfer
 from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus
-from windlass.transports.base import PeerEndpoint, RemoteRegion, WireReport
+from windlass.transports.base import PeerEndpoint, RemoteRegion
 from windlass.updates.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -76,8 +77,7 @@ def from_agents() -> dict[str, bytes]:
         rank=0,
         world_size=1,
         manifest=b"manifest",
-        wire=WireReport("cma", "process_vm_writev", "pid 4711", one_sided=True),
-        endpoint=ENDPOINT,
+        offers=(offer_of(ENDPOINT, "process_vm_writev", "pid 4711"),),
         host="boot pid:[1] net:[2]",
         lineage="00ff",
         job="ff00",

@@ -35,9 +35,8 @@ from windlass.rollout.messages import WorkerHello
 from windlass.trainers.client import TrainerClient
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import LinkStatus
-from windlass.transports.base import AllocatingTransport, MemoryRegion, OneSidedTransport
-from windlass.transports.configs import parse_transport
-from windlass.transports.registry import create_transport
+from windlass.transports.base import MemoryRegion, OneSidedTransport
+from windlass.transports.registry import create_transport, parse_transport
 from windlass.updates import coordinator as control
 from windlass.updates import fleet, journal, recovery
 from windlass.updates.binding import EnginesUnbound
@@ -217,8 +216,8 @@ Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 def memory_of(transport: OneSidedTransport) -> tuple[Bytes, MemoryRegion]:
     """24 registered bytes."""
-    if isinstance(transport, AllocatingTransport):
-        address = transport.allocate(24)
+    if transport.allocator is not None:
+        address = transport.allocator.allocate(24)
         array = np.ctypeslib.as_array((ctypes.c_uint8 * 24).from_address(address))
     else:
         array = np.zeros(24, np.uint8)

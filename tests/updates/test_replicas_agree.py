@@ -18,8 +18,7 @@ from windlass.planning import replicated
 from windlass.testing.resting_engine import RestingEngine
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.dtensor import LiveTensors, describe_module, own_tensors
-from windlass.transports.configs import parse_transport
-from windlass.transports.registry import create_transport
+from windlass.transports.registry import create_transport, parse_transport
 
 TOKEN = "secret of the test"
 ROWS, COLUMNS = 64, 48

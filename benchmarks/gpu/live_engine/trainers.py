@@ -18,7 +18,9 @@ import transformers
 
 import windlass
 from live_engine.surroundings import TOKEN
-from windlass.transports.configs import CudaIpcConfig, TransportConfig, parse_transport
+from windlass.transports.base import TransportConfig
+from windlass.transports.cuda_ipc import CudaIpcConfig
+from windlass.transports.registry import parse_transport
 
 BUCKET_NBYTES = 1 << 30
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import shlex
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -24,10 +25,11 @@ from windlass.engines.versions import (
 from windlass.engines.vllm.__main__ import UNSAFE as VLLM_UNSAFE
 from windlass.envs import environment_value
 from windlass.errors import ConfigError, WindlassError
-from windlass.transports.configs import parse_transport
+from windlass.transports.base import MemoryType, TransportConfig, TransportOffer
+from windlass.transports.choice import choose_transport
 from windlass.transports.lockable import locks_without_limit
 from windlass.transports.mooncake.native import WITHOUT_CUDA, is_installed
-from windlass.transports.registry import create_transport
+from windlass.transports.registry import config_type, create_transport, transport_names
 
 __all__ = ["Finding", "Status", "check_flags", "run_checks"]
 
@@ -37,6 +39,8 @@ _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at, not written
 _USUAL_CONTAINER_MIB = 64
 """What Docker gives a container."""
+_NOT_LOOKED_AT = frozenset({"auto", "memory"})
+"""The one stands for the others, the other reaches no other process."""
 _UNSAFE = {VLLM.package: VLLM_UNSAFE, SGLANG.package: SGLANG_UNSAFE}
 
 
@@ -61,16 +65,13 @@ class Finding:
 def run_checks(checkpoint: Path | None = None) -> tuple[Finding, ...]:
     """Every check, in the order of the report. `checkpoint`: see `windlass doctor --help`."""
     findings = [
-        _transport("cma", "allow ptrace between processes of this user, or use --transport shm"),
-        _transport("shm", "mount a tmpfs at /dev/shm"),
-        _mooncake(),
-        _transport("nixl", "pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1"),
+        *_transports(),
         _ptrace(),
         _shared_memory(),
         _locked_memory(),
         _network_cards(),
         _allocator(),
-        *_cuda(),
+        _peer_access(),
         *_engines(),
     ]
     if checkpoint is not None:
@@ -78,24 +79,63 @@ def run_checks(checkpoint: Path | None = None) -> tuple[Finding, ...]:
     return tuple(findings)
 
 
-def _transport(name: str, remedy: str) -> Finding:
+def _transports() -> list[Finding]:
+    """Each transport of the registry, and what `auto` makes of those that start."""
+    findings, offers = [], list[TransportOffer]()
+    for name in transport_names():
+        try:
+            kind = config_type(name)
+        except WindlassError as error:
+            findings.append(Finding(name, Status.FAILS, str(error), "mend or remove its package"))
+            continue
+        needs_gpu = MemoryType.HOST not in kind.memory
+        if name in _NOT_LOOKED_AT or (needs_gpu and count_gpus() == 0):
+            continue
+        finding, found = _start(kind())
+        findings.append(_of_mooncake(finding) if name == "mooncake" else finding)
+        offers += found
+    return [*findings, *_automatic(offers)]
+
+
+def _start(config: TransportConfig) -> tuple[Finding, tuple[TransportOffer, ...]]:
     try:
-        transport = create_transport(parse_transport(name))
+        transport = create_transport(config)
     except WindlassError as error:
-        return Finding(name, Status.FAILS, str(error), remedy)
+        return Finding(config.name, Status.FAILS, str(error), config.remedy), ()
     try:
-        report = transport.report()
-        one_sided = "" if report.one_sided else "; the receiving process must run"
-        return Finding(name, Status.WORKS, f"{report.protocol}, {report.detail}{one_sided}")
+        report, traits, offers = transport.report(), transport.traits, transport.offers()
     finally:
         transport.close()
+    reach = "processes of this host" if traits.same_host else "other hosts too"
+    one_sided = "" if traits.one_sided else "; the receiving process must run"
+    found = f"{report.protocol}, {report.detail}; reaches {reach}{one_sided}"
+    return Finding(config.name, Status.WORKS, found), offers
 
 
-def _mooncake() -> Finding:
+def _automatic(offers: Sequence[TransportOffer]) -> list[Finding]:
+    """What a link would take whose two ends are as this host is."""
+    findings = []
+    for kind in MemoryType:
+        here = [offer for offer in offers if offer.traits.memory is kind]
+        said = []
+        for where, same_host in (("within this host", True), ("between hosts", False)):
+            try:
+                choice = choose_transport(here, here, same_host=same_host, same_address=True)
+            except ConfigError:
+                said.append(f"{where} none")
+            else:
+                said.append(f"{where} {choice.transport}")
+        if here:
+            findings.append(Finding(f"auto, {kind} memory", Status.WORKS, "; ".join(said)))
+    return findings
+
+
+def _of_mooncake(finding: Finding) -> Finding:
     extra = _mooncake_extra()
     install = f"pip install 'windlass[{extra}]' and the package libibverbs1"
-    finding = _transport("mooncake", install)
-    if finding.status is Status.WORKS and extra != "mooncake" and is_installed(WITHOUT_CUDA):
+    if finding.status is Status.FAILS:
+        return replace(finding, remedy=install)
+    if extra != "mooncake" and is_installed(WITHOUT_CUDA):
         return Finding(
             finding.name,
             Status.LIMITED,
@@ -207,13 +247,6 @@ def _allocator() -> Finding:
                 f"unset expandable_segments in {variable} for engines",
             )
     return Finding(name, Status.WORKS, "no expandable segments asked for")
-
-
-def _cuda() -> tuple[Finding, ...]:
-    peers = _peer_access()
-    if peers.status is Status.LIMITED and "devices" not in peers.found:
-        return (peers,)
-    return _transport("cuda_ipc", "containers of one host must share their IPC namespace"), peers
 
 
 def _peer_access() -> Finding:

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=40, help="optimiser steps (default 40)")
     parser.add_argument("--engine", default="embedded", choices=["embedded", "sglang", "vllm"])
     parser.add_argument("--backend", default="p2p", choices=["p2p", "xccl", "disk"])
-    parser.add_argument("--transport", default="cma", choices=["cma", "shm", "mooncake"])
+    parser.add_argument("--transport", default="auto")
     parser.add_argument("--mode", default="in_place", choices=[m.value for m in UpdateMode])
     parser.add_argument(
         "--kill-engine-at", type=int, default=0, metavar="N",

@@ -17,6 +17,9 @@ from windlass.updates.measures import Measure
 
 __all__ = ["add_arguments", "fetch_overview", "run"]
 
+MAX_LINKS = 20
+"""Of a fleet, shown in a table."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The token comes from WINDLASS_TOKEN, never from the command line."""
@@ -89,6 +92,13 @@ def _show(view: dict[str, Any], console: Console) -> None:
             each["name"], str(each["version"]), ranks, each["refused"] or state, each["url"]
         )
     console.print(engines)
+    links = Table("from", "to", "transport", "why", box=None)
+    for each in view["links"][:MAX_LINKS]:
+        links.add_row(each["source"], each["destination"], each["transport"], each["reason"])
+    if view["links"]:
+        console.print(links)
+    if (left := len(view["links"]) - MAX_LINKS) > 0:
+        console.print(f"and {left} links more: --json shows all", highlight=False)
     figures = [f"{m.label} ms" if m.unit == "seconds" else m.label for m in Measure]
     columns = ("version", "outcome", *figures, "left out")
     rounds = Table(*columns, box=None)

@@ -25,8 +25,7 @@ from windlass.engines.client import EngineClient
 from windlass.engines.quiesce_gate import RestGate
 from windlass.errors import PeerTimeout, PeerUnreachable, ProtocolError, WindlassError
 from windlass.transports.base import MemoryRegion, OneSidedTransport
-from windlass.transports.configs import parse_transport
-from windlass.transports.registry import create_transport
+from windlass.transports.registry import create_transport, parse_transport
 
 if TYPE_CHECKING:
     import torch

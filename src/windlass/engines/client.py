@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import final
 
+from windlass.errors import ConfigError
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.addresses import check_url, own_address
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.receiver import Elsewhere, Receiver
 from windlass.transfer.sender import Sender
-from windlass.transports.base import MemoryRegion, OneSidedTransport
+from windlass.transports.base import MemoryRegion, OneSidedTransport, TransportOffer
 from windlass.updates.agents import EngineAgent
 from windlass.updates.client import AgentChannel, CommandHandler
 from windlass.updates.hooks import EngineHooks
@@ -49,7 +50,7 @@ class EngineClient:
         agent: carries out what the controller asks.
 
     Raises:
-        ConfigError: `controller` is no URL.
+        ConfigError: `controller` is no URL, or no transport takes every parameter.
         AuthenticationError, ProtocolError, PeerTimeout: see `AgentChannel.connect`. The transport is
             closed, whatever it was.
     """
@@ -92,9 +93,8 @@ class EngineClient:
                 host=own_address(controller),
             )
             undo.callback(agent.close)
-            encoded, wire, incarnation = manifest.encode(), transport.report(), os.urandom(8).hex()
-
-            endpoint = transport.endpoint() if elsewhere is None else elsewhere.endpoint
+            encoded, incarnation = manifest.encode(), os.urandom(8).hex()
+            offers = _offers_for(transport, regions, elsewhere)
 
             def hello() -> Hello:
                 epoch, round_number = agent.round_id
@@ -107,8 +107,7 @@ class EngineClient:
                     rank=rank,
                     world_size=world_size,
                     manifest=encoded,
-                    wire=wire,
-                    endpoint=endpoint,
+                    offers=offers,
                     url=url,
                     served_version=agent.served_version,
                     lineage=agent.lineage,
@@ -147,3 +146,25 @@ class EngineClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _offers_for(
+    transport: OneSidedTransport, regions: Sequence[MemoryRegion], elsewhere: Elsewhere | None
+) -> tuple[TransportOffer, ...]:
+    """The ways in which all of the live parameters can be written.
+
+    Raises:
+        ConfigError: there is none: each of several transports refuses some region.
+    """
+    if elsewhere is not None:
+        return (TransportOffer(elsewhere.endpoint, transport.traits, transport.report()),)
+    published = [{remote.endpoint for remote in region.remotes} for region in regions]
+    found = tuple(
+        offer
+        for offer in transport.offers()
+        if all(offer.endpoint in endpoints for endpoints in published)
+    )
+    if not found:
+        names = [offer.transport for offer in transport.offers()]
+        raise ConfigError(f"transport: one of {names} must take every parameter, none does")
+    return found

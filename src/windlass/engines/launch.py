@@ -124,7 +124,7 @@ def arguments(program: str, description: str | None) -> argparse.ArgumentParser:
         "the model",
     )
     parser.add_argument("--controller", default="", help="address; none serves what it loaded")
-    parser.add_argument("--transport", default="cma")
+    parser.add_argument("--transport", default="auto")
     for short, name, spelt in _PARALLEL:
         parser.add_argument(f"--{short}", *spelt, type=int, default=1, help=f"{name}-parallel size")
     parser.add_argument("--host", default="", help="to bind; see docs/hosts.md")

@@ -15,7 +15,7 @@ from windlass.errors import ConfigError
 from windlass.jobs.schedulers.configs import LocalSchedulerConfig, SchedulerConfig
 from windlass.rollout.messages import SamplingParams
 from windlass.rollout.staleness import OnStale
-from windlass.transports.configs import parse_transport
+from windlass.transports.registry import parse_transport
 
 __all__ = [
     "ControllerSection",
@@ -189,7 +189,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
     engines: tuple[EngineSection, ...]
     rollout: RolloutSection
     output_dir: str
-    transport: str = "cma"
+    transport: str = "auto"
     replica: str = ""
     scheduler: SchedulerConfig = LocalSchedulerConfig()
     controller: ControllerSection = ControllerSection()

@@ -16,7 +16,7 @@ from windlass.jobs.train_worker import TrainContext, TrainEngine
 from windlass.net.clock import Deadline
 from windlass.rollout.messages import TrainingSample
 from windlass.trainers.client import PendingUpdate, TrainerClient, connect_trainer
-from windlass.transports.configs import TransportConfig
+from windlass.transports.base import TransportConfig
 
 __all__ = ["FsdpEngine"]
 
@@ -51,7 +51,7 @@ class FsdpEngine(TrainEngine):
         seed: int = 0,
         max_grad_norm: float = 1.0,
         publish_to_fleet: bool = True,
-        transport: str | TransportConfig = "cma",
+        transport: str | TransportConfig = "auto",
         replica: bool | str = False,
     ) -> None:
         self._build, self._build_optimizer, self._loss = model, optimizer, loss

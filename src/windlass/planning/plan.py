@@ -7,7 +7,8 @@ sorted by (source, destination), so that one rank's work is one slice.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Collection
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 
 import msgspec
@@ -242,6 +243,29 @@ class TransferPlan:
     def for_destination(self, worker: str) -> TransferPlan:
         """The part of the plan that `worker` receives; same name tables, fewer rows."""
         return self._filtered(self.ops.dst == self.destinations.index(worker))
+
+    def for_destinations(self, workers: Collection[str]) -> TransferPlan:
+        """The part of the plan that all of `workers` receive; same name tables, fewer rows."""
+        wanted = [index for index, name in enumerate(self.destinations) if name in workers]
+        return self._filtered(np.isin(self.ops.dst, wanted))
+
+    def without_landing(self, links: Collection[tuple[str, str]]) -> TransferPlan:
+        """The plan with every op of `links`, (source, destination), stored where it belongs.
+
+        For links whose source stores with strides: nothing of them lands packed. A destination keeps
+        its landing region for the other links, if there are any.
+        """
+        stored = np.zeros(len(self.ops), np.bool_)
+        for link in self.links():
+            if (self.sources[link.src], self.destinations[link.dst]) in links:
+                stored[link.start : link.stop] = True
+        offsets = np.where(stored, -1, self.ops.landing_offset)
+        lands = set(self.ops.dst[offsets >= 0].tolist())
+        landing_nbytes = tuple(
+            nbytes if index in lands else 0 for index, nbytes in enumerate(self.landing_nbytes)
+        )
+        ops = replace(self.ops, landing_offset=offsets.astype(self.ops.landing_offset.dtype))
+        return replace(self, landing_nbytes=landing_nbytes, ops=ops)
 
     def _filtered(self, mask: npt.NDArray[np.bool_]) -> TransferPlan:
         return TransferPlan(

@@ -8,20 +8,18 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import final
 
 import numpy as np
 
 from windlass.errors import ConfigError, TransferFailed, TransferOutcomeUnknown
 from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.transports.base import (
-    AllocatingTransport,
     OneSidedTransport,
     PeerEndpoint,
     WriteBatch,
 )
 
-__all__ = ["Fault", "FaultKind", "FaultyTransport", "make_faulty"]
+__all__ = ["Fault", "FaultKind", "FaultyTransport"]
 
 
 class FaultKind(StrEnum):
@@ -69,8 +67,6 @@ class Fault:
 
 class FaultyTransport(WrappedTransport):
     """Wraps a transport; everything but the named writes passes through. Thread-safe.
-
-    Make it with `make_faulty`, which keeps an `AllocatingTransport` one.
 
     Args:
         inner: the real transport. Closed with this one.
@@ -150,28 +146,6 @@ class FaultyTransport(WrappedTransport):
             )
         finally:
             self.inner.unregister(region)
-
-
-@final
-class _FaultyAllocatingTransport(FaultyTransport):
-    def __init__(
-        self, inner: OneSidedTransport, allocator: AllocatingTransport, faults: Mapping[int, Fault]
-    ) -> None:
-        super().__init__(inner, faults)
-        self._allocator = allocator
-
-    def allocate(self, nbytes: int) -> int:
-        return self._allocator.allocate(nbytes)
-
-    def release(self, address: int) -> None:
-        self._allocator.release(address)
-
-
-def make_faulty(inner: OneSidedTransport, faults: Mapping[int, Fault]) -> FaultyTransport:
-    """Wrap `inner`; the result allocates memory if `inner` does."""
-    if isinstance(inner, AllocatingTransport):
-        return _FaultyAllocatingTransport(inner, inner, faults)
-    return FaultyTransport(inner, faults)
 
 
 def _head(batch: WriteBatch, count: int) -> WriteBatch:

@@ -23,9 +23,8 @@ import xxhash
 from windlass.envs import inherited_environment
 from windlass.errors import PeerTimeout, ProtocolError
 from windlass.transfer.arena import Arena
-from windlass.transports.base import RemoteRegion
-from windlass.transports.configs import TransportConfig
-from windlass.transports.registry import create_transport
+from windlass.transports.base import RemoteRegion, TransportConfig
+from windlass.transports.registry import create_transport, decode_transport
 
 __all__ = ["Child", "PeerProcess", "digest_of", "serve", "start_child"]
 
@@ -289,4 +288,4 @@ def serve(config: TransportConfig, nbytes: int) -> None:
 
 
 if __name__ == "__main__":
-    serve(msgspec.json.decode(sys.argv[1], type=TransportConfig), int(sys.argv[2]))
+    serve(decode_transport(sys.argv[1]), int(sys.argv[2]))

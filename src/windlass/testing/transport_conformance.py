@@ -34,9 +34,9 @@ from windlass.transports.base import (
     OneSidedTransport,
     PeerEndpoint,
     RemoteRegion,
+    TransportConfig,
     WriteBatch,
 )
-from windlass.transports.configs import TransportConfig
 from windlass.transports.registry import create_transport
 
 __all__ = [
@@ -465,7 +465,7 @@ class ProcessConformance(TransportConformance):
         batch = mortal.batch([0], [0], [NBYTES])
         mortal.write(mortal.batch([64], [0], [8]))
         self.process(mortal).stop()
-        if mortal.transport.report().one_sided:
+        if mortal.transport.traits.one_sided:
             mortal.write(batch)
         else:
             mortal.refused(

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from windlass.transports.base import (
+    MemoryAllocator,
     MemoryRegion,
     OneSidedTransport,
     PeerEndpoint,
+    PeerMapper,
+    TransportOffer,
+    TransportTraits,
     WireReport,
     WriteBatch,
 )
@@ -15,7 +19,7 @@ from windlass.transports.base import (
 __all__ = ["WrappedTransport"]
 
 
-class WrappedTransport:
+class WrappedTransport(OneSidedTransport):
     """`OneSidedTransport` in front of another one; override what is to differ.
 
     Args:
@@ -25,30 +29,38 @@ class WrappedTransport:
     def __init__(self, inner: OneSidedTransport) -> None:
         self.inner = inner
 
+    @property
+    def traits(self) -> TransportTraits:
+        return self.inner.traits
+
+    @property
+    def allocator(self) -> MemoryAllocator | None:
+        return self.inner.allocator
+
+    @property
+    def mapper(self) -> PeerMapper | None:
+        return self.inner.mapper
+
     def report(self) -> WireReport:
-        """See `OneSidedTransport.report`."""
         return self.inner.report()
 
     def endpoint(self) -> PeerEndpoint:
-        """See `OneSidedTransport.endpoint`."""
         return self.inner.endpoint()
 
+    def offers(self) -> tuple[TransportOffer, ...]:
+        return self.inner.offers()
+
     def register(self, address: int, nbytes: int) -> MemoryRegion:
-        """See `OneSidedTransport.register`."""
         return self.inner.register(address, nbytes)
 
     def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
-        """See `OneSidedTransport.unregister`."""
         self.inner.unregister(region, released)
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
-        """See `OneSidedTransport.write`."""
         self.inner.write(batch, deadline_s=deadline_s)
 
     def fence(self, *, deadline_s: float) -> None:
-        """See `OneSidedTransport.fence`."""
         self.inner.fence(deadline_s=deadline_s)
 
     def close(self) -> None:
-        """See `OneSidedTransport.close`."""
         self.inner.close()

@@ -25,9 +25,8 @@ from windlass.net.addresses import check_url, own_address
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.replica import CopyTimes
 from windlass.transfer.sender import Sender
-from windlass.transports.base import MemoryRegion, OneSidedTransport
-from windlass.transports.configs import TransportConfig, parse_transport
-from windlass.transports.registry import create_transport
+from windlass.transports.base import MemoryRegion, OneSidedTransport, TransportConfig
+from windlass.transports.registry import create_transport, parse_transport
 from windlass.updates.agents import TrainerAgent
 from windlass.updates.client import AgentChannel, CommandHandler
 from windlass.updates.messages import MAX_COUNT, PROTOCOL_VERSION, Hello, RoundOutcome, UpdateReport
@@ -200,8 +199,7 @@ class TrainerClient:
                 rank=rank,
                 world_size=world_size,
                 manifest=manifest.encode(),
-                wire=transport.report(),
-                endpoint=transport.endpoint(),
+                offers=transport.offers(),
                 job=job,
             )
             handler = agent if intercept is None else intercept(agent)
@@ -353,7 +351,7 @@ def connect_trainer(
     *,
     controller: str,
     token: str,
-    transport: str | TransportConfig = "cma",
+    transport: str | TransportConfig = "auto",
     arena_nbytes: int = 0,
     name_map: Callable[[str], str | None] | None = None,
     stacked: Sequence[StackedRule] = TRANSFORMERS_EXPERTS,
@@ -371,7 +369,8 @@ def connect_trainer(
         module: the model being trained; its DTensor parameters are described where they lie.
         controller: address of the controller.
         token: its secret.
-        transport: name or configuration.
+        transport: name or configuration; `auto` offers every one that starts here and moves memory of the
+            weights' kind, and each link takes the fastest that both its ends have.
         arena_nbytes: memory for packed bytes; 0 for as much as one update packs.
         name_map: from parameter name to checkpoint name, None for what is left out; identity when
             omitted. `adapter_names()` keeps a LoRA adapter and nothing else.

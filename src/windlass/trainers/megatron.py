@@ -30,7 +30,8 @@ from windlass.memory.torch_dtypes import dtype_of
 from windlass.trainers.client import TrainerClient, connect_described
 from windlass.trainers.fsdp import DescribedTrainer
 from windlass.transfer.dtensor import HeldTensor, LiveTensors, check_memory, refuse_freed
-from windlass.transports.configs import TransportConfig, parse_transport
+from windlass.transports.base import TransportConfig
+from windlass.transports.registry import parse_transport
 
 __all__ = [
     "check_whole",
@@ -52,7 +53,7 @@ def connect_megatron_trainer(
     vocab_size: int,
     controller: str,
     token: str,
-    transport: str | TransportConfig = "cma",
+    transport: str | TransportConfig = "auto",
     arena_nbytes: int = 0,
     use_main_params: bool = False,
     ignore: Sequence[str] = (),
@@ -71,7 +72,7 @@ def connect_megatron_trainer(
         vocab_size: of the checkpoint, without Megatron's padding.
         controller: address of the controller.
         token: its secret.
-        transport: name or configuration.
+        transport: name or configuration; see `connect_trainer`.
         arena_nbytes: memory for packed bytes; 0 for as much as one update packs.
         use_main_params: publish the optimizer's fp32 copies, not the bf16 parameters.
         ignore: prefixes of parameters that no engine needs (`mtp.`).

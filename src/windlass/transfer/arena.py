@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from windlass.errors import ConfigError
-from windlass.transports.base import AllocatingTransport, MemoryRegion, OneSidedTransport
+from windlass.transports.base import MemoryAllocator, MemoryRegion, OneSidedTransport
 
 __all__ = ["Arena"]
 
@@ -42,10 +42,10 @@ class Arena:
     def __init__(self, transport: OneSidedTransport, nbytes: int) -> None:
         if nbytes < 1:
             raise ConfigError(f"Arena: nbytes must be >= 1, got {nbytes}")
-        self._transport = transport
+        self._transport, self._allocator = transport, transport.allocator
         self._closed = False
-        if isinstance(transport, AllocatingTransport):
-            self._address = transport.allocate(nbytes)
+        if self._allocator is not None:
+            self._address = self._allocator.allocate(nbytes)
             raw = (ctypes.c_uint8 * nbytes).from_address(self._address)
             self._bytes: npt.NDArray[np.uint8] = np.ctypeslib.as_array(raw)
         else:
@@ -96,7 +96,7 @@ class Arena:
     def _detach(self) -> Callable[[], None]:
         """What frees the memory; until it is called or dropped the memory is there."""
         held, self._bytes = self._bytes, np.empty(0, np.uint8)
-        return functools.partial(_free, self._transport, self._address, held)
+        return functools.partial(_free, self._allocator, self._address, held)
 
     def __enter__(self) -> Arena:
         return self
@@ -105,7 +105,7 @@ class Arena:
         self.close()
 
 
-def _free(transport: OneSidedTransport, address: int, _: npt.NDArray[np.uint8]) -> None:
-    """Memory that was mapped goes with the last reference to its array, which the caller holds."""
-    if isinstance(transport, AllocatingTransport):
-        transport.release(address)
+def _free(allocator: MemoryAllocator | None, address: int, _: npt.NDArray[np.uint8]) -> None:
+    """Release what the transport allocated; what was mapped is unmapped with its array's last reference."""
+    if allocator is not None:
+        allocator.release(address)

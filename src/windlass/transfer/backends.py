@@ -25,8 +25,8 @@ from windlass.transfer.disk import DiskReceiver, DiskSender
 from windlass.transfer.one_sided import OneSidedReceiver, OneSidedSender
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
-from windlass.transports.base import gpu_ordinal_of
-from windlass.transports.cuda_ipc import CudaIpcTransport
+from windlass.transfer.split_sender import SplitSender
+from windlass.transports.base import MemoryType
 
 __all__ = ["Backend", "receiver_for", "sender_for"]
 
@@ -63,10 +63,13 @@ def sender_for(config: UpdateBackend, sender: Sender, host: str) -> SenderBacken
     """
     match config:
         case P2pBackend():
-            if isinstance(sender.transport, CudaIpcTransport):
-                return DeviceSender(
-                    sender.transport, sender.manifest, sender.parameters, sender.replica
-                )
+            if (mapper := sender.transport.mapper) is not None:
+                stores = DeviceSender(mapper, sender.manifest, sender.parameters, sender.replica)
+                if sender.transport.traits.strided_stores:
+                    return stores
+                offers = sender.transport.offers()
+                by_kernels = [o.transport for o in offers if o.traits.strided_stores]
+                return SplitSender(stores, OneSidedSender(sender), by_kernels)
             return OneSidedSender(sender)
         case XcclBackend():
             return CollectiveSender(config, sender.manifest, sender.parameters, host)
@@ -99,17 +102,15 @@ def receiver_for(config: UpdateBackend, receiver: Receiver, host: str) -> Receiv
 
 def _p2p_receiver(receiver: Receiver) -> ReceiverBackend:
     transport = receiver.transport
-    if isinstance(transport, CudaIpcTransport):
-        gpu, lands = transport.gpu, False
-    elif (ordinal := gpu_ordinal_of(transport)) >= 0:
-        gpu, lands = shared_gpu(ordinal), True
-    else:
+    traits, mapper = transport.traits, transport.mapper
+    if traits.memory is MemoryType.HOST:
         return OneSidedReceiver(receiver)
     return DeviceReceiver(
-        gpu,
+        shared_gpu(traits.gpu) if mapper is None else mapper.gpu,
         receiver.transport,
         receiver.manifest,
         receiver.live_addresses,
         receiver.regions,
-        lands=lands,
+        lands=not traits.strided_stores,
+        notified=any(offer.traits.notifies for offer in transport.offers()),
     )

@@ -55,8 +55,8 @@ class DeviceReceiver:
         manifest: of this rank.
         parameter_addresses: of the live parameters, in manifest order; they never move.
         regions: registered regions that contain every live parameter.
-        lands: whether there is a landing region; False where peers store by kernels, which also
-            tell what has landed (`landings.py`).
+        lands: whether there is a landing region; False where all peers store by kernels.
+        notified: whether peers may tell what has landed while they write (`write_progress.py`).
 
     Attributes:
         late_nbytes: what the last `verify` still had to hash; the rest was hashed as it landed.
@@ -71,6 +71,7 @@ class DeviceReceiver:
         regions: Sequence[MemoryRegion],
         *,
         lands: bool,
+        notified: bool,
     ) -> None:
         self._gpu = gpu
         self._transport = transport
@@ -85,7 +86,7 @@ class DeviceReceiver:
         self._landing: DeviceArena | None = None
         self._lock = threading.Lock()
         self._landed = LandedDigests(gpu)
-        self._listener = None if lands else listen_if_possible(self._landed.add)
+        self._listener = listen_if_possible(self._landed.add) if notified else None
         self.late_nbytes = 0
 
     def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:
@@ -115,7 +116,11 @@ class DeviceReceiver:
             return DestinationBinding(
                 worker=self._manifest.worker,
                 endpoint=self._transport.endpoint(),
-                regions=tuple(r.remote for r in (*self._regions, *(a.region for a in arenas))),
+                regions=tuple(
+                    remote
+                    for region in (*self._regions, *(arena.region for arena in arenas))
+                    for remote in region.remotes
+                ),
                 parameter_addresses=tuple(self._targets.tolist()),
                 landing_address=0 if self._landing is None else self._landing.address,
                 listener="" if self._listener is None else self._listener.address,

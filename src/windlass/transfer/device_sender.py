@@ -43,7 +43,7 @@ from windlass.transfer.bindings import (
 from windlass.transfer.parameters import check_described
 from windlass.transfer.replica import Replica
 from windlass.transfer.write_progress import Landed, LandingTeller
-from windlass.transports.cuda_ipc import CudaIpcTransport
+from windlass.transports.base import PeerMapper
 from windlass.transports.processes import check_alive
 
 __all__ = ["DeviceSender"]
@@ -60,7 +60,7 @@ class DeviceSender:
     Allocates piece tables only; pins parameters that are in pageable host memory until they move.
 
     Args:
-        transport: of the GPU that holds the parameters or reads them; the caller closes it.
+        mapper: of the GPU that holds the parameters or reads them; its transport is closed by the caller.
         manifest: of this rank.
         parameters: where they lie now, in manifest order; asked at every `prepare` and at no
             other time. Tables are built again when one has moved.
@@ -69,15 +69,15 @@ class DeviceSender:
 
     def __init__(
         self,
-        transport: CudaIpcTransport,
+        mapper: PeerMapper,
         manifest: ShardManifest,
         parameters: Callable[[], Sequence[ParameterMemory]],
         replica: Replica | None = None,
     ) -> None:
-        self._transport, self._gpu = transport, transport.gpu
+        self._mapper, self._gpu = mapper, mapper.gpu
         self._manifest = manifest
         self._parameters = parameters
-        self._sources = SourceMemory(transport.gpu.device)
+        self._sources = SourceMemory(mapper.gpu.device)
         self._located: tuple[ParameterMemory, ...] = ()
         self._programs: dict[str, tuple[LinkProgram, UInt64Array]] = {}
         self._links: dict[str, DeviceLink] = {}
@@ -101,7 +101,7 @@ class DeviceSender:
         with self._lock:
             self._gpu.refuse_late()
             self._drop()
-            self._transport.keep_mapped(r for binding in bindings for r in binding.regions)
+            self._mapper.keep_mapped(r for binding in bindings for r in binding.regions)
             self._shift = check_part(self._manifest, plan.sources, plan.source_digests, "sources")
             links = bind_links(plan, sending=True)
             bound = bind_peers(links, bindings, partial(check_binding, landing=False))
@@ -182,7 +182,7 @@ class DeviceSender:
         Every op must stay in the region that its parameter begins in: another region of the peer
         is mapped elsewhere here.
         """
-        mapped = [self._transport.map_region(region) for region in binding.regions]
+        mapped = [self._mapper.map_region(region) for region in binding.regions]
         around = []
         for address in binding.parameter_addresses:
             inside = [m for m in mapped if m.start <= address < m.stop]
@@ -307,7 +307,7 @@ class DeviceSender:
             self._teller.close()
             if not self._gpu.is_late:
                 self._drop()
-                self._transport.keep_mapped(())
+                self._mapper.keep_mapped(())
 
     def _drop(self) -> None:
         self._unload()

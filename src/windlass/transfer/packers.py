@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from windlass.transfer.packer import HostPacker, Packer
-from windlass.transports.base import OneSidedTransport, gpu_ordinal_of
+from windlass.transports.base import OneSidedTransport
 
 __all__ = ["packer_for"]
 
@@ -14,9 +14,10 @@ def packer_for(transport: OneSidedTransport, limit_nbytes: int) -> Packer:
     Raises:
         TransportUnavailable: a GPU whose kernels cannot be compiled.
     """
-    if (ordinal := gpu_ordinal_of(transport)) >= 0:
+    traits = transport.traits
+    if traits.gpu >= 0 and not traits.strided_stores:
         from windlass.memory.cuda.gpu import shared_gpu
         from windlass.transfer.device_packer import DevicePacker
 
-        return DevicePacker(shared_gpu(ordinal), transport, limit_nbytes)
+        return DevicePacker(shared_gpu(traits.gpu), transport, limit_nbytes)
     return HostPacker(transport, limit_nbytes)

@@ -154,7 +154,7 @@ class Receiver:
         return DestinationBinding(
             worker=self._manifest.worker,
             endpoint=self._transport.endpoint(),
-            regions=(*(r.remote for r in self._regions), *(a.region.remote for a in arenas)),
+            regions=_remotes((*self._regions, *(arena.region for arena in arenas))),
             parameter_addresses=self._targets,
             landing_address=self.landing_address,
         )
@@ -257,6 +257,10 @@ class Receiver:
         if self._landing is None:
             raise PlanError(f"{self._manifest.worker}: the plan asked for no landing region")
         return self._landing.address + op.landing_offset
+
+
+def _remotes(regions: Iterable[MemoryRegion]) -> tuple[RemoteRegion, ...]:
+    return tuple(remote for region in regions for remote in region.remotes)
 
 
 def _written_ranges(programs: Iterable[LinkProgram]) -> tuple[tuple[int, int, int], ...]:

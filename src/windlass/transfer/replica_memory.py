@@ -22,8 +22,7 @@ from windlass.transfer.device_arena import DeviceArena, DeviceMemory
 from windlass.transfer.pack_arena import ArenaSlot
 from windlass.transfer.pieces import UInt64Array
 from windlass.transfer.replica import ReplicaMemory
-from windlass.transports.base import OneSidedTransport, gpu_ordinal_of
-from windlass.transports.cuda_ipc import CudaIpcTransport
+from windlass.transports.base import MemoryType, OneSidedTransport
 from windlass.transports.sharing import share
 
 __all__ = ["GpuCopies", "HostCopies", "replica_memory"]
@@ -51,25 +50,30 @@ def replica_memory(
     """
     if asked is False or asked == "":
         return None
-    report = transport.report()
+    traits, name = transport.traits, transport.endpoint().transport
     if asked is True:
-        place = ReplicaPlace.DEVICE if report.on_gpu else ReplicaPlace.HOST
+        on_gpu = traits.memory is MemoryType.CUDA
+        place = ReplicaPlace.DEVICE if on_gpu else ReplicaPlace.HOST
     else:
         place = take_name("replica", asked, ReplicaPlace)
-    if isinstance(transport, CudaIpcTransport):
-        return _beside(transport.gpu, place)
-    if (ordinal := gpu_ordinal_of(transport)) >= 0:
+    if transport.mapper is not None and not traits.strided_stores:
+        names = [offer.transport for offer in transport.offers()]
+        raise ConfigError(
+            f"replica: needs one transport for weights on a GPU, got {names}: name one of them"
+        )
+    if transport.mapper is not None:
+        return _beside(transport.mapper.gpu, place)
+    if traits.memory is MemoryType.CUDA:
         if place is ReplicaPlace.HOST:
             raise ConfigError(
-                f"replica: must be 'device' with {report.transport} and weights on a GPU, out of whose "
+                f"replica: must be 'device' with {name} and weights on a GPU, out of whose "
                 "memory it writes ('host' needs cuda_ipc), got 'host'"
             )
-        gpu = shared_gpu(ordinal)
+        gpu = shared_gpu(traits.gpu)
         return GpuCopies(gpu, lambda nbytes: DeviceArena(gpu.device, transport, nbytes))
     if place is ReplicaPlace.DEVICE:
         raise ConfigError(
-            f"replica: must be 'host' with {report.transport}, which writes out of host memory, "
-            "got 'device'"
+            f"replica: must be 'host' with {name}, which writes out of host memory, got 'device'"
         )
     return HostCopies(transport, threads)
 

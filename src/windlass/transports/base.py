@@ -1,9 +1,9 @@
-"""The transport seam: how bytes move.
+"""The transport seam: how bytes move, and what each transport can.
 
 `OneSidedTransport` registers local memory, exports the right to write it, and writes
-into a peer's exported memory while the peer's CPU does something else. A collective
-backend (all ranks enter together) is another protocol on purpose: it cannot hide behind
-a one-sided interface.
+into a peer's exported memory while the peer's CPU does something else. What differs between
+transports is said by `TransportTraits`, which travel to the controller, and by capabilities
+that a transport has or has not (`allocator`, `mapper`); nobody asks for its type.
 
 The local right to use memory (`MemoryRegion`) and the remote right to write it
 (`RemoteRegion`) are different types, as in perplexityai/pplx-garden `fabric_lib.pyi`.
@@ -11,25 +11,40 @@ The local right to use memory (`MemoryRegion`) and the remote right to write it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from enum import StrEnum
+from typing import ClassVar, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from windlass.errors import ConfigError
+from windlass.memory.cuda.gpu import Gpu
+
 __all__ = [
-    "AllocatingTransport",
+    "MappedRegion",
+    "MemoryAllocator",
+    "MemoryType",
     "MemoryRegion",
-    "NetworkTransport",
     "OneSidedTransport",
     "PeerEndpoint",
+    "PeerMapper",
     "RemoteRegion",
+    "TransportConfig",
+    "TransportOffer",
+    "TransportTraits",
     "WireReport",
     "WriteBatch",
-    "gpu_ordinal_of",
 ]
+
+
+class MemoryType(StrEnum):
+    """Where registered memory lies: in the host's memory or in that of a CUDA GPU."""
+
+    HOST = "host"
+    CUDA = "cuda"
 
 
 class PeerEndpoint(msgspec.Struct, frozen=True):
@@ -71,11 +86,18 @@ class MemoryRegion:
         address: virtual address in this process.
         nbytes: extent.
         remote: what a peer needs to write here.
+        alternatives: the same for peers that write by another transport than `remote` is of.
     """
 
     address: int
     nbytes: int
     remote: RemoteRegion
+    alternatives: tuple[RemoteRegion, ...] = ()
+
+    @property
+    def remotes(self) -> tuple[RemoteRegion, ...]:
+        """What a peer needs to write here, by each transport that the memory is registered with."""
+        return (self.remote, *self.alternatives)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,23 +132,138 @@ class WireReport(msgspec.Struct, frozen=True):
         transport: registry name.
         protocol: the wire in use: `process_vm_writev`, `posix-shm`, `tcp`, `rdma`, `memory`.
         detail: version, device, anything a person would ask.
-        one_sided: whether the target's process may be stopped while a write completes.
-        on_gpu: whether the memory is a GPU's, which the host cannot hash and hand on.
     """
 
     transport: str
     protocol: str
     detail: str
+
+
+class TransportTraits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a live transport can. Travels: the controller may not have the transport at all.
+
+    Attributes:
+        same_host: peers are processes of this host, one namespace of pids and one of networks.
+        one_sided: the target's process may be stopped while a write completes.
+        ceiling_bytes_per_s: what one link can reach at best; see `ceilings.py`.
+        gpu: ordinal of the GPU whose memory it registers; -1 for host memory.
+        strided_stores: the source's kernels store where each element belongs, so that nothing
+            lands packed.
+        notifies: the source tells the target which bytes have landed while it still writes.
+        allocates: peers can write only memory that the transport's `allocator` gave out.
+    """
+
+    same_host: bool
     one_sided: bool
-    on_gpu: bool = False
+    ceiling_bytes_per_s: float
+    gpu: int = -1
+    strided_stores: bool = False
+    notifies: bool = False
+    allocates: bool = False
+
+    @property
+    def memory(self) -> MemoryType:
+        """The kind of memory that it registers."""
+        return MemoryType.HOST if self.gpu < 0 else MemoryType.CUDA
 
 
-@runtime_checkable
+class TransportOffer(msgspec.Struct, frozen=True):
+    """One way in which a rank can be written, and can write.
+
+    Attributes:
+        endpoint: where writes land. traits: what the transport can. wire: what it really uses.
+    """
+
+    endpoint: PeerEndpoint
+    traits: TransportTraits
+    wire: WireReport
+
+    @property
+    def transport(self) -> str:
+        """Registry name."""
+        return self.endpoint.transport
+
+
+class MemoryAllocator(Protocol):
+    """Allocates memory of a transport that can expose no other (shared memory)."""
+
+    def allocate(self, nbytes: int) -> int:
+        """Allocate exposable, zeroed memory; returns its address.
+
+        Memory: owned by the transport, valid until `release` or `close`.
+
+        Raises:
+            RegionError: `nbytes` < 1.
+            TransportUnavailable: there is no room.
+        """
+        ...
+
+    def release(self, address: int) -> None:
+        """Free memory from `allocate`.
+
+        Raises:
+            RegionError: not from `allocate`, or still registered.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MappedRegion:
+    """A published region as this process reaches it: add `shift` to the owner's addresses."""
+
+    start: int
+    stop: int
+    shift: int
+
+
+class PeerMapper(Protocol):
+    """Maps memory of peers into the address space of a GPU, for kernels that store there themselves."""
+
+    @property
+    def gpu(self) -> Gpu:
+        """The GPU whose kernels store."""
+        ...
+
+    def map_region(self, region: RemoteRegion) -> MappedRegion:
+        """Map a peer's region; its allocation is opened once and stays mapped: see `keep_mapped`.
+
+        Raises:
+            PeerUnreachable: the owner is gone.
+            RegionError: the key is none, or the region reaches past the allocation.
+            TransferFailed: the driver cannot open it.
+        """
+        ...
+
+    def keep_mapped(self, regions: Iterable[RemoteRegion]) -> None:
+        """Unmap every allocation of a peer that none of `regions` lies in.
+
+        What its owner frees stays allocated on the owner's GPU for as long as it is mapped here. After
+        a write whose outcome is unknown nothing is unmapped: stores may still go on.
+        """
+        ...
+
+
 class OneSidedTransport(Protocol):
     """Writes into a peer's memory. Instances are thread-safe; every method may block.
 
-    A native return code becomes an exception in exactly one function per transport.
+    A native return code becomes an exception in exactly one function per transport. Derive from
+    this class to inherit the optional parts: no `allocator`, no `mapper`, one offer, no fence.
     """
+
+    @property
+    def traits(self) -> TransportTraits:
+        """What it can."""
+        ...
+
+    @property
+    def allocator(self) -> MemoryAllocator | None:
+        """Gives out the memory that peers can write; None where any memory of the kind will do."""
+        return None
+
+    @property
+    def mapper(self) -> PeerMapper | None:
+        """Maps peers' memory for kernels that store; None where only `write` reaches it."""
+        return None
 
     def report(self) -> WireReport:
         """What is really in use."""
@@ -135,6 +272,10 @@ class OneSidedTransport(Protocol):
     def endpoint(self) -> PeerEndpoint:
         """How peers reach memory registered here."""
         ...
+
+    def offers(self) -> tuple[TransportOffer, ...]:
+        """Every way to reach memory registered here, the fastest first; at least one."""
+        return (TransportOffer(self.endpoint(), self.traits, self.report()),)
 
     def register(self, address: int, nbytes: int) -> MemoryRegion:
         """Make local memory writable by peers and usable as a source.
@@ -147,12 +288,12 @@ class OneSidedTransport(Protocol):
         ...
 
     def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
-        """Withdraw a region; whoever owns its memory frees it in `released`, and not before.
+        """End the right to write a region; whoever owns its memory frees it in `released`, and not before.
 
         A write of this transport that is not over, because another thread waits for it or its outcome
         is unknown, may go on reading what it was given, and a read filling it: so the memory must
         outlive the call. Memory that none of them was given is released at once. A batch of several
-        native calls counts call by call: withdraw nothing that a thread in `write` has still to send.
+        native calls counts call by call: unregister nothing that a thread in `write` has still to send.
 
         Args:
             region: no write is begun with it any more.
@@ -178,50 +319,58 @@ class OneSidedTransport(Protocol):
         """
         ...
 
-    def fence(self, *, deadline_s: float) -> None:
+    def fence(self, *, deadline_s: float) -> None:  # noqa: ARG002
         """Return once nothing lands here any more of what processes sent that have ended since.
 
         Called between writes; peers that live find their way back by themselves. Nothing to do
-        where a process takes its writes with it.
+        where a write ends with its process.
 
         Raises:
             TransferFailed: something may still land.
         """
-        ...
+        return
 
     def close(self) -> None:
-        """Withdraw everything. Idempotent."""
+        """Unregister everything and end what was started. Idempotent."""
         ...
 
 
-@runtime_checkable
-class NetworkTransport(Protocol):
-    """A transport between hosts, for host memory or for the memory of one GPU.
+class TransportConfig(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", omit_defaults=True
+):
+    """Settings of one transport; the tag of a subclass is the transport's name in the registry.
+
+    Decoded from `{"type": "mooncake", "host": "192.0.2.1"}`.
 
     Attributes:
-        gpu_ordinal: of the GPU whose memory it registers; -1 for host memory.
+        memory: kinds of memory that it can register.
+        between_hosts: whether peers can be on other hosts.
+        is_automatic: whether `auto` offers it.
+        remedy: what a person can do where it does not start; one line.
     """
 
+    memory: ClassVar[frozenset[MemoryType]] = frozenset({MemoryType.HOST})
+    between_hosts: ClassVar[bool] = False
+    is_automatic: ClassVar[bool] = True
+    remedy: ClassVar[str] = "see the message"
+
     @property
-    def gpu_ordinal(self) -> int: ...
+    def name(self) -> str:
+        """Registry name."""
+        return str(type(self).__struct_config__.tag)
 
+    def create(self, *, towards: str = "", gpu: int = -1) -> OneSidedTransport:  # noqa: ARG002
+        """Start the transport.
 
-def gpu_ordinal_of(transport: OneSidedTransport) -> int:
-    """Of the GPU whose memory a network transport moves; -1 for every other transport."""
-    return transport.gpu_ordinal if isinstance(transport, NetworkTransport) else -1
+        Args:
+            towards: URL of the controller; a network transport without a host takes this host's
+                address on the way there.
+            gpu: ordinal of the GPU whose memory will be registered, whatever the settings say; -1
+                for host memory, or for what the settings say.
 
-
-@runtime_checkable
-class AllocatingTransport(Protocol):
-    """A transport that can only expose memory which it allocated itself (shared memory)."""
-
-    def allocate(self, nbytes: int) -> int:
-        """Allocate exposable, zeroed memory; returns its address.
-
-        Memory: owned by the transport, valid until `release` or `close`.
+        Raises:
+            ConfigError, PeerUnreachable: this host has no such address; see `own_address`.
+            TransportUnavailable: a dependency or kernel feature is missing, or the wire is not the
+                one that was asked for.
         """
-        ...
-
-    def release(self, address: int) -> None:
-        """Free memory from `allocate`; it must not be registered any more."""
-        ...
+        raise ConfigError(f"transport {self.name!r}: its configuration must define create()")

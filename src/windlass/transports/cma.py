@@ -4,9 +4,10 @@ Takes a `WriteBatch` and returns once its bytes are in the peer's memory (cross 
 Truly one-sided: the target may be stopped while the write completes, and it needs nothing but
 memory. The kernel checks no bounds beyond mapped pages, so pieces are checked against the published
 regions first. A peer is a process that has proven to be the one behind its endpoint
-(`processes.py`). The kernel copies through the cache, at 5-6 GB/s per thread where memcpy of the same
-regions reached 8-9 (2-core AMD EPYC guest, 2026-11-21), so a large batch is copied by several
-threads.
+(`processes.py`). The kernel copies through the cache and looks every page up: a thread takes 2.0 times the
+processor time of memcpy with calls of 64 MiB on huge pages, 2.2 on small ones, and 2.9 with calls of 256 KiB
+(AMD EPYC guest, 2026-11-23). So one thread reaches half of memcpy whatever the calls' size, and a large
+batch is copied by several threads.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import ctypes
 import errno
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import final
+from typing import ClassVar, final
 
 import numpy as np
 import numpy.typing as npt
@@ -32,17 +33,19 @@ from windlass.errors import (
 from windlass.memory.ranges import Pieces, merge_adjacent, split_pieces
 from windlass.net.clock import Deadline
 from windlass.transports.base import (
-    MemoryRegion,
+    OneSidedTransport,
     PeerEndpoint,
-    RemoteRegion,
+    TransportConfig,
+    TransportTraits,
     WireReport,
     WriteBatch,
 )
+from windlass.transports.ceilings import CEILING_BYTES_PER_S
+from windlass.transports.local import LocalTransport
 from windlass.transports.processes import OwnProcess, PeerProcesses, check_alive
-from windlass.transports.regions import RegionTable, check_batch
 from windlass.transports.sharing import share
 
-__all__ = ["CmaTransport", "write_process_memory"]
+__all__ = ["CmaConfig", "CmaTransport", "write_process_memory"]
 
 MAX_IOVECS = 1024
 MAX_CALL_NBYTES = 64 << 20
@@ -54,6 +57,21 @@ _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = 2**64 - 1
 
 UInt64Array = npt.NDArray[np.uint64]
+
+
+class CmaConfig(TransportConfig, frozen=True, tag="cma"):
+    """`process_vm_writev` into another process of this host.
+
+    Attributes:
+        num_threads: threads that share the copying of one batch, >= 1.
+    """
+
+    remedy: ClassVar[str] = "allow ptrace between processes of this user, or use --transport shm"
+
+    num_threads: int = 2
+
+    def create(self, *, towards: str = "", gpu: int = -1) -> OneSidedTransport:  # noqa: ARG002
+        return CmaTransport(self.num_threads)
 
 
 def write_process_memory(
@@ -123,7 +141,7 @@ def _writev(pid: int, local_vectors: UInt64Array, remote_vectors: UInt64Array) -
 
 
 @final
-class CmaTransport:
+class CmaTransport(LocalTransport):
     """`OneSidedTransport` over `process_vm_writev`.
 
     Args:
@@ -134,59 +152,40 @@ class CmaTransport:
         TransportUnavailable: the kernel or a seccomp filter refuses the call.
     """
 
+    traits = TransportTraits(
+        same_host=True,
+        one_sided=True,
+        ceiling_bytes_per_s=CEILING_BYTES_PER_S["process_vm_writev"],
+    )
+
     def __init__(self, num_threads: int = 1) -> None:
         if num_threads < 1:
             raise ConfigError(f"cma: num_threads must be >= 1, got {num_threads}")
-        self._table = RegionTable()
         self._num_threads = num_threads
         self._helpers = ThreadPoolExecutor(max(num_threads - 1, 1), "windlass-cma")
         _probe()
         _let_peers_write()
         self._own, self._peers = OwnProcess("cma"), PeerProcesses()
-        self._endpoint = self._own.endpoint
+        super().__init__(self._own.endpoint)
 
     def report(self) -> WireReport:
-        """See `OneSidedTransport.report`."""
-        return WireReport("cma", "process_vm_writev", f"pid {self._endpoint.address}", True)
+        return WireReport("cma", "process_vm_writev", f"pid {self._endpoint.address}")
 
-    def endpoint(self) -> PeerEndpoint:
-        """See `OneSidedTransport.endpoint`."""
-        return self._endpoint
+    def close(self) -> None:
+        self._own.close()
+        super().close()
+        self._helpers.shutdown(wait=True)
 
-    def register(self, address: int, nbytes: int) -> MemoryRegion:
-        """See `OneSidedTransport.register`; bookkeeping only."""
-        region = MemoryRegion(address, nbytes, RemoteRegion(self._endpoint, address, nbytes))
-        self._table.add(region)
-        return region
-
-    def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
-        """See `OneSidedTransport.unregister`."""
-        self._table.remove(region)
-        if released is not None:
-            released()
-
-    def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
-        """See `OneSidedTransport.write`; the outcome is never unknown."""
-        check_batch(self._table, batch, "cma")
+    def _copy(self, batch: WriteBatch, deadline: Deadline) -> None:
         pid = self._peers.check(batch.endpoint)
-        deadline = Deadline.after(deadline_s, f"cma write to pid {pid}")
         try:
-            self._copy(pid, batch, deadline)
+            self._copy_into(pid, batch, deadline)
         except OSError as error:
             check_alive(batch.endpoint)
             raise _classify(error, batch.endpoint) from error
         check_alive(batch.endpoint)
 
-    def fence(self, *, deadline_s: float) -> None:
-        """See `OneSidedTransport.fence`: a write ends with its process."""
-
-    def close(self) -> None:
-        """See `OneSidedTransport.close`."""
-        self._own.close()
-        self._table.clear()
-        self._helpers.shutdown(wait=True)
-
-    def _copy(self, pid: int, batch: WriteBatch, deadline: Deadline) -> None:
+    def _copy_into(self, pid: int, batch: WriteBatch, deadline: Deadline) -> None:
         """Returns or raises only once every thread is done: nothing lands afterwards."""
         pieces = merge_adjacent(batch.local_addresses, batch.remote_addresses, batch.nbytes)
         total = int(batch.nbytes.sum())

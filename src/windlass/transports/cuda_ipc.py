@@ -9,8 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import numpy as np
 
@@ -19,31 +18,47 @@ from windlass.memory.cuda.driver import IPC_HANDLE_NBYTES, Device, pointer_devic
 from windlass.memory.cuda.gpu import Gpu, end_queued
 from windlass.memory.cuda.range_copy import RangeCopy
 from windlass.transports.base import (
+    MappedRegion,
     MemoryRegion,
+    MemoryType,
+    OneSidedTransport,
     PeerEndpoint,
+    PeerMapper,
     RemoteRegion,
+    TransportConfig,
+    TransportTraits,
     WireReport,
     WriteBatch,
 )
-from windlass.transports.deferred_free import Withdrawn
+from windlass.transports.ceilings import CEILING_BYTES_PER_S
+from windlass.transports.deferred_free import DeferredFree
 from windlass.transports.processes import OwnProcess, PeerProcesses, check_alive, is_own_process
 from windlass.transports.regions import RegionTable, check_batch
 
-__all__ = ["CudaIpcTransport", "MappedRegion"]
+__all__ = ["CudaIpcConfig", "CudaIpcTransport"]
 
 
-@dataclass(frozen=True, slots=True)
-class MappedRegion:
-    """A published region as this process reaches it: add `shift` to the owner's addresses."""
+class CudaIpcConfig(TransportConfig, frozen=True, tag="cuda_ipc"):
+    """NVLink between GPUs of one host.
 
-    start: int
-    stop: int
-    shift: int
+    Attributes:
+        device: ordinal of the GPU whose memory is registered, and which does the storing.
+        num_multiprocessors: that a write may occupy; 0 for all.
+    """
+
+    memory: ClassVar[frozenset[MemoryType]] = frozenset({MemoryType.CUDA})
+    remedy: ClassVar[str] = "containers of one host must share their IPC namespace"
+
+    device: int = 0
+    num_multiprocessors: int = 0
+
+    def create(self, *, towards: str = "", gpu: int = -1) -> OneSidedTransport:  # noqa: ARG002
+        return CudaIpcTransport(self.device if gpu < 0 else gpu, self.num_multiprocessors)
 
 
 @final
-class CudaIpcTransport:
-    """`OneSidedTransport` between GPUs of one host.
+class CudaIpcTransport(OneSidedTransport):
+    """`OneSidedTransport` and `PeerMapper` between GPUs of one host.
 
     Args:
         ordinal: the GPU whose memory is registered here, and which does the storing.
@@ -62,16 +77,28 @@ class CudaIpcTransport:
         self._endpoint = self._own.endpoint
         self._table = RegionTable()
         self._lock = threading.Lock()
-        self._withdrawn = Withdrawn("cuda_ipc")
+        self._deferred = DeferredFree("cuda_ipc")
         self._opened: dict[tuple[PeerEndpoint, bytes], int] = {}
 
+    @property
+    def traits(self) -> TransportTraits:
+        return TransportTraits(
+            same_host=True,
+            one_sided=True,
+            ceiling_bytes_per_s=CEILING_BYTES_PER_S["cuda-ipc"],
+            gpu=self.gpu.device.ordinal,
+            strided_stores=True,
+            notifies=True,
+        )
+
+    @property
+    def mapper(self) -> PeerMapper:
+        return self
+
     def report(self) -> WireReport:
-        """See `OneSidedTransport.report`."""
-        detail = f"GPU {self.gpu.device.ordinal}"
-        return WireReport("cuda_ipc", "cuda-ipc", detail, one_sided=True, on_gpu=True)
+        return WireReport("cuda_ipc", "cuda-ipc", f"GPU {self.gpu.device.ordinal}")
 
     def endpoint(self) -> PeerEndpoint:
-        """See `OneSidedTransport.endpoint`."""
         return self._endpoint
 
     def register(self, address: int, nbytes: int) -> MemoryRegion:
@@ -102,20 +129,14 @@ class CudaIpcTransport:
         with self._lock:
             self._table.remove(region)
             if released is not None:
-                self._withdrawn.add(region, released, self._is_touched)
+                self._deferred.add(region, released, self._is_touched)
 
     def _is_touched(self, _: MemoryRegion) -> bool:
         """Nobody knows which memory late kernels touch."""
         return self.gpu.is_late
 
     def map_region(self, region: RemoteRegion) -> MappedRegion:
-        """Map a peer's region; its allocation is opened once and stays mapped: see `keep_mapped`.
-
-        Raises:
-            PeerUnreachable: the owner is gone.
-            RegionError: the key is none, or the region reaches past the allocation.
-            TransferFailed: the driver cannot open it.
-        """
+        """See `PeerMapper.map_region`."""
         stop = region.address + region.nbytes
         ordinal, offset, handle = _parse_key(region.key)
         if is_own_process(region.endpoint):  # a handle can be opened by other processes only
@@ -138,11 +159,7 @@ class CudaIpcTransport:
         return MappedRegion(region.address, stop, base + offset - region.address)
 
     def keep_mapped(self, regions: Iterable[RemoteRegion]) -> None:
-        """Unmap every allocation of a peer that none of `regions` lies in.
-
-        What its owner frees stays taken on the owner's GPU for as long as it is mapped here. After a
-        write whose outcome is unknown nothing is unmapped: stores may still go on.
-        """
+        """See `PeerMapper.keep_mapped`."""
         if self.gpu.is_late:
             return
         needed = {(region.endpoint, _parse_key(region.key)[2]) for region in regions}
@@ -151,7 +168,7 @@ class CudaIpcTransport:
                 self.gpu.device.close_handle(self._opened.pop(place))
 
     def _forget_dead(self) -> None:
-        """Unmap what processes that are gone had exported, or their memory would stay taken."""
+        """Unmap what processes that are gone had exported, or their memory would stay allocated."""
         if self.gpu.is_late:
             return
         for endpoint, handle in list(self._opened):
@@ -184,15 +201,12 @@ class CudaIpcTransport:
         copy.close()
         check_alive(batch.endpoint)
 
-    def fence(self, *, deadline_s: float) -> None:
-        """See `OneSidedTransport.fence`: a write ends with its process."""
-
     def close(self) -> None:
         """See `OneSidedTransport.close`. Keeps mapped what late stores may still reach."""
         self._own.close()
         self._table.clear()
         with self._lock:
-            self._withdrawn.close(self._is_touched)
+            self._deferred.close(self._is_touched)
         if self.gpu.is_late:
             return
         self.keep_mapped(())

@@ -1,4 +1,4 @@
-"""Memory that is withdrawn and may still be touched: by a write or read here that is not over."""
+"""Memory that is unregistered and may still be touched: by a write or read here that is not over."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import final
 
 from windlass.transports.base import MemoryRegion
 
-__all__ = ["Withdrawn"]
+__all__ = ["DeferredFree"]
 
 IsTouched = Callable[[MemoryRegion], bool]
 _log = logging.getLogger(__name__)
@@ -17,7 +17,7 @@ _KEPT: list[Callable[[], None]] = []
 
 
 @final
-class Withdrawn:
+class DeferredFree:
     """Such memory, and what frees it, until nothing touches it. Guarded by its transport's lock.
 
     Args:
@@ -39,7 +39,7 @@ class Withdrawn:
         """Call `released` now or, while something touches `region`, once nothing does."""
         self._waiting.append((region, released))
         self.release(is_touched)
-        if any(held is region for held, _ in self._waiting):
+        if any(waiting is region for waiting, _ in self._waiting):
             _log.warning(
                 "%s: a write that is not over may still touch %d bytes at %#x: not freed yet",
                 self._transport,

@@ -1,9 +1,9 @@
-"""A door: proves which process is behind an address, and tells at once when it ends.
+"""Liveness of peers: which process is behind an address, and at once when it ends.
 
 Verbs have neither: a write to a dead peer stays in progress for seconds, for ever where the device
 retries for ever, and a queue pair says nothing about the process behind it. Each transport listens
-on a port; who connects is told its incarnation and keeps the connection, which the kernel ends
-with the process.
+on a port; a peer that connects is sent its incarnation and keeps the connection, which the kernel
+ends with the process.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from windlass.net.addresses import is_wildcard, split_host_port
 from windlass.net.clock import Deadline
 from windlass.transports.base import PeerEndpoint
 
-__all__ = ["INCARNATION_NBYTES", "Door", "Doorway"]
+__all__ = ["INCARNATION_NBYTES", "LivenessListener", "PeerLiveness"]
 
 INCARNATION_NBYTES = 16
 """Characters of an incarnation, all ASCII."""
-_MAX_VISITORS = 4096
+_MAX_CLIENTS = 4096
 ACCEPT_AGAIN_S = 0.1
-KNOCK_S = 1.0
-"""How long to wait at a door when the connection to it broke, and until it is tried again."""
+RECONNECT_S = 1.0
+"""How long a new connection may take where one broke, and until it is tried again."""
 
 _log = logging.getLogger(__name__)
 
 
 @final
-class Door:
+class LivenessListener:
     """Listens on `host` at a port that the kernel picks, until `close`.
 
     Args:
@@ -63,8 +63,10 @@ class Door:
         self.port = int(self._listener.getsockname()[1])
         self._incarnation = incarnation.encode()
         self._closed = threading.Event()
-        self._visitors: list[socket.socket] = []
-        self._thread = threading.Thread(target=self._serve, name=f"{transport}-door", daemon=True)
+        self._clients: list[socket.socket] = []
+        self._thread = threading.Thread(
+            target=self._serve, name=f"{transport}-liveness", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -74,49 +76,49 @@ class Door:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._thread.join(5.0)
-        for visitor in self._visitors:
-            visitor.close()
-        self._visitors.clear()
+        for client in self._clients:
+            client.close()
+        self._clients.clear()
 
     def _serve(self) -> None:
         while True:
             try:
-                visitor, _ = self._listener.accept()
+                client, _ = self._listener.accept()
             except OSError as error:
-                # Too many open files, or a visitor that left at once, is no reason to stop.
+                # Too many open files, or a client that closed at once, is no reason to stop.
                 if self._closed.wait(ACCEPT_AGAIN_S):
                     return
-                _log.warning("door at port %s: %s", self.port, error)
+                _log.warning("liveness listener at port %s: %s", self.port, error)
                 continue
-            self._see_out()
-            if len(self._visitors) >= _MAX_VISITORS:
-                visitor.close()
+            self._drop_closed()
+            if len(self._clients) >= _MAX_CLIENTS:
+                client.close()
                 continue
             try:
-                visitor.setblocking(False)
-                visitor.send(self._incarnation)
+                client.setblocking(False)
+                client.send(self._incarnation)
             except OSError:
-                visitor.close()
+                client.close()
                 continue
-            self._visitors.append(visitor)
+            self._clients.append(client)
 
-    def _see_out(self) -> None:
-        """Close the connections of visitors that have left."""
-        staying = []
-        for visitor in self._visitors:
-            if _line_of(visitor) is _Line.WHOLE:
-                staying.append(visitor)
+    def _drop_closed(self) -> None:
+        """Close connections whose other end has closed."""
+        open_ones = []
+        for client in self._clients:
+            if _state_of(client) is _State.OPEN:
+                open_ones.append(client)
             else:
-                visitor.close()
-        self._visitors = staying
+                client.close()
+        self._clients = open_ones
 
 
 @final
-class Doorway:
-    """The other side: a connection to the door of one incarnation of one peer. Thread-safe.
+class PeerLiveness:
+    """The other side: a connection to the listener of one incarnation of one peer. Thread-safe.
 
     Only the peer's kernel ends it in order, with the process. A connection that was broken proves
-    nothing, because the network may have done it: so the door is gone to once more.
+    nothing, because the network may have done it: so another connection is made.
 
     Raises:
         PeerUnreachable: nobody listens, somebody else does, or no answer by the deadline.
@@ -132,41 +134,41 @@ class Doorway:
         self._broken: list[socket.socket] = []
         """Closed at the end: a thread may be waiting with one."""
         try:
-            self._socket = _enter(endpoint, deadline)
-        except _SomebodyElseError as error:
+            self._socket = _connect(endpoint, deadline)
+        except _OtherProcessError as error:
             raise PeerUnreachable(f"{deadline.purpose}: {error}; nothing was sent") from error
         except OSError as error:
             raise PeerUnreachable(
                 f"{deadline.purpose}: nothing answers: {error}; nothing was sent"
             ) from error
 
-    def has_ended(self, *, knock: bool = True) -> bool:
-        """Whether the peer's process, or its transport, is gone. May take `KNOCK_S`, once in a while.
+    def has_ended(self, *, reconnect: bool = True) -> bool:
+        """Whether the peer's process, or its transport, is gone. May take `RECONNECT_S`, once in a while.
 
-        Without `knock` never: a connection that was broken tells nothing then. For callers that
+        Without `reconnect` never: a connection that was broken tells nothing then. For callers that
         others wait for.
         """
         if self._gone or self._closed.is_set():
             return True
         match self._look():
-            case _Line.WHOLE:
+            case _State.OPEN:
                 return False
-            case _Line.ENDED:
+            case _State.ENDED:
                 return True
-            case _Line.BROKEN:
-                return knock and self._knock_again()
+            case _State.BROKEN:
+                return reconnect and self._reconnect()
 
-    def _look(self) -> _Line:
+    def _look(self) -> _State:
         """A socket tells of its error once, and from then on as if it had ended in order."""
         with self._looking:
-            line = _Line.BROKEN if self._is_broken else _line_of(self._socket)
-            self._is_broken = line is _Line.BROKEN
-            return line
+            state = _State.BROKEN if self._is_broken else _state_of(self._socket)
+            self._is_broken = state is _State.BROKEN
+            return state
 
     def wait_ended(self, timeout_s: float) -> bool:
         """As `has_ended`, but waits for it."""
         self._wait(max(timeout_s, 0.0))
-        return self._look() is not _Line.WHOLE and self.has_ended()
+        return self._look() is not _State.OPEN and self.has_ended()
 
     def watch(self) -> None:
         """Return once the peer has ended or this side has called `close`."""
@@ -174,7 +176,7 @@ class Doorway:
             self._wait(None)
 
     def close(self) -> None:
-        """Let go of the peer."""
+        """Close the connection; `watch` returns."""
         self._closed.set()
         with self._lock:
             for connection in (*self._broken, self._socket):
@@ -185,28 +187,28 @@ class Doorway:
     def _wait(self, timeout_s: float | None) -> None:
         """Until something happens to the connection."""
         connection = self._socket
-        if self._look() is _Line.BROKEN:
-            self._closed.wait(KNOCK_S if timeout_s is None else min(timeout_s, KNOCK_S))
+        if self._look() is _State.BROKEN:
+            self._closed.wait(RECONNECT_S if timeout_s is None else min(timeout_s, RECONNECT_S))
             return
         waiting = select.poll()
         with contextlib.suppress(OSError, ValueError):  # closed by this side
             waiting.register(connection, select.POLLIN)
             waiting.poll(None if timeout_s is None else timeout_s * 1e3)
 
-    def _knock_again(self) -> bool:
-        """Whether nobody is at the door any more, or somebody else. Silence is no answer."""
+    def _reconnect(self) -> bool:
+        """Connect anew: whether nobody listens any more, or another process. Silence is no answer."""
         with self._lock:
             if self._gone or self._closed.is_set() or time.monotonic() < self._again_s:
                 return self._gone or self._closed.is_set()
-            if self._look() is not _Line.BROKEN:
+            if self._look() is not _State.BROKEN:
                 return False  # another thread has
-            purpose = f"door of {self._endpoint.address}"
+            purpose = f"liveness of {self._endpoint.address}"
             try:
-                fresh = _enter(self._endpoint, Deadline.after(KNOCK_S, purpose))
-            except (ConnectionRefusedError, _SomebodyElseError):
+                fresh = _connect(self._endpoint, Deadline.after(RECONNECT_S, purpose))
+            except (ConnectionRefusedError, _OtherProcessError):
                 self._gone = True
             except OSError as error:
-                self._again_s = time.monotonic() + KNOCK_S
+                self._again_s = time.monotonic() + RECONNECT_S
                 _log.warning("%s: the connection broke, and no answer: %s", purpose, error)
             else:
                 self._broken.append(self._socket)
@@ -215,20 +217,20 @@ class Doorway:
             return self._gone
 
 
-class _SomebodyElseError(Exception):
-    """Another process is at the door."""
+class _OtherProcessError(Exception):
+    """Another process listens at the address."""
 
 
-class _Line(Enum):
+class _State(Enum):
     """What became of a connection."""
 
-    WHOLE = auto()
+    OPEN = auto()
     ENDED = auto()
     BROKEN = auto()
 
 
-def _enter(endpoint: PeerEndpoint, deadline: Deadline) -> socket.socket:
-    """A connection to the door of `endpoint`.
+def _connect(endpoint: PeerEndpoint, deadline: Deadline) -> socket.socket:
+    """A connection to the listener of `endpoint`.
 
     Raises:
         PeerUnreachable: the endpoint has no address.
@@ -257,14 +259,14 @@ def _check(connection: socket.socket, endpoint: PeerEndpoint, deadline: Deadline
             raise ConnectionResetError("the connection was closed before an answer")
         answer += more
     if answer != endpoint.incarnation.encode():
-        raise _SomebodyElseError(f"another process than {endpoint.incarnation!r} is there")
+        raise _OtherProcessError(f"another process than {endpoint.incarnation!r} is there")
 
 
-def _line_of(connection: socket.socket) -> _Line:
+def _state_of(connection: socket.socket) -> _State:
     try:
         ended = connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
     except BlockingIOError:
-        return _Line.WHOLE
+        return _State.OPEN
     except OSError:
-        return _Line.BROKEN
-    return _Line.ENDED if ended else _Line.WHOLE
+        return _State.BROKEN
+    return _State.ENDED if ended else _State.OPEN

@@ -10,21 +10,32 @@ import ctypes
 import itertools
 import secrets
 import threading
-from collections.abc import Callable
-from typing import final
+from typing import ClassVar, final
 
 from windlass.errors import ConfigError, PeerUnreachable
 from windlass.net.clock import Deadline
 from windlass.transports.base import (
-    MemoryRegion,
+    OneSidedTransport,
     PeerEndpoint,
-    RemoteRegion,
+    TransportConfig,
+    TransportTraits,
     WireReport,
     WriteBatch,
 )
-from windlass.transports.regions import RegionTable, check_batch, check_inside
+from windlass.transports.ceilings import CEILING_BYTES_PER_S
+from windlass.transports.local import LocalTransport
+from windlass.transports.regions import check_inside
 
-__all__ = ["MemoryFabric", "MemoryTransport"]
+__all__ = ["MemoryConfig", "MemoryFabric", "MemoryTransport"]
+
+
+class MemoryConfig(TransportConfig, frozen=True, tag="memory"):
+    """All peers in one process; the reference that the others are compared with."""
+
+    is_automatic: ClassVar[bool] = False
+
+    def create(self, *, towards: str = "", gpu: int = -1) -> OneSidedTransport:  # noqa: ARG002
+        return MemoryTransport()
 
 
 @final
@@ -76,8 +87,10 @@ _PROCESS_FABRIC = MemoryFabric()
 
 
 @final
-class MemoryTransport:
+class MemoryTransport(LocalTransport):
     """`OneSidedTransport` by `memmove` inside this process.
+
+    `unregister` waits for a write into this endpoint that is under way.
 
     Args:
         fabric: whom it reaches; None for the one of this process.
@@ -87,41 +100,17 @@ class MemoryTransport:
         ConfigError: `address` is in use.
     """
 
+    traits = TransportTraits(
+        same_host=True, one_sided=True, ceiling_bytes_per_s=CEILING_BYTES_PER_S["memory"]
+    )
+
     def __init__(self, fabric: MemoryFabric | None = None, address: str = "") -> None:
         self._fabric = _PROCESS_FABRIC if fabric is None else fabric
-        self._table = RegionTable()
-        self._lock = threading.Lock()
         name = self._fabric.join(self, address)
-        self._endpoint = PeerEndpoint("memory", name, secrets.token_hex(8))
+        super().__init__(PeerEndpoint("memory", name, secrets.token_hex(8)))
 
     def report(self) -> WireReport:
-        """See `OneSidedTransport.report`."""
-        return WireReport("memory", "memory", f"endpoint {self._endpoint.address}", True)
-
-    def endpoint(self) -> PeerEndpoint:
-        """See `OneSidedTransport.endpoint`."""
-        return self._endpoint
-
-    def register(self, address: int, nbytes: int) -> MemoryRegion:
-        """See `OneSidedTransport.register`; bookkeeping only."""
-        region = MemoryRegion(address, nbytes, RemoteRegion(self._endpoint, address, nbytes))
-        self._table.add(region)
-        return region
-
-    def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
-        """See `OneSidedTransport.unregister`; waits for a write that is under way."""
-        with self._lock:
-            self._table.remove(region)
-        if released is not None:
-            released()
-
-    def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
-        """See `OneSidedTransport.write`; the outcome is never unknown."""
-        check_batch(self._table, batch, "memory")
-        peer = self._fabric.find(batch.endpoint)
-        peer.receive(
-            batch, Deadline.after(deadline_s, f"memory write to {peer.endpoint().address}")
-        )
+        return WireReport("memory", "memory", f"endpoint {self._endpoint.address}")
 
     def receive(self, batch: WriteBatch, deadline: Deadline) -> None:
         """Copy a checked batch of another endpoint into memory registered here.
@@ -142,11 +131,9 @@ class MemoryTransport:
                 deadline.check_before_more()
                 ctypes.memmove(target, source, nbytes)
 
-    def fence(self, *, deadline_s: float) -> None:
-        """See `OneSidedTransport.fence`: there is one process."""
-
     def close(self) -> None:
-        """See `OneSidedTransport.close`."""
         self._fabric.leave(self._endpoint.address)
-        with self._lock:
-            self._table.clear()
+        super().close()
+
+    def _copy(self, batch: WriteBatch, deadline: Deadline) -> None:
+        self._fabric.find(batch.endpoint).receive(batch, deadline)

@@ -1,6 +1,6 @@
 """Another process of this host, as the kernel shows it: who listens at a port, who is connected.
 
-For memory that its owner has registered itself and that this process only vouches for: its sockets
+For memory that its owner has registered itself and that this process only publishes: its sockets
 are not ours to close, but they can be seen.
 """
 

@@ -17,7 +17,6 @@ from windlass.errors import PeerUnreachable
 from windlass.transports.base import PeerEndpoint
 
 __all__ = [
-    "WITHIN_HOST",
     "OwnProcess",
     "PeerProcesses",
     "check_alive",
@@ -27,8 +26,6 @@ __all__ = [
     "process_start_time",
 ]
 
-WITHIN_HOST = frozenset({"cma", "shm", "cuda_ipc"})
-"""Transports whose endpoints are processes: a pid means nothing on another host."""
 PROVE_S = 5.0
 ACCEPT_AGAIN_S = 0.1
 _CREDENTIALS = struct.Struct("3i")
@@ -128,7 +125,7 @@ class OwnProcess:
         self._listener.close()
 
     def _serve(self) -> None:
-        """Accept and close: a visitor learns from the kernel who listens, as soon as it has connected."""
+        """Accept and close: a client learns from the kernel who listens, as soon as it has connected."""
         while not self._closed.is_set():
             try:
                 self._listener.accept()[0].close()
@@ -159,13 +156,13 @@ class PeerProcesses:
 
 def _prove(peer: PeerEndpoint, pid: int) -> None:
     what = f"{peer.transport}: pid {pid} must prove that it is this endpoint"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as visitor:
-        visitor.settimeout(PROVE_S)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.settimeout(PROVE_S)
         try:
-            visitor.connect(_name_of(peer))
+            client.connect(_name_of(peer))
         except OSError as error:
             raise PeerUnreachable(f"{what}, nobody listens for it: {error}") from error
-        asked = visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        asked = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     listening, _, _ = _CREDENTIALS.unpack(asked)
     if listening != pid:
         raise PeerUnreachable(f"{what}, it is pid {listening} that listens for it")

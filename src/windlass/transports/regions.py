@@ -30,23 +30,35 @@ class RegionTable:
         self._lock = threading.Lock()
         self._regions: list[MemoryRegion] = []
 
+    def check_free(self, address: int, nbytes: int) -> None:
+        """Refuse what cannot be registered.
+
+        Raises:
+            RegionError: empty, or overlapping a registered region.
+        """
+        with self._lock:
+            self._find_slot(address, nbytes)
+
     def add(self, region: MemoryRegion) -> None:
         """Remember a region.
 
         Raises:
             RegionError: empty, or overlapping a registered region.
         """
-        start, end = region.address, region.address + region.nbytes
-        check_extent(start, region.nbytes)
         with self._lock:
-            slot = bisect.bisect_right(self._regions, start, key=_address)
-            for other in self._regions[max(slot - 1, 0) : slot + 1]:
-                if start < other.address + other.nbytes and other.address < end:
-                    raise RegionError(
-                        f"register: [{start:#x}, {end:#x}) overlaps registered "
-                        f"[{other.address:#x}, {other.address + other.nbytes:#x})"
-                    )
-            self._regions.insert(slot, region)
+            self._regions.insert(self._find_slot(region.address, region.nbytes), region)
+
+    def _find_slot(self, start: int, nbytes: int) -> int:
+        check_extent(start, nbytes)
+        end = start + nbytes
+        slot = bisect.bisect_right(self._regions, start, key=_address)
+        for other in self._regions[max(slot - 1, 0) : slot + 1]:
+            if start < other.address + other.nbytes and other.address < end:
+                raise RegionError(
+                    f"register: [{start:#x}, {end:#x}) overlaps registered "
+                    f"[{other.address:#x}, {other.address + other.nbytes:#x})"
+                )
+        return slot
 
     def remove(self, region: MemoryRegion) -> None:
         """Forget a region.

@@ -1,28 +1,119 @@
-"""From a configuration to a live transport; each one is imported when it is asked for."""
+"""Finds a transport by the name of its configuration: built in, or installed beside Windlass.
+
+A distribution that brings a transport names its configuration in the entry point group
+`windlass.transports`:
+
+    [project.entry-points."windlass.transports"]
+    file_mmap = "windlass_file_mmap:FileMmapConfig"
+
+The name of the entry point is the tag of the struct. Names come from users of this machine, and
+what they stand for from distributions that are installed on it: a peer's message never says what
+to import.
+"""
 
 from __future__ import annotations
 
-from typing import assert_never
+from importlib.metadata import EntryPoint, entry_points
 
 import msgspec
 
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, TransportUnavailable
 from windlass.memory.cuda.driver import gpu_of
-from windlass.net.addresses import own_address
-from windlass.transports.base import OneSidedTransport
-from windlass.transports.configs import (
-    CmaConfig,
-    CudaIpcConfig,
-    MemoryConfig,
-    MooncakeConfig,
-    NixlConfig,
-    ShmConfig,
-    TransportConfig,
-    parse_transport,
-    transport_names,
-)
+from windlass.transports.base import MemoryType, OneSidedTransport, TransportConfig
 
-__all__ = ["create_transport", "parse_transport", "transport_names"]
+__all__ = [
+    "GROUP",
+    "config_type",
+    "create_transport",
+    "decode_transport",
+    "parse_transport",
+    "transport_names",
+]
+
+GROUP = "windlass.transports"
+_BUILT_IN = {
+    name: EntryPoint(name, f"windlass.transports.{place}", GROUP)
+    for name, place in {
+        "auto": "auto:AutoConfig",
+        "cma": "cma:CmaConfig",
+        "cuda_ipc": "cuda_ipc:CudaIpcConfig",
+        "memory": "memory:MemoryConfig",
+        "mooncake": "mooncake.config:MooncakeConfig",
+        "nixl": "nixl.config:NixlConfig",
+        "shm": "shm:ShmConfig",
+    }.items()
+}
+
+
+class _Tagged(msgspec.Struct, frozen=True):
+    type: str
+
+
+def transport_names() -> tuple[str, ...]:
+    """The names that `config_type` knows, in alphabetical order."""
+    return tuple(sorted(_BUILT_IN.keys() | {point.name for point in entry_points(group=GROUP)}))
+
+
+def config_type(name: str) -> type[TransportConfig]:
+    """The configuration of the transport called `name`.
+
+    Raises:
+        ConfigError: there is no such transport, there are several, or what its distribution names is
+            no configuration of that name.
+        TransportUnavailable: its distribution is installed and cannot be imported.
+    """
+    installed = tuple(entry_points(group=GROUP, name=name))
+    found = ((_BUILT_IN[name],) if name in _BUILT_IN else ()) + installed
+    if not found:
+        raise ConfigError(f"transport must be one of {list(transport_names())}, got {name!r}")
+    if len({point.value for point in found}) > 1:
+        raise ConfigError(
+            f"transport {name!r}: must be of one distribution, got "
+            f"{', '.join(_described(point) for point in found)}"
+        )
+    try:
+        loaded: object = found[0].load()
+    except (ImportError, AttributeError) as error:
+        raise TransportUnavailable(f"{_described(found[0])} cannot be loaded: {error}") from error
+    if not (isinstance(loaded, type) and issubclass(loaded, TransportConfig)):
+        raise ConfigError(f"{_described(found[0])}: must be a TransportConfig, got {loaded!r}")
+    if loaded.__struct_config__.tag != name:
+        raise ConfigError(
+            f"{_described(found[0])}: its tag must be {name!r}, got {loaded.__struct_config__.tag!r}"
+        )
+    return loaded
+
+
+def parse_transport(name: str | TransportConfig) -> TransportConfig:
+    """The default configuration of the transport called `name`, or the one that it spells out.
+
+    Args:
+        name: `mooncake`, or JSON: `{"type": "mooncake", "host": "192.0.2.1", "protocol": "rdma"}`;
+            a configuration is returned as it is.
+
+    Raises:
+        ConfigError: no such transport, no such setting, or neither a name nor a configuration.
+        TransportUnavailable: see `config_type`.
+    """
+    if isinstance(name, TransportConfig):
+        return name
+    if not isinstance(name, str):
+        raise ConfigError(f"transport must be a name or a configuration of one, got {name!r}")
+    return decode_transport(name) if name.startswith("{") else config_type(name)()
+
+
+def decode_transport(text: str | bytes) -> TransportConfig:
+    """A configuration from its JSON, by the transport's own struct.
+
+    Raises:
+        ConfigError, TransportUnavailable: see `parse_transport`.
+    """
+    try:
+        tag = msgspec.json.decode(text, type=_Tagged).type
+        return msgspec.json.decode(text, type=config_type(tag))
+    except msgspec.DecodeError as error:
+        shown = text.decode(errors="replace") if isinstance(text, bytes) else text
+        raise ConfigError(f"transport {shown}: {error}") from error
 
 
 def create_transport(
@@ -32,60 +123,24 @@ def create_transport(
 
     Args:
         config: which, and how.
-        towards: URL of the controller; a configuration without a host takes this host's address
-            on the way there.
+        towards: URL of the controller; see `TransportConfig.create`.
         memory_at: an address in the memory that will be registered. Where it is a GPU's, a transport
             that moves GPU memory is started for that GPU, whatever the configuration says.
 
     Raises:
         ConfigError: the memory is a GPU's, and the transport moves host memory only.
-        ConfigError, PeerUnreachable: this host has no such address; see `own_address`.
-        TransportUnavailable: a dependency or kernel feature is missing, or the wire is not the
-            one that was asked for.
+        ConfigError, PeerUnreachable, TransportUnavailable: see `TransportConfig.create`.
     """
-    if memory_at and (ordinal := gpu_of(memory_at)) >= 0:
-        config = _on_gpu(config, ordinal)
-    if isinstance(config, MooncakeConfig | NixlConfig) and not config.host:
-        config = msgspec.structs.replace(config, host=own_address(towards))
-    match config:
-        case MemoryConfig():
-            from windlass.transports.memory import MemoryTransport
-
-            return MemoryTransport()
-        case CmaConfig():
-            from windlass.transports.cma import CmaTransport
-
-            return CmaTransport(config.num_threads)
-        case ShmConfig():
-            from windlass.transports.shm import ShmTransport
-
-            return ShmTransport()
-        case MooncakeConfig():
-            from windlass.transports.mooncake.transport import MooncakeTransport
-
-            return MooncakeTransport(config)
-        case CudaIpcConfig():
-            from windlass.transports.cuda_ipc import CudaIpcTransport
-
-            return CudaIpcTransport(config.device, config.num_multiprocessors)
-        case NixlConfig():
-            from windlass.transports.nixl.transport import NixlTransport
-
-            return NixlTransport(config)
-        case _:
-            assert_never(config)
+    gpu = gpu_of(memory_at) if memory_at else -1
+    if gpu >= 0 and MemoryType.CUDA not in config.memory:
+        raise ConfigError(
+            f"transport: must be cuda_ipc (within one host), nixl or mooncake for weights on GPU "
+            f"{gpu}, got {config.name}, which moves host memory"
+        )
+    return config.create(towards=towards, gpu=gpu)
 
 
-def _on_gpu(config: TransportConfig, ordinal: int) -> TransportConfig:
-    match config:
-        case CudaIpcConfig():
-            return msgspec.structs.replace(config, device=ordinal)
-        case MooncakeConfig() | NixlConfig():
-            return msgspec.structs.replace(config, gpu=ordinal)
-        case CmaConfig() | ShmConfig() | MemoryConfig():
-            raise ConfigError(
-                f"transport: must be cuda_ipc (within one host), nixl or mooncake for weights on GPU "
-                f"{ordinal}, got {type(config).__struct_config__.tag}, which moves host memory"
-            )
-        case _:
-            assert_never(config)
+def _described(point: EntryPoint) -> str:
+    dist = point.dist
+    owner = "" if dist is None else f" of {dist.name}"
+    return f"transport {point.name!r}{owner} ({point.value})"

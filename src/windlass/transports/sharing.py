@@ -47,7 +47,7 @@ class _Work:
 
     def help(self) -> None:
         """Carry out jobs until none is left."""
-        while (job := self._take()) is not None:
+        while (job := self._next_job()) is not None:
             error: BaseException | None = None
             try:
                 job()
@@ -63,7 +63,7 @@ class _Work:
             if self._error is not None:
                 raise self._error
 
-    def _take(self) -> Callable[[], object] | None:
+    def _next_job(self) -> Callable[[], object] | None:
         with self._changed:
             if not self._left:
                 return None

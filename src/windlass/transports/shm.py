@@ -7,9 +7,7 @@ came from `allocate` can be written by peers. Other memory may be registered as 
 from __future__ import annotations
 
 import ctypes
-import threading
-from collections.abc import Callable
-from typing import final
+from typing import ClassVar, final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,14 +16,17 @@ from windlass.errors import PeerUnreachable, RegionError
 from windlass.memory.ranges import merge_adjacent, split_pieces
 from windlass.net.clock import Deadline
 from windlass.transports.base import (
-    MemoryRegion,
-    PeerEndpoint,
+    MemoryAllocator,
+    OneSidedTransport,
     RemoteRegion,
+    TransportConfig,
+    TransportTraits,
     WireReport,
     WriteBatch,
 )
+from windlass.transports.ceilings import CEILING_BYTES_PER_S
+from windlass.transports.local import LocalTransport
 from windlass.transports.processes import OwnProcess, PeerProcesses, check_alive
-from windlass.transports.regions import RegionTable, check_batch
 from windlass.transports.segments import (
     MappedSegment,
     OwnedSegment,
@@ -36,7 +37,7 @@ from windlass.transports.segments import (
     segment_key,
 )
 
-__all__ = ["ShmTransport"]
+__all__ = ["ShmConfig", "ShmTransport"]
 
 MAX_COPY_NBYTES = 512 << 20
 """Bytes per copy: bounds how long one can outlast a deadline. Large, because from some size on
@@ -52,33 +53,48 @@ _memmove_holding_lock = ctypes.PYFUNCTYPE(
 )(ctypes.cast(ctypes.CDLL(None).memmove, ctypes.c_void_p).value or 0)
 
 
+class ShmConfig(TransportConfig, frozen=True, tag="shm"):
+    """POSIX shared memory that the transport allocates; for hosts that refuse `cma`."""
+
+    remedy: ClassVar[str] = "mount a tmpfs at /dev/shm"
+
+    def create(self, *, towards: str = "", gpu: int = -1) -> OneSidedTransport:  # noqa: ARG002
+        return ShmTransport()
+
+
 @final
-class ShmTransport:
-    """`OneSidedTransport` and `AllocatingTransport` over files in /dev/shm.
+class ShmTransport(LocalTransport):
+    """`OneSidedTransport` over files in /dev/shm, and the `MemoryAllocator` of them.
+
+    Memory that it did not allocate can be registered as a source only.
 
     Segments are removed at `release`, at `close`, at interpreter exit, and, after a death
     without either, by the next `ShmTransport` of the same user or the first peer that notices.
     """
 
+    traits = TransportTraits(
+        same_host=True,
+        one_sided=True,
+        ceiling_bytes_per_s=CEILING_BYTES_PER_S["posix-shm"],
+        allocates=True,
+    )
+
     def __init__(self) -> None:
         remove_stale_segments()
         self._own, self._processes = OwnProcess("shm"), PeerProcesses()
-        self._endpoint = self._own.endpoint
-        self._table = RegionTable()
-        self._lock = threading.Lock()
+        super().__init__(self._own.endpoint)
         self._segments: dict[int, OwnedSegment] = {}
         self._peers = PeerSegments()
 
-    def report(self) -> WireReport:
-        """See `OneSidedTransport.report`."""
-        return WireReport("shm", "posix-shm", f"pid {self._endpoint.address}", True)
+    @property
+    def allocator(self) -> MemoryAllocator:
+        return self
 
-    def endpoint(self) -> PeerEndpoint:
-        """See `OneSidedTransport.endpoint`."""
-        return self._endpoint
+    def report(self) -> WireReport:
+        return WireReport("shm", "posix-shm", f"pid {self._endpoint.address}")
 
     def allocate(self, nbytes: int) -> int:
-        """See `AllocatingTransport.allocate`.
+        """See `MemoryAllocator.allocate`.
 
         Raises:
             RegionError: `nbytes` < 1.
@@ -90,11 +106,7 @@ class ShmTransport:
         return segment.address
 
     def release(self, address: int) -> None:
-        """See `AllocatingTransport.release`.
-
-        Raises:
-            RegionError: not from `allocate`, or still registered.
-        """
+        """See `MemoryAllocator.release`."""
         with self._lock:
             segment = self._segments.get(address)
             if segment is None:
@@ -105,32 +117,25 @@ class ShmTransport:
             del self._segments[address]
         segment.remove()
 
-    def register(self, address: int, nbytes: int) -> MemoryRegion:
-        """See `OneSidedTransport.register`; memory from elsewhere is a source only."""
-        key = ""
+    def close(self) -> None:
+        self._own.close()
+        super().close()
         with self._lock:
-            for segment in self._segments.values():
-                offset = address - segment.address
-                if offset >= 0 and offset + nbytes <= segment.nbytes:
-                    key = segment_key(segment.name, offset)
-            region = MemoryRegion(
-                address, nbytes, RemoteRegion(self._endpoint, address, nbytes, key)
-            )
-            self._table.add(region)
-        return region
+            segments, self._segments = list(self._segments.values()), {}
+        self._peers.close()
+        for segment in segments:
+            segment.remove()
 
-    def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
-        """See `OneSidedTransport.unregister`."""
-        self._table.remove(region)
-        if released is not None:
-            released()
+    def _key_of(self, address: int, nbytes: int) -> str:
+        for segment in self._segments.values():
+            offset = address - segment.address
+            if offset >= 0 and offset + nbytes <= segment.nbytes:
+                return segment_key(segment.name, offset)
+        return ""
 
-    def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
-        """See `OneSidedTransport.write`; the outcome is never unknown."""
-        check_batch(self._table, batch, "shm")
+    def _copy(self, batch: WriteBatch, deadline: Deadline) -> None:
         try:
             self._processes.check(batch.endpoint)
-            deadline = Deadline.after(deadline_s, f"shm write to pid {batch.endpoint.address}")
             targets, mapped = self._translate(batch)
             _copy(batch.local_addresses, targets, batch.nbytes, deadline)
             del mapped  # alive until here: another thread may drop the segment from the cache
@@ -138,19 +143,6 @@ class ShmTransport:
         except PeerUnreachable:
             self._peers.forget_dead()
             raise
-
-    def fence(self, *, deadline_s: float) -> None:
-        """See `OneSidedTransport.fence`: a write ends with its process."""
-
-    def close(self) -> None:
-        """See `OneSidedTransport.close`."""
-        self._own.close()
-        with self._lock:
-            segments, self._segments = list(self._segments.values()), {}
-        self._table.clear()
-        self._peers.close()
-        for segment in segments:
-            segment.remove()
 
     def _translate(self, batch: WriteBatch) -> tuple[UInt64Array, list[MappedSegment]]:
         """Addresses of the pieces in this process's mapping of the peer's segments."""

@@ -6,9 +6,11 @@ Nothing is paused here. Runs when the fleet has changed, before the next round n
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from windlass.config import UpdateBackend, UpdateMode
@@ -20,14 +22,14 @@ from windlass.errors import (
     WindlassError,
 )
 from windlass.layout.manifest import Role, ShardManifest
-from windlass.net.addresses import HOST_VARIABLE, is_loopback, split_host_port
 from windlass.planning.plan import TransferPlan
 from windlass.planning.relay import copy_part
 from windlass.planning.replicated import Replicated, find_replicated
 from windlass.transfer.bindings import DestinationBinding, GroupOffer
-from windlass.transports.processes import WITHIN_HOST
+from windlass.transports.choice import LinkChoice, unreachable_reason
 from windlass.updates.calls import RankCaller, describe, failures_of
 from windlass.updates.fleet import Group, Identity
+from windlass.updates.link_transports import LinkTransports
 from windlass.updates.messages import (
     Bound,
     ConnectEngine,
@@ -71,6 +73,8 @@ class Binding:
     Attributes:
         signature: the incarnations it holds for; another fleet needs another binding.
         engines: engine -> workers. trainers: workers. links: (source, destination) pairs.
+        transports: (source, destination) -> what that link takes, and why; empty where bytes do not
+            travel by one-sided writes.
         relay: member of a relay group -> those that it passes on to.
         replicated: what several of the trainers hold; None where engines are the source.
         sent_nbytes: by the trainer that sends most.
@@ -81,9 +85,22 @@ class Binding:
     trainers: tuple[str, ...] = ()
     links: frozenset[tuple[str, str]] = frozenset()
     plan_digest: str = ""
+    transports: Mapping[tuple[str, str], LinkChoice] = field(default_factory=dict)
     relay: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     replicated: Replicated | None = None
     sent_nbytes: int = 0
+
+    @property
+    def links_by_transport(self) -> dict[str, int]:
+        """Name of a transport -> links that take it."""
+        return dict(Counter(choice.transport for choice in self.transports.values()))
+
+    def describe_links(self) -> list[dict[str, str]]:
+        """Links and their transports as `/v1/status` shows them."""
+        return [
+            {"source": s, "destination": d, "transport": c.transport, "reason": c.reason}
+            for (s, d), c in self.transports.items()
+        ]
 
     def identities_of(self, engine: str) -> frozenset[Identity]:
         """The processes behind the ranks of an engine."""
@@ -131,7 +148,7 @@ async def bind_fleet(
 
     Raises:
         PlanError: the manifests cannot be served.
-        ConfigError: no engine has the trainers' transport, or is where that reaches.
+        ConfigError: no engine has a transport in common with the trainers that reaches it.
         EnginesUnbound: some engines did not bind; the others would.
         RoundAborted: a trainer did not bind the plan, or did not answer within `deadline_s`.
     """
@@ -143,11 +160,11 @@ async def bind_fleet(
     engine_workers = {engine.name: engine.workers for engine in engines}
     manifests = trainers.manifests
     pinned = {name: sessions[name] for name in (*workers, *engine_of) if name in sessions}
-    if backend.traits.one_sided:
-        _check_transports(workers, engine_workers, pinned)
-    compiled = await asyncio.to_thread(_compile, planner, manifests, destinations, relay)
-    if backend.traits.one_sided:
-        _check_hosts(compiled.links, engine_of, pinned)
+    transports = LinkTransports(pinned) if backend.traits.one_sided else LinkTransports({})
+    compiled = await asyncio.to_thread(
+        _compile, planner, manifests, destinations, relay, transports
+    )
+    _refuse_wrong({engine_of[w]: why for w, why in compiled.unreached.items()}, len(engines))
     digest = compiled.digest
     caller = RankCaller(pinned, round_id)
     bound = await caller.call(
@@ -167,14 +184,20 @@ async def bind_fleet(
     if failed:
         raise _unbound(failed, engine_of, "did not bind the plan")
     if backend.traits.one_sided:
-        _check_own(bindings, engine_of, pinned)
-    if misaddressed := _find_misaddressed(bindings.values(), workers, pinned):
-        raise EnginesUnbound({engine_of[w]: why for w, why in misaddressed.items()}, {}, "")
+        refused = {
+            w: f"{w}: must bind memory of its own endpoints and no other rank's"
+            for w, binding in bindings.items()
+            if not transports.owns(w, binding)
+        }
+    else:
+        refused = _find_misaddressed(bindings.values(), workers, pinned)
+    if refused:
+        raise EnginesUnbound({engine_of[w]: why for w, why in refused.items()}, {}, "")
     parts = {
         w: ConnectTrainer(
             part,
             digest,
-            relay.direct(bindings.values()),
+            transports.bindings_for(w, relay.direct(bindings.values())),
             backend,
             compiled.replicated_parts.get(w, b""),
         )
@@ -182,12 +205,13 @@ async def bind_fleet(
     }
     offers = await _bind_sources(caller, parts, engine_of, deadline_s)
     await _form_groups(caller, offers, deadline_s)
-    await _bind_relay(caller, relay, workers, bindings, engine_of, deadline_s)
+    await _bind_relay(caller, relay, workers, bindings, engine_of, transports, deadline_s)
     return Binding(
         signature=signature,
         engines=engine_workers,
         trainers=workers,
         links=compiled.links,
+        transports=transports.choices,
         plan_digest=digest,
         relay=relay.children,
         replicated=compiled.replicated,
@@ -227,85 +251,9 @@ async def _bind_sources(
     return offers
 
 
-def _check_transports(
-    sources: Sequence[str],
-    engines: Mapping[str, Sequence[str]],
-    sessions: Mapping[str, AgentSession],
-) -> None:
-    """Whoever writes must speak the transport that the memory is registered with.
-
-    Raises:
-        EnginesUnbound: some engines have another one than the sources.
-        ConfigError: all have; then it is the sources that are out of step.
-    """
-    spoken = {w: s.agent.hello.wire.transport for w, s in sessions.items()}
-    wrong = {
-        name: f"transport of {worker} must be that of {source}, {spoken[source]!r}, "
-        f"got {spoken[worker]!r}"
-        for name, workers in engines.items()
-        for worker in workers
-        for source in sources
-        if worker in spoken and source in spoken and spoken[worker] != spoken[source]
-    }
-    _refuse_wrong(wrong, len(engines))
-
-
-def _check_hosts(
-    links: Iterable[tuple[str, str]],
-    engine_of: Mapping[str, str],
-    sessions: Mapping[str, AgentSession],
-) -> None:
-    """A transport that reaches processes reaches those of its own host.
-
-    One host: connections that come from one address, of processes that say the same of it.
-
-    Raises:
-        EnginesUnbound: some engines are on another host than a source that writes to them.
-        ConfigError: all are.
-    """
-
-    def host_of(worker: str) -> tuple[str, str]:
-        return sessions[worker].host, sessions[worker].agent.hello.host
-
-    wrong = {}
-    for source, worker in sorted(links):
-        if source not in sessions or worker not in sessions:
-            continue  # lost meanwhile
-        transport = sessions[worker].agent.hello.wire.transport
-        if transport in WITHIN_HOST and host_of(source) != host_of(worker):
-            wrong[engine_of[worker]] = (
-                f"{worker}: transport {transport} reaches processes of one host, one namespace of "
-                f"processes and one of networks, got a rank elsewhere than {source}; between hosts "
-                "use mooncake or nixl"
-            )
-    _refuse_wrong(wrong, len(set(engine_of.values())))
-
-
 def _refuse_wrong(wrong: Mapping[str, str], num_engines: int) -> None:
     if wrong and len(wrong) == num_engines:
         raise ConfigError("; ".join(wrong.values()))
-    if wrong:
-        raise EnginesUnbound(wrong, {}, "")
-
-
-def _check_own(
-    bindings: Mapping[str, DestinationBinding],
-    engine_of: Mapping[str, str],
-    sessions: Mapping[str, AgentSession],
-) -> None:
-    """A rank may have its own memory written, and nobody else's.
-
-    Raises:
-        EnginesUnbound: some bound another rank, or another endpoint than they came with.
-    """
-    wrong = {}
-    for worker, binding in bindings.items():
-        owners = {binding.endpoint, *(region.endpoint for region in binding.regions)}
-        known = worker in sessions and owners == {sessions[worker].agent.hello.endpoint}
-        if binding.worker != worker or not known:
-            wrong[engine_of[worker]] = (
-                f"{worker}: must bind memory of its own endpoint and no other rank's"
-            )
     if wrong:
         raise EnginesUnbound(wrong, {}, "")
 
@@ -319,16 +267,10 @@ def _find_misaddressed(
     hosts = {sessions[worker].host for worker in sources if worker in sessions}
     found = {}
     for binding in bindings:
-        session, address = sessions.get(binding.worker), binding.endpoint.address
-        try:
-            host = split_host_port(address)[0]
-        except ConfigError:
-            host = address  # of a transport that never leaves its host, or without a port
-        if session is not None and is_loopback(host) and hosts - {session.host}:
-            found[binding.worker] = (
-                f"{binding.worker}: {binding.endpoint.transport} address must be reachable from "
-                f"other hosts, got {address!r}; the transport's host or {HOST_VARIABLE} sets it"
-            )
+        session = sessions.get(binding.worker)
+        reason = unreachable_reason(binding.endpoint)
+        if reason and session is not None and hosts - {session.host}:
+            found[binding.worker] = f"{binding.worker}: {reason}"
     return found
 
 
@@ -338,6 +280,7 @@ async def _bind_relay(
     trainers: Sequence[str],
     bindings: Mapping[str, DestinationBinding],
     engine_of: Mapping[str, str],
+    transports: LinkTransports,
     deadline_s: float,
 ) -> None:
     """Have members listen, then tell everybody who passes on to whom.
@@ -357,7 +300,10 @@ async def _bind_relay(
             failed[worker] = result
     if failed:
         raise _unbound(failed, engine_of, "does not relay")
-    commands = relay.connections(trainers, bindings, addresses)
+    commands = {
+        w: msgspec.structs.replace(command, bindings=transports.bindings_for(w, command.bindings))
+        for w, command in relay.connections(trainers, bindings, addresses).items()
+    }
     failed = failures_of(await caller.call(commands, deadline_s), Done)
     for worker, result in failed.items():
         if worker not in engine_of:
@@ -410,6 +356,7 @@ class _Compiled:
     source_parts: dict[str, bytes]
     destination_parts: dict[str, bytes]
     links: frozenset[tuple[str, str]]
+    unreached: dict[str, str]
     replicated: Replicated | None
     replicated_parts: dict[str, bytes]
     sent_nbytes: int
@@ -420,10 +367,16 @@ def _compile(
     sources: Sequence[ShardManifest],
     destinations: Sequence[ShardManifest],
     relay: RelayPlan,
+    transports: LinkTransports,
 ) -> _Compiled:
     """Everything that takes long with a large model; runs outside the loop."""
     plan = planner(sources, relay.planned(destinations))
     copies = relay.copies
+    links = {(plan.sources[link.src], plan.destinations[link.dst]) for link in plan.links()}
+    links |= {(source, copy) for copy, of in copies.items() for source, to in links if to == of}
+    passed_on = {(member, c) for member, below in relay.children.items() for c in below}
+    unreached = transports.choose(links | passed_on)
+    plan = plan.without_landing(transports.strided)
     parts = {m.worker: plan.for_destination(m.worker) for m in relay.planned(destinations)}
     parts |= {
         m.worker: copy_part(parts[copies[m.worker]], copies[m.worker], m)
@@ -441,9 +394,6 @@ def _compile(
         digest=plan.digest(),
         source_parts={m.worker: plan.for_source(m.worker).encode() for m in sources},
         destination_parts={worker: part.encode() for worker, part in parts.items()},
-        links=frozenset(
-            (part.sources[link.src], worker)
-            for worker, part in parts.items()
-            for link in part.links()
-        ),
+        links=frozenset(links),
+        unreached=unreached,
     )

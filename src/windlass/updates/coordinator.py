@@ -190,6 +190,7 @@ class Coordinator:
             "trainers": list(t.workers) if (t := self._fleet.trainers()) is not None else [],
             "in_round": self._driver is not None,
             "updates": self.num_updates,
+            "links": [] if self._binding is None else self._binding.describe_links(),
         }
 
     async def wait_for_fleet(
@@ -802,7 +803,7 @@ class Coordinator:
             self._journal_outcome(JournalKind.PUBLISHED, finish.version, report.engines)
         else:
             self._journal_outcome(JournalKind.ROUND_ENDED, finish.version, (), finish.reason)
-        return report
+        return msgspec.structs.replace(report, transports=binding.links_by_transport)
 
     def _note_outcomes(
         self, round_id: RoundId, lineage: str, binding: Binding, result: RoundResult

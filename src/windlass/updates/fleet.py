@@ -186,7 +186,8 @@ class Fleet:
                 f"worker name {hello.worker!r} is that of an agent that is still connected"
             )
         agents = (agent for group in self._groups.values() for agent in group.agents.values())
-        if any(agent.hello.endpoint == hello.endpoint for agent in agents):
+        taken = {offer.endpoint for agent in agents for offer in agent.hello.offers}
+        if any(offer.endpoint in taken for offer in hello.offers):
             raise ProtocolError(f"{hello.worker}: its endpoint is that of another agent")
         return self._insert(hello, manifest)
 
@@ -211,11 +212,17 @@ class Fleet:
             raise ManifestError(
                 f"{hello.worker}: sent the manifest of {manifest.role} {manifest.worker}"
             )
-        if hello.endpoint.transport != hello.wire.transport:
+        names = [offer.transport for offer in hello.offers]
+        if not names or len(set(names)) < len(names):
             raise ProtocolError(
-                f"{hello.worker}: endpoint must be of transport {hello.wire.transport!r}, "
-                f"got {hello.endpoint.transport!r}"
+                f"{hello.worker}: offers must be one or more, of different transports, got {names}"
             )
+        for offer in hello.offers:
+            if offer.wire.transport != offer.transport:
+                raise ProtocolError(
+                    f"{hello.worker}: endpoint must be of transport {offer.wire.transport!r}, "
+                    f"got {offer.transport!r}"
+                )
         return manifest
 
     @property

@@ -31,7 +31,7 @@ from windlass.net.messages import (
 from windlass.planning.relay import RelayGroup
 from windlass.transfer.bindings import DestinationBinding, GroupOffer, LinkOutcome, WireTensor
 from windlass.transfer.relay_wire import RelayAddress
-from windlass.transports.base import PeerEndpoint, WireReport
+from windlass.transports.base import TransportOffer
 from windlass.updates.measures import Measure
 
 __all__ = [
@@ -128,8 +128,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
         group: the trainer job or the engine that this rank belongs to.
         rank: rank in the group. world_size: ranks in the group.
         manifest: `ShardManifest.encode()`.
-        wire: what the rank's transport really uses.
-        endpoint: where writes to this rank land; no other rank of the fleet has it.
+        offers: every way in which the rank can be written, and can write; at least one, of different
+            transports. No other rank of the fleet has an endpoint of these.
         host: `host_identity()` of the rank's process.
         url: HTTP address of the engine, sent by rank 0 of an engine, else empty.
         served_version: version that an engine rank holds, or that a trainer rank was last told is
@@ -152,8 +152,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     rank: int
     world_size: int
     manifest: bytes
-    wire: WireReport
-    endpoint: PeerEndpoint
+    offers: tuple[TransportOffer, ...]
     host: str = ""
     url: str = ""
     served_version: int = -1
@@ -549,6 +548,8 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
         phase_s: seconds per phase, by name.
         digest_ok: every written range had the sender's digest on the receiving side.
         attempt: the `Announce.attempt` that this answers.
+        transports: name -> links that took it, where bytes travel by one-sided writes; `/v1/status` says
+            of each link what it took, and why.
     """
 
     version: int
@@ -560,6 +561,7 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
     phase_s: dict[str, float] = {}
     digest_ok: bool = True
     attempt: int = 0
+    transports: dict[str, int] = {}
 
     def measure(self, measure: Measure) -> float:
         """A figure of the round; 0 where it was not measured."""

@@ -10,6 +10,7 @@ from windlass.layout.manifest import ShardManifest
 from windlass.planning.relay import RelayGroup, children_of, find_replicas, lanes_of
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transfer.relay_wire import RelayAddress
+from windlass.transports.base import MemoryType
 from windlass.updates.fleet import Group
 from windlass.updates.messages import ConnectRelay, OpenRelay
 
@@ -95,7 +96,9 @@ def plan_relay(engines: Sequence[Group], backend: UpdateBackend) -> RelayPlan:
         engine.name: engine
         for engine in engines
         if all(
-            agent.hello.can_send and not agent.hello.wire.on_gpu for agent in engine.agents.values()
+            agent.hello.can_send and offer.traits.memory is MemoryType.HOST
+            for agent in engine.agents.values()
+            for offer in agent.hello.offers
         )
     }
     groups = []

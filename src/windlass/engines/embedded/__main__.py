@@ -38,7 +38,7 @@ def main() -> int:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--controller", default="", help="address of the controller")
-    parser.add_argument("--transport", default="cma")
+    parser.add_argument("--transport", default="auto")
     parser.add_argument("--host", default="", help="to bind; see docs/hosts.md")
     parser.add_argument("--advertise-host", default="", help="what others connect to")
     parser.add_argument("--port", type=int, default=0)

@@ -32,7 +32,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: int = 1
     dtype: DType = DType.FLOAT32
     controller: str = ""
-    transport: str = "cma"
+    transport: str = "auto"
     host: str = "127.0.0.1"
     advertise_host: str = ""
     port: int = 0

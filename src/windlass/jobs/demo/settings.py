@@ -12,7 +12,7 @@ import msgspec
 
 from windlass.config import DiskBackend, P2pBackend, UpdateBackend, UpdateMode, XcclBackend
 from windlass.errors import ConfigError
-from windlass.transports.configs import parse_transport
+from windlass.transports.registry import parse_transport
 
 __all__ = [
     "REAL_ENGINES",
@@ -27,7 +27,7 @@ __all__ = [
 
 
 REAL_ENGINES = ("sglang", "vllm")
-REAL_TRANSPORTS = ("cma", "mooncake")
+REAL_TRANSPORTS = ("auto", "cma", "mooncake")
 BACKENDS: dict[str, Callable[[Path], UpdateBackend]] = {
     "p2p": lambda _: P2pBackend(),
     "xccl": lambda _: XcclBackend(),
@@ -70,7 +70,7 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
         engine: `embedded`, or an unmodified `sglang` or `vllm` server (see `real_engine_settings`).
         scheduler: what starts the processes.
         backend: `p2p`, `xccl` or `disk`.
-        transport: of `p2p`: `cma`, `shm` or `mooncake`. mode: `in_place` or `staged`.
+        transport: of `p2p`: see `parse_transport`. mode: `in_place` or `staged`.
         kill_engine_at: version in whose update one engine is killed with SIGKILL; 0 for never.
         learning_rate: of AdamW. seed: of prompts, weights and sampling.
         output_dir: logs, weight snapshots, the PNG.
@@ -89,7 +89,7 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
     engine: str = "embedded"
     scheduler: SchedulerKind = SchedulerKind.LOCAL
     backend: str = "p2p"
-    transport: str = "cma"
+    transport: str = "auto"
     mode: UpdateMode = UpdateMode.IN_PLACE
     kill_engine_at: int = 0
     learning_rate: float = 2e-3

@@ -24,8 +24,8 @@ from typing import Protocol, cast
 from windlass.envs import environment_value, set_defaults
 from windlass.errors import ConfigError, TransportUnavailable
 from windlass.net.addresses import is_wildcard
-from windlass.transports.configs import MooncakeConfig, MooncakeProtocol
 from windlass.transports.inbound import listening_ports
+from windlass.transports.mooncake.config import MooncakeConfig, MooncakeProtocol
 from windlass.transports.mooncake.verbs import max_registration_nbytes
 
 __all__ = [

@@ -1,14 +1,14 @@
 """One peer of the Mooncake transport: deadlines, identity, and what an error means.
 
 Native calls take no deadline (they give up after 30 to 62 s), so each runs in a thread of
-its peer, and we stop waiting when our own deadline passes. From then on the peer is poisoned
+its peer, and we stop waiting when our own deadline passes. From then on the peer takes no call
 until that call has returned with success.
 
 Every failure is the one code -1, and it is no fence: bytes may land after it. It is turned
 into one of three errors:
 
 - nothing listens at the peer's port any more: the process is gone, and its memory with it. Over
-  RDMA, where a call to a dead peer may never return, its door (see `door`) tells at once.
+  RDMA, where a call to a dead peer may never return, its liveness listener tells at once.
 - the wire is TCP with one connection per peer, and the call came back long before any of the
   engine's own timeouts: the engine's queue to the peer is first-in first-out and each entry
   is acknowledged by the peer before the next is sent, so when a read that is queued behind
@@ -36,11 +36,11 @@ from windlass.memory.ranges import Pieces
 from windlass.net.addresses import join_host_port, split_host_port
 from windlass.net.clock import Deadline
 from windlass.transports.base import MemoryRegion, PeerEndpoint
-from windlass.transports.liveness import INCARNATION_NBYTES, Doorway
+from windlass.transports.liveness import INCARNATION_NBYTES, PeerLiveness
 from windlass.transports.mooncake.native import Started
 from windlass.transports.regions import overlaps
 
-__all__ = ["TOKEN_NBYTES", "Direction", "MooncakePeer", "door_name", "format_incarnation"]
+__all__ = ["TOKEN_NBYTES", "Direction", "MooncakePeer", "liveness_name", "format_incarnation"]
 
 TOKEN_NBYTES = 16
 PROMPT_S = 2.0
@@ -53,7 +53,7 @@ _NO_PIECES = np.empty(0, np.uint64)
 
 UInt64Array = npt.NDArray[np.uint64]
 _INCARNATION = re.compile(r"(~?)([0-9a-f]{32})@([0-9a-f]{1,16})(?::([0-9]{1,5}))?")
-_VOUCHED = "~"
+_PROXIED = "~"
 
 
 class Direction(StrEnum):
@@ -63,18 +63,20 @@ class Direction(StrEnum):
     WRITE = "write"
 
 
-def format_incarnation(token: bytes, address: int, door_port: int, *, vouched: bool = False) -> str:
-    """A random token, where its owner keeps it for peers to read, and its door; 0 for none.
+def format_incarnation(
+    token: bytes, address: int, liveness_port: int, *, proxied: bool = False
+) -> str:
+    """A random token, where its owner keeps it for peers to read, and its liveness port; 0 for none.
 
-    `vouched`: the memory's owner knows nothing of the token, another process tells it at its door;
+    `proxied`: the memory's owner knows nothing of the token, another process sends it at that port;
     there is something to read at `address`, and that is all that a peer asks of the owner.
     """
-    mark = _VOUCHED if vouched else ""
-    return f"{mark}{token.hex()}@{address:x}" + (f":{door_port}" if door_port else "")
+    mark = _PROXIED if proxied else ""
+    return f"{mark}{token.hex()}@{address:x}" + (f":{liveness_port}" if liveness_port else "")
 
 
-def door_name(token: bytes) -> str:
-    """What the door of the token's owner tells."""
+def liveness_name(token: bytes) -> str:
+    """The incarnation that the liveness listener of the token's owner sends."""
     return token.hex()[:INCARNATION_NBYTES]
 
 
@@ -99,7 +101,7 @@ class _Call:
         self.seconds = 0.0
 
     def execute(self) -> None:
-        """Run unless withdrawn; `done` is for the caller to set, whatever happens."""
+        """Run unless cancelled; `done` is for the caller to set, whatever happens."""
         with self._lock:
             if self._state != "queued":
                 return
@@ -108,12 +110,12 @@ class _Call:
         self.code = self._run()
         self.seconds = time.monotonic() - start
 
-    def withdraw(self) -> bool:
+    def cancel(self) -> bool:
         """Take it back; whether that was in time."""
         with self._lock:
             if self._state == "queued":
-                self._state = "withdrawn"
-            return self._state == "withdrawn"
+                self._state = "cancelled"
+            return self._state == "cancelled"
 
 
 @final
@@ -145,12 +147,12 @@ class MooncakePeer:
             )
         self.started = started
         self.endpoint = endpoint
-        self._vouched = match[1] == _VOUCHED
+        self._proxied = match[1] == _PROXIED
         self._token, self._token_address = bytes.fromhex(match[2]), int(match[3], 16)
-        self._door_port = int(match[4] or 0)
-        if self._vouched and not self._door_port:
-            raise PeerUnreachable(f"mooncake: nobody vouches for {endpoint.incarnation!r}")
-        self._doorway: Doorway | None = None
+        self._liveness_port = int(match[4] or 0)
+        if self._proxied and not self._liveness_port:
+            raise PeerUnreachable(f"mooncake: no process stands in for {endpoint.incarnation!r}")
+        self._liveness: PeerLiveness | None = None
         self._gone = self._closed = False
         self.page = page
         self._page_address = int(page.ctypes.data)
@@ -187,8 +189,8 @@ class MooncakePeer:
             PeerUnreachable: it is gone, another one, or does not answer.
             TransferOutcomeUnknown: an earlier write to it has an unknown outcome.
         """
-        self._refuse_poisoned(deadline)
-        self._knock(deadline)
+        self._refuse_unknown(deadline)
+        self._watch_liveness(deadline)
         code = self._ask_token(deadline)
         self._refuse_closed(deadline)
         if code == _OTHER_PROCESS:
@@ -208,8 +210,8 @@ class MooncakePeer:
         for _ in range(READS):
             call = self._start(self._read_token)
             if not call.done.wait(deadline.remaining_s):
-                call.withdraw()  # nothing was written, so whether it was in time does not matter
-                self._refuse_poisoned(deadline)
+                call.cancel()  # nothing was written, so whether it was in time does not matter
+                self._refuse_unknown(deadline)
                 raise PeerUnreachable(
                     f"{deadline.purpose}: {self.endpoint.address} did not answer within "
                     f"{deadline.seconds} s; nothing was sent"
@@ -234,7 +236,7 @@ class MooncakePeer:
             TransferFailed: refused by the peer, or not begun by the deadline; it is over.
             TransferOutcomeUnknown: bytes may still land.
         """
-        self._refuse_poisoned(deadline)
+        self._refuse_unknown(deadline)
         deadline.check_before_more()
         engine = self.started.engine
         native = (
@@ -248,8 +250,8 @@ class MooncakePeer:
             lambda: native(self.endpoint.address, *columns), local.copy(), nbytes.copy()
         )
         if not call.done.wait(deadline.remaining_s):
-            if self._withdraw(call):
-                self._refuse_poisoned(deadline)
+            if self._cancel(call):
+                self._refuse_unknown(deadline)
                 raise TransferFailed(
                     f"{deadline.purpose}: other writes took the deadline of {deadline.seconds} s; "
                     "nothing more was sent"
@@ -264,8 +266,8 @@ class MooncakePeer:
         Writes that are not over by then end with an error.
         """
         self._closed = True
-        if self._doorway is not None:
-            self._doorway.close()
+        if self._liveness is not None:
+            self._liveness.close()
         with self._lock:
             thread = self._thread
             stuck = self._gone or bool(self._unknown)
@@ -276,30 +278,32 @@ class MooncakePeer:
             thread.join(CONNECT_S)
         self._wake()
 
-    def _knock(self, deadline: Deadline) -> None:
-        """Go to the peer's door, once, and have a thread wait there for its end."""
+    def _watch_liveness(self, deadline: Deadline) -> None:
+        """Connect to the peer's liveness listener, once, and have a thread wait for its end."""
         with self._lock:
-            if self._doorway is not None or not self._door_port:
+            if self._liveness is not None or not self._liveness_port:
                 return
         endpoint = PeerEndpoint(
-            "mooncake", join_host_port(self._session[0], self._door_port), door_name(self._token)
+            "mooncake",
+            join_host_port(self._session[0], self._liveness_port),
+            liveness_name(self._token),
         )
-        doorway = Doorway(endpoint, deadline)
-        if not self._keep(doorway):  # another thread was first
-            doorway.close()
+        liveness = PeerLiveness(endpoint, deadline)
+        if not self._keep(liveness):  # another thread was first
+            liveness.close()
             return
         threading.Thread(
-            target=self._watch, args=(doorway,), name=self._thread_name, daemon=True
+            target=self._watch, args=(liveness,), name=self._thread_name, daemon=True
         ).start()
 
-    def _keep(self, doorway: Doorway) -> bool:
+    def _keep(self, liveness: PeerLiveness) -> bool:
         with self._lock:
-            if self._doorway is None:
-                self._doorway = doorway
-            return self._doorway is doorway
+            if self._liveness is None:
+                self._liveness = liveness
+            return self._liveness is liveness
 
-    def _watch(self, doorway: Doorway) -> None:
-        doorway.watch()
+    def _watch(self, liveness: PeerLiveness) -> None:
+        liveness.watch()
         with self._lock:
             self._gone = not self._closed  # this side's end looks the same
         if self._gone:
@@ -326,7 +330,7 @@ class MooncakePeer:
     def _explain(self, call: _Call, deadline: Deadline) -> None:
         """The one place where code -1 becomes an exception; see the module's docstring."""
         if self._closed:
-            if self._withdraw(call):
+            if self._cancel(call):
                 self._refuse_closed(deadline)
             self._give_up(
                 call, f"{deadline.purpose}: the transport was closed; bytes may still land"
@@ -344,9 +348,9 @@ class MooncakePeer:
             "there; bytes may still land",
         )
 
-    def _withdraw(self, call: _Call) -> bool:
+    def _cancel(self, call: _Call) -> bool:
         """Whether it was in time: then it touches no memory, however long others are stuck."""
-        if not call.withdraw():
+        if not call.cancel():
             return False
         with self._lock:
             self._open.discard(call)
@@ -385,25 +389,25 @@ class MooncakePeer:
         code = self.started.engine.transfer_sync_read(
             self.endpoint.address, self._page_address, self._token_address, TOKEN_NBYTES
         )
-        if self._vouched:
+        if self._proxied:
             return code
         if code == 0 and self.page[:TOKEN_NBYTES].tobytes() != self._token:
             return _OTHER_PROCESS
         return code
 
-    def _refuse_poisoned(self, deadline: Deadline) -> None:
+    def _refuse_unknown(self, deadline: Deadline) -> None:
         self._refuse_closed(deadline)
         with self._lock:
-            poison, gone = next(iter(self._unknown.values()), ""), self._gone
+            unknown, gone = next(iter(self._unknown.values()), ""), self._gone
         if gone:
             raise PeerUnreachable(f"{deadline.purpose}: {self.endpoint.address} is gone")
-        if not poison:
+        if not unknown:
             return
         if self._refuses_connections(deadline):
             with self._lock:
                 self._gone = True
             raise PeerUnreachable(f"{deadline.purpose}: {self.endpoint.address} is gone")
-        raise TransferOutcomeUnknown(f"an earlier write is open: {poison}")
+        raise TransferOutcomeUnknown(f"an earlier write is open: {unknown}")
 
     def _refuse_closed(self, deadline: Deadline) -> None:
         if self._closed:

@@ -1,8 +1,8 @@
 """Memory that another process has registered with a Mooncake engine of its own.
 
-That process runs no code of ours. This one, on the same host, vouches for it: its door closes
+That process runs no code of ours. This one, on the same host, stands in for it: its liveness listener closes
 when either of the two ends, so that peers notice, and it reads back what peers have written. The
-registration cannot be withdrawn: fencing is by looking at who is still connected.
+registration cannot be taken back: fencing is by looking at who is still connected.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from windlass.net.addresses import split_host_port
 from windlass.net.clock import Deadline
 from windlass.transports.base import (
     MemoryRegion,
+    OneSidedTransport,
     PeerEndpoint,
     RemoteRegion,
+    TransportTraits,
     WireReport,
     WriteBatch,
 )
-from windlass.transports.configs import MooncakeConfig
 from windlass.transports.inbound import dialled
-from windlass.transports.liveness import Door
-from windlass.transports.mooncake.peer import TOKEN_NBYTES, door_name, format_incarnation
+from windlass.transports.liveness import LivenessListener
+from windlass.transports.mooncake.config import MooncakeConfig
+from windlass.transports.mooncake.peer import TOKEN_NBYTES, format_incarnation, liveness_name
 from windlass.transports.mooncake.transport import MooncakeTransport
 from windlass.transports.other_process import connections_to, listening_ports_of, owner_of
 
@@ -40,7 +42,7 @@ FIRST_BACKOFF_S = 0.001
 
 
 @final
-class MooncakeSession:
+class MooncakeSession(OneSidedTransport):
     """`OneSidedTransport` whose endpoint is another process's engine.
 
     What is registered here is local memory, for `read`; peers write `regions`.
@@ -63,9 +65,9 @@ class MooncakeSession:
         self._closed = False
         self._inner = MooncakeTransport(msgspec.structs.replace(config, host=host))
         token = secrets.token_bytes(TOKEN_NBYTES)
-        self._door = Door(host, door_name(token), "mooncake")
+        self._listener = LivenessListener(host, liveness_name(token), "mooncake")
         probe = next(address for address, nbytes in spans if nbytes >= TOKEN_NBYTES)
-        incarnation = format_incarnation(token, probe, self._door.port, vouched=True)
+        incarnation = format_incarnation(token, probe, self._listener.port, proxied=True)
         self._endpoint = PeerEndpoint("mooncake", session, incarnation)
         self.regions = tuple(
             RemoteRegion(self._endpoint, address, nbytes) for address, nbytes in spans
@@ -76,14 +78,17 @@ class MooncakeSession:
         """A descriptor that is readable once the other process has ended."""
         return self._process
 
+    @property
+    def traits(self) -> TransportTraits:
+        return self._inner.traits
+
     def report(self) -> WireReport:
-        """See `OneSidedTransport.report`."""
         found = self._inner.report()
         detail = f"{found.detail}, session {self._endpoint.address} of another process"
         return msgspec.structs.replace(found, detail=detail)
 
     def endpoint(self) -> PeerEndpoint:
-        """Of the other process, as this one vouches for it."""
+        """Of the other process, for which this one answers."""
         return self._endpoint
 
     def register(self, address: int, nbytes: int) -> MemoryRegion:
@@ -127,7 +132,7 @@ class MooncakeSession:
         if self._closed:
             return
         self._closed = True
-        self._door.close()
+        self._listener.close()
         self._inner.close()
         os.close(self._process)
 

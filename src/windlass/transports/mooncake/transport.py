@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import final
@@ -21,35 +21,30 @@ import numpy as np
 import numpy.typing as npt
 
 from windlass.errors import PeerUnreachable, RegionError, TransferFailed, TransportUnavailable
-from windlass.memory.ranges import (
-    calls,
-    cut_at_edges,
-    edges_of,
-    merge_adjacent,
-    split_pieces,
-)
+from windlass.memory.ranges import calls, split_pieces
 from windlass.net.addresses import join_host_port
 from windlass.net.clock import Deadline
 from windlass.transports.base import (
     MemoryRegion,
     PeerEndpoint,
-    RemoteRegion,
+    TransportTraits,
     WireReport,
     WriteBatch,
 )
-from windlass.transports.configs import MooncakeConfig
-from windlass.transports.deferred_free import Withdrawn
+from windlass.transports.ceilings import CEILING_BYTES_PER_S
 from windlass.transports.inbound import cut_inbound
-from windlass.transports.liveness import Door
+from windlass.transports.liveness import LivenessListener
+from windlass.transports.mooncake.config import MooncakeConfig
 from windlass.transports.mooncake.native import MAX_PIECES, Started, start_engine
 from windlass.transports.mooncake.peer import (
     TOKEN_NBYTES,
     Direction,
     MooncakePeer,
-    door_name,
     format_incarnation,
+    liveness_name,
 )
-from windlass.transports.regions import RegionTable, check_batch
+from windlass.transports.network import NetworkTransport
+from windlass.transports.regions import check_batch
 
 __all__ = ["MooncakeTransport"]
 
@@ -78,7 +73,7 @@ class _Engine:
         self.contacted: dict[str, PeerEndpoint] = {}
         self._pages: deque[Page] = deque()
 
-    def take_page(self) -> Page:
+    def acquire_page(self) -> Page:
         """Registered memory for a peer's token.
 
         Raises:
@@ -122,11 +117,12 @@ class _Known:
 
 
 @final
-class MooncakeTransport:
+class MooncakeTransport(NetworkTransport):
     """`OneSidedTransport` over `mooncake.engine.TransferEngine`.
 
     An endpoint's address is the engine's `host:port`; its incarnation is a random token, the
-    address at which peers read it back before they write and, over RDMA, the port of a door.
+    address at which peers read it back before they write and, over RDMA, the port of a liveness
+    listener.
 
     Raises:
         TransportUnavailable: not installed, too old, or the wire is not the one asked for.
@@ -135,12 +131,8 @@ class MooncakeTransport:
     def __init__(self, config: MooncakeConfig) -> None:
         self._config = config
         started = start_engine(config)
-        self._step_nbytes = config.max_registration_nbytes or started.max_registration_nbytes
         self._engines = [_Engine(started)]
-        self._table = RegionTable()
-        self._lock = threading.Lock()
         self._peers: dict[PeerEndpoint, _Known] = {}
-        self._withdrawn = Withdrawn("mooncake")
         self._closed = False
         token = secrets.token_bytes(TOKEN_NBYTES)
         self._token_page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
@@ -150,66 +142,58 @@ class MooncakeTransport:
         if code != 0:
             raise TransportUnavailable(f"mooncake: no memory can be registered (code {code})")
         # Over TCP the engine's own connections end with the peer; over verbs nothing does.
-        self._door = Door(config.host, door_name(token), "mooncake") if self._is_rdma() else None
-        self._endpoint = PeerEndpoint(
+        self._liveness = (
+            LivenessListener(config.host, liveness_name(token), "mooncake")
+            if self._is_rdma()
+            else None
+        )
+        endpoint = PeerEndpoint(
             "mooncake",
             join_host_port(config.host, started.engine.get_rpc_port()),
-            format_incarnation(token, address, 0 if self._door is None else self._door.port),
+            format_incarnation(
+                token, address, 0 if self._liveness is None else self._liveness.port
+            ),
         )
+        step_nbytes = config.max_registration_nbytes or started.max_registration_nbytes
+        super().__init__(endpoint, step_nbytes, threading.Lock())
 
     def _is_rdma(self) -> bool:
         return self._engines[0].started.wire == "rdma"
 
+    @property
+    def traits(self) -> TransportTraits:
+        return TransportTraits(
+            same_host=False,
+            one_sided=self._is_rdma(),
+            ceiling_bytes_per_s=CEILING_BYTES_PER_S[self._engines[0].started.wire],
+            gpu=self._config.gpu,
+        )
+
     def report(self) -> WireReport:
         """See `OneSidedTransport.report`; the wire was looked up, not assumed."""
         started = self._engines[0].started
-        return WireReport(
-            "mooncake",
-            started.wire,
-            started.detail,
-            one_sided=started.wire == "rdma",
-            on_gpu=self._config.gpu >= 0,
-        )
+        return WireReport("mooncake", started.wire, started.detail)
 
-    @property
-    def gpu_ordinal(self) -> int:
-        """See `NetworkTransport`."""
-        return self._config.gpu
+    def _pin(self, address: int, nbytes: int) -> str:
+        done: list[_Engine] = []
+        starts = self._starts(address, nbytes)
+        for engine in self._engines:
+            code = engine.pin(starts, address + nbytes)
+            if code != 0:
+                for other in done:
+                    other.unpin(starts)
+                what = "overlaps a registered region" if code == _OVERLAP else "is refused"
+                hint = "; over verbs see ulimit -l" if self._is_rdma() else ""
+                raise RegionError(
+                    f"register: [{address:#x}, {address + nbytes:#x}) {what} (code {code}){hint}"
+                )
+            done.append(engine)
+        return str(self._step_nbytes) if 0 < self._step_nbytes < nbytes else ""
 
-    def endpoint(self) -> PeerEndpoint:
-        """See `OneSidedTransport.endpoint`."""
-        return self._endpoint
-
-    def register(self, address: int, nbytes: int) -> MemoryRegion:
-        """See `OneSidedTransport.register`; over RDMA this pins the memory."""
-        key = str(self._step_nbytes) if 0 < self._step_nbytes < nbytes else ""
-        region = MemoryRegion(address, nbytes, RemoteRegion(self._endpoint, address, nbytes, key))
-        with self._lock:
-            self._table.add(region)
-            done: list[_Engine] = []
-            starts = self._starts(address, nbytes)
-            for engine in self._engines:
-                code = engine.pin(starts, address + nbytes)
-                if code != 0:
-                    for other in done:
-                        other.unpin(starts)
-                    self._table.remove(region)
-                    what = "overlaps a registered region" if code == _OVERLAP else "is refused"
-                    hint = "; over verbs see ulimit -l" if self._is_rdma() else ""
-                    raise RegionError(
-                        f"register: [{address:#x}, {address + nbytes:#x}) {what} (code {code}){hint}"
-                    )
-                done.append(engine)
-        return region
-
-    def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
-        """See `OneSidedTransport.unregister`; later writes of peers are refused over TCP."""
-        with self._lock:
-            self._table.remove(region)
-            for engine in self._engines:
-                engine.unpin(self._starts(region.address, region.nbytes))
-            if released is not None:
-                self._withdrawn.add(region, released, self._is_touched)
+    def _unpin(self, region: MemoryRegion) -> None:
+        """At once: later writes of peers are refused over TCP."""
+        for engine in self._engines:
+            engine.unpin(self._starts(region.address, region.nbytes))
 
     def _is_touched(self, region: MemoryRegion) -> bool:
         return any(known.peer.touches(region) for known in self._peers.values())
@@ -237,15 +221,7 @@ class MooncakeTransport:
     def _move_pieces(
         self, peer: MooncakePeer, batch: WriteBatch, direction: Direction, deadline: Deadline
     ) -> None:
-        pieces = cut_at_edges(
-            merge_adjacent(batch.local_addresses, batch.remote_addresses, batch.nbytes),
-            local=[e for span in self._table.spans() for e in self._starts(*span)],
-            remote=[
-                edge
-                for r in batch.regions
-                for edge in (r.address, *edges_of(r.address, r.nbytes, _step_of(r.key)))
-            ],
-        )
+        pieces = self._cut(batch, ((r.address, r.nbytes, _step_of(r.key)) for r in batch.regions))
         several = self._engines[0].started.num_nics > 1
         local, remote, nbytes = split_pieces(
             *pieces, REQUEST_NBYTES if several else MAX_CALL_NBYTES
@@ -270,17 +246,14 @@ class MooncakeTransport:
             self._table.clear()
         for peer in peers:
             peer.close()
-        if self._door is not None:
-            self._door.close()
+        if self._liveness is not None:
+            self._liveness.close()
         for engine in self._engines:
             for address, nbytes in spans:
                 engine.unpin(self._starts(address, nbytes))
         with self._lock:
-            self._withdrawn.close(self._is_touched)
+            self._deferred.close(self._is_touched)
             self._peers = {}
-
-    def _starts(self, address: int, nbytes: int) -> list[int]:
-        return [address, *edges_of(address, nbytes, self._step_nbytes)]
 
     @contextmanager
     def _peer(self, endpoint: PeerEndpoint) -> Iterator[MooncakePeer]:
@@ -298,7 +271,7 @@ class MooncakeTransport:
                 known.used_s = time.monotonic()
                 if unreachable:
                     self._forget(endpoint)
-                self._withdrawn.release(self._is_touched)
+                self._deferred.release(self._is_touched)
 
     def _use(self, endpoint: PeerEndpoint) -> _Known:
         with self._lock:
@@ -308,7 +281,7 @@ class MooncakeTransport:
             if known is None:
                 self._forget_unused()
                 engine = self._engine_for(endpoint)
-                page = engine.take_page()
+                page = engine.acquire_page()
                 try:
                     peer = MooncakePeer(engine.started, endpoint, page)
                 except PeerUnreachable:

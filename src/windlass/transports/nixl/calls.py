@@ -34,8 +34,8 @@ class _Call:
         """Keep it until it is over; what to say of it. Holds the lock."""
         local, remote, nbytes = self.pieces
         self.peer.open[self.handle] = (local.copy(), remote.copy(), nbytes.copy())
-        self.peer.poison = f"{self.deadline.purpose}: {why}"
-        return self.peer.poison
+        self.peer.unknown_reason = f"{self.deadline.purpose}: {why}"
+        return self.peer.unknown_reason
 
 
 @final
@@ -82,9 +82,9 @@ class NixlCalls:
                 done = self._look(call)
             pause_s = 20e-6
             while not done:
-                # NIXL has no event for the end of a transfer: looking is the only way. The doorway
+                # NIXL has no event for the end of a transfer: looking is the only way. The liveness
                 # is an event, and the wait is on that.
-                ended = peer.doorway.wait_ended(pause_s)
+                ended = peer.liveness.wait_ended(pause_s)
                 with self.lock:
                     done = self._look_again(call, has_ended=ended)
                 pause_s = min(pause_s * 2, 1e-3)
@@ -96,7 +96,7 @@ class NixlCalls:
             gpus = (self._gpu, peer.gpu)
             handle = new_write(self.agent, endpoint.incarnation, pieces, gpus)
         except self.errors as error:
-            if peer.doorway.wait_ended(GRACE_S):
+            if peer.liveness.wait_ended(GRACE_S):
                 raise PeerUnreachable(f"{deadline.purpose}: the process is gone") from error
             raise TransferFailed(f"{deadline.purpose}: not begun: {error}") from error
         call = _Call(peer, handle, pieces, deadline)
@@ -137,7 +137,7 @@ class NixlCalls:
 
     def _explain(self, call: _Call, error: Exception | None) -> None:
         """The one place where a native error in mid-transfer becomes one of ours."""
-        if call.peer.doorway.wait_ended(GRACE_S):
+        if call.peer.liveness.wait_ended(GRACE_S):
             raise PeerUnreachable(call.give_up("the process is gone")) from error
         raise TransferOutcomeUnknown(
             call.give_up(f"{error or 'error'}; bytes may still land")
@@ -162,7 +162,7 @@ class NixlCalls:
             with self.held(deadline):
                 if not (self.is_open(peer) and peer.late):
                     return
-            if peer.doorway.wait_ended(pause_s):
+            if peer.liveness.wait_ended(pause_s):
                 return
             pause_s = min(pause_s * 2, 1e-2)
 
@@ -173,10 +173,10 @@ class NixlCalls:
             PeerUnreachable: the process has ended; its peer may have been forgotten by now.
             TransferOutcomeUnknown: a transfer that was given up may go on.
         """
-        if peer.doorway.has_ended(knock=False):
+        if peer.liveness.has_ended(reconnect=False):
             raise PeerUnreachable(f"{deadline.purpose}: the process is gone")
         if self.is_open(peer):
-            raise TransferOutcomeUnknown(f"an earlier write is open: {peer.poison}")
+            raise TransferOutcomeUnknown(f"an earlier write is open: {peer.unknown_reason}")
 
     @contextlib.contextmanager
     def held(self, deadline: Deadline) -> Iterator[None]:
@@ -197,7 +197,7 @@ class NixlCalls:
             self.lock.release()
 
     def refuse_closed(self, deadline: Deadline) -> None:
-        """To be asked before a peer counts as gone: its doorway is closed with the transport.
+        """To be asked before a peer counts as gone: its liveness is closed with the transport.
 
         Raises:
             TransferFailed: the transport is closed.

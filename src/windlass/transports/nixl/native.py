@@ -23,8 +23,8 @@ import numpy.typing as npt
 
 from windlass.envs import set_defaults, temporary_values
 from windlass.errors import TransportUnavailable
-from windlass.transports.configs import NixlConfig, NixlWire
 from windlass.transports.inbound import new_mark
+from windlass.transports.nixl.config import NixlConfig, NixlWire
 
 __all__ = [
     "TCP_MARK",

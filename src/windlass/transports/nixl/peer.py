@@ -15,7 +15,7 @@ import msgspec
 from windlass.errors import DECODE_ERRORS, RegionError
 from windlass.memory.ranges import Pieces
 from windlass.transports.base import MemoryRegion, PeerEndpoint, RemoteRegion
-from windlass.transports.liveness import Doorway
+from windlass.transports.liveness import PeerLiveness
 from windlass.transports.nixl.native import NativeHandle
 from windlass.transports.regions import overlaps
 
@@ -38,10 +38,10 @@ class NixlKey(msgspec.Struct, frozen=True, array_like=True):
 
 @final
 class NixlPeer:
-    """One incarnation of one peer. Guarded by the transport's `lock`, but for `doorway`."""
+    """One incarnation of one peer. Guarded by the transport's `lock`, but for `liveness`."""
 
-    def __init__(self, doorway: Doorway, lock: threading.Lock) -> None:
-        self.doorway = doorway
+    def __init__(self, liveness: PeerLiveness, lock: threading.Lock) -> None:
+        self.liveness = liveness
         self.calls: dict[object, Pieces] = {}
         """Under way, in any thread."""
         self._calls_ended = threading.Condition(lock)
@@ -53,7 +53,7 @@ class NixlPeer:
         self.confirmed = False
         self.open: dict[NativeHandle, Pieces] = {}
         """Given up, and not over: several threads may write at once."""
-        self.poison = ""
+        self.unknown_reason = ""
         self.late = False
         self.words: list[NativeHandle] = []
         """Late ones, which nobody waits for."""
@@ -91,7 +91,7 @@ class NixlPeer:
             if done:
                 del self.open[handle]
         if not self.open:
-            self.poison, self.late = "", False
+            self.unknown_reason, self.late = "", False
         return bool(self.open)
 
     def touches(self, region: MemoryRegion) -> bool:
@@ -103,15 +103,15 @@ class NixlPeer:
 
 
 def forget_ended(peers: dict[PeerEndpoint, NixlPeer], is_open: Callable[[NixlPeer], bool]) -> None:
-    """Close the doorways of processes that have ended. Called under the transport's lock.
+    """Close the connections of processes that have ended. Called under the transport's lock.
 
     Whoever writes to one of them at this moment finds that it has ended. What UCX keeps of it stays:
     to have it forget a peer under an open transfer is not safe.
     """
     idle = {endpoint: p for endpoint, p in peers.items() if not (p.calls or p.words)}
-    for endpoint in [e for e, p in idle.items() if p.doorway.has_ended(knock=False)]:
+    for endpoint in [e for e, p in idle.items() if p.liveness.has_ended(reconnect=False)]:
         if not is_open(peers[endpoint]):
-            peers.pop(endpoint).doorway.close()
+            peers.pop(endpoint).liveness.close()
 
 
 def encode_keys(keys: Sequence[NixlKey]) -> str:

@@ -30,27 +30,22 @@ from windlass.errors import (
     TransportUnavailable,
 )
 from windlass.memory.cuda.driver import Device
-from windlass.memory.ranges import (
-    calls,
-    cut_at_edges,
-    edges_of,
-    merge_adjacent,
-    split_pieces,
-)
+from windlass.memory.ranges import calls, split_pieces
 from windlass.net.addresses import join_host_port
 from windlass.net.clock import Deadline
 from windlass.transports.base import (
     MemoryRegion,
     PeerEndpoint,
-    RemoteRegion,
+    TransportTraits,
     WireReport,
     WriteBatch,
 )
-from windlass.transports.configs import NixlConfig
-from windlass.transports.deferred_free import Withdrawn
-from windlass.transports.liveness import INCARNATION_NBYTES, Door, Doorway
+from windlass.transports.ceilings import CEILING_BYTES_PER_S
+from windlass.transports.liveness import INCARNATION_NBYTES, LivenessListener, PeerLiveness
 from windlass.transports.lockable import check_lockable
+from windlass.transports.network import NetworkTransport
 from windlass.transports.nixl.calls import GRACE_S, NixlCalls
+from windlass.transports.nixl.config import NixlConfig, NixlWire
 from windlass.transports.nixl.fence import TcpFence
 from windlass.transports.nixl.native import (
     TCP_MARK,
@@ -63,7 +58,7 @@ from windlass.transports.nixl.native import (
     start_agent,
 )
 from windlass.transports.nixl.peer import NixlKey, NixlPeer, decode_keys, encode_keys, forget_ended
-from windlass.transports.regions import RegionTable, check_batch
+from windlass.transports.regions import check_batch
 
 __all__ = ["NixlTransport"]
 
@@ -80,10 +75,10 @@ _STRANDED: list[object] = []
 
 
 @final
-class NixlTransport:
+class NixlTransport(NetworkTransport):
     """`OneSidedTransport` over a NIXL agent with a UCX backend.
 
-    An endpoint's address is `host:port` of its door (see `door`), its incarnation the agent's
+    An endpoint's address is `host:port` of its liveness listener, its incarnation the agent's
     random name. A region's key carries NIXL's metadata.
 
     Raises:
@@ -93,30 +88,44 @@ class NixlTransport:
 
     def __init__(self, config: NixlConfig) -> None:
         self._config = config
-        self._step_nbytes = config.max_registration_nbytes
         self._gpu = None if config.gpu < 0 else Device(config.gpu)
         self._name = secrets.token_hex(INCARNATION_NBYTES // 2)
         self._fence = TcpFence(TCP_MARK)
         with self._current():  # UCX looks for GPUs in the thread that starts it
             agent, self._log, self._detail = start_agent(config, self._name)
         self._calls = NixlCalls(agent, native_errors(), config.gpu)
-        self._door = Door(config.host, self._name, "nixl")
-        address = join_host_port(config.host, self._door.port)
-        self._endpoint = PeerEndpoint("nixl", address, self._name)
-        self._table = RegionTable()
+        self._liveness = LivenessListener(config.host, self._name, "nixl")
+        address = join_host_port(config.host, self._liveness.port)
+        endpoint = PeerEndpoint("nixl", address, self._name)
+        super().__init__(endpoint, config.max_registration_nbytes, self._calls.lock)
         self._native: dict[int, object] = {}
-        self._lock = self._calls.lock
         self._peers: dict[PeerEndpoint, NixlPeer] = {}
-        self._withdrawn = Withdrawn("nixl")
         self._page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
         self._scratch = int(self._page.ctypes.data)
         try:
             with self._current():
                 self._scratch_native = self._register_native(self._scratch, self._page.nbytes, -1)
         except RegionError as error:
-            self._door.close()
+            self._liveness.close()
             raise TransportUnavailable(f"nixl: no memory can be registered: {error}") from error
         self._fence.spare_own_connections()
+
+    @property
+    def traits(self) -> TransportTraits:
+        """Of the wires that UCX has chosen so far; before the first write, of the one it is limited to."""
+        wires = self._log.put_wires()
+        return TransportTraits(
+            same_host=False,
+            one_sided=bool(wires) and all(wire.one_sided for wire in wires),
+            ceiling_bytes_per_s=self._ceiling(),
+            gpu=self._config.gpu,
+        )
+
+    def _ceiling(self) -> float:
+        """Between hosts, where UCX has no shorter way."""
+        if self._config.wire is NixlWire.CMA:
+            return CEILING_BYTES_PER_S["process_vm_writev-ucx"]
+        return CEILING_BYTES_PER_S["rdma" if may_use_verbs(self._config.wire) else "tcp"]
 
     def report(self) -> WireReport:
         """See `OneSidedTransport.report`; read from UCX's log, `ucx` until a peer was written."""
@@ -127,51 +136,26 @@ class NixlTransport:
             "nixl",
             protocol,
             f"{self._detail}, wire {self._config.wire.value} asked for, devices: {devices}",
-            bool(wires) and all(wire.one_sided for wire in wires),
-            on_gpu=self._gpu is not None,
         )
 
-    @property
-    def gpu_ordinal(self) -> int:
-        """See `NetworkTransport`."""
-        return self._config.gpu
+    def _pin(self, address: int, nbytes: int) -> str:
+        native = self._register_native(address, nbytes, self._config.gpu)
+        try:
+            key = self._key_of(native, nbytes)
+        except self._calls.errors as error:
+            raise RegionError(f"register: {address:#x} has no metadata: {error}") from error
+        self._native[address] = native
+        return key
 
-    def endpoint(self) -> PeerEndpoint:
-        """See `OneSidedTransport.endpoint`."""
-        return self._endpoint
+    def _unpin(self, region: MemoryRegion) -> Callable[[], None]:
+        """Under a write it takes effect when that ends."""
+        return partial(self._deregister, self._native.pop(region.address))
 
-    def register(self, address: int, nbytes: int) -> MemoryRegion:
-        """See `OneSidedTransport.register`; over verbs this pins the memory."""
-        with self._lock, self._current():
-            probe = MemoryRegion(address, nbytes, RemoteRegion(self._endpoint, address, nbytes))
-            self._table.add(probe)  # refuses what overlaps before anything is pinned
-            self._table.remove(probe)
-            native = self._register_native(address, nbytes, self._config.gpu)
-            try:
-                key = self._key_of(native, nbytes)
-            except self._calls.errors as error:
-                raise RegionError(f"register: {address:#x} has no metadata: {error}") from error
-            region = MemoryRegion(
-                address, nbytes, RemoteRegion(self._endpoint, address, nbytes, key)
-            )
-            self._table.add(region)
-            self._native[address] = native
-        return region
-
-    def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
-        """See `OneSidedTransport.unregister`; under a write it takes effect when that ends."""
-        with self._lock, self._current():
-            self._table.remove(region)
-            deregister = partial(self._deregister, self._native.pop(region.address), released)
-            self._withdrawn.add(region, deregister, self._is_touched)
-
-    def _deregister(self, native: object, released: Callable[[], None] | None) -> None:
+    def _deregister(self, native: object) -> None:
         try:
             self._calls.agent.deregister_memory(native)
         except self._calls.errors as error:
             raise TransferFailed(f"nixl: memory stays registered: {error}") from error
-        if released is not None:
-            released()
 
     def _is_touched(self, region: MemoryRegion) -> bool:
         return any(self._calls.touches(peer, region) for peer in self._peers.values())
@@ -188,9 +172,9 @@ class NixlTransport:
             try:
                 self._write(batch, deadline)
             finally:
-                if self._withdrawn:
+                if self._deferred:
                     with self._lock:
-                        self._withdrawn.release(self._is_touched)
+                        self._deferred.release(self._is_touched)
 
     def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
         peer = self._peer(batch.endpoint, deadline)
@@ -209,12 +193,7 @@ class NixlTransport:
             self._reach(peer, batch.endpoint, deadline)
             self._log.check(self._config.wire)
             peer.confirmed = True
-        spans = self._table.spans()
-        pieces = cut_at_edges(
-            merge_adjacent(batch.local_addresses, batch.remote_addresses, batch.nbytes),
-            local=[e for span in spans for e in (span[0], *edges_of(*span, self._step_nbytes))],
-            remote=[e for place in steps for e in (place[0], *edges_of(*place))],
-        )
+        pieces = self._cut(batch, steps)
         local, remote, nbytes = split_pieces(*pieces, MAX_CALL_NBYTES)
         for part in calls(nbytes, max_pieces=MAX_PIECES, max_nbytes=MAX_CALL_NBYTES):
             self._calls.write(
@@ -233,7 +212,7 @@ class NixlTransport:
                 return
             self._calls.closed = True
             self._table.clear()
-            self._withdrawn.close(self._is_touched)
+            self._deferred.close(self._is_touched)
             peers, self._peers = list(self._peers.values()), {}
             if any(self._calls.is_open(p) or p.calls or p.words for p in peers):
                 _STRANDED.append((self._calls.agent, peers, self._page))
@@ -244,8 +223,8 @@ class NixlTransport:
                 self._fence.close()
             self._native.clear()
         for peer in peers:
-            peer.doorway.close()
-        self._door.close()
+            peer.liveness.close()
+        self._liveness.close()
 
     def _current(self) -> contextlib.AbstractContextManager[None]:
         """The GPU's context within: this may be the thread of a trainer, which has one of its own."""
@@ -255,7 +234,7 @@ class NixlTransport:
         if self._gpu is None and may_use_verbs(self._config.wire):
             check_lockable(nbytes + OWN_PINNED_NBYTES, f"register: {address:#x}")
         try:
-            edges = [address, *edges_of(address, nbytes, self._step_nbytes), address + nbytes]
+            edges = [*self._starts(address, nbytes), address + nbytes]
             parts = [(one, other - one, max(gpu, 0), "") for one, other in pairwise(edges)]
             return self._calls.agent.register_memory(parts, memory_kind(gpu), ["UCX"])
         except self._calls.errors as error:
@@ -282,13 +261,13 @@ class NixlTransport:
         with self._lock:
             found = self._peers.get(endpoint)
         if found is None:
-            doorway = Doorway(endpoint, deadline)
+            liveness = PeerLiveness(endpoint, deadline)
             with self._lock:
                 forget_ended(self._peers, self._calls.is_open)
-                found = self._peers.setdefault(endpoint, NixlPeer(doorway, self._lock))
-            if found.doorway is not doorway:
-                doorway.close()
-        if found.doorway.has_ended():
+                found = self._peers.setdefault(endpoint, NixlPeer(liveness, self._lock))
+            if found.liveness is not liveness:
+                liveness.close()
+        if found.liveness.has_ended():
             self._calls.refuse_closed(deadline)
             raise PeerUnreachable(f"{deadline.purpose}: the process is gone")
         return found
@@ -356,7 +335,7 @@ class NixlTransport:
                         state = self._calls.agent.check_xfer_state(handle)
                     except self._calls.errors:
                         state = "ERR"
-                if peer.doorway.wait_ended(GRACE_S if state == "ERR" else pause_s):
+                if peer.liveness.wait_ended(GRACE_S if state == "ERR" else pause_s):
                     self._calls.refuse_closed(deadline)
                     raise PeerUnreachable(f"{deadline.purpose}: the process is gone")
                 if state == "ERR":

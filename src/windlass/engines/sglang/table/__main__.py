@@ -28,7 +28,8 @@ from windlass.engines.versions import SGLANG, installed_version
 from windlass.envs import control_token
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
 from windlass.net.addresses import free_port
-from windlass.transports.configs import MooncakeConfig, parse_transport
+from windlass.transports.mooncake.config import MooncakeConfig
+from windlass.transports.registry import parse_transport
 
 RANK = "windlass.engines.sglang.table.rank"
 ANSWER_DEADLINE_S = 1800.0

@@ -20,7 +20,7 @@ from windlass.engines.sglang.table.model import checksum
 from windlass.engines.sglang.table.routes import Entry, TableRoutes, WeightTable
 from windlass.errors import PeerUnreachable, TransferFailed, UnsupportedLayout
 from windlass.transports.base import MemoryRegion, WriteBatch
-from windlass.transports.configs import MooncakeConfig
+from windlass.transports.mooncake.config import MooncakeConfig
 from windlass.transports.mooncake.session import MooncakeSession
 
 __all__ = ["Mirror", "TableRank", "check_agreement"]

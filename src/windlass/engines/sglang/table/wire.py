@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from windlass.transports.configs import MooncakeConfig
+from windlass.transports.mooncake.config import MooncakeConfig
 
 __all__ = ["RankOrder", "RankReport"]
 

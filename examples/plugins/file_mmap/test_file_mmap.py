@@ -1,0 +1,13 @@
+"""The suite that every transport passes, over this one."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from windlass_file_mmap import FileMmapConfig
+
+from windlass.testing.transport_conformance import ProcessConformance
+
+
+class TestFileMmap(ProcessConformance):
+    config: ClassVar[FileMmapConfig] = FileMmapConfig()

@@ -1,0 +1,276 @@
+"""Several transports of one process behind one: each peer is written by the one that its link was given.
+
+A rank offers an endpoint for every transport that starts here and that its memory allows. Whoever
+binds a plan takes the fastest that both ends of a link have (`choice.py`), and a `WriteBatch` names
+it by its endpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import ClassVar, final
+
+from windlass.errors import RegionError, TransportUnavailable
+from windlass.net.addresses import is_loopback, own_address
+from windlass.net.clock import Deadline
+from windlass.transports.base import (
+    MemoryAllocator,
+    MemoryRegion,
+    MemoryType,
+    OneSidedTransport,
+    PeerEndpoint,
+    PeerMapper,
+    TransportConfig,
+    TransportOffer,
+    TransportTraits,
+    WireReport,
+    WriteBatch,
+)
+from windlass.transports.registry import config_type, parse_transport, transport_names
+
+__all__ = ["AutoConfig", "TransportSet"]
+
+_log = logging.getLogger(__name__)
+
+
+class AutoConfig(TransportConfig, frozen=True, tag="auto"):
+    """Every transport that starts here and moves this kind of memory.
+
+    Transports between hosts are left out where the way to the controller is loopback, so that no
+    peer can be on another host, unless nothing else starts. A transport that can only expose memory
+    of its own is left out where another one reaches processes of this host.
+
+    Attributes:
+        offers: names or JSON configurations of the transports to start, each of which must; empty
+            for all.
+    """
+
+    memory: ClassVar[frozenset[MemoryType]] = frozenset(MemoryType)
+    is_automatic: ClassVar[bool] = False
+
+    offers: tuple[str, ...] = ()
+
+    def create(self, *, towards: str = "", gpu: int = -1) -> OneSidedTransport:
+        """See `TransportConfig.create`; a single transport stands for itself.
+
+        Raises:
+            ConfigError: `offers` names none that there is.
+            TransportUnavailable: one of `offers` does not start, or none at all.
+        """
+        with ExitStack() as undo:
+            started: list[OneSidedTransport] = []
+            if self.offers:
+                for name in self.offers:
+                    started.append(parse_transport(name).create(towards=towards, gpu=gpu))
+                    undo.callback(started[-1].close)
+            else:
+                started = _start_all(towards, gpu, undo)
+            undo.pop_all()
+        return started[0] if len(started) == 1 else TransportSet(started)
+
+
+def _start_all(towards: str, gpu: int, undo: ExitStack) -> list[OneSidedTransport]:
+    """Everything that starts; closed by `undo`."""
+    reasons: dict[str, str] = {}
+    configs = _configs_for(MemoryType.HOST if gpu < 0 else MemoryType.CUDA, reasons)
+
+    def start(wanted: Iterable[TransportConfig]) -> list[OneSidedTransport]:
+        found = []
+        for config in wanted:
+            try:
+                found.append(config.create(towards=towards, gpu=gpu))
+            except TransportUnavailable as error:
+                reasons[config.name] = str(error)
+                _log.debug("auto: %s is not offered: %s", config.name, error)
+            else:
+                undo.callback(found[-1].close)
+        return found
+
+    local = start(config for config in configs if not config.between_hosts)
+    started = [transport for transport in local if not transport.traits.allocates]
+    for transport in local if started else ():
+        if transport.traits.allocates:
+            transport.close()
+    started = started or local
+    if not started or not is_loopback(own_address(towards)):
+        started += start(config for config in configs if config.between_hosts)
+    if not started:
+        raise TransportUnavailable(
+            "auto: no transport for weights in this memory starts here: "
+            f"{'; '.join(reasons.values()) or 'none is installed'}"
+        )
+    return started
+
+
+def _configs_for(kind: MemoryType, reasons: dict[str, str]) -> list[TransportConfig]:
+    configs = []
+    for name in transport_names():
+        try:
+            found = config_type(name)
+        except TransportUnavailable as error:
+            reasons[name] = str(error)
+            continue
+        if found.is_automatic and kind in found.memory:
+            configs.append(found())
+    return configs
+
+
+@final
+class TransportSet(OneSidedTransport):
+    """`OneSidedTransport` over several, all for one kind of memory.
+
+    Memory that one of them refuses is offered by the others only. What several of them allocate
+    (`allocates`) is allocated by the first of these.
+
+    Args:
+        members: at least one, of different names; closed with this one.
+    """
+
+    def __init__(self, members: Sequence[OneSidedTransport]) -> None:
+        ordered = sorted(members, key=lambda member: -member.traits.ceiling_bytes_per_s)
+        self._members = {member.endpoint().transport: member for member in ordered}
+        self._lock = threading.Lock()
+        self._allocated: dict[int, int] = {}
+        self._regions: dict[MemoryRegion, dict[str, MemoryRegion]] = {}
+
+    @property
+    def traits(self) -> TransportTraits:
+        """What holds whichever of them is taken."""
+        known = [member.traits for member in self._members.values()]
+        return TransportTraits(
+            same_host=all(traits.same_host for traits in known),
+            one_sided=all(traits.one_sided for traits in known),
+            ceiling_bytes_per_s=max(traits.ceiling_bytes_per_s for traits in known),
+            gpu=known[0].gpu,
+            strided_stores=all(traits.strided_stores for traits in known),
+            notifies=all(traits.notifies for traits in known),
+            allocates=all(traits.allocates for traits in known),
+        )
+
+    @property
+    def allocator(self) -> MemoryAllocator | None:
+        return None if self._inner_allocator() is None else self
+
+    @property
+    def mapper(self) -> PeerMapper | None:
+        found = (member.mapper for member in self._members.values())
+        return next((mapper for mapper in found if mapper is not None), None)
+
+    def report(self) -> WireReport:
+        """Of the fastest; `offers` has that of each."""
+        return next(iter(self._members.values())).report()
+
+    def endpoint(self) -> PeerEndpoint:
+        """Of the fastest."""
+        return next(iter(self._members.values())).endpoint()
+
+    def offers(self) -> tuple[TransportOffer, ...]:
+        return tuple(offer for member in self._members.values() for offer in member.offers())
+
+    def allocate(self, nbytes: int) -> int:
+        """See `MemoryAllocator.allocate`."""
+        address = self._require_allocator().allocate(nbytes)
+        with self._lock:
+            self._allocated[address] = nbytes
+        return address
+
+    def release(self, address: int) -> None:
+        """See `MemoryAllocator.release`."""
+        self._require_allocator().release(address)
+        with self._lock:
+            self._allocated.pop(address, None)
+
+    def register(self, address: int, nbytes: int) -> MemoryRegion:
+        """See `OneSidedTransport.register`; refused only where every one of them refuses it."""
+        done: dict[str, MemoryRegion] = {}
+        refused: RegionError | None = None
+        for name, member in self._members.items():
+            try:
+                done[name] = member.register(address, nbytes)
+            except RegionError as error:
+                refused = error
+                _log.warning("auto: %s does not register %d bytes: %s", name, nbytes, error)
+        # What was not allocated by a transport that must can be a source, and is no target.
+        remotes = [
+            region.remote
+            for name, region in done.items()
+            if not self._members[name].traits.allocates or self._is_allocated(address, nbytes)
+        ]
+        if not remotes:
+            for name, region in done.items():
+                self._members[name].unregister(region)
+            raise refused or RegionError(
+                f"register: [{address:#x}, {address + nbytes:#x}) must come from allocate"
+            )
+        region = MemoryRegion(address, nbytes, remotes[0], tuple(remotes[1:]))
+        with self._lock:
+            self._regions[region] = done
+        return region
+
+    def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
+        with self._lock:
+            done = self._regions.pop(region, None)
+        if done is None:
+            raise RegionError(
+                f"unregister: region at {region.address:#x} with {region.nbytes} bytes is not "
+                "registered"
+            )
+        countdown = None if released is None else _Countdown(len(done), released)
+        for name, part in done.items():
+            self._members[name].unregister(part, countdown)
+
+    def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
+        """See `OneSidedTransport.write`; by the transport that the batch's endpoint is of."""
+        member = self._members.get(batch.endpoint.transport)
+        if member is None:
+            raise RegionError(
+                f"write: endpoint must be of one of {list(self._members)}, got "
+                f"{batch.endpoint.transport!r}"
+            )
+        member.write(batch, deadline_s=deadline_s)
+
+    def fence(self, *, deadline_s: float) -> None:
+        deadline = Deadline.after(deadline_s, "fence")
+        for member in self._members.values():
+            member.fence(deadline_s=deadline.remaining_s)
+
+    def close(self) -> None:
+        with ExitStack() as closing:
+            for member in self._members.values():
+                closing.callback(member.close)
+
+    def _is_allocated(self, address: int, nbytes: int) -> bool:
+        with self._lock:
+            return any(
+                start <= address and address + nbytes <= start + size
+                for start, size in self._allocated.items()
+            )
+
+    def _inner_allocator(self) -> MemoryAllocator | None:
+        found = (member.allocator for member in self._members.values())
+        return next((allocator for allocator in found if allocator is not None), None)
+
+    def _require_allocator(self) -> MemoryAllocator:
+        found = self._inner_allocator()
+        if found is None:
+            raise RegionError(f"allocate: none of {list(self._members)} allocates memory")
+        return found
+
+
+class _Countdown:
+    """Calls `released` when it has been called `num` times."""
+
+    def __init__(self, num: int, released: Callable[[], None]) -> None:
+        self._lock = threading.Lock()
+        self._left = num
+        self._released = released
+
+    def __call__(self) -> None:
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._released()

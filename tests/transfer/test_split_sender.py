@@ -1,0 +1,189 @@
+"""One update of a GPU's weights by two transports: stored by kernels in one engine, packed for the other.
+
+Kernels are played in numpy; the engines' memory is this process's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import numpy as np
+import pytest
+from numpy_gpu import OneProcess, numpy_gpu
+from offers import GPU_TRAITS
+
+from windlass.config import P2pBackend, UpdateMode
+from windlass.errors import ConfigError, TransferFailed, TransferOutcomeUnknown
+from windlass.layout.box import Box
+from windlass.layout.dtypes import DType
+from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
+from windlass.memory.cuda import driver, sources
+from windlass.net.clock import Deadline
+from windlass.planning.plan import TransferPlan
+from windlass.planning.planner import plan_transfer
+from windlass.transfer.backends import receiver_for, sender_for
+from windlass.transfer.base import ParameterMemory, SendResult
+from windlass.transfer.bindings import LinkOutcome, LinkStatus
+from windlass.transfer.receiver import Receiver
+from windlass.transfer.sender import Sender
+from windlass.transfer.split_sender import SplitSender
+from windlass.transports.auto import TransportSet
+from windlass.transports.base import PeerMapper, WireReport, WriteBatch
+from windlass.transports.local import LocalTransport
+from windlass.transports.memory import MemoryFabric, MemoryTransport
+from windlass.transports.processes import own_endpoint
+
+SHAPE = (48, 40)
+FULL = Box((0, 0), SHAPE)
+
+
+class OverNetwork(MemoryTransport):  # type: ignore[misc]
+    """Says that its memory is a GPU's."""
+
+    traits = GPU_TRAITS
+
+
+class StoredByKernels(LocalTransport):
+    """What `cuda_ipc` says of itself, where all memory is this process's."""
+
+    traits = msgspec.structs.replace(
+        GPU_TRAITS, strided_stores=True, notifies=True, ceiling_bytes_per_s=4e11
+    )
+
+    def __init__(self) -> None:
+        super().__init__(own_endpoint("cuda_ipc"))
+        self._mapper = OneProcess()
+
+    @property
+    def mapper(self) -> PeerMapper:
+        return self._mapper
+
+    def report(self) -> WireReport:
+        return WireReport("cuda_ipc", "cuda-ipc", "GPU 0")
+
+    def _copy(self, batch: WriteBatch, deadline: Deadline) -> None:
+        raise TransferFailed("kernels store, nobody writes")
+
+
+def manifest(worker: str, role: Role, pitch: int = SHAPE[1]) -> ShardManifest:
+    builder = ManifestBuilder(worker, role)
+    padding = SHAPE[0] * (pitch - SHAPE[1]) * 2
+    nbytes = SHAPE[0] * pitch * 2
+    builder.add_parameter("w", nbytes=nbytes, dtype=DType.BFLOAT16, padding_nbytes=padding)
+    builder.add_shard("w", SHAPE, FULL, "w", strides_bytes=(2 * pitch, 2))
+    return builder.build()
+
+
+TRAINER = manifest("trainer/0", Role.TRAINER)
+PITCH = 64
+"""Elements from one row of an engine to the next: rows that are shorter land packed."""
+ENGINES = {name: manifest(name, Role.ENGINE, PITCH) for name in ("near/0", "far/0")}
+LINKS = {"near/0": "cuda_ipc", "far/0": "memory"}
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = numpy_gpu()
+    for name in ("transfer.replica_memory", "transfer.backends", "memory.cuda.gpu"):
+        monkeypatch.setattr(f"windlass.{name}.shared_gpu", lambda _: found)
+    monkeypatch.setattr(sources, "memory_kind", lambda _: driver.MemoryKind.DEVICE)
+    monkeypatch.setattr(sources, "pointer_device", lambda _: 0)
+
+
+@contextmanager
+def both(fabric: MemoryFabric) -> Iterator[TransportSet]:
+    transports = TransportSet([OverNetwork(fabric), StoredByKernels()])
+    yield transports
+    transports.close()
+
+
+@pytest.mark.parametrize("mode", list(UpdateMode))
+def test_each_engine_is_updated_by_the_transport_of_its_link(mode: UpdateMode) -> None:
+    plan = plan_transfer([TRAINER], list(ENGINES.values()))
+    assert all(nbytes > 0 for nbytes in plan.landing_nbytes)
+    plan = plan.without_landing({("trainer/0", "near/0")})
+    fabric, trained = MemoryFabric(), np.arange(SHAPE[0] * SHAPE[1], dtype="<u2").reshape(SHAPE)
+    with both(fabric) as sending, both(fabric) as near, both(fabric) as far:
+        bindings, receivers, served = [], {}, {}
+        for name, transport in (("near/0", near), ("far/0", far)):
+            served[name] = np.zeros((SHAPE[0], PITCH), "<u2")
+            address = int(served[name].ctypes.data)
+            region = transport.register(address, served[name].nbytes)
+            one = Receiver(transport, ENGINES[name], [address], [region])
+            receivers[name] = receiver_for(P2pBackend(), one, "127.0.0.1")
+            binding = receivers[name].connect(plan.for_destination(name), mode)
+            assert (binding.landing_address > 0) is (name == "far/0")
+            (offer,) = (o for o in transport.offers() if o.transport == LINKS[name])
+            regions = tuple(r for r in binding.regions if r.endpoint == offer.endpoint)
+            bindings.append(
+                msgspec.structs.replace(binding, endpoint=offer.endpoint, regions=regions)
+            )
+        memory = (ParameterMemory(int(trained.ctypes.data), trained.nbytes),)
+        sender = Sender(sending, TRAINER, lambda: memory)
+        backend = sender_for(P2pBackend(), sender, "127.0.0.1")
+        assert isinstance(backend, SplitSender)
+        backend.connect(plan.for_source("trainer/0"), bindings)
+        for version in range(3):
+            trained += np.uint16(7)
+            backend.prepare(version)
+            sent = backend.write(version, ["far/0", "near/0"], 20.0)
+            assert [link.destination for link in sent.links] == ["far/0", "near/0"]
+            for link in sent.links:
+                assert link.status is LinkStatus.OK, link
+                receiver = receivers[link.destination]
+                assert receiver.verify(version, {"trainer/0": link.digest}) == ()
+                receiver.apply()
+                assert (trained == served[link.destination][:, : SHAPE[1]]).all(), (
+                    link.destination,
+                    version,
+                )
+        backend.close()
+        sender.close()
+        for receiver in receivers.values():
+            receiver.close()
+
+
+def test_a_replica_of_weights_on_a_gpu_wants_one_transport() -> None:
+    with (
+        both(MemoryFabric()) as sending,
+        pytest.raises(ConfigError, match=r"needs one transport .* \['cuda_ipc', 'memory'\]"),
+    ):
+        Sender(sending, TRAINER, tuple, replica=True)
+
+
+class Scripted:
+    """A `SenderBackend` whose writes end as they are told."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def connect(self, plan: TransferPlan, bindings: object) -> None:
+        pass
+
+    def join(self, offers: object, deadline_s: float) -> None:
+        pass
+
+    def prepare(self, version: int) -> None:
+        pass
+
+    def write(self, version: int, destinations: list[str], deadline_s: float) -> SendResult:
+        if self.error is not None:
+            raise self.error
+        return SendResult(
+            tuple(LinkOutcome(name, LinkStatus.OK, 1, "") for name in destinations), 1.0, 2.0
+        )
+
+    def close(self) -> None:
+        pass
+
+
+def test_an_unknown_outcome_of_either_way_is_told_before_any_other_error() -> None:
+    failed, unknown = TransferFailed("a GPU"), TransferOutcomeUnknown("a NIC")
+    for stores, writes in ((failed, unknown), (unknown, failed)):
+        split = SplitSender(Scripted(stores), Scripted(writes), ["cuda_ipc"])  # type: ignore[arg-type]
+        split._stored = frozenset({"near"})
+        with pytest.raises(TransferOutcomeUnknown):
+            split.write(0, ["near", "far"], 1.0)
+        split.close()

@@ -1,0 +1,53 @@
+"""Which transport a link takes, from what both of its ends offer."""
+
+from __future__ import annotations
+
+import pytest
+from offers import offer_of
+
+from windlass.errors import ConfigError
+from windlass.transports.base import PeerEndpoint, TransportOffer
+from windlass.transports.choice import choose_transport
+
+
+def has(*names: str, host: str = "192.0.2.1") -> list[TransportOffer]:
+    speeds = {"cma": 6e9, "shm": 8.6e9, "mooncake": 50e9, "nixl": 1.2e9}
+    found = []
+    for name in names:
+        local = name in {"cma", "shm"}
+        endpoint = PeerEndpoint(name, "4711" if local else f"{host}:9", "1")
+        found.append(offer_of(endpoint, same_host=local, ceiling_bytes_per_s=speeds[name]))
+    return found
+
+
+def test_the_fastest_of_those_that_reach_is_taken_and_the_reason_says_so() -> None:
+    here, there = has("cma", "shm", "nixl"), has("nixl", "cma")
+    within = choose_transport(here, there, same_host=True, same_address=True)
+    assert within.transport == "cma"
+    assert "one host: 6 GB/s at best" in within.reason
+    assert "nixl (1.2 GB/s)" in within.reason
+    between = choose_transport(here, there, same_host=False, same_address=False)
+    assert between.transport == "nixl"
+    assert "two hosts: 1.2 GB/s at best, the only one that reaches" in between.reason
+
+
+def test_a_link_is_as_fast_as_its_slower_end() -> None:
+    endpoint = PeerEndpoint("mooncake", "192.0.2.1:9", "1")
+    tcp = [offer_of(endpoint, same_host=False, ceiling_bytes_per_s=1e9), *has("nixl")]
+    choice = choose_transport(has("mooncake", "nixl"), tcp, same_host=False, same_address=False)
+    assert choice.transport == "nixl"
+
+
+def test_what_cannot_be_reached_is_refused_with_the_reason_of_each() -> None:
+    with pytest.raises(
+        ConfigError, match="must be one that both ends have, got cma here, nixl there"
+    ):
+        choose_transport(has("cma"), has("nixl"), same_host=True, same_address=True)
+    with pytest.raises(
+        ConfigError, match=r"cma reaches processes of one host.*use mooncake or nixl"
+    ):
+        choose_transport(has("cma"), has("cma"), same_host=False, same_address=True)
+    with pytest.raises(ConfigError, match=r"must be reachable from other hosts, got '127.0.0.1:9'"):
+        choose_transport(
+            has("nixl"), has("nixl", host="127.0.0.1"), same_host=False, same_address=False
+        )

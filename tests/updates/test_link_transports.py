@@ -1,0 +1,123 @@
+"""One update over several transports: each link takes the fastest that both of its ranks have."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+import windlass
+from windlass.layout.box import Box
+from windlass.layout.dtypes import DType
+from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
+from windlass.testing.resting_engine import RestingEngine
+from windlass.trainers.client import TrainerClient
+from windlass.transfer.arena import Arena
+from windlass.transfer.base import ParameterMemory
+from windlass.transports.auto import AutoConfig
+from windlass.transports.base import OneSidedTransport
+from windlass.transports.registry import create_transport
+from windlass.updates import conversation
+from windlass.updates.messages import RoundOutcome, UpdateReport
+
+TOKEN = "t" * 32
+NBYTES = 4096
+DEADLINE_S = 30.0
+
+
+def manifest(worker: str, role: Role) -> ShardManifest:
+    builder = ManifestBuilder(worker, role)
+    builder.add_parameter("w", nbytes=NBYTES, dtype=DType.FLOAT32)
+    builder.add_shard("w", (NBYTES // 4,), Box((0,), (NBYTES // 4,)), "w")
+    return builder.build()
+
+
+def opened(names: Sequence[str]) -> tuple[OneSidedTransport, Arena]:
+    transport = create_transport(AutoConfig(offers=tuple(names)))
+    return transport, Arena(transport, NBYTES)
+
+
+def engine_client(url: str, name: str, names: Sequence[str], undo: ExitStack) -> Arena:
+    transport, arena = opened(names)
+    client = windlass.EngineClient(
+        manifest=manifest(f"{name}/0", Role.ENGINE),
+        addresses=[arena.address],
+        regions=[arena.region],
+        transport=transport,
+        hooks=RestingEngine(),
+        controller=url,
+        token=TOKEN,
+        group=name,
+        url="http://127.0.0.1:9",
+    )
+    undo.callback(client.close)
+    undo.callback(arena.close)
+    return arena
+
+
+def publish(url: str, names: Sequence[str], undo: ExitStack) -> UpdateReport:
+    transport, arena = opened(names)
+    arena.bytes[:] = np.arange(NBYTES) % 251
+    memory = (ParameterMemory(arena.address, NBYTES),)
+    client = TrainerClient(
+        manifest=manifest("trainer/0", Role.TRAINER),
+        parameters=lambda: memory,
+        transport=transport,
+        controller=url,
+        token=TOKEN,
+        registered=[arena.region],
+    )
+    undo.callback(client.close)
+    undo.callback(arena.close)
+    return client.publish(0, deadline_s=DEADLINE_S)
+
+
+@pytest.mark.mooncake
+async def test_links_within_a_host_and_between_hosts_take_what_is_fastest_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`far` says that it is on another host; `network` is near and has no transport but mooncake."""
+    both = ("cma", "mooncake")
+    with ExitStack() as undo:
+        async with windlass.Controller(token=TOKEN) as controller:
+            url = controller.url
+            start = asyncio.to_thread
+            near = await start(engine_client, url, "near", both, undo)
+            network = await start(engine_client, url, "network", ("mooncake",), undo)
+            with monkeypatch.context() as elsewhere:
+                elsewhere.setattr(conversation, "host_identity", lambda: "another host")
+                far = await start(engine_client, url, "far", both, undo)
+            report = await start(publish, url, both, undo)
+            assert report.outcome is RoundOutcome.PUBLISHED
+            assert set(report.engines) == {"near", "network", "far"}
+            for arena in (near, network, far):
+                assert (arena.bytes == np.arange(NBYTES) % 251).all()
+            assert report.transports == {"cma": 1, "mooncake": 2}
+            links = controller.coordinator.status()["links"]
+            assert isinstance(links, list)
+            found = {link["destination"]: (link["transport"], link["reason"]) for link in links}
+            assert {name: taken for name, (taken, _) in found.items()} == {
+                "near/0": "cma", "network/0": "mooncake", "far/0": "mooncake",
+            }  # fmt: skip
+            assert found["near/0"][1].startswith(
+                "one host: 6 GB/s at best, the faster than mooncake"
+            )
+            assert found["far/0"][1].startswith("two hosts: 1.2 GB/s at best, the only one")
+            await start(undo.close)
+
+
+async def test_an_engine_that_no_trainer_reaches_is_refused_with_the_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with ExitStack() as undo:
+        async with windlass.Controller(token=TOKEN) as controller:
+            start = asyncio.to_thread
+            await start(engine_client, controller.url, "near", ("cma",), undo)
+            await start(engine_client, controller.url, "other", ("shm",), undo)
+            report = await start(publish, controller.url, ("cma",), undo)
+            assert report.engines == ("near",)
+            assert "trainer/0 cannot write other/0: transport must be one that both" in caplog.text
+            await start(undo.close)
