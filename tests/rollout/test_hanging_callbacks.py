@@ -29,8 +29,8 @@ from windlass.rollout import (
     StalenessPolicy,
     StaticEngines,
     WorkflowContext,
+    connection,
 )
-from windlass.rollout import local as local_worker
 from windlass.rollout.messages import EngineTarget, RolloutTask, WorkerHello
 from windlass.rollout.runner import WorkerRunner
 from windlass.transports.configs import MooncakeConfig
@@ -69,7 +69,7 @@ class Stubborn:
 async def test_closing_does_not_wait_for_a_workflow_that_ignores_its_cancellation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(local_worker, "STOP_DEADLINE_S", 0.2)
+    monkeypatch.setattr(connection, "STOP_DEADLINE_S", 0.2)
     workflow = Stubborn()
     async with asyncio.timeout(DEADLINE_S), FakeEngine("engine-a") as engine:
         controller = RolloutController(StaticEngines([engine.entry]), StalenessPolicy.unbounded(8))

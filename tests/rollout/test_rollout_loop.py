@@ -817,7 +817,7 @@ async def test_a_worker_with_the_tokens_of_its_role_works_and_answers_nobody_els
     await rig.worker("w", tokens=role_environment(TOKEN, Access.WORKER))
     await asyncio.gather(*rig.submit(4))
     assert engine.authorizations == {f"Bearer {role_token(TOKEN, Access.CLIENT)}"}
-    url = next(link.hello.url for link in rig.controller._links.values())
+    url = next(link.hello.url for link in rig.controller._workers.values())
     for token in (role_token(TOKEN, Access.OBSERVER), TOKEN, ""):
         async with (
             aiohttp.ClientSession(headers={"Authorization": f"Bearer {token}"}) as session,

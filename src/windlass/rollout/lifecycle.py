@@ -1,8 +1,8 @@
 """What happens to a rollout, transition by transition; all synchronous, no I/O.
 
-WAITING -> QUEUED (admitted) -> RUNNING (at a worker) -> ENDED, or HELD until its group is
+WAITING -> QUEUED (admitted) -> RUNNING (at a worker) -> ENDED, or BUFFERED until its group is
 complete and handed out. An error leads from RUNNING over BACKOFF to QUEUED; an answer that is
-too old, or that cannot be young enough any more, leads from RUNNING or HELD to the head of WAITING,
+too old, or that cannot be young enough any more, leads from RUNNING or BUFFERED to the head of WAITING,
 or to the end of its whole group, as `OnStale` says.
 """
 
@@ -10,17 +10,37 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from windlass.errors import PeerTimeout, RolloutError
+import msgspec
+
+from windlass.errors import DECODE_ERRORS, ConfigError, PeerTimeout, RolloutError
 from windlass.net.logs import log_fields
 from windlass.rollout.deadlines import Deadlines
-from windlass.rollout.handles import RolloutConfig, RolloutGroup
+from windlass.rollout.handles import (
+    GroupHandle,
+    Recovered,
+    Rollout,
+    RolloutConfig,
+    RolloutGroup,
+    RolloutHandle,
+)
 from windlass.rollout.journal import RolloutJournal
-from windlass.rollout.messages import OnAbort, OutcomeStatus, Partial, RolloutOutcome
+from windlass.rollout.messages import (
+    LOCAL_WORKER,
+    OnAbort,
+    OutcomeStatus,
+    Partial,
+    RolloutOutcome,
+    SamplingParams,
+)
+from windlass.rollout.persisted import PersistedState, PersistedTask
 from windlass.rollout.staleness import StalenessPolicy
-from windlass.rollout.table import NOTHING, Book, Group, Record, State
+from windlass.rollout.table import NOTHING, Group, Record, RolloutTable, State
 
 __all__ = ["Lifecycle"]
 
@@ -31,56 +51,235 @@ DECLINABLE = 4096
 """Handed out results that may still be declined; the newest."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Restored:
+    """Records that live again: `again` are singles whose outcome is delivered once more."""
+
+    singles: list[Record]
+    again: list[Record]
+    groups: dict[int, Group]
+
+
 class Lifecycle:
-    """The only writer of records, groups, counts and of the staleness policy.
+    """Every rollout from its submission to its end.
+
+    The only writer of records, groups, counts and of the staleness policy.
 
     Args:
         policy: admission and consumption bounds.
         config: limits.
-        take_back: withdraws a running attempt from its worker.
+        withdraw: takes a running attempt back from its worker.
         work_changed: called when something may be dispatched or admitted.
         journal: told of every transition that a successor must know; none when omitted.
 
     Attributes:
+        identity: of the controller, the same in every process that goes on with its journal.
         first_attempt: attempts are numbered above this, and above all earlier ones.
+        table: where every rollout is.
+        ready: set when a group can be handed out, or nothing ever will be.
     """
 
     def __init__(
         self,
         policy: StalenessPolicy,
         config: RolloutConfig,
-        take_back: Callable[[Record], None],
+        withdraw: Callable[[Record], None],
         work_changed: Callable[[], None],
         journal: RolloutJournal | None = None,
     ) -> None:
         self.journal = RolloutJournal() if journal is None else journal
         self.first_attempt = 0
-        self.book = Book()
+        self.table = RolloutTable()
         self.ready = asyncio.Event()
         self.journal.when_broken(self.ready.set)
+        self.identity = self._prefix = uuid.uuid4().hex[:12]
+        self._next_task = self._next_group = 0
+        self._sampling: SamplingParams | None = None
         self._policy = policy
         self._config = config
         self._handed_out: OrderedDict[str, tuple[str, ...]] = OrderedDict()
         self._silent_until = 0.0
-        self._take_back = take_back
+        self._withdraw = withdraw
         self._work_changed = work_changed
         self._deadlines = Deadlines(config.attempt_deadline_s, self._attempt_expired)
 
     # --- begin -----------------------------------------------------------------------------
 
-    def add(self, record: Record) -> None:
-        """A new rollout stands in line for admission."""
-        self.book.records[record.task_id] = record
-        self.book.move(record, State.WAITING)
-        self.book.counts.submitted += 1
+    def open(self) -> Recovered:
+        """Take up what an earlier process left. Ids of this one differ from all of before.
 
-    def take_up(self, record: Record, state: State) -> None:
-        """A rollout of an earlier process goes on where its journal says that it was."""
-        self.book.records[record.task_id] = record
-        self.book.counts.submitted += 1
-        self.book.move(record, state)
-        if state is State.RUNNING:
-            self._start_timers(record)
+        Raises:
+            ConfigError: the journal cannot be used.
+        """
+        persisted = self.journal.open(self._policy.start_version)
+        self.identity = persisted.identity
+        self._prefix = (
+            f"{persisted.identity}.{persisted.run}" if persisted.run else persisted.identity
+        )
+        self._next_group = persisted.run << 32
+        restored = self._restore(persisted)
+        recovered = Recovered()
+        for record in (*restored.singles, *restored.again):
+            recovered.rollouts[record.task_id] = self._single_handle(record)
+            if record.future is not None:  # nobody has to ask for what it did not submit
+                record.future.add_done_callback(_retrieve)
+        for group in restored.groups.values():
+            recovered.groups[group.group_id] = self._group_handle(group)
+        for record in restored.again:
+            self.deliver(record)
+        self.drop_stale()
+        return recovered
+
+    def submit(
+        self,
+        prompt_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        *,
+        metadata: object = None,
+        deadline_s: float | None = None,
+        workflow: str = "",
+        arguments: bytes = b"",
+    ) -> RolloutHandle:
+        """One rollout, as `RolloutController.submit` and `submit_workflow`.
+
+        Raises:
+            ConfigError, RolloutError: as those; `prompt_ids` and `arguments` are believed.
+        """
+        record = self._record(prompt_ids, sampling, metadata, deadline_s, workflow, arguments)
+        self.journal.submitted((record.task_id,), -1, record, metadata)
+        handle = self._single_handle(record)
+        self.add(record)
+        self._work_changed()
+        return handle
+
+    def submit_group(
+        self,
+        prompt_ids: tuple[int, ...],
+        n: int,
+        sampling: SamplingParams,
+        *,
+        metadata: object = None,
+        deadline_s: float | None = None,
+        workflow: str = "",
+        arguments: bytes = b"",
+    ) -> GroupHandle:
+        """As `submit`, `n` of them that are handed out together.
+
+        Raises:
+            ConfigError, RolloutError: as `submit`; n < 1.
+        """
+        if n < 1:
+            raise ConfigError(f"rollout: n must be >= 1, got {n}")
+        records = [
+            self._record(prompt_ids, sampling, metadata, deadline_s, workflow, arguments)
+            for _ in range(n)
+        ]
+        task_ids = tuple(record.task_id for record in records)
+        self.journal.submitted(task_ids, self._next_group, records[0], metadata)
+        future: asyncio.Future[RolloutGroup] = asyncio.get_running_loop().create_future()
+        group = Group(self._next_group, prompt_ids, metadata, future, records)
+        self._next_group += 1
+        for record in records:
+            record.group = group
+            self.add(record)
+        self._work_changed()
+        return self._group_handle(group)
+
+    def _record(
+        self,
+        prompt_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        metadata: object,
+        deadline_s: float | None,
+        workflow: str,
+        arguments: bytes,
+    ) -> Record:
+        if deadline_s is not None and deadline_s <= 0:
+            raise ConfigError(f"rollout: deadline_s must be > 0, got {deadline_s}")
+        if sampling is not self._sampling:
+            self._sampling = _checked(sampling)
+        self._next_task += 1
+        return Record(
+            task_id=f"{self._prefix}-{self._next_task}",
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            metadata=metadata,
+            deadline_s=deadline_s,
+            submitted_at=asyncio.get_running_loop().time(),
+            workflow=workflow,
+            arguments=arguments,
+        )
+
+    def _single_handle(self, record: Record) -> RolloutHandle:
+        future: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
+        record.future = future
+        future.add_done_callback(lambda done: self.cancel(record) if done.cancelled() else None)
+        return RolloutHandle(record.task_id, future, lambda: self.cancel(record), record.metadata)
+
+    def _group_handle(self, group: Group) -> GroupHandle:
+        # The failure of a group whose handle nobody kept is in the counts and the log.
+        group.future.add_done_callback(_retrieve)
+        return GroupHandle(
+            group.group_id,
+            tuple(record.task_id for record in group.records),
+            group.future,
+            lambda: self.cancel_group(group),
+            group.metadata,
+        )
+
+    def add(self, record: Record, state: State = State.WAITING) -> None:
+        """A rollout stands in line for admission, or is where an earlier process had it."""
+        self.table.records[record.task_id] = record
+        self.table.counts.submitted += 1
+        self.table.move(record, state)
+
+    def _restore(self, persisted: PersistedState) -> _Restored:
+        """Put every task where it was, before anything else happens.
+
+        Running attempts stay with their workers, which are asked when they register; what ran in the
+        controller's own loop is queued again. What has grown too old is still there: `drop_stale` once
+        everybody has a handle. Time limits begin anew.
+        """
+        loop = asyncio.get_running_loop()
+        restored = _Restored([], [], {})
+        self.first_attempt = persisted.run << 20
+        tasks = persisted.tasks
+        records = {task_id: _restored(task, loop.time()) for task_id, task in tasks.items()}
+        for submission in persisted.submissions():
+            members = [records[task_id] for task_id in submission.task_ids]
+            if submission.group_id < 0:
+                (restored.again if members[0].outcome else restored.singles).extend(members)
+                continue
+            future: asyncio.Future[RolloutGroup] = loop.create_future()
+            group = Group(
+                submission.group_id, submission.prompt_ids, members[0].metadata, future, members
+            )
+            restored.groups[group.group_id] = group
+            for record in members:
+                record.group = group
+        num_buffered = sum(r.outcome is not None for r in records.values()) - len(restored.again)
+        consumed = persisted.consumed + len(restored.again)
+        self._policy.restore(
+            start_version=persisted.start_version,
+            version=persisted.version,
+            running=sum(task.running for task in tasks.values()),
+            accepted=consumed + num_buffered,
+            consumed=consumed,
+        )
+        waiting_again: list[Record] = []
+        for task, record in zip(tasks.values(), records.values(), strict=True):
+            state = _state_of(task)
+            record.admitted = task.running
+            self.add(record, state)
+            if state is State.RUNNING:
+                self._start_timers(record)
+            elif state is State.WAITING and task.attempt is not None:
+                waiting_again.append(record)
+        for record in reversed(waiting_again):
+            self.table.move(record, State.WAITING, front=True)
+        for group in restored.groups.values():
+            self.ready_if_complete(group)
+        return restored
 
     def admit(self, record: Record) -> None:
         """The staleness bound lets it run.
@@ -90,7 +289,7 @@ class Lifecycle:
         """
         self._policy.admit()
         record.admitted = True
-        self.book.move(record, State.QUEUED)
+        self.table.move(record, State.QUEUED)
 
     def start_attempt(self, record: Record, engine: str, worker: str) -> float:
         """A worker gets it; returns the seconds that it may take."""
@@ -99,11 +298,11 @@ class Lifecycle:
         record.engine = engine
         record.worker = worker
         if self._policy.throws_away(record.partial.versions):
-            self.book.counts.wasted_tokens += len(record.partial.output_ids)
+            self.table.counts.wasted_tokens += len(record.partial.output_ids)
             record.partial = NOTHING
         record.begun = self._oldest_token(record)
         self.journal.attempted(record)
-        self.book.move(record, State.RUNNING)
+        self.table.move(record, State.RUNNING)
         return self._start_timers(record)
 
     def _oldest_token(self, record: Record) -> int | None:
@@ -127,9 +326,9 @@ class Lifecycle:
         ends = ticket.ends
         return (ends if record.expiry is None else min(ends, record.expiry.when())) - now
 
-    def running(self, task_id: str, attempt: int) -> Record | None:
+    def find_running(self, task_id: str, attempt: int) -> Record | None:
         """The record, if exactly this attempt of it runs."""
-        record = self.book.records.get(task_id)
+        record = self.table.records.get(task_id)
         if record is None or record.state is not State.RUNNING or record.attempt != attempt:
             return None
         return record
@@ -141,12 +340,12 @@ class Lifecycle:
         match outcome.status:
             case OutcomeStatus.ACCEPTED:
                 if self._policy.throws_away(outcome.versions()):
-                    self.book.counts.too_old += 1
+                    self.table.counts.too_old += 1
                     self._throw_away(record, outcome)
                 else:
                     self._accept(record, outcome)
             case OutcomeStatus.STALE:
-                self.book.counts.stopped_early += 1
+                self.table.counts.stopped_early += 1
                 self._throw_away(record, outcome)
             case OutcomeStatus.REJECTED:
                 self._reject(record, outcome.error)
@@ -157,7 +356,7 @@ class Lifecycle:
     def _reject(self, record: Record, reason: str) -> None:
         """The worker does not want the trajectory used."""
         record.rejections += 1
-        self.book.counts.rejected += 1
+        self.table.counts.rejected += 1
         if record.rejections < self._config.max_rejections:
             self._resubmit(record)
             return
@@ -185,14 +384,14 @@ class Lifecycle:
                 ),
             )
             return
-        self.book.counts.retried += 1
-        self.book.move(record, State.BACKOFF)
+        self.table.counts.retried += 1
+        self.table.move(record, State.BACKOFF)
         delay = min(self._config.retry_backoff_s * 2 ** (record.failures - 1), MAX_BACKOFF_S)
         record.timer = asyncio.get_running_loop().call_later(delay, self._requeue, record)
         self._work_changed()
 
     def _requeue(self, record: Record) -> None:
-        self.book.move(record, State.QUEUED)
+        self.table.move(record, State.QUEUED)
         self._work_changed()
 
     def _accept(self, record: Record, outcome: RolloutOutcome) -> None:
@@ -208,27 +407,27 @@ class Lifecycle:
             return
         self.journal.accepted(outcome)
         record.stop_expiry()
-        self.book.move(record, State.HELD)
+        self.table.move(record, State.BUFFERED)
         self.ready_if_complete(record.group)
 
     def deliver(self, record: Record) -> None:
         """A rollout that belongs to no group has its outcome."""
         self._end(record)
-        self.book.counts.completed += 1
+        self.table.counts.completed += 1
         self._delivered((record.task_id,))
         if record.future is not None and not record.future.done():
             record.future.set_result(record.rollout())
 
     def ready_if_complete(self, group: Group) -> None:
-        """It may be handed out once all its samples are held."""
+        """It may be handed out once all its samples are finished."""
         if group.complete():
-            self.book.ready[group.group_id] = group
+            self.table.ready[group.group_id] = group
             self.ready.set()
 
     def _resubmit(self, record: Record) -> None:
         """Throw the answer away and stand at the head of the line again."""
         if record.group is not None:
-            self.book.ready.pop(record.group.group_id, None)
+            self.table.ready.pop(record.group.group_id, None)
         if record.admitted:
             self._policy.release()
             record.admitted = False
@@ -236,7 +435,7 @@ class Lifecycle:
         record.outcome = None
         record.partial = NOTHING
         record.stop_expiry()
-        self.book.move(record, State.WAITING, front=True)
+        self.table.move(record, State.WAITING, front=True)
         self._work_changed()
 
     # --- too old -----------------------------------------------------------------------------
@@ -246,7 +445,7 @@ class Lifecycle:
 
         It is neither at a worker nor counted as accepted any more.
         """
-        self.book.counts.wasted_tokens += 0 if outcome is None else len(outcome.versions())
+        self.table.counts.wasted_tokens += 0 if outcome is None else len(outcome.versions())
         if self._policy.makes_again(record.resubmits):
             record.resubmits += 1
             self._resubmit(record)
@@ -263,15 +462,15 @@ class Lifecycle:
         )
         logger.info("%s", error)
         if group is not None:
-            self.book.ready.pop(group.group_id, None)
+            self.table.ready.pop(group.group_id, None)
         for member in [record] if group is None else group.records:
             if member is not record:
                 if member.outcome is not None:
-                    self.book.counts.wasted_tokens += len(member.outcome.versions())
-                self._withdraw(member)
+                    self.table.counts.wasted_tokens += len(member.outcome.versions())
+                self._give_up(member)
             self._end(member)
             self.journal.ended(member.task_id)
-            self.book.counts.dropped += 1
+            self.table.counts.dropped += 1
         future = record.future if group is None else group.future
         if future is not None and not future.done():
             future.set_exception(error)
@@ -285,7 +484,7 @@ class Lifecycle:
             loop.call_soon(self._log_waste)
 
     def _log_waste(self) -> None:
-        policy, counts = self._policy, self.book.counts
+        policy, counts = self._policy, self.table.counts
         logger.warning(
             "rollouts are too old for version %d (max_staleness=%d, on_stale=%s, max_resubmits=%d): "
             "since the start %d answers were thrown away, %d attempts stopped early, %d rollouts "
@@ -306,19 +505,16 @@ class Lifecycle:
         self._work_changed()
 
     def drop_stale(self) -> None:
-        """Throw away held answers that are too old by now, and stop attempts that would be."""
-        throws_away = self._policy.throws_away
-        old = [
-            r for r in self.book.held.values() if r.outcome and throws_away(r.outcome.versions())
-        ]
-        for running in self.book.by_engine.values():
-            old += [r for r in running.values() if r.begun is not None and throws_away((r.begun,))]
+        """Throw away buffered answers that are too old by now, and stop attempts that would be."""
+        throws_away, buffered = self._policy.throws_away, self.table.buffered.values()
+        old = [r for r in buffered if r.outcome and throws_away(r.outcome.versions())]
+        old += [r for r in self.table.running() if r.begun is not None and throws_away((r.begun,))]
         for record in old:
             if record.state is State.ENDED:  # its group was dropped
                 continue
-            self.book.counts.too_old += record.state is State.HELD
-            self.book.counts.stopped_early += record.state is State.RUNNING
-            self._withdraw(record)
+            self.table.counts.too_old += record.state is State.BUFFERED
+            self.table.counts.stopped_early += record.state is State.RUNNING
+            self._give_up(record)
             self._throw_away(record, record.outcome)
 
     def hand_out(self) -> RolloutGroup:
@@ -326,13 +522,13 @@ class Lifecycle:
 
         Ready groups are never stale: versions only change in `set_version`.
         """
-        _, group = self.book.ready.popitem(last=False)
+        _, group = self.table.ready.popitem(last=False)
         rollouts = tuple(record.rollout() for record in group.records)
         for record in group.records:
             self._end(record)
         self._delivered([record.task_id for record in group.records])
         self._policy.consume(len(rollouts))
-        self.book.counts.completed += len(rollouts)
+        self.table.counts.completed += len(rollouts)
         delivered = RolloutGroup(group.group_id, group.prompt_ids, rollouts, group.metadata)
         if not group.future.done():
             group.future.set_result(delivered)
@@ -360,7 +556,7 @@ class Lifecycle:
         del self._handed_out[together[0]]
         self._policy.give_back(len(together))
         self.journal.declined(together)
-        self.book.counts.declined += len(together)
+        self.table.counts.declined += len(together)
         self._work_changed()
 
     def acknowledge(self, task_id: str) -> None:
@@ -368,23 +564,23 @@ class Lifecycle:
 
         One that was not delivered (again) yet is taken out of wherever it is.
         """
-        record = self.book.records.get(task_id)
+        record = self.table.records.get(task_id)
         if self.journal.acknowledged(task_id) or record is None:
             return
         members = [record]
         if record.group is not None:
             members = record.group.records
-            self.book.ready.pop(record.group.group_id, None)
+            self.table.ready.pop(record.group.group_id, None)
             record.group.future.cancel()
         for member in members:
-            held = member.state is State.HELD
-            if held:
+            buffered = member.state is State.BUFFERED
+            if buffered:
                 self._policy.consume(1)
             elif member.state is State.RUNNING:
-                self._take_back(member)
+                self._withdraw(member)
             self._end(member)
-            self.book.counts.completed += 1
-            self.journal.ended(member.task_id, num_consumed=int(held))
+            self.table.counts.completed += 1
+            self.journal.ended(member.task_id, num_consumed=int(buffered))
             if member.future is not None:
                 member.future.cancel()
         self._work_changed()
@@ -395,26 +591,26 @@ class Lifecycle:
         """Nobody wants it any more; the rest of its group goes with it. Idempotent."""
         if record.state is State.ENDED:
             return
-        self._withdraw(record)
+        self._give_up(record)
         self._end(record)
         self.journal.ended(record.task_id)
-        self.book.counts.cancelled += 1
+        self.table.counts.cancelled += 1
         if record.future is not None:
             record.future.cancel()
         if record.group is not None:
             self.cancel_group(record.group)
         self._work_changed()
 
-    def _withdraw(self, record: Record) -> None:
-        """Take it back from its worker, or from what waits to be consumed."""
+    def _give_up(self, record: Record) -> None:
+        """Withdraw it from its worker, or from what waits to be consumed."""
         if record.state is State.RUNNING:
-            self._take_back(record)
-        elif record.state is State.HELD:
+            self._withdraw(record)
+        elif record.state is State.BUFFERED:
             self._policy.discard()
 
     def cancel_group(self, group: Group) -> None:
         """Cancel every sample that has not ended. Idempotent."""
-        self.book.ready.pop(group.group_id, None)
+        self.table.ready.pop(group.group_id, None)
         if not group.future.done():
             group.future.cancel()
         for record in group.records:
@@ -423,7 +619,7 @@ class Lifecycle:
     def _expire(self, record: Record) -> None:
         """The overall deadline passed."""
         if record.state is State.RUNNING:
-            self._take_back(record)
+            self._withdraw(record)
         self._fail(
             record,
             PeerTimeout(
@@ -433,7 +629,7 @@ class Lifecycle:
         )
 
     def _attempt_expired(self, record: Record) -> None:
-        self._take_back(record)
+        self._withdraw(record)
         limit = self._config.attempt_deadline_s
         self.retry(record, f"engine {record.engine}: no answer in {limit} s", Partial())
 
@@ -442,7 +638,7 @@ class Lifecycle:
             logger.warning("%s", error)
         self._end(record)
         self.journal.ended(record.task_id)
-        self.book.counts.failed += 1
+        self.table.counts.failed += 1
         if record.future is not None and not record.future.done():
             record.future.set_exception(error)
         if record.group is not None:
@@ -455,4 +651,49 @@ class Lifecycle:
         if record.admitted:
             self._policy.release()
             record.admitted = False
-        self.book.move(record, State.ENDED)
+        self.table.move(record, State.ENDED)
+
+
+def _retrieve(done: asyncio.Future[Any]) -> None:
+    """Nobody may ask for its exception, and that is no error."""
+    if not done.cancelled():
+        done.exception()
+
+
+def _checked(sampling: SamplingParams) -> SamplingParams:
+    """The same object, if a worker can decode it."""
+    try:
+        msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=SamplingParams)
+    except (TypeError, OverflowError, *DECODE_ERRORS) as error:
+        raise ConfigError(f"rollout: sampling must be SamplingParams: {error}") from error
+    return sampling
+
+
+def _state_of(task: PersistedTask) -> State:
+    if task.outcome is not None:
+        return State.BUFFERED
+    if not task.running or task.attempt is None:
+        return State.WAITING
+    return State.QUEUED if task.attempt.worker == LOCAL_WORKER else State.RUNNING
+
+
+def _restored(task: PersistedTask, now: float) -> Record:
+    submission, attempt = task.submission, task.attempt
+    record = Record(
+        task_id=task.task_id,
+        prompt_ids=submission.prompt_ids,
+        sampling=submission.sampling,
+        metadata=msgspec.msgpack.decode(submission.metadata),
+        deadline_s=submission.deadline_s,
+        submitted_at=now,
+        workflow=submission.workflow,
+        arguments=submission.arguments,
+        outcome=task.outcome,
+        finished_at=now,
+    )
+    if attempt is not None:
+        record.attempt, record.handed = attempt.attempt, attempt.handed
+        record.engine, record.worker = attempt.engine, attempt.worker
+        record.failures, record.rejections = attempt.failures, attempt.rejections
+        record.resubmits, record.begun = attempt.resubmits, attempt.begun
+    return record

@@ -21,6 +21,7 @@ from windlass.errors import DECODE_ERRORS, ConfigError, ProtocolError
 
 __all__ = [
     "CONTENT_TYPE",
+    "LOCAL_WORKER",
     "AttemptKey",
     "CancelBatch",
     "CompletionAck",
@@ -45,6 +46,8 @@ __all__ = [
 ]
 
 CONTENT_TYPE = "application/msgpack"
+LOCAL_WORKER = "controller"
+"""Name of the worker that is the controller's own event loop."""
 
 
 class OnAbort(StrEnum):

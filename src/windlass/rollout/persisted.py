@@ -21,8 +21,8 @@ __all__ = [
     "Ended",
     "Entry",
     "Resubmitted",
-    "Saved",
-    "SavedTask",
+    "PersistedState",
+    "PersistedTask",
     "Started",
     "Submitted",
     "VersionReached",
@@ -61,7 +61,7 @@ class Submitted(msgspec.Struct, frozen=True, kw_only=True, tag="submitted"):
 class Attempted(msgspec.Struct, frozen=True, kw_only=True, tag="attempted"):
     """A worker was given it. `handed`: how often one was. Counts as running from here on.
 
-    `resubmits` and `begun` are those of `book.Record`.
+    `resubmits` and `begun` are those of `table.Record`.
     """
 
     task_id: str
@@ -109,7 +109,7 @@ Entry = Started | Submitted | Attempted | Accepted | Resubmitted | Ended | Versi
 
 
 @dataclass(slots=True, eq=False)
-class SavedTask:
+class PersistedTask:
     """One task that has not ended: submitted, at a worker, or with an outcome."""
 
     task_id: str
@@ -120,7 +120,7 @@ class SavedTask:
 
 
 @dataclass(slots=True)
-class Saved:
+class PersistedState:
     """What a journal adds up to; see `Started` for the first five."""
 
     identity: str
@@ -128,16 +128,16 @@ class Saved:
     start_version: int = 0
     version: int = -1
     consumed: int = 0
-    tasks: dict[str, SavedTask] = field(default_factory=dict)
+    tasks: dict[str, PersistedTask] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, entries: Iterable[Entry]) -> Saved | None:
+    def of(cls, entries: Iterable[Entry]) -> PersistedState | None:
         """The state after these entries; None for none. Ids that are not known are ignored."""
-        saved: Saved | None = None
+        persisted: PersistedState | None = None
         for entry in entries:
             if isinstance(entry, Started):
-                tasks = {} if saved is None else saved.tasks
-                saved = cls(
+                tasks = {} if persisted is None else persisted.tasks
+                persisted = cls(
                     entry.identity,
                     entry.run,
                     entry.start_version,
@@ -145,18 +145,18 @@ class Saved:
                     entry.consumed,
                     tasks,
                 )
-            elif saved is not None:
-                saved._take(entry)
-        if saved is not None:
-            saved._drop_broken_groups()
-        return saved
+            elif persisted is not None:
+                persisted._apply(entry)
+        if persisted is not None:
+            persisted._drop_broken_groups()
+        return persisted
 
-    def _take(
+    def _apply(
         self, entry: Submitted | Attempted | Accepted | Resubmitted | Ended | VersionReached
     ) -> None:
         match entry:
             case Submitted():
-                self.tasks.update({t: SavedTask(t, entry) for t in entry.task_ids})
+                self.tasks.update({t: PersistedTask(t, entry) for t in entry.task_ids})
             case Attempted() | Resubmitted():
                 self._move(self.tasks.get(entry.task_id), entry)
             case Accepted():
@@ -171,7 +171,7 @@ class Saved:
                 assert_never(entry)
 
     @staticmethod
-    def _move(task: SavedTask | None, entry: Attempted | Accepted | Resubmitted) -> None:
+    def _move(task: PersistedTask | None, entry: Attempted | Accepted | Resubmitted) -> None:
         if task is None:
             return
         task.running = isinstance(entry, Attempted)

@@ -1,7 +1,7 @@
 """Where every rollout is: the controller's records, and an audit that counts them.
 
 A record is in exactly one place: waiting for admission, queued for dispatch, parked until a worker
-that knows its workflow has room, at a worker, in a backoff, or held until its group is handed out.
+that knows its workflow has room, at a worker, in a backoff, or buffered until its group is handed out.
 `lost` is what was submitted, has not ended, and is in none of them.
 """
 
@@ -18,7 +18,7 @@ from windlass.rollout.deadlines import Ticket
 from windlass.rollout.handles import Rollout, RolloutGroup
 from windlass.rollout.messages import Partial, RolloutOutcome, SamplingParams
 
-__all__ = ["Book", "Counts", "Group", "Record", "State"]
+__all__ = ["RolloutTable", "Counts", "Group", "Record", "State"]
 
 NOTHING = Partial()
 
@@ -31,7 +31,7 @@ class State(Enum):
     PARKED = "parked"
     RUNNING = "running"
     BACKOFF = "backoff"
-    HELD = "held"
+    BUFFERED = "buffered"
     ENDED = "ended"
 
 
@@ -46,8 +46,8 @@ class Group:
     records: list[Record] = field(default_factory=list)
 
     def complete(self) -> bool:
-        """Whether every sample is held."""
-        return all(record.state is State.HELD for record in self.records)
+        """Whether every sample is finished."""
+        return all(record.state is State.BUFFERED for record in self.records)
 
 
 @dataclass(slots=True, eq=False)
@@ -61,8 +61,8 @@ class Record:
         failures: attempts that ended in an error.
         resubmits: how often an answer of it was too old and it was made again.
         begun: version of the oldest token that the running attempt can have; None if not known.
-        engine: of the last attempt. engine_held: key in `Book.by_engine`, kept by `Book.move`.
-        place: where `Book.move` put it.
+        engine: of the last attempt. load_key: key in `RolloutTable.by_engine`.
+        place: where `RolloutTable.move` put it.
         timer: of the running attempt or of the backoff.
         expiry: of the overall deadline, started at the first dispatch.
     """
@@ -88,7 +88,7 @@ class Record:
     last_error: str = ""
     avoid_engine: str = ""
     engine: str = ""
-    engine_held: str = ""
+    load_key: str = ""
     worker: str = ""
     partial: Partial = NOTHING
     outcome: RolloutOutcome | None = None
@@ -135,7 +135,7 @@ class Record:
 
 @dataclass(slots=True)
 class Counts:
-    """Totals since the start; see `RolloutStats`."""
+    """Totals since the start, as `RolloutStats` explains them."""
 
     submitted: int = 0
     completed: int = 0
@@ -151,8 +151,8 @@ class Counts:
     declined: int = 0
 
 
-class Book:
-    """Records by id and the ordered queues they stand in."""
+class RolloutTable:
+    """Records by id and the ordered queues that they stand in."""
 
     def __init__(self) -> None:
         self.records: dict[str, Record] = {}
@@ -160,7 +160,7 @@ class Book:
         self.queued: OrderedDict[str, Record] = OrderedDict()
         self.parked: dict[str, OrderedDict[str, Record]] = {}
         self.backoff: dict[str, Record] = {}
-        self.held: dict[str, Record] = {}
+        self.buffered: dict[str, Record] = {}
         self.ready: OrderedDict[int, Group] = OrderedDict()
         self.by_engine: dict[str, dict[str, Record]] = {}
         self.counts = Counts()
@@ -177,9 +177,9 @@ class Book:
         if record.place is not None:
             del record.place[record.task_id]
             if record.state is State.RUNNING and not record.place:
-                del self.by_engine[record.engine_held]
+                del self.by_engine[record.load_key]
         record.state = state
-        record.engine_held = record.engine
+        record.load_key = record.engine
         if state is State.ENDED:
             record.place = None
             record.stop_expiry()
@@ -199,13 +199,17 @@ class Book:
             case State.PARKED:
                 return self.parked.setdefault(record.workflow, OrderedDict())
             case State.RUNNING:
-                return self.by_engine.setdefault(record.engine_held, {})
+                return self.by_engine.setdefault(record.load_key, {})
             case State.BACKOFF:
                 return self.backoff
-            case State.HELD:
-                return self.held
+            case State.BUFFERED:
+                return self.buffered
             case State.ENDED:
                 return {}
+
+    def running(self) -> list[Record]:
+        """The records that are at workers."""
+        return [record for of_engine in self.by_engine.values() for record in of_engine.values()]
 
     def num_parked(self) -> int:
         """How many records wait for a worker that knows their workflow."""
