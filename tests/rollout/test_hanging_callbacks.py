@@ -32,7 +32,7 @@ from windlass.rollout import (
     connection,
 )
 from windlass.rollout.messages import EngineTarget, RolloutTask, WorkerHello
-from windlass.rollout.runner import WorkerRunner
+from windlass.rollout.runner import WorkerRunner, WorkerSettings
 from windlass.transports.configs import MooncakeConfig
 
 DEADLINE_S = 20.0
@@ -97,9 +97,8 @@ async def test_a_worker_shuts_down_beside_a_workflow_that_ignores_its_cancellati
         arguments=b"\xc0",
     )
     async with asyncio.timeout(DEADLINE_S), aiohttp.ClientSession() as http:
-        runner = WorkerRunner(
-            hello, "http://127.0.0.1:9", http, http, workflows={"stubborn": workflow}
-        )
+        settings = WorkerSettings(controller="http://127.0.0.1:9", name="worker-0")
+        runner = WorkerRunner(settings, hello, http, http, {"stubborn": workflow})
         runner.accept([task])
         await workflow.begun.wait()
         await runner.shut_down(0.2)

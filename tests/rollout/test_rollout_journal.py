@@ -320,10 +320,10 @@ async def test_how_often_a_rollout_was_made_again_and_when_it_began_survive_a_ki
     (task_id,) = handle.task_ids
     for life in range(MAX_RESUBMITS + 1):
         process.dispatch()
-        assert process.table.records[task_id].begun == process.policy.version
+        assert process.table.records[task_id].oldest_version == process.policy.version
         process = await world.restarted(process, 0)
         record = process.table.records[task_id]
-        assert (record.resubmits, record.begun) == (life, process.policy.version)
+        assert (record.resubmits, record.oldest_version) == (life, process.policy.version)
         assert record.state is State.RUNNING
         process.life.set_version(process.policy.version + 2)
         assert not world.at_workers, "stopped at its worker"

@@ -34,7 +34,7 @@ from windlass.rollout.messages import (
     decode,
     encode,
 )
-from windlass.rollout.runner import WorkerRunner
+from windlass.rollout.runner import WorkerRunner, WorkerSettings
 
 SAMPLING = SamplingParams(max_new_tokens=3)
 
@@ -212,7 +212,8 @@ async def test_a_worker_runs_an_attempt_once_however_often_it_is_handed_over() -
         aiohttp.ClientSession() as engine_session,
     ):
         hello = WorkerHello(name="w", url="http://w", incarnation="i", max_concurrent=4)
-        runner = WorkerRunner(hello, "http://127.0.0.1:9", controller_session, engine_session)
+        settings = WorkerSettings(controller="http://127.0.0.1:9", name="w")
+        runner = WorkerRunner(settings, hello, controller_session, engine_session)
         task = RolloutTask(
             task_id="t",
             attempt=1,

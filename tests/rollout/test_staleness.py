@@ -203,7 +203,9 @@ class Bench:
             assert record.outcome is not None
             assert not policy.is_stale(record.outcome.versions())
         for running in table.by_engine.values():
-            assert not any(policy.is_stale([record.begun or 0]) for record in running.values())
+            assert not any(
+                policy.is_stale([record.oldest_version or 0]) for record in running.values()
+            )
         for group in self.groups:
             ended = [record.state is State.ENDED for record in group.records]
             assert all(ended) or not any(ended), "a group ends as a whole"
@@ -367,7 +369,7 @@ async def test_a_group_that_lasts_three_versions_ends_as_its_owner_chose(on_stal
             bench.dispatch()
         begun = bench.policy.version - 2
         for task_id in sorted(bench.at_worker):
-            if bench.life.table.records[task_id].begun == begun:
+            if bench.life.table.records[task_id].oldest_version == begun:
                 bench.finish(OutcomeStatus.ACCEPTED, 0, begun)
         bench.hand_out()
         bench.life.set_version(version)

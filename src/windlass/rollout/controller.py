@@ -495,7 +495,7 @@ class RolloutController:
             known = None
         if known is None:
             self._workers[hello.name] = RemoteWorker(
-                hello, self._session, self, self._config, self._reclaim(hello.name)
+                hello, self._session, self, self._config, self._attempts_left_at(hello.name)
             )
             self._worker_joined.notify()
             self._schedule_dispatch()
@@ -511,7 +511,7 @@ class RolloutController:
         self._use(batch.outcomes)
         return CompletionAck(tuple(o.seq for o in batch.outcomes), registered=worker is not None)
 
-    # --- called by links -------------------------------------------------------------------
+    # --- called by worker connections -------------------------------------------------------------------
 
     def outcomes_arrived(
         self, worker: WorkerConnection, outcomes: Sequence[RolloutOutcome]
@@ -575,7 +575,7 @@ class RolloutController:
                     self._config.worker_grace_s, self._stayed_away, record.worker
                 )
 
-    def _reclaim(self, worker: str) -> dict[str, int]:
+    def _attempts_left_at(self, worker: str) -> dict[str, int]:
         """The attempts with which an earlier process had left this worker, asked for once."""
         timer = self._absent.pop(worker, None)
         if timer is None:
@@ -588,7 +588,7 @@ class RolloutController:
         }
 
     def _stayed_away(self, worker: str) -> None:
-        for task_id, attempt in self._reclaim(worker).items():
+        for task_id, attempt in self._attempts_left_at(worker).items():
             record = self._life.find_running(task_id, attempt)
             if record is not None:
                 reason = (

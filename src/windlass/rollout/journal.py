@@ -155,25 +155,23 @@ class RolloutJournal:
                 Attempted(
                     task_id=record.task_id,
                     attempt=record.attempt,
-                    handed=record.handed,
+                    num_dispatches=record.num_dispatches,
                     engine=record.engine,
                     worker=record.worker,
                     failures=record.failures,
                     rejections=record.rejections,
                     resubmits=record.resubmits,
-                    begun=record.begun,
+                    oldest_version=record.oldest_version,
                 )
             )
 
     def accepted(self, outcome: RolloutOutcome) -> None:
         """The outcome is kept until its group is complete, or until it is acknowledged."""
-        if self.on:
-            self._add(Accepted(outcome))
+        self._add(Accepted(outcome))
 
     def resubmitted(self, record: Record) -> None:
         """Its outcome was thrown away; it waits for admission again."""
-        if self.on:
-            self._add(Resubmitted(record.task_id, record.rejections, record.resubmits))
+        self._add(Resubmitted(record.task_id, record.rejections, record.resubmits))
 
     def delivered(self, task_ids: Sequence[str]) -> None:
         """Handed to the owner, together."""
@@ -206,13 +204,11 @@ class RolloutJournal:
 
     def ended(self, task_id: str, *, num_consumed: int = 0) -> None:
         """Cancelled, failed or dropped; or known to the owner already, as `num_consumed` samples."""
-        if self.on:
-            self._add(Ended((task_id,), num_consumed=num_consumed))
+        self._add(Ended((task_id,), num_consumed=num_consumed))
 
     def version(self, version: int) -> None:
         """The consumer holds `version`."""
-        if self.on:
-            self._add(VersionReached(version))
+        self._add(VersionReached(version))
 
     # --- the file ----------------------------------------------------------------------------
 

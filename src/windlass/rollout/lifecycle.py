@@ -294,13 +294,13 @@ class Lifecycle:
     def start_attempt(self, record: Record, engine: str, worker: str) -> float:
         """A worker gets it; returns the seconds that it may take."""
         record.attempt = max(record.attempt, self.first_attempt) + 1
-        record.handed += 1
+        record.num_dispatches += 1
         record.engine = engine
         record.worker = worker
         if self._policy.throws_away(record.partial.versions):
             self.table.counts.wasted_tokens += len(record.partial.output_ids)
             record.partial = NOTHING
-        record.begun = self._oldest_token(record)
+        record.oldest_version = self._oldest_token(record)
         self.journal.attempted(record)
         self.table.move(record, State.RUNNING)
         return self._start_timers(record)
@@ -508,7 +508,11 @@ class Lifecycle:
         """Throw away buffered answers that are too old by now, and stop attempts that would be."""
         throws_away, buffered = self._policy.throws_away, self.table.buffered.values()
         old = [r for r in buffered if r.outcome and throws_away(r.outcome.versions())]
-        old += [r for r in self.table.running() if r.begun is not None and throws_away((r.begun,))]
+        old += [
+            r
+            for r in self.table.running()
+            if r.oldest_version is not None and throws_away((r.oldest_version,))
+        ]
         for record in old:
             if record.state is State.ENDED:  # its group was dropped
                 continue
@@ -692,8 +696,8 @@ def _restored(task: PersistedTask, now: float) -> Record:
         finished_at=now,
     )
     if attempt is not None:
-        record.attempt, record.handed = attempt.attempt, attempt.handed
+        record.attempt, record.num_dispatches = attempt.attempt, attempt.num_dispatches
         record.engine, record.worker = attempt.engine, attempt.worker
         record.failures, record.rejections = attempt.failures, attempt.rejections
-        record.resubmits, record.begun = attempt.resubmits, attempt.begun
+        record.resubmits, record.oldest_version = attempt.resubmits, attempt.oldest_version
     return record

@@ -59,20 +59,20 @@ class Submitted(msgspec.Struct, frozen=True, kw_only=True, tag="submitted"):
 
 
 class Attempted(msgspec.Struct, frozen=True, kw_only=True, tag="attempted"):
-    """A worker was given it. `handed`: how often one was. Counts as running from here on.
+    """A worker was given it. `num_dispatches`: how often one was. Counts as running from here on.
 
-    `resubmits` and `begun` are those of `table.Record`.
+    `resubmits` and `oldest_version` are those of `table.Record`.
     """
 
     task_id: str
     attempt: int
-    handed: int
+    num_dispatches: int
     engine: str
     worker: str
     failures: int = 0
     rejections: int = 0
     resubmits: int = 0
-    begun: int | None = None
+    oldest_version: int | None = None
 
 
 class Accepted(msgspec.Struct, frozen=True, tag="accepted"):

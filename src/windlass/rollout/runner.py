@@ -59,42 +59,60 @@ CALL_DEADLINE_S = 10.0
 MAX_BACKOFF_S = 1.0
 
 
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker process is told.
+
+    Attributes:
+        controller: base URL of the controller.
+        name: unique among the controller's workers.
+        host: address to bind; empty for the one towards the controller. port: 0 lets the system
+            choose.
+        advertise_host: what the controller connects to; empty for `host`.
+        max_concurrent: attempts at a time.
+        heartbeat_s: between heartbeats on the watch connection.
+        call_deadline_s: a delivery that is not acknowledged by then is sent again.
+        controller_gone_s: exit when the controller cannot be reached this long.
+        shutdown_s: on SIGTERM, time to hand over what is there.
+    """
+
+    controller: str
+    name: str
+    host: str = ""
+    port: int = 0
+    advertise_host: str = ""
+    max_concurrent: int = 1024
+    heartbeat_s: float = 5.0
+    call_deadline_s: float = 10.0
+    controller_gone_s: float = 60.0
+    shutdown_s: float = 5.0
+
+
 class WorkerRunner:
     """Runs attempts of one worker incarnation; call everything in one event loop.
 
     Args:
+        settings: `controller` and times.
         hello: identity; the controller never has more than `max_concurrent` attempts here.
-        controller_url: where completions and registrations go.
         controller_session: carries the control token.
-        engine_session: carries no token; no limit on connections.
-        heartbeat_s: between heartbeats on the watch connection.
-        controller_gone_s: `run` returns when the controller could not be reached this long.
-        call_deadline_s: of a delivery; what was not acknowledged by then is sent again.
+        engine_session: carries the engines' token; no limit on connections.
         workflows: user code by name; `hello.workflows` are its keys.
     """
 
     def __init__(
         self,
+        settings: WorkerSettings,
         hello: WorkerHello,
-        controller_url: str,
         controller_session: aiohttp.ClientSession,
         engine_session: aiohttp.ClientSession,
-        *,
-        heartbeat_s: float = 5.0,
-        controller_gone_s: float = 60.0,
-        call_deadline_s: float = CALL_DEADLINE_S,
         workflows: Mapping[str, Workflow] | None = None,
     ) -> None:
         self.hello = hello
-        self._controller_url = controller_url
+        self._settings, self._controller_url = settings, settings.controller.rstrip("/")
         self._controller_session = controller_session
-        self._heartbeat_s = heartbeat_s
-        self._controller_gone_s = controller_gone_s
-        self._call_deadline_s = call_deadline_s
         self._controller = ""
         self._register_due = asyncio.Event()
         self._connection = Connection(
-            controller_session, f"{controller_url}/v1/completions", CompletionAck
+            controller_session, f"{self._controller_url}/v1/completions", CompletionAck
         )
         self._outbox = Outbox(self._deliver, self._register_due.set)
         self._attempts = Attempts(engine_session, check_workflows(workflows), hello, self._ended)
@@ -171,7 +189,7 @@ class WorkerRunner:
     async def _register(self) -> bool:
         self._register_due.clear()
         loop = asyncio.get_running_loop()
-        give_up_at = loop.time() + self._controller_gone_s
+        give_up_at = loop.time() + self._settings.controller_gone_s
         backoff, last_error = 0.02, "no try"
         while loop.time() < give_up_at:
             try:
@@ -218,7 +236,7 @@ class WorkerRunner:
 
     async def _deliver(self, outcomes: tuple[RolloutOutcome, ...]) -> CompletionAck:
         batch = CompletionBatch(self.hello.name, self.hello.incarnation, outcomes)
-        return await self._connection.call(batch, deadline_s=self._call_deadline_s)
+        return await self._connection.call(batch, deadline_s=self._settings.call_deadline_s)
 
     # --- routes ----------------------------------------------------------------------------
 
@@ -267,39 +285,12 @@ class WorkerRunner:
         try:
             while True:
                 await stream.write(b"\n")
-                await asyncio.sleep(self._heartbeat_s)
+                await asyncio.sleep(self._settings.heartbeat_s)
         finally:
             self._num_watchers -= 1
             if self._num_watchers == 0:
                 self._watch_opened.clear()
                 self._register_due.set()
-
-
-class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker process is told.
-
-    Attributes:
-        controller: base URL of the controller.
-        name: unique among the controller's workers.
-        host: address to bind; empty for the one towards the controller. port: 0 lets the system
-            choose.
-        advertise_host: what the controller connects to; empty for `host`.
-        max_concurrent: attempts at a time.
-        call_deadline_s: a delivery that is not acknowledged by then is sent again.
-        controller_gone_s: exit when the controller cannot be reached this long.
-        shutdown_s: on SIGTERM, time to hand over what is there.
-    """
-
-    controller: str
-    name: str
-    host: str = ""
-    port: int = 0
-    advertise_host: str = ""
-    max_concurrent: int = 1024
-    heartbeat_s: float = 5.0
-    call_deadline_s: float = 10.0
-    controller_gone_s: float = 60.0
-    shutdown_s: float = 5.0
 
 
 async def run_worker(
@@ -347,16 +338,7 @@ async def run_worker(
             timeout=aiohttp.ClientTimeout(total=None),
         ) as engine_session,
     ):
-        runner = WorkerRunner(
-            hello,
-            settings.controller.rstrip("/"),
-            controller_session,
-            engine_session,
-            heartbeat_s=settings.heartbeat_s,
-            controller_gone_s=settings.controller_gone_s,
-            call_deadline_s=settings.call_deadline_s,
-            workflows=known,
-        )
+        runner = WorkerRunner(settings, hello, controller_session, engine_session, known)
         app = web.Application(middlewares=[require_token(token)])
         app.add_routes(runner.routes())
         # A watch whose controller is gone must end at once, not at the next heartbeat.
@@ -393,16 +375,9 @@ async def _serve(runner: WorkerRunner, shutdown_s: float) -> bool:
 
 def _settings(arguments: Sequence[str] | None) -> WorkerSettings:
     parser = argparse.ArgumentParser(prog="python -m windlass.rollout.worker", description=__doc__)
-    parser.add_argument("--controller", required=True, help="base URL of the controller")
-    parser.add_argument("--name", required=True, help="unique among the controller's workers")
-    parser.add_argument("--host", default="")
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--advertise-host", default="")
-    parser.add_argument("--max-concurrent", type=int, default=1024)
-    parser.add_argument("--heartbeat-s", type=float, default=5.0)
-    parser.add_argument("--call-deadline-s", type=float, default=10.0)
-    parser.add_argument("--controller-gone-s", type=float, default=60.0)
-    parser.add_argument("--shutdown-s", type=float, default=5.0)
+    for field in msgspec.structs.fields(WorkerSettings):
+        flag = f"--{field.encode_name.replace('_', '-')}"
+        parser.add_argument(flag, type=field.type, default=field.default, required=field.required)
     return msgspec.convert(vars(parser.parse_args(arguments)), type=WorkerSettings)
 
 

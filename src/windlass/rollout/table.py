@@ -57,12 +57,12 @@ class Record:
     Attributes:
         admitted: counted as running by the staleness policy.
         attempt: of the last dispatch; 0 before the first. Only ever grows, with gaps.
-        handed: how often it was dispatched.
+        num_dispatches: how often it was handed to a worker.
         failures: attempts that ended in an error.
         resubmits: how often an answer of it was too old and it was made again.
-        begun: version of the oldest token that the running attempt can have; None if not known.
+        oldest_version: version of the oldest token that the running attempt can have; None if not known.
         engine: of the last attempt. load_key: key in `RolloutTable.by_engine`.
-        place: where `RolloutTable.move` put it.
+        queue: of the table, that it stands in; None once it has ended.
         timer: of the running attempt or of the backoff.
         expiry: of the overall deadline, started at the first dispatch.
     """
@@ -78,11 +78,11 @@ class Record:
     state: State = State.WAITING
     admitted: bool = False
     attempt: int = 0
-    handed: int = 0
+    num_dispatches: int = 0
     failures: int = 0
     rejections: int = 0
     resubmits: int = 0
-    begun: int | None = None
+    oldest_version: int | None = None
     workflow: str = ""
     arguments: bytes = b""
     last_error: str = ""
@@ -93,7 +93,7 @@ class Record:
     partial: Partial = NOTHING
     outcome: RolloutOutcome | None = None
     finished_at: float = 0.0
-    place: dict[str, Record] | None = None
+    queue: dict[str, Record] | None = None
     timer: asyncio.TimerHandle | Ticket[Record] | None = None
     expiry: asyncio.TimerHandle | None = None
 
@@ -124,7 +124,7 @@ class Record:
             finish_reason=self.outcome.finish_reason,
             engine=self.outcome.engine,
             worker=self.outcome.worker,
-            attempts=self.handed,
+            attempts=self.num_dispatches,
             metadata=self.metadata,
             finished_at=self.outcome.finished_at,
             seconds=self.finished_at - self.submitted_at,
@@ -166,7 +166,7 @@ class RolloutTable:
         self.counts = Counts()
 
     def move(self, record: Record, state: State, *, front: bool = False) -> None:
-        """Take a record out of the place where it is and put it into another.
+        """Take a record out of the queue where it is and put it into another.
 
         Args:
             record: must be one of `records`.
@@ -174,23 +174,23 @@ class RolloutTable:
             front: at the head of WAITING or QUEUED.
         """
         record.stop_timer()
-        if record.place is not None:
-            del record.place[record.task_id]
-            if record.state is State.RUNNING and not record.place:
+        if record.queue is not None:
+            del record.queue[record.task_id]
+            if record.state is State.RUNNING and not record.queue:
                 del self.by_engine[record.load_key]
         record.state = state
         record.load_key = record.engine
         if state is State.ENDED:
-            record.place = None
+            record.queue = None
             record.stop_expiry()
             self.records.pop(record.task_id, None)
             return
-        place = record.place = self._place(record)
-        place[record.task_id] = record
-        if front and isinstance(place, OrderedDict):
-            place.move_to_end(record.task_id, last=False)
+        queue = record.queue = self._queue_of(record)
+        queue[record.task_id] = record
+        if front and isinstance(queue, OrderedDict):
+            queue.move_to_end(record.task_id, last=False)
 
-    def _place(self, record: Record) -> dict[str, Record]:
+    def _queue_of(self, record: Record) -> dict[str, Record]:
         match record.state:
             case State.WAITING:
                 return self.waiting
