@@ -18,12 +18,12 @@ from harness import Row, median_p95, parser, report
 from windlass.rollout import RolloutConfig, SamplingParams, StalenessPolicy
 from windlass.rollout.journal import RolloutJournal
 from windlass.rollout.lifecycle import Lifecycle
-from windlass.rollout.messages import OutcomeStatus, Partial, RolloutOutcome
+from windlass.rollout.messages import OutcomeStatus, Partial, RolloutOutcome, Work
 
 NUM_ROLLOUTS, GROUP_SIZE, CALLBACK, NUM_TOKENS = 4096, 8, 64, 128
 NUM_RUNS = 7
 SAMPLING = SamplingParams(max_new_tokens=NUM_TOKENS)
-PROMPT = tuple(range(1000, 1256))
+WORK = Work(prompt_ids=tuple(range(1000, 1256)), sampling=SAMPLING)
 TOKENS = tuple(range(30_000, 30_000 + NUM_TOKENS))
 RESULT = Partial(TOKENS, tuple(-token / 7e4 for token in TOKENS), (3,) * NUM_TOKENS)
 
@@ -36,7 +36,7 @@ async def one_run(path: Path | None, *, sync_each: bool) -> tuple[float, float, 
     life.open()
     began, began_cpu = time.perf_counter(), time.thread_time()
     for _ in range(NUM_ROLLOUTS // GROUP_SIZE):
-        life.submit_group(PROMPT, GROUP_SIZE, SAMPLING)
+        life.submit_group(WORK, GROUP_SIZE)
     for record in list(life.table.waiting.values()):
         life.admit(record)
         life.start_attempt(record, "engine", "worker")

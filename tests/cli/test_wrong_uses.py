@@ -197,7 +197,7 @@ async def test_a_prompt_is_plain_integers_or_refused() -> None:
         for prompt in ([1, 2], np.array([1, 2]), torch.tensor([1, 2])):
             handle = rollouts.submit(prompt, SAMPLING)  # type: ignore[arg-type]
             record = rollouts._table.records[handle.task_id]
-            assert record.prompt_ids == (1, 2)
+            assert record.work.prompt_ids == (1, 2)
             assert {type(token) for token in record.prompt_ids} == {int}
         for wrong in ("a text", [1.5], [[1, 2]]):
             with pytest.raises(ConfigError, match="prompt_ids must be integers"):

@@ -25,13 +25,17 @@ from windlass.rollout import (
 )
 from windlass.rollout.journal import RolloutJournal
 from windlass.rollout.lifecycle import Lifecycle
-from windlass.rollout.messages import OutcomeStatus, Partial, RolloutOutcome
+from windlass.rollout.messages import OutcomeStatus, Partial, RolloutOutcome, Work
 from windlass.rollout.persisted import Entry, PersistedState
 from windlass.rollout.table import Record, State
 from windlass.rollout.workflows import encode_value
 
 SAMPLING = SamplingParams(max_new_tokens=1)
 BATCH, MAX_STALENESS, MAX_RESUBMITS = 4, 1, 2
+
+
+def prompt(prompt_ids: tuple[int, ...]) -> Work:
+    return Work(prompt_ids=prompt_ids, sampling=SAMPLING)
 
 
 def outcome(task_id: str, attempt: int, status: OutcomeStatus, version: int) -> RolloutOutcome:
@@ -212,7 +216,7 @@ def test_after_any_kills_everything_is_delivered_once_and_the_bound_holds(
             match step:
                 case "add":
                     handle = process.life.submit_group(
-                        (1,), 1 + number % 4, SAMPLING, metadata=number
+                        prompt((1,)), 1 + number % 4, metadata=number
                     )
                     world.wanted.append(frozenset(handle.task_ids))
                     process.watch(handle)
@@ -283,12 +287,21 @@ async def test_what_an_earlier_process_left_is_there_with_its_prompts_groups_and
 ) -> None:
     world = World(tmp_path / "journal")
     first = Process(world.path, world)
-    first.life.submit_group((1, 2), 3, SAMPLING, metadata={"row": 7})
+    first.life.submit_group(prompt((1, 2)), 3, metadata={"row": 7})
     single = first.life.submit(
-        (5,), SamplingParams(max_new_tokens=9, temperature=0.5), deadline_s=3.0
+        Work(
+            prompt_ids=(5,),
+            sampling=SamplingParams(max_new_tokens=9, temperature=0.5),
+            deadline_s=3.0,
+        )
     )
     flow = first.life.submit(
-        (), SAMPLING, metadata="m", workflow="tools", arguments=encode_value("", {"seats": [1, 2]})
+        Work(
+            sampling=SAMPLING,
+            workflow="tools",
+            arguments=encode_value("", {"seats": [1, 2]}),
+        ),
+        metadata="m",
     )
     first.dispatch()
     second = await world.restarted(first, 0)
@@ -296,15 +309,19 @@ async def test_what_an_earlier_process_left_is_there_with_its_prompts_groups_and
     assert (group_id, len(group.task_ids), group.metadata) == (0, 3, {"row": 7})
     assert set(second.recovered.rollouts) == {single.task_id, flow.task_id}
     record = second.table.records[single.task_id]
-    assert (record.prompt_ids, record.sampling.temperature, record.deadline_s) == ((5,), 0.5, 3.0)
+    assert (record.work.prompt_ids, record.work.sampling.temperature, record.work.deadline_s) == (
+        (5,),
+        0.5,
+        3.0,
+    )
     record = second.table.records[flow.task_id]
-    assert (record.workflow, record.arguments, record.metadata) == (
+    assert (record.work.workflow, record.work.arguments, record.metadata) == (
         "tools",
         b"\x81\xa5seats\x92\x01\x02",
         "m",
     )
     assert [r.state for r in second.table.records.values()].count(State.RUNNING) == 1
-    new = second.life.submit((1,), SAMPLING)
+    new = second.life.submit(prompt((1,)))
     assert new.task_id not in {*first.table.records, *second.recovered.rollouts}
     assert second.life.identity == first.life.identity, "workers keep what they run for it"
     await second.journal.close()
@@ -315,7 +332,7 @@ async def test_how_often_a_rollout_was_made_again_and_when_it_began_survive_a_ki
 ) -> None:
     world = World(tmp_path / "journal")
     process = Process(world.path, world)
-    handle = process.life.submit_group((1,), 1, SAMPLING)
+    handle = process.life.submit_group(prompt((1,)), 1)
     process.watch(handle)
     (task_id,) = handle.task_ids
     for life in range(MAX_RESUBMITS + 1):
@@ -339,11 +356,11 @@ async def test_what_grew_too_old_while_no_controller_ran_is_dealt_with_at_the_st
 ) -> None:
     world = World(tmp_path / "journal", OnStale.DROP)
     first = Process(world.path, world)
-    told = first.life.submit((2,), SAMPLING)
+    told = first.life.submit(prompt((2,)))
     first.dispatch()
     first.finish(0, OutcomeStatus.ACCEPTED, 0)  # handed out, and never acknowledged
-    first.life.submit_group((1,), 2, SAMPLING)
-    running = first.life.submit((3,), SAMPLING)
+    first.life.submit_group(prompt((1,)), 2)
+    running = first.life.submit(prompt((3,)))
     for _ in range(3):
         first.dispatch()
     first.finish(0, OutcomeStatus.ACCEPTED, 0)
@@ -365,7 +382,7 @@ async def test_handing_out_ends_a_rollout_unless_the_owner_acknowledges_itself(
     journal = RolloutJournal(path)
     life = Lifecycle(policy, RolloutConfig(), lambda _: None, lambda: None, journal)
     life.open()
-    handle = life.submit((1,), SAMPLING)
+    handle = life.submit(prompt((1,)))
     record = life.table.records[handle.task_id]
     life.admit(record)
     life.start_attempt(record, "engine", "worker")
@@ -398,11 +415,11 @@ async def test_metadata_that_a_journal_cannot_keep_is_refused(tmp_path: Path) ->
     world = World(tmp_path / "journal")
     process = Process(world.path, world)
     with pytest.raises(ConfigError, match="metadata: must be msgpack-plain, got object"):
-        process.life.submit((1,), SAMPLING, metadata=object())
+        process.life.submit(prompt((1,)), metadata=object())
     assert not process.table.records
     await process.journal.close()
     with pytest.raises(RolloutError, match="must be open"):
-        process.life.submit((1,), SAMPLING)
+        process.life.submit(prompt((1,)))
 
 
 async def test_a_full_disk_stops_admission_and_delivery(
@@ -410,7 +427,7 @@ async def test_a_full_disk_stops_admission_and_delivery(
 ) -> None:
     world = World(tmp_path / "journal")
     process = Process(world.path, world)
-    process.life.submit_group((1,), 1, SAMPLING)
+    process.life.submit_group(prompt((1,)), 1)
     process.journal.flush()
     process.dispatch()
 
@@ -423,7 +440,7 @@ async def test_a_full_disk_stops_admission_and_delivery(
             process.finish(0, OutcomeStatus.ACCEPTED, 0)
     assert world.at_workers, "the worker keeps what was not acknowledged"
     with pytest.raises(RolloutError, match="No space left"):
-        process.life.submit((1,), SAMPLING)
+        process.life.submit(prompt((1,)))
     assert process.journal.broken
     # What the file says is whole, and a successor goes on from it.
     second = await world.restarted(process, 0)
@@ -437,9 +454,9 @@ async def test_a_long_journal_is_written_anew_without_what_has_ended(tmp_path: P
     journal = RolloutJournal(path, sync_s=0.001, compact_nbytes=5_000)
     life = Lifecycle(policy, RolloutConfig(), lambda _: None, lambda: None, journal)
     life.open()
-    kept = life.submit((9,) * 10, SAMPLING, metadata="kept")
+    kept = life.submit(prompt((9,) * 10), metadata="kept")
     for _ in range(400):
-        life.submit((1,) * 20, SAMPLING).cancel()
+        life.submit(prompt((1,) * 20)).cancel()
         journal.flush()
         if journal._upkeep is not None:
             await journal._upkeep

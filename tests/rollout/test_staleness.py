@@ -18,12 +18,14 @@ from windlass.rollout.messages import (
     Partial,
     RolloutOutcome,
     SamplingParams,
+    Work,
     decode,
     encode,
 )
 from windlass.rollout.staleness import OnStale, StalenessPolicy
 from windlass.rollout.table import Group, Record, State
 
+SAMPLING = SamplingParams(max_new_tokens=1)
 EVENTS = st.lists(
     st.sampled_from(
         ["admit", "accept", "release", "discard", "consume", "back", "version", "skip"]
@@ -135,11 +137,11 @@ class Bench:
     def add_group(self, n: int) -> None:
         future: asyncio.Future[RolloutGroup] = asyncio.get_running_loop().create_future()
         future.add_done_callback(lambda done: None if done.cancelled() else done.exception())
-        group = Group(len(self.groups), (1,), None, future)
+        group = Group(len(self.groups), future)
         for _ in range(n):
             self.num += 1
             record = Record(
-                str(self.num), (1,), SamplingParams(max_new_tokens=1), None, None, 0.0, group=group
+                str(self.num), Work(prompt_ids=(1,), sampling=SAMPLING), None, 0.0, group=group
             )
             group.records.append(record)
             self.life.add(record)

@@ -49,6 +49,7 @@ from windlass.rollout.messages import (
     RolloutOutcome,
     RolloutTask,
     SamplingParams,
+    Work,
     WorkerHello,
     WorkerWelcome,
 )
@@ -180,9 +181,8 @@ class RolloutController:
                 that is not positive, metadata that a journal cannot keep, a closed controller.
             RolloutError: the journal cannot be written any more.
         """
-        tokens = _token_ids(prompt_ids)
-        self._check_open("submit")
-        return self._life.submit(tokens, sampling, metadata=metadata, deadline_s=deadline_s)
+        work = self._work(sampling, deadline_s, _token_ids(prompt_ids))
+        return self._life.submit(work, metadata=metadata)
 
     def submit_workflow(
         self,
@@ -205,16 +205,8 @@ class RolloutController:
         Raises:
             ConfigError: as `submit`; an empty name, arguments that are not plain.
         """
-        encoded = _workflow_arguments(workflow, arguments)
-        self._check_open("submit")
-        return self._life.submit(
-            (),
-            sampling,
-            metadata=metadata,
-            deadline_s=deadline_s,
-            workflow=workflow,
-            arguments=encoded,
-        )
+        work = self._workflow(workflow, arguments, sampling, deadline_s)
+        return self._life.submit(work, metadata=metadata)
 
     def submit_workflow_group(
         self,
@@ -231,17 +223,8 @@ class RolloutController:
         Raises:
             ConfigError: as `submit_workflow`; n < 1.
         """
-        encoded = _workflow_arguments(workflow, arguments)
-        self._check_open("submit")
-        return self._life.submit_group(
-            (),
-            n,
-            sampling,
-            metadata=metadata,
-            deadline_s=deadline_s,
-            workflow=workflow,
-            arguments=encoded,
-        )
+        work = self._workflow(workflow, arguments, sampling, deadline_s)
+        return self._life.submit_group(work, n, metadata=metadata)
 
     def submit_group(
         self,
@@ -257,11 +240,8 @@ class RolloutController:
         Raises:
             ConfigError: as `submit`; n < 1.
         """
-        tokens = _token_ids(prompt_ids)
-        self._check_open("submit")
-        return self._life.submit_group(
-            tokens, n, sampling, metadata=metadata, deadline_s=deadline_s
-        )
+        work = self._work(sampling, deadline_s, _token_ids(prompt_ids))
+        return self._life.submit_group(work, n, metadata=metadata)
 
     def decline(self, result: RolloutGroup | Rollout) -> None:
         """What was handed out is of no use (all rewards equal, say): it counts as never drawn.
@@ -303,6 +283,21 @@ class RolloutController:
                 f"wait: {len(handles)} rollouts within {deadline_s} s, {left} are not done"
             ) from error
         return tuple([await handle for handle in handles])
+
+    def _work(
+        self, sampling: SamplingParams, deadline_s: float | None, prompt_ids: tuple[int, ...]
+    ) -> Work:
+        self._check_open("submit")
+        return Work(prompt_ids=prompt_ids, sampling=sampling, deadline_s=deadline_s)
+
+    def _workflow(
+        self, workflow: str, arguments: object, sampling: SamplingParams, deadline_s: float | None
+    ) -> Work:
+        self._check_open("submit")
+        if not workflow:
+            raise ConfigError("rollout: workflow must not be empty, got ''")
+        encoded = encode_value(f"workflow {workflow}: arguments", arguments)
+        return Work(sampling=sampling, deadline_s=deadline_s, workflow=workflow, arguments=encoded)
 
     def _check_open(self, what: str) -> None:
         if self._closed:
@@ -690,14 +685,12 @@ class RolloutController:
         return record
 
     def _hand_over(self, record: Record, engines: Sequence[EngineTarget]) -> bool:
-        workers = [w for w in self._workers.values() if w.can_run(record.workflow)]
+        workers = [w for w in self._workers.values() if w.can_run(record.work.workflow)]
         if not workers:
             return False
-        prefix = (
-            (record.workflow, record.arguments)
-            if record.workflow
-            else record.prompt_ids[:PREFIX_TOKENS]
-        )
+        work = record.work
+        plain = work.prompt_ids[:PREFIX_TOKENS]
+        prefix = (work.workflow, work.arguments) if work.workflow else plain
         engine = self._choice.choose(
             engines, self._table.engine_load, hash(prefix), record.avoid_engine
         )
@@ -708,14 +701,14 @@ class RolloutController:
             RolloutTask(
                 task_id=record.task_id,
                 attempt=record.attempt,
-                prompt_ids=record.prompt_ids,
-                sampling=record.sampling,
+                prompt_ids=work.prompt_ids,
+                sampling=work.sampling,
                 engine=engine,
                 deadline_s=deadline_s,
                 on_abort=self._config.on_abort,
                 partial=record.partial,
-                workflow=record.workflow,
-                arguments=record.arguments,
+                workflow=work.workflow,
+                arguments=work.arguments,
                 max_staleness=None if trains_on_stale else self._policy.max_staleness,
             )
         )
@@ -733,9 +726,3 @@ def _token_ids(prompt_ids: Sequence[int]) -> tuple[int, ...]:
     if min(tokens) < 0:
         raise ConfigError(f"rollout: prompt_ids must be >= 0, got {min(tokens)}")
     return tokens
-
-
-def _workflow_arguments(workflow: str, arguments: object) -> bytes:
-    if not workflow:
-        raise ConfigError("rollout: workflow must not be empty, got ''")
-    return encode_value(f"workflow {workflow}: arguments", arguments)

@@ -18,7 +18,7 @@ from typing import Any, final
 
 from windlass.errors import ConfigError, RolloutError
 from windlass.net.line_file import LineFile
-from windlass.rollout.messages import RolloutOutcome
+from windlass.rollout.messages import RolloutOutcome, Work
 from windlass.rollout.persisted import (
     Accepted,
     Attempted,
@@ -124,29 +124,18 @@ class RolloutJournal:
     # --- transitions -------------------------------------------------------------------------
 
     def submitted(
-        self, task_ids: Sequence[str], group_id: int, record: Record, metadata: object
+        self, task_ids: Sequence[str], group_id: int, work: Work, metadata: object
     ) -> None:
-        """New tasks, all like `record`, wait for admission; `group_id` is -1 for one alone.
+        """New tasks of the same work wait for admission; `group_id` is -1 for one alone.
 
         Raises:
             ConfigError: metadata that is not msgpack-plain.
             RolloutError: writing has failed before.
         """
-        if not self.on:
-            return
-        self.check()
-        self._add(
-            Submitted(
-                task_ids=tuple(task_ids),
-                group_id=group_id,
-                prompt_ids=record.prompt_ids,
-                sampling=record.sampling,
-                metadata=encode_value("journal: metadata", metadata),
-                deadline_s=record.deadline_s,
-                workflow=record.workflow,
-                arguments=record.arguments,
-            )
-        )
+        if self.on:
+            self.check()
+            encoded = encode_value("journal: metadata", metadata)
+            self._add(Submitted(tuple(task_ids), group_id, work, encoded))
 
     def attempted(self, record: Record) -> None:
         """A worker is about to be sent this attempt."""

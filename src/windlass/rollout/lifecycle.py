@@ -37,6 +37,7 @@ from windlass.rollout.messages import (
     Partial,
     RolloutOutcome,
     SamplingParams,
+    Work,
 )
 from windlass.rollout.persisted import PersistedState, PersistedTask
 from windlass.rollout.staleness import StalenessPolicy
@@ -130,39 +131,21 @@ class Lifecycle:
         self.drop_stale()
         return recovered
 
-    def submit(
-        self,
-        prompt_ids: tuple[int, ...],
-        sampling: SamplingParams,
-        *,
-        metadata: object = None,
-        deadline_s: float | None = None,
-        workflow: str = "",
-        arguments: bytes = b"",
-    ) -> RolloutHandle:
-        """One rollout, as `RolloutController.submit` and `submit_workflow`.
+    def submit(self, work: Work, *, metadata: object = None) -> RolloutHandle:
+        """One rollout, as `RolloutController.submit`; prompt and arguments are believed.
 
         Raises:
-            ConfigError, RolloutError: as those; `prompt_ids` and `arguments` are believed.
+            ConfigError: sampling of wrong types, metadata that a journal cannot keep.
+            RolloutError: the journal cannot be written any more.
         """
-        record = self._record(prompt_ids, sampling, metadata, deadline_s, workflow, arguments)
-        self.journal.submitted((record.task_id,), -1, record, metadata)
+        record = self._record(work, metadata)
+        self.journal.submitted((record.task_id,), -1, work, metadata)
         handle = self._single_handle(record)
         self.add(record)
         self._work_changed()
         return handle
 
-    def submit_group(
-        self,
-        prompt_ids: tuple[int, ...],
-        n: int,
-        sampling: SamplingParams,
-        *,
-        metadata: object = None,
-        deadline_s: float | None = None,
-        workflow: str = "",
-        arguments: bytes = b"",
-    ) -> GroupHandle:
+    def submit_group(self, work: Work, n: int, *, metadata: object = None) -> GroupHandle:
         """As `submit`, `n` of them that are handed out together.
 
         Raises:
@@ -170,14 +153,11 @@ class Lifecycle:
         """
         if n < 1:
             raise ConfigError(f"rollout: n must be >= 1, got {n}")
-        records = [
-            self._record(prompt_ids, sampling, metadata, deadline_s, workflow, arguments)
-            for _ in range(n)
-        ]
+        records = [self._record(work, metadata) for _ in range(n)]
         task_ids = tuple(record.task_id for record in records)
-        self.journal.submitted(task_ids, self._next_group, records[0], metadata)
+        self.journal.submitted(task_ids, self._next_group, work, metadata)
         future: asyncio.Future[RolloutGroup] = asyncio.get_running_loop().create_future()
-        group = Group(self._next_group, prompt_ids, metadata, future, records)
+        group = Group(self._next_group, future, records)
         self._next_group += 1
         for record in records:
             record.group = group
@@ -185,30 +165,12 @@ class Lifecycle:
         self._work_changed()
         return self._group_handle(group)
 
-    def _record(
-        self,
-        prompt_ids: tuple[int, ...],
-        sampling: SamplingParams,
-        metadata: object,
-        deadline_s: float | None,
-        workflow: str,
-        arguments: bytes,
-    ) -> Record:
-        if deadline_s is not None and deadline_s <= 0:
-            raise ConfigError(f"rollout: deadline_s must be > 0, got {deadline_s}")
-        if sampling is not self._sampling:
-            self._sampling = _checked(sampling)
+    def _record(self, work: Work, metadata: object) -> Record:
+        if work.sampling is not self._sampling:
+            self._sampling = _checked(work.sampling)
         self._next_task += 1
-        return Record(
-            task_id=f"{self._prefix}-{self._next_task}",
-            prompt_ids=prompt_ids,
-            sampling=sampling,
-            metadata=metadata,
-            deadline_s=deadline_s,
-            submitted_at=asyncio.get_running_loop().time(),
-            workflow=workflow,
-            arguments=arguments,
-        )
+        now = asyncio.get_running_loop().time()
+        return Record(f"{self._prefix}-{self._next_task}", work, metadata, now)
 
     def _single_handle(self, record: Record) -> RolloutHandle:
         future: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
@@ -224,7 +186,7 @@ class Lifecycle:
             tuple(record.task_id for record in group.records),
             group.future,
             lambda: self.cancel_group(group),
-            group.metadata,
+            group.records[0].metadata,
         )
 
     def add(self, record: Record, state: State = State.WAITING) -> None:
@@ -251,9 +213,7 @@ class Lifecycle:
                 (restored.again if members[0].outcome else restored.singles).extend(members)
                 continue
             future: asyncio.Future[RolloutGroup] = loop.create_future()
-            group = Group(
-                submission.group_id, submission.prompt_ids, members[0].metadata, future, members
-            )
+            group = Group(submission.group_id, future, members)
             restored.groups[group.group_id] = group
             for record in members:
                 record.group = group
@@ -313,15 +273,15 @@ class Lifecycle:
         """
         if record.partial.versions:
             return min(record.partial.versions)
-        if record.workflow or self._config.on_abort is OnAbort.RETRY:
+        if record.work.workflow or self._config.on_abort is OnAbort.RETRY:
             return None
         return self._policy.version
 
     def _start_timers(self, record: Record) -> float:
         loop = asyncio.get_running_loop()
         now = loop.time()
-        if record.expiry is None and record.deadline_s is not None:
-            record.expiry = loop.call_at(now + record.deadline_s, self._expire, record)
+        if record.expiry is None and record.work.deadline_s is not None:
+            record.expiry = loop.call_at(now + record.work.deadline_s, self._expire, record)
         record.timer = ticket = self._deadlines.start(record)
         ends = ticket.ends
         return (ends if record.expiry is None else min(ends, record.expiry.when())) - now
@@ -533,7 +493,8 @@ class Lifecycle:
         self._delivered([record.task_id for record in group.records])
         self._policy.consume(len(rollouts))
         self.table.counts.completed += len(rollouts)
-        delivered = RolloutGroup(group.group_id, group.prompt_ids, rollouts, group.metadata)
+        first = group.records[0]
+        delivered = RolloutGroup(group.group_id, first.work.prompt_ids, rollouts, first.metadata)
         if not group.future.done():
             group.future.set_result(delivered)
         self._work_changed()
@@ -627,7 +588,7 @@ class Lifecycle:
         self._fail(
             record,
             PeerTimeout(
-                f"rollout {record.task_id}: deadline_s={record.deadline_s} passed in attempt "
+                f"rollout {record.task_id}: deadline_s={record.work.deadline_s} passed in attempt "
                 f"{record.attempt} on engine {record.engine} ({record.last_error or 'no error'})"
             ),
         )
@@ -683,18 +644,9 @@ def _state_of(task: PersistedTask) -> State:
 
 def _restored(task: PersistedTask, now: float) -> Record:
     submission, attempt = task.submission, task.attempt
-    record = Record(
-        task_id=task.task_id,
-        prompt_ids=submission.prompt_ids,
-        sampling=submission.sampling,
-        metadata=msgspec.msgpack.decode(submission.metadata),
-        deadline_s=submission.deadline_s,
-        submitted_at=now,
-        workflow=submission.workflow,
-        arguments=submission.arguments,
-        outcome=task.outcome,
-        finished_at=now,
-    )
+    metadata = msgspec.msgpack.decode(submission.metadata)
+    record = Record(task.task_id, submission.work, metadata, now)
+    record.outcome, record.finished_at = task.outcome, now
     if attempt is not None:
         record.attempt, record.num_dispatches = attempt.attempt, attempt.num_dispatches
         record.engine, record.worker = attempt.engine, attempt.worker

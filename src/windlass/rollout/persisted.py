@@ -13,7 +13,7 @@ from typing import assert_never
 
 import msgspec
 
-from windlass.rollout.messages import RolloutOutcome, SamplingParams
+from windlass.rollout.messages import RolloutOutcome, Work
 
 __all__ = [
     "Accepted",
@@ -45,17 +45,13 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
     consumed: int
 
 
-class Submitted(msgspec.Struct, frozen=True, kw_only=True, tag="submitted"):
+class Submitted(msgspec.Struct, frozen=True, tag="submitted"):
     """Tasks that differ in nothing but their id; `group_id` is -1 for one alone."""
 
     task_ids: tuple[str, ...]
     group_id: int
-    prompt_ids: tuple[int, ...]
-    sampling: SamplingParams
+    work: Work
     metadata: bytes
-    deadline_s: float | None = None
-    workflow: str = ""
-    arguments: bytes = b""
 
 
 class Attempted(msgspec.Struct, frozen=True, kw_only=True, tag="attempted"):

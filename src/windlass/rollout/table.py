@@ -16,7 +16,7 @@ import msgspec
 
 from windlass.rollout.deadlines import Ticket
 from windlass.rollout.handles import Rollout, RolloutGroup
-from windlass.rollout.messages import Partial, RolloutOutcome, SamplingParams
+from windlass.rollout.messages import Partial, RolloutOutcome, Work
 
 __all__ = ["RolloutTable", "Counts", "Group", "Record", "State"]
 
@@ -37,11 +37,9 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Samples of one prompt. `future` is done when the group was handed out or given up."""
+    """Records of the same work. `future` is done when the group was handed out or given up."""
 
     group_id: int
-    prompt_ids: tuple[int, ...]
-    metadata: object
     future: asyncio.Future[RolloutGroup]
     records: list[Record] = field(default_factory=list)
 
@@ -68,10 +66,8 @@ class Record:
     """
 
     task_id: str
-    prompt_ids: tuple[int, ...]
-    sampling: SamplingParams
+    work: Work
     metadata: object
-    deadline_s: float | None
     submitted_at: float
     future: asyncio.Future[Rollout] | None = None
     group: Group | None = None
@@ -83,8 +79,6 @@ class Record:
     rejections: int = 0
     resubmits: int = 0
     oldest_version: int | None = None
-    workflow: str = ""
-    arguments: bytes = b""
     last_error: str = ""
     avoid_engine: str = ""
     engine: str = ""
@@ -117,7 +111,7 @@ class Record:
         return Rollout(
             task_id=self.task_id,
             group_id=-1 if self.group is None else self.group.group_id,
-            prompt_ids=self.prompt_ids,
+            prompt_ids=self.work.prompt_ids,
             output_ids=result.output_ids,
             logprobs=result.logprobs,
             versions=self.outcome.versions(),
@@ -197,7 +191,7 @@ class RolloutTable:
             case State.QUEUED:
                 return self.queued
             case State.PARKED:
-                return self.parked.setdefault(record.workflow, OrderedDict())
+                return self.parked.setdefault(record.work.workflow, OrderedDict())
             case State.RUNNING:
                 return self.by_engine.setdefault(record.load_key, {})
             case State.BACKOFF:
