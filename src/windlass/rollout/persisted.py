@@ -133,14 +133,7 @@ class PersistedState:
         for entry in entries:
             if isinstance(entry, Started):
                 tasks = {} if persisted is None else persisted.tasks
-                persisted = cls(
-                    entry.identity,
-                    entry.run,
-                    entry.start_version,
-                    entry.version,
-                    entry.consumed,
-                    tasks,
-                )
+                persisted = cls(**msgspec.structs.asdict(entry), tasks=tasks)
             elif persisted is not None:
                 persisted._apply(entry)
         if persisted is not None:
