@@ -13,7 +13,6 @@ import logging
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -50,15 +49,6 @@ MAX_BACKOFF_S = 2.0
 WARN_EVERY_S = 10.0
 DECLINABLE = 4096
 """Handed out results that may still be declined; the newest."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Restored:
-    """Records that live again: `again` are singles whose outcome is delivered once more."""
-
-    singles: list[Record]
-    again: list[Record]
-    groups: dict[int, Group]
 
 
 class Lifecycle:
@@ -118,16 +108,18 @@ class Lifecycle:
             f"{persisted.identity}.{persisted.run}" if persisted.run else persisted.identity
         )
         self._next_group = persisted.run << 32
-        restored = self._restore(persisted)
+        singles, groups = self._restore(persisted)
         recovered = Recovered()
-        for record in (*restored.singles, *restored.again):
+        for record in singles:
             recovered.rollouts[record.task_id] = self._single_handle(record)
             if record.future is not None:  # nobody has to ask for what it did not submit
                 record.future.add_done_callback(_retrieve)
-        for group in restored.groups.values():
+        for group in groups:
             recovered.groups[group.group_id] = self._group_handle(group)
-        for record in restored.again:
-            self.deliver(record)
+            self.ready_if_complete(group)
+        for record in singles:
+            if record.outcome is not None:
+                self.deliver(record)
         self.drop_stale()
         return recovered
 
@@ -195,30 +187,35 @@ class Lifecycle:
         self.table.counts.submitted += 1
         self.table.move(record, state)
 
-    def _restore(self, persisted: PersistedState) -> _Restored:
+    def _restore(self, persisted: PersistedState) -> tuple[list[Record], list[Group]]:
         """Put every task where it was, before anything else happens.
 
         Running attempts stay with their workers, which are asked when they register; what ran in the
         controller's own loop is queued again. What has grown too old is still there: `drop_stale` once
         everybody has a handle. Time limits begin anew.
+
+        Returns:
+            Records that belong to no group, those with an outcome to be delivered once more; and groups.
         """
         loop = asyncio.get_running_loop()
-        restored = _Restored([], [], {})
+        singles: list[Record] = []
+        groups: list[Group] = []
         self.first_attempt = persisted.run << 20
         tasks = persisted.tasks
         records = {task_id: _restored(task, loop.time()) for task_id, task in tasks.items()}
         for submission in persisted.submissions():
             members = [records[task_id] for task_id in submission.task_ids]
             if submission.group_id < 0:
-                (restored.again if members[0].outcome else restored.singles).extend(members)
+                singles += members
                 continue
             future: asyncio.Future[RolloutGroup] = loop.create_future()
             group = Group(submission.group_id, future, members)
-            restored.groups[group.group_id] = group
+            groups.append(group)
             for record in members:
                 record.group = group
-        num_buffered = sum(r.outcome is not None for r in records.values()) - len(restored.again)
-        consumed = persisted.consumed + len(restored.again)
+        num_again = sum(record.outcome is not None for record in singles)
+        num_buffered = sum(r.outcome is not None for r in records.values()) - num_again
+        consumed = persisted.consumed + num_again
         self._policy.restore(
             start_version=persisted.start_version,
             version=persisted.version,
@@ -237,9 +234,7 @@ class Lifecycle:
                 waiting_again.append(record)
         for record in reversed(waiting_again):
             self.table.move(record, State.WAITING, front=True)
-        for group in restored.groups.values():
-            self.ready_if_complete(group)
-        return restored
+        return singles, groups
 
     def admit(self, record: Record) -> None:
         """The staleness bound lets it run.
