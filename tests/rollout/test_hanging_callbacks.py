@@ -29,10 +29,10 @@ from windlass.rollout import (
     StalenessPolicy,
     StaticEngines,
     WorkflowContext,
+    connection,
 )
-from windlass.rollout import local as local_worker
 from windlass.rollout.messages import EngineTarget, RolloutTask, WorkerHello
-from windlass.rollout.runner import WorkerRunner
+from windlass.rollout.runner import WorkerRunner, WorkerSettings
 from windlass.transports.mooncake.config import MooncakeConfig
 
 DEADLINE_S = 20.0
@@ -69,7 +69,7 @@ class Stubborn:
 async def test_closing_does_not_wait_for_a_workflow_that_ignores_its_cancellation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(local_worker, "STOP_DEADLINE_S", 0.2)
+    monkeypatch.setattr(connection, "STOP_DEADLINE_S", 0.2)
     workflow = Stubborn()
     async with asyncio.timeout(DEADLINE_S), FakeEngine("engine-a") as engine:
         controller = RolloutController(StaticEngines([engine.entry]), StalenessPolicy.unbounded(8))
@@ -97,9 +97,8 @@ async def test_a_worker_shuts_down_beside_a_workflow_that_ignores_its_cancellati
         arguments=b"\xc0",
     )
     async with asyncio.timeout(DEADLINE_S), aiohttp.ClientSession() as http:
-        runner = WorkerRunner(
-            hello, "http://127.0.0.1:9", http, http, workflows={"stubborn": workflow}
-        )
+        settings = WorkerSettings(controller="http://127.0.0.1:9", name="worker-0")
+        runner = WorkerRunner(settings, hello, http, http, {"stubborn": workflow})
         runner.accept([task])
         await workflow.begun.wait()
         await runner.shut_down(0.2)

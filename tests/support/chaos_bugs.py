@@ -196,10 +196,10 @@ BUGS = (
         1,
     ),
     Bug(
-        "held answers do not grow stale",
+        "buffered answers do not grow stale",
         Lifecycle,
         "drop_stale",
-        "r for r in self.book.held.values() if r.outcome and throws_away(r.outcome.versions())",
+        "r for r in buffered if r.outcome and throws_away(r.outcome.versions())",
         "r for r in ()",
         3,
     ),

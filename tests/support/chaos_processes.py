@@ -30,7 +30,7 @@ from windlass.errors import PeerUnreachable, RegionError, TransferFailed, Transf
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.clock import Deadline
 from windlass.rollout.messages import WorkerHello
-from windlass.rollout.runner import WorkerRunner
+from windlass.rollout.runner import WorkerRunner, WorkerSettings
 from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.receiver import Receiver
@@ -368,14 +368,10 @@ class WorkerProcess(Process):
                 incarnation=os.urandom(4).hex(),
                 max_concurrent=8,
             )
-            runner = WorkerRunner(
-                hello,
-                self.world.url,
-                towards_controller,
-                towards_engines,
-                heartbeat_s=1.0,
-                controller_gone_s=1e6,
+            settings = WorkerSettings(
+                controller=self.world.url, name=hello.name, heartbeat_s=1.0, controller_gone_s=1e6
             )
+            runner = WorkerRunner(settings, hello, towards_controller, towards_engines)
             app.add_routes(runner.routes())
             self.runners.append(http)
             await http.setup()

@@ -596,8 +596,8 @@ class World:
             "tasks": (len(coordinator._tasks), 4),
             "holds": (len(coordinator._fleet._holds), 0),
             "waiting": (sum(s.num_waiting for s in coordinator._sessions.values()), 0),
-            "records": (len(self.controller.rollouts._book.records), 0),
-            "by engine": (len(self.controller.rollouts._book.by_engine), 0),
+            "records": (len(self.controller.rollouts._table.records), 0),
+            "by engine": (len(self.controller.rollouts._table.by_engine), 0),
         }
         # One WebSocket per agent; watch and idle connections of the rollout lane.
         counts["connections"] = (self.network.num_connections, 2 * (num_agents + 40))

@@ -361,7 +361,7 @@ async def _serving(controller: windlass.Controller, version: int, engines: set[s
 
 def run_worker(pipe: Connection, name: str, url: str) -> None:
     """A rollout worker as `python -m windlass.rollout.worker` is; ends by itself or is killed."""
-    from windlass.rollout.worker import main
+    from windlass.rollout import run_rollout_worker
 
     os.environ["WINDLASS_TOKEN"] = TOKEN
-    raise SystemExit(main(["--controller", url, "--name", name]))
+    raise SystemExit(run_rollout_worker({}, ["--controller", url, "--name", name]))

@@ -179,7 +179,7 @@ async def test_rollouts_engines_and_workers_that_come_and_go_leave_nothing_in_th
 
         async def settled() -> dict[str, int]:
             # A worker that does not listen is lost.
-            while len(controller._links) > 1:  # noqa: ASYNC110 - nobody is told
+            while len(controller._workers) > 1:  # noqa: ASYNC110 - nobody is told
                 await asyncio.sleep(0.01)
             return sizes(controller)
 

@@ -28,6 +28,7 @@ COMPACT_AFTER = 4096
 """Entries after which the file is written anew; a round takes three."""
 KEPT_ENTRIES = 256
 """Newest entries that a compaction leaves as they were, for a person."""
+FIRST_LINE = b'{"kind":"started"'
 MAX_QUARANTINED = 4096
 """Poisoned processes that are remembered: the newest."""
 
@@ -140,7 +141,7 @@ class Journal:
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        self._file = None if path is None else LineFile(path, JournalEntry)
+        self._file = None if path is None else LineFile(path, JournalEntry, first_line=FIRST_LINE)
         self._summary = _Summary()
         self.recent: deque[JournalEntry] = deque(maxlen=KEPT_ENTRIES)
         self._num_lines = 0
@@ -238,17 +239,8 @@ class Journal:
         """Without it the journal is long and right: a failure is tried again later."""
         entries = [*self._summary.entries(), *self.recent]
         try:
-            new = file.path.with_name(f"{file.path.name}.new")
-            new.unlink(missing_ok=True)  # of a controller that was killed here
-            written = LineFile(new, JournalEntry)
-            try:
-                for entry in entries:
-                    written.add(entry)
-                written.write()
-                written.sync()
-            finally:
-                written.close()
-            file.replace_by(new, file.nbytes)
+            file.write_replacement(entries)
+            file.replace(file.nbytes)
             self._num_lines = len(entries)
             file.sync()
         except (OSError, ConfigError) as error:
