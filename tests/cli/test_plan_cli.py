@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from windlass.cli import plan as plan_command
+from windlass.cli.commands import plan as plan_command
 from windlass.errors import ConfigError
 from windlass.layout.synthesis import engine_manifests, trainer_manifests
 from windlass.layout.topology import Fabric, parse_topology

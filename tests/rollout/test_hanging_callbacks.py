@@ -46,6 +46,7 @@ ORDER = RankOrder(
     dist_port=0,
     controller="",
     transport=MooncakeConfig(),
+    device="cpu",
 )
 
 

@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 
 from windlass.controller import Controller
+from windlass.engines.spec import ENGINES, EngineOptions
 from windlass.jobs.config import EngineSection, LaunchConfig
 from windlass.jobs.schedulers.base import ProcessSpec, Scheduler
 from windlass.jobs.train_controller import TrainController
@@ -85,16 +86,19 @@ def _worker(config: LaunchConfig, number: int, url: str, token: str) -> ProcessS
 
 
 def _engine(config: LaunchConfig, engine: EngineSection, url: str, token: str) -> ProcessSpec:
-    python = engine.python or sys.executable
-    port = ("--port", str(engine.port)) if engine.port else ()
+    options = EngineOptions(
+        name=engine.name,
+        model=engine.model,
+        tensor_parallel_size=engine.tensor_parallel_size,
+        transport=config.transport,
+        controller=url,
+        port=engine.port,
+        arguments=engine.arguments,
+        python=engine.python,
+    )
     return ProcessSpec(
         name=engine.name,
-        command=(
-            *(python, "-m", f"windlass.engines.{engine.kind.value}", "--name", engine.name),
-            *("--model", engine.model, "--tp", str(engine.tensor_parallel_size)),
-            *("--transport", config.transport, "--controller", url),
-            *(*port, *engine.arguments),
-        ),
+        command=ENGINES.find(engine.kind).command(options),
         environment={**engine.environment, **role_environment(token, Access.ENGINE)},
         num_cpus=engine.num_cpus,
         num_gpus=engine.num_gpus,

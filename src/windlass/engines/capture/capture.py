@@ -47,7 +47,7 @@ def capture(
     multiplied: bool = False,
     recompute: bool = True,
 ) -> Captured:
-    """Learn the layout of a model, which then holds what it held before, in whatever way this ends.
+    """Capture the layout of a model, which then holds what it held before, in whatever way this ends.
 
     That is: bytes, tensors at their addresses, and what modules, tensors and objects of the engine
     beside them hold (`Snapshot`). What else `load` changes is its own to put back when it fails.

@@ -19,7 +19,7 @@ import msgspec
 
 from windlass.errors import PeerTimeout, PeerUnreachable
 
-__all__ = ["Answers", "say", "say_failed"]
+__all__ = ["Answers", "report", "report_failure"]
 
 _log = logging.getLogger(__name__)
 _SOCKET = "said"
@@ -34,7 +34,7 @@ class _Said(msgspec.Struct, frozen=True):
     failed: bool = False
 
 
-def say(folder: str, rank: int, body: bytes) -> None:
+def report(folder: str, rank: int, body: bytes) -> None:
     """Called by a rank that has carried out an order; returns whether or not anybody listens yet.
 
     Nor does it matter to the rank whether anybody listens still: an error would end SGLang's loop.
@@ -42,7 +42,7 @@ def say(folder: str, rank: int, body: bytes) -> None:
     _tell(folder, _Said(rank), body)
 
 
-def say_failed(folder: str, rank: int, reason: str) -> None:
+def report_failure(folder: str, rank: int, reason: str) -> None:
     """Called by a rank that could not; as `say`."""
     _tell(folder, _Said(rank, failed=True), reason.encode())
 

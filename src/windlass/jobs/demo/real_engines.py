@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 import windlass
+from windlass.engines.spec import ENGINES
 from windlass.envs import environment_value
 from windlass.errors import ConfigError
 from windlass.jobs.demo.grpo import build_model
@@ -18,32 +18,6 @@ from windlass.memory.torch_dtypes import torch_dtype
 from windlass.net.addresses import free_port
 
 __all__ = ["prepare_real_engine", "real_engine"]
-
-MAX_RUNNING = 64
-POSITIONS = 64
-
-_FLAGS: Mapping[str, tuple[str, ...]] = {
-    "sglang": (
-        *("--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"),
-        *("--sampling-backend", "pytorch", "--disable-cuda-graph", "--skip-server-warmup"),
-        *("--skip-tokenizer-init", "--max-total-tokens", "8192", "--mem-fraction-static", "0.5"),
-        *("--max-running-requests", str(MAX_RUNNING)),
-    ),
-    "vllm": (
-        *("--enforce-eager", "--skip-tokenizer-init"),
-        *("--max-model-len", str(POSITIONS), "--max-num-seqs", str(MAX_RUNNING)),
-        *("--max-num-batched-tokens", "1024"),
-    ),
-}
-"""For a machine without a GPU."""
-_ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
-    "sglang": {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_HOST_IP": "127.0.0.1"},
-    "vllm": {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-    },
-}
 
 
 def prepare_real_engine(settings: DemoSettings) -> None:
@@ -75,10 +49,10 @@ def real_engine(settings: DemoSettings, spec: EngineSpec, controller: str) -> Pr
         *("--name", spec.name, "--model", str(_checkpoint(settings, spec))),
         *("--tp", str(spec.tensor_parallel_size), "--port", str(free_port())),
         *("--controller", controller, "--transport", settings.transport),
-        *("--dtype", spec.dtype, *_FLAGS[settings.engine]),
+        *("--dtype", spec.dtype, *ENGINES.find(settings.engine).cpu_arguments),
     )
     environment = {
-        **_ENVIRONMENT[settings.engine],
+        **ENGINES.find(settings.engine).cpu_environment,
         # The package alone: the engine's environment has its own torch and transformers.
         "PYTHONPATH": str(_package_dir(settings).resolve()),
         "TOKENIZERS_PARALLELISM": "false",

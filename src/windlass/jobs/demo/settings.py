@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from windlass.config import DiskBackend, P2pBackend, UpdateBackend, UpdateMode, XcclBackend
+from windlass.engines.spec import ENGINES
 from windlass.errors import ConfigError
 from windlass.transports.configs import parse_transport
 
@@ -26,7 +27,7 @@ __all__ = [
 ]
 
 
-REAL_ENGINES = ("sglang", "vllm")
+REAL_ENGINES = tuple(name for name in ENGINES.names() if ENGINES.find(name).server)
 REAL_TRANSPORTS = ("cma", "mooncake")
 BACKENDS: dict[str, Callable[[Path], UpdateBackend]] = {
     "p2p": lambda _: P2pBackend(),

@@ -136,7 +136,7 @@ class TableRank:
         )
         there = [entries[p.name] for p in captured.manifest.parameters]
         self.mirror = Mirror(self.session, captured.addresses, there)
-        self._has_opinion = False
+        self._is_cross_checked = False
         self._paused = False
 
     def require_equal(self) -> None:
@@ -161,15 +161,15 @@ class TableRank:
                 "from, or that of the weights which it holds now, or start it anew"
             )
 
-    def ask_second_opinion(self, device: str) -> bool:
+    def cross_check(self, device: str) -> bool:
         """Whether SGLang's checksums can be compared with ours: it hashes otherwise on GPUs.
 
         Raises:
             TransferFailed: they can, and differ.
         """
-        self._has_opinion = device == "cpu"
-        self._compare_opinion()
-        return self._has_opinion
+        self._is_cross_checked = device == "cpu"
+        self._compare_checksums()
+        return self._is_cross_checked
 
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:  # noqa: ARG002
         """See `EngineHooks.pause`; what rank 0 asks for settles it for all."""
@@ -194,15 +194,15 @@ class TableRank:
         Raises:
             TransferFailed: not what was read from where the table says.
         """
-        self._compare_opinion()
+        self._compare_checksums()
 
     def set_version(self, version: int, deadline_s: float) -> None:
         """See `EngineHooks.set_version`."""
         if self._rank == 0:
             self._routes.set_version(version, deadline_s)
 
-    def _compare_opinion(self) -> None:
-        if not self._has_opinion:
+    def _compare_checksums(self) -> None:
+        if not self._is_cross_checked:
             return
         theirs = self._routes.checksums(CHECK_DEADLINE_S)[self._rank]
         ours = {name: checksum(p) for name, p in self._parameters.items() if name in theirs}

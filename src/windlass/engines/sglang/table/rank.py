@@ -76,13 +76,12 @@ def _prove(order: RankOrder) -> tuple[TableRank, RankReport]:
     if order.controller:  # nobody whom this rank does not know may write from here on
         rank.session.require_alone(deadline_s=ALONE_DEADLINE_S)
     rank.require_equal()
-    info = routes.info()
     return rank, RankReport(
         session=table.session,
         parameters=len(table.entries),
         nbytes=sum(entry.nbytes for entry in table.entries.values()),
         unplaced=captured.unplaced,
-        second_opinion=rank.ask_second_opinion(info.device),
+        cross_checked=rank.cross_check(order.device),
         wire=rank.session.report().protocol,
     )
 

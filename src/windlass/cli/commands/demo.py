@@ -6,17 +6,19 @@ import argparse
 import asyncio
 from pathlib import Path
 
+from windlass.cli import Command
 from windlass.config import UpdateMode
+from windlass.engines.spec import ENGINES
 from windlass.errors import ConfigError
 from windlass.net.logs import configure_logging
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["COMMAND"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options; the defaults end in under four minutes on two cores."""
     parser.add_argument("--steps", type=int, default=40, help="optimiser steps (default 40)")
-    parser.add_argument("--engine", default="embedded", choices=["embedded", "sglang", "vllm"])
+    parser.add_argument("--engine", default="embedded", choices=ENGINES.names())
     parser.add_argument("--backend", default="p2p", choices=["p2p", "xccl", "disk"])
     parser.add_argument("--transport", default="cma", choices=["cma", "shm", "mooncake"])
     parser.add_argument("--mode", default="in_place", choices=[m.value for m in UpdateMode])
@@ -58,3 +60,10 @@ def run(args: argparse.Namespace) -> int:
     if settings.engine in REAL_ENGINES:
         settings = real_engine_settings(settings)
     return asyncio.run(run_demo(settings, json_path=args.json, plain=args.plain))
+
+
+COMMAND = Command(
+    "asynchronous GRPO on this machine: trainers, engines and rollouts, live",
+    add_arguments,
+    run,
+)

@@ -9,13 +9,14 @@ from typing import Any
 
 import msgspec
 
-from windlass.cli.status import fetch_overview
+from windlass.cli import Command
+from windlass.cli.commands.status import fetch_overview
 from windlass.envs import control_token
 from windlass.errors import ConfigError
 from windlass.observability.ceilings import measure_memcpy_gbps
 from windlass.observability.speed_of_light import SpeedOfLight, save_plot, speed_of_light
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["COMMAND"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,3 +72,10 @@ def _compare(report: dict[str, Any], ceiling_gbps: float, num_links: int) -> Spe
         ceiling_gbps=ceiling_gbps,
         num_links=num_links,
     )
+
+
+COMMAND = Command(
+    "the last updates of a controller against the speed of light",
+    add_arguments,
+    run,
+)

@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from windlass.cli import Command
 from windlass.cli.checks import Finding, Status, check_flags, run_checks
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["COMMAND"]
 
 _STYLES = {Status.WORKS: "green", Status.LIMITED: "yellow", Status.FAILS: "red"}
 _ELSEWHERE_DEADLINE_S = 180.0
@@ -112,3 +113,10 @@ def _look_elsewhere(path: str) -> tuple[Finding, ...]:
 def _missing(report: Mapping[str, Sequence[Finding]], required: list[str]) -> list[str]:
     works = {f.name for there in report.values() for f in there if f.status is Status.WORKS}
     return [name for name in required if name not in works]
+
+
+COMMAND = Command(
+    "what will and will not work in this environment, and how to mend it",
+    add_arguments,
+    run,
+)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from windlass.cli import Command
 from windlass.config import (
     ControlConfig,
     P2pBackend,
@@ -21,7 +22,7 @@ from windlass.envs import control_token
 from windlass.errors import DECODE_ERRORS, ConfigError
 from windlass.net.logs import configure_logging
 
-__all__ = ["add_arguments", "parse_backend", "run"]
+__all__ = ["COMMAND", "parse_backend"]
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -98,3 +99,10 @@ async def _serve(config: ControlConfig, token: str, args: argparse.Namespace) ->
     finally:
         for number in SIGNALS:
             loop.remove_signal_handler(number)
+
+
+COMMAND = Command(
+    "a controller of weight updates for training loops of your own",
+    add_arguments,
+    run,
+)

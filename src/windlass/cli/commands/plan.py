@@ -15,6 +15,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from windlass.cli import Command
 from windlass.config import P2pBackend, RelayShape
 from windlass.errors import ConfigError
 from windlass.layout.synthesis import engine_manifests, trainer_manifests
@@ -26,7 +27,7 @@ from windlass.planning.relay import RelayGroup, lanes_of
 from windlass.planning.simulate import LINKS_AT_ONCE, SimulatedWire, simulate_wire
 from windlass.planning.simulate_relay import SimulatedRelay, simulate_relay
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["COMMAND"]
 
 _WHY = {
     Reason.CONTIGUOUS: "contiguous on both sides",
@@ -314,3 +315,10 @@ def _simulated(simulated: SimulatedWire, measured: _Measured) -> Table:
     for name, value in rows:
         table.add_row(name, value)
     return table
+
+
+COMMAND = Command(
+    "compile a transfer plan from a topology file and say what it costs",
+    add_arguments,
+    run,
+)

@@ -11,10 +11,11 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from windlass.cli import Command
 from windlass.envs import control_token
 from windlass.errors import AuthenticationError, PeerTimeout, PeerUnreachable, ProtocolError
 
-__all__ = ["add_arguments", "fetch_overview", "run"]
+__all__ = ["COMMAND", "fetch_overview"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,3 +111,10 @@ def _show(view: dict[str, Any], console: Console) -> None:
         console.print(f"rollouts{what}: {counts}", highlight=False)
     ages = ", ".join(f"{age}: {count}" for age, count in view["staleness"].items()) or "none yet"
     console.print(f"staleness of trained samples (versions: count): {ages}", highlight=False)
+
+
+COMMAND = Command(
+    "what a running controller knows of its fleet",
+    add_arguments,
+    run,
+)

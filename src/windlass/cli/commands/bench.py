@@ -18,11 +18,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from windlass.cli import Command
 from windlass.engines.signals import exit_at_signal
 from windlass.envs import inherited_environment
 from windlass.errors import ConfigError
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["COMMAND"]
 
 SCRIPTS_DEADLINE_S = 3600.0
 STOP_DEADLINE_S = 60.0
@@ -131,3 +132,10 @@ def count_gpus() -> int:
     if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return 0
     return count.value
+
+
+COMMAND = Command(
+    "the benchmarks that this machine can run",
+    add_arguments,
+    run,
+)

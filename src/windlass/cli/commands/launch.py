@@ -7,9 +7,10 @@ import asyncio
 import sys
 from pathlib import Path
 
+from windlass.cli import Command
 from windlass.net.logs import configure_logging
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["COMMAND"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,3 +35,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _say(line: str) -> None:
     print(line, flush=True, file=sys.stdout)
+
+
+COMMAND = Command(
+    "a job of your own from a TOML file: trainers, engines, rollouts, weight updates",
+    add_arguments,
+    run,
+)

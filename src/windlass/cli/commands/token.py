@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 
+from windlass.cli import Command
 from windlass.envs import control_token
 from windlass.net.access import Access, role_environment
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["COMMAND"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,3 +22,10 @@ def run(args: argparse.Namespace) -> int:
     for name, value in role_environment(control_token(), Access(args.role)).items():
         print(f"{name}={value}")
     return 0
+
+
+COMMAND = Command(
+    "the token of a role, from the owner's secret in WINDLASS_TOKEN",
+    add_arguments,
+    run,
+)
