@@ -77,16 +77,20 @@ def reduced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reduced]:
     found = Reduced()
     monkeypatch.setattr(dist, "all_reduce", found)
     monkeypatch.setattr(extension, "_can_block", lambda _parallel: False)
-    for name in ("vllm", "vllm.distributed", "vllm.distributed.parallel_state"):
-        monkeypatch.setitem(sys.modules, name, module := ModuleType(name))
-    vars(module)["get_world_group"] = lambda: SimpleNamespace(cpu_group="gloo of the replica")
-    layerwise = ModuleType("vllm.model_executor.model_loader.reload.layerwise")
-    vars(layerwise)["LAYERWISE_INFO"] = {}
-    for name in ("vllm.model_executor", "vllm.model_executor.model_loader"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    reload = "vllm.model_executor.model_loader.reload"
-    monkeypatch.setitem(sys.modules, reload, ModuleType(reload))
-    monkeypatch.setitem(sys.modules, layerwise.__name__, layerwise)
+    world = SimpleNamespace(cpu_group="gloo of the replica")
+    loader = "vllm.model_executor.model_loader"
+    for name, members in {
+        "vllm": {},
+        "vllm.distributed": {},
+        "vllm.distributed.parallel_state": {"get_world_group": lambda: world},
+        "vllm.model_executor": {},
+        loader: {},
+        f"{loader}.reload": {},
+        f"{loader}.reload.layerwise": {"LAYERWISE_INFO": {}},
+    }.items():
+        module = ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
     yield found
     gc.unfreeze()  # this process lives on, without an engine
 

@@ -113,5 +113,5 @@ def test_shapes_that_contradict_the_model_are_refused() -> None:
     name = "decoder.layers.0.self_attention.linear_qkv.weight"
     with pytest.raises(ManifestError, match="20 rows on each of 1 ranks must be 40 rows"):
         place(FAMILIES.find("llama"), name, (20, 6), GEOMETRY, Coords())
-    with pytest.raises(ConfigError, match="must be one of .*llama"):
+    with pytest.raises(ConfigError, match=r"must be one of .*llama"):
         FAMILIES.find("gpt2")

@@ -139,9 +139,9 @@ class WindlassExtension:
         """
         with _refusals_in(folder, self.windlass_rank()):
             layout = self._windlass_capture(msgspec.json.decode(encoded, type=AgentSettings))
-        found: dict[str, object] = msgspec.to_builtins(layout)
-        _leave_in(folder, self.windlass_rank(), found)
-        return found
+        encoded_layout = msgspec.json.encode(layout)
+        _leave_in(folder, self.windlass_rank(), encoded_layout)
+        return msgspec.json.decode(encoded_layout, type=dict[str, object])
 
     def _windlass_capture(self, settings: AgentSettings) -> CapturedLayout:
         worker, rank = cast("_Worker", self), self.windlass_rank()
@@ -187,7 +187,7 @@ class WindlassExtension:
         settings, rank = msgspec.json.decode(encoded, type=AgentSettings), self.windlass_rank()
         with _refusals_in(folder, rank):
             self._windlass_engine_rank().join(settings, rank)
-        _leave_in(folder, rank, None)
+        _leave_in(folder, rank, b"null")
 
     def windlass_rank(self) -> int:
         """Of this process among all of the server's: replicas, stages, tensor-parallel ranks."""
@@ -257,9 +257,9 @@ def _on_every_rank(mine: bool) -> bool:
     return all_ranks(mine, torch.device("cpu"), get_world_group().cpu_group)
 
 
-def _leave_in(folder: str, rank: int, found: dict[str, object] | None) -> None:
+def _leave_in(folder: str, rank: int, found: bytes) -> None:
     if Path(folder).is_dir():
-        (Path(folder) / str(rank)).write_bytes(msgspec.json.encode(found))
+        (Path(folder) / str(rank)).write_bytes(found)
 
 
 @contextmanager
