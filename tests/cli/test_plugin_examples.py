@@ -58,12 +58,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def site(installed: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def site(installed: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """On the path of this process and of those that it starts."""
     monkeypatch.setenv("WINDLASS_TOKEN", TOKEN)
     monkeypatch.setenv("PYTHONPATH", f"{installed}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.syspath_prepend(str(installed))
-    yield installed
+    return installed
 
 
 @pytest.mark.usefixtures("site")

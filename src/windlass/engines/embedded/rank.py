@@ -53,15 +53,15 @@ class _LeaderHooks:
 
 @final
 class _FollowerHooks:
-    """`EngineHooks` of the other ranks: they rest when rank 0's pause step reaches them."""
+    """`EngineHooks` of the other ranks: they are quiesced when rank 0's pause step reaches them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._at_rest_for = ""
+        self._quiesced_for = ""
 
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:  # noqa: ARG002
         with self._changed:
-            if not self._changed.wait_for(lambda: self._at_rest_for == pause_id, deadline_s):
+            if not self._changed.wait_for(lambda: self._quiesced_for == pause_id, deadline_s):
                 raise PeerTimeout(f"pause {pause_id}: no pause step came within {deadline_s} s")
 
     def resume(self, deadline_s: float) -> None:
@@ -73,10 +73,10 @@ class _FollowerHooks:
     def set_version(self, version: int, deadline_s: float) -> None:
         """Rank 0 stamps tokens."""
 
-    def rest(self, pause_id: str) -> None:
-        """Called by the model loop when it is at rest."""
+    def quiesced(self, pause_id: str) -> None:
+        """Called by the model loop when it is quiesced."""
         with self._changed:
-            self._at_rest_for = pause_id
+            self._quiesced_for = pause_id
             self._changed.notify_all()
 
 
@@ -175,7 +175,7 @@ def _lead(this: _Rank) -> None:
         if step.kind is StepKind.FORWARD:
             scheduler.take(step, this.runner.run(step))
         elif step.kind is StepKind.PAUSE:
-            scheduler.at_rest(step.pause_id)
+            scheduler.quiesced(step.pause_id)
         else:
             return
 
@@ -188,7 +188,7 @@ def _follow(this: _Rank) -> None:
         if step.kind is StepKind.FORWARD:
             this.runner.run(step)
         elif step.kind is StepKind.PAUSE:
-            hooks.rest(step.pause_id)
+            hooks.quiesced(step.pause_id)
         else:
             return
 

@@ -68,7 +68,7 @@ class Scheduler:
         self._max_positions = max_positions
         self._paused = paused
         self._pause_wanted: tuple[str, PauseMode] | None = None
-        self._at_rest_for: str | None = None
+        self._quiesced_for: str | None = None
         self._stopped = False
         self._version = -1
         self._generator = torch.Generator().manual_seed(seed)
@@ -125,7 +125,7 @@ class Scheduler:
             self._pause_wanted = (pause_id, mode)
             self._paused = True
             self._changed.notify_all()
-            if not self._changed.wait_for(lambda: self._at_rest_for == pause_id, deadline_s):
+            if not self._changed.wait_for(lambda: self._quiesced_for == pause_id, deadline_s):
                 raise PeerTimeout(f"pause {pause_id}: the model loop ran on for {deadline_s} s")
 
     def resume(self) -> None:
@@ -161,12 +161,12 @@ class Scheduler:
                 return Step(StepKind.PAUSE, pause_id=pause_id)
             return self._prefill() if self._waiting and self._free else self._decode()
 
-    def at_rest(self, pause_id: str) -> None:
-        """Every rank has come to rest."""
+    def quiesced(self, pause_id: str) -> None:
+        """Every rank is quiesced."""
         with self._changed:
             if self._pause_wanted is not None and self._pause_wanted[0] == pause_id:
                 self._pause_wanted = None
-            self._at_rest_for = pause_id
+            self._quiesced_for = pause_id
             self._changed.notify_all()
 
     def take(self, step: Step, logits: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """What rank 0 tells the other ranks to do, and how it tells them.
 
 Every forward pass is one `Step`. Ranks meet in a gloo broadcast, so they run the same steps in
-the same order and come to rest at the same one.
+the same order and are quiesced at the same one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ IDLE_TIMEOUT = timedelta(days=30)
 
 
 class StepKind(StrEnum):
-    """FORWARD runs the model; PAUSE brings every rank to rest; STOP ends the process."""
+    """FORWARD runs the model; PAUSE quiesces every rank; STOP ends the process."""
 
     FORWARD = "forward"
     PAUSE = "pause"
@@ -33,7 +33,7 @@ class Step(msgspec.Struct, frozen=True):
 
     Attributes:
         kind: what to do.
-        pause_id: which pause brings the ranks to rest.
+        pause_id: which pause quiesces the ranks.
         slots: (B,) cache rows. tokens: (B, T) right-padded. start: (B,) position of the first token.
         lengths: (B,) number of tokens that are no padding.
     """

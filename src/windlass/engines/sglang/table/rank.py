@@ -1,7 +1,7 @@
 """One rank of an SGLang server that runs no code of ours: its agent, in a process of its own.
 
 Started by `windlass.engines.sglang.table`, with one `RankOrder` in JSON on the first line of its
-standard input. It learns the layout from the engine's own model class and loader, proves that the
+standard input. It captures the layout from the engine's own model class and loader, proves that the
 live engine's memory has that layout, says so, and joins when it is told to. It ends when its input
 does, or when the engine's process does.
 """

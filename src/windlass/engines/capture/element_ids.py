@@ -21,7 +21,7 @@ from windlass.engines.capture.codes import CHUNK, CheckpointSpec, Codes
 from windlass.engines.capture.factors import scaled
 from windlass.engines.capture.memory import Holding
 
-__all__ = ["Exact", "Numbers", "Parts", "Rows", "parts_of", "rows_of"]
+__all__ = ["Exact", "ElementIds", "Parts", "Rows", "parts_of", "rows_of"]
 
 Int64Array = npt.NDArray[np.int64]
 Parts = list[tuple[CheckpointSpec, tuple[PlacedBox, ...]]]
@@ -31,7 +31,7 @@ _NOTHING = -(1 << 58)
 """Added for what is no digit: no number of digits makes the sum positive again, or so low that it wraps."""
 
 
-class Numbers(Protocol):
+class ElementIds(Protocol):
     """Element numbers of one tensor, gathered digit by digit."""
 
     def observe(self, holding: Holding, codes: Codes, position: int, factor: float = 1.0) -> None:
@@ -78,16 +78,16 @@ class Exact:
         self._numbers = torch.zeros(reach, dtype=torch.int64, device=device)
 
     def observe(self, holding: Holding, codes: Codes, position: int, factor: float = 1.0) -> None:
-        """See `Numbers.observe`."""
+        """See `ElementIds.observe`."""
         self._numbers += read_digit(holding.memory(), codes.digit_bits, position, factor)
 
     def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """See `Numbers.chunks`."""
+        """See `ElementIds.chunks`."""
         for begin in range(0, len(self._numbers), CHUNK):
             yield begin, self._numbers[begin : begin + CHUNK]
 
     def is_consistent(self) -> bool:
-        """See `Numbers.is_consistent`."""
+        """See `ElementIds.is_consistent`."""
         return True
 
     def placed(self) -> tuple[Int64Array, Int64Array]:
@@ -97,7 +97,7 @@ class Exact:
         return numbers[places], places
 
     def parts(self, codes: Codes, limit: int) -> Parts:
-        """See `Numbers.parts`."""
+        """See `ElementIds.parts`."""
         numbers, places = self.placed()
         return parts_of(codes, numbers, places, limit)
 
@@ -155,7 +155,7 @@ class Rows:
         )
 
     def observe(self, holding: Holding, codes: Codes, position: int, factor: float = 1.0) -> None:
-        """See `Numbers.observe`."""
+        """See `ElementIds.observe`."""
         grid = holding.memory().view(self._shape)
         self._heads += read_digit(grid[:, :, 0], codes.digit_bits, position, factor)
         self._samples += read_digit(grid[:, self._at], codes.digit_bits, position, factor)
@@ -173,7 +173,7 @@ class Rows:
         return torch.where((rows >= 0) & (rows[:, :1] >= 0), rows - rows[:, :1], _NOTHING)
 
     def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """See `Numbers.chunks`."""
+        """See `ElementIds.chunks`."""
         groups, rows, width = self._shape
         patterns = self._patterns()
         step = max(1, CHUNK // width)
@@ -185,7 +185,7 @@ class Rows:
                 yield (group * rows + row) * width, numbers.reshape(-1)
 
     def parts(self, codes: Codes, limit: int) -> Parts:
-        """See `Numbers.parts`."""
+        """See `ElementIds.parts`."""
         groups, rows, width = self._shape
         patterns, which = np.unique(self._patterns().cpu().numpy(), axis=0, return_inverse=True)
         which = which.reshape(-1)
