@@ -41,7 +41,7 @@ def loop() -> Iterator[Loop]:
 
 
 @pytest.mark.parametrize("asked_first", [True, False])
-def test_a_held_loop_stays_until_the_pause_ends(loop: Loop, asked_first: bool) -> None:
+def test_a_blocked_loop_stays_until_the_pause_ends(loop: Loop, asked_first: bool) -> None:
     steps: list[Callable[[], object]] = [
         lambda: loop.gate.ask("1.1"),
         lambda: loop.block("1.1"),
@@ -57,7 +57,7 @@ def test_a_held_loop_stays_until_the_pause_ends(loop: Loop, asked_first: bool) -
     assert not thread.is_alive()
 
 
-def test_a_later_pause_takes_over_a_loop_that_is_held(loop: Loop) -> None:
+def test_a_later_pause_takes_over_a_loop_that_is_blocked(loop: Loop) -> None:
     loop.gate.ask("1.1")
     thread = loop.block("1.1")
     loop.gate.wait("1.1", DEADLINE_S)
@@ -67,7 +67,7 @@ def test_a_later_pause_takes_over_a_loop_that_is_held(loop: Loop) -> None:
     assert thread.is_alive(), "not one step between two pauses of a torn engine"
 
 
-def test_a_call_that_comes_after_its_pause_ended_holds_nothing(loop: Loop) -> None:
+def test_a_call_that_comes_after_its_pause_ended_blocks_nothing(loop: Loop) -> None:
     loop.gate.ask("1.1")
     with pytest.raises(PeerTimeout, match=r"pause 1\.1"):
         loop.gate.wait("1.1", 0.01)

@@ -58,7 +58,10 @@ class Request:
 
 @final
 class Scheduler:
-    """Thread-safe: HTTP submits, the agent pauses, the model loop asks for steps."""
+    """Thread-safe: HTTP submits, the agent pauses, the model loop asks for steps.
+
+    It is rank 0's `EngineHooks`, too.
+    """
 
     def __init__(self, *, num_slots: int, max_positions: int, paused: bool, seed: int) -> None:
         self._changed = threading.Condition()
@@ -128,13 +131,16 @@ class Scheduler:
             if not self._changed.wait_for(lambda: self._quiesced_for == pause_id, deadline_s):
                 raise PeerTimeout(f"pause {pause_id}: the model loop ran on for {deadline_s} s")
 
-    def resume(self) -> None:
+    def resume(self, deadline_s: float = 0.0) -> None:  # noqa: ARG002
         """Go on."""
         with self._changed:
             self._paused = False
             self._changed.notify_all()
 
-    def set_version(self, version: int) -> None:
+    def finalise(self) -> None:
+        """Nothing is derived from weights; caches of old weights go with their requests."""
+
+    def set_version(self, version: int, deadline_s: float = 0.0) -> None:  # noqa: ARG002
         """Stamp `version` on tokens of later steps."""
         with self._changed:
             self._version = version
@@ -169,7 +175,7 @@ class Scheduler:
             self._quiesced_for = pause_id
             self._changed.notify_all()
 
-    def take(self, step: Step, logits: torch.Tensor) -> None:
+    def sample(self, step: Step, logits: torch.Tensor) -> None:
         """Sample from the step's logits (B, V) and hand out the tokens."""
         with self._changed:
             requests = [self._running.get(slot) for slot in step.slots]
