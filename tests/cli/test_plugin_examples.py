@@ -30,8 +30,7 @@ from windlass.layout.naming.tables import FAMILIES
 from windlass.testing.resting_engine import RestingEngine
 from windlass.trainers.client import TrainerClient
 from windlass.transfer.base import ParameterMemory
-from windlass.transports.configs import parse_transport
-from windlass.transports.registry import create_transport
+from windlass.transports.registry import create_transport, parse_transport
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("engine", "family", "command")

@@ -14,7 +14,7 @@ import pytest
 from weight_fleet import TOKEN, Fleet
 
 from windlass.cli.commands.serve import parse_backend
-from windlass.cli.commands.status import fetch_overview
+from windlass.cli.controller import fetch_overview
 from windlass.cli.main import main
 from windlass.config import DiskBackend, P2pBackend, RelayShape, XcclBackend
 from windlass.errors import ConfigError

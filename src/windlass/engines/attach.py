@@ -19,8 +19,7 @@ from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.engines.spec import AgentSettings
 from windlass.errors import ProtocolError, WindlassError
 from windlass.transports.base import MemoryRegion, OneSidedTransport
-from windlass.transports.configs import parse_transport
-from windlass.transports.registry import create_transport
+from windlass.transports.registry import create_transport, parse_transport
 
 __all__ = ["Attachment", "EngineApi", "RankHooks", "attach", "stretches"]
 

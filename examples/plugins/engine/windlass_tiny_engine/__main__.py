@@ -20,8 +20,7 @@ from windlass.errors import PeerTimeout
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role
-from windlass.transports.configs import parse_transport
-from windlass.transports.registry import create_transport
+from windlass.transports.registry import create_transport, parse_transport
 
 
 class Bigrams:

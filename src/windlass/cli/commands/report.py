@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from windlass.cli import Command
-from windlass.cli.commands.status import fetch_overview
-from windlass.envs import control_token
+from windlass.cli.controller import add_controller, overview
 from windlass.errors import ConfigError
 from windlass.observability.ceilings import measure_memcpy_gbps
 from windlass.observability.speed_of_light import SpeedOfLight, save_plot, speed_of_light
@@ -20,8 +18,8 @@ __all__ = ["COMMAND"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The token comes from WINDLASS_TOKEN, never from the command line."""
-    parser.add_argument("url", help="address of the controller")
+    """Options of `windlass report`."""
+    add_controller(parser)
     parser.add_argument(
         "--ceiling-gbps",
         type=float,
@@ -31,7 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--links", type=int, default=1, help="that carry an update side by side")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a PNG")
-    parser.add_argument("--deadline-s", type=float, default=10.0)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     for name, path in (("--json", args.json), ("--plot", args.plot)):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"report: {name} must be a file in a folder that exists, got {path}")
-    view = asyncio.run(fetch_overview(args.url.rstrip("/"), control_token(), args.deadline_s))
+    view = overview(args)
     ceiling = measure_memcpy_gbps() if args.ceiling_gbps is None else args.ceiling_gbps
     updates = [
         _compare(each, ceiling, args.links)

@@ -3,67 +3,32 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 from typing import Any
 
-import aiohttp
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from windlass.cli import Command
-from windlass.envs import control_token
-from windlass.errors import AuthenticationError, PeerTimeout, PeerUnreachable, ProtocolError
+from windlass.cli.controller import add_controller, overview
 
-__all__ = ["COMMAND", "fetch_overview"]
+__all__ = ["COMMAND"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The token comes from WINDLASS_TOKEN, never from the command line."""
-    parser.add_argument("url", help="address of the controller")
+    """Options of `windlass status`."""
+    add_controller(parser)
     parser.add_argument("--json", action="store_true", help="print what the controller answered")
-    parser.add_argument("--deadline-s", type=float, default=10.0)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the fleet, the last rounds, staleness and outstanding work."""
-    view = asyncio.run(fetch_overview(args.url.rstrip("/"), control_token(), args.deadline_s))
+    view = overview(args)
     if args.json:
         print(msgspec.json.encode(view).decode())
         return 0
     _show(view, Console(markup=False))
     return 0
-
-
-async def fetch_overview(url: str, token: str, deadline_s: float) -> dict[str, Any]:
-    """What `/v1/overview` of a controller answers.
-
-    Raises:
-        AuthenticationError: wrong token. PeerTimeout, PeerUnreachable: no answer.
-        ProtocolError: an answer that is none of a controller.
-    """
-    headers = {"Authorization": f"Bearer {token}"}
-    try:
-        async with (
-            asyncio.timeout(deadline_s),
-            aiohttp.ClientSession(headers=headers) as session,
-            session.get(f"{url}/v1/overview") as answer,
-        ):
-            body = await answer.read()
-            if answer.status == 401:
-                raise AuthenticationError(f"{url}: wrong WINDLASS_TOKEN")
-            if answer.status == 403:
-                said = body[:200].decode(errors="replace")
-                raise AuthenticationError(f"{url}: {said}")
-            if answer.status != 200:
-                raise ProtocolError(f"{url}: answered {answer.status}, is it a controller?")
-            return msgspec.json.decode(body, type=dict[str, Any])
-    except TimeoutError:
-        raise PeerTimeout(f"{url}: no answer within {deadline_s} s") from None
-    except aiohttp.ClientError as error:
-        raise PeerUnreachable(f"{url}: {error}") from error
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"{url}: {error}") from error
 
 
 def _show(view: dict[str, Any], console: Console) -> None:

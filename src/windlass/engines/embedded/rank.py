@@ -23,8 +23,7 @@ from windlass.engines.embedded.steps import StepChannel, StepKind
 from windlass.envs import ENGINE_TOKEN_VARIABLE, environment_value
 from windlass.errors import ConfigError, PeerTimeout
 from windlass.transports.base import OneSidedTransport
-from windlass.transports.configs import parse_transport
-from windlass.transports.registry import create_transport
+from windlass.transports.registry import create_transport, parse_transport
 from windlass.updates.hooks import EngineHooks
 
 __all__ = ["run_rank"]
