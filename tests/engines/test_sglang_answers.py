@@ -51,10 +51,10 @@ def test_a_rank_that_could_not_is_quoted_at_once() -> None:
             answers.gather(DEADLINE_S)
 
 
-def test_ranks_that_say_nothing_are_named() -> None:
+def test_ranks_that_report_nothing_are_named() -> None:
     with Answers(3) as answers:
         report(answers.folder, 1, b"")
-        with pytest.raises(PeerTimeout, match=r"ranks \[0, 2\] have not said within 0.05 s"):
+        with pytest.raises(PeerTimeout, match=r"ranks \[0, 2\] have not reported within 0.05 s"):
             answers.gather(0.05)
 
 

@@ -79,7 +79,7 @@ def reduced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reduced]:
     monkeypatch.setattr(extension, "_can_block", lambda _parallel: False)
     world = SimpleNamespace(cpu_group="gloo of the replica")
     loader = "vllm.model_executor.model_loader"
-    for name, members in {
+    modules: dict[str, dict[str, object]] = {
         "vllm": {},
         "vllm.distributed": {},
         "vllm.distributed.parallel_state": {"get_world_group": lambda: world},
@@ -87,7 +87,8 @@ def reduced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reduced]:
         loader: {},
         f"{loader}.reload": {},
         f"{loader}.reload.layerwise": {"LAYERWISE_INFO": {}},
-    }.items():
+    }
+    for name, members in modules.items():
         module = ModuleType(name)
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)

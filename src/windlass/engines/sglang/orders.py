@@ -123,7 +123,7 @@ def ask_ranks(
     *,
     hook: str = HOOK,
 ) -> list[bytes]:
-    """Have every rank, of every stage, carry out an order that it answers; what they said, by rank.
+    """Have every rank, of every stage, carry out an order that it answers; what they reported, by rank.
 
     Args:
         url: of the server.
@@ -133,13 +133,13 @@ def ask_ranks(
         hook: see `order_ranks`.
 
     Raises:
-        PeerUnreachable: besides, a rank said why it could not. PeerTimeout.
+        PeerUnreachable: besides, a rank reports why it could not. PeerTimeout.
     """
     with Answers(world_size) as answers:
         try:
             order_ranks(url, order(answers.folder), world_size, deadline_s, hook=hook)
         except PeerUnreachable:
-            # SGLang ends with the rank that failed, and its answer says nothing of why.
+            # SGLang ends with the rank that failed, and its answer tells nothing of why.
             with suppress(PeerTimeout):
                 answers.gather(REPORTED_S)
             raise
