@@ -43,7 +43,7 @@ def report(folder: str, rank: int, body: bytes) -> None:
 
 
 def report_failure(folder: str, rank: int, reason: str) -> None:
-    """Called by a rank that could not; as `say`."""
+    """Called by a rank that could not; as `report`."""
     _send(folder, _Sent(rank, failed=True), reason.encode())
 
 
