@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from windlass.controller import Controller
 from windlass.errors import ConfigError
+from windlass.jobs.config import LaunchConfig
+from windlass.jobs.schedulers.base import Scheduler
 from windlass.rollout.batches import training_samples
 from windlass.rollout.handles import RolloutGroup
 from windlass.rollout.messages import TrainingSample
@@ -59,6 +62,16 @@ class Recipe(ABC):
         Nothing declines the group (all rewards are equal, say): another one takes its place.
         """
         return training_samples(group, self.rewards(group))
+
+    def started(  # noqa: B027 - overriding it is a choice
+        self, config: LaunchConfig, controller: Controller, scheduler: Scheduler
+    ) -> None:
+        """Look at the job, in the controller's loop: `controller` serves, and no process is started yet."""
+
+    async def before_step(  # noqa: B027 - as above
+        self, step: int, samples: Sequence[TrainingSample]
+    ) -> None:
+        """See what step `step`, from 0, trains on; it begins when this returns. In the controller's loop."""
 
     def workflows(self) -> Mapping[str, Workflow]:
         """Workflows that the controller's loop runs when there are no worker processes."""
