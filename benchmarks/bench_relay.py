@@ -27,13 +27,13 @@ import xxhash
 import windlass
 from harness import Row, median_p95, parser, report
 from limited_rank import ROW_NBYTES, values
+from tools.plan.simulate import simulate_wire
+from tools.plan.simulate_relay import simulate_relay
+from tools.plan.synthesis import engine_manifests, trainer_manifests
+from tools.plan.topology import parse_topology
 from windlass.config import ControlConfig, P2pBackend, PhaseDeadlines, RelayShape, UpdateMode
-from windlass.layout.synthesis import engine_manifests, trainer_manifests
-from windlass.layout.topology import parse_topology
 from windlass.planning.planner import plan_transfer
 from windlass.planning.relay import RelayGroup, lanes_of
-from windlass.planning.simulate import simulate_wire
-from windlass.planning.simulate_relay import simulate_relay
 from windlass.updates.round_types import Phase
 
 ROOT = Path(__file__).parents[1]

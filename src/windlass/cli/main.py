@@ -18,7 +18,6 @@ _COMMANDS = {
     "demo": "asynchronous GRPO on this machine: trainers, engines and rollouts, live",
     "doctor": "what will and will not work in this environment, and how to mend it",
     "launch": "a job of your own from a TOML file: trainers, engines, rollouts, weight updates",
-    "plan": "compile a transfer plan from a topology file and say what it costs",
     "report": "the last updates of a controller against the speed of light",
     "serve": "a controller of weight updates for training loops of your own",
     "status": "what a running controller knows of its fleet",

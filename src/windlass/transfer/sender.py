@@ -30,9 +30,8 @@ from windlass.layout.manifest import ShardManifest
 from windlass.net.clock import Deadline
 from windlass.planning.plan import TransferPlan
 from windlass.planning.relay import RelayGroup
-from windlass.planning.simulate import LINKS_AT_ONCE
 from windlass.transfer.arena import ALIGNMENT
-from windlass.transfer.base import ParameterMemory, SendResult
+from windlass.transfer.base import LINKS_AT_ONCE, ParameterMemory, SendResult
 from windlass.transfer.bind import (
     LinkProgram,
     bind_links,

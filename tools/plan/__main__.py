@@ -1,4 +1,4 @@
-"""`windlass plan TOPOLOGY.toml`: what an update would move, and how long it must take."""
+"""`python -m tools.plan TOPOLOGY.toml`: what an update would move, and how long it must take."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from tools.plan.cost import CostEstimate, LinkSummary, predict, summarize_links
+from tools.plan.simulate import SimulatedWire, simulate_wire
+from tools.plan.simulate_relay import SimulatedRelay, simulate_relay
+from tools.plan.synthesis import engine_manifests, trainer_manifests
+from tools.plan.topology import Topology, parse_topology
 from windlass.config import P2pBackend, RelayShape
-from windlass.errors import ConfigError
-from windlass.layout.synthesis import engine_manifests, trainer_manifests
-from windlass.layout.topology import Topology, parse_topology
-from windlass.planning.cost import CostEstimate, LinkSummary, predict, summarize_links
+from windlass.errors import ConfigError, WindlassError
 from windlass.planning.plan import CopyMode, Reason, TransferPlan
 from windlass.planning.planner import PlannedTransfer, PlanPolicy, plan_with_reports
 from windlass.planning.relay import RelayGroup, lanes_of
-from windlass.planning.simulate import LINKS_AT_ONCE, SimulatedWire, simulate_wire
-from windlass.planning.simulate_relay import SimulatedRelay, simulate_relay
+from windlass.transfer.base import LINKS_AT_ONCE
 
 __all__ = ["add_arguments", "run"]
 
@@ -52,7 +53,7 @@ class _Measured:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `windlass plan`."""
+    """Declare the arguments."""
     parser.add_argument("topology", type=Path, help="TOML file, see examples/topologies")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
     parser.add_argument(
@@ -314,3 +315,18 @@ def _simulated(simulated: SimulatedWire, measured: _Measured) -> Table:
     for name, value in rows:
         table.add_row(name, value)
     return table
+
+
+def main() -> int:
+    """Print errors of Windlass as one line; anything else is a defect and shows its traceback."""
+    parser = argparse.ArgumentParser(prog="python -m tools.plan", description=__doc__)
+    add_arguments(parser)
+    try:
+        return run(parser.parse_args())
+    except WindlassError as error:
+        print(f"plan: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

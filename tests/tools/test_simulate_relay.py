@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tools.plan.simulate_relay import SimulatedRelay, simulate_relay
 from windlass.config import RelayShape
 from windlass.errors import ConfigError
 from windlass.planning.relay import RelayGroup, lanes_of
-from windlass.planning.simulate_relay import SimulatedRelay, simulate_relay
 
 MB = 1_000_000
 
