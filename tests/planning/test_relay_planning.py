@@ -17,7 +17,6 @@ from windlass.planning.planner import PlanPolicy, plan_transfer
 from windlass.planning.relay import (
     RelayGroup,
     children_of,
-    copy_part,
     depths_of,
     find_replicas,
     lanes_of,
@@ -111,7 +110,7 @@ def test_a_relayed_plan_brings_every_byte_once_and_the_right_one(
         names = tuple(m.worker for m in members)
         group = RelayGroup(names, lanes_of(shape, num_members), chunk_nbytes)
         leader = plan.for_destination(manifest.worker)
-        parts = {m.worker: copy_part(leader, manifest.worker, m) for m in members}
+        parts = {m.worker: leader.for_replica(manifest.worker, m) for m in members}
         landed = relay(group, parts, members, sources)
         for member in members:
             assert all(

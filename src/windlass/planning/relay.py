@@ -16,16 +16,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
-import numpy as np
 
 from windlass.config import RelayShape
 from windlass.layout.manifest import ShardManifest
-from windlass.planning.plan import TransferPlan
 
 __all__ = [
     "RelayGroup",
     "children_of",
-    "copy_part",
     "depths_of",
     "find_replicas",
     "lanes_of",
@@ -117,16 +114,4 @@ def children_of(group: RelayGroup, member: str) -> tuple[tuple[str, ...], ...]:
     return tuple(
         tuple(group.members[child] for child, parent in enumerate(parents) if parent == index)
         for parents in group.lanes
-    )
-
-
-def copy_part(part: TransferPlan, leader: str, copy: ShardManifest) -> TransferPlan:
-    """What `TransferPlan.for_destination(leader)` is for another member of its group."""
-    index = part.destinations.index(leader)
-    return replace(
-        part,
-        destinations=(copy.worker,),
-        destination_digests=(copy.digest(),),
-        landing_nbytes=(part.landing_nbytes[index],),
-        ops=replace(part.ops, dst=np.zeros(len(part.ops), np.int32)),
     )
