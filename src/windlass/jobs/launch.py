@@ -55,7 +55,7 @@ class JobSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def run_job(
-    config: LaunchConfig, *, say: Callable[[str], None], recipe: Recipe | None = None
+    config: LaunchConfig, *, notify: Callable[[str], None], recipe: Recipe | None = None
 ) -> JobSummary:
     """Run a job until its steps are done, its tasks end, or SIGTERM or SIGINT.
 
@@ -65,7 +65,7 @@ async def run_job(
 
     Args:
         config: of `load_config`.
-        say: gets one line per event.
+        notify: gets one line per event.
         recipe: in the place of the one that `config` names.
 
     Raises:
@@ -100,7 +100,7 @@ async def run_job(
                 trainers=trainers,
                 processes=_processes(config, controller.url, token),
                 stop=stop,
-                say=say,
+                notify=notify,
             )
             summary = await job.run()
     finally:
@@ -138,14 +138,14 @@ class _Stop:
     def listen(self) -> None:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
-            loop.add_signal_handler(number, self._take, number)
+            loop.add_signal_handler(number, self._on_signal, number)
 
     def close(self) -> None:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.remove_signal_handler(number)
 
-    def _take(self, number: int) -> None:
+    def _on_signal(self, number: int) -> None:
         if self.asked.is_set():
             self.insisted.set()
         self.number = self.number or number
@@ -175,12 +175,12 @@ class _Job:
     trainers: TrainController
     processes: Sequence[_Restarted]
     stop: _Stop
-    say: Callable[[str], None]
+    notify: Callable[[str], None]
     steps: int = 0
 
     async def run(self) -> JobSummary:
         controller = self.controller
-        self.say(f"controller {controller.url}")
+        self.notify(f"controller {controller.url}")
         work = asyncio.create_task(self._work())
         guards = [asyncio.create_task(self._guard(kept)) for kept in self.processes]
         asked: asyncio.Task[Any] = asyncio.create_task(self.stop.asked.wait())
@@ -214,14 +214,14 @@ class _Job:
         ended = "done" if summary.version >= summary.steps else "failed"
         if summary.stopped_by:
             ended = f"stopped by signal {summary.stopped_by}"
-        self.say(f"{ended}: {summary.steps} steps, version {summary.version} published")
+        self.notify(f"{ended}: {summary.steps} steps, version {summary.version} published")
         return summary
 
     async def _let_it_end(self, work: asyncio.Task[None], guards: list[asyncio.Task[None]]) -> None:
         """A signal came: a step or an update that runs may end, and dispatches stop."""
         self.controller.rollouts.pause()
         insisted = asyncio.create_task(self.stop.insisted.wait())
-        self.say(f"signal {self.stop.number}: ending what runs")
+        self.notify(f"signal {self.stop.number}: ending what runs")
         try:
             await asyncio.wait(
                 [work, insisted, *guards],
@@ -234,7 +234,7 @@ class _Job:
             if task.done():
                 task.result()
         if not work.done():
-            self.say(f"given up after {self.config.shutdown_s} s or a second signal")
+            self.notify(f"given up after {self.config.shutdown_s} s or a second signal")
 
     async def _guard(self, kept: _Restarted) -> None:
         """Keep a process running; a fleet goes on without a member that comes back."""
@@ -246,7 +246,7 @@ class _Job:
             if restarts == kept.max_restarts:
                 tail = await self.scheduler.log_tail(spec.name)
                 raise WindlassError(f"{ended}; its log ends:\n{tail}")
-            self.say(f"{ended}; starting it again")
+            self.notify(f"{ended}; starting it again")
             restarts += 1
 
     # --- the work ----------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class _Job:
                 self._check_stopped()
                 batch = await self._unless_stopped(self._batch(producer))
                 if batch is None:
-                    self.say(f"the recipe's tasks ended after {step} steps")
+                    self.notify(f"the recipe's tasks ended after {step} steps")
                     break
                 await self._step(step, batch)
         except _Stopped:
@@ -281,7 +281,7 @@ class _Job:
             await self.trainers.start(controller.url, deadline_s=deadline_s)
             if folder := config.trainer.resume_from:
                 await self.trainers.load(_whole(folder), deadline_s=deadline_s)
-                self.say(f"resumed from {folder}")
+                self.notify(f"resumed from {folder}")
             await controller.wait_for_fleet(
                 num_trainers=config.trainer.world_size,
                 engines=[engine.name for engine in config.engines],
@@ -304,7 +304,7 @@ class _Job:
             await trainers.save(str(path), deadline_s=config.trainer.step_deadline_s)
         reward = sum(sample.reward for sample in samples) / max(len(samples), 1)
         metrics = ", ".join(f"{name} {value:.4g}" for name, value in result.metrics.items())
-        self.say(f"step {self.steps}: reward {reward:.4f}, {len(samples)} samples, {metrics}")
+        self.notify(f"step {self.steps}: reward {reward:.4f}, {len(samples)} samples, {metrics}")
 
     async def _produce(self) -> None:
         """Tasks as fast as the staleness bound admits them."""

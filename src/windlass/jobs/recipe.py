@@ -102,7 +102,7 @@ async def in_thread(call: Callable[[], _T]) -> _T:
     done: asyncio.Future[_T] = loop.create_future()
     context = contextvars.copy_context()  # the fields of log lines
 
-    def tell(result: Future[_T]) -> None:
+    def deliver(result: Future[_T]) -> None:
         if done.done():  # given up
             return
         if (error := result.exception()) is not None:
@@ -118,7 +118,7 @@ async def in_thread(call: Callable[[], _T]) -> _T:
         except Exception as error:  # noqa: BLE001
             result.set_exception(error)
         with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-            loop.call_soon_threadsafe(tell, result)
+            loop.call_soon_threadsafe(deliver, result)
 
     threading.Thread(target=run, name="recipe", daemon=True).start()
     return await done

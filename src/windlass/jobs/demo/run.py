@@ -96,7 +96,7 @@ async def run_demo(
     folder = Path(config.output_dir)
     with DemoView(config, recipe, ceiling_gbps, plain=plain) as view:
         recipe.show = view.show
-        job = await run_job(config, recipe=recipe, say=lambda _: None)
+        job = await run_job(config, recipe=recipe, notify=lambda _: None)
     if job.stopped_by:
         return 128 + job.stopped_by
     view.console.print(
