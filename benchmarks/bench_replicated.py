@@ -2,8 +2,10 @@
 
 Two trainer processes that hold the same `--mib` of bfloat16 whole (everything is replicated, and each sends
 half of it: the case with most to compare) and one engine process, in host memory over `cma`, or with
-`--device cuda` each on a GPU, counted round, over `cuda_ipc`, with a controller here. Every update is timed; after it, each rank digests the sample that belonged to it once
-more, alone, and everything as the first update does.
+`--device cuda` each on a GPU, counted round, over `cuda_ipc`, with a controller here. Every update is timed, and says
+whether it compared and for how long: `share` is what all of them but the first, which compares everything, spent
+comparing, beside the share that the controller allows. After each update every rank digests a sample once more,
+alone, and everything as the first update does.
 """
 
 from __future__ import annotations
@@ -65,24 +67,26 @@ def run_trainer(pipe: Connection, url: str, count: int, device: str, rank: int) 
         while (version := pipe.recv()) is not None:
             for index, tensor in enumerate(tensors):
                 tensor.copy_(value(index, version, device))
-            update_s = trainer.publish(version, deadline_s=DEADLINE_S).update_s
+            done = trainer.publish(version, deadline_s=DEADLINE_S)
             times = []
+            digests.take(version - 1, period)  # after which a rank cuts the next turn's
+            digests.cut_ahead()
             for turn, every in ((version, period), (0, 1)):
                 began = time.perf_counter()
                 digests.take(turn, every)
                 times.append(time.perf_counter() - began)
-            pipe.send((update_s, *times))
+            pipe.send((done.update_s, *times, done.compare_s, done.compared))
 
 
 async def measure(
     count: int, num_runs: int, mode: UpdateMode, devices: Sequence[str]
-) -> list[tuple[float, float, float]]:
-    """(update, sample, everything) in seconds per run: the slowest rank of each.
+) -> list[tuple[float, ...]]:
+    """(update, sample, everything, comparing in the update, whether it did) per run: the slowest rank of each.
 
-    `devices`: of the trainers, then of the engine.
+    Seconds. `devices`: of the trainers, then of the engine.
     """
     context = mp.get_context("spawn")
-    found: list[tuple[float, float, float]] = []
+    found: list[tuple[float, ...]] = []
     async with windlass.Controller(token=TOKEN, config=ControlConfig(mode=mode)) as controller:
         pipes: list[Connection] = []
         processes: list[Any] = []
@@ -104,8 +108,8 @@ async def measure(
             engine.send(version)
             if not await asyncio.to_thread(engine.recv):
                 raise SystemExit(f"version {version}: wrong bytes")
-            update, sample, everything = (max(column) for column in zip(*times, strict=True))
-            found += [(update, sample, everything)] if version else []
+            slowest = tuple(max(column) for column in zip(*times, strict=True))
+            found += [slowest] if version else []
         for pipe in pipes:
             pipe.send(None)
         for process in processes:
@@ -130,8 +134,9 @@ def main() -> None:
     rows = []
     for mode in (UpdateMode.STAGED, UpdateMode.IN_PLACE):
         runs = asyncio.run(measure(count, args.runs, mode, devices))
+        update_s, _, _, compare_s, compared = (list(column) for column in zip(*runs, strict=True))
         update, sample, everything = (
-            median_p95(list(column)) for column in zip(*runs, strict=True)
+            median_p95(list(column)) for column in list(zip(*runs, strict=True))[:3]
         )
         case = f"{count * PARAMETER_ROWS * COLS * 2 >> 20} MiB bfloat16 at 2 ranks, {mode.value}{place}"
         for metric, times in (("sample", sample), ("everything, first update", everything)):
@@ -141,6 +146,12 @@ def main() -> None:
                     Row(case=case, metric=f"{metric}, {name}", value=value_ms, unit="ms",
                         reference="update", reference_value=update_ms, ratio=value_ms / update_ms)
                 )  # fmt: skip
+        allowed, share = 100 * ControlConfig().compare_share, 100 * sum(compare_s) / sum(update_s)
+        metric = f"share, {sum(map(bool, compared))} of {len(runs)} updates compared"
+        rows.append(
+            Row(case=case, metric=metric, value=share, unit="%",
+                reference="allowed", reference_value=allowed, ratio=share / allowed)
+        )  # fmt: skip
     report(rows, args.json, "Comparing replicas")
 
 

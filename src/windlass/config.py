@@ -235,6 +235,8 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
         deadlines: per phase.
         max_rewrites: how often a failed or mismatched link is written again in one round.
         min_engines: engines that must be there before a round begins.
+        compare_share: of the time of updates that may be spent comparing what trainer ranks hold in
+            common, in [0, 1]; the first update compares everything in any case, 1 compares in every one.
         heartbeat_s: a connection that answers no ping for this long is dead.
         max_message_nbytes: larger frames close their connection.
     """
@@ -245,6 +247,7 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
     deadlines: PhaseDeadlines = PhaseDeadlines()
     max_rewrites: int = 2
     min_engines: int = 1
+    compare_share: float = 0.02
     heartbeat_s: float = 20.0
     max_message_nbytes: int = 256 << 20
 
@@ -260,5 +263,11 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"ControlConfig: deadlines must be PhaseDeadlines, got {self.deadlines!r}"
             )
         check_numbers(
-            self, {"max_message_nbytes": 1, "max_rewrites": 0, "min_engines": 1}, ("heartbeat_s",)
+            self,
+            {"max_message_nbytes": 1, "max_rewrites": 0, "min_engines": 1, "compare_share": 0.0},
+            ("heartbeat_s",),
         )
+        if self.compare_share > 1:
+            raise ConfigError(
+                f"ControlConfig: compare_share must be in [0, 1], got {self.compare_share!r}"
+            )

@@ -52,14 +52,19 @@ class Ranks:
         self.digests: dict[str, ReplicatedDigests] = {}
         for worker, part in self.found.parts.items():
             buffers = self.memory[worker]
-            located = [ParameterMemory(b.ctypes.data, b.nbytes) for b in buffers]
-            digests = ReplicatedDigests(self.manifests[worker], lambda at=located: at)  # type: ignore[misc]
+            digests = ReplicatedDigests(self.manifests[worker], lambda at=buffers: located(at))  # type: ignore[misc]
             digests.bind(part.encode())
             self.digests[worker] = digests
 
     def compare(self, turn: int = 0, period: int = 1) -> str:
-        taken = {worker: digests.take(turn, period) for worker, digests in self.digests.items()}
-        return self.found.disagreement(taken)
+        return self.found.disagreement(self.taken(turn, period))
+
+    def taken(self, turn: int, period: int) -> dict[str, np.ndarray]:
+        return {worker: digests.take(turn, period) for worker, digests in self.digests.items()}
+
+
+def located(buffers: Sequence[np.ndarray]) -> list[ParameterMemory]:
+    return [ParameterMemory(b.ctypes.data, b.nbytes) for b in buffers]
 
 
 def laid_out(manifest: ShardManifest, rng: random.Random) -> ShardManifest:
@@ -198,6 +203,85 @@ def test_gpus_compare_the_same_bytes(
         assert "trainer/0 but not trainer/1" in ranks.compare()
         assert sum(bool(ranks.compare(turn, 5)) for turn in range(5)) == 1
         view[index] ^= 1 << 20
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("kind", ["gpu", "host"])
+def test_what_is_cut_ahead_is_used_where_nothing_moved(
+    kind: str, ahead: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    if kind == "gpu":
+        request.getfixturevalue("_on_a_gpu")
+    monkeypatch.setattr(replicated, "BLOCK_NBYTES", 200)
+    ranks = Ranks([hold(f"trainer/{rank}", WHOLE, PLAIN) for rank in range(2)])
+    num_cut = 0
+    cut = ReplicatedDigests._cut
+
+    def counted_cut(*args: object) -> object:
+        nonlocal num_cut
+        num_cut += 1
+        return cut(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ReplicatedDigests, "_cut", counted_cut)
+    found = []
+    for turn in range(7):
+        found.append(ranks.taken(turn, 5))
+        assert ranks.found.disagreement(found[-1]) == ""
+        if ahead:
+            for digests in ranks.digests.values():
+                digests.cut_ahead()
+                digests.cut_ahead()  # nothing more to do
+    assert num_cut == 2 * (7 + ahead)  # once per turn and rank, whenever
+    for worker in ranks.digests:
+        assert [f[worker].tobytes() for f in found[:2]] == [f[worker].tobytes() for f in found[5:]]
+        assert found[0][worker].tobytes() != found[1][worker].tobytes()
+    before = found[-1]["trainer/1"].tobytes()  # of turn 6
+    memory = ranks.memory["trainer/1"]
+    for moves in (False, True):
+        ranks.taken(5, 5)
+        if ahead:
+            for digests in ranks.digests.values():
+                digests.cut_ahead()
+        if moves:
+            kept = memory[0]
+            memory[0] = kept.copy()
+            kept[:] = 0
+        memory[0] ^= 1
+        assert ranks.taken(6, 5)["trainer/1"].tobytes() != before
+        memory[0] ^= 1
+        assert ranks.taken(6, 5)["trainer/1"].tobytes() == before
+    for digests in ranks.digests.values():
+        digests.close()
+        digests.close()
+
+
+def test_a_gpu_keeps_the_memory_of_tables_from_turn_to_turn_and_frees_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = numpy_gpu()
+    monkeypatch.setattr("windlass.transfer.replicated_digests.gpu_of", lambda _: 0)
+    monkeypatch.setattr("windlass.transfer.replicated_digests.shared_gpu", lambda _: gpu)
+    allocated = gpu.device.allocated  # type: ignore[attr-defined]
+    ranks = Ranks([hold(f"trainer/{rank}", WHOLE, PLAIN) for rank in range(2)])
+    assert ranks.compare(0, 1) == ""
+    kept = dict(allocated)
+    assert len(kept) == 2
+    for turn in range(1, 5):
+        assert ranks.compare(turn, 3) == ""
+        assert allocated.keys() == kept.keys()
+    monkeypatch.setattr("windlass.transfer.replicated_digests.KEPT_NBYTES", 0)
+    assert ranks.compare(5, 1) == ""
+    assert not allocated
+    monkeypatch.undo()
+    monkeypatch.setattr("windlass.transfer.replicated_digests.gpu_of", lambda _: 0)
+    monkeypatch.setattr("windlass.transfer.replicated_digests.shared_gpu", lambda _: gpu)
+    assert ranks.compare(6, 3) == ""
+    first, second = ranks.digests.values()
+    first.close()
+    assert len(allocated) == 1
+    gpu.distrust("kernels that go on for ever")  # may read the other's: it stays
+    second.close()
+    assert len(allocated) == 1
 
 
 @pytest.mark.usefixtures("_on_a_gpu")

@@ -15,7 +15,7 @@ from durable_controller import GROUP_SIZE, TOKEN, stored
 from fake_engine import FakeEngine, expected_tokens
 from kept_port import free_port
 
-HERE = Path(__file__).resolve().parent
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
 NUM_GROUPS = 250
 DEADLINE_S = 60.0
 
@@ -34,7 +34,7 @@ class Rig:
 
     async def spawn(self, *command: str) -> asyncio.subprocess.Process:
         environment = {**os.environ, "WINDLASS_TOKEN": TOKEN}
-        environment["PYTHONPATH"] = str(HERE.parents[1] / "src")
+        environment["PYTHONPATH"] = str(SUPPORT.parents[1] / "src")
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, *command), env=environment, stdout=asyncio.subprocess.PIPE
         )
@@ -44,7 +44,7 @@ class Rig:
     async def controller(self) -> tuple[asyncio.subprocess.Process, int, int]:
         """The process, groups that its owner has stored, groups that it has taken up again."""
         process = await self.spawn(
-            str(HERE / "durable_controller.py"),
+            str(SUPPORT / "durable_controller.py"),
             *(str(self.port), str(self.folder / "journal"), str(self.folder / "store")),
             *(self.engine.url, str(NUM_GROUPS), "2"),
         )

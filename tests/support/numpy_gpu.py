@@ -116,8 +116,9 @@ class _NumpyGpu:
     def wait(self, _: object, deadline_s: float) -> None:
         self.refuse_late()
 
-    def settle(self, _: float, step: object = None) -> None:
+    def settle(self, _: float, step: object = None) -> float:
         self.refuse_late()
+        return 0.0
 
     def refuse_late(self) -> None:
         if self.is_late:

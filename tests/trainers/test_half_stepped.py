@@ -22,6 +22,7 @@ from half_stepped_rank import (
 )
 
 import windlass
+from windlass.config import ControlConfig
 from windlass.engines.client import EngineClient
 from windlass.layout.manifest import Role
 from windlass.testing.resting_engine import RestingEngine
@@ -57,7 +58,9 @@ async def publish_all(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
         for option, module in served.items():
             for parameter in module.parameters():
                 parameter.data.zero_()
-            controller = await stack.enter_async_context(windlass.Controller(token=TOKEN))
+            controller = await stack.enter_async_context(
+                windlass.Controller(token=TOKEN, config=ControlConfig(compare_share=1.0))
+            )
             engine = await asyncio.to_thread(serve, module, controller.url)
             stack.callback(engine.close)
             urls[option] = controller.url

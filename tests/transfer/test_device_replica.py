@@ -469,7 +469,7 @@ class HeldWrites:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     found = numpy_gpu()
-    for name in ("execution.replica_memory", "execution.backends", "transports.cuda.gpu"):
+    for name in ("transfer.replica_memory", "transfer.backends", "memory.cuda.gpu"):
         monkeypatch.setattr(f"windlass.{name}.shared_gpu", lambda _: found)
     return found
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import windlass
+from windlass.config import ControlConfig
 from windlass.engines.client import EngineClient
 from windlass.errors import RoundAborted
 from windlass.layout.manifest import Role
@@ -64,6 +65,8 @@ class Fleet:
         )
         self.modules = modules
         self.replica = replica
+        self.num_located = 0
+        self.reports: list[windlass.UpdateReport] = []
         self.trainers = [
             windlass.TrainerClient(
                 manifest=describe_module(module, f"trainer/{rank}", Role.TRAINER),
@@ -79,10 +82,14 @@ class Fleet:
             for rank, module in enumerate(modules)
         ]
 
-    @staticmethod
-    def _parameters_of(module: torch.nn.Module) -> Callable[[], list[ParameterMemory]]:
+    def _parameters_of(self, module: torch.nn.Module) -> Callable[[], list[ParameterMemory]]:
         extents = extents_of(module)
-        return lambda: [ParameterMemory(*extent) for extent in extents()]
+
+        def locate() -> list[ParameterMemory]:
+            self.num_located += 1
+            return [ParameterMemory(*extent) for extent in extents()]
+
+        return locate
 
     async def publish(self, version: int) -> str:
         """Why it was not published; empty where it was."""
@@ -95,9 +102,11 @@ class Fleet:
     def _publish(self, trainer: windlass.TrainerClient, version: int) -> str:
         try:
             if self.replica:
-                trainer.begin_publish(version, deadline_s=60).result(deadline_s=60)
+                report = trainer.begin_publish(version, deadline_s=60).result(deadline_s=60)
             else:
-                trainer.publish(version, deadline_s=60)
+                report = trainer.publish(version, deadline_s=60)
+            if trainer is self.trainers[0]:
+                self.reports.append(report)
         except RoundAborted as error:
             return str(error)
         return ""
@@ -118,8 +127,10 @@ async def running(
     *,
     served: torch.nn.Module | None = None,
     replica: bool = False,
+    compare_share: float = 1.0,
 ) -> AsyncIterator[Fleet]:
-    async with windlass.Controller(token=TOKEN) as controller:
+    config = ControlConfig(compare_share=compare_share)
+    async with windlass.Controller(token=TOKEN, config=config) as controller:
         served = model(-10_000) if served is None else served
         fleet = await asyncio.to_thread(Fleet, controller.url, modules, served, replica=replica)
         try:
@@ -185,3 +196,26 @@ async def test_tensor_parallel_pieces_in_plain_tensors_are_not_taken_for_replica
         f"'weight' [0:{ROWS // 2}, 0:{COLUMNS}] is the same at trainer/0 but not trainer/1" in said
     )
     assert torch.equal(served.weight, before)
+
+
+@pytest.mark.parametrize("replica", [False, True])
+async def test_what_comparing_may_cost_decides_which_updates_compare(replica: bool) -> None:
+    modules = [model(1) for _ in range(2)]
+    async with running(modules, replica=replica, compare_share=0.0) as fleet:
+        for version in range(2):
+            assert await fleet.publish(version) == ""
+        modules[1].get_parameter("0.weight").data[40, 7] += 1
+        for version in range(2, 6):
+            assert await fleet.publish(version) == ""
+        reports = fleet.reports
+        assert [report.compared for report in reports] == [True, True, *[False] * 4]
+        assert all((report.compare_s > 0) is report.compared for report in reports)
+        assert all(report.compare_s < report.update_s for report in reports)
+
+
+async def test_parameters_are_located_once_in_an_update_that_compares() -> None:
+    modules = [model(1) for _ in range(2)]
+    async with running(modules) as fleet:
+        for version in range(4):
+            assert await fleet.publish(version) == ""
+            assert fleet.num_located == 2 * (version + 1)

@@ -18,6 +18,7 @@ from live_fleet import NUM_TRAINERS, TOKEN, Fleet
 from torch.distributed.tensor import DTensor
 
 import windlass
+from windlass.config import ControlConfig
 from windlass.errors import RoundAborted
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
@@ -184,7 +185,8 @@ def test_one_differing_bit_is_named_and_nothing_is_published(
 
 async def run(store: str, kind: str, hybrid: bool) -> None:
     wire = WIRES[kind]
-    async with windlass.Controller(token=TOKEN) as controller:
+    config = ControlConfig(compare_share=1.0)
+    async with windlass.Controller(token=TOKEN, config=config) as controller:
         with Fleet(controller.url, wire) as fleet:
             engine = functools.partial(build, 4)
             fleet.start_model("engine", engine, device_of(kind, NUM_TRAINERS))

@@ -38,6 +38,16 @@ class ControllerMetrics:
                 ("pack", "The slowest rank's time packing; 0 where that is part of the write"),
             )
         }
+        self._comparisons = Counter(
+            "windlass_updates_compared",
+            "Updates in which trainer ranks that hold the same were compared",
+            registry=registry,
+        )
+        self._compare_s = Counter(
+            "windlass_update_compare_seconds",
+            "The slowest rank's time digesting what was compared",
+            registry=registry,
+        )
         self._staleness = Histogram(
             "windlass_sample_staleness_versions",
             "Published version minus the oldest token's, when the sample is handed out",
@@ -64,8 +74,12 @@ class ControllerMetrics:
         update_s: float,
         pause_s: float,
         pack_s: float,
+        compared: bool,
+        compare_s: float,
     ) -> None:
         """A round ended."""
+        self._comparisons.inc(compared)
+        self._compare_s.inc(compare_s)
         self._rounds.labels(outcome).inc()
         self._nbytes.inc(nbytes)
         clocks = {"wire": wire_s, "whole": update_s, "pause": pause_s, "pack": pack_s}

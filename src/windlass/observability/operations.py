@@ -79,6 +79,8 @@ class Operations:
             update_s=report.update_s,
             pause_s=report.pause_s,
             pack_s=report.pack_s,
+            compared=report.compared,
+            compare_s=report.compare_s,
         )
         if self._tracer is not None:
             record_round(

@@ -323,6 +323,8 @@ class TrainerClient:
     ) -> UpdateReport:
         try:
             report = self._channel.announce(version, deadline_s)
+            if report.compared:
+                self._channel.run_later(self._agent.after_update)
         finally:
             if copied is not None and not copied.is_set():
                 self._sender.end_version()

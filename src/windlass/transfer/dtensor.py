@@ -128,9 +128,18 @@ def _box_of(name: str, tensor: DTensor, *, by_fsdp: bool) -> Box:
             f"torch distributes one part and gathers another, got {mesh.mesh.tolist()}"
         )
     offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
+    places = mesh.get_coordinate() or ()
     for dim, axes in cuts.items():
         for axis in axes:
-            start, sizes[dim] = chunk(sizes[dim], mesh.size(axis), mesh.get_local_rank(axis))
+            rank, parts = mesh.get_local_rank(axis), mesh.size(axis)
+            # Each cut gives parts out by rank in the group, and the next one cuts them by place on the mesh.
+            if not by_fsdp and len(axes) > 1 and sizes[dim] % parts and rank != places[axis]:
+                raise UnsupportedLayout(
+                    f"parameter {name!r}: dim {dim}, which several mesh axes cut, must be cut evenly along axis "
+                    f"{axis}, whose ranks do not ascend, got {sizes[dim]} elements for {parts} ranks of "
+                    f"{mesh.mesh.tolist()}"
+                )
+            start, sizes[dim] = chunk(sizes[dim], parts, rank)
             offsets[dim] += start
         if not by_fsdp and any(isinstance(tensor.placements[axis], _StridedShard) for axis in axes):
             read = _read_in_turn(tensor, dim, sorted(axes))

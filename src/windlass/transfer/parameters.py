@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import final
 
 import numpy as np
@@ -13,7 +14,7 @@ from windlass.layout.manifest import ShardManifest
 from windlass.transfer.base import ParameterMemory
 from windlass.transports.base import MemoryRegion, OneSidedTransport
 
-__all__ = ["SourceParameters", "check_described"]
+__all__ = ["LocatedParameters", "SourceParameters", "check_described"]
 
 
 def check_described(manifest: ShardManifest, memories: Sequence[ParameterMemory]) -> None:
@@ -36,6 +37,38 @@ def check_described(manifest: ShardManifest, memories: Sequence[ParameterMemory]
 
 
 @final
+class LocatedParameters:
+    """Where a rank's parameters lie, asked of their owner at every call, or once for several.
+
+    Locating thousands of tensors takes tens of milliseconds. One thread at a time.
+
+    Args:
+        locate: returns (num_parameters,) in manifest order.
+    """
+
+    def __init__(self, locate: Callable[[], Sequence[ParameterMemory]]) -> None:
+        self._locate = locate
+        self._keeps = False
+        self._kept: tuple[ParameterMemory, ...] | None = None
+
+    def __call__(self) -> tuple[ParameterMemory, ...]:
+        """Return where each parameter lies, in manifest order."""
+        found = tuple(self._locate()) if self._kept is None else self._kept
+        if self._keeps:
+            self._kept = found
+        return found
+
+    @contextmanager
+    def once(self) -> Iterator[None]:
+        """Within, the owner is asked at the first call only: parameters must not move meanwhile."""
+        self._keeps = True
+        try:
+            yield
+        finally:
+            self._keeps, self._kept = False, None
+
+
+@final
 class SourceParameters:
     """See the module.
 
@@ -54,12 +87,12 @@ class SourceParameters:
         registered: Sequence[MemoryRegion],
     ) -> None:
         self._transport, self._manifest = transport, manifest
-        self._parameters = parameters
+        self._parameters = LocatedParameters(parameters)
         self._by_owner = tuple(registered)
         self._registered: dict[int, MemoryRegion] = {}
 
     @property
-    def memory(self) -> Callable[[], Sequence[ParameterMemory]]:
+    def memory(self) -> LocatedParameters:
         """Asks the owner."""
         return self._parameters
 
@@ -73,7 +106,7 @@ class SourceParameters:
             PlanError: another number of them, or other sizes, than described.
             RegionError: memory cannot be registered.
         """
-        now = tuple(self._parameters())
+        now = self._parameters()
         check_described(self._manifest, now)
         wanted = _union(now[i] for i in read_in_place if not self._is_registered(now[i]))
         for address, region in list(self._registered.items()):

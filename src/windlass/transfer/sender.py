@@ -44,7 +44,7 @@ from windlass.transfer.outcomes import is_unknown, status_of, submit
 from windlass.transfer.pack_arena import PackArena
 from windlass.transfer.packer import PackedLink, Peer
 from windlass.transfer.packers import packer_for
-from windlass.transfer.parameters import SourceParameters
+from windlass.transfer.parameters import LocatedParameters, SourceParameters
 from windlass.transfer.pieces import Pieces, batches, packed_capacity
 from windlass.transfer.relay_wire import Place, RelayAddress
 from windlass.transfer.relay_write import Feeds, bind_feed
@@ -121,7 +121,7 @@ class Sender:
         return self._manifest
 
     @property
-    def parameters(self) -> Callable[[], Sequence[ParameterMemory]]:
+    def parameters(self) -> LocatedParameters:
         """Where it lies now, in manifest order."""
         return self._parameters.memory
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import assert_never, final
 
 from windlass.config import P2pBackend, UpdateBackend, UpdateMode
-from windlass.errors import ConfigError, PeerUnreachable, ProtocolError, RoundAborted
+from windlass.errors import ConfigError, PeerUnreachable, ProtocolError, RoundAborted, WindlassError
 from windlass.planning.plan import TransferPlan
 from windlass.transfer.backends import receiver_for, sender_for
 from windlass.transfer.base import ReceiverBackend, SenderBackend, SendResult
@@ -100,11 +100,11 @@ class TrainerAgent:
             case JoinGroups():
                 self._sender.join(command.offers, command.deadline_s)
             case Prepare():
-                # Before the replica is taken: the weights may change then.
-                digested = self._digest(command) if len(self._replicated) else None
-                self._sender.prepare(command.version)
-                if digested is not None:
-                    return Prepared(digested)
+                with self._one_sided.parameters.once():
+                    # Before the replica is taken: the weights may change then.
+                    prepared = self._compare(command) if command.period else Done()
+                    self._sender.prepare(command.version)
+                return prepared
             case Write():
                 sent = self._sender.write(command.version, command.destinations, command.deadline_s)
                 return self._written(sent)
@@ -137,8 +137,9 @@ class TrainerAgent:
                 assert_never(command)
         return Done()
 
-    def _digest(self, command: Prepare) -> bytes:
+    def _compare(self, command: Prepare) -> Prepared:
         """What this rank holds of boxes that others hold too; of a replica, what it was taken from."""
+        compare_s = 0.0
         replica = self._one_sided.replica
         if replica is not None and replica.is_taken(command.version):
             if self._digested is None or self._digested[0] != command:
@@ -149,7 +150,15 @@ class TrainerAgent:
         else:
             digested = self._replicated.take(command.turn, command.period)
             self._digested = command, digested.tobytes()
-        return self._digested[1]
+            compare_s = self._replicated.compare_s
+        return Prepared(self._digested[1], compare_s)
+
+    def after_update(self) -> None:
+        """Do ahead of time what the next update needs; nobody waits for it."""
+        try:
+            self._replicated.cut_ahead()
+        except WindlassError as error:  # the next update tries again, and says it
+            _log.debug("comparing: nothing is cut ahead: %s", error)
 
     def _written(self, sent: SendResult) -> Written:
         """Links count as failed if a parameter changed meanwhile: digests show only that what was read arrived."""
@@ -171,6 +180,7 @@ class TrainerAgent:
 
     def close(self) -> None:
         """Leave groups; the one-sided sender belongs to the caller. Idempotent."""
+        self._replicated.close()
         self._sender.close()
 
     def _choose(self, backend: UpdateBackend) -> None:

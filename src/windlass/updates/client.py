@@ -155,6 +155,14 @@ class AgentChannel:
         finally:
             self._conversation.forget(announced)
 
+    def run_later(self, work: Callable[[], None]) -> None:
+        """Do `work` in the thread that carries out commands, after those that are there already.
+
+        Once the channel is closed nothing is done. `work` must not raise.
+        """
+        with contextlib.suppress(RuntimeError):
+            self._worker.submit(work)
+
     def wait_disconnected(self, deadline_s: float) -> bool:
         """Whether no controller is connected by then; `on_disconnect` has returned if so."""
         return self._conversation.disconnected.wait(deadline_s)

@@ -43,6 +43,7 @@ from windlass.updates.binding import (
 )
 from windlass.updates.catch_up import CatchUps
 from windlass.updates.changes import Changes, tell
+from windlass.updates.comparisons import Comparisons
 from windlass.updates.conclusion import attempt_until_whole, note_fates
 from windlass.updates.driver import RoundDriver, RoundResult, report_of, spec_of
 from windlass.updates.fleet import EngineInfo, Fleet, Group, Identity, MustWait
@@ -118,8 +119,7 @@ class Coordinator(HandDrivenGate):
         self._catch_ups = CatchUps(self, self._fleet, config, planner)
         self._resumes = Resumes(self, self._sessions, config.deadlines)
         self._late = Counter[Identity]()
-        self._compared: frozenset[Identity] = frozenset()
-        self._turn = 0
+        self._comparisons = Comparisons(config.compare_share)
         self._refusals: dict[str, tuple[str, str]] = {}
         self._unbindable = ""
         self._driver: RoundDriver | None = None
@@ -582,15 +582,11 @@ class Coordinator(HandDrivenGate):
         self._round += 1
         self._journal_round(JournalKind.ROUND_BEGAN, version, tuple(binding.engines))
         place = (self._epoch, self._round)  # a Hello may bring a higher epoch meanwhile
+        comparison = None
+        if binding.replicated is not None:
+            comparison = self._comparisons.begin(version, binding.sources)
         self._driver = RoundDriver(
-            spec_of(
-                version,
-                lineage,
-                binding,
-                self._config,
-                turn=self._turn,
-                is_first=self._compared != binding.sources,
-            ),
+            spec_of(version, lineage, binding, self._config, comparison),
             epoch=place[0],
             round_number=place[1],
             deadlines=self._config.deadlines,
@@ -651,9 +647,12 @@ class Coordinator(HandDrivenGate):
         note_fates(self._fleet, binding, result, version=version, lineage=lineage, place=place)
         self._record_poison()
         serving = tuple(n for n, f in finish.fates.items() if f is EngineFate.PUBLISHED)
-        if finish.outcome is RoundOutcome.PUBLISHED:
-            if binding.replicated is not None:
-                self._compared, self._turn = binding.sources, self._turn + 1
+        is_published = finish.outcome is RoundOutcome.PUBLISHED
+        if binding.replicated is not None:
+            self._comparisons.conclude(
+                compare_s=finish.compare_s, update_s=result.update_s, is_published=is_published
+            )
+        if is_published:
             self._journal_outcome(JournalKind.PUBLISHED, version, serving)
         else:
             self._journal_outcome(JournalKind.ROUND_ENDED, version, (), finish.reason)

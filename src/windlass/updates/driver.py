@@ -12,6 +12,7 @@ from windlass.config import ControlConfig, DiskBackend, PhaseDeadlines, XcclBack
 from windlass.errors import PeerUnreachable
 from windlass.net.logs import log_fields
 from windlass.updates.binding import Binding
+from windlass.updates.comparisons import Comparison
 from windlass.updates.messages import Envelope, Pause, Publish, Reply, UpdateReport
 from windlass.updates.round_types import (
     AgentLost,
@@ -53,9 +54,7 @@ def spec_of(
     lineage: str,
     binding: Binding,
     config: ControlConfig,
-    *,
-    turn: int,
-    is_first: bool,
+    comparison: Comparison | None,
 ) -> RoundSpec:
     """The round that publishes `version` of the run `lineage` to a bound fleet.
 
@@ -64,12 +63,12 @@ def spec_of(
         lineage: of the run that publishes it.
         binding: of the fleet.
         config: mode, deadlines, retries.
-        turn: counts comparisons of what trainers hold in common.
-        is_first: compare all of it.
+        comparison: of what trainers hold in common; None for none in this round.
     """
-    replicated = binding.replicated
+    replicated = None if comparison is None else binding.replicated
+    turn = 0 if comparison is None else comparison.turn
     period = 1
-    if replicated is not None and not is_first:
+    if comparison is not None and replicated is not None and not comparison.is_first:
         period = replicated.period(binding.sent_nbytes)
     return RoundSpec(
         version=version,
@@ -108,6 +107,8 @@ def report_of(version: int, serving: tuple[str, ...], result: RoundResult) -> Up
         phase_s=result.phase_s,
         digest_ok=finish.digest_ok,
         pack_s=finish.pack_s,
+        compared=finish.compared,
+        compare_s=finish.compare_s,
     )
 
 

@@ -71,7 +71,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_COUNT = (1 << 53) - 1
 """Of versions, epochs and rounds: what JSON and float64 hold exactly, far below what msgpack does."""
 
@@ -187,9 +187,15 @@ class Offered(msgspec.Struct, frozen=True, tag="offered"):
 
 
 class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
-    """Trainer rank: ready to write. `digested`: `DIGESTED` rows of boxes that others hold too."""
+    """Trainer rank: ready to write.
+
+    Attributes:
+        digested: `DIGESTED` rows of boxes that others hold too.
+        compare_s: seconds that it took for them, without what its GPU had to finish first.
+    """
 
     digested: bytes
+    compare_s: float
 
 
 class Written(msgspec.Struct, frozen=True, tag="written"):
@@ -302,15 +308,18 @@ class JoinGroups(msgspec.Struct, frozen=True, tag="join_groups"):
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     """Trainer: pack, cast and quantise into the arena as far as it holds; answer `Done`.
 
-    A rank with replicated boxes answers `Prepared`, with digests of the blocks that are due.
+    With a `period` it answers `Prepared` instead, with digests of the blocks that are due of what other
+    ranks hold too.
 
     Attributes:
-        turn, period: see `BlockSchedule.due`.
+        version: to be written next.
+        turn: counts comparisons, see `BlockSchedule.due`.
+        period: in so many turns every block is compared once; 0: nothing is compared now.
     """
 
     version: int
     turn: int = 0
-    period: int = 1
+    period: int = 0
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):
@@ -466,6 +475,8 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report"):
         attempt: the `Announce.attempt` that this answers.
         pack_s: the slowest trainer rank's time packing: casts, gathers, digests of what it packs;
             before the pause or beside the writes. 0 where packing is part of the write (GPU memory).
+        compared: whether trainer ranks that hold the same boxes were compared.
+        compare_s: the slowest trainer rank's time digesting what was compared.
     """
 
     version: int
@@ -481,6 +492,8 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report"):
     digest_ok: bool
     attempt: int = 0
     pack_s: float = 0.0
+    compared: bool = False
+    compare_s: float = 0.0
 
 
 ControllerFrame = Welcome | Refused | Envelope | UpdateReport

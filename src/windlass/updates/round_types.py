@@ -68,7 +68,8 @@ class RoundSpec:
         collective: both halves of a write are told to enter it, and all links of a source at once.
         lands_live: whether `in_place` writes touch live memory before they are verified.
         relay: member of a relay group -> those that it passes on to; empty without a relay.
-        replicated: what trainers hold in common and must agree about; None for nothing.
+        replicated: what trainers hold in common and must agree about; None if this round compares
+            nothing.
         turn, period: see `BlockSchedule.due`.
         lineage: see `Publish`.
     """
@@ -163,6 +164,8 @@ class Finish:
             bytes may still reach.
         nbytes: bytes written. wire_s, pack_s: the slowest trainer's sums.
         digest_ok: no engine reported a wrong digest in the end.
+        compared: whether ranks that hold the same boxes were compared, by digests of them.
+        compare_s: that the slowest rank took for its digests.
     """
 
     outcome: RoundOutcome
@@ -175,6 +178,8 @@ class Finish:
     wire_s: float
     pack_s: float
     digest_ok: bool
+    compared: bool
+    compare_s: float
 
 
 Instruction = Send | EnterPhase | Finish

@@ -94,6 +94,7 @@ class _Tally:
     wire_s: dict[str, float] = field(default_factory=dict)
     pack_s: dict[str, float] = field(default_factory=dict)
     digest_ok: bool = True
+    compare_s: float = 0.0
 
 
 class RoundMachine:
@@ -136,7 +137,8 @@ class RoundMachine:
         """Begin."""
         self._enter(Phase.PREPARE)
         for trainer in self._spec.trainers:
-            self._send(trainer, Prepare(self._spec.version, self._spec.turn, self._spec.period))
+            period = self._spec.period if trainer in self._digested else 0
+            self._send(trainer, Prepare(self._spec.version, self._spec.turn, period))
         if self._spec.mode is UpdateMode.IN_PLACE:
             self._send_pauses()
         self._advance()
@@ -206,6 +208,9 @@ class RoundMachine:
             self._digested[trainer] = decode_digested(prepared.digested)
         except ProtocolError as error:
             self._on_failure(trainer, Failure(FailureKind.FAILED, str(error)))
+            return
+        if prepared.compare_s > self._tally.compare_s:  # which no NaN is
+            self._tally.compare_s = prepared.compare_s
 
     def _on_written(self, trainer: str, written: Written) -> None:
         tally = self._tally
@@ -456,6 +461,8 @@ class RoundMachine:
                 wire_s=max(tally.wire_s.values(), default=0.0),
                 pack_s=max(tally.pack_s.values(), default=0.0),
                 digest_ok=tally.digest_ok,
+                compared=bool(self._digested),
+                compare_s=tally.compare_s,
             )
         )
 

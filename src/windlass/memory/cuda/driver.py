@@ -71,6 +71,15 @@ def driver() -> ctypes.CDLL:
     return library
 
 
+@functools.cache
+def _has_driver() -> bool:
+    try:
+        driver()
+    except TransportUnavailable:
+        return False
+    return True
+
+
 def _check(code: int, call: str) -> None:
     if code:
         text = ctypes.c_char_p()
@@ -100,11 +109,7 @@ def memory_kind(address: int) -> MemoryKind:
 
 def gpu_of(address: int) -> int:
     """Ordinal of the GPU that `address` is on; -1 for host memory, as on a host without a driver."""
-    try:
-        kind = memory_kind(address)
-    except TransportUnavailable:
-        return -1
-    if kind is not MemoryKind.DEVICE:
+    if not _has_driver() or memory_kind(address) is not MemoryKind.DEVICE:
         return -1
     ordinal = ctypes.c_int(-1)
     code = driver().cuPointerGetAttribute(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from queue import SimpleQueue
 from typing import final
 
 from windlass.errors import TransferFailed, TransferOutcomeUnknown, WindlassError
@@ -46,11 +49,8 @@ class Gpu:
             TransferOutcomeUnknown: not within `deadline_s`, now or in an earlier call; it goes on.
         """
         self.refuse_late()
-        reached: Future[None] = Future()
-        # The driver's wait has no deadline; a daemon thread of its own holds up nobody else.
         try:
-            threading.Thread(target=_wait_for, args=(event, reached), daemon=True).start()
-            reached.result(deadline_s)
+            _waits.submit(event.wait).result(deadline_s)
         except FutureTimeout:
             self.distrust(f"kernels were not over within {deadline_s} s and may still go on")
             raise TransferOutcomeUnknown(f"GPU {self.device.ordinal}: {self._late}") from None
@@ -60,12 +60,15 @@ class Gpu:
             self.distrust(f"kernels may still go on, nobody can wait for them: {error}")
             raise TransferOutcomeUnknown(f"GPU {self.device.ordinal}: {self._late}") from error
 
-    def settle(self, deadline_s: float, step: Event | None = None) -> None:
+    def settle(self, deadline_s: float, step: Event | None = None) -> float:
         """Wait for what this process has queued on the GPU by whatever library, such as a step.
 
         Args:
             deadline_s: for it.
             step: wait for this only, and not for what other streams or later calls have queued.
+
+        Returns:
+            Seconds that the driver waited, without those that it took to ask it.
 
         Raises:
             TransferFailed: it is not over within `deadline_s` (of this library nothing was queued),
@@ -73,12 +76,9 @@ class Gpu:
             TransferOutcomeUnknown: kernels outlived an earlier deadline.
         """
         self.refuse_late()
-        settled: Future[None] = Future()
-        # As in `wait`: the driver knows no deadline, and what hangs here is not ours to end.
-        wait = (_settle, self.device) if step is None else (_wait_for, step)
         try:
-            threading.Thread(target=wait[0], args=(wait[1], settled), daemon=True).start()
-            settled.result(deadline_s)
+            wait = self.device.synchronize if step is None else step.wait
+            return _waits.submit(wait).result(deadline_s)
         except FutureTimeout:
             raise TransferFailed(
                 f"GPU {self.device.ordinal}: work of this process was not over within {deadline_s} s; "
@@ -129,19 +129,46 @@ def shared_gpu(ordinal: int) -> Gpu:
     return Gpu(ordinal)
 
 
-def _settle(device: Device, settled: Future[None]) -> None:
-    try:
-        device.synchronize()
-    except TransferFailed as error:
-        settled.set_exception(error)
-    else:
-        settled.set_result(None)
+@final
+class _Waits:
+    """Calls of the driver that wait and know no deadline, in threads that are kept for the next one.
+
+    They are daemons, since what hangs is not ours to end, and it holds up nobody else.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[SimpleQueue[tuple[Callable[[], None], Future[float]]]] = []
+
+    def submit(self, wait: Callable[[], None]) -> Future[float]:
+        """Begin; the future has the seconds that it took, or the `TransferFailed` that it raised.
+
+        Raises:
+            RuntimeError: no thread is to be had.
+        """
+        over: Future[float] = Future()
+        try:
+            calls = self._idle.pop()
+        except IndexError:
+            calls = SimpleQueue()
+            threading.Thread(target=self._serve, args=(calls,), daemon=True).start()
+        calls.put((wait, over))
+        return over
+
+    def _serve(self, calls: SimpleQueue[tuple[Callable[[], None], Future[float]]]) -> None:
+        while True:
+            wait, over = calls.get()
+            began, failure = time.perf_counter(), None
+            try:
+                wait()
+            except TransferFailed as error:
+                failure = error
+            waited_s = time.perf_counter() - began
+            self._idle.append(calls)  # before anybody knows, so that who waits next finds it
+            if failure is None:
+                over.set_result(waited_s)
+            else:
+                over.set_exception(failure)
+            del wait, over, failure
 
 
-def _wait_for(event: Event, reached: Future[None]) -> None:
-    try:
-        event.wait()
-    except TransferFailed as error:
-        reached.set_exception(error)
-    else:
-        reached.set_result(None)
+_waits = _Waits()

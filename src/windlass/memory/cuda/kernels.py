@@ -44,12 +44,29 @@ With 1 GiB that takes 0.5 ms, and stores are as fast as in one part (H200, 2026-
 class PieceTable:
     """Pieces on the device, all of one source and one destination dtype.
 
+    Args:
+        device: where.
+        pieces: (n,) `PIECE`.
+        kernel: for them, without the suffix of a hashing one.
+        dst_itemsize: of their elements where they are stored.
+        uploaded_at: memory of the caller's where `pieces` lie by the time kernels are queued; 0: own
+            memory, uploaded to now.
+
+    Raises:
+        TransferFailed: the GPU has no room for them.
+
     Attributes:
         parts: consecutive pieces of `PART_NBYTES` at the destination, all pieces in all.
     """
 
     def __init__(
-        self, device: Device, pieces: npt.NDArray[np.void], kernel: str, dst_itemsize: int
+        self,
+        device: Device,
+        pieces: npt.NDArray[np.void],
+        kernel: str,
+        dst_itemsize: int,
+        *,
+        uploaded_at: int = 0,
     ) -> None:
         self.kernel = kernel
         self.itemsize = dst_itemsize
@@ -61,15 +78,16 @@ class PieceTable:
         small = mean <= SMALL_PIECE_NBYTES and not kernel.startswith("fp8")
         self.block = SMALL_BLOCK if small else LARGE_BLOCK
         self._device = device
-        self.address = device.allocate(max(pieces.nbytes, 1))
-        if len(pieces):
+        self._owns = not uploaded_at
+        self.address = uploaded_at or device.allocate(max(pieces.nbytes, 1))
+        if self._owns and len(pieces):
             device.upload(self.address, np.ascontiguousarray(pieces).view(np.uint8).data)
 
     def close(self) -> None:
         """Free the table. Idempotent."""
-        if self.address:
+        if self.address and self._owns:
             self._device.free(self.address)
-            self.address = 0
+        self.address = 0
 
 
 def cut_parts(nbytes: npt.NDArray[np.int64]) -> tuple[range, ...]:

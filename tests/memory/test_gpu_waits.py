@@ -1,0 +1,49 @@
+"""Waits of the driver, which know no deadline: threads are kept for the next one, and what hangs holds up nobody."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import TimeoutError as FutureTimeout
+
+import pytest
+
+from windlass.errors import TransferFailed
+from windlass.memory.cuda.gpu import _Waits
+
+
+def test_a_thread_is_kept_for_the_next_wait() -> None:
+    waits, threads = _Waits(), set()
+    for _ in range(50):
+        waits.submit(lambda: threads.add(threading.get_ident())).result(10)
+    assert len(threads) == 1
+
+
+def test_what_failed_is_raised_and_the_thread_goes_on() -> None:
+    waits, threads = _Waits(), set()
+
+    def fail() -> None:
+        threads.add(threading.get_ident())
+        raise TransferFailed("the GPU is gone")
+
+    for _ in range(2):
+        with pytest.raises(TransferFailed, match="the GPU is gone"):
+            waits.submit(fail).result(10)
+    assert waits.submit(lambda: threads.add(threading.get_ident())).result(10) >= 0
+    assert len(threads) == 1
+
+
+def test_a_wait_that_hangs_holds_up_no_other() -> None:
+    waits, end = _Waits(), threading.Event()
+    hung = waits.submit(lambda: end.wait(60) and None)  # type: ignore[arg-type]
+    with pytest.raises(FutureTimeout):
+        hung.result(0.05)
+    for _ in range(3):
+        assert waits.submit(lambda: None).result(10) < 10
+    end.set()
+    assert hung.result(10) >= 0.05
+
+
+def test_side_by_side() -> None:
+    waits, both = _Waits(), threading.Barrier(2)
+    over = [waits.submit(lambda: both.wait(10) and None) for _ in range(2)]  # type: ignore[arg-type]
+    assert all(future.result(10) >= 0 for future in over)
