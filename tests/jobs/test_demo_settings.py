@@ -1,4 +1,4 @@
-"""What the demo refuses before it starts anything."""
+"""What the demo refuses before it starts anything, and what it calls a problem at its end."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import argparse
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from windlass.cli.demo import add_arguments, demo_config
 from windlass.errors import ConfigError
 from windlass.jobs.config import LaunchConfig
-from windlass.jobs.demo.run import make_directory, prepare_server
+from windlass.jobs.demo.checker import TornReport
+from windlass.jobs.demo.recipe import RepeatOperand
+from windlass.jobs.demo.run import find_problems, make_directory, prepare_server
+from windlass.jobs.launch import JobSummary
+from windlass.updates.messages import RoundOutcome, UpdateReport
 
 
 def config(*options: str) -> LaunchConfig:
@@ -69,3 +74,46 @@ def test_options_change_the_job_of_the_shipped_file(tmp_path: Path) -> None:
     assert job.update.backend.folder == str(tmp_path / "weights")  # type: ignore[union-attr]
     assert [engine.arguments[-2:] for engine in job.engines] == [("--seed", "7")] * 2
     assert job.trainer.arguments[1:] == (str(tmp_path / "versions"), "7")
+
+
+def update(version: int, *engines: str, **changed: object) -> UpdateReport:
+    report = UpdateReport(
+        version=version,
+        outcome=RoundOutcome.PUBLISHED,
+        reason="",
+        engines=engines,
+        left_out={},
+        nbytes=1,
+        wire_s=1.0,
+        update_s=1.0,
+        pause_s=1.0,
+        phase_s={},
+        digest_ok=True,
+    )
+    return structs.replace(report, **changed)
+
+
+def test_whatever_a_demo_must_not_show_is_a_problem() -> None:
+    job, recipe = config(), RepeatOperand()
+    clean = TornReport(checked=1, torn=0, max_distance={}, control_detected=None)
+    summary = JobSummary(steps=1, version=1, stopped_by=0, outcomes=(), rollouts={"lost": 0})
+    recipe.rewards_by_step = [0.1] * 6 + [0.2] * 6
+    recipe.updates = [update(0, "engine-a"), update(1, "engine-b", "engine-a")]
+    assert find_problems(job, recipe, summary, clean) == []
+    recipe.rewards_by_step.reverse()
+    recipe.updates = [
+        update(0, digest_ok=False),
+        update(1, outcome=RoundOutcome.ABORTED, reason="why"),
+        update(1, "engine-a"),
+    ]
+    found = find_problems(
+        job, recipe, structs.replace(summary, rollouts={"lost": 2}), structs.replace(clean, torn=3)
+    )
+    assert found[:5] == [
+        "torn answers: 3",
+        "lost rollouts: 2",
+        "digest of version 0 differs",
+        "version 1: aborted: why",
+        "engine-b does not serve the last version",
+    ]
+    assert found[5].startswith("reward did not rise: first third [0.2")

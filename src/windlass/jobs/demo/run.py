@@ -21,7 +21,7 @@ from windlass.jobs.launch import JobSummary, run_job
 from windlass.observability.ceilings import measure_memcpy_gbps
 from windlass.updates.messages import RoundOutcome
 
-__all__ = ["make_directory", "prepare_server", "run_demo"]
+__all__ = ["find_problems", "make_directory", "prepare_server", "run_demo"]
 
 MODEL = Path(__file__).with_name("model.json")
 
@@ -110,7 +110,7 @@ async def run_demo(
         versions_dir=folder / "versions",
         dtypes={e.name: e.arguments[e.arguments.index("--dtype") + 1] for e in config.engines},
     )
-    problems, wall_s = _problems(config, recipe, job, torn), time.perf_counter() - began_s
+    problems, wall_s = find_problems(config, recipe, job, torn), time.perf_counter() - began_s
     save_plot(recipe, folder / "demo.png")
     content = {
         "updates": recipe.updates,
@@ -141,10 +141,10 @@ async def run_demo(
     return 1 if problems else 0
 
 
-def _problems(
+def find_problems(
     config: LaunchConfig, recipe: RepeatOperand, job: JobSummary, torn: TornReport
 ) -> list[str]:
-    """What a demo must not show, one line each; empty when it went well."""
+    """Return what a demo must not show, one line each; empty when it went well."""
     updates, rewards = recipe.updates, recipe.rewards_by_step
     found = [f"torn answers: {torn.torn}"] if torn.torn else []
     if job.rollouts["lost"]:
