@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
 from windlass.controller import Controller
+from windlass.errors import WindlassError
 from windlass.jobs.config import LaunchConfig
 from windlass.jobs.recipe import Recipe, Task
 from windlass.jobs.schedulers.base import Scheduler
@@ -94,7 +95,11 @@ class RepeatOperand(Recipe):
         self.served += samples
         self.rewards_by_step.append(sum(s.reward for s in samples) / len(samples))
         self.staleness.update(version - min(s.versions) for s in samples)
-        if self._kill is not None and step == config.steps - 1:
+        if self._kill_engine_at and step == config.steps - 1:
+            if self._kill is None:
+                raise WindlassError(
+                    f"demo: no engine was killed in an update to version {self._kill_engine_at}"
+                )
             await self._kill
             await self._controller.wait_for_fleet(
                 num_trainers=config.trainer.world_size,
