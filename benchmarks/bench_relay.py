@@ -33,7 +33,7 @@ from tools.plan.synthesis import engine_manifests, trainer_manifests
 from tools.plan.topology import parse_topology
 from windlass.config import ControlConfig, P2pBackend, PhaseDeadlines, RelayShape, UpdateMode
 from windlass.planning.planner import plan_transfer
-from windlass.planning.relay import RelayGroup, lanes_of
+from windlass.planning.relay import RelayGroup, stripes_of
 from windlass.updates.round_types import Phase
 
 ROOT = Path(__file__).parents[1]
@@ -371,7 +371,7 @@ def simulated() -> list[Row]:
         for num_replicas in (2, 8, 64, 1024):
             for shape in (RelayShape.CHAIN, RelayShape.TREE):
                 members = tuple(f"{i}" for i in range(num_replicas))
-                group = RelayGroup(members, lanes_of(shape, num_replicas), 64 << 20)
+                group = RelayGroup(members, stripes_of(shape, num_replicas), 64 << 20)
                 run = simulate_relay(
                     group,
                     nbytes=nbytes,

@@ -24,7 +24,7 @@ from windlass.config import P2pBackend, RelayShape
 from windlass.errors import ConfigError, WindlassError
 from windlass.planning.plan import CopyMode, Reason, TransferPlan
 from windlass.planning.planner import PlannedTransfer, PlanPolicy, plan_with_reports
-from windlass.planning.relay import RelayGroup, lanes_of
+from windlass.planning.relay import RelayGroup, stripes_of
 from windlass.transfer.base import LINKS_AT_ONCE
 
 __all__ = ["add_arguments", "run"]
@@ -141,8 +141,8 @@ def _relay(
     topology: Topology, policy: PlanPolicy, links_at_once: int, shape: RelayShape
 ) -> SimulatedRelay | None:
     """The slowest group, fed as fast as the trainers can send one replica."""
-    lanes = lanes_of(shape, topology.engine.replicas)
-    if not lanes:
+    stripes = stripes_of(shape, topology.engine.replicas)
+    if not stripes:
         return None
     engine = msgspec.structs.replace(topology.engine, replicas=1)
     destinations = engine_manifests(msgspec.structs.replace(topology, engine=engine))
@@ -151,7 +151,7 @@ def _relay(
     slowest = int(fed.destination_finish_s.argmax())
     members = tuple(f"replica{index}" for index in range(topology.engine.replicas))
     return simulate_relay(
-        RelayGroup(members, lanes, P2pBackend().relay_chunk_nbytes),
+        RelayGroup(members, stripes, P2pBackend().relay_chunk_nbytes),
         nbytes=int(plan.ops.nbytes[plan.ops.dst == slowest].sum()),
         fed_s=float(fed.destination_finish_s[slowest]),
         nic_gbytes_per_s=topology.fabric.nic_gbytes_per_s,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from windlass import jobs
 from windlass.config import DiskBackend, P2pBackend, UpdateMode, XcclBackend
 from windlass.envs import environment_value
 from windlass.errors import ConfigError
@@ -24,7 +25,7 @@ from windlass.net.logs import configure_logging
 
 __all__ = ["add_arguments", "demo_config", "run"]
 
-FOLDER = Path(__file__).parents[1] / "jobs" / "demo"
+FOLDER = Path(jobs.__file__).parent / "demo"
 SERVER_TRANSPORTS = ("cma", "mooncake")
 SCHEDULERS: Mapping[str, SchedulerConfig] = {
     "local": LocalSchedulerConfig(),
