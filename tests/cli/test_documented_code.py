@@ -146,7 +146,7 @@ def test_every_target_and_file_that_a_page_starts_exists() -> None:
         assert re.sub(r"\W+$", "", name) in targets, f"{page.name}: make {name}"
     for page in PAGES:
         for file in re.findall(
-            r"(?:examples|benchmarks|tools)/[\w/.-]+\.(?:py|toml|sh)", page.read_text()
+            r"(?<!tests/)(?:examples|benchmarks|tools)/[\w/.-]+\.(?:py|toml|sh)", page.read_text()
         ):
             assert (ROOT / file).exists(), f"{page.name}: {file}"
         for link in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", page.read_text()):

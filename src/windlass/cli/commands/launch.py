@@ -29,11 +29,11 @@ def run(args: argparse.Namespace) -> int:
     if args.check:
         print(f"{args.config}: {config.steps} steps, {len(config.engines)} engines: valid")
         return 0
-    summary = asyncio.run(run_job(config, say=_say))
+    summary = asyncio.run(run_job(config, notify=_print))
     return 128 + summary.stopped_by if summary.stopped_by else 0
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     print(line, flush=True, file=sys.stdout)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tools.plan.simulate_relay import SimulatedRelay, simulate_relay
 from windlass.config import RelayShape
 from windlass.errors import ConfigError
-from windlass.planning.relay import RelayGroup, lanes_of
-from windlass.planning.simulate_relay import SimulatedRelay, simulate_relay
+from windlass.planning.relay import RelayGroup, stripes_of
 
 MB = 1_000_000
 
@@ -16,7 +16,7 @@ def run(shape: RelayShape, num_members: int, chunk_nbytes: int, num_chunks: int)
     """Over 1 GB/s, fed at the same rate, in units of milliseconds per MB."""
     members = tuple(f"e{i}/0" for i in range(num_members))
     return simulate_relay(
-        RelayGroup(members, lanes_of(shape, num_members), chunk_nbytes),
+        RelayGroup(members, stripes_of(shape, num_members), chunk_nbytes),
         nbytes=num_chunks * chunk_nbytes,
         fed_s=num_chunks * chunk_nbytes / 1e9,
         nic_gbytes_per_s=1.0,
@@ -40,7 +40,7 @@ def test_trees_are_logarithmic() -> None:
 
 
 def test_a_slow_check_is_the_limit() -> None:
-    group = RelayGroup(("a/0", "b/0"), lanes_of(RelayShape.CHAIN, 2), MB)
+    group = RelayGroup(("a/0", "b/0"), stripes_of(RelayShape.CHAIN, 2), MB)
     slow = simulate_relay(
         group, nbytes=10 * MB, fed_s=0.01, nic_gbytes_per_s=1.0, verify_gbytes_per_s=0.5, hop_s=0.0
     )
@@ -49,10 +49,10 @@ def test_a_slow_check_is_the_limit() -> None:
 
 
 def test_numbers_that_make_no_sense_are_refused() -> None:
-    group = RelayGroup(("a/0", "b/0"), lanes_of(RelayShape.CHAIN, 2), MB)
+    group = RelayGroup(("a/0", "b/0"), stripes_of(RelayShape.CHAIN, 2), MB)
     with pytest.raises(ConfigError, match="fed_s must be > 0, got 0"):
         simulate_relay(group, nbytes=1, fed_s=0, nic_gbytes_per_s=1.0, verify_gbytes_per_s=1.0)
-    with pytest.raises(ConfigError, match=r"len\(group.lanes\) must be > 0, got 0"):
+    with pytest.raises(ConfigError, match=r"len\(group.stripes\) must be > 0, got 0"):
         simulate_relay(
             RelayGroup(("a/0",), (), MB),
             nbytes=1,

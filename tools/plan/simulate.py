@@ -1,6 +1,6 @@
 """A discrete-event simulation of the wire phase: a real plan, link by link, on a modelled fabric.
 
-Every source writes its links as `execution.sender` does: a fixed number side by side, in the order
+Every source writes its links as `transfer/sender.py` does: a fixed number side by side, in the order
 of the destinations' names, each source beginning with another one. Links that are on the wire share
 what they pass through by max-min fairness (progressive filling, as in Bertsekas and Gallager,
 "Data Networks", section 6.5): per-queue-pair arbitration of NICs and switches comes close to that.
@@ -18,17 +18,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from tools.plan.topology import Fabric
 from windlass.errors import ConfigError
-from windlass.layout.topology import Fabric
 from windlass.planning.plan import CopyMode, TransferPlan
+from windlass.transfer.base import LINKS_AT_ONCE
 
-__all__ = ["LINKS_AT_ONCE", "LoadSummary", "SimulatedWire", "simulate_wire"]
+__all__ = ["LoadSummary", "SimulatedWire", "simulate_wire"]
 
-LINKS_AT_ONCE = 16
-"""Links that a source has on the wire at a time; `execution.sender` uses this number.
-
-With 4, DeepSeek-V3 on 128 to 128 ranks loses 13 % to senders that wait for the same receivers.
-"""
 _GB = 1e9
 _SAME_MOMENT = 1e-5
 """Events closer than this fraction of the busiest resource's time are one event."""

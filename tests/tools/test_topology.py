@@ -11,11 +11,12 @@ import pytest
 from ground_truth import distinct_values, fill
 from reference_executor import execute
 
+from tools.plan.families import ModelSpec, modules
+from tools.plan.mesh import MegatronMesh, even
+from tools.plan.synthesis import engine_manifests, trainer_manifests
+from tools.plan.topology import EngineSpec, Fabric, Topology, TrainerSpec, parse_topology
 from windlass.errors import ConfigError
-from windlass.layout.families import ModelSpec, modules
-from windlass.layout.mesh import MegatronMesh, chunk, even
-from windlass.layout.synthesis import engine_manifests, trainer_manifests
-from windlass.layout.topology import EngineSpec, Fabric, Topology, TrainerSpec, parse_topology
+from windlass.layout.box import chunk
 from windlass.planning.planner import PlanPolicy, plan_with_reports
 
 TOPOLOGIES = Path(__file__).parents[2] / "examples" / "topologies"

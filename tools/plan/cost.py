@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from windlass.layout.topology import Fabric
+from tools.plan.topology import Fabric
 from windlass.planning.plan import CopyMode, TransferPlan
 from windlass.planning.routing import RoutingReport
 

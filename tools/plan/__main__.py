@@ -1,4 +1,4 @@
-"""`windlass plan TOPOLOGY.toml`: what an update would move, and how long it must take."""
+"""`python -m tools.plan TOPOLOGY.toml`: what an update would move, and how long it must take."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from windlass.cli import Command
+from tools.plan.cost import CostEstimate, LinkSummary, predict, summarize_links
+from tools.plan.simulate import SimulatedWire, simulate_wire
+from tools.plan.simulate_relay import SimulatedRelay, simulate_relay
+from tools.plan.synthesis import engine_manifests, trainer_manifests
+from tools.plan.topology import Topology, parse_topology
 from windlass.config import P2pBackend, RelayShape
-from windlass.errors import ConfigError
-from windlass.layout.synthesis import engine_manifests, trainer_manifests
-from windlass.layout.topology import Topology, parse_topology
-from windlass.planning.cost import CostEstimate, LinkSummary, predict, summarize_links
+from windlass.errors import ConfigError, WindlassError
 from windlass.planning.plan import CopyMode, Reason, TransferPlan
 from windlass.planning.planner import PlannedTransfer, PlanPolicy, plan_with_reports
-from windlass.planning.relay import RelayGroup, lanes_of
-from windlass.planning.simulate import LINKS_AT_ONCE, SimulatedWire, simulate_wire
-from windlass.planning.simulate_relay import SimulatedRelay, simulate_relay
+from windlass.planning.relay import RelayGroup, stripes_of
+from windlass.transfer.base import LINKS_AT_ONCE
 
-__all__ = ["COMMAND"]
+__all__ = ["add_arguments", "run"]
 
 _WHY = {
     Reason.CONTIGUOUS: "contiguous on both sides",
@@ -53,7 +53,7 @@ class _Measured:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `windlass plan`."""
+    """Declare the arguments."""
     parser.add_argument("topology", type=Path, help="TOML file, see examples/topologies")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
     parser.add_argument(
@@ -141,8 +141,8 @@ def _relay(
     topology: Topology, policy: PlanPolicy, links_at_once: int, shape: RelayShape
 ) -> SimulatedRelay | None:
     """The slowest group, fed as fast as the trainers can send one replica."""
-    lanes = lanes_of(shape, topology.engine.replicas)
-    if not lanes:
+    stripes = stripes_of(shape, topology.engine.replicas)
+    if not stripes:
         return None
     engine = msgspec.structs.replace(topology.engine, replicas=1)
     destinations = engine_manifests(msgspec.structs.replace(topology, engine=engine))
@@ -151,7 +151,7 @@ def _relay(
     slowest = int(fed.destination_finish_s.argmax())
     members = tuple(f"replica{index}" for index in range(topology.engine.replicas))
     return simulate_relay(
-        RelayGroup(members, lanes, P2pBackend().relay_chunk_nbytes),
+        RelayGroup(members, stripes, P2pBackend().relay_chunk_nbytes),
         nbytes=int(plan.ops.nbytes[plan.ops.dst == slowest].sum()),
         fed_s=float(fed.destination_finish_s[slowest]),
         nic_gbytes_per_s=topology.fabric.nic_gbytes_per_s,
@@ -317,8 +317,16 @@ def _simulated(simulated: SimulatedWire, measured: _Measured) -> Table:
     return table
 
 
-COMMAND = Command(
-    "compile a transfer plan from a topology file and say what it costs",
-    add_arguments,
-    run,
-)
+def main() -> int:
+    """Print errors of Windlass as one line; anything else is a defect and shows its traceback."""
+    parser = argparse.ArgumentParser(prog="python -m tools.plan", description=__doc__)
+    add_arguments(parser)
+    try:
+        return run(parser.parse_args())
+    except WindlassError as error:
+        print(f"plan: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from tools.plan.families import AFTER_LAST, BEFORE_FIRST, ModelSpec, Module, Split, modules
+from tools.plan.mesh import EngineMesh, MegatronCoords, MegatronMesh, even
+from tools.plan.topology import EngineSpec, Topology, TrainerSpec
 from windlass.errors import ConfigError
-from windlass.layout.box import Box
+from windlass.layout.box import Box, chunk
 from windlass.layout.dtypes import DType
-from windlass.layout.families import AFTER_LAST, BEFORE_FIRST, ModelSpec, Module, Split, modules
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest, TensorSpec
-from windlass.layout.mesh import EngineMesh, MegatronCoords, MegatronMesh, chunk, even
-from windlass.layout.topology import EngineSpec, Topology, TrainerSpec
 
 __all__ = ["engine_manifests", "trainer_manifests"]
 

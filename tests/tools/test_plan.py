@@ -1,4 +1,4 @@
-"""`windlass plan`: its figures are those of the plan, and its errors are one line."""
+"""`python -m tools.plan`: its figures are those of the plan, and its errors are one line."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from windlass.cli.commands import plan as plan_command
+from tools.plan import __main__ as plan_command
+from tools.plan.cost import predict, summarize_links
+from tools.plan.synthesis import engine_manifests, trainer_manifests
+from tools.plan.topology import Fabric, parse_topology
 from windlass.errors import ConfigError
-from windlass.layout.synthesis import engine_manifests, trainer_manifests
-from windlass.layout.topology import Fabric, parse_topology
-from windlass.planning.cost import predict, summarize_links
 from windlass.planning.planner import plan_with_reports
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "topologies" / "qwen3-30b-a3b-4-to-4.toml"

@@ -1,6 +1,6 @@
 """A topology: one description of both sides and of the fabric between them, read from TOML.
 
-For planning ahead (`windlass plan`) and for benchmarks; `layout.synthesis` makes the manifests
+For planning ahead and for benchmarks; `synthesis` makes the manifests
 that it implies. Running systems exchange the manifests of their adapters instead.
 """
 
@@ -11,9 +11,9 @@ from typing import Literal
 
 import msgspec
 
+from tools.plan.families import ModelSpec
 from windlass.errors import ConfigError
 from windlass.layout.dtypes import DType
-from windlass.layout.families import ModelSpec
 
 __all__ = ["EngineSpec", "Fabric", "Topology", "TrainerSpec", "parse_topology"]
 

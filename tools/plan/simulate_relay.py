@@ -1,4 +1,4 @@
-"""A discrete-event simulation of a relay: chunks down the lanes of one group, member by member.
+"""A discrete-event simulation of a relay: chunks down the stripes of one group, member by member.
 
 The trainers' side is `simulate_wire` of the plan for one replica, and the members of a group take the
 same time as their own first one would: groups use different NICs, so the slowest alone is simulated. A
@@ -53,7 +53,7 @@ def simulate_relay(
     Args:
         group: who passes on to whom.
         nbytes: that every member receives.
-        fed_s: in which the trainers can send all of it, `simulate_wire` of one replica; each lane
+        fed_s: in which the trainers can send all of it, `simulate_wire` of one replica; each stripe
             gets its share of that rate.
         nic_gbytes_per_s: of a member, per direction.
         verify_gbytes_per_s: at which a member hashes.
@@ -61,18 +61,18 @@ def simulate_relay(
             message, a thread that wakes.
 
     Raises:
-        ConfigError: a number that is not positive, or a group without lanes.
+        ConfigError: a number that is not positive, or a group without stripes.
     """
     for name, value in (
         ("nbytes", nbytes),
         ("fed_s", fed_s),
         ("nic_gbytes_per_s", nic_gbytes_per_s),
         ("verify_gbytes_per_s", verify_gbytes_per_s),
-        ("len(group.lanes)", len(group.lanes)),
+        ("len(group.stripes)", len(group.stripes)),
     ):
         if not value > 0:
             raise ConfigError(f"simulate_relay: {name} must be > 0, got {value}")
-    num_lanes, num_members = len(group.lanes), len(group.members)
+    num_stripes, num_members = len(group.stripes), len(group.members)
     num_chunks = -(-nbytes // group.chunk_nbytes)
     children = _children(group)
     sizes = [group.chunk_nbytes] * num_chunks
@@ -84,7 +84,7 @@ def simulate_relay(
     sent = 0
     for chunk, size in enumerate(sizes):
         sent += size
-        root = group.lanes[chunk % num_lanes].index(-1)
+        root = group.stripes[chunk % num_stripes].index(-1)
         at = max(fed_s * sent / nbytes, ingress[root])
         landed.append((at + hop_s, root, chunk))
     heapq.heapify(landed)
@@ -92,7 +92,7 @@ def simulate_relay(
         now, member, chunk = heapq.heappop(landed)
         size = sizes[chunk]
         checked[member] = max(now, checked[member]) + size / check
-        for child in children[chunk % num_lanes][member]:
+        for child in children[chunk % num_stripes][member]:
             begin = max(checked[member], egress[member])
             egress[member] = begin + size / rate
             ingress[child] = max(begin, ingress[child]) + size / rate
@@ -102,10 +102,10 @@ def simulate_relay(
 
 
 def _children(group: RelayGroup) -> list[list[list[int]]]:
-    """Per lane and member, whom it passes chunks on to."""
-    found: list[list[list[int]]] = [[[] for _ in group.members] for _ in group.lanes]
-    for lane, parents in enumerate(group.lanes):
+    """Per stripe and member, whom it passes chunks on to."""
+    found: list[list[list[int]]] = [[[] for _ in group.members] for _ in group.stripes]
+    for stripe, parents in enumerate(group.stripes):
         for member, parent in enumerate(parents):
             if parent >= 0:
-                found[lane][parent].append(member)
+                found[stripe][parent].append(member)
     return found

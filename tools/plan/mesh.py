@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from windlass.errors import ConfigError
 
-__all__ = ["EngineCoords", "EngineMesh", "MegatronCoords", "MegatronMesh", "chunk", "even"]
+__all__ = ["EngineCoords", "EngineMesh", "MegatronCoords", "MegatronMesh", "even"]
 
 
 def even(what: str, size: int, parts: int, index: int) -> tuple[int, int]:
@@ -18,13 +18,6 @@ def even(what: str, size: int, parts: int, index: int) -> tuple[int, int]:
     if size % parts:
         raise ConfigError(f"{what}: {size} must be divisible by {parts}")
     return index * (size // parts), size // parts
-
-
-def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """(offset, size) of part `index` as `torch.chunk` and FSDP2 cut: later parts may be empty."""
-    step = -(-size // parts)
-    offset = min(index * step, size)
-    return offset, min(step, size - offset)
 
 
 @dataclass(frozen=True, slots=True)
