@@ -14,8 +14,9 @@ import pytest
 from small_pair import connect_small_pair
 
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
-from windlass.engines.attach import EngineApi, post
-from windlass.engines.quiesce_gate import RestGate
+from windlass.engines.attach import EngineApi
+from windlass.engines.http import post
+from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.engines.sglang.api import SglangApi
 from windlass.engines.sglang.table.routes import TableRoutes
 from windlass.engines.vllm.extension import VllmApi
@@ -130,8 +131,8 @@ async def test_an_engine_whose_server_hangs_is_published_and_rests_until_it_answ
 
 
 APIS: dict[str, Callable[[str], EngineApi | TableRoutes]] = {
-    "vllm": lambda url: VllmApi(url, can_hold=False),
-    "sglang": lambda url: SglangApi(url, 1, RestGate(), holds=False),
+    "vllm": lambda url: VllmApi(url, can_block=False),
+    "sglang": lambda url: SglangApi(url, 1, QuiesceGate(), blocks=False),
     "table": lambda url: TableRoutes(url, 1),
 }
 

@@ -19,6 +19,7 @@ from fake_engine import FakeEngine
 from windlass.engines import launch
 from windlass.engines.sglang.table import __main__ as table
 from windlass.engines.sglang.table.wire import RankOrder
+from windlass.engines.spec import ServerCommand
 from windlass.errors import PeerTimeout
 from windlass.jobs.launch import _Job
 from windlass.jobs.schedulers import local as local_scheduler
@@ -46,6 +47,7 @@ ORDER = RankOrder(
     dist_port=0,
     controller="",
     transport=MooncakeConfig(),
+    device="cpu",
 )
 
 
@@ -184,10 +186,9 @@ def serve(program: str, *options: str) -> int:
     words = ["--name", "a", "--model", "/m", "--host", "127.0.0.1", "--port", "9", *options]
     return launch.serve(
         launch.arguments("program", None).parse_args(words),
-        [sys.executable, "-c", program],
-        environment={},
+        ServerCommand((sys.executable, "-c", program)),
         ready_line="never said",
-        connect=lambda _settings: None,
+        join=lambda _settings: None,
     )
 
 

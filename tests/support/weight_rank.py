@@ -21,10 +21,9 @@ import torch
 
 import windlass
 from windlass.engines.client import EngineClient
-from windlass.layout.box import Box
+from windlass.layout.box import Box, chunk
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
-from windlass.layout.mesh import chunk
 from windlass.testing.resting_engine import RestingEngine
 from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.transfer.base import ParameterMemory

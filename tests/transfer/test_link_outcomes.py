@@ -261,7 +261,7 @@ class Chain:
 
     def __init__(self) -> None:
         self.fleet = Fleet()
-        group = RelayGroup(members=ENGINES, lanes=((-1, 0, 0),), chunk_nbytes=256)
+        group = RelayGroup(members=ENGINES, stripes=((-1, 0, 0),), chunk_nbytes=256)
         nodes = {name: RelayNode(self.fleet.receivers[name], "127.0.0.1") for name in ENGINES}
         self.nodes = nodes
         addresses = [node.open() for node in nodes.values()]

@@ -15,7 +15,13 @@ from windlass.config import UpdateMode
 from windlass.planning.plan import TransferPlan
 from windlass.transfer.bindings import DestinationBinding, GroupOffer, LinkOutcome
 
-__all__ = ["ParameterMemory", "ReceiverBackend", "SendResult", "SenderBackend"]
+__all__ = ["LINKS_AT_ONCE", "ParameterMemory", "ReceiverBackend", "SendResult", "SenderBackend"]
+
+LINKS_AT_ONCE = 16
+"""Links that a trainer rank has on the wire at a time: with fewer, ranks wait for the same receivers.
+
+By `python -m tools.plan --simulate`, DeepSeek-V3 on 128 to 128 ranks loses 13 % with 4.
+"""
 
 
 @dataclass(frozen=True, slots=True)

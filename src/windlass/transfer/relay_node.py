@@ -97,7 +97,7 @@ class RelayNode:
         self._bound = BoundGroup(
             payloads=payloads,
             local={s: p.at_destination(targets, landing) for s, p in payloads.items()},
-            upstream=tuple("" if p[index] < 0 else group.members[p[index]] for p in group.lanes),
+            upstream=tuple("" if p[index] < 0 else group.members[p[index]] for p in group.stripes),
             children=children,
             patience=tuple(
                 1 - PATIENCE_SPREAD * (1 - depths[index] / max(depths))

@@ -32,8 +32,7 @@ from windlass.net.clock import Deadline
 from windlass.planning.plan import TransferPlan
 from windlass.planning.program import LinkProgram, bind_links
 from windlass.planning.relay import RelayGroup
-from windlass.planning.simulate import LINKS_AT_ONCE
-from windlass.transfer.base import ParameterMemory, SendResult
+from windlass.transfer.base import LINKS_AT_ONCE, ParameterMemory, SendResult
 from windlass.transfer.bind import (
     bind_peers,
     check_binding,

@@ -23,7 +23,6 @@ from windlass.errors import (
 )
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.planning.plan import TransferPlan
-from windlass.planning.relay import copy_part
 from windlass.planning.replicated import Replicated, find_replicated
 from windlass.transfer.bindings import DestinationBinding, GroupOffer
 from windlass.transports.choice import LinkChoice, unreachable_reason
@@ -379,7 +378,7 @@ def _compile(
     plan = plan.without_landing(transports.strided)
     parts = {m.worker: plan.for_destination(m.worker) for m in relay.planned(destinations)}
     parts |= {
-        m.worker: copy_part(parts[copies[m.worker]], copies[m.worker], m)
+        m.worker: parts[copies[m.worker]].for_replica(copies[m.worker], m)
         for m in destinations
         if m.worker in copies
     }

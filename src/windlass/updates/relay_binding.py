@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from windlass.config import P2pBackend, RelayShape, UpdateBackend
 from windlass.layout.manifest import ShardManifest
-from windlass.planning.relay import RelayGroup, children_of, find_replicas, lanes_of
+from windlass.planning.relay import RelayGroup, children_of, find_replicas, stripes_of
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transfer.relay_wire import RelayAddress
 from windlass.transports.base import MemoryType
@@ -103,9 +103,9 @@ def plan_relay(engines: Sequence[Group], backend: UpdateBackend) -> RelayPlan:
     }
     groups = []
     for names in find_replicas({name: engine.manifests for name, engine in able.items()}):
-        lanes = lanes_of(backend.relay, len(names))
+        stripes = stripes_of(backend.relay, len(names))
         groups += [
-            RelayGroup(members, lanes, backend.relay_chunk_nbytes)
+            RelayGroup(members, stripes, backend.relay_chunk_nbytes)
             for members in zip(*(able[name].workers for name in names), strict=True)
         ]
     return RelayPlan(tuple(groups))
