@@ -36,11 +36,11 @@ from tools.plan.topology import Topology, parse_topology
 from windlass.config import UpdateMode
 from windlass.layout.manifest import ShardManifest
 from windlass.memory.cuda.kernels import PIECE, Kernels, PieceTable
+from windlass.memory.cuda.links import WORDS_NBYTES
 from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import DestinationBinding
-from windlass.transfer.device_links import WORDS_NBYTES
 from windlass.transfer.device_receiver import DeviceReceiver
 from windlass.transfer.device_sender import DeviceSender
 from windlass.transports.base import RemoteRegion

@@ -14,6 +14,7 @@ from windlass.layout.manifest import ShardManifest
 from windlass.memory.digest import new_digest
 from windlass.planning.plan import CopyMode, TransferPlan
 from windlass.planning.planner import PlanPolicy, plan_transfer
+from windlass.planning.program import bind_links
 from windlass.planning.relay import (
     RelayGroup,
     children_of,
@@ -21,7 +22,6 @@ from windlass.planning.relay import (
     find_replicas,
     stripes_of,
 )
-from windlass.transfer.bind import bind_links
 from windlass.transfer.payload import Payload, hash_chunks, payload_of
 
 SLOW = [HealthCheck.too_slow, HealthCheck.filter_too_much]

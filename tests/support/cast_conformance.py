@@ -21,13 +21,13 @@ from windlass.errors import TransferFailed
 from windlass.layout.dtypes import CASTS, DType, can_overflow
 from windlass.layout.quantization import BLOCK, CAPABILITIES, Scheme, scale_shape
 from windlass.memory.cuda.gpu import Gpu
+from windlass.memory.cuda.links import WORDS_NBYTES, load_table, read_digest, read_sent
+from windlass.memory.cuda.pieces import cut_ops, kind_of, store_packed
+from windlass.memory.host import pack_op
 from windlass.memory.torch_dtypes import torch_dtype
 from windlass.planning.plan import CopyMode, Transform
+from windlass.planning.program import BoundOp, DirectRuns, LinkProgram
 from windlass.testing.transport_conformance import check
-from windlass.transfer.bind import BoundOp, DirectRuns, LinkProgram
-from windlass.transfer.blocks import cut_ops, kind_of, store_packed
-from windlass.transfer.device_links import WORDS_NBYTES, load_table, read_digest, read_sent
-from windlass.transfer.pieces import pack_op
 
 __all__ = ["QUANTISED_FROM", "CastConformance", "HostCasts", "KernelCasts", "Packed", "cast_op"]
 

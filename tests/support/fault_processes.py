@@ -53,7 +53,7 @@ class Generator:
     def __init__(self, worker: str, token_s: float) -> None:
         self._token_s = token_s
         self.part = part_of(worker, Role.ENGINE, 0, 1)
-        self.memory = self.part.empty()
+        self.memory = {name: tensor.numpy() for name, tensor in self.part.empty().items()}
         self.loop = asyncio.new_event_loop()
         self.going = asyncio.Event()
         self._lock = threading.Lock()
@@ -180,7 +180,7 @@ def run_trainer(pipe: Connection, index: int, url: str) -> None:
     """("arm", command, pid) or ("publish", version), answered with the outcome."""
     torch.set_num_threads(1)
     part = part_of(f"trainer/{index}", Role.TRAINER, index, NUM_TRAINERS)
-    memory = part.empty()
+    memory = {name: tensor.numpy() for name, tensor in part.empty().items()}
     parameters = [ParameterMemory(a.ctypes.data, a.nbytes) for a in memory.values()]
     handlers: list[KillAt] = []
 

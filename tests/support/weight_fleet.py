@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -53,16 +53,35 @@ class Published(NamedTuple):
 
 
 class Fleet:
-    """Trainer ranks, and engines that come one by one."""
+    """Trainer ranks, and engines that come one by one.
 
-    def __init__(self, url: str, num_trainers: int, **common: Any) -> None:
-        self._url, self._num_trainers, self._common = url, num_trainers, common
+    Args:
+        devices: where trainers and engines are, by their group's name; in host memory by default.
+        common: goes to every rank's `RankSettings`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        num_trainers: int,
+        devices: Mapping[str, str] | None = None,
+        **common: Any,
+    ) -> None:
+        self.url, self._num_trainers, self._common = url, num_trainers, common
+        self._devices = devices or {}
         self.trainers: list[Rank] = []
         self.engines: dict[str, list[Rank]] = {}
 
     def _settings(self, index: int, parts: int, **more: Any) -> Any:
+        device = self._devices.get(more.get("group", "trainer"), "cpu")
         return weight_rank.RankSettings(
-            url=self._url, token=TOKEN, index=index, parts=parts, **self._common, **more
+            url=self.url,
+            token=TOKEN,
+            index=index,
+            parts=parts,
+            device=device,
+            **self._common,
+            **more,
         )
 
     def add_engine(self, name: str, num_ranks: int = 1, fault: str = "") -> None:

@@ -70,9 +70,11 @@ class Part:
     places: dict[str, tuple[slice, ...]]
     scale: int
 
-    def empty(self) -> dict[str, npt.NDArray[np.int32]]:
+    def empty(self, device: str = "cpu") -> dict[str, torch.Tensor]:
         return {
-            name: np.full([s.stop - s.start for s in place], -1, np.int32)
+            name: torch.full(
+                [s.stop - s.start for s in place], -1, dtype=torch.int32, device=device
+            )
             for name, place in self.places.items()
         }
 
@@ -181,12 +183,26 @@ class RankSettings:
     group: str = "trainer"
     scale: int = 1
     transport: str = "cma"
+    device: str = "cpu"
     can_send: bool = False
     arena_nbytes: int = 0
     fault: str = ""
     run: int = 0
     """Runs train other weights: version v of run r is `truth(v + PER_RUN * r)`."""
     job: str = "one start"
+
+
+def made_transport(settings: RankSettings, like: torch.Tensor) -> OneSidedTransport:
+    """What writes are counted and spoilt in; on a GPU, where kernels store, they are neither."""
+    transport = create_transport(
+        parse_transport(settings.transport), memory_at=like.data_ptr() if like.is_cuda else 0
+    )
+    return transport if like.is_cuda else FaultyWrites(transport, settings.fault)
+
+
+def written(transport: OneSidedTransport) -> int:
+    """Bytes, where they are counted."""
+    return transport.nbytes if isinstance(transport, FaultyWrites) else 0
 
 
 def run_engine(pipe: Connection, settings: RankSettings) -> None:
@@ -200,12 +216,12 @@ def run_engine(pipe: Connection, settings: RankSettings) -> None:
     part = part_of(
         f"{group}/{settings.index}", Role.ENGINE, settings.index, settings.parts, settings.scale
     )
-    memory = part.empty()
-    transport = FaultyWrites(create_transport(parse_transport(settings.transport)), fault)
+    memory = part.empty(settings.device)
+    transport = made_transport(settings, next(iter(memory.values())))
     client = EngineClient(
         manifest=part.manifest,
-        addresses=[a.ctypes.data for a in memory.values()],
-        regions=[transport.register(a.ctypes.data, a.nbytes) for a in memory.values()],
+        addresses=[t.data_ptr() for t in memory.values()],
+        regions=[transport.register(t.data_ptr(), t.nbytes) for t in memory.values()],
         transport=transport,
         hooks=RestingEngine(),
         controller=settings.url,
@@ -219,14 +235,15 @@ def run_engine(pipe: Connection, settings: RankSettings) -> None:
     with client:
         pipe.send("ready")
         while pipe.recv() is not None:
-            held, version = "mixed", (int(memory["embed"].flat[0]) - 1) // 1_000_000
+            found = {name: tensor.cpu().numpy() for name, tensor in memory.items()}
+            held, version = "mixed", (int(found["embed"].flat[0]) - 1) // 1_000_000
             whole = part.of(version)
-            if all(np.array_equal(memory[name], whole[name]) for name in memory):
+            if all(np.array_equal(found[name], whole[name]) for name in found):
                 held = str(version)
-            if all((m == -1).all() for m in memory.values()):
+            if all((m == -1).all() for m in found.values()):
                 held = "untouched"
             agent = client.agent
-            pipe.send((agent.served_version, held, agent.tainted, transport.nbytes))
+            pipe.send((agent.served_version, held, agent.tainted, written(transport)))
 
 
 def run_trainer(pipe: Connection, settings: RankSettings) -> None:
@@ -235,11 +252,11 @@ def run_trainer(pipe: Connection, settings: RankSettings) -> None:
     os.environ["WINDLASS_JOB"] = settings.job
     index, parts = settings.index, settings.parts
     part = part_of(f"trainer/{index}", Role.TRAINER, index, parts, settings.scale)
-    memory = {name: values.copy() for name, values in part.of(0).items()}
-    transport = FaultyWrites(create_transport(parse_transport(settings.transport)), settings.fault)
+    memory = part.empty(settings.device)
+    transport = made_transport(settings, next(iter(memory.values())))
     client = windlass.TrainerClient(
         manifest=part.manifest,
-        parameters=lambda: [ParameterMemory(a.ctypes.data, a.nbytes) for a in memory.values()],
+        parameters=lambda: [ParameterMemory(t.data_ptr(), t.nbytes) for t in memory.values()],
         transport=transport,
         controller=settings.url,
         token=settings.token,
@@ -251,14 +268,14 @@ def run_trainer(pipe: Connection, settings: RankSettings) -> None:
     with client:
         while (version := pipe.recv()) is not None:
             for name, values in part.of(version + PER_RUN * settings.run).items():
-                memory[name][...] = values
-            before = transport.nbytes
+                memory[name].copy_(torch.from_numpy(values))
+            before = written(transport)
             try:
                 report = client.publish(version, deadline_s=60)
                 answer = "published", sorted(report.left_out)
             except windlass.WindlassError as error:
                 answer = type(error).__name__, [str(error)]
-            pipe.send((*answer, transport.nbytes - before))
+            pipe.send((*answer, written(transport) - before))
 
 
 def run_bystander(pipe: Connection, nbytes: int) -> None:

@@ -20,7 +20,7 @@ from windlass.layout.manifest import ManifestBuilder, Role
 from windlass.memory.packing import bytes_at
 from windlass.net.clock import Deadline
 from windlass.planning.plan import CopyMode
-from windlass.transfer.bind import BoundOp, DirectRuns, LinkProgram
+from windlass.planning.program import BoundOp, DirectRuns, LinkProgram
 from windlass.transfer.bindings import BucketPart, GroupOffer
 from windlass.transfer.buckets import clip, cut_buckets, loads_of, signature_of_offer
 from windlass.transfer.collective_group import Rendezvous, TorchBroadcastGroup, join_group

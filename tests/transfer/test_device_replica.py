@@ -29,6 +29,7 @@ from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.memory.cuda import driver, range_copy, sources
 from windlass.memory.cuda.driver import MemoryKind
 from windlass.memory.cuda.gpu import Gpu
+from windlass.memory.cuda.links import DeviceLink, load_link
 from windlass.memory.cuda.pinned_arena import PinnedArena
 from windlass.planning.planner import plan_transfer
 from windlass.testing.resting_engine import RestingEngine
@@ -37,7 +38,6 @@ from windlass.transfer import device_sender
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import LinkOutcome, LinkStatus
 from windlass.transfer.device_arena import DeviceMemory
-from windlass.transfer.device_links import DeviceLink, load_link
 from windlass.transfer.device_receiver import DeviceReceiver
 from windlass.transfer.device_sender import DeviceSender
 from windlass.transfer.replica import Replica

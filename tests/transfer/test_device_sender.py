@@ -185,7 +185,7 @@ def test_a_gpu_for_which_no_thread_can_wait_is_not_taken_for_one_at_rest(
             gpu.settle(SECONDS)
         assert not gpu.is_late
         with pytest.raises(TransferOutcomeUnknown, match="may still go on"):
-            gpu.wait(cast("Event", None), SECONDS)
+            gpu.wait(cast("Event", SimpleNamespace(wait=lambda: None)), SECONDS)
     assert gpu.is_late
 
 

@@ -23,15 +23,15 @@ from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.memory.cuda import kernels
+from windlass.memory.cuda import pieces as blocks
+from windlass.memory.cuda.pieces import cut_ops, store_packed
 from windlass.planning.plan import CopyMode, TransferPlan, Transform
 from windlass.planning.planner import plan_transfer
+from windlass.planning.program import BoundOp, DirectRuns, LinkProgram
 from windlass.testing.resting_engine import RestingEngine
-from windlass.transfer import blocks
 from windlass.transfer.backends import receiver_for
 from windlass.transfer.base import ParameterMemory
-from windlass.transfer.bind import BoundOp, DirectRuns, LinkProgram
 from windlass.transfer.bindings import DestinationBinding, LinkStatus
-from windlass.transfer.blocks import cut_ops, store_packed
 from windlass.transfer.device_packer import payload_parts
 from windlass.transfer.device_receiver import DeviceReceiver
 from windlass.transfer.receiver import Receiver

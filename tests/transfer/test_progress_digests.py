@@ -17,12 +17,12 @@ from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.memory.cuda import kernels
+from windlass.memory.cuda import pieces as blocks
+from windlass.memory.cuda.links import WORDS_NBYTES, load_link, read_digest, unload_links
+from windlass.memory.cuda.pieces import block_tables
 from windlass.planning.planner import plan_transfer
-from windlass.transfer import blocks
+from windlass.planning.program import bind_links
 from windlass.transfer import write_progress as landings
-from windlass.transfer.bind import bind_links
-from windlass.transfer.blocks import block_tables
-from windlass.transfer.device_links import WORDS_NBYTES, load_link, read_digest, unload_links
 from windlass.transfer.device_receiver import DeviceReceiver
 from windlass.transfer.write_progress import Landed, LandingListener, LandingTeller
 from windlass.transports.memory import MemoryFabric, MemoryTransport

@@ -13,11 +13,11 @@ import torch
 from windlass.errors import PeerUnreachable, RegionError
 from windlass.layout.dtypes import DType
 from windlass.memory.cuda.kernels import PIECE, PieceTable
+from windlass.memory.cuda.pieces import block_tables
 from windlass.memory.position_digest import PositionDigest
 from windlass.memory.quantize import pack_quantized
 from windlass.planning.plan import CopyMode, Transform
-from windlass.transfer.bind import BoundOp, DirectRuns, LinkProgram
-from windlass.transfer.blocks import block_tables
+from windlass.planning.program import BoundOp, DirectRuns, LinkProgram
 from windlass.transports.base import WriteBatch
 from windlass.transports.cuda_ipc import CudaIpcTransport
 

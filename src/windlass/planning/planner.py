@@ -8,7 +8,7 @@
     ops         chosen rows                    => strides, mode and reason per op; fewer, longer ops
 
 Every step works on whole columns; Python loops run over patterns, tensors and ranks, never ops.
-The plan is symbolic (rank, parameter, byte offset); `transfer/bind.py` makes it a program.
+The plan is symbolic (rank, parameter, byte offset); `planning/program.py` makes it a program.
 """
 
 from __future__ import annotations

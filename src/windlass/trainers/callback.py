@@ -56,6 +56,8 @@ from windlass.updates.messages import UpdateReport
 if TYPE_CHECKING:
     import torch
 
+    from windlass.memory.cuda.gpu import Gpu
+
 __all__ = ["RolloutCallback", "WeightGroup"]
 
 NUM_THREADS = 8
@@ -295,6 +297,7 @@ class WeightGroup:
             host=host,
             deadline=Deadline.after(deadline_s, "join"),
             hosted=rendezvous,
+            gpu=_current_gpu() if fabric is CollectiveFabric.NCCL else None,
         )
         entered.result(deadline_s + MARGIN_S)
 
@@ -305,7 +308,6 @@ class WeightGroup:
             ConfigError: the bucket is too large.
             RoundAborted: an engine did not take it; `TransferFailed`: the broadcast failed.
         """
-        from windlass.memory.packing import strided_view
         from windlass.memory.torch_dtypes import dtype_of
 
         specs = [
@@ -317,18 +319,15 @@ class WeightGroup:
             raise ConfigError(
                 f"broadcast: bucket must be <= {self._bucket_nbytes} bytes, got {nbytes}"
             )
-        for spec, offset, tensor in zip(specs, offsets, tensors.values(), strict=True):
-            sizes = (tensor.numel(),)
-            flat = strided_view(
-                self._group.buffer(0) + offset, sizes, (spec.dtype.itemsize,), spec.dtype
-            )
-            flat.view(tensor.shape).copy_(tensor.detach())
+        for offset, tensor in zip(offsets, tensors.values(), strict=True):
+            self._group.put(0, offset, tensor)
         taken = self._callback.update_weights_from_distributed(
             self.name, specs, deadline_s=self._deadline_s
         )
         try:
             self._group.start(0, nbytes, self._deadline_s)
             self._group.finish(0, self._deadline_s)
+            self._group.drain(self._deadline_s)
         finally:
             # Whatever became of this half: the engines' answer says more than a broken socket.
             taken.result(self._deadline_s + MARGIN_S)
@@ -336,3 +335,18 @@ class WeightGroup:
     def close(self) -> None:
         """Leave the group. Idempotent."""
         self._group.abort()
+
+
+def _current_gpu() -> Gpu:
+    """Torch's current device.
+
+    Raises:
+        ConfigError: there is none. TransportUnavailable: its kernels cannot be compiled.
+    """
+    import torch
+
+    from windlass.memory.cuda.gpu import shared_gpu
+
+    if not torch.cuda.is_available():
+        raise ConfigError("WeightGroup: fabric nccl needs a CUDA device, none was found")
+    return shared_gpu(torch.cuda.current_device())

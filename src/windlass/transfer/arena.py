@@ -12,7 +12,7 @@ import contextlib
 import ctypes
 import functools
 import mmap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import final
 
 import numpy as np
@@ -21,24 +21,7 @@ import numpy.typing as npt
 from windlass.errors import ConfigError
 from windlass.transports.base import AllocatingTransport, MemoryRegion, OneSidedTransport
 
-__all__ = ["ALIGNMENT", "Arena", "aligned", "aligned_offsets"]
-
-ALIGNMENT = 64
-"""Bytes; whatever shares an arena begins at a multiple of it."""
-
-
-def aligned(nbytes: int) -> int:
-    """Bytes that something of `nbytes` takes up in an arena."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def aligned_offsets(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
-    """Where things of these sizes lie one after the other, and the bytes that they take up."""
-    offsets, total = [], 0
-    for nbytes in sizes:
-        offsets.append(total)
-        total += aligned(nbytes)
-    return tuple(offsets), total
+__all__ = ["Arena"]
 
 
 @final

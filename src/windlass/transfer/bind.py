@@ -1,125 +1,19 @@
-"""Stage 4, from a symbolic plan to programs: what one rank reads, packs, writes or hashes, link by link.
-
-A `BoundOp` is one row of the plan as plain Python integers; the contiguous runs of a link's
-DIRECT ops are one table, expanded by numpy. Source addresses are added when an update runs,
-because trainers may rebind storage.
-"""
+"""Whether a plan part and a destination's binding are those that this rank was promised."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
-from windlass.errors import PlanError, RoundAborted, UnsupportedLayout
-from windlass.layout.dtypes import DType
-from windlass.layout.manifest import ShardManifest, contiguous_strides
-from windlass.layout.quantization import scale_shape
-from windlass.planning.plan import (
-    DTYPES,
-    ITEMSIZES,
-    CopyMode,
-    Link,
-    OpTable,
-    TransferPlan,
-    Transform,
-)
+from windlass.errors import PlanError, RoundAborted
+from windlass.layout.manifest import ShardManifest
+from windlass.memory.ops import DigestKind
+from windlass.planning.program import LinkProgram
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transports.regions import check_inside
 
-__all__ = [
-    "BoundOp",
-    "DirectRuns",
-    "LinkProgram",
-    "bind_links",
-    "check_binding",
-    "check_destinations",
-    "check_part",
-]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BoundOp:
-    """One copy op. Sizes in elements, offsets and strides in bytes, as in `OpTable`.
-
-    `sizes` are of what travels; `src_sizes` differ from them where `transform` computes scales.
-    `tensor` names it in errors.
-    """
-
-    mode: CopyMode
-    src_parameter: int
-    dst_parameter: int
-    sizes: tuple[int, ...]
-    src_offset: int
-    src_strides: tuple[int, ...]
-    src_dtype: DType
-    dst_offset: int
-    dst_strides: tuple[int, ...]
-    dst_dtype: DType
-    nbytes: int
-    landing_offset: int
-    src_sizes: tuple[int, ...]
-    transform: Transform = Transform.NONE
-    tensor: str = ""
-
-    @property
-    def lands(self) -> bool:
-        """Whether the payload goes to the landing region instead of the parameter."""
-        return self.landing_offset >= 0
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether source memory goes out as it lies."""
-        return self.mode is CopyMode.DIRECT
-
-    @property
-    def cast_dtype(self) -> DType:
-        """What its elements are rounded to, before they are quantised if they are."""
-        return self.dst_dtype if self.transform is Transform.NONE else DType.BFLOAT16
-
-    @property
-    def packed_strides(self) -> tuple[int, ...]:
-        """Byte strides of the payload: row-major, destination dtype."""
-        return contiguous_strides(self.sizes, self.dst_dtype.itemsize)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DirectRuns:
-    """Contiguous runs that go out as they lie; offsets from the parameters' starts, in bytes.
-
-    Attributes:
-        src_parameter, src_offset, dst_parameter, dst_offset, nbytes: (n,) each, in plan order.
-        op: (n,) index of the run's op in `LinkProgram.ops`.
-    """
-
-    src_parameter: npt.NDArray[np.int64]
-    src_offset: npt.NDArray[np.int64]
-    dst_parameter: npt.NDArray[np.int64]
-    dst_offset: npt.NDArray[np.int64]
-    nbytes: npt.NDArray[np.int64]
-    op: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-
-    def __len__(self) -> int:
-        return len(self.nbytes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkProgram:
-    """All ops of one link.
-
-    Attributes:
-        peer: the worker at the other end.
-        ops: in plan order, which is the order of the link's digest.
-        direct: the runs of the DIRECT ops among them.
-        nbytes: payload.
-    """
-
-    peer: str
-    ops: tuple[BoundOp, ...]
-    direct: DirectRuns
-    nbytes: int
+__all__ = ["check_binding", "check_destinations", "check_digest_kind", "check_part"]
 
 
 def check_part(
@@ -150,28 +44,6 @@ def check_destinations(known: Container[str], destinations: Sequence[str]) -> No
     unknown = [name for name in destinations if name not in known]
     if unknown:
         raise RoundAborted(f"write: this rank sends nothing to {', '.join(unknown)}")
-
-
-def bind_links(plan: TransferPlan, *, sending: bool) -> tuple[LinkProgram, ...]:
-    """The links of a plan part, as programs.
-
-    Args:
-        plan: `TransferPlan.for_source` or `for_destination` of this rank.
-        sending: whether this rank is the source of the links.
-
-    Raises:
-        UnsupportedLayout: a stride that is no multiple of the item size.
-    """
-    _check_strides(plan)
-    return tuple(
-        LinkProgram(
-            peer=plan.destinations[link.dst] if sending else plan.sources[link.src],
-            ops=tuple(_bind_op(plan, row) for row in range(link.start, link.stop)),
-            direct=_direct_runs(plan.ops, link),
-            nbytes=int(plan.ops.nbytes[link.start : link.stop].sum()),
-        )
-        for link in plan.links()
-    )
 
 
 def check_binding(
@@ -214,103 +86,14 @@ def check_binding(
     )
 
 
-def _check_strides(plan: TransferPlan) -> None:
-    ops = plan.ops
-    for strides, dtype in ((ops.src_strides, ops.src_dtype), (ops.dst_strides, ops.dst_dtype)):
-        wrong = ((strides % ITEMSIZES[dtype][:, None] != 0) | (strides < 0)).any(axis=1)
-        if wrong.any():
-            row = int(wrong.argmax())
-            raise UnsupportedLayout(
-                f"connect: tensor {plan.tensors[int(ops.tensor[row])]!r}: strides must be multiples "
-                f"of the item size and >= 0, got {strides[row].tolist()} bytes"
-            )
+def check_digest_kind(kind: DigestKind, binding: DestinationBinding) -> None:
+    """Refuse a destination whose digests cannot equal this rank's.
 
-
-def _bind_op(plan: TransferPlan, row: int) -> BoundOp:
-    ops = plan.ops
-    sizes = ops.sizes[row].tolist()
-    keep = [dim for dim, size in enumerate(sizes) if size != 1] or [len(sizes) - 1]
-    transform = Transform(int(ops.transform[row]))
-    if transform is not Transform.NONE:
-        keep = [len(sizes) - 2, len(sizes) - 1]
-    src_sizes = tuple(sizes[dim] for dim in keep)
-    if transform is Transform.FP8_BLOCK_SCALES:
-        sizes[-2:] = scale_shape(src_sizes)
-    src_strides, dst_strides = ops.src_strides[row].tolist(), ops.dst_strides[row].tolist()
-    return BoundOp(
-        mode=CopyMode(int(ops.mode[row])),
-        src_parameter=int(ops.src_parameter[row]),
-        dst_parameter=int(ops.dst_parameter[row]),
-        sizes=tuple(sizes[dim] for dim in keep),
-        src_offset=int(ops.src_offset[row]),
-        src_strides=tuple(src_strides[dim] for dim in keep),
-        src_dtype=DTYPES[int(ops.src_dtype[row])],
-        dst_offset=int(ops.dst_offset[row]),
-        dst_strides=tuple(dst_strides[dim] for dim in keep),
-        dst_dtype=DTYPES[int(ops.dst_dtype[row])],
-        nbytes=int(ops.nbytes[row]),
-        landing_offset=int(ops.landing_offset[row]),
-        src_sizes=src_sizes,
-        transform=transform,
-        tensor=plan.tensors[int(ops.tensor[row])],
-    )
-
-
-def _direct_runs(ops: OpTable, link: Link) -> DirectRuns:
-    rows = np.arange(link.start, link.stop)
-    rows = rows[ops.mode[rows] == CopyMode.DIRECT]
-    single = rows[ops.run_nbytes[rows] == ops.nbytes[rows]]
-    tables = [_run_table(ops, single, np.zeros((1, 2), np.int64))]
-    for row in rows[ops.run_nbytes[rows] != ops.nbytes[rows]]:
-        itemsize = int(ITEMSIZES[ops.dst_dtype[row]])
-        offsets = _run_offsets(
-            ops.sizes[row],
-            ops.src_strides[row],
-            ops.dst_strides[row],
-            int(ops.run_nbytes[row]) // itemsize,
+    Raises:
+        PlanError: its weights are in another kind of memory.
+    """
+    if binding.digest_kind is not kind:
+        raise PlanError(
+            f"connect: {binding.worker}: weights must be on GPUs at both ends or in host memory at "
+            f"both: this rank hashes by {kind}, that one by {binding.digest_kind}"
         )
-        tables.append(_run_table(ops, np.full(len(offsets), row), offsets))
-    table = np.concatenate(tables)
-    table = table[np.argsort(table[:, 5], kind="stable")]
-    return DirectRuns(
-        op=table[:, 5] - link.start,
-        src_parameter=table[:, 0],
-        src_offset=table[:, 1],
-        dst_parameter=table[:, 2],
-        dst_offset=table[:, 3],
-        nbytes=table[:, 4],
-    )
-
-
-def _run_table(
-    ops: OpTable, rows: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
-    return np.stack(
-        [
-            ops.src_parameter[rows].astype(np.int64),
-            ops.src_offset[rows] + offsets[:, 0],
-            ops.dst_parameter[rows].astype(np.int64),
-            ops.dst_offset[rows] + offsets[:, 1],
-            ops.run_nbytes[rows],
-            rows,
-        ],
-        axis=1,
-    )
-
-
-def _run_offsets(
-    sizes: npt.NDArray[np.int64],
-    src_strides: npt.NDArray[np.int64],
-    dst_strides: npt.NDArray[np.int64],
-    run_numel: int,
-) -> npt.NDArray[np.int64]:
-    """Offsets of every run relative to the op's first element, row-major: (n, 2)."""
-    inner, num_outer = 1, len(sizes)
-    while num_outer and inner < run_numel:
-        num_outer -= 1
-        inner *= int(sizes[num_outer])
-    offsets = np.zeros((1, 2), np.int64)
-    for dim in range(num_outer):
-        steps = np.arange(sizes[dim])[:, None] * np.array([src_strides[dim], dst_strides[dim]])
-        offsets = (offsets[:, None, :] + steps[None, :, :]).reshape(-1, 2)
-    return offsets

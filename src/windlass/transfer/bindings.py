@@ -8,27 +8,17 @@ from enum import StrEnum
 import msgspec
 
 from windlass.layout.dtypes import DType
+from windlass.memory.ops import DigestKind
 from windlass.transports.base import PeerEndpoint, RemoteRegion
 
 __all__ = [
     "BucketPart",
     "DestinationBinding",
-    "DigestKind",
     "GroupOffer",
     "LinkOutcome",
     "LinkStatus",
     "WireTensor",
 ]
-
-
-class DigestKind(StrEnum):
-    """What a link's digest is computed with; both ends must use the same.
-
-    XXH3: xxh3_128 of the payload, in host memory. POSITION: `memory/position_digest.py`, on GPUs.
-    """
-
-    XXH3 = "xxh3_128"
-    POSITION = "position"
 
 
 class DestinationBinding(msgspec.Struct, frozen=True):

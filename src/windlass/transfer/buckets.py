@@ -16,8 +16,8 @@ import xxhash
 
 from windlass.errors import PlanError, UnsupportedLayout
 from windlass.layout.manifest import ShardManifest
-from windlass.transfer.arena import aligned
-from windlass.transfer.bind import BoundOp, LinkProgram
+from windlass.memory.ops import aligned
+from windlass.planning.program import BoundOp, LinkProgram
 from windlass.transfer.bindings import BucketPart, GroupOffer
 
 __all__ = ["Load", "clip", "cut_buckets", "loads_of", "signature_of_offer"]

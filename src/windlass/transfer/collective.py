@@ -9,7 +9,7 @@ controller forms it anew from whoever is left.
 
 from __future__ import annotations
 
-import ctypes
+import itertools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,9 @@ from typing import final
 
 from windlass.config import UpdateMode, XcclBackend
 from windlass.errors import PlanError, ProtocolError, TransferError, TransferFailed
+from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ShardManifest
+from windlass.memory.ops import PreparedCopies, StridedCopy, gpu_at
 from windlass.net.clock import Deadline
 from windlass.planning.plan import TransferPlan
 from windlass.transfer.base import ParameterMemory, SendResult
@@ -26,10 +28,10 @@ from windlass.transfer.bindings import (
     DestinationBinding,
     GroupOffer,
 )
-from windlass.transfer.buckets import Load, cut_buckets, loads_of, signature_of_offer
+from windlass.transfer.buckets import cut_buckets, loads_of, signature_of_offer
 from windlass.transfer.collective_group import Rendezvous, TorchBroadcastGroup, join_group
+from windlass.transfer.destination import Destination
 from windlass.transfer.source import SourceMemory, failed_links
-from windlass.transfer.target import TargetMemory
 from windlass.transports.base import PeerEndpoint
 
 __all__ = ["CollectiveReceiver", "CollectiveSender"]
@@ -61,6 +63,7 @@ class CollectiveSender:
         self._plan_tables = ""
         self._buckets: tuple[tuple[BucketPart, ...], ...] = ()
         self._group: TorchBroadcastGroup | None = None
+        self._packed: tuple[PreparedCopies, ...] = ()
         self._pack_s = 0.0
 
     def connect(
@@ -106,12 +109,14 @@ class CollectiveSender:
             host=self._host,
             deadline=Deadline.after(deadline_s, "join"),
             hosted=self._rendezvous,
+            gpu=gpu_at(self._source.memory),
         )
 
     def prepare(self, version: int) -> None:  # noqa: ARG002
         """Hash every link."""
         began = time.perf_counter()
-        self._source.locate()
+        if self._source.locate():
+            self._forget_packs()
         self._source.hash_links()
         self._pack_s = time.perf_counter() - began
 
@@ -140,6 +145,8 @@ class CollectiveSender:
         """Leave the group. Idempotent."""
         if self._group is not None:
             self._group.abort()
+        self._forget_packs()
+        self._source.close()
         self._group = self._rendezvous = self._offer = None
 
     def _broadcast(self, group: TorchBroadcastGroup, deadline: Deadline) -> float:
@@ -149,13 +156,7 @@ class CollectiveSender:
             slot = bucket % group.num_buffers
             group.finish(slot, deadline.remaining_s)
             began = time.perf_counter()
-            address = group.buffer(slot)
-            for part in parts:
-                ctypes.memmove(
-                    address + part.offset,
-                    self._source.address_of(part.parameter) + part.start,
-                    part.stop - part.start,
-                )
+            self._packs(group)[bucket].run()
             packed_s += time.perf_counter() - began
             deadline.check_before_more()
             group.start(
@@ -163,7 +164,31 @@ class CollectiveSender:
             )
         for slot in range(group.num_buffers):
             group.finish(slot, deadline.remaining_s)
+        group.drain(deadline.remaining_s)
         return packed_s
+
+    def _packs(self, group: TorchBroadcastGroup) -> tuple[PreparedCopies, ...]:
+        """From the parameters into the group's buffers, bucket by bucket."""
+        if not self._packed:
+            self._packed = tuple(
+                self._source.memory.prepare(
+                    [
+                        _raw(
+                            int(self._source.addresses[part.parameter]) + part.start,
+                            group.buffer(bucket % group.num_buffers) + part.offset,
+                            part.stop - part.start,
+                        )
+                        for part in parts
+                    ]
+                )
+                for bucket, parts in enumerate(self._buckets)
+            )
+        return self._packed
+
+    def _forget_packs(self) -> None:
+        for packed in self._packed:
+            packed.close()
+        self._packed = ()
 
 
 @final
@@ -172,7 +197,7 @@ class CollectiveReceiver:
 
     Args:
         config: as the sender's.
-        manifest, addresses: see `TargetMemory`.
+        manifest, addresses: see `Destination`.
         host: own address, that the other members can reach.
     """
 
@@ -180,32 +205,37 @@ class CollectiveReceiver:
         self, config: XcclBackend, manifest: ShardManifest, addresses: Sequence[int], host: str
     ) -> None:
         self._config, self._host = config, host
-        self._target = TargetMemory(manifest, addresses)
+        self._destination = Destination(manifest, addresses)
         self._source_digests: dict[str, str] = {}
         self._plan_tables = ""
         self._groups: dict[str, tuple[GroupOffer, TorchBroadcastGroup]] = {}
-        self._loads: dict[str, tuple[tuple[Load, ...], ...]] = {}
+        self._fills: dict[str, tuple[PreparedCopies, ...]] = {}
 
     def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:
         """See `ReceiverBackend.connect`."""
         self._leave()
-        self._target.bind(plan, shadow=mode is UpdateMode.STAGED)
+        self._destination.bind(plan, shadow=mode is UpdateMode.STAGED)
         self._source_digests = dict(zip(plan.sources, plan.source_digests, strict=True))
         self._plan_tables = _plan_tables(plan)
-        worker = self._target.manifest.worker
-        return DestinationBinding(worker, PeerEndpoint("xccl", self._host, ""), (), ())
+        worker = self._destination.manifest.worker
+        return DestinationBinding(
+            worker,
+            PeerEndpoint("xccl", self._host, ""),
+            (),
+            (),
+            digest_kind=self._destination.digest_kind,
+        )
 
     def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:
         """See `SenderBackend.join`."""
         deadline = Deadline.after(deadline_s, "join")
-        worker = self._target.manifest.worker
-        missing = sorted(set(self._target.programs) - {offer.source for offer in offers})
+        worker = self._destination.manifest.worker
+        missing = sorted(set(self._destination.programs) - {offer.source for offer in offers})
         if missing:
             raise PlanError(f"{worker}: no group was offered by {', '.join(missing)}")
         for offer in sorted(offers, key=lambda offer: offer.source):
-            if offer.source not in self._target.programs or worker not in offer.members:
+            if offer.source not in self._destination.programs or worker not in offer.members:
                 raise PlanError(f"{worker}: group {offer.name} carries nothing for this rank")
-            self._loads[offer.source] = loads_of(self._target.programs[offer.source], offer)
             group = join_group(
                 offer,
                 worker,
@@ -216,8 +246,17 @@ class CollectiveReceiver:
                 ),
                 host=self._host,
                 deadline=deadline,
+                gpu=gpu_at(self._destination.memory),
             )
             self._groups[offer.source] = (offer, group)
+            loads = loads_of(self._destination.programs[offer.source], offer)
+            self._fills[offer.source] = tuple(
+                self._destination.fill(
+                    (load.op, group.buffer(bucket % group.num_buffers) + load.base)
+                    for load in of_bucket
+                )
+                for bucket, of_bucket in enumerate(loads)
+            )
 
     def receive(self, groups: Mapping[str, Sequence[str]], deadline_s: float) -> None:
         """See `ReceiverBackend.receive`. What one group fails to bring does not keep back the rest."""
@@ -226,7 +265,7 @@ class CollectiveReceiver:
         for source in sorted(groups):
             offer, group = self._groups.get(source, (None, None))
             try:
-                self._take(_whole(group, offer, groups[source]), source, deadline)
+                self._receive(_whole(group, offer, groups[source]), source, deadline)
             except TransferError as error:
                 failed.append(f"{source}: {error}")
         if failed:
@@ -234,36 +273,39 @@ class CollectiveReceiver:
 
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:  # noqa: ARG002
         """See `ReceiverBackend.verify`."""
-        return self._target.verify(expected)
+        return self._destination.verify(expected)
 
     def apply(self) -> None:
         """See `ReceiverBackend.apply`."""
-        self._target.apply()
+        self._destination.apply()
 
     def close(self) -> None:
         """Leave all groups and free the shadow. Idempotent."""
         self._leave()
-        self._target.close()
+        self._destination.close()
 
-    def _take(self, group: TorchBroadcastGroup, source: str, deadline: Deadline) -> None:
-        """All buckets of one group; while one is loaded the next is on the wire."""
-        offer = self._groups[source][0]
-        loads, sizes, slots = self._loads[source], offer.bucket_nbytes, group.num_buffers
+    def _receive(self, group: TorchBroadcastGroup, source: str, deadline: Deadline) -> None:
+        """All buckets of one group; while one is unpacked the next is on the wire."""
+        sizes, slots = self._groups[source][0].bucket_nbytes, group.num_buffers
+        fills = self._fills[source]
         for bucket in range(min(slots, len(sizes))):
             group.start(bucket, sizes[bucket], deadline.remaining_s)
-        for bucket, of_bucket in enumerate(loads):
+        for bucket, fill in enumerate(fills):
             slot = bucket % slots
             group.finish(slot, deadline.remaining_s)
-            address = group.buffer(slot)
-            for load in of_bucket:
-                self._target.load(load.op, address + load.base)
+            fill.run()
             if bucket + slots < len(sizes):
                 group.start(slot, sizes[bucket + slots], deadline.remaining_s)
+        group.drain(deadline.remaining_s)
+        for fill in fills:
+            fill.check()
 
     def _leave(self) -> None:
         for _, group in self._groups.values():
             group.abort()
-        self._groups, self._loads = {}, {}
+        for fill in itertools.chain.from_iterable(self._fills.values()):
+            fill.close()
+        self._groups, self._fills = {}, {}
 
 
 def _whole(
@@ -289,3 +331,16 @@ def _plan_tables(plan: TransferPlan) -> str:
     """What every part of one plan has in common."""
     tables = (plan.sources, plan.destinations, plan.source_digests, plan.destination_digests)
     return repr(tables)
+
+
+def _raw(src: int, dst: int, nbytes: int) -> StridedCopy:
+    """Bytes as they lie."""
+    return StridedCopy(
+        sizes=(nbytes,),
+        src_address=src,
+        src_strides=(1,),
+        src_dtype=DType.UINT8,
+        dst_address=dst,
+        dst_strides=(1,),
+        dst_dtype=DType.UINT8,
+    )

@@ -6,8 +6,9 @@ registry, so the user's default group and its numbering are untouched.
 
 from __future__ import annotations
 
+import contextlib
 from datetime import timedelta
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from windlass.config import CollectiveFabric
 from windlass.errors import ConfigError, PeerTimeout, PlanError, TransferFailed
@@ -15,10 +16,17 @@ from windlass.net.addresses import listen
 from windlass.net.clock import Deadline
 from windlass.transfer.bindings import GroupOffer
 
+if TYPE_CHECKING:
+    import torch
+
+    from windlass.memory.cuda.gpu import Gpu
+
 __all__ = ["Rendezvous", "TorchBroadcastGroup", "join_group"]
 
 MIN_TIMEOUT_S = 0.05
 BACKLOG = 1024
+ABORT_S = 10.0
+"""For kernels to end once their communicator is aborted."""
 
 
 @final
@@ -66,6 +74,7 @@ def join_group(
     host: str,
     deadline: Deadline,
     hosted: Rendezvous | None = None,
+    gpu: Gpu | None = None,
 ) -> TorchBroadcastGroup:
     """Enter a group: agree on what it carries, then connect. All members call it.
 
@@ -78,8 +87,11 @@ def join_group(
         host: own address, that the other members can reach.
         deadline: for all of it.
         hosted: the store, at the source.
+        gpu: whose kernels fill and empty this member's buffers, in its stream; None where that is done
+            in host memory.
 
     Raises:
+        ConfigError: the fabric needs a GPU, and there is none.
         PlanError: a member has another signature; no collective has begun.
         PeerTimeout: a member did not come.
         TransferFailed: connecting failed.
@@ -100,7 +112,13 @@ def join_group(
         )
         _agree(store, offer, rank, signature, deadline)
         process_group = _connect(
-            PrefixStore(offer.name, store), rank, len(offer.members), fabric, host, deadline
+            PrefixStore(offer.name, store),
+            rank,
+            len(offer.members),
+            fabric,
+            host,
+            deadline,
+            gpu,
         )
     except RuntimeError as error:
         if deadline.remaining_s == 0 or "timed out" in str(error).lower():
@@ -110,7 +128,14 @@ def join_group(
             ) from error
         raise TransferFailed(f"group {offer.name}: {_first_line(error)}") from error
     return TorchBroadcastGroup(
-        offer.name, process_group, store, fabric, rank, max(offer.bucket_nbytes), num_buffers
+        offer.name,
+        process_group,
+        store,
+        fabric,
+        rank,
+        max(offer.bucket_nbytes),
+        num_buffers,
+        gpu,
     )
 
 
@@ -135,7 +160,13 @@ def _agree(store: Any, offer: GroupOffer, rank: int, signature: str, deadline: D
 
 
 def _connect(
-    store: Any, rank: int, size: int, fabric: CollectiveFabric, host: str, deadline: Deadline
+    store: Any,
+    rank: int,
+    size: int,
+    fabric: CollectiveFabric,
+    host: str,
+    deadline: Deadline,
+    gpu: Gpu | None,
 ) -> Any:
     from torch.distributed import ProcessGroupGloo
 
@@ -153,15 +184,26 @@ def _connect(
 
     nccl = ProcessGroupNCCL.Options()
     nccl._timeout = timeout
-    return ProcessGroupNCCL(store, rank, size, nccl)
+    group = ProcessGroupNCCL(store, rank, size, nccl)
+    # By itself NCCL connects in the first broadcast, when engines stand still already.
+    group.eager_connect_single_device(torch.device("cuda", _ordinal(gpu)))
+    return group
+
+
+def _ordinal(gpu: Gpu | None) -> int:
+    import torch
+
+    return torch.cuda.current_device() if gpu is None else gpu.device.ordinal
 
 
 @final
 class TorchBroadcastGroup:
     """One member of a group: all enter a broadcast together, from rank 0 into all others.
 
-    It owns its buffers, so that what is outside needs to know only host addresses; NCCL's device
-    buffers mirror the host's. Used by one thread.
+    It owns its buffers. Whoever fills and empties them in host memory finds them there, and NCCL's are
+    copied to and from pinned ones; where a GPU's kernels do so, NCCL sends from and receives into the
+    buffers themselves, and gloo's are pinned memory that kernels reach. Kernels and broadcasts follow each
+    other in the stream of `gpu`, and nobody waits for them but `drain`. Used by one thread.
     """
 
     def __init__(
@@ -173,6 +215,7 @@ class TorchBroadcastGroup:
         rank: int,
         buffer_nbytes: int,
         num_buffers: int,
+        gpu: Gpu | None,
     ) -> None:
         import torch
 
@@ -180,24 +223,29 @@ class TorchBroadcastGroup:
         self._process_group = process_group
         self._store = store  # hosts the store as long as the group lives
         self._is_root = rank == 0
-        on_gpu = fabric is CollectiveFabric.NCCL
-        self._host = [
-            torch.zeros(buffer_nbytes, dtype=torch.uint8, pin_memory=on_gpu)
+        self._is_nccl = fabric is CollectiveFabric.NCCL
+        self._gpu = gpu
+        self._ordinal = _ordinal(gpu) if self._is_nccl or gpu is not None else -1
+        is_mirrored = self._is_nccl and gpu is None
+        self._wire = [
+            torch.empty(buffer_nbytes, dtype=torch.uint8, device=f"cuda:{self._ordinal}")
+            if self._is_nccl
+            else torch.zeros(buffer_nbytes, dtype=torch.uint8, pin_memory=gpu is not None)
             for _ in range(num_buffers)
         ]
-        self._device = (
-            [torch.empty(buffer_nbytes, dtype=torch.uint8, device="cuda") for _ in self._host]
-            if on_gpu
-            else self._host
+        self._buffers = (
+            [torch.zeros(buffer_nbytes, dtype=torch.uint8, pin_memory=True) for _ in self._wire]
+            if is_mirrored
+            else self._wire
         )
-        self._on_gpu = on_gpu
+        self._is_mirrored = is_mirrored
         self._works: list[tuple[Any, int] | None] = [None] * num_buffers
         self._broken = False
 
     @property
     def num_buffers(self) -> int:
         """How many broadcasts may be under way."""
-        return len(self._host)
+        return len(self._wire)
 
     @property
     def broken(self) -> bool:
@@ -205,14 +253,21 @@ class TorchBroadcastGroup:
         return self._broken
 
     def buffer(self, slot: int) -> int:
-        """Host address of a buffer. Not to be touched between `start` and `finish`."""
-        return int(self._host[slot].data_ptr())
+        """Address of a buffer. Not to be touched between `start` and `finish`."""
+        return int(self._buffers[slot].data_ptr())
+
+    def put(self, slot: int, offset: int, tensor: torch.Tensor) -> None:
+        """Copy a tensor to byte `offset` of a buffer, after what the caller's current stream computes."""
+        nbytes = tensor.numel() * tensor.element_size()
+        place = self._buffers[slot][offset : offset + nbytes].view(tensor.dtype)
+        with self._stream():
+            place.view(tensor.shape).copy_(tensor.detach())
 
     def start(self, slot: int, nbytes: int, deadline_s: float) -> None:
         """Begin to broadcast the first `nbytes` of a buffer, from the root into all others.
 
         Raises:
-            TransferFailed: the group is broken.
+            TransferFailed: the group is broken, or kernels that fill the buffer do not end.
         """
         import torch.distributed as dist
 
@@ -221,17 +276,22 @@ class TorchBroadcastGroup:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         options.timeout = timedelta(seconds=max(deadline_s, MIN_TIMEOUT_S))
-        view = self._device[slot][:nbytes]
+        view = self._wire[slot][:nbytes]
         try:
-            if self._on_gpu and self._is_root:
-                view.copy_(self._host[slot][:nbytes], non_blocking=True)
-            self._works[slot] = (self._process_group.broadcast([view], options), nbytes)
+            if not self._is_nccl and self._gpu is not None:
+                self._gpu.finish(deadline_s)  # gloo knows no streams
+            with self._stream():
+                if self._is_mirrored and self._is_root:
+                    view.copy_(self._buffers[slot][:nbytes], non_blocking=True)
+                self._works[slot] = (self._process_group.broadcast([view], options), nbytes)
         except RuntimeError as error:
             self.abort()
             raise TransferFailed(f"group {self._name}: {_first_line(error)}") from error
 
     def finish(self, slot: int, deadline_s: float) -> None:
-        """Return once the buffer's bytes are there (or, at the root, may be overwritten).
+        """Let what follows find the buffer's bytes there (or, at the root, overwrite them).
+
+        With `gpu` and NCCL that is what follows in its stream; else it is so on return.
 
         Raises:
             TransferFailed: a member is gone or late; the group is broken.
@@ -241,12 +301,32 @@ class TorchBroadcastGroup:
             return
         work, nbytes = started
         try:
-            work.wait(timedelta(seconds=max(deadline_s, MIN_TIMEOUT_S)))
-            if self._on_gpu and not self._is_root:
-                self._host[slot][:nbytes].copy_(self._device[slot][:nbytes])
+            with self._stream():
+                if self._is_nccl and self._gpu is not None:
+                    work.wait()  # in the stream; `drain` has the deadline
+                else:
+                    work.wait(timedelta(seconds=max(deadline_s, MIN_TIMEOUT_S)))
+                if self._is_mirrored and not self._is_root:
+                    self._buffers[slot][:nbytes].copy_(self._wire[slot][:nbytes])
         except RuntimeError as error:
             self.abort()
             raise TransferFailed(f"group {self._name}: {_first_line(error)}") from error
+
+    def drain(self, deadline_s: float) -> None:
+        """Wait until all that was started and finished, and kernels between, are over.
+
+        Raises:
+            TransferFailed: not within `deadline_s`, or some of it failed; the group is broken.
+        """
+        if self._gpu is None:
+            return
+        event = self._gpu.stream.record()
+        try:
+            self._gpu.wait_or_leave(event, deadline_s)
+        except TransferFailed:
+            self.abort()  # which ends NCCL's kernels, and with them what waits in the stream
+            self._gpu.finish(ABORT_S)
+            raise
 
     def abort(self) -> None:
         """Close every connection, so that the other members notice. Idempotent."""
@@ -254,9 +334,24 @@ class TorchBroadcastGroup:
             return
         self._broken = True
         self._works = [None] * len(self._works)
-        self._process_group.abort()
+        with contextlib.suppress(RuntimeError):  # of a communicator that has failed already
+            self._process_group.abort()
         # The last reference: its sockets close, and the other members notice.
         self._process_group = self._store = None
+
+    def _stream(self) -> contextlib.AbstractContextManager[Any]:
+        """What torch queues within goes where kernels of `gpu` go, or to the GPU's current stream."""
+        if self._ordinal < 0:
+            return contextlib.nullcontext()
+        import torch
+
+        if self._gpu is None:
+            return torch.cuda.device(self._ordinal)
+        device = torch.device("cuda", self._ordinal)
+        handle = self._gpu.stream.handle.value or 0
+        stream = torch.cuda.ExternalStream(handle, device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        return torch.cuda.stream(stream)
 
 
 def _first_line(error: Exception) -> str:

@@ -19,14 +19,11 @@ import numpy.typing as npt
 
 from windlass.errors import PlanError, TransferFailed
 from windlass.layout.quantization import BLOCK
+from windlass.memory.cuda import pieces as blocks
 from windlass.memory.cuda.gpu import Gpu
 from windlass.memory.cuda.kernels import PieceTable
-from windlass.planning.plan import Transform
-from windlass.transfer import blocks
-from windlass.transfer.arena import ALIGNMENT, aligned
-from windlass.transfer.bind import LinkProgram
-from windlass.transfer.bindings import DigestKind
-from windlass.transfer.blocks import (
+from windlass.memory.cuda.links import WORDS_NBYTES, load_table, read_sent
+from windlass.memory.cuda.pieces import (
     OpPieces,
     PieceArray,
     PieceKind,
@@ -35,8 +32,10 @@ from windlass.transfer.blocks import (
     kind_of,
     store_packed,
 )
+from windlass.memory.ops import ALIGNMENT, OWN_WORK_S, DigestKind, aligned
+from windlass.planning.plan import Transform
+from windlass.planning.program import LinkProgram
 from windlass.transfer.device_arena import DeviceArena
-from windlass.transfer.device_links import OWN_WORK_S, WORDS_NBYTES, load_table, read_sent
 from windlass.transfer.pack_arena import ArenaSlot
 from windlass.transfer.packer import PackedLink, Peer, as_pieces
 from windlass.transfer.pieces import Pieces, batches, direct_pieces, packed_capacity

@@ -13,11 +13,14 @@ from windlass.errors import ProtocolError
 from windlass.layout.manifest import ShardManifest
 from windlass.memory.cuda.gpu import Gpu
 from windlass.memory.cuda.kernels import PieceTable
-from windlass.planning.plan import TransferPlan
-from windlass.transfer.arena import ALIGNMENT, aligned_offsets
-from windlass.transfer.bind import bind_links, check_part
-from windlass.transfer.bindings import DestinationBinding, DigestKind, GroupOffer
-from windlass.transfer.blocks import (
+from windlass.memory.cuda.links import (
+    WORDS_NBYTES,
+    DeviceLink,
+    load_link,
+    read_digest,
+    unload_links,
+)
+from windlass.memory.cuda.pieces import (
     OpPieces,
     PieceArray,
     cut_ops,
@@ -25,16 +28,12 @@ from windlass.transfer.blocks import (
     kind_of,
     store_packed,
 )
+from windlass.memory.ops import ALIGNMENT, OWN_WORK_S, DigestKind, UInt64Array, aligned_offsets
+from windlass.planning.plan import TransferPlan
+from windlass.planning.program import bind_links
+from windlass.transfer.bind import check_part
+from windlass.transfer.bindings import DestinationBinding, GroupOffer
 from windlass.transfer.device_arena import DeviceArena
-from windlass.transfer.device_links import (
-    OWN_WORK_S,
-    WORDS_NBYTES,
-    DeviceLink,
-    UInt64Array,
-    load_link,
-    read_digest,
-    unload_links,
-)
 from windlass.transfer.progress_digests import LandedDigests
 from windlass.transfer.write_progress import listen_if_possible
 from windlass.transports.base import MemoryRegion, OneSidedTransport

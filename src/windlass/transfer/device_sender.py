@@ -26,30 +26,19 @@ from windlass.errors import (
 from windlass.layout.manifest import ShardManifest
 from windlass.memory.cuda.driver import Event
 from windlass.memory.cuda.gpu import end_queued
+from windlass.memory.cuda.links import WORDS_NBYTES, DeviceLink, load_link, read_sent, unload_links
+from windlass.memory.cuda.pieces import block_tables
 from windlass.memory.cuda.sources import SourceMemory
+from windlass.memory.ops import UInt64Array
 from windlass.planning.plan import TransferPlan
+from windlass.planning.program import LinkProgram, bind_links
 from windlass.transfer.base import ParameterMemory, SendResult
-from windlass.transfer.bind import (
-    LinkProgram,
-    bind_links,
-    check_binding,
-    check_destinations,
-    check_part,
-)
+from windlass.transfer.bind import check_binding, check_destinations, check_part
 from windlass.transfer.bindings import (
     DestinationBinding,
     GroupOffer,
     LinkOutcome,
     LinkStatus,
-)
-from windlass.transfer.blocks import block_tables
-from windlass.transfer.device_links import (
-    WORDS_NBYTES,
-    DeviceLink,
-    UInt64Array,
-    load_link,
-    read_sent,
-    unload_links,
 )
 from windlass.transfer.parameters import check_described
 from windlass.transfer.replica import Replica

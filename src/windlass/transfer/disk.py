@@ -18,6 +18,7 @@ from windlass.layout.manifest import ShardManifest
 from windlass.planning.plan import TransferPlan
 from windlass.transfer.base import ParameterMemory, SendResult
 from windlass.transfer.bindings import DestinationBinding, GroupOffer
+from windlass.transfer.destination import Destination
 from windlass.transfer.disk_files import (
     file_digest,
     prune,
@@ -27,7 +28,6 @@ from windlass.transfer.disk_files import (
 )
 from windlass.transfer.disk_read import read_boxes
 from windlass.transfer.source import SourceMemory, failed_links
-from windlass.transfer.target import TargetMemory
 from windlass.transports.base import PeerEndpoint
 
 __all__ = ["DiskReceiver", "DiskSender"]
@@ -92,9 +92,9 @@ class DiskSender:
         pack_s, self._pack_s = self._pack_s, 0.0
         began = time.perf_counter()
         manifest = self._source.manifest
-        addresses = tuple(map(self._source.address_of, range(len(manifest.parameters))))
+        addresses = tuple(self._source.addresses.tolist())
         try:
-            write_shards(self._folder, version, manifest, addresses)
+            write_shards(self._folder, version, manifest, addresses, self._source.memory)
         except TransferFailed as error:
             links = failed_links(destinations, str(error))
         else:
@@ -102,7 +102,8 @@ class DiskSender:
         return SendResult(links, pack_s, time.perf_counter() - began)
 
     def close(self) -> None:
-        """Files stay."""
+        """Files stay. Idempotent."""
+        self._source.close()
 
 
 @final
@@ -111,20 +112,26 @@ class DiskReceiver:
 
     Args:
         config: as the sender's.
-        manifest, addresses: see `TargetMemory`.
+        manifest, addresses: see `Destination`.
     """
 
     def __init__(
         self, config: DiskBackend, manifest: ShardManifest, addresses: Sequence[int]
     ) -> None:
         self._folder = Path(config.folder)
-        self._target = TargetMemory(manifest, addresses)
+        self._destination = Destination(manifest, addresses)
 
     def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:  # noqa: ARG002
         """See `ReceiverBackend.connect`."""
-        self._target.bind(plan, shadow=True)
-        worker = self._target.manifest.worker
-        return DestinationBinding(worker, PeerEndpoint("disk", str(self._folder), ""), (), ())
+        self._destination.bind(plan, shadow=True)
+        worker = self._destination.manifest.worker
+        return DestinationBinding(
+            worker,
+            PeerEndpoint("disk", str(self._folder), ""),
+            (),
+            (),
+            digest_kind=self._destination.digest_kind,
+        )
 
     def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:  # noqa: ARG002
         """No groups here."""
@@ -144,8 +151,14 @@ class DiskReceiver:
                 _log.warning("%s", error)
                 unreadable.append(source)
         home = version_folder(self._folder, version)
-        unreadable += read_boxes(home, indices, self._target.manifest, self._target.addresses)
-        wrong = set(self._target.verify(expected)) | set(unreadable)
+        unreadable += read_boxes(
+            home,
+            indices,
+            self._destination.manifest,
+            self._destination.addresses,
+            self._destination.memory,
+        )
+        wrong = set(self._destination.verify(expected)) | set(unreadable)
         for index in indices:
             if index.worker in wrong:
                 self._explain(home / index.file, index.digest)
@@ -153,11 +166,11 @@ class DiskReceiver:
 
     def apply(self) -> None:
         """See `ReceiverBackend.apply`."""
-        self._target.apply()
+        self._destination.apply()
 
     def close(self) -> None:
         """Free the shadow. Idempotent."""
-        self._target.close()
+        self._destination.close()
 
     @staticmethod
     def _explain(path: Path, expected: str) -> None:

@@ -18,14 +18,14 @@ from pathlib import Path
 from urllib.parse import quote
 
 import msgspec
-import numpy as np
 import xxhash
 
 from windlass.errors import DECODE_ERRORS, TransferFailed
 from windlass.layout.box import Box
 from windlass.layout.dtypes import SAFETENSORS_NAMES, DType
-from windlass.layout.manifest import Shard, ShardManifest, contiguous_strides
-from windlass.memory.packing import bytes_at, copy_strided, is_contiguous, row_major_blocks
+from windlass.layout.manifest import Shard, ShardManifest
+from windlass.memory.ops import MemoryOps
+from windlass.memory.packing import bytes_at, is_contiguous, row_major_blocks
 
 __all__ = [
     "DiskEntry",
@@ -74,7 +74,11 @@ def version_folder(folder: Path, version: int) -> Path:
 
 
 def write_shards(
-    folder: Path, version: int, manifest: ShardManifest, addresses: tuple[int, ...]
+    folder: Path,
+    version: int,
+    manifest: ShardManifest,
+    addresses: tuple[int, ...],
+    memory: MemoryOps,
 ) -> DiskIndex:
     """Write one rank's shards of one version; visible only when complete and on the device.
 
@@ -83,6 +87,7 @@ def write_shards(
         version: names the subfolder.
         manifest: of the rank.
         addresses: of its parameters.
+        memory: that these are in.
 
     Raises:
         TransferFailed: the file system refused something; nothing became visible.
@@ -97,7 +102,9 @@ def write_shards(
     )
     try:
         home.mkdir(parents=True, exist_ok=True)
-        nbytes, digest = _write_durably(home / name, _content(manifest, shards, entries, addresses))
+        nbytes, digest = _write_durably(
+            home / name, _content(manifest, shards, entries, addresses, memory)
+        )
         index = DiskIndex(
             version, manifest.worker, name, nbytes, digest, entries, dict(manifest.aliases)
         )
@@ -169,6 +176,7 @@ def _content(
     shards: list[Shard],
     entries: tuple[DiskEntry, ...],
     addresses: tuple[int, ...],
+    memory: MemoryOps,
 ) -> Iterator[bytes | memoryview]:
     parameters = {p.name: (i, p.dtype) for i, p in enumerate(manifest.parameters)}
     header: dict[str, object] = {}
@@ -188,28 +196,29 @@ def _content(
     yield encoded
     for shard in shards:
         index, dtype = parameters[shard.parameter]
-        yield from _elements(shard, addresses[index] + shard.offset_bytes, dtype)
+        yield from _elements(shard, addresses[index] + shard.offset_bytes, dtype, memory)
 
 
-def _elements(shard: Shard, address: int, dtype: DType) -> Iterator[memoryview]:
+def _elements(shard: Shard, address: int, dtype: DType, memory: MemoryOps) -> Iterator[memoryview]:
+    """A box row-major; what does not lie so in host memory is gathered there, block by block."""
+    import torch
+
+    from windlass.memory.torch_dtypes import torch_dtype
+
     sizes = shard.box.sizes or (1,)
     strides = shard.strides_bytes or (dtype.itemsize,)
-    if is_contiguous(sizes, strides, dtype.itemsize):
+    if memory.ordinal < 0 and is_contiguous(sizes, strides, dtype.itemsize):
         yield bytes_at(address, shard.box.numel * dtype.itemsize)
         return
-    scratch = np.empty(BLOCK_NBYTES, np.uint8)
-    for start, block in row_major_blocks(sizes, BLOCK_NBYTES // dtype.itemsize):
-        nbytes = math.prod(block) * dtype.itemsize
-        copy_strided(
-            sizes=block,
-            src_address=address + sum(i * s for i, s in zip(start, strides, strict=True)),
-            src_strides=strides,
-            src_dtype=dtype,
-            dst_address=int(scratch.ctypes.data),
-            dst_strides=contiguous_strides(block, dtype.itemsize),
-            dst_dtype=dtype,
-        )
-        yield scratch[:nbytes].data
+    scratch = torch.empty(
+        BLOCK_NBYTES // dtype.itemsize, dtype=torch_dtype(dtype), pin_memory=memory.ordinal >= 0
+    )
+    raw = scratch.view(torch.uint8).numpy()
+    for start, block in row_major_blocks(sizes, len(scratch)):
+        first = address + sum(i * s for i, s in zip(start, strides, strict=True))
+        numel = math.prod(block)
+        scratch[:numel].view(block).copy_(memory.view(first, block, strides, dtype))
+        yield raw[: numel * dtype.itemsize].data
 
 
 def _write_durably(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:

@@ -10,14 +10,19 @@ from typing import Any
 from windlass.errors import TransferFailed
 from windlass.layout.box import Box
 from windlass.layout.manifest import Shard, ShardManifest
-from windlass.memory.packing import copy_cast, strided_view
+from windlass.memory.ops import OWN_WORK_S, MemoryOps
+from windlass.memory.packing import copy_cast
 from windlass.transfer.disk_files import DiskEntry, DiskIndex
 
 __all__ = ["read_boxes"]
 
 
 def read_boxes(
-    home: Path, indices: Sequence[DiskIndex], manifest: ShardManifest, addresses: Sequence[int]
+    home: Path,
+    indices: Sequence[DiskIndex],
+    manifest: ShardManifest,
+    addresses: Sequence[int],
+    memory: MemoryOps,
 ) -> list[str]:
     """Fill a rank's parameters from files; a box that several files hold is read once.
 
@@ -26,9 +31,11 @@ def read_boxes(
         indices: what they hold.
         manifest: of the rank.
         addresses: where its parameters are to be filled.
+        memory: that these are in; all is there on return.
 
     Raises:
-        TransferFailed: a cast overflowed, or nothing casts a file's dtype to the parameter's.
+        TransferFailed: a cast overflowed, nothing casts a file's dtype to the parameter's, or what was
+            queued on the GPU does not end.
 
     Returns:
         Workers whose files cannot be read as their index says.
@@ -57,7 +64,7 @@ def read_boxes(
                     try:
                         position = parameters[shard.parameter]
                         dtype = manifest.parameters[position].dtype
-                        view = strided_view(
+                        view = memory.view(
                             addresses[position] + _offset(shard, common),
                             common.sizes or (1,),
                             shard.strides_bytes or (dtype.itemsize,),
@@ -70,6 +77,7 @@ def read_boxes(
                     copy_cast(view, part, shard.tensor)
                     todo.remove(wanted)
                     todo.extend(wanted.subtract(common))
+    memory.settle(OWN_WORK_S)
     return unreadable
 
 

@@ -133,7 +133,9 @@ def _box_of(name: str, tensor: DTensor, *, by_fsdp: bool) -> Box:
         for axis in axes:
             rank, parts = mesh.get_local_rank(axis), mesh.size(axis)
             # Each cut gives parts out by rank in the group, and the next one cuts them by place on the mesh.
-            if not by_fsdp and len(axes) > 1 and sizes[dim] % parts and rank != places[axis]:
+            is_by_fsdp = by_fsdp and axis == axes[-1]
+            is_turned = rank != places[axis]
+            if len(axes) > 1 and not is_by_fsdp and is_turned and sizes[dim] % parts:
                 raise UnsupportedLayout(
                     f"parameter {name!r}: dim {dim}, which several mesh axes cut, must be cut evenly along axis "
                     f"{axis}, whose ranks do not ascend, got {sizes[dim]} elements for {parts} ranks of "

@@ -17,21 +17,13 @@ import xxhash
 
 from windlass.errors import PlanError
 from windlass.memory.digest import hash_strided, new_digest
-from windlass.transfer.arena import ALIGNMENT, Arena, aligned
-from windlass.transfer.bind import BoundOp, LinkProgram
-from windlass.transfer.bindings import DestinationBinding, DigestKind
+from windlass.memory.host import hash_link, least_half, pack_op, split_op
+from windlass.memory.ops import ALIGNMENT, DigestKind, aligned
+from windlass.planning.program import BoundOp, LinkProgram
+from windlass.transfer.arena import Arena
+from windlass.transfer.bindings import DestinationBinding
 from windlass.transfer.pack_arena import ArenaSlot, PackArena
-from windlass.transfer.pieces import (
-    Pieces,
-    UInt64Array,
-    batches,
-    direct_pieces,
-    hash_link,
-    least_half,
-    pack_op,
-    packed_capacity,
-    split_op,
-)
+from windlass.transfer.pieces import Pieces, UInt64Array, batches, direct_pieces, packed_capacity
 from windlass.transports.base import OneSidedTransport
 
 __all__ = ["HostPacker", "PackedLink", "Packer", "Peer", "as_pieces"]

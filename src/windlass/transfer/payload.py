@@ -16,7 +16,7 @@ import xxhash
 
 from windlass.memory.digest import new_digest
 from windlass.memory.packing import bytes_at
-from windlass.transfer.bind import LinkProgram
+from windlass.planning.program import LinkProgram
 
 __all__ = ["Payload", "hash_chunks", "payload_of"]
 

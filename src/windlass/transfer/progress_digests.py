@@ -9,7 +9,7 @@ from typing import final
 
 from windlass.errors import TransferFailed
 from windlass.memory.cuda.gpu import Gpu
-from windlass.transfer.device_links import WORDS_NBYTES, DeviceLink, read_digest
+from windlass.memory.cuda.links import WORDS_NBYTES, DeviceLink, read_digest
 from windlass.transfer.write_progress import Landed
 
 __all__ = ["LandedDigests"]

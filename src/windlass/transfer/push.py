@@ -17,15 +17,14 @@ from windlass.config import CollectiveFabric, UpdateMode
 from windlass.errors import PlanError, ProtocolError, TransferFailed
 from windlass.layout.dtypes import cast_refusal
 from windlass.layout.manifest import Shard, ShardManifest, contiguous_strides
-from windlass.memory.packing import copy_strided
+from windlass.memory.ops import MemoryOps, StridedCopy, aligned_offsets, gpu_at, memory_at
 from windlass.net.clock import Deadline
 from windlass.planning.plan import TransferPlan
-from windlass.transfer.arena import aligned_offsets
 from windlass.transfer.bindings import DestinationBinding, GroupOffer, WireTensor
 from windlass.transfer.collective_group import TorchBroadcastGroup, join_group
+from windlass.transfer.destination import ShadowCopy
 from windlass.transfer.disk_files import DiskEntry, DiskIndex
 from windlass.transfer.disk_read import read_boxes
-from windlass.transfer.target import ShadowMemory
 
 __all__ = ["HandDrivenReceiver", "signature_of_group", "wire_offsets"]
 
@@ -54,7 +53,9 @@ class HandDrivenReceiver:
 
     def __init__(self, manifest: ShardManifest, addresses: Sequence[int], host: str) -> None:
         self._manifest, self._host = manifest, host
-        self._memory = ShadowMemory(manifest, addresses)
+        self._live = tuple(addresses)
+        self._memory: MemoryOps | None = None
+        self._shadow: ShadowCopy | None = None
         self._indices = {p.name: i for i, p in enumerate(manifest.parameters)}
         self._shards: dict[str, list[tuple[int, Shard]]] = {}
         for row, shard in enumerate(manifest.shards()):
@@ -65,7 +66,16 @@ class HandDrivenReceiver:
         self._missing: set[int] = set()
 
     def begin(self) -> None:
-        """A new update: nothing has come yet."""
+        """A new update: nothing has come yet. Allocates the shadow once.
+
+        Raises:
+            PlanError: the parameters are in several memories.
+            TransferFailed: there is no memory for the shadow.
+        """
+        if self._memory is None:
+            self._memory = memory_at(self._live, self._manifest.worker)
+        if self._shadow is None:
+            self._shadow = ShadowCopy(self._memory, self._manifest, self._live)
         self._missing = {row for shards in self._shards.values() for row, _ in shards}
 
     def join_named(self, offer: GroupOffer, fabric: CollectiveFabric, deadline_s: float) -> None:
@@ -86,6 +96,7 @@ class HandDrivenReceiver:
             signature=signature_of_group(offer, fabric),
             host=self._host,
             deadline=Deadline.after(deadline_s, "join"),
+            gpu=gpu_at(self._begun()[0]),
         )
 
     def take_tensors(self, name: str, tensors: Sequence[WireTensor], deadline_s: float) -> None:
@@ -105,12 +116,22 @@ class HandDrivenReceiver:
             self._groups.pop(name).abort()
             raise
         offsets, nbytes = wire_offsets(tensors)
-        group.start(0, nbytes, deadline_s)
-        group.finish(0, deadline_s)
-        for tensor, offset in zip(tensors, offsets, strict=True):
-            for row, shard in self._shards.get(tensor.name, ()):
-                self._take(shard, tensor, group.buffer(0) + offset)
-                self._missing.discard(row)
+        memory, shadow = self._begun()
+        found = [
+            (row, self._copy(shadow, shard, tensor, group.buffer(0) + offset))
+            for tensor, offset in zip(tensors, offsets, strict=True)
+            for row, shard in self._shards.get(tensor.name, ())
+        ]
+        copies = memory.prepare([copy for _, copy in found])
+        try:
+            group.start(0, nbytes, deadline_s)
+            group.finish(0, deadline_s)
+            copies.run()
+            group.drain(deadline_s)
+            copies.check()
+        finally:
+            copies.close()
+        self._missing.difference_update(row for row, _ in found)
 
     def take_files(self, folder: str) -> None:
         """Read this rank's boxes from the safetensors files of a checkpoint folder.
@@ -122,7 +143,8 @@ class HandDrivenReceiver:
         indices = [_index_of(path) for path in sorted(home.glob("*.safetensors"))]
         if not indices:
             raise TransferFailed(f"disk: {home}: holds no safetensors file")
-        unreadable = read_boxes(home, indices, self._manifest, self._memory.addresses)
+        memory, shadow = self._begun()
+        unreadable = read_boxes(home, indices, self._manifest, shadow.addresses, memory)
         if unreadable:
             raise TransferFailed(f"disk: {home}: cannot read {', '.join(sorted(set(unreadable)))}")
         for index in indices:
@@ -138,7 +160,7 @@ class HandDrivenReceiver:
             PlanError: some tensor did not come; nothing is changed.
         """
         self._check_complete()
-        self._memory.copy_over()
+        self._begun()[1].copy_over()
 
     def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:  # noqa: ARG002
         """No plan here: the trainer says what comes."""
@@ -166,7 +188,14 @@ class HandDrivenReceiver:
         for group in self._groups.values():
             group.abort()
         self._groups = {}
-        self._memory.close()
+        if self._shadow is not None:
+            self._shadow.close()
+            self._shadow = None
+
+    def _begun(self) -> tuple[MemoryOps, ShadowCopy]:
+        if self._memory is None or self._shadow is None:
+            raise ProtocolError(f"{self._manifest.worker}: no update has begun")
+        return self._memory, self._shadow
 
     def _check_complete(self) -> None:
         if self._missing:
@@ -200,18 +229,22 @@ class HandDrivenReceiver:
                 if refusal := cast_refusal(tensor.dtype, wanted):
                     raise PlanError(f"{worker}: tensor {tensor.name!r}: {refusal}")
 
-    def _take(self, shard: Shard, tensor: WireTensor, address: int) -> None:
+    def _copy(
+        self, shadow: ShadowCopy, shard: Shard, tensor: WireTensor, address: int
+    ) -> StridedCopy:
+        """A box of this rank out of a whole tensor at `address`."""
         position = self._indices[shard.parameter]
+        dtype = self._manifest.parameters[position].dtype
         strides = contiguous_strides(tensor.shape, tensor.dtype.itemsize)
         starts = zip(shard.box.offsets, strides, strict=True)
-        copy_strided(
-            sizes=shard.box.sizes,
+        return StridedCopy(
+            sizes=shard.box.sizes or (1,),
             src_address=address + sum(start * stride for start, stride in starts),
-            src_strides=strides,
+            src_strides=strides or (tensor.dtype.itemsize,),
             src_dtype=tensor.dtype,
-            dst_address=self._memory.addresses[position] + shard.offset_bytes,
-            dst_strides=shard.strides_bytes,
-            dst_dtype=self._manifest.parameters[position].dtype,
+            dst_address=shadow.addresses[position] + shard.offset_bytes,
+            dst_strides=shard.strides_bytes or (dtype.itemsize,),
+            dst_dtype=dtype,
             tensor=tensor.name,
         )
 

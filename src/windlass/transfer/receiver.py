@@ -18,10 +18,12 @@ from windlass.config import UpdateMode
 from windlass.errors import PlanError
 from windlass.layout.manifest import ShardManifest
 from windlass.memory.digest import hash_strided, new_digest
+from windlass.memory.ops import ALIGNMENT, aligned_offsets
 from windlass.memory.packing import copy_strided
 from windlass.planning.plan import TransferPlan
-from windlass.transfer.arena import ALIGNMENT, Arena, aligned_offsets
-from windlass.transfer.bind import BoundOp, LinkProgram, bind_links, check_part
+from windlass.planning.program import BoundOp, LinkProgram, bind_links
+from windlass.transfer.arena import Arena
+from windlass.transfer.bind import check_part
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transports.base import (
     MemoryRegion,

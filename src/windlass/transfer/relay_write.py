@@ -18,8 +18,9 @@ import numpy as np
 from windlass.errors import PlanError
 from windlass.memory.digest import new_digest
 from windlass.net.clock import Deadline
+from windlass.planning.program import LinkProgram
 from windlass.planning.relay import RelayGroup
-from windlass.transfer.bind import LinkProgram, check_binding
+from windlass.transfer.bind import check_binding
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transfer.outcomes import is_unknown, submit
 from windlass.transfer.payload import Payload, UInt64Array, hash_chunks, payload_of

@@ -19,7 +19,7 @@ import numpy as np
 
 from windlass.errors import RoundAborted
 from windlass.layout.manifest import ShardManifest
-from windlass.transfer.arena import aligned_offsets
+from windlass.memory.ops import aligned_offsets
 from windlass.transfer.pieces import UInt64Array
 
 __all__ = ["CopyTimes", "Replica", "ReplicaMemory"]

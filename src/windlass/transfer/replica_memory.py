@@ -15,10 +15,10 @@ from windlass.memory.cuda.driver import Event
 from windlass.memory.cuda.gpu import Gpu, shared_gpu
 from windlass.memory.cuda.pinned_arena import PinnedArena
 from windlass.memory.cuda.range_copy import COPY_ENGINE_NBYTES, RangeCopy
+from windlass.memory.ops import OWN_WORK_S
 from windlass.transfer.arena import Arena
 from windlass.transfer.base import LINKS_AT_ONCE
 from windlass.transfer.device_arena import DeviceArena, DeviceMemory
-from windlass.transfer.device_links import OWN_WORK_S
 from windlass.transfer.pack_arena import ArenaSlot
 from windlass.transfer.pieces import UInt64Array
 from windlass.transfer.replica import ReplicaMemory

@@ -22,7 +22,9 @@ from windlass.layout.manifest import MAX_DIMS, Int64Array, ShardManifest
 from windlass.memory.cuda.driver import gpu_of
 from windlass.memory.cuda.gpu import Gpu, shared_gpu
 from windlass.memory.cuda.kernels import PIECE, PieceTable
+from windlass.memory.cuda.links import WORDS_NBYTES
 from windlass.memory.digest import hash_strided, new_digest
+from windlass.memory.ops import OWN_WORK_S, DigestKind
 from windlass.planning.replicated import (
     DIGESTED,
     HELD,
@@ -32,8 +34,6 @@ from windlass.planning.replicated import (
     counted,
 )
 from windlass.transfer.base import ParameterMemory
-from windlass.transfer.bindings import DigestKind
-from windlass.transfer.device_links import OWN_WORK_S, WORDS_NBYTES
 from windlass.transfer.parameters import check_described
 
 __all__ = ["ReplicatedDigests"]

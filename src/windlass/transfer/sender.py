@@ -27,18 +27,13 @@ import numpy as np
 
 from windlass.errors import ConfigError, PlanError, TransferOutcomeUnknown, WindlassError
 from windlass.layout.manifest import ShardManifest
+from windlass.memory.ops import ALIGNMENT
 from windlass.net.clock import Deadline
 from windlass.planning.plan import TransferPlan
+from windlass.planning.program import LinkProgram, bind_links
 from windlass.planning.relay import RelayGroup
-from windlass.transfer.arena import ALIGNMENT
 from windlass.transfer.base import LINKS_AT_ONCE, ParameterMemory, SendResult
-from windlass.transfer.bind import (
-    LinkProgram,
-    bind_links,
-    check_binding,
-    check_destinations,
-    check_part,
-)
+from windlass.transfer.bind import check_binding, check_destinations, check_digest_kind, check_part
 from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus
 from windlass.transfer.outcomes import is_unknown, status_of, submit
 from windlass.transfer.pack_arena import PackArena
@@ -188,7 +183,7 @@ class Sender:
             for peer, program in programs.items():
                 if peer not in known:
                     raise PlanError(f"connect: destination {peer} of the plan has no binding")
-                self._check_digest_kind(known[peer])
+                check_digest_kind(self._packer.digest_kind, known[peer])
                 check_binding(program, known[peer])
             self._peers = {peer: Peer.bound_to(known[peer]) for peer in programs}
             self._packer.fit(tuple(programs.values()))
@@ -332,14 +327,6 @@ class Sender:
             self._forget()
             self._packer.close()
             self._parameters.close()
-
-    def _check_digest_kind(self, binding: DestinationBinding) -> None:
-        kind = self._packer.digest_kind
-        if binding.digest_kind is not kind:
-            raise PlanError(
-                f"connect: {binding.worker}: weights must be on GPUs at both ends or in host memory at "
-                f"both: this rank hashes by {kind}, that one by {binding.digest_kind}"
-            )
 
     # --- links and feeds ---------------------------------------------------------------------
 

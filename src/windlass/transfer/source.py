@@ -9,15 +9,15 @@ import numpy as np
 
 from windlass.errors import PlanError
 from windlass.layout.manifest import ShardManifest
-from windlass.memory.cuda.driver import gpu_of
+from windlass.memory.ops import OWN_WORK_S, LinkDigests, MemoryOps, UInt64Array, memory_at
 from windlass.planning.plan import TransferPlan
+from windlass.planning.program import LinkProgram, bind_links
 from windlass.transfer.base import ParameterMemory
-from windlass.transfer.bind import LinkProgram, bind_links, check_destinations, check_part
+from windlass.transfer.bind import check_destinations, check_digest_kind, check_part
 from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus
 from windlass.transfer.parameters import check_described
-from windlass.transfer.pieces import hash_link
 
-__all__ = ["SourceMemory", "failed_links", "refuse_gpu_memory", "refuse_transforms"]
+__all__ = ["SourceMemory", "failed_links", "refuse_transforms"]
 
 
 def refuse_transforms(worker: str, plan: TransferPlan) -> None:
@@ -33,24 +33,6 @@ def refuse_transforms(worker: str, plan: TransferPlan) -> None:
         )
 
 
-def refuse_gpu_memory(worker: str, addresses: Sequence[int]) -> None:
-    """Refuse memory that only kernels can read: reading it here would end the process.
-
-    Args:
-        worker: whose.
-        addresses: of its parameters, which are all in one kind of memory.
-
-    Raises:
-        PlanError: one of them is on a GPU.
-    """
-    ordinal = max(map(gpu_of, addresses), default=-1)
-    if ordinal >= 0:
-        raise PlanError(
-            f"{worker}: its weights are on GPU {ordinal}: the backends xccl and disk, and updates by "
-            "hand, read and write host memory; use the backend p2p"
-        )
-
-
 def failed_links(destinations: Sequence[str], reason: str) -> tuple[LinkOutcome, ...]:
     """What is said of links that fail together."""
     return tuple(LinkOutcome(name, LinkStatus.FAILED, 0, "", reason) for name in destinations)
@@ -58,11 +40,15 @@ def failed_links(destinations: Sequence[str], reason: str) -> tuple[LinkOutcome,
 
 @final
 class SourceMemory:
-    """Parameters of one rank, and the links of the plan that they feed.
+    """Parameters of one rank, in host memory or on a GPU, and the links of the plan that they feed.
 
     Args:
         manifest: of this rank.
         parameters: where the parameters lie now, in manifest order; asked at every `locate`.
+
+    Attributes:
+        programs: by destination, as bound by the last `bind`.
+        addresses: (num_parameters,) where they lie, as of the last `locate`.
     """
 
     def __init__(
@@ -70,53 +56,92 @@ class SourceMemory:
     ) -> None:
         self.manifest = manifest
         self.programs: dict[str, LinkProgram] = {}
+        self.addresses: UInt64Array = np.zeros(0, np.uint64)
         self._parameters = parameters
-        self._addresses: tuple[int, ...] = ()
-        self._digests: dict[str, str] = {}
+        self._memory: MemoryOps | None = None
+        self._digests: LinkDigests | None = None
+        self._found: dict[str, str] = {}
 
     def bind(self, plan: TransferPlan, bindings: Sequence[DestinationBinding]) -> None:
         """Take a plan part (`TransferPlan.for_source`).
 
         Raises:
-            PlanError: it was made for another layout, it quantises, or a destination has no binding.
+            PlanError: it was made for another layout, it quantises, a destination has no binding, or its
+                parameters are in another kind of memory than this rank's.
         """
-        self.programs, self._digests = {}, {}
+        self.close()
         check_part(self.manifest, plan.sources, plan.source_digests, "sources")
         refuse_transforms(self.manifest.worker, plan)
         programs = {program.peer: program for program in bind_links(plan, sending=True)}
-        missing = sorted(set(programs) - {binding.worker for binding in bindings})
+        offered = {binding.worker: binding for binding in bindings}
+        missing = sorted(set(programs) - set(offered))
         if missing:
             raise PlanError(f"connect: destination {missing[0]} of the plan has no binding")
+        self.locate()
+        for peer in programs:
+            check_digest_kind(self.memory.digest_kind, offered[peer])
         self.programs = programs
 
-    def locate(self) -> None:
-        """Ask where parameters lie.
+    @property
+    def memory(self) -> MemoryOps:
+        """Which the parameters are in; known once they have been located."""
+        if self._memory is None:
+            raise PlanError(
+                f"{self.manifest.worker}: parameters have not been located; connect first"
+            )
+        return self._memory
+
+    def locate(self) -> bool:
+        """Ask where parameters lie; returns whether any has moved.
 
         Raises:
-            PlanError: another number of them, or other sizes, than described, or they are on a GPU.
+            PlanError: another number of them, or other sizes, than described, or they are in several
+                memories, or in another one than before.
         """
         now = tuple(self._parameters())
         check_described(self.manifest, now)
-        refuse_gpu_memory(self.manifest.worker, [memory.address for memory in now])
-        self._addresses = tuple(memory.address for memory in now)
-
-    def address_of(self, parameter: int) -> int:
-        """Where a parameter begins, as of the last `locate`."""
-        return self._addresses[parameter]
+        addresses = np.array([memory.address for memory in now], np.uint64)
+        if self._memory is not None and np.array_equal(addresses, self.addresses):
+            return False
+        memory = memory_at((m.address for m in now if m.nbytes), self.manifest.worker)
+        if self._memory is not None and memory.ordinal != self._memory.ordinal and self.programs:
+            raise PlanError(
+                f"{self.manifest.worker}: its weights must stay on GPU {self._memory.ordinal}, where they "
+                f"were when it connected, got GPU {memory.ordinal} (-1 is host memory)"
+            )
+        self._drop_digests()
+        self._memory, self.addresses = memory, addresses
+        return True
 
     def hash_links(self) -> None:
-        """Digest what every link delivers, from the parameters as they are."""
-        sources = np.array(self._addresses, np.uint64)
-        for peer, program in self.programs.items():
-            self._digests[peer] = hash_link(program, sources)
+        """Digest what every link delivers, from the parameters as they are.
+
+        Raises:
+            TransferFailed: a cast overflows, or what is queued on the GPU does not end.
+            TransferOutcomeUnknown: kernels do not end.
+        """
+        self.memory.settle(OWN_WORK_S)
+        if self._digests is None:
+            self._digests = self.memory.digests(self.programs, self.addresses, at_source=True)
+        self._found = self._digests.take(self.programs, OWN_WORK_S)
 
     def delivered(self, destinations: Sequence[str]) -> tuple[LinkOutcome, ...]:
         """What is said of links that delivered what `hash_links` saw."""
         return tuple(
-            LinkOutcome(name, LinkStatus.OK, self.programs[name].nbytes, self._digests[name])
+            LinkOutcome(name, LinkStatus.OK, self.programs[name].nbytes, self._found[name])
             for name in destinations
         )
 
     def check_destinations(self, destinations: Sequence[str]) -> None:
         """See `bind.check_destinations`."""
         check_destinations(self.programs, destinations)
+
+    def close(self) -> None:
+        """Free what was prepared. Idempotent."""
+        self._drop_digests()
+        self.programs, self._found = {}, {}
+
+    def _drop_digests(self) -> None:
+        if self._digests is not None:
+            self._digests.close()
+            self._digests = None

@@ -21,7 +21,6 @@ from windlass.transfer.receiver import Receiver
 from windlass.transfer.relay_node import RelayNode
 from windlass.transfer.replicated_digests import ReplicatedDigests
 from windlass.transfer.sender import Sender
-from windlass.transfer.source import refuse_gpu_memory
 from windlass.updates.hooks import EngineHooks
 from windlass.updates.messages import (
     Abort,
@@ -388,7 +387,6 @@ class EngineAgent:
     def _choose(self, backend: UpdateBackend) -> None:
         if not isinstance(backend, P2pBackend):
             self._refuse_elsewhere(f"backend {type(backend).__name__}")
-            refuse_gpu_memory(self._one_sided.manifest.worker, self._one_sided.live_addresses)
         if backend != self._backend or self._receiver is self._by_hand:
             if self._receiver is not self._by_hand:
                 self._receiver.close()
@@ -411,7 +409,6 @@ class EngineAgent:
     def _begin_by_hand(self) -> None:
         """The next update that comes by a plan binds it anew."""
         self._refuse_elsewhere("an update by hand")
-        refuse_gpu_memory(self._one_sided.manifest.worker, self._one_sided.live_addresses)
         if self._receiver is not self._by_hand:
             self._receiver.close()
         self._receiver = self._by_hand

@@ -60,6 +60,21 @@ class Gpu:
             self.distrust(f"kernels may still go on, nobody can wait for them: {error}")
             raise TransferOutcomeUnknown(f"GPU {self.device.ordinal}: {self._late}") from error
 
+    def wait_or_leave(self, event: Event, deadline_s: float) -> None:
+        """As `wait`, but what is late is the caller's to end: the GPU is trusted as before.
+
+        Raises:
+            TransferFailed: queued work failed, or `event` was not reached within `deadline_s`.
+            TransferOutcomeUnknown: kernels outlived an earlier deadline.
+        """
+        self.refuse_late()
+        try:
+            _waits.submit(event.wait).result(deadline_s)
+        except FutureTimeout:
+            raise TransferFailed(
+                f"GPU {self.device.ordinal}: what was queued is not over within {deadline_s} s"
+            ) from None
+
     def settle(self, deadline_s: float, step: Event | None = None) -> float:
         """Wait for what this process has queued on the GPU by whatever library, such as a step.
 

@@ -10,11 +10,11 @@ from ground_truth import distinct_values, fill
 from hypothesis import HealthCheck, assume, given, settings
 from strategies import Fleet, fleets
 
+from windlass.memory.cuda import pieces as blocks
+from windlass.memory.cuda.pieces import block_tables
 from windlass.memory.position_digest import PositionDigest
 from windlass.planning.planner import plan_transfer
-from windlass.transfer import blocks
-from windlass.transfer.bind import bind_links
-from windlass.transfer.blocks import block_tables
+from windlass.planning.program import bind_links
 
 Buffers = list[np.ndarray]
 

@@ -14,17 +14,20 @@ import numpy as np
 import numpy.typing as npt
 
 from windlass.errors import UnsupportedLayout
-from windlass.layout.dtypes import DType
+from windlass.layout.dtypes import DType, can_overflow
 from windlass.layout.quantization import BLOCK
 from windlass.memory.cuda.kernels import PIECE
+from windlass.memory.ops import StridedCopy
 from windlass.planning.plan import Transform
-from windlass.transfer.bind import BoundOp, LinkProgram
+from windlass.planning.program import BoundOp, LinkProgram
 
 __all__ = [
     "OpPieces",
     "PieceKind",
+    "MAX_PIECE_NBYTES",
     "PieceArray",
     "block_tables",
+    "cut_copy",
     "cut_ops",
     "join_tables",
     "kind_of",
@@ -42,6 +45,11 @@ class PieceKind(NamedTuple):
     transform: Transform
     src_dtype: DType
     dst_dtype: DType
+
+    @property
+    def may_overflow(self) -> bool:
+        """Whether a finite element may become infinite."""
+        return self.src_dtype is not self.dst_dtype and can_overflow(self.src_dtype, self.dst_dtype)
 
 
 def block_tables(
@@ -113,7 +121,7 @@ def store_packed(pieces: PieceArray, first: int, address: int) -> None:
 def _cut_op(op: BoundOp, position: int, *, at_source: bool) -> PieceArray:
     match op.transform:
         case Transform.NONE:
-            return _cut(op, position)
+            return cut_copy(_unplaced(op), position)
         case Transform.FP8_BLOCK_VALUES:
             return _cut_values(op, position)
         case Transform.FP8_BLOCK_SCALES:
@@ -156,12 +164,26 @@ def _cut_scales(op: BoundOp, position: int, *, at_source: bool) -> PieceArray:
     return pieces.reshape(-1)
 
 
-def _cut(op: BoundOp, position: int) -> PieceArray:
-    """All pieces of one op, relative to the parameters' starts."""
-    sizes, src, dst = list(op.sizes), list(op.src_strides), list(op.dst_strides)
-    itemsize = op.dst_dtype.itemsize
+def _unplaced(op: BoundOp) -> StridedCopy:
+    """An op that copies or casts, at offsets from where the parameters of both sides begin."""
+    return StridedCopy(
+        sizes=op.sizes,
+        src_address=op.src_offset,
+        src_strides=op.src_strides,
+        src_dtype=op.src_dtype,
+        dst_address=op.dst_offset,
+        dst_strides=op.dst_strides,
+        dst_dtype=op.dst_dtype,
+        tensor=op.tensor,
+    )
+
+
+def cut_copy(copy: StridedCopy, position: int) -> PieceArray:
+    """All pieces of one copy, whose payload begins at `position`."""
+    sizes, src, dst = list(copy.sizes), list(copy.src_strides), list(copy.dst_strides)
+    itemsize = copy.dst_dtype.itemsize
     run = 1
-    while sizes and src[-1] == run * op.src_dtype.itemsize and dst[-1] == run * itemsize:
+    while sizes and src[-1] == run * copy.src_dtype.itemsize and dst[-1] == run * itemsize:
         run *= sizes.pop()
         src.pop()
         dst.pop()
@@ -179,9 +201,12 @@ def _cut(op: BoundOp, position: int) -> PieceArray:
     pieces = np.zeros(shape, PIECE)
     row, col = row_starts[None, :, None], col_starts[None, None, :]
     pieces["src"] = (
-        op.src_offset + outer[:, 0][:, None, None] + row * src_pitch + col * op.src_dtype.itemsize
+        copy.src_address
+        + outer[:, 0][:, None, None]
+        + row * src_pitch
+        + col * copy.src_dtype.itemsize
     )
-    pieces["dst"] = op.dst_offset + outer[:, 1][:, None, None] + row * dst_pitch + col * itemsize
+    pieces["dst"] = copy.dst_address + outer[:, 1][:, None, None] + row * dst_pitch + col * itemsize
     payload = np.arange(len(outer))[:, None, None] * (rows * run_nbytes)
     pieces["pos"] = position + payload + row * run_nbytes + col * itemsize
     pieces["src_pitch"], pieces["dst_pitch"] = src_pitch, dst_pitch

@@ -9,34 +9,29 @@ from dataclasses import dataclass
 from typing import assert_never
 
 import numpy as np
-import numpy.typing as npt
 
 from windlass.memory.cuda.gpu import Gpu
 from windlass.memory.cuda.kernels import PieceTable, put_kernel
+from windlass.memory.cuda.pieces import PieceArray, PieceKind
 from windlass.memory.packing import overflow_text
 from windlass.planning.plan import Transform
-from windlass.transfer.bind import LinkProgram
-from windlass.transfer.blocks import PieceArray, PieceKind
+from windlass.planning.program import LinkProgram
 
 __all__ = [
     "DIGEST_NBYTES",
     "WORDS_NBYTES",
-    "OWN_WORK_S",
     "DeviceLink",
-    "UInt64Array",
     "load_link",
     "load_table",
     "read_digest",
     "read_sent",
+    "read_words",
     "unload_links",
 ]
 
 DIGEST_NBYTES = 16
 WORDS_NBYTES = DIGEST_NBYTES + 8
 """Of a link: a digest, and a word that says where a cast overflowed."""
-OWN_WORK_S = 60.0
-"""For work on a GPU's own memory, which takes milliseconds."""
-UInt64Array = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +89,7 @@ def unload_links(gpu: Gpu, links: Mapping[str, DeviceLink]) -> None:
 
 def read_digest(gpu: Gpu, address: int) -> str:
     """The digest at `address`, as links report it; waits for no other stream."""
-    a, b, _ = _read_words(gpu, address)
+    a, b, _ = read_words(gpu, address)
     return f"{a:016x}{b:016x}"
 
 
@@ -104,7 +99,7 @@ def read_sent(gpu: Gpu, address: int, program: LinkProgram) -> tuple[str, str]:
     Returns:
         (digest, which tensor's cast overflowed or empty).
     """
-    a, b, overflow = _read_words(gpu, address)
+    a, b, overflow = read_words(gpu, address)
     reason = ""
     if overflow:
         ends = itertools.accumulate(op.nbytes for op in program.ops)
@@ -113,7 +108,8 @@ def read_sent(gpu: Gpu, address: int, program: LinkProgram) -> tuple[str, str]:
     return f"{a:016x}{b:016x}", reason
 
 
-def _read_words(gpu: Gpu, address: int) -> list[int]:
+def read_words(gpu: Gpu, address: int) -> list[int]:
+    """The words at `address`: a digest, and where a cast overflowed or 0."""
     found = gpu.device.download(address, WORDS_NBYTES, gpu.stream)
     words: list[int] = np.frombuffer(found, "<u8").tolist()
     return words

@@ -1,0 +1,268 @@
+"""`MemoryOps` of one GPU: kernels of `put.cu` copy, cast and hash, by tables that are cut once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, final
+
+from windlass.errors import TransferFailed
+from windlass.layout.dtypes import DType
+from windlass.memory.cuda.gpu import Gpu
+from windlass.memory.cuda.kernels import PieceTable
+from windlass.memory.cuda.links import WORDS_NBYTES, load_table, read_digest, read_sent, read_words
+from windlass.memory.cuda.pieces import (
+    MAX_PIECE_NBYTES,
+    PieceArray,
+    PieceKind,
+    cut_copy,
+    cut_ops,
+    join_tables,
+    kind_of,
+    store_packed,
+)
+from windlass.memory.ops import DigestKind, StridedCopy, UInt64Array
+from windlass.memory.packing import overflow_text
+from windlass.planning.plan import Transform
+from windlass.planning.program import LinkProgram
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["CudaMemory", "DeviceMemory"]
+
+
+@final
+class DeviceMemory:
+    """GPU memory from cuMemAlloc, outside every pool; not cleared. No transport knows it.
+
+    Raises:
+        TransferFailed: the GPU has not so much memory.
+    """
+
+    def __init__(self, gpu: Gpu, nbytes: int) -> None:
+        self._gpu, self.nbytes = gpu, nbytes
+        self.address = gpu.device.allocate(nbytes)
+
+    def close(self) -> None:
+        """Free it, unless kernels that outlived a deadline may still use it. Idempotent."""
+        address, self.address = self.address, 0
+        if address and not self._gpu.is_late:
+            self._gpu.device.free(address)
+
+
+@final
+class CudaMemory:
+    """See `MemoryOps`. What is queued runs in one stream of the GPU, in the order of the calls."""
+
+    digest_kind = DigestKind.POSITION
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self.ordinal = gpu.device.ordinal
+
+    @property
+    def gpu(self) -> Gpu:
+        """Whose memory it is."""
+        return self._gpu
+
+    def allocate(self, nbytes: int) -> DeviceMemory:
+        """See `MemoryOps.allocate`."""
+        return DeviceMemory(self._gpu, nbytes)
+
+    def prepare(self, copies: Sequence[StridedCopy]) -> _CudaCopies:
+        """See `MemoryOps.prepare`."""
+        return _CudaCopies(self._gpu, copies)
+
+    def digests(
+        self,
+        programs: Mapping[str, LinkProgram],
+        addresses: UInt64Array,
+        *,
+        at_source: bool,
+        landing_address: int = 0,
+    ) -> _CudaDigests:
+        """See `MemoryOps.digests`."""
+        return _CudaDigests(self._gpu, programs, addresses, at_source, landing_address)
+
+    def view(
+        self, address: int, sizes: Sequence[int], strides_bytes: Sequence[int], dtype: DType
+    ) -> torch.Tensor:
+        """See `MemoryOps.view`. By `__cuda_array_interface__`, which torch takes without a copy."""
+        import torch
+
+        from windlass.memory.torch_dtypes import torch_dtype
+
+        reach = sum((n - 1) * s for n, s in zip(sizes, strides_bytes, strict=True)) + dtype.itemsize
+        flat = torch.as_tensor(_DeviceBytes(address, reach), device=f"cuda:{self.ordinal}")
+        strides = tuple(s // dtype.itemsize for s in strides_bytes)
+        return flat.view(torch_dtype(dtype)).as_strided(tuple(sizes), strides)
+
+    def settle(self, deadline_s: float) -> None:
+        """See `MemoryOps.settle`."""
+        self._gpu.settle(deadline_s)
+
+    def finish(self, deadline_s: float) -> None:
+        """See `MemoryOps.finish`."""
+        self._gpu.finish(deadline_s)
+
+
+class _DeviceBytes:
+    """What torch reads an array of another library by."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+@final
+class _CudaCopies:
+    def __init__(self, gpu: Gpu, copies: Sequence[StridedCopy]) -> None:
+        self._gpu, self._copies = gpu, tuple(copies)
+        self._words = 0
+        gpu.refuse_late()
+        kinds = [PieceKind(Transform.NONE, copy.src_dtype, copy.dst_dtype) for copy in copies]
+        nbytes = [_nbytes_of(copy) for copy in copies]
+        self._ends = list(itertools.accumulate(nbytes))
+        cut = (
+            (kind, cut_copy(copy, end - n))
+            for copy, kind, end, n in zip(copies, kinds, self._ends, nbytes, strict=True)
+        )
+        with ExitStack() as undo:
+            self._tables: list[tuple[PieceTable, bool]] = []
+            for kind, pieces in join_tables(cut).items():
+                table = load_table(gpu, kind, pieces)
+                undo.callback(table.close)
+                self._tables.append((table, kind.may_overflow))
+            if any(may_overflow for _, may_overflow in self._tables):
+                self._words = gpu.device.allocate(WORDS_NBYTES)
+            undo.pop_all()
+
+    def run(self) -> None:
+        if self._words:
+            self._gpu.device.clear(self._words, WORDS_NBYTES, self._gpu.stream)
+        for table, may_overflow in self._tables:
+            # Only kernels that hash tell of an overflow.
+            self._gpu.kernels.put(table, self._gpu.stream, self._words if may_overflow else 0)
+
+    def check(self) -> None:
+        if not self._words:
+            return
+        overflow = read_words(self._gpu, self._words)[2]
+        if overflow:
+            copy = next(
+                c for c, end in zip(self._copies, self._ends, strict=True) if overflow <= end
+            )
+            raise TransferFailed(overflow_text(copy.tensor, copy.src_dtype, copy.dst_dtype))
+
+    def close(self) -> None:
+        tables, self._tables = self._tables, []
+        words, self._words = self._words, 0
+        if self._gpu.is_late:
+            return  # kernels may still read the tables
+        for table, _ in tables:
+            table.close()
+        if words:
+            self._gpu.device.free(words)
+
+
+def _nbytes_of(copy: StridedCopy) -> int:
+    numel = 1
+    for size in copy.sizes:
+        numel *= size
+    return numel * copy.dst_dtype.itemsize
+
+
+@final
+class _CudaDigests:
+    """Tables per link; at the source a cast needs somewhere to store: all pieces share one place."""
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        programs: Mapping[str, LinkProgram],
+        addresses: UInt64Array,
+        at_source: bool,
+        landing_address: int,
+    ) -> None:
+        gpu.refuse_late()
+        self._gpu, self._programs = gpu, programs
+        self._at_source = at_source
+        self._hashed: dict[str, list[PieceTable]] = {}
+        self._cast: dict[str, list[PieceTable]] = {}
+        self._words: dict[str, int] = {}
+        self._scratch = 0
+        with ExitStack() as undo:
+            for peer, program in programs.items():
+                hashed: list[tuple[PieceKind, PieceArray]] = []
+                cast: list[tuple[PieceKind, PieceArray]] = []
+                for op, position, pieces in cut_ops(program, at_source=at_source):
+                    kind = kind_of(op)
+                    if not at_source:
+                        if op.lands and landing_address:
+                            store_packed(pieces, position, landing_address + op.landing_offset)
+                        else:
+                            pieces["dst"] += addresses[op.dst_parameter]
+                        hashed.append((_as_it_lies(kind.dst_dtype), pieces))
+                        continue
+                    pieces["src"] += addresses[op.src_parameter]
+                    if kind == _as_it_lies(kind.src_dtype):
+                        pieces["dst"], pieces["dst_pitch"] = pieces["src"], pieces["src_pitch"]
+                        hashed.append((kind, pieces))
+                    else:
+                        cast.append((kind, pieces))
+                if cast and not self._scratch:
+                    self._scratch = gpu.device.allocate(MAX_PIECE_NBYTES)
+                    undo.callback(gpu.device.free, self._scratch)
+                for _, pieces in cast:
+                    # Digests are of what threads hold: what they store over each other is never read.
+                    pieces["dst"], pieces["dst_pitch"] = self._scratch, pieces["pos_pitch"]
+                for tables, found in ((self._hashed, hashed), (self._cast, cast)):
+                    tables[peer] = []
+                    for kind, pieces in join_tables(found).items():
+                        tables[peer].append(load_table(gpu, kind, pieces))
+                        undo.callback(tables[peer][-1].close)
+                self._words[peer] = gpu.device.allocate(WORDS_NBYTES)
+                undo.callback(gpu.device.free, self._words[peer])
+            undo.pop_all()
+
+    def take(self, peers: Iterable[str], deadline_s: float) -> dict[str, str]:
+        gpu, wanted = self._gpu, list(peers)
+        for peer in wanted:
+            words = self._words[peer]
+            gpu.device.clear(words, WORDS_NBYTES, gpu.stream)
+            for table in self._hashed[peer]:
+                gpu.kernels.hash(table, gpu.stream, words)
+            for table in self._cast[peer]:
+                gpu.kernels.put(table, gpu.stream, words)
+        if wanted:
+            gpu.finish(deadline_s)
+        return {peer: self._read(peer) for peer in wanted}
+
+    def _read(self, peer: str) -> str:
+        if not self._at_source:
+            return read_digest(self._gpu, self._words[peer])
+        digest, overflow = read_sent(self._gpu, self._words[peer], self._programs[peer])
+        if overflow:
+            raise TransferFailed(overflow)
+        return digest
+
+    def close(self) -> None:
+        tables = [*itertools.chain(*self._hashed.values(), *self._cast.values())]
+        words = [*self._words.values(), *([self._scratch] if self._scratch else [])]
+        self._hashed, self._cast, self._words, self._scratch = {}, {}, {}, 0
+        if self._gpu.is_late:
+            return  # kernels may still read the tables
+        for table in tables:
+            table.close()
+        for address in words:
+            self._gpu.device.free(address)
+
+
+def _as_it_lies(dtype: DType) -> PieceKind:
+    return PieceKind(Transform.NONE, dtype, dtype)

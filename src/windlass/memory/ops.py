@@ -1,0 +1,267 @@
+"""What memory can do: the one seam between host memory and the memory of GPUs.
+
+`HostMemory` and `CudaMemory` implement `MemoryOps`; whoever moves weights asks `memory_at` where they lie
+and is the same code for both. `tests/memory/test_ops.py` is the conformance suite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from windlass.errors import PlanError
+from windlass.layout.dtypes import DType
+from windlass.memory.cuda.driver import gpu_of
+from windlass.planning.program import LinkProgram
+
+if TYPE_CHECKING:
+    import torch
+
+    from windlass.memory.cuda.gpu import Gpu
+
+__all__ = [
+    "ALIGNMENT",
+    "aligned",
+    "aligned_offsets",
+    "OWN_WORK_S",
+    "Buffer",
+    "DigestKind",
+    "LinkDigests",
+    "MemoryOps",
+    "PreparedCopies",
+    "StridedCopy",
+    "UInt64Array",
+    "gpu_at",
+    "memory_at",
+]
+
+OWN_WORK_S = 60.0
+"""Deadline of work on memory of one's own, which takes milliseconds."""
+UInt64Array = npt.NDArray[np.uint64]
+ALIGNMENT = 64
+"""Bytes; whatever shares an arena begins at a multiple of it."""
+
+
+def aligned(nbytes: int) -> int:
+    """Bytes that something of `nbytes` takes up in an arena."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def aligned_offsets(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
+    """Where things of these sizes lie one after the other, and the bytes that they take up."""
+    offsets, total = [], 0
+    for nbytes in sizes:
+        offsets.append(total)
+        total += aligned(nbytes)
+    return tuple(offsets), total
+
+
+class DigestKind(StrEnum):
+    """What a link's digest is computed with; both ends must use the same.
+
+    XXH3: xxh3_128 of the payload, in host memory. POSITION: `memory/position_digest.py`, on GPUs.
+    """
+
+    XXH3 = "xxh3_128"
+    POSITION = "position"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StridedCopy:
+    """Elements to copy between two strided layouts, cast where dtypes differ.
+
+    Attributes:
+        sizes: elements per dim, each >= 1; one dim at least.
+        src_address, dst_address: of the first element.
+        src_strides, dst_strides: bytes per dim, multiples of the item size.
+        src_dtype, dst_dtype: the same, or one of `CASTS`.
+        tensor: its name, for errors.
+    """
+
+    sizes: tuple[int, ...]
+    src_address: int
+    src_strides: tuple[int, ...]
+    src_dtype: DType
+    dst_address: int
+    dst_strides: tuple[int, ...]
+    dst_dtype: DType
+    tensor: str = ""
+
+
+class Buffer(Protocol):
+    """Memory that nobody else uses, from `MemoryOps.allocate` to `close`."""
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def close(self) -> None:
+        """Free it. Idempotent."""
+        ...
+
+
+class PreparedCopies(Protocol):
+    """Copies between fixed addresses, to be run any number of times."""
+
+    def run(self) -> None:
+        """Copy all, or queue it: `MemoryOps.finish` waits, and `check` tells how it went.
+
+        Raises:
+            TransferFailed: in host memory, a cast overflowed.
+        """
+        ...
+
+    def check(self) -> None:
+        """Refuse what the last `run`, which is over, has stored.
+
+        Raises:
+            TransferFailed: a finite number became infinite in a cast; what was stored must not be used.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free what was prepared; nothing of it may be under way. Idempotent."""
+        ...
+
+
+class LinkDigests(Protocol):
+    """The digests of links at one of their ends, to be taken any number of times."""
+
+    def take(self, peers: Iterable[str], deadline_s: float) -> dict[str, str]:
+        """Read the links' elements as they are now, and wait for the result.
+
+        Args:
+            peers: which links, by the worker at their other end.
+            deadline_s: of all of them.
+
+        Returns:
+            peer -> digest, hex.
+
+        Raises:
+            TransferFailed: at the source: a cast overflows.
+            TransferOutcomeUnknown: not within `deadline_s`.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free what was prepared. Idempotent."""
+        ...
+
+
+class MemoryOps(Protocol):
+    """Host memory, or the memory of one GPU. Thread-safe; what it makes is not.
+
+    Attributes:
+        ordinal: of the GPU; -1 for host memory.
+        digest_kind: of the digests it takes.
+    """
+
+    ordinal: int
+    digest_kind: DigestKind
+
+    def allocate(self, nbytes: int) -> Buffer:
+        """Memory of `nbytes` >= 1, aligned to 64 bytes, not cleared; the caller closes it.
+
+        Raises:
+            TransferFailed: there is not so much.
+        """
+        ...
+
+    def prepare(self, copies: Sequence[StridedCopy]) -> PreparedCopies:
+        """Copies that are run again and again. Ranges at either side may be pinned host memory.
+
+        Raises:
+            TransferFailed: a GPU without room for its tables.
+            ConfigError: nothing casts between the dtypes.
+        """
+        ...
+
+    def digests(
+        self,
+        programs: Mapping[str, LinkProgram],
+        addresses: UInt64Array,
+        *,
+        at_source: bool,
+        landing_address: int = 0,
+    ) -> LinkDigests:
+        """Digests of what links deliver, in the destination's dtype, in plan order.
+
+        Args:
+            programs: by peer.
+            addresses: (num_parameters,) where this rank's parameters begin.
+            at_source: this rank sends; elements are cast as they are read, nothing is stored.
+            landing_address: at the destination: where the payload of ops that land is packed.
+
+        Raises:
+            TransferFailed: a GPU without room for its tables.
+            UnsupportedLayout: on a GPU, quantised rows with gaps.
+        """
+        ...
+
+    def view(
+        self, address: int, sizes: Sequence[int], strides_bytes: Sequence[int], dtype: DType
+    ) -> torch.Tensor:
+        """This memory as a tensor of `sizes`; the caller keeps it alive and in place."""
+        ...
+
+    def settle(self, deadline_s: float) -> None:
+        """Wait for what this process has queued there by whatever library, such as an optimiser step.
+
+        Raises:
+            TransferFailed: it is not over within `deadline_s`, or it failed.
+            TransferOutcomeUnknown: kernels outlived an earlier deadline.
+        """
+        ...
+
+    def finish(self, deadline_s: float) -> None:
+        """Wait for what was queued through this object.
+
+        Raises:
+            TransferFailed: it failed.
+            TransferOutcomeUnknown: it is not over within `deadline_s`, and may go on for ever.
+        """
+        ...
+
+
+def memory_at(addresses: Iterable[int], worker: str) -> MemoryOps:
+    """The memory that all of a rank's parameters are in.
+
+    Args:
+        addresses: of its parameters; 0 for those that have no bytes.
+        worker: whose, for the error.
+
+    Raises:
+        PlanError: they are in host memory and on a GPU, or on several GPUs.
+        TransportUnavailable: a GPU whose kernels cannot be compiled.
+    """
+    ordinals = {gpu_of(address) for address in addresses if address}
+    if len(ordinals) > 1:
+        raise PlanError(
+            f"{worker}: its weights must be on one GPU or in host memory, got GPUs {sorted(ordinals)} "
+            "(-1 is host memory)"
+        )
+    ordinal = ordinals.pop() if ordinals else -1
+    if ordinal < 0:
+        from windlass.memory.host import HostMemory
+
+        return HostMemory()
+    from windlass.memory.cuda.gpu import shared_gpu
+    from windlass.memory.cuda.ops import CudaMemory
+
+    return CudaMemory(shared_gpu(ordinal))
+
+
+def gpu_at(memory: MemoryOps) -> Gpu | None:
+    """The GPU that `memory` is on; None for host memory."""
+    if memory.ordinal < 0:
+        return None
+    from windlass.memory.cuda.gpu import shared_gpu
+
+    return shared_gpu(memory.ordinal)

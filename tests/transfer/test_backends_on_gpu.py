@@ -1,0 +1,149 @@
+"""Every update backend with weights on GPUs, between real processes: the same bytes, the same transaction."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import weight_rank
+from safetensors.torch import save_file
+from test_backends import DEADLINES
+from weight_fleet import TOKEN, running_fleet
+
+import windlass
+from windlass.config import (
+    CollectiveFabric,
+    ControlConfig,
+    DiskBackend,
+    P2pBackend,
+    UpdateBackend,
+    UpdateMode,
+    XcclBackend,
+)
+
+NUM_GPUS = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(NUM_GPUS == 0, reason="needs a CUDA device"),
+    pytest.mark.timeout(300),
+]
+FABRICS = [
+    pytest.param(
+        fabric,
+        marks=pytest.mark.skipif(
+            NUM_GPUS < 2 and fabric is CollectiveFabric.NCCL, reason="NCCL needs a GPU per member"
+        ),
+    )
+    for fabric in CollectiveFabric
+]
+
+
+def fleet_on_gpus(
+    backend: UpdateBackend, mode: UpdateMode, num_trainers: int, **common: Any
+) -> AbstractAsyncContextManager[Any]:
+    """Trainers on the first GPU, engines on the last: no rank of a group shares its GPU with another."""
+    config = ControlConfig(mode=mode, backend=backend, deadlines=DEADLINES, max_rewrites=1)
+    engines = dict.fromkeys(("one", "halves", "newcomer"), f"cuda:{NUM_GPUS - 1}")
+    return running_fleet(
+        config,
+        num_trainers,
+        devices={"trainer": "cuda:0", **engines},
+        transport="cuda_ipc",
+        **common,
+    )
+
+
+@pytest.mark.parametrize("mode", list(UpdateMode))
+@pytest.mark.parametrize("fabric", FABRICS)
+async def test_broadcasts_deliver_every_byte_from_gpu_to_gpu(
+    mode: UpdateMode, fabric: CollectiveFabric
+) -> None:
+    """Buckets that cut rows; by NCCL one trainer and one engine, by gloo three and two."""
+    backend = XcclBackend(bucket_nbytes=1024, fabric=fabric)
+    is_nccl = fabric is CollectiveFabric.NCCL
+    async with fleet_on_gpus(backend, mode, 1 if is_nccl else 3) as fleet:
+        fleet.add_trainers()
+        fleet.add_engine("one")
+        if not is_nccl:
+            fleet.add_engine("halves", 2)
+        await fleet.ready()
+        for version in range(3):
+            assert (await fleet.publish(version))[:2] == ("published", [])
+            assert await fleet.held("one") == [(version, str(version), False)]
+            if not is_nccl:
+                assert await fleet.held("halves") == [(version, str(version), False)] * 2
+
+
+@pytest.mark.parametrize("mode", list(UpdateMode))
+async def test_files_are_written_from_and_read_into_gpu_memory(
+    tmp_path: Path, mode: UpdateMode
+) -> None:
+    async with fleet_on_gpus(DiskBackend(folder=str(tmp_path)), mode, 3) as fleet:
+        fleet.add_trainers()
+        fleet.add_engine("halves", 2)
+        fleet.add_engine("one")
+        await fleet.ready()
+        for version in range(2):
+            assert (await fleet.publish(version))[:2] == ("published", [])
+            assert await fleet.held("halves") == [(version, str(version), False)] * 2
+            assert await fleet.held("one") == [(version, str(version), False)]
+
+
+def drive(url: str, fabric: CollectiveFabric, device: str, folder: Path) -> None:
+    """Three versions: two by broadcast, in two buckets each, and one from a checkpoint's files."""
+    if device != "cpu":
+        torch.cuda.set_device(device)
+    with windlass.RolloutCallback(url, TOKEN, deadline_s=30.0) as head:
+        head.pause_generation()
+        group = windlass.WeightGroup(
+            head, "weights", bucket_nbytes=1 << 16, fabric=fabric, deadline_s=30.0
+        )
+        for version in range(2):
+            if version:
+                head.pause_generation()
+            whole = weight_rank.truth(version)
+            for names in (("embed", "norm"), ("down", "gate")):
+                group.broadcast({n: torch.from_numpy(whole[n]).to(device) for n in names})
+            head.continue_generation(version)
+        group.close()
+        head.pause_generation()
+        save_file(
+            {n: torch.from_numpy(w) for n, w in weight_rank.truth(2).items()},
+            folder / "model.safetensors",
+        )
+        head.update_weights_from_disk(str(folder)).result(30)
+        head.continue_generation(2)
+
+
+@pytest.mark.parametrize("fabric", FABRICS)
+async def test_a_trainer_that_drives_its_updates_fills_gpu_memory(
+    tmp_path: Path, fabric: CollectiveFabric
+) -> None:
+    async with fleet_on_gpus(P2pBackend(), UpdateMode.IN_PLACE, 1) as fleet:
+        fleet.add_engine("one")
+        if fabric is CollectiveFabric.GLOO:
+            fleet.add_engine("halves", 2)
+        await fleet.ready()
+        await asyncio.to_thread(drive, fleet.url, fabric, "cuda:0", tmp_path)
+        assert await fleet.held("one") == [(2, "2", False)]
+        if fabric is CollectiveFabric.GLOO:
+            assert await fleet.held("halves") == [(2, "2", False)] * 2
+
+
+@pytest.mark.parametrize("mode", list(UpdateMode))
+async def test_a_newcomer_on_a_gpu_catches_up_from_an_engine(mode: UpdateMode) -> None:
+    async with fleet_on_gpus(P2pBackend(), mode, 2, can_send=True) as fleet:
+        fleet.add_trainers()
+        fleet.add_engine("halves", 2)
+        await fleet.ready()
+        assert (await fleet.publish(4))[:2] == ("published", [])
+        fleet.add_engine("newcomer")
+        for rank in fleet.engines["newcomer"]:
+            assert await rank.read() == "ready"
+        async with asyncio.timeout(30):
+            while await fleet.held("newcomer") != [(4, "4", False)]:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
