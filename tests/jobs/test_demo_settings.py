@@ -86,7 +86,7 @@ def update(version: int, *engines: str, **changed: object) -> UpdateReport:
         left_out={},
         phase_s={},
         digest_ok=True,
-        measures=dict.fromkeys(Measure, 1.0),
+        measures={measure.value: 1.0 for measure in Measure},
     )
     return structs.replace(report, **changed)
 
