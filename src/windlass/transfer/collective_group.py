@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, final
 
 from windlass.config import CollectiveFabric
-from windlass.errors import ConfigError, PeerTimeout, PlanError, TransferFailed
+from windlass.errors import ConfigError, PeerTimeout, PlanError, TransferError, TransferFailed
 from windlass.net.addresses import listen
 from windlass.net.clock import Deadline
 from windlass.transfer.bindings import GroupOffer
@@ -27,6 +27,8 @@ MIN_TIMEOUT_S = 0.05
 BACKLOG = 1024
 ABORT_S = 10.0
 """For kernels to end once their communicator is aborted."""
+_KEPT: list[object] = []
+"""Buffers that kernels which do not end may still write: never given back."""
 
 
 @final
@@ -320,12 +322,10 @@ class TorchBroadcastGroup:
         """
         if self._gpu is None:
             return
-        event = self._gpu.stream.record()
         try:
-            self._gpu.wait_or_leave(event, deadline_s)
+            self._gpu.wait_or_leave(self._gpu.stream.record(), deadline_s)
         except TransferFailed:
-            self.abort()  # which ends NCCL's kernels, and with them what waits in the stream
-            self._gpu.finish(ABORT_S)
+            self.abort()
             raise
 
     def abort(self) -> None:
@@ -338,6 +338,12 @@ class TorchBroadcastGroup:
             self._process_group.abort()
         # The last reference: its sockets close, and the other members notice.
         self._process_group = self._store = None
+        if self._gpu is None:
+            return
+        try:
+            self._gpu.finish(ABORT_S)  # NCCL's kernels end with their communicator
+        except TransferError:
+            _KEPT.append((self._wire, self._buffers))
 
     def _stream(self) -> contextlib.AbstractContextManager[Any]:
         """What torch queues within goes where kernels of `gpu` go, or to the GPU's current stream."""
