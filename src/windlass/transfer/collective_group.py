@@ -7,6 +7,8 @@ registry, so the user's default group and its numbering are untouched.
 from __future__ import annotations
 
 import contextlib
+import os
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, final
 
@@ -186,10 +188,28 @@ def _connect(
 
     nccl = ProcessGroupNCCL.Options()
     nccl._timeout = timeout
-    group = ProcessGroupNCCL(store, rank, size, nccl)
+    with _no_error_handling():
+        group = ProcessGroupNCCL(store, rank, size, nccl)
     # By itself NCCL connects in the first broadcast, when engines stand still already.
     group.eager_connect_single_device(torch.device("cuda", _ordinal(gpu)))
     return group
+
+
+@contextlib.contextmanager
+def _no_error_handling() -> Iterator[None]:
+    """A group that is made within leaves its process alive: by itself NCCL's watchdog ends the trainer
+    when an engine does. Whoever waits has deadlines of its own, and aborts the group.
+    """
+    variable = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    was = os.environ.get(variable)
+    os.environ[variable] = "0"
+    try:
+        yield
+    finally:
+        if was is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = was
 
 
 def _ordinal(gpu: Gpu | None) -> int:
