@@ -34,7 +34,6 @@ from windlass.transfer.backends import receiver_for
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import DestinationBinding, LinkStatus
 from windlass.transfer.device_packer import payload_parts
-from windlass.transfer.device_receiver import DeviceReceiver
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transports.base import MemoryRegion, WriteBatch
@@ -65,7 +64,7 @@ class World:
     def __init__(
         self, fleet: Fleet, mode: UpdateMode, arena_nbytes: int, exact: Fleet | None = None
     ) -> None:
-        self.fleet, self.gpu = fleet, numpy_gpu()
+        self.fleet = fleet
         fabric = MemoryFabric()
         self.plan = plan_transfer(fleet.sources, fleet.destinations)
         values = distinct_values((*fleet.sources, *fleet.destinations))
@@ -80,15 +79,14 @@ class World:
             m.worker: [np.full(p.nbytes, 0xAA, np.uint8) for p in m.parameters]
             for m in fleet.destinations
         }
-        self.receivers: dict[str, DeviceReceiver] = {}
+        self.receivers: dict[str, Receiver] = {}
         bindings: list[DestinationBinding] = []
         for manifest in fleet.destinations:
             transport = GpuMemoryTransport(fabric)
             buffers = self.live[manifest.worker]
-            receiver = DeviceReceiver(
-                self.gpu, transport, manifest, [b.ctypes.data for b in buffers],
+            receiver = Receiver(
+                transport, manifest, [b.ctypes.data for b in buffers],
                 [transport.register(b.ctypes.data, b.nbytes) for b in buffers if b.nbytes],
-                lands=True, notified=False,
             )  # fmt: skip
             bindings.append(receiver.connect(self.plan.for_destination(manifest.worker), mode))
             self.receivers[manifest.worker] = receiver
@@ -119,7 +117,7 @@ class World:
             sources = self.plan.sources
             peers = [link.dst for link in self.plan.links() if sources[link.src] == name]
             sender.prepare()
-            for link in sender.write([self.plan.destinations[p] for p in peers], 20.0).links:
+            for link in sender.write(0, [self.plan.destinations[p] for p in peers], 20.0).links:
                 assert link.status is LinkStatus.OK, link
                 expected[link.destination][name] = link.digest
         for name, receiver in self.receivers.items():
@@ -141,7 +139,6 @@ class World:
 @pytest.fixture(autouse=True)
 def _small_pieces_on_no_real_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("windlass.memory.cuda.gpu.shared_gpu", lambda _: numpy_gpu())
-    monkeypatch.setattr("windlass.transfer.backends.shared_gpu", lambda _: numpy_gpu())
     monkeypatch.setattr(blocks, "MAX_PIECE_NBYTES", 64)  # so that small tensors are many pieces
 
 
@@ -228,7 +225,7 @@ def test_a_changed_byte_is_found() -> None:
     expected: dict[str, str] = {}
     for name, sender in world.senders.items():
         sender.prepare()
-        (outcome, *_) = sender.write(["engine/0"], 20.0).links
+        (outcome, *_) = sender.write(0, ["engine/0"], 20.0).links
         expected[name] = outcome.digest
     world.live["engine/0"][0][5] ^= 1
     assert world.receivers["engine/0"].verify(0, expected) == ("trainer/0",)
@@ -363,9 +360,9 @@ def test_a_link_that_just_fits_is_written_again_after_an_unknown_outcome(
     sender.connect(plan.for_source("trainer/0"), [binding])
     sender.prepare()
     lose_one_write(sender)
-    assert [x.status for x in sender.write(["engine/0"], 20.0).links] == [LinkStatus.UNKNOWN]
+    assert [x.status for x in sender.write(0, ["engine/0"], 20.0).links] == [LinkStatus.UNKNOWN]
     served[:] = 0
-    (link,) = sender.write(["engine/0"], 20.0).links  # in the same round: packed as in a ring
+    (link,) = sender.write(0, ["engine/0"], 20.0).links  # in the same round: packed as in a ring
     assert link.status is LinkStatus.OK, link.error
     assert receiver.verify(0, {"trainer/0": link.digest}) == ()
     assert (served.view(np.uint8) == cast_to(trained.view(np.uint8), DType.BFLOAT16)).all()
@@ -386,10 +383,10 @@ def test_an_unknown_outcome_is_told_even_where_no_memory_is_left(
         raise TransferFailed("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr("windlass.transfer.device_packer.DeviceArena", refuse)
-        (link,) = sender.write(["engine/0"], 20.0).links
+        patch.setattr("windlass.transfer.device_packer.Arena", refuse)
+        (link,) = sender.write(0, ["engine/0"], 20.0).links
     assert link.status is LinkStatus.UNKNOWN
-    (link,) = sender.write(["engine/0"], 20.0).links
+    (link,) = sender.write(0, ["engine/0"], 20.0).links
     assert link.status is LinkStatus.FAILED
     world.close()
 
@@ -413,7 +410,7 @@ def test_what_late_kernels_may_read_is_not_freed() -> None:
 
 def test_an_engine_that_leaves_frees_its_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = numpy_gpu()
-    monkeypatch.setattr("windlass.transfer.backends.shared_gpu", lambda _: gpu)
+    monkeypatch.setattr("windlass.memory.cuda.gpu.shared_gpu", lambda _: gpu)
     fleet = dense_to_fused(DType.FLOAT32)
     manifest = fleet.destinations[0]
     transport = GpuMemoryTransport(MemoryFabric())

@@ -105,7 +105,7 @@ class Fleet:
         return self.transport.script
 
     def write(self) -> dict[str, LinkStatus]:
-        sent = self.sender.write(ENGINES, SECONDS)
+        sent = self.sender.write(0, ENGINES, SECONDS)
         return {link.destination: link.status for link in sent.links}
 
     def close(self) -> None:

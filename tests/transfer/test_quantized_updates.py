@@ -168,11 +168,11 @@ def update(
             part = plan.for_source(rank.manifest.worker)
             sender.connect(part, bindings)
             sender.prepare()
-            for outcome in sender.write(sorted({plan.destinations[link.dst] for link in part.links()}), 10.0).links:  # fmt: skip
+            for outcome in sender.write(0, sorted({plan.destinations[link.dst] for link in part.links()}), 10.0).links:  # fmt: skip
                 assert outcome.status is LinkStatus.OK, outcome.error
                 digests[outcome.destination][rank.manifest.worker] = outcome.digest
         for worker, receiver in receivers.items():
-            assert receiver.verify(digests[worker]) == ()
+            assert receiver.verify(0, digests[worker]) == ()
             receiver.apply()
     finally:
         for sender in senders:

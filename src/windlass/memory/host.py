@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, final
 
 import numpy as np
@@ -23,7 +26,9 @@ from windlass.planning.program import BoundOp, LinkProgram
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HostMemory", "hash_link", "least_half", "pack_op", "split_op"]
+    from windlass.memory.cuda.links import DeviceLink
+
+__all__ = ["HostBuffer", "HostMemory", "hash_link", "least_half", "pack_op", "split_op"]
 
 SCRATCH_NBYTES = 1 << 20
 """For casting before hashing: small enough to stay in cache in between."""
@@ -36,9 +41,9 @@ class HostMemory:
     ordinal = -1
     digest_kind = DigestKind.XXH3
 
-    def allocate(self, nbytes: int) -> _HostBuffer:
+    def allocate(self, nbytes: int) -> HostBuffer:
         """See `MemoryOps.allocate`."""
-        return _HostBuffer(nbytes)
+        return HostBuffer(nbytes)
 
     def prepare(self, copies: Sequence[StridedCopy]) -> _HostCopies:
         """See `MemoryOps.prepare`."""
@@ -50,10 +55,10 @@ class HostMemory:
         addresses: UInt64Array,
         *,
         at_source: bool,
-        landing_address: int = 0,
+        staging_address: int = 0,
     ) -> _HostDigests:
         """See `MemoryOps.digests`."""
-        return _HostDigests(programs, addresses, at_source, landing_address)
+        return _HostDigests(programs, addresses, at_source, staging_address)
 
     def view(
         self, address: int, sizes: Sequence[int], strides_bytes: Sequence[int], dtype: DType
@@ -69,17 +74,23 @@ class HostMemory:
 
 
 @final
-class _HostBuffer:
-    """Anonymous memory, mapped when it is touched."""
+class HostBuffer:
+    """Zeroed pages, mapped when they are touched; unmapped when their last view is gone.
+
+    Attributes:
+        bytes: (nbytes,) uint8; empty once closed.
+    """
 
     def __init__(self, nbytes: int) -> None:
+        mapping = mmap.mmap(-1, nbytes)
+        with contextlib.suppress(OSError):  # a kernel without huge pages works as well
+            mapping.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to fault in and to pin
         self.nbytes = nbytes
-        self._memory: npt.NDArray[np.uint8] = np.empty(nbytes + ALIGNMENT, np.uint8)
-        start = int(self._memory.ctypes.data)
-        self.address = start + -start % ALIGNMENT
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(mapping, np.uint8)
+        self.address = int(self.bytes.ctypes.data)
 
     def close(self) -> None:
-        self._memory = np.empty(0, np.uint8)
+        self.bytes = np.empty(0, np.uint8)
 
 
 @final
@@ -109,15 +120,17 @@ class _HostCopies:
 
 @final
 class _HostDigests:
+    links: Mapping[str, DeviceLink] = MappingProxyType({})
+
     def __init__(
         self,
         programs: Mapping[str, LinkProgram],
         addresses: UInt64Array,
         at_source: bool,
-        landing_address: int,
+        staging_address: int,
     ) -> None:
         self._programs, self._addresses = programs, addresses
-        self._at_source, self._landing = at_source, landing_address
+        self._at_source, self._staging = at_source, staging_address
 
     def take(self, peers: Iterable[str], deadline_s: float) -> dict[str, str]:  # noqa: ARG002
         of = self._at_the_source if self._at_source else self._at_the_destination
@@ -132,8 +145,8 @@ class _HostDigests:
     def _at_the_destination(self, program: LinkProgram) -> str:
         digest = new_digest()
         for op in program.ops:
-            if op.lands and self._landing:
-                address, strides = self._landing + op.landing_offset, op.packed_strides
+            if op.lands and self._staging:
+                address, strides = self._staging + op.landing_offset, op.packed_strides
             else:
                 address = int(self._addresses[op.dst_parameter]) + op.dst_offset
                 strides = op.dst_strides

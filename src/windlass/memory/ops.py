@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from windlass.memory.cuda.gpu import Gpu
+    from windlass.memory.cuda.links import DeviceLink
 
 __all__ = [
     "ALIGNMENT",
@@ -132,7 +133,15 @@ class PreparedCopies(Protocol):
 
 
 class LinkDigests(Protocol):
-    """The digests of links at one of their ends, to be taken any number of times."""
+    """The digests of links at one of their ends, to be taken any number of times.
+
+    Attributes:
+        links: at the destination, on a GPU: by peer, the tables of its pieces, for whoever hashes them
+            part by part; they go with `close`. Empty elsewhere.
+    """
+
+    @property
+    def links(self) -> Mapping[str, DeviceLink]: ...
 
     def take(self, peers: Iterable[str], deadline_s: float) -> dict[str, str]:
         """Read the links' elements as they are now, and wait for the result.
@@ -189,7 +198,7 @@ class MemoryOps(Protocol):
         addresses: UInt64Array,
         *,
         at_source: bool,
-        landing_address: int = 0,
+        staging_address: int = 0,
     ) -> LinkDigests:
         """Digests of what links deliver, in the destination's dtype, in plan order.
 
@@ -197,7 +206,8 @@ class MemoryOps(Protocol):
             programs: by peer.
             addresses: (num_parameters,) where this rank's parameters begin.
             at_source: this rank sends; elements are cast as they are read, nothing is stored.
-            landing_address: at the destination: where the payload of ops that land is packed.
+            staging_address: at the destination: where peers write the payload of ops that are staged; 0: where each
+                element belongs.
 
         Raises:
             TransferFailed: a GPU without room for its tables.

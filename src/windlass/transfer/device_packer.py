@@ -23,6 +23,7 @@ from windlass.memory.cuda import pieces as blocks
 from windlass.memory.cuda.gpu import Gpu
 from windlass.memory.cuda.kernels import PieceTable
 from windlass.memory.cuda.links import WORDS_NBYTES, load_table, read_sent
+from windlass.memory.cuda.ops import CudaMemory
 from windlass.memory.cuda.pieces import (
     OpPieces,
     PieceArray,
@@ -35,8 +36,7 @@ from windlass.memory.cuda.pieces import (
 from windlass.memory.ops import ALIGNMENT, OWN_WORK_S, DigestKind, aligned
 from windlass.planning.plan import Transform
 from windlass.planning.program import LinkProgram
-from windlass.transfer.device_arena import DeviceArena
-from windlass.transfer.pack_arena import ArenaSlot
+from windlass.transfer.arena import Arena, ArenaSlot
 from windlass.transfer.packer import PackedLink, Peer, as_pieces
 from windlass.transfer.pieces import Pieces, batches, direct_pieces, packed_capacity
 from windlass.transports.base import OneSidedTransport
@@ -80,7 +80,7 @@ class DevicePacker:
     def __init__(self, gpu: Gpu, transport: OneSidedTransport, limit_nbytes: int) -> None:
         self._gpu = gpu
         self._slot = ArenaSlot(
-            lambda nbytes: DeviceArena(gpu.device, transport, nbytes), limit_nbytes
+            lambda nbytes: Arena(transport, nbytes, CudaMemory(gpu)), limit_nbytes
         )
         self._sources = np.zeros(0, np.uint64)
         self._words = 0
@@ -98,7 +98,7 @@ class DevicePacker:
         self._sources = addresses
 
     @property
-    def arena(self) -> DeviceArena | None:
+    def arena(self) -> Arena | None:
         """See `Packer`."""
         return self._slot.arena
 

@@ -18,11 +18,10 @@ import xxhash
 from windlass.errors import PlanError
 from windlass.memory.digest import hash_strided, new_digest
 from windlass.memory.host import hash_link, least_half, pack_op, split_op
-from windlass.memory.ops import ALIGNMENT, DigestKind, aligned
+from windlass.memory.ops import ALIGNMENT, Buffer, DigestKind, aligned
 from windlass.planning.program import BoundOp, LinkProgram
-from windlass.transfer.arena import Arena
+from windlass.transfer.arena import Arena, ArenaSlot
 from windlass.transfer.bindings import DestinationBinding
-from windlass.transfer.pack_arena import ArenaSlot, PackArena
 from windlass.transfer.pieces import Pieces, UInt64Array, batches, direct_pieces, packed_capacity
 from windlass.transports.base import OneSidedTransport
 
@@ -68,7 +67,7 @@ class Packer(Protocol):
     sources: UInt64Array
 
     @property
-    def arena(self) -> PackArena | None:
+    def arena(self) -> Buffer | None:
         """What is packed into; None where nothing is."""
         ...
 

@@ -166,14 +166,6 @@ class HandDrivenReceiver:
         """No plan here: the trainer says what comes."""
         raise ProtocolError("a hand-driven update has no plan")
 
-    def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:  # noqa: ARG002
-        """See `join_named`."""
-        raise ProtocolError("a hand-driven update joins groups by name")
-
-    def receive(self, groups: Mapping[str, Sequence[str]], deadline_s: float) -> None:  # noqa: ARG002
-        """See `take_tensors`."""
-        raise ProtocolError("a hand-driven update takes tensors by name")
-
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:  # noqa: ARG002
         """No links here, but everything must have come.
 

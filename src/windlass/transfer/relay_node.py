@@ -79,7 +79,8 @@ class RelayNode:
         worker = self._receiver.manifest.worker
         if worker not in group.members:
             raise PlanError(f"relay: {worker} is not one of the group's members")
-        programs = self._receiver.programs
+        destination = self._receiver.destination
+        programs = destination.programs
         children = children_of(group, worker)
         bound = {binding.worker: binding for binding in bindings}
         known = {address.worker: address for address in addresses}
@@ -91,8 +92,8 @@ class RelayNode:
         payloads = {
             source: payload_of(program, group.chunk_nbytes) for source, program in programs.items()
         }
-        targets = np.array(self._receiver.target_addresses, np.uint64)
-        landing = self._receiver.landing_address
+        targets = np.array(destination.addresses, np.uint64)
+        landing = destination.staging_address
         index = group.members.index(worker)
         self._bound = BoundGroup(
             payloads=payloads,

@@ -27,7 +27,7 @@ import numpy as np
 
 from windlass.errors import ConfigError, PlanError, TransferOutcomeUnknown, WindlassError
 from windlass.layout.manifest import ShardManifest
-from windlass.memory.ops import ALIGNMENT
+from windlass.memory.ops import ALIGNMENT, Buffer
 from windlass.net.clock import Deadline
 from windlass.planning.plan import TransferPlan
 from windlass.planning.program import LinkProgram, bind_links
@@ -35,9 +35,8 @@ from windlass.planning.relay import RelayGroup
 from windlass.planning.simulate import LINKS_AT_ONCE
 from windlass.transfer.base import ParameterMemory, SendResult
 from windlass.transfer.bind import check_binding, check_destinations, check_digest_kind, check_part
-from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus
+from windlass.transfer.bindings import DestinationBinding, GroupOffer, LinkOutcome, LinkStatus
 from windlass.transfer.outcomes import is_unknown, status_of, submit
-from windlass.transfer.pack_arena import PackArena
 from windlass.transfer.packer import PackedLink, Peer
 from windlass.transfer.packers import packer_for
 from windlass.transfer.parameters import LocatedParameters, SourceParameters
@@ -166,8 +165,13 @@ class Sender:
                 # The weights may have changed while the last of them was copied and packed.
                 self._forget()
 
-    def connect(self, plan: TransferPlan, bindings: Sequence[DestinationBinding]) -> None:
+    def connect(
+        self, plan: TransferPlan, bindings: Sequence[DestinationBinding]
+    ) -> GroupOffer | None:
         """Bind a plan part (`TransferPlan.for_source`); allocates and registers the arena.
+
+        Returns:
+            None: nobody joins a group.
 
         Raises:
             PlanError: the plan was made for another layout, a destination has no binding, or a
@@ -200,6 +204,7 @@ class Sender:
                 self._replica.fit(self._read_in_place)
             self._programs = programs
             self._first_link = index
+        return None
 
     def connect_relay(
         self,
@@ -262,7 +267,12 @@ class Sender:
             if replica is not None:
                 replica.taken(version)
 
-    def write(self, destinations: Sequence[str], deadline_s: float) -> SendResult:
+    def write(
+        self,
+        version: int,  # noqa: ARG002
+        destinations: Sequence[str],
+        deadline_s: float,
+    ) -> SendResult:
         """Write the links to `destinations`. Idempotent.
 
         What is written for a second time is packed again first, unless from a replica: the weights must
@@ -412,7 +422,7 @@ class Sender:
         return self._feeds.feed_root(self._transport, worker, binding, place, deadline)
 
     def _fed_outcome(
-        self, name: str, written: Future[int] | None, digest: str, arena: PackArena | None
+        self, name: str, written: Future[int] | None, digest: str, arena: Buffer | None
     ) -> LinkOutcome:
         if written is not None and (error := written.exception()) is not None:
             return self._failed(name, error, arena)
@@ -503,7 +513,7 @@ class Sender:
     def _succeeded(self, name: str, digest: str) -> LinkOutcome:
         return LinkOutcome(name, LinkStatus.OK, self._programs[name].nbytes, digest)
 
-    def _failed(self, name: str, error: BaseException, arena: PackArena | None) -> LinkOutcome:
+    def _failed(self, name: str, error: BaseException, arena: Buffer | None) -> LinkOutcome:
         status, reason = status_of(error), f"{type(error).__name__}: {error}"
         if not isinstance(error, WindlassError):
             _log.error("writing to %s failed", name, exc_info=error)
@@ -519,7 +529,7 @@ class Sender:
             finally:  # no memory for another replica: the arena is in doubt all the same
                 self._packer.abandon(renew=renew)
 
-    def _abandon(self, arena: PackArena | None) -> None:
+    def _abandon(self, arena: Buffer | None) -> None:
         if self._replica is not None:
             # It may be read again in this round, since nothing writes to it before the next.
             self._replica.doubt()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, final
 
@@ -11,7 +11,16 @@ from windlass.errors import TransferFailed
 from windlass.layout.dtypes import DType
 from windlass.memory.cuda.gpu import Gpu
 from windlass.memory.cuda.kernels import PieceTable
-from windlass.memory.cuda.links import WORDS_NBYTES, load_table, read_digest, read_sent, read_words
+from windlass.memory.cuda.links import (
+    WORDS_NBYTES,
+    DeviceLink,
+    load_link,
+    load_table,
+    read_digest,
+    read_sent,
+    read_words,
+    unload_links,
+)
 from windlass.memory.cuda.pieces import (
     MAX_PIECE_NBYTES,
     PieceArray,
@@ -81,10 +90,10 @@ class CudaMemory:
         addresses: UInt64Array,
         *,
         at_source: bool,
-        landing_address: int = 0,
+        staging_address: int = 0,
     ) -> _CudaDigests:
         """See `MemoryOps.digests`."""
-        return _CudaDigests(self._gpu, programs, addresses, at_source, landing_address)
+        return _CudaDigests(self._gpu, programs, addresses, at_source, staging_address)
 
     def view(
         self, address: int, sizes: Sequence[int], strides_bytes: Sequence[int], dtype: DType
@@ -188,81 +197,92 @@ class _CudaDigests:
         programs: Mapping[str, LinkProgram],
         addresses: UInt64Array,
         at_source: bool,
-        landing_address: int,
+        staging_address: int,
     ) -> None:
         gpu.refuse_late()
-        self._gpu, self._programs = gpu, programs
-        self._at_source = at_source
-        self._hashed: dict[str, list[PieceTable]] = {}
+        self._gpu, self._at_source = gpu, at_source
+        self._links: dict[str, DeviceLink] = {}
         self._cast: dict[str, list[PieceTable]] = {}
-        self._words: dict[str, int] = {}
         self._scratch = 0
         with ExitStack() as undo:
+            undo.callback(self.close)
             for peer, program in programs.items():
-                hashed: list[tuple[PieceKind, PieceArray]] = []
-                cast: list[tuple[PieceKind, PieceArray]] = []
-                for op, position, pieces in cut_ops(program, at_source=at_source):
-                    kind = kind_of(op)
-                    if not at_source:
-                        if op.lands and landing_address:
-                            store_packed(pieces, position, landing_address + op.landing_offset)
-                        else:
-                            pieces["dst"] += addresses[op.dst_parameter]
-                        hashed.append((_as_it_lies(kind.dst_dtype), pieces))
-                        continue
-                    pieces["src"] += addresses[op.src_parameter]
-                    if kind == _as_it_lies(kind.src_dtype):
-                        pieces["dst"], pieces["dst_pitch"] = pieces["src"], pieces["src_pitch"]
-                        hashed.append((kind, pieces))
-                    else:
-                        cast.append((kind, pieces))
+                if at_source:
+                    hashed, cast = _split_source(program, addresses)
+                else:
+                    hashed, cast = list(_delivered(program, addresses, staging_address)), []
+                self._links[peer] = load_link(gpu, program, join_tables(hashed))
+                self._cast[peer] = []
                 if cast and not self._scratch:
                     self._scratch = gpu.device.allocate(MAX_PIECE_NBYTES)
-                    undo.callback(gpu.device.free, self._scratch)
                 for _, pieces in cast:
                     # Digests are of what threads hold: what they store over each other is never read.
                     pieces["dst"], pieces["dst_pitch"] = self._scratch, pieces["pos_pitch"]
-                for tables, found in ((self._hashed, hashed), (self._cast, cast)):
-                    tables[peer] = []
-                    for kind, pieces in join_tables(found).items():
-                        tables[peer].append(load_table(gpu, kind, pieces))
-                        undo.callback(tables[peer][-1].close)
-                self._words[peer] = gpu.device.allocate(WORDS_NBYTES)
-                undo.callback(gpu.device.free, self._words[peer])
+                for kind, pieces in join_tables(cast).items():
+                    self._cast[peer].append(load_table(gpu, kind, pieces))
             undo.pop_all()
+
+    @property
+    def links(self) -> Mapping[str, DeviceLink]:
+        return {} if self._at_source else self._links
 
     def take(self, peers: Iterable[str], deadline_s: float) -> dict[str, str]:
         gpu, wanted = self._gpu, list(peers)
         for peer in wanted:
-            words = self._words[peer]
-            gpu.device.clear(words, WORDS_NBYTES, gpu.stream)
-            for table in self._hashed[peer]:
-                gpu.kernels.hash(table, gpu.stream, words)
+            link = self._links[peer]
+            gpu.device.clear(link.digest, WORDS_NBYTES, gpu.stream)
+            for table in link.tables:
+                gpu.kernels.hash(table, gpu.stream, link.digest)
             for table in self._cast[peer]:
-                gpu.kernels.put(table, gpu.stream, words)
+                gpu.kernels.put(table, gpu.stream, link.digest)
         if wanted:
             gpu.finish(deadline_s)
-        return {peer: self._read(peer) for peer in wanted}
+        return {peer: self._read(self._links[peer]) for peer in wanted}
 
-    def _read(self, peer: str) -> str:
+    def _read(self, link: DeviceLink) -> str:
         if not self._at_source:
-            return read_digest(self._gpu, self._words[peer])
-        digest, overflow = read_sent(self._gpu, self._words[peer], self._programs[peer])
+            return read_digest(self._gpu, link.digest)
+        digest, overflow = read_sent(self._gpu, link.digest, link.program)
         if overflow:
             raise TransferFailed(overflow)
         return digest
 
     def close(self) -> None:
-        tables = [*itertools.chain(*self._hashed.values(), *self._cast.values())]
-        words = [*self._words.values(), *([self._scratch] if self._scratch else [])]
-        self._hashed, self._cast, self._words, self._scratch = {}, {}, {}, 0
+        links, cast, scratch = self._links, self._cast, self._scratch
+        self._links, self._cast, self._scratch = {}, {}, 0
         if self._gpu.is_late:
             return  # kernels may still read the tables
-        for table in tables:
+        unload_links(self._gpu, links)
+        for table in itertools.chain.from_iterable(cast.values()):
             table.close()
-        for address in words:
-            self._gpu.device.free(address)
+        if scratch:
+            self._gpu.device.free(scratch)
 
 
-def _as_it_lies(dtype: DType) -> PieceKind:
-    return PieceKind(Transform.NONE, dtype, dtype)
+def _delivered(
+    program: LinkProgram, addresses: UInt64Array, staging_address: int
+) -> Iterator[tuple[PieceKind, PieceArray]]:
+    """Where the elements of a link are written."""
+    for op, position, pieces in cut_ops(program, at_source=False):
+        if op.lands and staging_address:
+            store_packed(pieces, position, staging_address + op.landing_offset)
+        else:
+            pieces["dst"] += addresses[op.dst_parameter]
+        yield kind_of(op), pieces
+
+
+def _split_source(
+    program: LinkProgram, addresses: UInt64Array
+) -> tuple[list[tuple[PieceKind, PieceArray]], list[tuple[PieceKind, PieceArray]]]:
+    """What is hashed as it lies, and what is cast or quantised first."""
+    hashed: list[tuple[PieceKind, PieceArray]] = []
+    cast: list[tuple[PieceKind, PieceArray]] = []
+    for op, _, pieces in cut_ops(program, at_source=True):
+        kind = kind_of(op)
+        pieces["src"] += addresses[op.src_parameter]
+        if op.transform is Transform.NONE and op.src_dtype is op.dst_dtype:
+            pieces["dst"], pieces["dst_pitch"] = pieces["src"], pieces["src_pitch"]
+            hashed.append((kind, pieces))
+        else:
+            cast.append((kind, pieces))
+    return hashed, cast
