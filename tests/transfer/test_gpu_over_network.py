@@ -25,7 +25,8 @@ from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.memory.cuda import kernels
 from windlass.memory.cuda import pieces as blocks
-from windlass.memory.cuda.pieces import cut_ops, store_packed
+from windlass.memory.cuda.ops import CudaMemory
+from windlass.memory.cuda.pieces import cut_ops, payload_parts, store_packed
 from windlass.planning.plan import CopyMode, TransferPlan, Transform
 from windlass.planning.planner import plan_transfer
 from windlass.planning.program import BoundOp, DirectRuns, LinkProgram
@@ -33,7 +34,6 @@ from windlass.testing.resting_engine import RestingEngine
 from windlass.transfer.backends import receiver_for
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import DestinationBinding, LinkStatus
-from windlass.transfer.device_packer import payload_parts
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transports.base import MemoryRegion, WriteBatch
@@ -383,7 +383,7 @@ def test_an_unknown_outcome_is_told_even_where_no_memory_is_left(
         raise TransferFailed("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr("windlass.transfer.device_packer.Arena", refuse)
+        patch.setattr("windlass.transfer.packer.Arena", refuse)
         (link,) = sender.write(0, ["engine/0"], 20.0).links
     assert link.status is LinkStatus.UNKNOWN
     (link,) = sender.write(0, ["engine/0"], 20.0).links
@@ -395,8 +395,8 @@ def test_what_late_kernels_may_read_is_not_freed() -> None:
     world = dense_world(DType.BFLOAT16, UpdateMode.IN_PLACE)
     sender = world.senders["trainer/0"]
     gpu = numpy_gpu()
-    sender._packer._gpu = gpu  # type: ignore[attr-defined]
-    sender._packer._drop_waves()  # type: ignore[attr-defined]
+    sender._packer.memory = CudaMemory(gpu)  # type: ignore[attr-defined]
+    sender._packer._drop()  # type: ignore[attr-defined]
     sender.prepare()
     held = len(gpu.device.allocated)  # type: ignore[attr-defined]
     assert held > 0

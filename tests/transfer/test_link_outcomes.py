@@ -379,7 +379,7 @@ def test_a_last_chunk_that_could_not_be_verified_is_missing(
     node, found = chain.nodes["engine-a/0"], list[RelayResult]()
     part = threading.Thread(target=lambda: found.append(node.run(PLACE, SECONDS)))
     with monkeypatch.context() as patch:
-        patch.setattr("windlass.transfer.relay_round.new_digest", refuse)
+        patch.setattr("windlass.memory.host.new_digest", refuse)
         part.start()
         chain.fleet.sender.feed(PLACE, ENGINES, SECONDS)
         part.join(SECONDS)
@@ -422,7 +422,7 @@ def test_an_engine_fences_before_it_trusts_what_a_dead_upstream_wrote(
         if refused.pop():
             raise TransferFailed(f"a reader holds a connection after {deadline_s} s")
 
-    def verify(_: object, expected: dict[str, str]) -> tuple[str, ...]:
+    def verify(_version: int, _: object, expected: dict[str, str]) -> tuple[str, ...]:
         happened.append("verify")
         return tuple(expected)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, final
@@ -17,8 +19,16 @@ from windlass.errors import PlanError
 from windlass.layout.dtypes import DType
 from windlass.layout.quantization import BLOCK, scale_shape
 from windlass.memory.digest import hash_strided, new_digest
-from windlass.memory.ops import ALIGNMENT, DigestKind, StridedCopy, UInt64Array
-from windlass.memory.packing import copy_strided, row_major_blocks, strided_view
+from windlass.memory.ops import (
+    ALIGNMENT,
+    DigestKind,
+    Int64Array,
+    PackedPart,
+    StridedCopy,
+    UInt64Array,
+    aligned,
+)
+from windlass.memory.packing import bytes_at, copy_strided, row_major_blocks, strided_view
 from windlass.memory.quantize import pack_quantized
 from windlass.planning.plan import Transform
 from windlass.planning.program import BoundOp, LinkProgram
@@ -59,6 +69,26 @@ class HostMemory:
     ) -> _HostDigests:
         """See `MemoryOps.digests`."""
         return _HostDigests(programs, addresses, at_source, staging_address)
+
+    def chunk_digests(
+        self, addresses: UInt64Array, nbytes: Int64Array, chunk_start: Int64Array
+    ) -> _HostChunks:
+        """See `MemoryOps.chunk_digests`."""
+        return _HostChunks(addresses, nbytes, chunk_start)
+
+    def least_pack_nbytes(self, program: LinkProgram) -> int:
+        """See `MemoryOps.least_pack_nbytes`."""
+        return least_half(program)
+
+    def pack_link(
+        self,
+        program: LinkProgram,
+        addresses: UInt64Array,
+        places: Sequence[int],
+        capacity_nbytes: int,
+    ) -> _HostPack:
+        """See `MemoryOps.pack_link`."""
+        return _HostPack(program, addresses, places, capacity_nbytes)
 
     def view(
         self, address: int, sizes: Sequence[int], strides_bytes: Sequence[int], dtype: DType
@@ -132,9 +162,17 @@ class _HostDigests:
         self._programs, self._addresses = programs, addresses
         self._at_source, self._staging = at_source, staging_address
 
-    def take(self, peers: Iterable[str], deadline_s: float) -> dict[str, str]:  # noqa: ARG002
+    def take(
+        self,
+        peers: Iterable[str],
+        deadline_s: float,  # noqa: ARG002
+        threads: Executor | None = None,
+    ) -> dict[str, str]:
         of = self._at_the_source if self._at_source else self._at_the_destination
-        return {peer: of(self._programs[peer]) for peer in peers}
+        wanted = list(peers)
+        programs = [self._programs[peer] for peer in wanted]
+        found = map(of, programs) if threads is None else threads.map(of, programs)
+        return dict(zip(wanted, found, strict=True))
 
     def close(self) -> None:
         """Nothing is held."""
@@ -158,6 +196,82 @@ class _HostDigests:
                 dtype=op.dst_dtype,
             )
         return digest.hexdigest()
+
+
+@final
+class _HostChunks:
+    def __init__(self, addresses: UInt64Array, nbytes: Int64Array, chunk_start: Int64Array) -> None:
+        self._pieces = list(zip(addresses.tolist(), nbytes.tolist(), strict=True))
+        self._start = chunk_start.tolist()
+
+    def take(self, chunks: Sequence[int], deadline_s: float) -> list[str]:  # noqa: ARG002
+        return [self._digest(chunk) for chunk in chunks]
+
+    def _digest(self, chunk: int) -> str:
+        digest = new_digest()
+        for address, nbytes in self._pieces[self._start[chunk] : self._start[chunk + 1]]:
+            digest.update(bytes_at(address, nbytes))
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+@final
+class _HostPack:
+    def __init__(
+        self,
+        program: LinkProgram,
+        addresses: UInt64Array,
+        places: Sequence[int],
+        capacity_nbytes: int,
+    ) -> None:
+        self._program, self._addresses = program, addresses
+        self.turns: list[list[PackedPart]] = [[]]
+        self._ops: list[list[BoundOp]] = [[]]
+        used = 0
+        for index, op in enumerate(program.ops):
+            start = 0
+            for part in () if op.is_direct else split_op(op, capacity_nbytes):
+                if used + aligned(part.nbytes) > capacity_nbytes:
+                    self.turns.append([])
+                    self._ops.append([])
+                    used = 0
+                address = places[(len(self.turns) - 1) % len(places)] + used
+                self.turns[-1].append(PackedPart(index, start, address, part.nbytes))
+                self._ops[-1].append(part)
+                used += aligned(part.nbytes)
+                start += part.nbytes
+
+    def pack(self, turn: int, deadline_s: float) -> None:  # noqa: ARG002
+        for op, part in zip(self._ops[turn], self.turns[turn], strict=True):
+            pack_op(op, int(self._addresses[op.src_parameter]), part.address)
+
+    def pack_and_hash(self, deadline_s: float) -> str:  # noqa: ARG002
+        """Hashes while what was packed is in the cache."""
+        digest = new_digest()
+        packed = itertools.chain.from_iterable(
+            zip(ops, parts, strict=True) for ops, parts in zip(self._ops, self.turns, strict=True)
+        )
+        following = next(packed, None)
+        for index, op in enumerate(self._program.ops):
+            if op.is_direct:
+                hash_strided(
+                    digest,
+                    address=int(self._addresses[op.src_parameter]) + op.src_offset,
+                    sizes=op.sizes,
+                    strides_bytes=op.src_strides,
+                    dtype=op.src_dtype,
+                )
+            while following is not None and following[1].op == index:
+                cut, part = following
+                pack_op(cut, int(self._addresses[cut.src_parameter]), part.address)
+                digest.update(bytes_at(part.address, part.nbytes))
+                following = next(packed, None)
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 def least_half(program: LinkProgram) -> int:

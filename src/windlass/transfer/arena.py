@@ -17,11 +17,26 @@ import numpy as np
 import numpy.typing as npt
 
 from windlass.errors import ConfigError
-from windlass.memory.host import HostBuffer
+from windlass.memory.host import HostBuffer, HostMemory
 from windlass.memory.ops import Buffer, MemoryOps
 from windlass.transports.base import MemoryAllocator, MemoryRegion, OneSidedTransport
 
-__all__ = ["Arena", "ArenaSlot", "keep_mapped"]
+__all__ = ["Arena", "ArenaSlot", "keep_mapped", "memory_of"]
+
+
+def memory_of(transport: OneSidedTransport) -> MemoryOps:
+    """The memory that `transport` registers.
+
+    Raises:
+        TransportUnavailable: a GPU whose kernels cannot be compiled.
+    """
+    if transport.traits.gpu < 0:
+        return HostMemory()
+    from windlass.memory.cuda.gpu import shared_gpu
+    from windlass.memory.cuda.ops import CudaMemory
+
+    mapper = transport.mapper
+    return CudaMemory(shared_gpu(transport.traits.gpu) if mapper is None else mapper.gpu)
 
 
 @final
@@ -79,7 +94,7 @@ class Arena:
         """
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
-            self._bytes = np.empty(0, np.uint8)
+            self._bytes, self.nbytes = np.empty(0, np.uint8), 0
             self._transport.unregister(self.region, buffer.close)
 
     def __enter__(self) -> Arena:

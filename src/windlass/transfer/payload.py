@@ -7,21 +7,15 @@ where they begin and end follows from the plan alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
-from windlass.memory.digest import new_digest
-from windlass.memory.packing import bytes_at
+from windlass.memory.ops import ChunkDigests, Int64Array, MemoryOps, UInt64Array
 from windlass.planning.program import LinkProgram
 
-__all__ = ["Payload", "hash_chunks", "payload_of"]
-
-Int64Array = npt.NDArray[np.int64]
-UInt64Array = npt.NDArray[np.uint64]
+__all__ = ["Payload", "payload_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +56,14 @@ class Payload:
     def chunk_nbytes(self, chunk: int) -> int:
         """Bytes of a chunk."""
         return int(self.nbytes[self.pieces_of(chunk)].sum())
+
+    def digests(self, memory: MemoryOps, addresses: UInt64Array) -> ChunkDigests:
+        """Of its chunks, where the pieces lie at (n,) `addresses` of `memory`.
+
+        Raises:
+            TransferFailed: a GPU without room for its tables.
+        """
+        return memory.chunk_digests(addresses, self.nbytes, self.chunk_start)
 
     def at_destination(self, targets: UInt64Array, landing: int) -> UInt64Array:
         """(n,) addresses, given where parameters and the landing region begin."""
@@ -110,25 +112,3 @@ def payload_of(program: LinkProgram, chunk_nbytes: int) -> Payload:
     chunk = begin // chunk_nbytes
     first = np.flatnonzero(np.r_[True, chunk[1:] != chunk[:-1]]) if len(chunk) else chunk
     return Payload(**cut, chunk_start=np.append(first, len(chunk)))
-
-
-def hash_chunks(
-    payload: Payload, addresses: UInt64Array, whole: xxhash.xxh3_128 | None = None
-) -> Iterator[str]:
-    """The digest of every chunk in turn.
-
-    Args:
-        payload: of the link.
-        addresses: (n,) where its pieces lie, in host memory.
-        whole: is given every byte as well: the link's digest.
-    """
-    starts, sizes = addresses.tolist(), payload.nbytes.tolist()
-    for chunk in range(payload.num_chunks):
-        digest = new_digest()
-        pieces = payload.pieces_of(chunk)
-        for index in range(pieces.start, pieces.stop):
-            piece = bytes_at(starts[index], sizes[index])
-            digest.update(piece)
-            if whole is not None:
-                whole.update(piece)
-        yield digest.hexdigest()

@@ -15,9 +15,9 @@ from typing import Protocol, final
 from windlass.config import UpdateMode
 from windlass.errors import PlanError
 from windlass.layout.manifest import ShardManifest
-from windlass.memory.host import HostMemory
-from windlass.memory.ops import OWN_WORK_S, MemoryOps
+from windlass.memory.ops import OWN_WORK_S
 from windlass.planning.plan import TransferPlan
+from windlass.transfer.arena import memory_of
 from windlass.transfer.bind import check_part
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transfer.destination import Destination
@@ -30,7 +30,7 @@ from windlass.transports.base import (
     RemoteRegion,
 )
 
-__all__ = ["Receiver", "RemoteMemory", "memory_of"]
+__all__ = ["Receiver", "RemoteMemory"]
 
 
 class RemoteMemory(Protocol):
@@ -52,21 +52,6 @@ class RemoteMemory(Protocol):
             TransferError: they may not be.
         """
         ...
-
-
-def memory_of(transport: OneSidedTransport) -> MemoryOps:
-    """The memory that `transport` registers.
-
-    Raises:
-        TransportUnavailable: a GPU whose kernels cannot be compiled.
-    """
-    if transport.traits.gpu < 0:
-        return HostMemory()
-    from windlass.memory.cuda.gpu import shared_gpu
-    from windlass.memory.cuda.ops import CudaMemory
-
-    mapper = transport.mapper
-    return CudaMemory(shared_gpu(transport.traits.gpu) if mapper is None else mapper.gpu)
 
 
 @final

@@ -94,10 +94,13 @@ class RelayNode:
         }
         targets = np.array(destination.addresses, np.uint64)
         landing = destination.staging_address
+        local = {s: p.at_destination(targets, landing) for s, p in payloads.items()}
         index = group.members.index(worker)
+        self._unbind()
         self._bound = BoundGroup(
             payloads=payloads,
-            local={s: p.at_destination(targets, landing) for s, p in payloads.items()},
+            local=local,
+            digests={s: p.digests(destination.memory, local[s]) for s, p in payloads.items()},
             upstream=tuple("" if p[index] < 0 else group.members[p[index]] for p in group.lanes),
             children=children,
             patience=tuple(
@@ -162,8 +165,14 @@ class RelayNode:
             self._inlet.interrupt(place)
 
     def close(self) -> None:
-        """Stop listening. Idempotent."""
+        """Stop listening, and free what was prepared; `run` is over. Idempotent."""
         with self._lock:
+            self._unbind()
             if self._inlet is not None:
                 self._inlet.close()
                 self._inlet = None
+
+    def _unbind(self) -> None:
+        bound, self._bound = self._bound, None
+        if bound is not None:
+            bound.close()

@@ -16,12 +16,11 @@ from typing import final
 import numpy as np
 
 from windlass.errors import TransferError
-from windlass.memory.digest import new_digest
-from windlass.memory.packing import bytes_at
+from windlass.memory.ops import OWN_WORK_S, ChunkDigests, UInt64Array
 from windlass.net.clock import Deadline
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transfer.outcomes import is_unknown, submit
-from windlass.transfer.payload import Payload, UInt64Array
+from windlass.transfer.payload import Payload
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.relay_sender import WRITES_AT_ONCE, Outlet, write_chunk
 from windlass.transfer.relay_wire import ChunkLanded, LaneEnd, Place, RelayAddress
@@ -90,7 +89,8 @@ class BoundGroup:
     """What this rank does in every round of a binding.
 
     Attributes:
-        payloads: source -> what its link delivers. local: source -> where the pieces lie here.
+        payloads: source -> what its link delivers.
+        local: source -> where the pieces lie here. digests: source -> of the chunks there.
         upstream: per lane the member that writes it; empty for the lanes that trainers write.
         children: per lane whom it is passed on to.
         patience: per lane how much of the time for the relay to wait: those in front give up first,
@@ -100,11 +100,17 @@ class BoundGroup:
 
     payloads: Mapping[str, Payload]
     local: Mapping[str, UInt64Array]
+    digests: Mapping[str, ChunkDigests]
     upstream: tuple[str, ...]
     children: tuple[tuple[str, ...], ...]
     patience: tuple[float, ...]
     bindings: Mapping[str, DestinationBinding]
     addresses: Mapping[str, RelayAddress]
+
+    def close(self) -> None:
+        """Free what was prepared. Idempotent."""
+        for digests in self.digests.values():
+            digests.close()
 
     def remote(self, child: str) -> dict[str, UInt64Array]:
         """Source -> where the pieces of its link lie at a child."""
@@ -169,18 +175,12 @@ class RelayRound:
         if left is None or key not in left:
             return
         self._first_s = self._first_s or time.perf_counter()
-        payload = self._bound.payloads[landed.source]
-        local = self._bound.local[landed.source]
-        digest, pieces = new_digest(), payload.pieces_of(landed.chunk)
-        for address, nbytes in zip(
-            local[pieces].tolist(), payload.nbytes[pieces].tolist(), strict=True
-        ):
-            digest.update(bytes_at(address, nbytes))
+        (digest,) = self._bound.digests[landed.source].take([landed.chunk], OWN_WORK_S)
         self._last_s = time.perf_counter()
         left.discard(key)  # until here it counts as missing, whatever stops this
         if not left:
             del self._left[upstream]
-        if digest.hexdigest() != landed.digest:
+        if digest != landed.digest:
             self._missing.add(landed.source)
             return
         lane = landed.chunk % len(self._bound.upstream)

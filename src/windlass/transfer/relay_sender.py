@@ -9,9 +9,10 @@ from typing import final
 import numpy as np
 
 from windlass.errors import PeerUnreachable
+from windlass.memory.ops import UInt64Array
 from windlass.net.clock import Deadline
 from windlass.transfer.bindings import DestinationBinding
-from windlass.transfer.payload import Payload, UInt64Array
+from windlass.transfer.payload import Payload
 from windlass.transfer.relay_wire import (
     ACCEPTED,
     End,

@@ -16,14 +16,14 @@ from typing import final
 import numpy as np
 
 from windlass.errors import PlanError
-from windlass.memory.digest import new_digest
+from windlass.memory.ops import OWN_WORK_S, ChunkDigests, MemoryOps, UInt64Array
 from windlass.net.clock import Deadline
 from windlass.planning.program import LinkProgram
 from windlass.planning.relay import RelayGroup
 from windlass.transfer.bind import check_binding
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transfer.outcomes import is_unknown, submit
-from windlass.transfer.payload import Payload, UInt64Array, hash_chunks, payload_of
+from windlass.transfer.payload import Payload, payload_of
 from windlass.transfer.pieces import Pieces
 from windlass.transfer.relay_sender import WRITES_AT_ONCE, Outlet, write_chunk
 from windlass.transfer.relay_wire import ChunkLanded, Place, RelayAddress
@@ -100,6 +100,14 @@ class Feeds:
     def __init__(self) -> None:
         self._feeds: dict[str, Feed] = {}
         self._ready: dict[str, _Ready] = {}
+        self._digests: dict[str, tuple[UInt64Array, ChunkDigests]] = {}
+
+    def close(self) -> None:
+        """Free what was prepared. Idempotent."""
+        self.forget()
+        for _, digests in self._digests.values():
+            digests.close()
+        self._digests = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._feeds
@@ -120,13 +128,26 @@ class Feeds:
         """Members that are fed."""
         return tuple(name for name, feed in self._feeds.items() if name in feed.group.roots())
 
-    def keep(self, leader: str, sources: UInt64Array, packed: Mapping[int, int]) -> None:
+    def keep(
+        self,
+        memory: MemoryOps,
+        leader: str,
+        sources: UInt64Array,
+        packed: Mapping[int, int],
+        digest: str,
+    ) -> None:
         """Hash a feed that has been packed.
 
         Args:
+            memory: that the parameters are in, and what is packed.
             leader: first member of the group.
             sources: where the parameters lie.
             packed: op -> address of its packed payload.
+            digest: of the link.
+
+        Raises:
+            TransferFailed: a GPU without room for its tables.
+            TransferOutcomeUnknown: kernels do not end.
         """
         feed = self._feeds[leader]
         payload = feed.payload
@@ -134,9 +155,13 @@ class Feeds:
         at = np.array([packed.get(op, 0) for op in range(len(feed.program.ops))], np.uint64)
         base = np.where(payload.packed, at[payload.op], sources[parameter])
         local = base + payload.src_offset.astype(np.uint64)
-        whole = new_digest()
-        chunks = tuple(hash_chunks(payload, local, whole))
-        self._ready[leader] = _Ready(local, chunks, whole.hexdigest())
+        known = self._digests.get(leader)
+        if known is None or not np.array_equal(known[0], local):
+            if known is not None:
+                known[1].close()
+            known = self._digests[leader] = local, payload.digests(memory, local)
+        chunks = known[1].take(range(payload.num_chunks), OWN_WORK_S)
+        self._ready[leader] = _Ready(local, tuple(chunks), digest)
 
     def digest_of(self, name: str) -> str:
         """Of the link to a member; empty when it is not packed."""

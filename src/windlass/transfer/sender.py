@@ -33,12 +33,12 @@ from windlass.planning.plan import TransferPlan
 from windlass.planning.program import LinkProgram, bind_links
 from windlass.planning.relay import RelayGroup
 from windlass.planning.simulate import LINKS_AT_ONCE
+from windlass.transfer.arena import memory_of
 from windlass.transfer.base import ParameterMemory, SendResult
 from windlass.transfer.bind import check_binding, check_destinations, check_digest_kind, check_part
 from windlass.transfer.bindings import DestinationBinding, GroupOffer, LinkOutcome, LinkStatus
 from windlass.transfer.outcomes import is_unknown, status_of, submit
-from windlass.transfer.packer import PackedLink, Peer
-from windlass.transfer.packers import packer_for
+from windlass.transfer.packer import PackedLink, Packer, Peer
 from windlass.transfer.parameters import LocatedParameters, SourceParameters
 from windlass.transfer.pieces import Pieces, batches, packed_capacity
 from windlass.transfer.relay_wire import Place, RelayAddress
@@ -91,7 +91,7 @@ class Sender:
         self._parameters = SourceParameters(transport, manifest, parameters, registered)
         self._pool = ThreadPoolExecutor(LINKS_AT_ONCE, "windlass-writer")
         memory = replica_memory(replica, transport, self._pool)
-        self._packer = packer_for(transport, arena_nbytes)
+        self._packer = Packer(transport, memory_of(transport), arena_nbytes)
         self._replica = None if memory is None else Replica(manifest, memory)
         self._lock = threading.Lock() if self._replica is None else self._replica.lock
         self._programs: dict[str, LinkProgram] = {}
@@ -180,6 +180,7 @@ class Sender:
         """
         with self._lock:
             self._settle_doubt()
+            self._feeds.close()
             self._programs, self._feeds = {}, Feeds()
             self._forget()
             index = check_part(self._manifest, plan.sources, plan.source_digests, "sources")
@@ -334,6 +335,7 @@ class Sender:
             self._settle_doubt(renew=False)
             if self._replica is not None:
                 self._replica.close()
+            self._feeds.close()
             self._programs, self._feeds = {}, Feeds()
             self._forget()
             self._packer.close()
@@ -390,16 +392,14 @@ class Sender:
         """Pack and hash a link at `offset`; its digest, and where the next one may begin."""
         peer = program.peer
         if peer in self._feeds:
-            packed, after = self._packer.pack_ops(program, offset)
-            self._feeds.keep(peer, self._packer.sources, packed)
+            packed, digest, after = self._packer.pack_ops(program, offset)
+            self._feeds.keep(self._packer.memory, peer, self._packer.sources, packed, digest)
             return self._feeds.digest_of(peer), after
         self._ready[peer], after = self._packer.pack_link(program, self._peers[peer], offset)
         return self._ready[peer].digest, after
 
     def _hash_all(self, programs: Sequence[LinkProgram]) -> None:
-        links = [(program, self._peers[program.peer]) for program in programs]
-        digests = self._packer.hash_links(links, self._pool)
-        self._digests.update(zip((p.peer for p in programs), digests, strict=True))
+        self._digests |= self._packer.hash_links(programs, self._pool)
 
     def _pack_again(self, names: Iterable[str]) -> dict[str, LinkOutcome]:
         """Before links are written again; outcomes of those whose parameters are others than before."""
