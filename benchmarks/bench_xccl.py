@@ -5,7 +5,10 @@ bytes in the same buckets, broadcast and nothing else. Bytes are checked after e
 
     python benchmarks/bench_xccl.py --json FILE
 
-With `--fabric nccl` one engine on a second GPU; NCCL allows one rank per GPU.
+With `--fabric nccl` one engine on a second GPU; NCCL allows one rank per GPU. With `--device cuda` weights
+are in GPU memory at both ends, else in host memory:
+
+    python benchmarks/bench_xccl.py --fabric nccl --device cuda --mib 16384 --bucket-mib 256 --dtype bfloat16
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 
@@ -24,32 +28,46 @@ from windlass.config import CollectiveFabric, UpdateMode, XcclBackend
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
+from windlass.memory.torch_dtypes import torch_dtype
 from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import GroupOffer
 from windlass.transfer.collective import CollectiveReceiver, CollectiveSender
 
-ROWS, COLS, NUM_TENSORS = 4096, 1024, 24
-"""Of fp32 in the trainer: 16 MiB each; engines hold bf16, so that loading casts."""
+ROWS, COLS = 4096, 1024
 ENGINES = {CollectiveFabric.GLOO: 2, CollectiveFabric.NCCL: 1}
 NUM_RUNS = 7
-BUCKET_NBYTES = 16 << 20
 DEADLINE_S = 120.0
 CASES = {"serial": 1, "pipelined": 2}
 
 
-def manifest(worker: str, role: Role, dtype: DType) -> ShardManifest:
+@dataclass(frozen=True)
+class Setting:
+    """What is measured; engines hold bfloat16, so that loading float32 casts."""
+
+    fabric: CollectiveFabric
+    device: str
+    num_tensors: int
+    bucket_nbytes: int
+    dtype: DType
+
+    def config(self, case: str) -> XcclBackend:
+        return XcclBackend(
+            fabric=self.fabric, bucket_nbytes=self.bucket_nbytes, num_buffers=CASES[case]
+        )
+
+    def gpu(self, index: int) -> str:
+        return f"cuda:{index}" if self.device == "cuda" else "cpu"
+
+
+def manifest(worker: str, role: Role, dtype: DType, num_tensors: int) -> ShardManifest:
     builder = ManifestBuilder(worker, role)
-    for index in range(NUM_TENSORS):
+    for index in range(num_tensors):
         name = f"w{index}"
         builder.add_parameter(name, nbytes=ROWS * COLS * dtype.itemsize, dtype=dtype)
         builder.add_shard(name, (ROWS, COLS), Box((0, 0), (ROWS, COLS)), name)
     return builder.build()
-
-
-def config_of(case: str, fabric: CollectiveFabric) -> XcclBackend:
-    return XcclBackend(fabric=fabric, bucket_nbytes=BUCKET_NBYTES, num_buffers=CASES[case])
 
 
 def set_up(fabric: CollectiveFabric, device: int) -> None:
@@ -58,13 +76,17 @@ def set_up(fabric: CollectiveFabric, device: int) -> None:
         torch.cuda.set_device(device)
 
 
-def engine(pipe: Connection, index: int, fabric: CollectiveFabric) -> None:
+def engine(pipe: Connection, index: int, setting: Setting) -> None:
+    fabric = setting.fabric
     set_up(fabric, 1 + index)
-    memory = [torch.zeros((ROWS, COLS), dtype=torch.bfloat16) for _ in range(NUM_TENSORS)]
-    mine = manifest(f"engine/{index}", Role.ENGINE, DType.BFLOAT16)
+    memory = [
+        torch.zeros((ROWS, COLS), dtype=torch.bfloat16, device=setting.gpu(1 + index))
+        for _ in range(setting.num_tensors)
+    ]
+    mine = manifest(f"engine/{index}", Role.ENGINE, DType.BFLOAT16, setting.num_tensors)
     addresses = [tensor.data_ptr() for tensor in memory]
     receivers = {
-        case: CollectiveReceiver(config_of(case, fabric), mine, addresses, "127.0.0.1")
+        case: CollectiveReceiver(setting.config(case), mine, addresses, "127.0.0.1")
         for case in CASES
     }
     while (asked := pipe.recv()) is not None:
@@ -87,6 +109,7 @@ def engine(pipe: Connection, index: int, fabric: CollectiveFabric) -> None:
                 group.start(slot, nbytes, DEADLINE_S)
             for slot in range(CASES[case]):
                 group.finish(slot, DEADLINE_S)
+            group.drain(DEADLINE_S)
             pipe.send(time.perf_counter())
         else:
             pipe.send(receiver.verify(0, argument))
@@ -122,35 +145,45 @@ def bare(sender: CollectiveSender, case: str, offer: GroupOffer) -> None:
         group.start(slot, nbytes, DEADLINE_S)
     for slot in range(CASES[case]):
         group.finish(slot, DEADLINE_S)
+    group.drain(DEADLINE_S)
 
 
 def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--fabric", type=CollectiveFabric, default=CollectiveFabric.GLOO)
+    options.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    options.add_argument("--mib", type=int, default=384)
+    options.add_argument("--bucket-mib", type=int, default=16)
+    options.add_argument("--dtype", type=DType, default=DType.FLOAT32)
     args = options.parse_args()
     fabric: CollectiveFabric = args.fabric
+    dtype = torch_dtype(args.dtype)
+    num_tensors = (args.mib << 20) // (ROWS * COLS * dtype.itemsize)
+    setting = Setting(fabric, args.device, num_tensors, args.bucket_mib << 20, args.dtype)
     num_engines = ENGINES[fabric]
     set_up(fabric, 0)
     processes = multiprocessing.get_context("spawn")
     pipes, children = [], []
     for index in range(num_engines):
         here, there = processes.Pipe()
-        child = processes.Process(target=engine, args=(there, index, fabric), daemon=True)
+        child = processes.Process(target=engine, args=(there, index, setting), daemon=True)
         child.start()
         pipes.append(here)
         children.append(child)
-    mine = manifest("trainer/0", Role.TRAINER, DType.FLOAT32)
+    mine = manifest("trainer/0", Role.TRAINER, args.dtype, num_tensors)
     memory = [
-        torch.arange(i * ROWS * COLS, (i + 1) * ROWS * COLS).to(torch.float32).view(ROWS, COLS)
-        for i in range(NUM_TENSORS)
+        torch.empty((ROWS, COLS), dtype=dtype, device=setting.gpu(0)) for _ in range(num_tensors)
     ]
     places = [ParameterMemory(tensor.data_ptr(), tensor.nbytes) for tensor in memory]
-    engines = [manifest(f"engine/{i}", Role.ENGINE, DType.BFLOAT16) for i in range(num_engines)]
+    engines = [
+        manifest(f"engine/{i}", Role.ENGINE, DType.BFLOAT16, num_tensors)
+        for i in range(num_engines)
+    ]
     plan = plan_transfer([mine], engines)
     names = [e.worker for e in engines]
     senders, offers = {}, {}
     for case in CASES:
-        sender = CollectiveSender(config_of(case, fabric), mine, lambda: places, "127.0.0.1")
+        sender = CollectiveSender(setting.config(case), mine, lambda: places, "127.0.0.1")
         parts = [plan.for_destination(e.worker).encode() for e in engines]
         bindings = ask(pipes, "connect", case, list(parts))
         offer = sender.connect(plan.for_source("trainer/0"), bindings)  # type: ignore[arg-type]
@@ -172,7 +205,7 @@ def main() -> None:
             seconds["ceiling"].append(ceiling)
         for case, sender in senders.items():
             for tensor in memory:
-                tensor.add_(1024.0)  # other bytes in every run
+                tensor.normal_()  # other bytes in every run
             sender.prepare(run)
             links: list[str] = []
             took = timed(pipes, "receive", case, partial(write, sender, run, names, links))
@@ -190,7 +223,11 @@ def main() -> None:
     rows = []
     for name, values in seconds.items():
         median, p95 = median_p95(values)
-        case = f"{nbytes >> 20} MiB fp32 to {num_engines} bf16 engines, {name}"
+        where = "GPU" if args.device == "cuda" else "host"
+        case = (
+            f"{nbytes >> 20} MiB {args.dtype} in {where} memory to {num_engines} bfloat16 engines, "
+            f"buckets of {args.bucket_mib} MiB, {name}"
+        )
         rows += [
             Row(case=case, metric="median", value=median, unit="s", reference=f"bare {fabric} broadcast", reference_value=ceiling_s, ratio=median / ceiling_s),
             Row(case=case, metric="p95", value=p95, unit="s", reference="serial, median", reference_value=serial_s, ratio=p95 / serial_s),

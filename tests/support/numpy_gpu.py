@@ -77,7 +77,14 @@ class _NumpyDevice:
 
 
 class _NumpyKernels:
-    def put(self, table: PieceTable, _: object, digest: int = 0, part: range | None = None) -> None:
+    def put(
+        self,
+        table: PieceTable,
+        _: object,
+        digest: int = 0,
+        part: range | None = None,
+        num_multiprocessors: int = 0,
+    ) -> None:
         for piece in _pieces_of(table, part):
             rows, lost = _stored_rows(table, piece)
             if lost and digest:

@@ -15,8 +15,8 @@ from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.memory import ops
 from windlass.memory.cuda import gpu
-from windlass.memory.ops import DigestKind
 from windlass.planning.planner import plan_transfer
+from windlass.planning.program import DigestKind
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transfer.source import SourceMemory

@@ -21,7 +21,6 @@ from windlass.layout.quantization import BLOCK, scale_shape
 from windlass.memory.digest import hash_strided, new_digest
 from windlass.memory.ops import (
     ALIGNMENT,
-    DigestKind,
     Int64Array,
     PackedPart,
     StridedCopy,
@@ -31,7 +30,7 @@ from windlass.memory.ops import (
 from windlass.memory.packing import bytes_at, copy_strided, row_major_blocks, strided_view
 from windlass.memory.quantize import pack_quantized
 from windlass.planning.plan import Transform
-from windlass.planning.program import BoundOp, LinkProgram
+from windlass.planning.program import BoundOp, DigestKind, LinkProgram
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +54,12 @@ class HostMemory:
         """See `MemoryOps.allocate`."""
         return HostBuffer(nbytes)
 
-    def prepare(self, copies: Sequence[StridedCopy]) -> _HostCopies:
+    def prepare(
+        self,
+        copies: Sequence[StridedCopy],
+        *,
+        beside_transfers: bool = False,  # noqa: ARG002
+    ) -> _HostCopies:
         """See `MemoryOps.prepare`."""
         return _HostCopies(copies)
 

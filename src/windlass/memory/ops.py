@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -18,7 +17,7 @@ import numpy.typing as npt
 from windlass.errors import PlanError
 from windlass.layout.dtypes import DType
 from windlass.memory.cuda.driver import gpu_of
-from windlass.planning.program import LinkProgram
+from windlass.planning.program import DigestKind, LinkProgram
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +33,6 @@ __all__ = [
     "PackedPart",
     "Buffer",
     "ChunkDigests",
-    "DigestKind",
     "Int64Array",
     "LinkDigests",
     "LinkPack",
@@ -66,16 +64,6 @@ def aligned_offsets(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
         offsets.append(total)
         total += aligned(nbytes)
     return tuple(offsets), total
-
-
-class DigestKind(StrEnum):
-    """What a link's digest is computed with; both ends must use the same.
-
-    XXH3: xxh3_128 of the payload, in host memory. POSITION: `memory/position_digest.py`, on GPUs.
-    """
-
-    XXH3 = "xxh3_128"
-    POSITION = "position"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,8 +238,15 @@ class MemoryOps(Protocol):
         """
         ...
 
-    def prepare(self, copies: Sequence[StridedCopy]) -> PreparedCopies:
+    def prepare(
+        self, copies: Sequence[StridedCopy], *, beside_transfers: bool = False
+    ) -> PreparedCopies:
         """Copies that are run again and again. Ranges at either side may be pinned host memory.
+
+        Args:
+            copies: in any order; none reads what another one stores.
+            beside_transfers: they run while bytes of the same memory are on the wire, and are to leave most
+                of a GPU to that.
 
         Raises:
             TransferFailed: a GPU without room for its tables.

@@ -8,6 +8,7 @@ trainers may rebind storage.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,17 @@ from windlass.planning.plan import (
     Transform,
 )
 
-__all__ = ["BoundOp", "DirectRuns", "LinkProgram", "bind_links"]
+__all__ = ["BoundOp", "DigestKind", "DirectRuns", "LinkProgram", "bind_links"]
+
+
+class DigestKind(StrEnum):
+    """What a link's digest is computed with; both ends must use the same.
+
+    XXH3: xxh3_128 of the payload, in host memory. POSITION: `memory/position_digest.py`, on GPUs.
+    """
+
+    XXH3 = "xxh3_128"
+    POSITION = "position"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

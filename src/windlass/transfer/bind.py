@@ -8,8 +8,7 @@ import numpy as np
 
 from windlass.errors import PlanError, RoundAborted
 from windlass.layout.manifest import ShardManifest
-from windlass.memory.ops import DigestKind
-from windlass.planning.program import LinkProgram
+from windlass.planning.program import DigestKind, LinkProgram
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transports.regions import check_inside
 

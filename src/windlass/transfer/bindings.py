@@ -8,7 +8,7 @@ from enum import StrEnum
 import msgspec
 
 from windlass.layout.dtypes import DType
-from windlass.memory.ops import DigestKind
+from windlass.planning.program import DigestKind
 from windlass.transports.base import PeerEndpoint, RemoteRegion
 
 __all__ = [

@@ -179,7 +179,8 @@ class CollectiveSender:
                             part.stop - part.start,
                         )
                         for part in parts
-                    ]
+                    ],
+                    beside_transfers=True,
                 )
                 for bucket, parts in enumerate(self._buckets)
             )

@@ -18,7 +18,6 @@ from windlass.memory.ops import (
     ALIGNMENT,
     OWN_WORK_S,
     Buffer,
-    DigestKind,
     LinkDigests,
     MemoryOps,
     PreparedCopies,
@@ -27,7 +26,7 @@ from windlass.memory.ops import (
     memory_at,
 )
 from windlass.planning.plan import TransferPlan
-from windlass.planning.program import BoundOp, LinkProgram, bind_links
+from windlass.planning.program import BoundOp, DigestKind, LinkProgram, bind_links
 from windlass.transfer.arena import Arena
 from windlass.transfer.bind import check_part
 from windlass.transports.base import MemoryRegion, OneSidedTransport
@@ -208,7 +207,8 @@ class Destination:
                     tensor=op.tensor,
                 )
                 for op, source in ops
-            ]
+            ],
+            beside_transfers=True,
         )
 
     def verify(

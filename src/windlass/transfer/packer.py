@@ -19,14 +19,13 @@ from windlass.errors import PlanError
 from windlass.memory.ops import (
     ALIGNMENT,
     OWN_WORK_S,
-    DigestKind,
     LinkDigests,
     LinkPack,
     MemoryOps,
     PackedPart,
     aligned,
 )
-from windlass.planning.program import BoundOp, LinkProgram
+from windlass.planning.program import BoundOp, DigestKind, LinkProgram
 from windlass.transfer.arena import Arena, ArenaSlot
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transfer.pieces import Pieces, UInt64Array, batches, direct_pieces, packed_capacity

@@ -86,7 +86,9 @@ class Comparisons:
             self._must_repeat = not is_published
         if not is_published:
             return
-        self._balance_s += self._share * update_s
+        if compared is None or not compared.is_first:
+            # The first one connects as well, and takes longer than any other.
+            self._balance_s += self._share * update_s
         self._version = -1
         if compared is not None:
             self._has_compared = True

@@ -141,15 +141,17 @@ class Kernels:
         stream: Stream,
         digest_address: int = 0,
         part: range | None = None,
+        num_multiprocessors: int = 0,
     ) -> None:
         """Queue the stores; with `digest_address`, add their digest to the two words there.
 
         Of a cast that overflows the third word becomes 1 + a position in the payload of its piece.
 
-        `part`: of the table's pieces; all by default.
+        `part`: of the table's pieces; all by default. `num_multiprocessors`: to keep busy at most; 0 for
+        what the kernels were compiled for.
         """
         name = f"{table.kernel}_hashed" if digest_address else table.kernel
-        self._launch(name, table, stream, digest_address, part)
+        self._launch(name, table, stream, digest_address, part, num_multiprocessors)
 
     def hash(
         self, table: PieceTable, stream: Stream, digest_address: int, part: range | None = None
@@ -164,6 +166,7 @@ class Kernels:
         stream: Stream,
         digest_address: int,
         part: range | None,
+        num_multiprocessors: int = 0,
     ) -> None:
         pieces = range(table.num_pieces) if part is None else part
         if not pieces:
@@ -175,5 +178,6 @@ class Kernels:
             ctypes.c_uint32(len(pieces)),
             ctypes.c_uint64(digest_address),
         )
-        grid = min(self._num_threads // table.block, len(pieces))
+        num_threads = THREADS_PER_MULTIPROCESSOR * num_multiprocessors or self._num_threads
+        grid = min(num_threads // table.block, len(pieces))
         self._device.launch(self._functions[name], grid, table.block, arguments, stream)

@@ -38,7 +38,6 @@ from windlass.memory.cuda.pieces import (
     store_packed,
 )
 from windlass.memory.ops import (
-    DigestKind,
     Int64Array,
     PackedPart,
     StridedCopy,
@@ -47,12 +46,15 @@ from windlass.memory.ops import (
 )
 from windlass.memory.packing import overflow_text
 from windlass.planning.plan import Transform
-from windlass.planning.program import LinkProgram
+from windlass.planning.program import DigestKind, LinkProgram
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["CudaMemory", "DeviceMemory"]
+
+BESIDE_TRANSFERS = 16
+"""Multiprocessors of copies that run while NCCL sends: all of them would take the memory from it."""
 
 
 @final
@@ -93,9 +95,11 @@ class CudaMemory:
         """See `MemoryOps.allocate`."""
         return DeviceMemory(self._gpu, nbytes)
 
-    def prepare(self, copies: Sequence[StridedCopy]) -> _CudaCopies:
+    def prepare(
+        self, copies: Sequence[StridedCopy], *, beside_transfers: bool = False
+    ) -> _CudaCopies:
         """See `MemoryOps.prepare`."""
-        return _CudaCopies(self._gpu, copies)
+        return _CudaCopies(self._gpu, copies, BESIDE_TRANSFERS if beside_transfers else 0)
 
     def digests(
         self,
@@ -164,8 +168,9 @@ class _DeviceBytes:
 
 @final
 class _CudaCopies:
-    def __init__(self, gpu: Gpu, copies: Sequence[StridedCopy]) -> None:
+    def __init__(self, gpu: Gpu, copies: Sequence[StridedCopy], num_multiprocessors: int) -> None:
         self._gpu, self._copies = gpu, tuple(copies)
+        self._num_multiprocessors = num_multiprocessors
         self._words = 0
         gpu.refuse_late()
         kinds = [PieceKind(Transform.NONE, copy.src_dtype, copy.dst_dtype) for copy in copies]
@@ -190,7 +195,12 @@ class _CudaCopies:
             self._gpu.device.clear(self._words, WORDS_NBYTES, self._gpu.stream)
         for table, may_overflow in self._tables:
             # Only kernels that hash tell of an overflow.
-            self._gpu.kernels.put(table, self._gpu.stream, self._words if may_overflow else 0)
+            self._gpu.kernels.put(
+                table,
+                self._gpu.stream,
+                self._words if may_overflow else 0,
+                num_multiprocessors=self._num_multiprocessors,
+            )
 
     def check(self) -> None:
         if not self._words:
