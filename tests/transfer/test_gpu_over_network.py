@@ -7,6 +7,8 @@ tests/updates/test_live_update.py.
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -30,11 +32,13 @@ from windlass.memory.cuda.pieces import cut_ops, payload_parts, store_packed
 from windlass.planning.plan import CopyMode, TransferPlan, Transform
 from windlass.planning.planner import plan_transfer
 from windlass.planning.program import BoundOp, DirectRuns, LinkProgram
+from windlass.planning.relay import RelayGroup, copy_part
 from windlass.testing.resting_engine import RestingEngine
 from windlass.transfer.backends import receiver_for
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import DestinationBinding, LinkStatus
 from windlass.transfer.receiver import Receiver
+from windlass.transfer.relay_node import RelayNode
 from windlass.transfer.sender import Sender
 from windlass.transports.base import MemoryRegion, WriteBatch
 from windlass.transports.memory import MemoryFabric, MemoryTransport
@@ -244,6 +248,69 @@ def test_weights_in_host_memory_and_weights_on_a_gpu_do_not_mix() -> None:
         world.connect(MemoryFabric(), world.fleet.sources[0], 0, [binding])
     host.close()
     world.close()
+
+
+@pytest.mark.parametrize("kind", [MemoryTransport, GpuMemoryTransport])
+@pytest.mark.parametrize("mode", list(UpdateMode))
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
+def test_an_engine_passes_on_what_it_verified_in_the_memory_it_lies_in(
+    kind: type[MemoryTransport], mode: UpdateMode, dtype: DType
+) -> None:
+    """Two trainer ranks feed one engine, which feeds its copy; ops that are staged there too."""
+    exact, fabric, seconds = dense_to_fused(DType.FLOAT32), MemoryFabric(), 20.0
+    fleet, place = dense_to_fused(dtype), (1, 1)
+    leader = fleet.destinations[0]
+    plan = plan_transfer(fleet.sources, [leader])
+    assert plan.landing_nbytes[0] > 0
+    values = distinct_values((*exact.sources, *exact.destinations))
+    held = {m.worker: fill(m, values, background=0xEE) for m in exact.sources}
+    wanted = fill(exact.destinations[0], values, background=0xAA)
+    for buffer in itertools.chain(*held.values(), wanted):
+        buffer.view("<f4")[:] = buffer.view("<u4").astype("<f4")
+    live, receivers, nodes, bindings = {}, {}, {}, []
+    part = plan.for_destination(leader.worker)
+    for name in ("a/0", "b/0"):
+        manifest = replace(leader, worker=name)
+        live[name] = [np.full(p.nbytes, 0xAA, np.uint8) for p in manifest.parameters]
+        transport = kind(fabric)
+        regions = [transport.register(b.ctypes.data, b.nbytes) for b in live[name]]
+        addresses = [b.ctypes.data for b in live[name]]
+        receivers[name] = Receiver(transport, manifest, addresses, regions)
+        own = copy_part(part, leader.worker, manifest)
+        bindings.append(receivers[name].connect(own, mode))
+        nodes[name] = RelayNode(receivers[name], "127.0.0.1")
+    listening = [node.open() for node in nodes.values()]
+    group = RelayGroup(members=("a/0", "b/0"), lanes=((-1, 0),), chunk_nbytes=300)
+    for node in nodes.values():
+        node.connect(group, bindings, listening)
+    senders = []
+    for source in fleet.sources:
+        memory = [ParameterMemory(b.ctypes.data, b.nbytes) for b in held[source.worker]]
+        sender = Sender(kind(fabric), source, lambda memory=memory: memory)  # type: ignore[misc]
+        first = replace(leader, worker="a/0")
+        sources = copy_of_destination(plan.for_source(source.worker), first)
+        sender.connect(sources, bindings[:1])
+        sender.connect_relay([group], bindings, listening)
+        sender.prepare(0)
+        senders.append(sender)
+    with ThreadPoolExecutor() as threads:
+        parts = [threads.submit(node.run, place, seconds) for node in nodes.values()]
+        fed = [threads.submit(s.feed, place, group.members, seconds) for s in senders]
+    assert all(not job.result().missing for job in parts)
+    for name, receiver in receivers.items():
+        links = [link for job in fed for link in job.result().links if link.destination == name]
+        expected = {s.worker: link.digest for s, link in zip(fleet.sources, links, strict=True)}
+        assert receiver.verify(0, expected) == ()
+        receiver.apply()
+        for got, want, spec in zip(live[name], wanted, leader.parameters, strict=True):
+            assert (got == cast_to(want, spec.dtype)).all()
+    for closed in (*nodes.values(), *senders, *receivers.values()):
+        closed.close()
+
+
+def copy_of_destination(part: TransferPlan, manifest: ShardManifest) -> TransferPlan:
+    """The part of a source, for a destination of another name."""
+    return replace(part, destinations=(manifest.worker,), destination_digests=(manifest.digest(),))
 
 
 def quantised_op(rows: int, cols: int, *, scales: bool) -> BoundOp:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
 import numpy as np
 import pytest
+import torch
+from numpy_gpu import numpy_gpu
+from offers import GPU_TRAITS
 
 from windlass.config import UpdateMode
 from windlass.errors import (
@@ -20,7 +24,6 @@ from windlass.errors import (
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
-from windlass.memory.digest import new_digest
 from windlass.net.clock import Deadline
 from windlass.planning.planner import plan_transfer
 from windlass.planning.relay import RelayGroup
@@ -52,6 +55,12 @@ def manifest(worker: str, role: Role, dtype: DType) -> ShardManifest:
     return builder.build()
 
 
+class GpuMemoryTransport(MemoryTransport):  # type: ignore[misc]
+    """Says that its memory is a GPU's."""
+
+    traits = GPU_TRAITS
+
+
 class Scripted(WrappedTransport):
     """Does `script[endpoint address]` instead of a write, given the write itself."""
 
@@ -75,7 +84,9 @@ class Scripted(WrappedTransport):
 class Fleet:
     """One trainer rank and three engine ranks; what is sent is cast, and so packed."""
 
-    def __init__(self, arena_nbytes: int = 0) -> None:
+    def __init__(
+        self, arena_nbytes: int = 0, kind: type[MemoryTransport] = MemoryTransport
+    ) -> None:
         fabric = MemoryFabric()
         ours = manifest("trainer/0", Role.TRAINER, DType.FLOAT32)
         theirs = [manifest(name, Role.ENGINE, DType.BFLOAT16) for name in ENGINES]
@@ -87,13 +98,13 @@ class Fleet:
         self.bindings: list[DestinationBinding] = []
         for target in theirs:
             name, memory = target.worker, self.served[target.worker]
-            transport = self.transports[name] = Scripted(MemoryTransport(fabric, name))
+            transport = self.transports[name] = Scripted(kind(fabric, name))
             region = transport.register(memory.ctypes.data, memory.nbytes)
             receiver = Receiver(transport, target, [memory.ctypes.data], [region])
             self.receivers[name] = receiver
             part = self.plan.for_destination(name)
             self.bindings.append(receiver.connect(part, UpdateMode.IN_PLACE))
-        self.transport = Scripted(MemoryTransport(fabric, "trainer"))
+        self.transport = Scripted(kind(fabric, "trainer"))
         where = [ParameterMemory(self.trained.ctypes.data, self.trained.nbytes)]
         self.sender = Sender(self.transport, ours, lambda: where, arena_nbytes=arena_nbytes)
         self.sender.connect(self.plan.for_source("trainer/0"), self.bindings)
@@ -260,8 +271,8 @@ def test_a_ring_that_cannot_be_packed_on_tells_what_is_on_the_wire(
 class Chain:
     """The trainer feeds the first engine, which feeds the other two."""
 
-    def __init__(self) -> None:
-        self.fleet = Fleet()
+    def __init__(self, kind: type[MemoryTransport]) -> None:
+        self.fleet = Fleet(kind=kind)
         group = RelayGroup(members=ENGINES, lanes=((-1, 0, 0),), chunk_nbytes=256)
         nodes = {name: RelayNode(self.fleet.receivers[name], "127.0.0.1") for name in ENGINES}
         self.nodes = nodes
@@ -293,9 +304,11 @@ class Chain:
         self.fleet.close()
 
 
-@pytest.fixture
-def chain() -> Iterator[Chain]:
-    found = Chain()
+@pytest.fixture(params=[MemoryTransport, GpuMemoryTransport], ids=["host", "gpu"])
+def chain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Chain]:
+    """In host memory, and by kernels that numpy plays."""
+    monkeypatch.setattr("windlass.memory.cuda.gpu.shared_gpu", lambda _: numpy_gpu())
+    found = Chain(request.param)
     yield found
     found.close()
 
@@ -304,9 +317,8 @@ def test_a_relay_in_order_brings_every_byte_everywhere(chain: Chain) -> None:
     links, parts = chain.run()
     assert set(links.values()) == {LinkStatus.OK}
     assert not any(part.missing or part.unknown_to or part.unknown_from for part in parts.values())
-    assert all(
-        (held == chain.fleet.served["engine-a/0"]).all() for held in chain.fleet.served.values()
-    )
+    trained = torch.from_numpy(chain.fleet.trained).to(torch.bfloat16).view(torch.int16).numpy()
+    assert all((held == trained.view("<u2")).all() for held in chain.fleet.served.values())
 
 
 def test_an_engine_that_meets_what_nobody_foresaw_says_whom_it_may_still_write(
@@ -368,18 +380,19 @@ def test_a_link_that_cannot_be_begun_does_not_hide_what_became_of_a_root(
 def test_a_last_chunk_that_could_not_be_verified_is_missing(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = [0]
-
-    def refuse() -> object:
-        made[0] += 1
-        if made[0] == chain.nodes["engine-a/0"]._bound.payloads["trainer/0"].num_chunks:  # type: ignore[union-attr]
-            raise MemoryError("none left")
-        return new_digest()
-
     node, found = chain.nodes["engine-a/0"], list[RelayResult]()
+    assert node._bound is not None
+    digests, num_taken = node._bound.digests["trainer/0"], itertools.count(1)
+    take, num_chunks = digests.take, node._bound.payloads["trainer/0"].num_chunks
+
+    def refuse(chunks: Sequence[int], deadline_s: float) -> list[str]:
+        if next(num_taken) == num_chunks:
+            raise MemoryError("none left")
+        return take(chunks, deadline_s)
+
     part = threading.Thread(target=lambda: found.append(node.run(PLACE, SECONDS)))
     with monkeypatch.context() as patch:
-        patch.setattr("windlass.memory.host.new_digest", refuse)
+        patch.setattr(digests, "take", refuse)
         part.start()
         chain.fleet.sender.feed(PLACE, ENGINES, SECONDS)
         part.join(SECONDS)
