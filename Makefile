@@ -40,6 +40,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/check_house_rules.py
+	$(BIN)/python tools/report_source.py
 
 types: setup
 	$(BIN)/mypy

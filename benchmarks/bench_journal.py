@@ -18,13 +18,12 @@ from harness import Row, median_p95, parser, report
 from windlass.rollout import RolloutConfig, SamplingParams, StalenessPolicy
 from windlass.rollout.journal import RolloutJournal
 from windlass.rollout.lifecycle import Lifecycle
-from windlass.rollout.messages import OutcomeStatus, Partial, RolloutOutcome
-from windlass.rollout.submission import Submissions
+from windlass.rollout.messages import OutcomeStatus, Partial, RolloutOutcome, Work
 
 NUM_ROLLOUTS, GROUP_SIZE, CALLBACK, NUM_TOKENS = 4096, 8, 64, 128
 NUM_RUNS = 7
 SAMPLING = SamplingParams(max_new_tokens=NUM_TOKENS)
-PROMPT = tuple(range(1000, 1256))
+WORK = Work(prompt_ids=tuple(range(1000, 1256)), sampling=SAMPLING)
 TOKENS = tuple(range(30_000, 30_000 + NUM_TOKENS))
 RESULT = Partial(TOKENS, tuple(-token / 7e4 for token in TOKENS), (3,) * NUM_TOKENS)
 
@@ -34,31 +33,30 @@ async def one_run(path: Path | None, *, sync_each: bool) -> tuple[float, float, 
     policy = StalenessPolicy.unbounded(NUM_ROLLOUTS)
     journal = RolloutJournal(path, keep_delivered=True, compact_nbytes=1 << 40)
     life = Lifecycle(policy, RolloutConfig(), lambda _: None, lambda: None, journal)
-    owner = Submissions("bench", life, lambda: None)
-    owner._go_on(journal.open(0), policy)
+    life.open()
     began, began_cpu = time.perf_counter(), time.thread_time()
     for _ in range(NUM_ROLLOUTS // GROUP_SIZE):
-        owner.submit_group(PROMPT, GROUP_SIZE, SAMPLING)
-    for record in list(life.book.waiting.values()):
+        life.submit_group(WORK, GROUP_SIZE)
+    for record in list(life.table.waiting.values()):
         life.admit(record)
         life.start_attempt(record, "engine", "worker")
     journal.flush()
-    running = list(life.book.by_engine["engine"].values())
+    running = list(life.table.by_engine["engine"].values())
     for first in range(0, NUM_ROLLOUTS, CALLBACK):
         for record in running[first : first + CALLBACK]:
             life.end_attempt(record, outcome_of(record.task_id, record.attempt))
         journal.flush()
         if sync_each and journal._file is not None:
             journal._file.sync()
-        while life.book.ready:
+        while life.table.ready:
             group = life.hand_out()
             life.acknowledge(group.rollouts[0].task_id)
         journal.flush()
     seconds, cpu_s = time.perf_counter() - began, time.thread_time() - began_cpu
     nbytes = 0 if journal._file is None else journal._file.nbytes
     await journal.close()
-    if life.book.counts.completed != NUM_ROLLOUTS:
-        raise RuntimeError(f"completed {life.book.counts.completed} of {NUM_ROLLOUTS}")
+    if life.table.counts.completed != NUM_ROLLOUTS:
+        raise RuntimeError(f"completed {life.table.counts.completed} of {NUM_ROLLOUTS}")
     if path is not None:
         left = RolloutJournal(path)
         if left.open(0).tasks:

@@ -20,11 +20,11 @@ from pathlib import Path
 import msgspec
 
 from harness import Row, median_p95, parser, report
+from tools.plan.synthesis import engine_manifests, trainer_manifests
+from tools.plan.topology import EngineSpec, Topology, parse_topology
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import Shard, ShardManifest
-from windlass.layout.synthesis import engine_manifests, trainer_manifests
-from windlass.layout.topology import EngineSpec, Topology, parse_topology
 from windlass.planning.planner import plan_with_reports
 
 TOPOLOGIES = Path(__file__).parents[1] / "examples" / "topologies"

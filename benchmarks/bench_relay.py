@@ -27,13 +27,13 @@ import xxhash
 import windlass
 from harness import Row, median_p95, parser, report
 from limited_rank import ROW_NBYTES, values
+from tools.plan.simulate import simulate_wire
+from tools.plan.simulate_relay import simulate_relay
+from tools.plan.synthesis import engine_manifests, trainer_manifests
+from tools.plan.topology import parse_topology
 from windlass.config import ControlConfig, P2pBackend, PhaseDeadlines, RelayShape, UpdateMode
-from windlass.layout.synthesis import engine_manifests, trainer_manifests
-from windlass.layout.topology import parse_topology
 from windlass.planning.planner import plan_transfer
-from windlass.planning.relay import RelayGroup, lanes_of
-from windlass.planning.simulate import simulate_wire
-from windlass.planning.simulate_relay import simulate_relay
+from windlass.planning.relay import RelayGroup, stripes_of
 from windlass.updates.round_types import Phase
 
 ROOT = Path(__file__).parents[1]
@@ -371,7 +371,7 @@ def simulated() -> list[Row]:
         for num_replicas in (2, 8, 64, 1024):
             for shape in (RelayShape.CHAIN, RelayShape.TREE):
                 members = tuple(f"{i}" for i in range(num_replicas))
-                group = RelayGroup(members, lanes_of(shape, num_replicas), 64 << 20)
+                group = RelayGroup(members, stripes_of(shape, num_replicas), 64 << 20)
                 run = simulate_relay(
                     group,
                     nbytes=nbytes,

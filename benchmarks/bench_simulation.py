@@ -16,12 +16,12 @@ from pathlib import Path
 import msgspec
 
 from harness import Row, parser, report
+from tools.plan.cost import predict
+from tools.plan.simulate import simulate_wire
+from tools.plan.synthesis import engine_manifests, trainer_manifests
+from tools.plan.topology import EngineSpec, Fabric, Topology, TrainerSpec, parse_topology
 from windlass.layout.dtypes import DType
-from windlass.layout.synthesis import engine_manifests, trainer_manifests
-from windlass.layout.topology import EngineSpec, Fabric, Topology, TrainerSpec, parse_topology
-from windlass.planning.cost import predict
 from windlass.planning.planner import plan_with_reports
-from windlass.planning.simulate import simulate_wire
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = (

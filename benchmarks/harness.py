@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
+# For `tools.plan`, which benchmarks plan with.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

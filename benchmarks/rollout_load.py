@@ -20,9 +20,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from windlass.rollout import Rollout, RolloutController, RolloutHandle, SamplingParams, Workflow
+from windlass.rollout import (
+    Rollout,
+    RolloutController,
+    RolloutHandle,
+    SamplingParams,
+    Workflow,
+    run_rollout_worker,
+)
 from windlass.rollout.messages import Partial, Turn
-from windlass.rollout.worker import run_rollout_worker
 from windlass.rollout.workflows import WorkflowContext
 
 NUM_TOKENS = 128

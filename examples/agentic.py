@@ -22,8 +22,7 @@ import sys
 from dataclasses import dataclass, field
 
 import windlass
-from windlass.rollout import RolloutGroup, WorkflowContext
-from windlass.rollout.worker import run_rollout_worker
+from windlass.rollout import RolloutGroup, WorkflowContext, run_rollout_worker
 
 NUM_SEATS = 8
 MAX_TURNS = 6

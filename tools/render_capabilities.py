@@ -1,6 +1,5 @@
 """docs/capabilities.md out of what the live engine tests recorded in docs/capabilities.json, of the
-tables of schemes and kernels in `windlass.layout.quantization` and `windlass.engines.quantised`, and of
-the table of releases in `windlass.engines.versions`.
+tables of schemes and kernels in `windlass.layout.quantization`, and of what every engine's `spec.py` says of its kernels and releases.
 
 `render_capabilities.py` writes the page, `render_capabilities.py --check` fails if it is not the
 one that the records give.
@@ -16,8 +15,8 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from windlass.engines.quantised import LAYOUTS
-from windlass.engines.versions import ENGINES, EngineReleases, Feature
+from windlass.engines.spec import ENGINES
+from windlass.engines.versions import EngineReleases, Feature
 from windlass.layout.quantization import CAPABILITIES, Capability
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,7 +57,7 @@ Trainers in the types named quantise while they pack, to a checkpoint's own sche
 |---|---|---|
 """
 LAYOUT_HEAD = """
-How an engine's kernels want block float8; from `windlass.engines.quantised.LAYOUTS`. Whatever the table says, every
+How an engine's kernels want block float8; from `EngineSpec.layouts`. Whatever the table says, every
 rank's capture proves its layout bit for bit or refuses it by name.
 
 | engine | kernels | layout in memory | outcome |
@@ -67,7 +66,7 @@ rank's capture proves its layout bit for bit or refuses it by name.
 RELEASES = """
 ## Releases
 
-From `windlass.engines.versions`; read in the sources of the releases named. A launcher refuses an older one, warns of
+From `EngineSpec.releases`; read in the sources of the releases named. A launcher refuses an older one, warns of
 one that was never updated while it served, and says what the one that it starts lacks; so does `windlass doctor`.
 """
 HEAD_ELSEWHERE = """
@@ -123,9 +122,11 @@ def render(rows: Sequence[Row], proofs: Sequence[dict[str, Any]]) -> str:
             for engine, version, model, what, reason in refused
         ]
     parts += [QUANTISED, *(_scheme(row) for row in CAPABILITIES)]
-    parts += [LAYOUT_HEAD, *(f"| {' | '.join(astuple(layout))} |\n" for layout in LAYOUTS)]
+    engines = [ENGINES.find(name) for name in ENGINES.names()]
+    layouts = [layout for engine in engines for layout in engine.layouts]
+    parts += [LAYOUT_HEAD, *(f"| {' | '.join(astuple(layout))} |\n" for layout in layouts)]
     parts.append(RELEASES)
-    parts += [_releases(engine) for engine in ENGINES.values()]
+    parts += [_releases(engine.releases) for engine in engines if engine.releases is not None]
     return "".join(parts)
 
 

@@ -24,8 +24,8 @@ import torch
 from bench_nvlink import QWEN3_30B_A3B, hash_name
 
 from harness import Row, median_p95, parser, report, save
-from windlass.layout.families import modules
-from windlass.layout.topology import parse_topology
+from tools.plan.families import modules
+from tools.plan.topology import parse_topology
 
 RUNS = 10
 WAIT_S = 200.0

@@ -21,9 +21,9 @@ from bench_nvlink import QWEN3_30B_A3B, Host, Rank, bench_update
 from megatron_model import Sizes, build, gather, start_parallel, train_step
 
 from harness import Row, parser, report, save
+from tools.plan.synthesis import engine_manifests
+from tools.plan.topology import parse_topology
 from windlass.layout.manifest import ShardManifest
-from windlass.layout.synthesis import engine_manifests
-from windlass.layout.topology import parse_topology
 
 BUFFER_NBYTES = 4 << 30
 """What the trainers copy from when the ceiling is measured."""

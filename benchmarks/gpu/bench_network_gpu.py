@@ -22,8 +22,8 @@ import torch.distributed as dist
 from bench_nvlink import QWEN3_30B_A3B, Host, Rank, bench_topology
 
 from harness import Row, median_p95, parser, report, save
+from tools.plan.topology import parse_topology
 from windlass.config import UpdateMode
-from windlass.layout.topology import parse_topology
 from windlass.planning.plan import TransferPlan
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transfer.receiver import Receiver

@@ -31,10 +31,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from nixl_agent import NixlAgent
 
 from harness import Row, median_p95, parser, report, save
+from tools.plan.synthesis import engine_manifests, trainer_manifests
+from tools.plan.topology import Topology, parse_topology
 from windlass.config import UpdateMode
 from windlass.layout.manifest import ShardManifest
-from windlass.layout.synthesis import engine_manifests, trainer_manifests
-from windlass.layout.topology import Topology, parse_topology
 from windlass.memory.cuda.kernels import PIECE, Kernels, PieceTable
 from windlass.memory.cuda.links import WORDS_NBYTES
 from windlass.planning.plan import TransferPlan

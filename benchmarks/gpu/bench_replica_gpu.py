@@ -21,10 +21,10 @@ from bench_nvlink import QWEN3_30B_A3B, Host, Rank
 
 import windlass
 from harness import Row, median_p95, parser, report, save
+from tools.plan.synthesis import engine_manifests, trainer_manifests
+from tools.plan.topology import parse_topology
 from windlass.config import ControlConfig, UpdateMode
 from windlass.engines.client import EngineClient
-from windlass.layout.synthesis import engine_manifests, trainer_manifests
-from windlass.layout.topology import parse_topology
 from windlass.testing.resting_engine import RestingEngine
 from windlass.trainers.client import TrainerClient
 from windlass.transports.registry import create_transport, parse_transport

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
+from importlib.metadata import entry_points
 from operator import attrgetter
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
 from windlass.errors import ConfigError
 
 __all__ = [
+    "PUSH_TRAITS",
+    "BackendTraits",
     "CollectiveFabric",
     "ControlConfig",
     "DiskBackend",
+    "HasTraits",
     "P2pBackend",
+    "PluginBackend",
     "PauseMode",
     "PhaseDeadlines",
     "RelayShape",
@@ -25,9 +32,13 @@ __all__ = [
     "UpdateMode",
     "XcclBackend",
     "check_numbers",
+    "find_backend",
     "take_name",
     "take_names",
 ]
+
+BACKENDS = "windlass.backends"
+"""The group of entry points in which packages register backends."""
 
 NameT = TypeVar("NameT", bound=StrEnum)
 
@@ -163,6 +174,32 @@ class RelayShape(StrEnum):
     TREE = "tree"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendTraits:
+    """What the control plane must know of how bytes travel.
+
+    Attributes:
+        one_sided: by the ranks' transports: from a replica as well, and into memory of another
+            process.
+        collective: both halves of a write enter it, so that one rank that fails breaks the group.
+        lands_live: `in_place` writes touch live memory before they are verified.
+        catches_up: an engine can hand the published version on to another one.
+        relays: engines can pass on what they have verified, while it arrives.
+        driven_by_trainer: the trainer's own calls move the bytes, and not a plan.
+    """
+
+    one_sided: bool = False
+    collective: bool = False
+    lands_live: bool = True
+    catches_up: bool = False
+    relays: bool = False
+    driven_by_trainer: bool = False
+
+
+PUSH_TRAITS = BackendTraits(lands_live=False, driven_by_trainer=True)
+"""Of updates that a trainer drives itself (`RolloutCallback`): they land in a shadow copy."""
+
+
 class P2pBackend(msgspec.Struct, frozen=True, tag="p2p", omit_defaults=True):
     """One-sided writes, straight from the trainer rank that owns the bytes.
 
@@ -171,6 +208,8 @@ class P2pBackend(msgspec.Struct, frozen=True, tag="p2p", omit_defaults=True):
             bytes on among themselves.
         relay_chunk_nbytes: what is verified and passed on at a time.
     """
+
+    traits: ClassVar[BackendTraits] = BackendTraits(one_sided=True, catches_up=True, relays=True)
 
     relay: RelayShape = RelayShape.OFF
     relay_chunk_nbytes: int = 4 << 20
@@ -188,6 +227,8 @@ class XcclBackend(msgspec.Struct, frozen=True, tag="xccl"):
         bucket_nbytes: bytes per broadcast; two buckets are held at once on each rank.
         num_buffers: 2 overlaps packing, broadcast and loading; 1 does them one after another.
     """
+
+    traits: ClassVar[BackendTraits] = BackendTraits(collective=True)
 
     fabric: CollectiveFabric = CollectiveFabric.GLOO
     bucket_nbytes: int = 32 << 20
@@ -212,6 +253,8 @@ class DiskBackend(msgspec.Struct, frozen=True, tag="disk"):
         keep_versions: versions that stay on disk, >= 1.
     """
 
+    traits: ClassVar[BackendTraits] = BackendTraits(lands_live=False)
+
     folder: str
     keep_versions: int = 2
 
@@ -223,7 +266,60 @@ class DiskBackend(msgspec.Struct, frozen=True, tag="disk"):
         check_numbers(self, {"keep_versions": 1})
 
 
-UpdateBackend = P2pBackend | XcclBackend | DiskBackend
+class PluginBackend(msgspec.Struct, frozen=True, tag="plugin", omit_defaults=True):
+    """A backend that an installed package registers as an entry point of `windlass.backends`.
+
+    Attributes:
+        name: of the entry point, on the controller and on every rank.
+        options: for both halves; plain values.
+    """
+
+    name: str
+    options: dict[str, object] = {}
+
+    @property
+    def traits(self) -> BackendTraits:
+        """What the registered backend states.
+
+        Raises:
+            ConfigError: see `find_backend`.
+        """
+        return find_backend(self.name).traits
+
+
+@runtime_checkable
+class HasTraits(Protocol):
+    """What an entry point of `windlass.backends` leads to; see `transfer.backends.Backend`."""
+
+    @property
+    def traits(self) -> BackendTraits:
+        """What the control plane must know of it."""
+        ...
+
+
+@cache
+def find_backend(name: str) -> HasTraits:
+    """The backend that an installed package has registered under this name.
+
+    Raises:
+        ConfigError: none has, or it is not usable.
+    """
+    registered = entry_points(group=BACKENDS)
+    if name not in registered.names:
+        raise ConfigError(
+            f"backend: name must be an entry point of {BACKENDS}, {sorted(registered.names)}, "
+            f"got {name!r}"
+        )
+    try:
+        found = registered[name].load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"backend: entry point {name!r} of {BACKENDS}: {error}") from error
+    if not isinstance(found, HasTraits) or not isinstance(found.traits, BackendTraits):
+        raise ConfigError(f"backend: entry point {name!r} of {BACKENDS} leads to no backend")
+    return found
+
+
+UpdateBackend = P2pBackend | XcclBackend | DiskBackend | PluginBackend
 
 
 class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -255,9 +351,11 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
         take_names(self, {"mode": UpdateMode, "pause_mode": PauseMode})
         if not isinstance(self.backend, UpdateBackend):
             raise ConfigError(
-                "ControlConfig: backend must be a P2pBackend, XcclBackend or DiskBackend, "
-                f"got {self.backend!r}"
+                "ControlConfig: backend must be a P2pBackend, XcclBackend, DiskBackend or "
+                f"PluginBackend, got {self.backend!r}"
             )
+        if isinstance(self.backend, PluginBackend):
+            find_backend(self.backend.name)
         if not isinstance(self.deadlines, PhaseDeadlines):
             raise ConfigError(
                 f"ControlConfig: deadlines must be PhaseDeadlines, got {self.deadlines!r}"

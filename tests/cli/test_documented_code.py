@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import windlass
+from windlass.cli import COMMANDS, Command
 from windlass.cli import main as cli
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,7 +120,7 @@ def commands(program: str) -> Iterator[tuple[Path, str]]:
 
 def parser_of(command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=command, exit_on_error=False)
-    importlib.import_module(f"windlass.cli.{command}").add_arguments(parser)
+    COMMANDS.find(command).add_arguments(parser)
     return parser
 
 
@@ -129,7 +130,7 @@ def test_every_command_on_a_page_is_understood() -> None:
         words = shlex.split(line.replace("|", "_"))[1:]
         if not re.fullmatch(r"[a-z]+", words[0]):
             continue
-        assert words[0] in cli._COMMANDS, f"{page.name}: {line}"
+        assert words[0] in COMMANDS.names(), f"{page.name}: {line}"
         given = {w.split("=")[0] for w in words[1:] if w.startswith("--")}
         there = {o for action in parser_of(words[0])._actions for o in action.option_strings}
         assert given <= there, f"{page.name}: {line}: {given - there}"
@@ -145,7 +146,7 @@ def test_every_target_and_file_that_a_page_starts_exists() -> None:
         assert re.sub(r"\W+$", "", name) in targets, f"{page.name}: make {name}"
     for page in PAGES:
         for file in re.findall(
-            r"(?:examples|benchmarks|tools)/[\w/.-]+\.(?:py|toml|sh)", page.read_text()
+            r"(?<!tests/)(?:examples|benchmarks|tools)/[\w/.-]+\.(?:py|toml|sh)", page.read_text()
         ):
             assert (ROOT / file).exists(), f"{page.name}: {file}"
         for link in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", page.read_text()):
@@ -158,7 +159,8 @@ def test_a_package_that_is_missing_is_told_with_the_extra_that_brings_it(
     def missing(_args: argparse.Namespace) -> int:
         raise ModuleNotFoundError("No module named 'torch'", name="torch.distributed")
 
-    monkeypatch.setattr("windlass.cli.doctor.run", missing)
+    command = Command("", lambda _parser: None, missing)
+    monkeypatch.setattr("windlass.cli.commands.doctor.COMMAND", command)
     assert cli.main(["doctor"]) == 2
     assert "needs torch.distributed, " in (said := capsys.readouterr().err)
     assert said.count("\n") == 1

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from weight_fleet import TOKEN, Fleet
 
+from windlass.cli.commands.serve import parse_backend
+from windlass.cli.controller import fetch_overview
 from windlass.cli.main import main
-from windlass.cli.serve import parse_backend
-from windlass.cli.status import fetch_overview
 from windlass.config import DiskBackend, P2pBackend, RelayShape, XcclBackend
 from windlass.errors import ConfigError
 

@@ -21,7 +21,7 @@ OVERVIEW = {
             "ranks": 1,
             "world_size": 1,
             "routable": True,
-            "tainted": False,
+            "mixed_weights": False,
             "refused": "",
             "url": "http://[fd77::1]:8000",
         }

@@ -190,9 +190,9 @@ async def test_a_prompt_is_plain_integers_or_refused() -> None:
     async with RolloutController(StaticEngines(), policy) as rollouts:
         for prompt in ([1, 2], np.array([1, 2]), torch.tensor([1, 2])):
             handle = rollouts.submit(prompt, SAMPLING)  # type: ignore[arg-type]
-            record = rollouts._book.records[handle.task_id]
-            assert record.prompt_ids == (1, 2)
-            assert {type(token) for token in record.prompt_ids} == {int}
+            record = rollouts._table.records[handle.task_id]
+            assert record.work.prompt_ids == (1, 2)
+            assert {type(token) for token in record.work.prompt_ids} == {int}
         for wrong in ("a text", [1.5], [[1, 2]]):
             with pytest.raises(ConfigError, match="prompt_ids must be integers"):
                 rollouts.submit_group(wrong, 2, SAMPLING)  # type: ignore[arg-type]

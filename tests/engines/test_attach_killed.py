@@ -23,7 +23,7 @@ from http_answers import answering
 from safetensors.torch import save_file
 
 import windlass
-from windlass.engines.engine_rank import Membership
+from windlass.engines.engine_rank import EngineRank
 from windlass.engines.sglang import hook
 from windlass.engines.vllm import extension
 from windlass.engines.vllm.caches import PAUSING_CALLS
@@ -111,7 +111,7 @@ class Engine:
     def carry_out(self, path: str, asked: bytes) -> tuple[int, bytes]:
         raise NotImplementedError
 
-    def membership(self) -> Membership:
+    def engine_rank(self) -> EngineRank:
         raise NotImplementedError
 
 
@@ -129,11 +129,11 @@ class Vllm(Engine):
         # As a core does that keeps caches apart by version.
         begun = ("namespace",) if body["method"] in PAUSING_CALLS else ()
         call = partial(getattr(self.worker, body["method"]), *body["args"], *begun)
-        result = call() if body["method"] == "windlass_at_rest" else self.counted(call)
+        result = call() if body["method"] == "windlass_quiesce" else self.counted(call)
         return 200, json.dumps({"results": [result]}).encode()
 
-    def membership(self) -> Membership:
-        return self.worker._windlass_membership()
+    def engine_rank(self) -> EngineRank:
+        return self.worker._windlass_engine_rank()
 
 
 class Sglang(Engine):
@@ -146,29 +146,29 @@ class Sglang(Engine):
             [encoded] = json.loads(asked)["serialized_named_tensors"]
             [(order, tensor)] = ForkingPickler.loads(base64.b64decode(encoded))
             call = partial(hook.run, self.loader.model, [(order, tensor)])
-            call() if json.loads(order)["type"] == "at_rest" else self.counted(call)
+            call() if json.loads(order)["type"] == "quiesce" else self.counted(call)
         return 200, b'{"success": true}'
 
-    def membership(self) -> Membership:
-        return hook._rank.membership
+    def engine_rank(self) -> EngineRank:
+        return hook._rank.engine_rank
 
 
 @pytest.fixture(params=[Vllm, Sglang])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     monkeypatch.setenv("WINDLASS_TOKEN", TOKEN)
     engine: Engine = request.param()
-    monkeypatch.setattr(extension, "_can_hold", lambda _parallel: False)
+    monkeypatch.setattr(extension, "_can_block", lambda _parallel: False)
     monkeypatch.setattr(hook, "_rank", hook._Rank())
     monkeypatch.setattr(hook, "own_rank", lambda: 0)
     monkeypatch.setattr(hook, "_has_sessions", lambda: False)
     monkeypatch.setattr(hook, "_orders_change_nothing", lambda _model: True)
     monkeypatch.setattr(hook, "_on_every_rank", lambda _model, *, mine: mine)
     monkeypatch.setattr(hook, "_plain", lambda _captured: False)  # there is no loop to be held
-    monkeypatch.setattr(hook, "_tell_caches_apart", lambda: None)  # of SGLang's own requests
+    monkeypatch.setattr(hook, "_separate_caches", lambda: None)  # of SGLang's own requests
     monkeypatch.setattr(hook, "load_again", lambda _model, weights: engine.loader.load(weights))
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     yield engine
-    if (attachment := engine.membership()._attachment) is not None:
+    if (attachment := engine.engine_rank()._attachment) is not None:
         attachment.leave(10.0)
     gc.unfreeze()  # this process lives on, without an engine
 

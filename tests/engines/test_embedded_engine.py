@@ -177,7 +177,10 @@ def test_the_version_is_on_every_token(engine: Engine) -> None:
     [
         ({"input_ids": []}, "input_ids must not be empty"),
         ({"input_ids": [64]}, "input_ids must be in \\[0, 64\\), got 64"),
-        ({"sampling_params": {"temperature": -1.0}}, "temperature must be >= 0, got -1.0"),
+        (
+            {"sampling_params": {"max_new_tokens": 1, "temperature": -1.0}},
+            "temperature must be >= 0, got -1.0",
+        ),
         ({"sampling_params": {"max_new_tokens": 512}}, "must fit into 512 positions, got 515"),
         ({"stream": True}, "stream must be false"),
         ({"lora_path": "math"}, "lora_path must be empty"),

@@ -8,18 +8,20 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import pytest
 
-from windlass.engines.attach import AgentSettings
 from windlass.engines.launch import (
     arguments,
     attach_running,
     launch,
     refuse_unsafe,
+    report_buffers,
     serve,
-    tell_buffers,
 )
+from windlass.engines.spec import AgentSettings, CapturedLayout, EngineSpec, Rule, ServerCommand
 from windlass.engines.versions import EngineReleases
 from windlass.errors import ConfigError, PeerUnreachable
 
@@ -62,6 +64,23 @@ def test_the_ranks_of_an_engine_are_those_of_all_stages_and_replicas(words: list
     assert rest == []
 
 
+class Refusing:
+    """A server that is never started, and whose ranks refuse to capture their layout."""
+
+    ready_line = "it serves"
+
+    def command(
+        self, args: argparse.Namespace, rest: Sequence[str]
+    ) -> AbstractContextManager[ServerCommand]:
+        raise AssertionError
+
+    def capture(self, settings: AgentSettings) -> Sequence[bytes]:
+        raise PeerUnreachable("the controller must be stopped")
+
+    def join(self, settings: AgentSettings) -> None:
+        raise AssertionError
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
@@ -80,20 +99,20 @@ def test_a_launcher_says_in_one_line_why_it_ends(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def refuse(_: AgentSettings) -> None:
-        raise PeerUnreachable("the controller must be stopped")
-
-    def start(_args: argparse.Namespace, _rest: list[str]) -> int:
-        raise AssertionError
-
     monkeypatch.setattr("sys.argv", ["program", *words])
-    unsafe = {
-        "--enable-it": "it moves",
-        "--data-parallel-size": "no replicas",
-        "--pipeline-parallel-size": "no stages",
-    }
-    engine = EngineReleases("nothing here", "no_such_package", (), ((1,),), {}, ())
-    assert launch(engine, None, unsafe=unsafe, connect=refuse, start=start) == 2
+    engine = EngineSpec(
+        name="nothing",
+        title="nothing here",
+        module="nothing",
+        releases=EngineReleases("nothing here", "no_such_package", (), ((1,),), {}, ()),
+        rules=(
+            Rule("--enable-it", (), "it moves"),
+            Rule("--data-parallel-size", (), "no replicas"),
+            Rule("--pipeline-parallel-size", (), "no stages"),
+        ),
+        server=Refusing(),
+    )
+    assert launch(engine, None) == 2
     said = capsys.readouterr().err
     assert said.startswith("engine a: ")
     assert reason in said
@@ -103,29 +122,33 @@ def test_a_launcher_says_in_one_line_why_it_ends(
 @pytest.mark.parametrize("word", ["--enable-it", "--enable_it", "--enable-it=1"])
 def test_an_option_that_updates_cannot_survive_is_refused_however_it_is_spelt(word: str) -> None:
     with pytest.raises(ConfigError, match="--enable-it must not be given: it moves"):
-        refuse_unsafe(["--other", word], {"--enable-it": "it moves"})
+        refuse_unsafe(["--other", word], [Rule("--enable-it", (), "it moves")])
 
 
 def test_expandable_segments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_unsafe(["--other"], {})
+    refuse_unsafe(["--other"], ())
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with pytest.raises(ConfigError, match="expandable segments"):
-        refuse_unsafe(["--other"], {})
+        refuse_unsafe(["--other"], ())
 
 
 def test_a_server_needs_a_port(capsys: pytest.CaptureFixture[str]) -> None:
     args = arguments("program", None).parse_args(["--name", "a", "--model", "/m"])
-    status = serve(args, ["false"], environment={}, ready_line="", connect=lambda _: None)
+    status = serve(args, ServerCommand(("false",)), ready_line="", join=lambda _: None)
     assert status == 2
     assert "--port must be given" in capsys.readouterr().err
+
+
+def layout(buffer_nbytes: int, *recomputed: str) -> CapturedLayout:
+    return CapturedLayout(unplaced=(), recomputed=recomputed, buffer_nbytes=buffer_nbytes)
 
 
 def test_the_cost_of_buffers_is_told_where_there_are_some(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    tell_buffers("a", [(0, ()), (0, ())])
+    report_buffers("a", [layout(0), layout(0)])
     assert capsys.readouterr().err == ""
-    tell_buffers("a", [(0, ()), (96, ("A", "D"))])
+    report_buffers("a", [layout(0), layout(96, "A", "D")])
     assert (
         "engine a: buffers of 96 bytes stay on a rank; 2 of its tensors" in capsys.readouterr().err
     )
@@ -134,6 +157,7 @@ def test_the_cost_of_buffers_is_told_where_there_are_some(
 SIGNALLED_AT_ITS_START = """
 import os, signal, subprocess, sys, threading, time
 from windlass.engines.launch import arguments, serve
+from windlass.engines.spec import ServerCommand
 
 start = subprocess.Popen
 
@@ -155,8 +179,8 @@ def to_another_thread():
 
 subprocess.Popen = started
 args = arguments("program", None).parse_args(["--name", "a", "--model", "/m", "--port", "1"])
-command = [sys.executable, "-c", "import signal; signal.pause()"]
-serve(args, command, environment={}, ready_line="never", connect=lambda _: None)
+command = ServerCommand((sys.executable, "-c", "import signal; signal.pause()"))
+serve(args, command, ready_line="never", join=lambda _: None)
 """
 
 
@@ -190,6 +214,6 @@ def test_the_end_of_a_log_is_not_taken_for_a_server_that_serves(
     monkeypatch.setattr("windlass.engines.launch.REACH_DEADLINE_S", 0.0)
     args = arguments("program", None).parse_args(["--name", "a", "--model", "/m", "--port", "1"])
     args.host = args.advertise_host = "127.0.0.1"
-    command = (sys.executable, "-c", GOING_ON_WITHOUT_A_LOG)
-    found = serve(args, command, environment={}, ready_line="never", connect=lambda _: None)
+    command = ServerCommand((sys.executable, "-c", GOING_ON_WITHOUT_A_LOG))
+    found = serve(args, command, ready_line="never", join=lambda _: None)
     assert found == 3

@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 import windlass
 from windlass.config import ControlConfig, PauseMode, UpdateMode
 from windlass.engines import engine_rank as membership
-from windlass.engines.attach import AgentSettings
 from windlass.engines.capture.capture import Captured, capture
 from windlass.engines.capture.codes import checkpoint_specs
-from windlass.engines.engine_rank import Membership
-from windlass.engines.quiesce_gate import RestGate
+from windlass.engines.engine_rank import EngineRank
+from windlass.engines.quiesce_gate import QuiesceGate
+from windlass.engines.spec import AgentSettings
 from windlass.errors import ConfigError, ProtocolError, UnsupportedLayout
 from windlass.updates.messages import UpdateReport
 
@@ -30,20 +30,20 @@ TOKEN = "secret of the test"
 class Api:
     """An engine without requests: its main loop is always between two steps."""
 
-    gate: RestGate
+    gate: QuiesceGate
     versions: list[int] = field(default_factory=list)
 
-    def holds(self, mode: PauseMode) -> bool:
+    def blocks(self, mode: PauseMode) -> bool:
         return False
 
-    def hold(self, pause_id: str, deadline_s: float) -> None:
+    def block(self, pause_id: str, deadline_s: float) -> None:
         raise AssertionError
 
     def pause(self, mode: PauseMode, deadline_s: float) -> bool:
         return True
 
-    def rest(self, pause_id: str, deadline_s: float) -> None:
-        self.gate.at_rest(pause_id)
+    def quiesce(self, pause_id: str, deadline_s: float) -> None:
+        self.gate.quiesced(pause_id)
 
     def resume(self, deadline_s: float) -> None:
         pass
@@ -58,8 +58,8 @@ class Rank:
     def __init__(self, checkpoint: Path) -> None:
         self.model = torch.nn.Linear(6, 8, bias=False, dtype=torch.bfloat16)
         self.checkpoint = checkpoint
-        self.membership = Membership()
-        self.api = Api(self.membership.gate)
+        self.engine_rank = EngineRank()
+        self.api = Api(self.engine_rank.gate)
         self.num_captures = 0
 
     def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -77,11 +77,11 @@ class Rank:
             name=name, controller=url, transport="cma", url="http://engine", world_size=1,
             checkpoint=str(self.checkpoint),
         )  # fmt: skip
-        self.membership.learn(settings, 0, self._capture, lambda: self.api)
+        self.engine_rank.capture(settings, 0, self._capture, lambda: self.api)
         return settings
 
     def join(self, url: str, *, name: str = "engine") -> None:
-        self.membership.join(self.learn(url, name=name), 0)
+        self.engine_rank.join(self.learn(url, name=name), 0)
 
     def holds(self, trainer: torch.nn.ParameterDict) -> bool:
         expected = torch.cat([trainer["a"], trainer["b"]]).to(torch.bfloat16)
@@ -171,6 +171,6 @@ def publish(trainer: torch.nn.ParameterDict, url: str, version: int) -> UpdateRe
 
 def leave(rank: Rank) -> None:
     """So that no thread outlives the test."""
-    attachment = rank.membership._attachment
+    attachment = rank.engine_rank._attachment
     assert attachment is not None
     attachment.leave(10.0)

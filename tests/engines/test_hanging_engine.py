@@ -14,14 +14,15 @@ import pytest
 from small_pair import connect_small_pair
 
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
-from windlass.engines.attach import EngineApi, post
-from windlass.engines.quiesce_gate import RestGate
+from windlass.engines.attach import EngineApi
+from windlass.engines.http import post
+from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.engines.sglang.api import SglangApi
 from windlass.engines.sglang.table.routes import TableRoutes
 from windlass.engines.vllm.extension import VllmApi
 from windlass.errors import PeerTimeout
 from windlass.net.server import ControlServer
-from windlass.updates import retries
+from windlass.updates import recovery
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.messages import RoundOutcome
 
@@ -94,7 +95,7 @@ class Served:
 async def test_an_engine_whose_server_hangs_is_published_and_rests_until_it_answers(
     hangs_at: str, mode: UpdateMode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(retries, "FIRST_BACKOFF_S", 0.02)
+    monkeypatch.setattr(recovery, "FIRST_BACKOFF_S", 0.02)
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", SERVER, hangs_at, stdout=asyncio.subprocess.PIPE
     )
@@ -113,7 +114,7 @@ async def test_an_engine_whose_server_hangs_is_published_and_rests_until_it_answ
         assert report.left_out == {}
         assert coordinator.routable() == ()
         assert (hooks.failed[0], hooks.paused) == (hangs_at, True)
-        assert not any(group.tainted for group in coordinator._fleet.engines())
+        assert not any(group.mixed_weights for group in coordinator._fleet.engines())
         assert bytes(pair.served) == bytes(pair.trained)
         os.kill(process.pid, signal.SIGCONT)
         await coordinator._changes.until(
@@ -130,8 +131,8 @@ async def test_an_engine_whose_server_hangs_is_published_and_rests_until_it_answ
 
 
 APIS: dict[str, Callable[[str], EngineApi | TableRoutes]] = {
-    "vllm": lambda url: VllmApi(url, can_hold=False),
-    "sglang": lambda url: SglangApi(url, 1, RestGate(), holds=False),
+    "vllm": lambda url: VllmApi(url, can_block=False),
+    "sglang": lambda url: SglangApi(url, 1, QuiesceGate(), blocks=False),
     "table": lambda url: TableRoutes(url, 1),
 }
 

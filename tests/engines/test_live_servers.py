@@ -50,10 +50,9 @@ from trainers import (
 )
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
 from windlass.engines.launch import refuse_unsafe
-from windlass.engines.quiesce_gate import RestGate
+from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.engines.sglang.api import SglangApi
-from windlass.engines.sglang.settings import UNSAFE as UNSAFE_SGLANG
-from windlass.engines.vllm.__main__ import UNSAFE as UNSAFE_VLLM
+from windlass.engines.spec import ENGINES
 from windlass.engines.vllm.extension import VllmApi
 from windlass.errors import ConfigError
 
@@ -323,7 +322,10 @@ def distance(logprobs: torch.Tensor, sample: Sample) -> float:
     return float((own - torch.tensor(sample.logprobs)).abs().mean())
 
 
-UNSAFE = {"sglang": UNSAFE_SGLANG, "vllm": UNSAFE_VLLM}
+UNSAFE = {
+    engine: {o: r for r in ENGINES.find(engine).rules for o in (r.option, *r.aliases)}
+    for engine in ("sglang", "vllm")
+}
 
 
 @pytest.mark.parametrize(
@@ -334,18 +336,18 @@ def test_no_engine_starts_with_an_option_that_updates_cannot_survive(
 ) -> None:
     for spelt in (option, f"{option}=x"):
         with pytest.raises(ConfigError, match="must not be given"):
-            refuse_unsafe([spelt], UNSAFE[engine])
-    shown(refusal(engine, option, UNSAFE[engine][option]))
+            refuse_unsafe([spelt], ENGINES.find(engine).rules)
+    shown(refusal(engine, option, UNSAFE[engine][option].why))
 
 
 def test_vllm_is_not_asked_to_retract(shown: Record) -> None:
     with pytest.raises(ConfigError, match="pause_mode must be one of"):
-        VllmApi("http://127.0.0.1:1", can_hold=False).pause(PauseMode.RETRACT, 1.0)
+        VllmApi("http://127.0.0.1:1", can_block=False).pause(PauseMode.RETRACT, 1.0)
     shown(refusal("vllm", "pause_mode retract", "vLLM has abort and keep (in_place) only"))
 
 
 def test_sglang_with_stages_is_asked_to_abort_only(shown: Record) -> None:
-    api = SglangApi("http://127.0.0.1:1", 2, RestGate(), holds=False, num_stages=2)
+    api = SglangApi("http://127.0.0.1:1", 2, QuiesceGate(), blocks=False, num_stages=2)
     for mode in (PauseMode.RETRACT, PauseMode.IN_PLACE):
         with pytest.raises(ConfigError, match="pause_mode must be abort with stages"):
             api.pause(mode, 1.0)

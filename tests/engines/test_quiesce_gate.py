@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from windlass.engines.quiesce_gate import RestGate
+from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.errors import PeerTimeout, PeerUnreachable
 
 DEADLINE_S = 20.0
@@ -17,14 +17,14 @@ DEADLINE_S = 20.0
 class Loop:
     """A main loop that is told to hold, as by an engine's remote call."""
 
-    def __init__(self, gate: RestGate) -> None:
+    def __init__(self, gate: QuiesceGate) -> None:
         self.gate = gate
         self.threads: list[threading.Thread] = []
 
-    def hold(
+    def block(
         self, pause_id: str, deadline_s: float = DEADLINE_S, longest_s: float | None = None
     ) -> threading.Thread:
-        thread = threading.Thread(target=self.gate.hold, args=(pause_id, deadline_s, longest_s))
+        thread = threading.Thread(target=self.gate.block, args=(pause_id, deadline_s, longest_s))
         thread.start()
         self.threads.append(thread)
         return thread
@@ -32,7 +32,7 @@ class Loop:
 
 @pytest.fixture
 def loop() -> Iterator[Loop]:
-    made = Loop(RestGate())
+    made = Loop(QuiesceGate())
     yield made
     made.gate.end()
     for thread in made.threads:
@@ -41,10 +41,10 @@ def loop() -> Iterator[Loop]:
 
 
 @pytest.mark.parametrize("asked_first", [True, False])
-def test_a_held_loop_stays_until_the_pause_ends(loop: Loop, asked_first: bool) -> None:
+def test_a_blocked_loop_stays_until_the_pause_ends(loop: Loop, asked_first: bool) -> None:
     steps: list[Callable[[], object]] = [
         lambda: loop.gate.ask("1.1"),
-        lambda: loop.hold("1.1"),
+        lambda: loop.block("1.1"),
     ]
     for step in steps if asked_first else reversed(steps):
         step()
@@ -57,9 +57,9 @@ def test_a_held_loop_stays_until_the_pause_ends(loop: Loop, asked_first: bool) -
     assert not thread.is_alive()
 
 
-def test_a_later_pause_takes_over_a_loop_that_is_held(loop: Loop) -> None:
+def test_a_later_pause_takes_over_a_loop_that_is_blocked(loop: Loop) -> None:
     loop.gate.ask("1.1")
-    thread = loop.hold("1.1")
+    thread = loop.block("1.1")
     loop.gate.wait("1.1", DEADLINE_S)
     assert loop.gate.ask("1.2")
     loop.gate.wait("1.2", DEADLINE_S)
@@ -67,12 +67,12 @@ def test_a_later_pause_takes_over_a_loop_that_is_held(loop: Loop) -> None:
     assert thread.is_alive(), "not one step between two pauses of a torn engine"
 
 
-def test_a_call_that_comes_after_its_pause_ended_holds_nothing(loop: Loop) -> None:
+def test_a_call_that_comes_after_its_pause_ended_blocks_nothing(loop: Loop) -> None:
     loop.gate.ask("1.1")
     with pytest.raises(PeerTimeout, match=r"pause 1\.1"):
         loop.gate.wait("1.1", 0.01)
     loop.gate.end()
-    loop.hold("1.1").join(DEADLINE_S)
+    loop.block("1.1").join(DEADLINE_S)
     assert not loop.threads[0].is_alive()
 
 
@@ -80,19 +80,19 @@ def test_a_late_call_of_an_old_pause_serves_the_new_one(loop: Loop) -> None:
     loop.gate.ask("1.1")
     loop.gate.end()
     loop.gate.ask("1.2")
-    loop.hold("1.1")
+    loop.block("1.1")
     loop.gate.wait("1.2", DEADLINE_S)
 
 
 def test_a_rank_whose_agent_never_asks_goes_on_after_the_deadline(loop: Loop) -> None:
     started = time.monotonic()
-    loop.hold("1.1", 0.2).join(DEADLINE_S)
+    loop.block("1.1", 0.2).join(DEADLINE_S)
     assert 0.2 <= time.monotonic() - started < DEADLINE_S
 
 
 def test_a_loop_that_is_paused_otherwise_leaves_in_the_end_whoever_asked(loop: Loop) -> None:
     loop.gate.ask("1.1")
-    thread = loop.hold("1.1", longest_s=0.2)
+    thread = loop.block("1.1", longest_s=0.2)
     loop.gate.wait("1.1", DEADLINE_S)
     thread.join(DEADLINE_S)
     assert not thread.is_alive()
@@ -109,13 +109,13 @@ def test_a_pause_that_cannot_be_reached_says_why_at_once(loop: Loop) -> None:
 def test_a_failure_of_an_earlier_pause_is_not_that_of_a_later_one(loop: Loop) -> None:
     loop.gate.fail("1.1", PeerUnreachable("refused"))
     loop.gate.ask("1.2")
-    loop.hold("1.2")
+    loop.block("1.2")
     loop.gate.wait("1.2", DEADLINE_S)
 
 
 def test_a_loop_that_was_reached_before_the_call_failed_is_at_rest(loop: Loop) -> None:
     loop.gate.ask("1.1")
-    loop.hold("1.1")
+    loop.block("1.1")
     loop.gate.wait("1.1", DEADLINE_S)
     loop.gate.fail("1.1", PeerUnreachable("the connection ended"))
     loop.gate.wait("1.1", DEADLINE_S)

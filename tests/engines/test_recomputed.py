@@ -18,7 +18,6 @@ from test_quantized_updates import Rank, reference, update
 
 import windlass
 from windlass.config import ControlConfig, PauseMode, UpdateMode
-from windlass.engines.attach import AgentSettings
 from windlass.engines.capture.capture import Captured, capture
 from windlass.engines.capture.codes import (
     CheckpointSpec,
@@ -27,7 +26,8 @@ from windlass.engines.capture.codes import (
     checkpoint_tensors,
 )
 from windlass.engines.capture.dependence import sources_of
-from windlass.engines.engine_rank import Membership
+from windlass.engines.engine_rank import EngineRank
+from windlass.engines.spec import AgentSettings
 from windlass.errors import PeerTimeout, UnsupportedLayout, WindlassError
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
@@ -607,8 +607,8 @@ class Fleeting:
         self.name, self.checkpoint = name, checkpoint
         self.model = Engine() if model is None else model
         self.model.load(checkpoint_tensors(checkpoint))
-        self.membership = Membership()
-        self.api = Api(self.membership.gate)
+        self.engine_rank = EngineRank()
+        self.api = Api(self.engine_rank.gate)
         self.loads = 0
 
     def _load(self, weights: Weights) -> None:
@@ -629,12 +629,12 @@ class Fleeting:
             name=self.name, controller=url, transport="cma", url="http://engine", world_size=1,
             checkpoint=str(self.checkpoint),
         )  # fmt: skip
-        self.membership.learn(told, 0, self._capture, lambda: self.api)
-        self.membership.join(told, 0)
+        self.engine_rank.capture(told, 0, self._capture, lambda: self.api)
+        self.engine_rank.join(told, 0)
 
     def leave(self) -> None:
-        assert self.membership._attachment is not None
-        self.membership._attachment.leave(10.0)
+        assert self.engine_rank._attachment is not None
+        self.engine_rank._attachment.leave(10.0)
         gc.unfreeze()  # this process lives on, without an engine
 
 
@@ -700,7 +700,7 @@ async def test_an_update_that_is_aborted_never_calls_the_loader(
     monkeypatch.setenv("WINDLASS_TOKEN", TOKEN)
     save_file(values(SPECS, 1), tmp_path / "model.safetensors")
     engine, fresh = Fleeting("engine", tmp_path), Engine()
-    engine.api = stuck = Stuck(engine.membership.gate)
+    engine.api = stuck = Stuck(engine.engine_rank.gate)
     before = bytes_of(engine.model)
     async with windlass.Controller(token=TOKEN, config=ControlConfig(mode=mode)) as controller:
         await asyncio.to_thread(engine.join, controller.url)

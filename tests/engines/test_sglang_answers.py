@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from windlass.engines.sglang.answers import Answers, say, say_failed
+from windlass.engines.sglang.answers import Answers, report, report_failure
 from windlass.errors import PeerTimeout, PeerUnreachable
 
 DEADLINE_S = 20.0
@@ -27,7 +27,7 @@ def meanwhile(*calls: Callable[[], None]) -> Iterator[None]:
 def test_answers_come_by_rank_whoever_speaks_first() -> None:
     with Answers(3) as answers:
         for rank in (2, 0, 1):
-            say(answers.folder, rank, b"%d" % rank * 100_000)
+            report(answers.folder, rank, b"%d" % rank * 100_000)
         assert answers.gather(DEADLINE_S) == [b"%d" % rank * 100_000 for rank in range(3)]
 
 
@@ -36,30 +36,30 @@ def test_a_rank_that_speaks_late_is_waited_for() -> None:
 
     def late() -> None:
         waiting.wait(DEADLINE_S)
-        say(answers.folder, 1, b"second stage")
+        report(answers.folder, 1, b"second stage")
 
     with Answers(2) as answers, meanwhile(late):
-        say(answers.folder, 0, b"first stage")
+        report(answers.folder, 0, b"first stage")
         waiting.set()
         assert answers.gather(DEADLINE_S) == [b"first stage", b"second stage"]
 
 
 def test_a_rank_that_could_not_is_quoted_at_once() -> None:
     with Answers(2) as answers:
-        say_failed(answers.folder, 1, "pp: its weights are packed")
+        report_failure(answers.folder, 1, "pp: its weights are packed")
         with pytest.raises(PeerUnreachable, match="rank 1: pp: its weights are packed"):
             answers.gather(DEADLINE_S)
 
 
-def test_ranks_that_say_nothing_are_named() -> None:
+def test_ranks_that_report_nothing_are_named() -> None:
     with Answers(3) as answers:
-        say(answers.folder, 1, b"")
-        with pytest.raises(PeerTimeout, match=r"ranks \[0, 2\] have not said within 0.05 s"):
+        report(answers.folder, 1, b"")
+        with pytest.raises(PeerTimeout, match=r"ranks \[0, 2\] have not reported within 0.05 s"):
             answers.gather(0.05)
 
 
 def test_a_rank_goes_on_though_whoever_asked_has_ended() -> None:
     with Answers(1) as answers:
         folder = answers.folder
-    say(folder, 0, b"its loop, and with it the server, must not end by that")
-    say_failed(folder, 0, "nor its own reason be lost")
+    report(folder, 0, b"its loop, and with it the server, must not end by that")
+    report_failure(folder, 0, "nor its own reason be lost")

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from windlass.engines.sglang import orders
-from windlass.engines.sglang.answers import say, say_failed
+from windlass.engines.sglang.answers import report, report_failure
 from windlass.engines.sglang.orders import Digests, ask_ranks, order_ranks
 from windlass.errors import PeerUnreachable
 
@@ -60,12 +60,12 @@ def ask(of_a_rank: Callable[[str], None]) -> None:
 
 def test_the_reason_of_a_rank_of_the_first_stage_outlives_its_server() -> None:
     with pytest.raises(PeerUnreachable, match="rank 0: its weights are packed"):
-        ask(lambda folder: say_failed(folder, 0, "its weights are packed"))
+        ask(lambda folder: report_failure(folder, 0, "its weights are packed"))
 
 
 def test_a_server_that_ends_without_a_reason_is_named() -> None:
     with pytest.raises(PeerUnreachable, match=r"POST http://.*/update_weights_from_tensor"):
-        ask(lambda folder: say(folder, 1, b""))
+        ask(lambda folder: report(folder, 1, b""))
 
 
 def test_a_session_that_may_open_yet_is_closed_by_a_process_that_is_ended(

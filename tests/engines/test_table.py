@@ -148,7 +148,7 @@ async def test_a_server_without_our_code_is_updated_through_its_own_table(
             await asyncio.to_thread(publish_all, server, controller, old, tmp_path)
         status, found = await asyncio.to_thread(compare, server, tmp_path / "4")
         assert status == 0, found
-        assert [rank["second_opinion"] for rank in json.loads(found)["ranks"]] == [True] * NUM_RANKS
+        assert [rank["cross_checked"] for rank in json.loads(found)["ranks"]] == [True] * NUM_RANKS
     shown(
         Shown(
             trainer=str(FSDP), engine="sglang", engine_version=engine_version("sglang"),

@@ -12,9 +12,10 @@ import pytest
 from http_answers import answering
 
 from windlass.config import PauseMode
-from windlass.engines.attach import AgentSettings
-from windlass.engines.vllm.__main__ import connect
+from windlass.engines.launch import join_fleet
+from windlass.engines.spec import AgentSettings
 from windlass.engines.vllm.extension import VllmApi, WindlassExtension
+from windlass.engines.vllm.server import VllmServer
 from windlass.errors import ConfigError
 
 
@@ -43,7 +44,7 @@ def settings(url: str, world_size: int) -> AgentSettings:
 
 def test_a_tensor_that_only_another_replica_has_is_found_there() -> None:
     with server({0: ["expert.1"], 1: ["expert.0"]}, answers_for=1) as url:
-        connect(settings(url, 2))
+        join_fleet(VllmServer(), settings(url, 2))
 
 
 @pytest.mark.parametrize("answers_for", [1, 2])
@@ -52,7 +53,7 @@ def test_a_tensor_that_no_rank_of_any_replica_has_is_refused(answers_for: int) -
         server({0: ["x", "y"], 1: ["y"]}, answers_for=answers_for) as url,
         pytest.raises(ConfigError, match=r"got none of \['y'\]"),
     ):
-        connect(settings(url, 2))
+        join_fleet(VllmServer(), settings(url, 2))
 
 
 def test_a_replica_of_which_nothing_was_heard_is_named() -> None:
@@ -60,14 +61,14 @@ def test_a_replica_of_which_nothing_was_heard_is_named() -> None:
         server({0: []}, answers_for=1) as url,
         pytest.raises(ConfigError, match="rank 1 of the engine must be one of this server"),
     ):
-        connect(settings(url, 2))
+        join_fleet(VllmServer(), settings(url, 2))
 
 
 def test_in_place_is_done_by_a_route_where_no_rank_may_be_held() -> None:
-    free, bound = (VllmApi("http://h", can_hold=can_hold) for can_hold in (True, False))
-    assert free.holds(PauseMode.IN_PLACE)
-    assert not free.holds(PauseMode.ABORT)
-    assert not bound.holds(PauseMode.IN_PLACE)
+    free, bound = (VllmApi("http://h", can_block=can_block) for can_block in (True, False))
+    assert free.blocks(PauseMode.IN_PLACE)
+    assert not free.blocks(PauseMode.ABORT)
+    assert not bound.blocks(PauseMode.IN_PLACE)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from windlass.engines.vllm.caches import SCHEDULER
-from windlass.engines.vllm.settings import refuse_unsafe_config
+from windlass.engines.vllm.spec import refuse_unsafe_config
 from windlass.errors import ConfigError
 
 

@@ -14,6 +14,7 @@ from http_answers import answering
 
 from windlass.config import PauseMode, UpdateMode
 from windlass.engines.capture.capture import Captured
+from windlass.engines.sglang.settings import server_info
 from windlass.engines.sglang.table.proof import check_agreement
 from windlass.engines.sglang.table.routes import (
     ENABLING,
@@ -40,8 +41,7 @@ from windlass.transfer.receiver import Receiver
 from windlass.transports.base import PeerEndpoint, RemoteRegion
 from windlass.transports.memory import MemoryTransport
 from windlass.updates.agents import EngineAgent
-from windlass.updates.messages import BeginByHand
-from windlass.updates.relay_messages import OpenRelay
+from windlass.updates.messages import BeginPush, OpenRelay
 
 SAFE: dict[str, Any] = {
     "version": "0.5.23",
@@ -110,9 +110,9 @@ def test_what_the_table_lacks_or_has_otherwise_is_refused_by_name(
 def test_a_server_with_a_setting_that_updates_cannot_survive_is_refused(
     name: str, value: object
 ) -> None:
-    refuse_unsafe_server(msgspec.convert(SAFE, ServerInfo), "0.5.23")
+    refuse_unsafe_server(SAFE, "0.5.23")
     with pytest.raises(ConfigError, match=f"server: {name} must be"):
-        refuse_unsafe_server(msgspec.convert({**SAFE, name: value}, ServerInfo), "0.5.23")
+        refuse_unsafe_server({**SAFE, name: value}, "0.5.23")
 
 
 def test_the_model_is_built_with_the_servers_own_options() -> None:
@@ -174,12 +174,11 @@ def test_an_engine_that_refuses_to_empty_its_caches_is_not_at_rest() -> None:
     ("setting", "value"), [("hicache_storage_backend", "file"), ("enable_lmcache", True)]
 )
 def test_caches_that_no_flush_empties_are_refused(setting: str, value: object) -> None:
-    told = {"version": "0.5.23", "device": "cpu", setting: value}
     with (
-        serving({"/server_info": told}) as (url, _),
+        serving({"/server_info": {**SAFE, setting: value}}) as (url, _),
         pytest.raises(ConfigError, match=f"{setting} must be .*old weights"),
     ):
-        TableRoutes(url, 1).info()
+        refuse_unsafe_server(server_info(url), "0.5.23")
 
 
 class There:
@@ -200,7 +199,7 @@ def test_an_engine_without_an_agent_takes_part_in_no_relay_and_no_update_by_hand
     receiver = Receiver(transport, learnt.manifest, learnt.addresses, (), There())
     agent = EngineAgent(receiver, RestingEngine())
     try:
-        for command in (BeginByHand(), OpenRelay()):
+        for command in (BeginPush(), OpenRelay()):
             with pytest.raises(ProtocolError, match="a process without an agent"):
                 agent.handle(command, epoch=1, round_number=1)
     finally:

@@ -1,62 +1,117 @@
-"""What the demo refuses before it starts anything."""
+"""What the demo refuses before it starts anything, and what it calls a problem at its end."""
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
+from windlass.cli.commands.demo import add_arguments, demo_config
 from windlass.errors import ConfigError
-from windlass.jobs.demo.real_engines import prepare_real_engine
-from windlass.jobs.demo.settings import (
-    DemoSettings,
-    make_directory,
-    real_engine_settings,
-    save_settings,
-)
+from windlass.jobs.config import LaunchConfig
+from windlass.jobs.demo.checker import TornReport
+from windlass.jobs.demo.recipe import RepeatOperand
+from windlass.jobs.demo.run import find_problems, make_directory, prepare_server
+from windlass.jobs.launch import JobSummary
+from windlass.updates.measures import Measure
+from windlass.updates.messages import RoundOutcome, UpdateReport
 
 
-@pytest.mark.parametrize("wrong", [{"transport": "shm"}, {"backend": "disk"}])
+def config(*options: str) -> LaunchConfig:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return demo_config(parser.parse_args(options))
+
+
+@pytest.mark.parametrize("wrong", [("--transport", "shm"), ("--backend", "disk")])
 def test_a_real_engine_takes_one_sided_writes_into_its_own_memory_only(
-    wrong: dict[str, str],
+    wrong: tuple[str, str],
 ) -> None:
     with pytest.raises(ConfigError, match="--engine vllm goes with --backend p2p"):
-        DemoSettings(engine="vllm", **wrong)  # type: ignore[arg-type]
+        config("--engine", "vllm", *wrong)
 
 
 def test_the_only_real_engine_must_not_be_killed() -> None:
     with pytest.raises(ConfigError, match="kill_engine_at needs two engines, got 1 sglang"):
-        real_engine_settings(DemoSettings(engine="sglang", kill_engine_at=2))
+        config("--engine", "sglang", "--kill-engine-at", "2")
 
 
 def test_an_engine_that_is_not_installed_is_named_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WINDLASS_SGLANG_VENV", str(tmp_path / "nothing"))
-    settings = real_engine_settings(DemoSettings(engine="sglang", output_dir=str(tmp_path / "out")))
-    save_settings(settings)
+    job = config("--engine", "sglang", "--output", str(tmp_path / "out"))
     with pytest.raises(ConfigError, match="WINDLASS_SGLANG_VENV must name an environment"):
-        prepare_real_engine(settings)
+        prepare_server(job)
 
 
 def test_nothing_but_the_output_of_an_earlier_demo_is_deleted(tmp_path: Path) -> None:
-    settings = DemoSettings(output_dir=str(tmp_path / "out"))
+    job = config("--output", str(tmp_path / "out"))
     for _ in range(2):  # a new folder, then that of the demo before
-        make_directory(settings)
-        assert [path.name for path in settings.directory.iterdir()] == ["versions"]
-        save_settings(settings)
-        (settings.directory / "log").write_text("old")
+        make_directory(job)
+        assert {path.name for path in (tmp_path / "out").iterdir()} == {"job.json", "versions"}
+        (tmp_path / "out" / "log").write_text("old")
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(
         ConfigError, match=f"an empty one, or that of an earlier .* got {tmp_path}$"
     ):
-        make_directory(DemoSettings(output_dir=str(tmp_path)))
+        make_directory(config("--output", str(tmp_path)))
     assert (tmp_path / "thesis.tex").read_text() == "mine"
     with pytest.raises(ConfigError, match=r"demo: --output .* cannot be made"):
-        make_directory(DemoSettings(output_dir=str(tmp_path / "thesis.tex")))
+        make_directory(config("--output", str(tmp_path / "thesis.tex")))
 
 
 def test_an_engine_may_not_be_killed_in_the_last_update() -> None:
     with pytest.raises(ConfigError, match=r"kill_engine_at must be in \[0, steps=4\)"):
-        DemoSettings(steps=4, kill_engine_at=4)
-    assert DemoSettings(steps=4, kill_engine_at=3).kill_engine_at == 3
+        config("--steps", "4", "--kill-engine-at", "4")
+    assert config("--steps", "4", "--kill-engine-at", "3").engines[-1].max_restarts == 1
+
+
+def test_options_change_the_job_of_the_shipped_file(tmp_path: Path) -> None:
+    job = config("--mode", "staged", "--backend", "disk", "--output", str(tmp_path), "--seed", "7")
+    assert job.update.mode == "staged"
+    assert job.update.backend.folder == str(tmp_path / "weights")  # type: ignore[union-attr]
+    assert [engine.arguments[-2:] for engine in job.engines] == [("--seed", "7")] * 2
+    assert job.trainer.arguments[1:] == (str(tmp_path / "versions"), "7")
+
+
+def update(version: int, *engines: str, **changed: object) -> UpdateReport:
+    report = UpdateReport(
+        version=version,
+        outcome=RoundOutcome.PUBLISHED,
+        reason="",
+        engines=engines,
+        left_out={},
+        phase_s={},
+        digest_ok=True,
+        measures={measure.value: 1.0 for measure in Measure},
+    )
+    return structs.replace(report, **changed)
+
+
+def test_whatever_a_demo_must_not_show_is_a_problem() -> None:
+    job, recipe = config(), RepeatOperand()
+    clean = TornReport(checked=1, torn=0, max_distance={}, control_detected=None)
+    summary = JobSummary(steps=1, version=1, stopped_by=0, outcomes=(), rollouts={"lost": 0})
+    recipe.rewards_by_step = [0.1] * 6 + [0.2] * 6
+    recipe.updates = [update(0, "engine-a"), update(1, "engine-b", "engine-a")]
+    assert find_problems(job, recipe, summary, clean) == []
+    recipe.rewards_by_step.reverse()
+    recipe.updates = [
+        update(0, digest_ok=False),
+        update(1, outcome=RoundOutcome.ABORTED, reason="why"),
+        update(1, "engine-a"),
+    ]
+    found = find_problems(
+        job, recipe, structs.replace(summary, rollouts={"lost": 2}), structs.replace(clean, torn=3)
+    )
+    assert found[:5] == [
+        "torn answers: 3",
+        "lost rollouts: 2",
+        "digest of version 0 differs",
+        "version 1: aborted: why",
+        "engine-b does not serve the last version",
+    ]
+    assert found[5].startswith("reward did not rise: first third [0.2")

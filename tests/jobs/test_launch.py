@@ -129,6 +129,7 @@ def test_the_example_trains_publishes_saves_and_leaves_nothing_behind(tmp_path: 
     assert isinstance(rollouts, dict)
     assert rollouts["completed"] - rollouts["declined"] == 2 * 32
     assert rollouts["declined"] > 0
+    assert (tmp_path / "out" / "seen").read_text() == "() 0:32 1:32"
     assert (tmp_path / "out" / "checkpoints" / "2" / ".metadata").exists()
     check_logs(tmp_path)
     resumed = write(
@@ -151,9 +152,18 @@ def test_the_example_trains_publishes_saves_and_leaves_nothing_behind(tmp_path: 
 
 DECLINING = """
 # Every second group declined: more, in the end, than the staleness bound lets be ahead.
+from pathlib import Path
 from recipe import CountSevens
 
 class EverySecond(CountSevens):
+    def started(self, config, controller, scheduler):
+        self.seen = Path(config.output_dir, "seen")
+        self.seen.write_text(f"{scheduler.list()}")
+
+    async def before_step(self, step, samples):
+        with self.seen.open("a") as seen:
+            seen.write(f" {step}:{len(samples)}")
+
     def samples(self, group):
         return () if group.group_id % 2 else super().samples(group)
 """

@@ -13,16 +13,10 @@ from idle_scheduler import IdleScheduler
 
 from windlass.errors import ConfigError, ProtocolError
 from windlass.jobs.train_controller import TrainController
-from windlass.jobs.train_messages import (
-    TRAIN_PROTOCOL_VERSION,
-    CallReply,
-    Done,
-    Joined,
-    decode_call,
-    encode_frame,
-)
+from windlass.jobs.train_messages import CONTROLLER_FRAMES, Done, Joined
 from windlass.jobs.train_worker import _Worker
 from windlass.net.access import Access, role_token
+from windlass.net.messages import PROTOCOL_VERSION, Envelope, Reply, encode
 from windlass.net.server import ControlServer
 
 TOKEN = "a-token"
@@ -47,10 +41,11 @@ async def answer_everything(url: str, name: str = "trainer") -> None:
         aiohttp.ClientSession(headers=headers) as session,
         session.ws_connect(f"{url}/v1/train_workers/{name}") as socket,
     ):
-        await socket.send_bytes(encode_frame(Joined(TRAIN_PROTOCOL_VERSION, 0, 1, "first")))
+        await socket.send_bytes(encode(Joined(PROTOCOL_VERSION, 0, 1, "first")))
         async for message in socket:
-            call = decode_call(message.data)
-            await socket.send_bytes(encode_frame(CallReply(call.request_id, Done())))
+            call = CONTROLLER_FRAMES.decode(message.data)
+            if isinstance(call, Envelope):
+                await socket.send_bytes(encode(Reply(call.epoch, call.round, call.seq, Done())))
 
 
 async def test_actor_and_critic_share_a_server_and_a_name_is_taken_once() -> None:
@@ -101,7 +96,5 @@ async def test_ranks_that_stopped_have_the_time_to_end_that_close_was_given() ->
 async def test_a_rank_that_does_not_belong_here_is_told_and_does_not_come_again() -> None:
     async with mounted(IdleScheduler()) as (_, url):
         worker = _Worker(msgspec.UNSET, url, "trainer", TOKEN, 1, 2)  # type: ignore[arg-type]  # no call comes
-        with pytest.raises(ProtocolError, match="refuses this rank"):
-            await asyncio.to_thread(worker.run)
-        worker._thread.join()
-        worker._loop.close()
+        with pytest.raises(ProtocolError, match=r"refused this agent: .*rank must be in \[0, 1\)"):
+            await asyncio.to_thread(worker.work)

@@ -23,7 +23,7 @@ from windlass.memory.cuda.driver import MemoryKind
 from windlass.planning.planner import plan_transfer
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.device_sender import DeviceSender
-from windlass.transfer.push import HandDrivenReceiver
+from windlass.transfer.push import PushReceiver
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transfer.source import SourceMemory
@@ -135,11 +135,11 @@ def test_backends_that_cast_at_the_engine_find_it_at_the_trainer() -> None:
 
 def test_files_with_such_a_number_are_refused(tmp_path: Path) -> None:
     served = [np.zeros(SHAPE, "<f2") for _ in NAMES]
-    receiver = HandDrivenReceiver(ENGINE, [int(b.ctypes.data) for b in served], "127.0.0.1")
+    receiver = PushReceiver(ENGINE, [int(b.ctypes.data) for b in served], "127.0.0.1")
     receiver.begin()
     held = {name: torch.ones(SHAPE) for name in NAMES}
     held["router"][5, 5] = 1e30
     save_file(held, tmp_path / "model.safetensors")
     with pytest.raises(TransferFailed, match=WRONG):
-        receiver.take_files(str(tmp_path))
+        receiver.read_files(str(tmp_path))
     receiver.close()

@@ -15,9 +15,8 @@ from urllib.parse import urlsplit
 import pytest
 
 import windlass
-from windlass.net import server
+from windlass.net import rpc, server
 from windlass.net.sockets import close_socket
-from windlass.updates import gateway
 
 TOKEN = "secret of the test"
 CALLERS, ROUNDS, KEPT = 3, 2, 60
@@ -74,7 +73,7 @@ async def test_a_closed_controller_holds_no_connection_of_those_who_came_back_me
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     impatient = partial(close_socket, deadline_s=0.3)  # these callers answer no farewell
-    monkeypatch.setattr(gateway, "close_socket", impatient)
+    monkeypatch.setattr(rpc, "close_socket", impatient)
     monkeypatch.setattr(server, "close_socket", impatient)
     for _ in range(ROUNDS):
         controller = windlass.Controller(token=TOKEN)

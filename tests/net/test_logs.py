@@ -100,7 +100,10 @@ def test_text_lines_end_with_their_fields() -> None:
         "with log_fields(task='t-9', version=2):\n"
         "    logging.getLogger('windlass.x').info('hello')\n"
     )
+    code += "logging.getLogger('windlass.x').info('a\\nforged %s', '\\x1b[2J')\n"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stderr.endswith(" worker-1 INFO hello [task=t-9 version=2]\n")
+    first, second = done.stderr.splitlines()
+    assert first.endswith(" worker-1 INFO hello [task=t-9 version=2]")
+    assert second.endswith(r" worker-1 INFO a\nforged \x1b[2J")

@@ -51,11 +51,13 @@ def report(version: int) -> UpdateReport:
         reason="",
         engines=("engine-a",),
         left_out={},
-        nbytes=1_234_567,
-        wire_s=0.5,
-        update_s=0.75,
-        pause_s=0.25,
-        pack_s=0.0625,
+        measures={
+            "nbytes": 1_234_567.0,
+            "wire_s": 0.5,
+            "update_s": 0.75,
+            "pause_s": 0.25,
+            "pack_s": 0.0625,
+        },
         phase_s={"prepare": 0.1, "write": 0.5, "verify": 0.15},
         digest_ok=True,
     )

@@ -19,8 +19,7 @@ def test_a_round_is_one_span_with_a_child_per_stage() -> None:
         provider.get_tracer("test"),
         version=3,
         outcome="published",
-        nbytes=64,
-        update_s=0.5,
+        measures={"nbytes": 64, "update_s": 0.5},
         phase_s={"prepare": 0.1, "write": 0.25, "publish": 0.15},
     )
     *stages, whole = exporter.get_finished_spans()
@@ -30,6 +29,7 @@ def test_a_round_is_one_span_with_a_child_per_stage() -> None:
         "windlass.version": 3,
         "windlass.outcome": "published",
         "windlass.nbytes": 64,
+        "windlass.update_s": 0.5,
     }
     assert {stage.parent.span_id for stage in stages} == {whole.context.span_id}
     assert [stage.end_time - stage.start_time for stage in stages] == [
@@ -46,4 +46,4 @@ def test_a_round_is_one_span_with_a_child_per_stage() -> None:
 def test_without_a_provider_a_round_is_recorded_nowhere() -> None:
     tracer = find_tracer()
     assert tracer is not None
-    record_round(tracer, version=0, outcome="aborted", nbytes=0, update_s=0.1, phase_s={})
+    record_round(tracer, version=0, outcome="aborted", measures={"update_s": 0.1}, phase_s={})

@@ -1,4 +1,4 @@
-"""Relay groups, lanes and payloads: every destination byte exactly once, and the right one."""
+"""Relay groups, stripes and payloads: every destination byte exactly once, and the right one."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from windlass.planning.program import bind_links
 from windlass.planning.relay import (
     RelayGroup,
     children_of,
-    copy_part,
     depths_of,
     find_replicas,
-    lanes_of,
+    stripes_of,
 )
 from windlass.transfer.payload import Payload, payload_of
 
@@ -41,26 +40,26 @@ def renamed(manifest: ShardManifest, worker: str) -> ShardManifest:
 @given(st.sampled_from(SHAPES), st.integers(2, 300))
 @settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
 def test_every_lane_is_a_tree_over_all_members(shape: RelayShape, num_members: int) -> None:
-    lanes = lanes_of(shape, num_members)
-    group = RelayGroup(tuple(f"e{i}" for i in range(num_members)), lanes, 1)
-    for parents, depths in zip(lanes, depths_of(group), strict=True):
+    stripes = stripes_of(shape, num_members)
+    group = RelayGroup(tuple(f"e{i}" for i in range(num_members)), stripes, 1)
+    for parents, depths in zip(stripes, depths_of(group), strict=True):
         assert parents.count(-1) == 1
         for member, parent in enumerate(parents):
             assert depths[member] == (1 if parent < 0 else depths[parent] + 1)
-    sent = [len([c for lane in children_of(group, m) for c in lane]) for m in group.members]
-    assert sum(sent) == len(lanes) * (num_members - 1)
-    if len(lanes) == 2:
-        # Each lane has half of the bytes: two children are one copy.
+    sent = [len([c for stripe in children_of(group, m) for c in stripe]) for m in group.members]
+    assert sum(sent) == len(stripes) * (num_members - 1)
+    if len(stripes) == 2:
+        # Each stripe has half of the bytes: two children are one copy.
         assert max(sent) <= (2 if num_members % 2 == 0 else 3)
         assert max(max(depths) for depths in depths_of(group)) <= np.log2(num_members) + 2
         assert len(set(group.roots())) == 2
 
 
 def test_one_engine_and_no_shape_need_no_lanes() -> None:
-    assert lanes_of(RelayShape.TREE, 1) == ()
-    assert lanes_of(RelayShape.OFF, 5) == ()
-    assert len(lanes_of(RelayShape.AUTO, 4)) == 1
-    assert len(lanes_of(RelayShape.AUTO, 5)) == 2
+    assert stripes_of(RelayShape.TREE, 1) == ()
+    assert stripes_of(RelayShape.OFF, 5) == ()
+    assert len(stripes_of(RelayShape.AUTO, 4)) == 1
+    assert len(stripes_of(RelayShape.AUTO, 5)) == 2
 
 
 @given(fleets())
@@ -110,9 +109,9 @@ def test_a_relayed_plan_brings_every_byte_once_and_the_right_one(
     for manifest in fleet.destinations:
         members = [manifest, *(renamed(manifest, f"copy{i}/0") for i in range(1, num_members))]
         names = tuple(m.worker for m in members)
-        group = RelayGroup(names, lanes_of(shape, num_members), chunk_nbytes)
+        group = RelayGroup(names, stripes_of(shape, num_members), chunk_nbytes)
         leader = plan.for_destination(manifest.worker)
-        parts = {m.worker: copy_part(leader, manifest.worker, m) for m in members}
+        parts = {m.worker: leader.for_replica(manifest.worker, m) for m in members}
         landed = relay(group, parts, members, sources)
         for member in members:
             assert all(
@@ -136,18 +135,18 @@ def relay(
     memory = {m.worker: [np.zeros(p.nbytes, np.uint8) for p in m.parameters] for m in members}
     written: dict[str, dict[tuple[bool, int, int], int]] = {m.worker: {} for m in members}
     order = sorted(
-        (depth, member, lane)
-        for lane, depths in enumerate(depths_of(group))
+        (depth, member, stripe)
+        for stripe, depths in enumerate(depths_of(group))
         for member, depth in enumerate(depths)
     )
-    for _, member, lane in order:
-        worker, parent = group.members[member], group.lanes[lane][member]
+    for _, member, stripe in order:
+        worker, parent = group.members[member], group.stripes[stripe][member]
         for source, (program, payload) in payloads.items():
             stream = link_bytes(part, source, sources)
             begin = np.cumsum(payload.nbytes) - payload.nbytes
             table = destination_pieces(payload)
             assert int(payload.nbytes.sum()) == program.nbytes == len(stream)
-            for chunk in range(lane, payload.num_chunks, len(group.lanes)):
+            for chunk in range(stripe, payload.num_chunks, len(group.stripes)):
                 pieces = payload.pieces_of(chunk)
                 for index in range(pieces.start, pieces.stop):
                     lands, parameter, offset, nbytes = table[index]

@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from windlass.errors import ProtocolError
-from windlass.rollout.connections import Lane, LaneRoutes
+from windlass.rollout.connection import Connection, ConnectionRoutes
 from windlass.rollout.deadlines import Deadlines
 from windlass.rollout.messages import (
     CompletionAck,
@@ -60,7 +60,7 @@ class Server:
         return CompletionAck(tuple(outcome.seq for outcome in body.outcomes))
 
     async def start(self, stack: AsyncExitStack) -> None:
-        routes = LaneRoutes("/v1/completions", CompletionBatch, self.handle)
+        routes = ConnectionRoutes("/v1/completions", CompletionBatch, self.handle)
 
         @web.middleware
         async def watch(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -82,51 +82,55 @@ class Server:
 
 
 @pytest.fixture
-async def pair() -> AsyncIterator[tuple[Server, Lane[CompletionAck]]]:
+async def pair() -> AsyncIterator[tuple[Server, Connection[CompletionAck]]]:
     async with AsyncExitStack() as stack:
         server = Server()
         await server.start(stack)
         session = await stack.enter_async_context(aiohttp.ClientSession())
-        lane = Lane(session, server.url, CompletionAck)
-        stack.push_async_callback(lane.close)
-        yield server, lane
+        connection = Connection(session, server.url, CompletionAck)
+        stack.push_async_callback(connection.close)
+        yield server, connection
 
 
-async def test_all_calls_share_one_connection(pair: tuple[Server, Lane[CompletionAck]]) -> None:
-    server, lane = pair
+async def test_all_calls_share_one_connection(
+    pair: tuple[Server, Connection[CompletionAck]],
+) -> None:
+    server, connection = pair
     for seq in range(1, 51):
-        assert (await lane.call(batch(seq), deadline_s=DEADLINE_S)).seqs == (seq,)
+        assert (await connection.call(batch(seq), deadline_s=DEADLINE_S)).seqs == (seq,)
     assert server.taken == [batch(seq) for seq in range(1, 51)]
     assert server.seen == ["GET"]
 
 
-async def test_a_batch_of_many_megabytes_passes(pair: tuple[Server, Lane[CompletionAck]]) -> None:
-    server, lane = pair
+async def test_a_batch_of_many_megabytes_passes(
+    pair: tuple[Server, Connection[CompletionAck]],
+) -> None:
+    server, connection = pair
     large = batch(1, num_tokens=1 << 19)
-    assert (await lane.call(large, deadline_s=DEADLINE_S)).seqs == (1,)
+    assert (await connection.call(large, deadline_s=DEADLINE_S)).seqs == (1,)
     assert server.taken == [large]
 
 
 async def test_where_upgrades_are_refused_the_same_calls_are_posts(
-    pair: tuple[Server, Lane[CompletionAck]],
+    pair: tuple[Server, Connection[CompletionAck]],
 ) -> None:
-    server, lane = pair
+    server, connection = pair
     server.upgrades = False
     for seq in range(1, 4):
-        assert (await lane.call(batch(seq), deadline_s=DEADLINE_S)).seqs == (seq,)
+        assert (await connection.call(batch(seq), deadline_s=DEADLINE_S)).seqs == (seq,)
     assert server.seen == ["GET", "POST", "POST", "POST"], "it does not ask again at once"
     assert server.taken == [batch(1), batch(2), batch(3)]
 
 
 async def test_a_cut_connection_is_an_error_and_the_next_call_opens_another(
-    pair: tuple[Server, Lane[CompletionAck]],
+    pair: tuple[Server, Connection[CompletionAck]],
 ) -> None:
-    server, lane = pair
-    await lane.call(batch(1), deadline_s=DEADLINE_S)
+    server, connection = pair
+    await connection.call(batch(1), deadline_s=DEADLINE_S)
     server.transports[0].close()
     with pytest.raises((aiohttp.ClientError, OSError)):
-        await lane.call(batch(2), deadline_s=DEADLINE_S)
-    assert (await lane.call(batch(2), deadline_s=DEADLINE_S)).seqs == (2,)
+        await connection.call(batch(2), deadline_s=DEADLINE_S)
+    assert (await connection.call(batch(2), deadline_s=DEADLINE_S)).seqs == (2,)
     assert server.seen == ["GET", "GET"]
 
 
@@ -156,42 +160,44 @@ async def test_an_answer_that_comes_after_the_deadline_is_never_taken_for_the_ne
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
         async with aiohttp.ClientSession() as session:
-            lane = Lane(session, f"http://127.0.0.1:{runner.addresses[0][1]}/", CompletionAck)
+            connection = Connection(
+                session, f"http://127.0.0.1:{runner.addresses[0][1]}/", CompletionAck
+            )
             with pytest.raises(TimeoutError):
-                await lane.call(batch(1), deadline_s=0.2)
-            assert (await lane.call(batch(2), deadline_s=DEADLINE_S)).seqs == (2,)
-            await lane.close()
+                await connection.call(batch(1), deadline_s=0.2)
+            assert (await connection.call(batch(2), deadline_s=DEADLINE_S)).seqs == (2,)
+            await connection.close()
     finally:
         await runner.cleanup()
 
 
 async def test_a_refusal_and_nonsense_are_errors_with_their_reason(
-    pair: tuple[Server, Lane[CompletionAck]],
+    pair: tuple[Server, Connection[CompletionAck]],
 ) -> None:
-    server, lane = pair
+    server, connection = pair
     server.refuse = True
     with pytest.raises(aiohttp.ClientConnectionError, match="not now"):
-        await lane.call(batch(1), deadline_s=DEADLINE_S)
+        await connection.call(batch(1), deadline_s=DEADLINE_S)
     server.refuse = False
     with pytest.raises(aiohttp.ClientConnectionError, match="CompletionBatch of"):
-        await lane.call(CompletionAck((1,)), deadline_s=DEADLINE_S)
+        await connection.call(CompletionAck((1,)), deadline_s=DEADLINE_S)
     async with aiohttp.ClientSession() as session:
-        wrong = Lane(session, server.url, CompletionBatch)
+        wrong = Connection(session, server.url, CompletionBatch)
         with pytest.raises(ProtocolError):
             await wrong.call(batch(1), deadline_s=DEADLINE_S)
         await wrong.close()
-    assert (await lane.call(batch(2), deadline_s=DEADLINE_S)).seqs == (2,)
+    assert (await connection.call(batch(2), deadline_s=DEADLINE_S)).seqs == (2,)
 
 
-async def test_a_server_that_closes_does_not_wait_for_open_lanes(
-    pair: tuple[Server, Lane[CompletionAck]],
+async def test_a_server_that_closes_does_not_wait_for_open_connections(
+    pair: tuple[Server, Connection[CompletionAck]],
 ) -> None:
-    server, lane = pair
-    await lane.call(batch(1), deadline_s=DEADLINE_S)
+    server, connection = pair
+    await connection.call(batch(1), deadline_s=DEADLINE_S)
     async with asyncio.timeout(DEADLINE_S / 2):
         await server.runner.cleanup()
     with pytest.raises((aiohttp.ClientError, OSError)):
-        await lane.call(batch(2), deadline_s=DEADLINE_S)
+        await connection.call(batch(2), deadline_s=DEADLINE_S)
 
 
 async def test_deadlines_pass_in_order_and_cancelled_ones_do_not() -> None:

@@ -19,6 +19,7 @@ from fake_engine import FakeEngine
 from windlass.engines import launch
 from windlass.engines.sglang.table import __main__ as table
 from windlass.engines.sglang.table.wire import RankOrder
+from windlass.engines.spec import ServerCommand
 from windlass.errors import PeerTimeout
 from windlass.jobs.launch import _Job
 from windlass.jobs.schedulers import local as local_scheduler
@@ -29,10 +30,10 @@ from windlass.rollout import (
     StalenessPolicy,
     StaticEngines,
     WorkflowContext,
+    connection,
 )
-from windlass.rollout import local as local_worker
 from windlass.rollout.messages import EngineTarget, RolloutTask, WorkerHello
-from windlass.rollout.runner import WorkerRunner
+from windlass.rollout.runner import WorkerRunner, WorkerSettings
 from windlass.transports.mooncake.config import MooncakeConfig
 
 DEADLINE_S = 20.0
@@ -46,6 +47,7 @@ ORDER = RankOrder(
     dist_port=0,
     controller="",
     transport=MooncakeConfig(),
+    device="cpu",
 )
 
 
@@ -69,7 +71,7 @@ class Stubborn:
 async def test_closing_does_not_wait_for_a_workflow_that_ignores_its_cancellation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(local_worker, "STOP_DEADLINE_S", 0.2)
+    monkeypatch.setattr(connection, "STOP_DEADLINE_S", 0.2)
     workflow = Stubborn()
     async with asyncio.timeout(DEADLINE_S), FakeEngine("engine-a") as engine:
         controller = RolloutController(StaticEngines([engine.entry]), StalenessPolicy.unbounded(8))
@@ -97,9 +99,8 @@ async def test_a_worker_shuts_down_beside_a_workflow_that_ignores_its_cancellati
         arguments=b"\xc0",
     )
     async with asyncio.timeout(DEADLINE_S), aiohttp.ClientSession() as http:
-        runner = WorkerRunner(
-            hello, "http://127.0.0.1:9", http, http, workflows={"stubborn": workflow}
-        )
+        settings = WorkerSettings(controller="http://127.0.0.1:9", name="worker-0")
+        runner = WorkerRunner(settings, hello, http, http, {"stubborn": workflow})
         runner.accept([task])
         await workflow.begun.wait()
         await runner.shut_down(0.2)
@@ -185,10 +186,9 @@ def serve(program: str, *options: str) -> int:
     words = ["--name", "a", "--model", "/m", "--host", "127.0.0.1", "--port", "9", *options]
     return launch.serve(
         launch.arguments("program", None).parse_args(words),
-        [sys.executable, "-c", program],
-        environment={},
+        ServerCommand((sys.executable, "-c", program)),
         ready_line="never said",
-        connect=lambda _settings: None,
+        join=lambda _settings: None,
     )
 
 

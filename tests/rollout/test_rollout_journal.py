@@ -25,13 +25,17 @@ from windlass.rollout import (
 )
 from windlass.rollout.journal import RolloutJournal
 from windlass.rollout.lifecycle import Lifecycle
-from windlass.rollout.messages import OutcomeStatus, Partial, RolloutOutcome
-from windlass.rollout.persisted import Entry, Saved
-from windlass.rollout.submission import Submissions
+from windlass.rollout.messages import OutcomeStatus, Partial, RolloutOutcome, Work
+from windlass.rollout.persisted import Entry, PersistedState
 from windlass.rollout.table import Record, State
+from windlass.rollout.workflows import encode_value
 
 SAMPLING = SamplingParams(max_new_tokens=1)
 BATCH, MAX_STALENESS, MAX_RESUBMITS = 4, 1, 2
+
+
+def prompt(prompt_ids: tuple[int, ...]) -> Work:
+    return Work(prompt_ids=prompt_ids, sampling=SAMPLING)
 
 
 def outcome(task_id: str, attempt: int, status: OutcomeStatus, version: int) -> RolloutOutcome:
@@ -47,7 +51,7 @@ def outcome(task_id: str, attempt: int, status: OutcomeStatus, version: int) -> 
     )
 
 
-class Process(Submissions):
+class Process:
     """What of a controller a kill ends: records, counts, policy. Its workers live on."""
 
     def __init__(self, path: Path, world: World) -> None:
@@ -57,18 +61,16 @@ class Process(Submissions):
         )
         self.journal = RolloutJournal(path, keep_delivered=True)
         config = RolloutConfig(max_attempts=99, max_rejections=99, retry_backoff_s=1e-9)
-        life = Lifecycle(self.policy, config, self.taken_back, lambda: None, self.journal)
-        super().__init__("unused", life, lambda: None)
-        saved = self.journal.open(0)
-        self.run = saved.run
-        self.recovered = self._go_on(saved, self.policy)
-        self.book = self._life.book
+        self.life = Lifecycle(self.policy, config, self.withdrawn, lambda: None, self.journal)
+        self.recovered = self.life.open()
+        self.run = self.life.first_attempt >> 20
+        self.table = self.life.table
         for handle in self.recovered.groups.values():
             self.watch(handle)
         # Workers are asked what they still have; what they forgot is tried again.
         for record in self.running():
             if (record.task_id, record.attempt) not in world.at_workers:
-                self._life.retry(record, "unknown", Partial())
+                self.life.retry(record, "unknown", Partial())
 
     def watch(self, handle: GroupHandle) -> None:
         def ended(done: asyncio.Future[RolloutGroup]) -> None:
@@ -78,20 +80,20 @@ class Process(Submissions):
         handle._future.add_done_callback(ended)
 
     def resubmits(self) -> dict[str, int]:
-        return {task_id: record.resubmits for task_id, record in self.book.records.items()}
+        return {task_id: record.resubmits for task_id, record in self.table.records.items()}
 
     def running(self) -> list[Record]:
-        return [r for records in self.book.by_engine.values() for r in records.values()]
+        return [r for records in self.table.by_engine.values() for r in records.values()]
 
-    def taken_back(self, record: Record) -> None:
+    def withdrawn(self, record: Record) -> None:
         self.world.at_workers.pop((record.task_id, record.attempt), None)
 
     def dispatch(self) -> None:
-        book = self.book
-        if not book.queued and book.waiting and self.policy.capacity() > 0:
-            self._life.admit(next(iter(book.waiting.values())))
-        for record in list(book.queued.values())[:1]:
-            self._life.start_attempt(record, "engine", "worker")
+        table = self.table
+        if not table.queued and table.waiting and self.policy.capacity() > 0:
+            self.life.admit(next(iter(table.waiting.values())))
+        for record in list(table.queued.values())[:1]:
+            self.life.start_attempt(record, "engine", "worker")
             self.journal.flush()
             key = (record.task_id, record.attempt)
             assert key not in self.world.sent, "a worker ignores an attempt that it has seen"
@@ -103,16 +105,16 @@ class Process(Submissions):
         if not self.world.at_workers:
             return
         key = sorted(self.world.at_workers)[pick % len(self.world.at_workers)]
-        record = self._life.running(*key)
+        record = self.life.find_running(*key)
         if record is not None:
-            self._life.end_attempt(record, outcome(*key, status, version))
+            self.life.end_attempt(record, outcome(*key, status, version))
         self.journal.flush()
         self.world.at_workers.pop(key, None)
 
     def hand_out(self, *, acknowledge: bool) -> list[list[str]]:
         handed = []
-        while self.book.ready:
-            group = self._life.hand_out()
+        while self.table.ready:
+            group = self.life.hand_out()
             self.journal.flush()
             for rollout in group.rollouts:
                 young = self.policy.version - min(rollout.versions) <= MAX_STALENESS
@@ -124,20 +126,20 @@ class Process(Submissions):
                 assert ids not in self.world.stored
                 assert not any(ids & other for other in self.world.stored)
                 self.world.stored.append(ids)
-                self._life.acknowledge(next(iter(ids)))
+                self.life.acknowledge(next(iter(ids)))
                 self.journal.flush()
         return handed
 
     def audit(self) -> None:
-        book, counts, policy = self.book, self.book.counts, self.policy
+        table, counts, policy = self.table, self.table.counts, self.policy
         running = self.running()
-        found = len(book.waiting) + len(book.queued) + len(book.backoff) + len(book.held)
+        found = len(table.waiting) + len(table.queued) + len(table.backoff) + len(table.buffered)
         found += len(running)
         ended = counts.completed + counts.cancelled + counts.failed + counts.dropped
         assert counts.submitted == ended + found
-        assert found == len(book.records)
-        assert policy.running == len(book.queued) + len(book.backoff) + len(running)
-        assert policy.accepted - policy.consumed == len(book.held)
+        assert found == len(table.records)
+        assert policy.running == len(table.queued) + len(table.backoff) + len(running)
+        assert policy.accepted - policy.consumed == len(table.buffered)
         elapsed = policy.version - policy.start_version
         assert policy.accepted + policy.running <= (MAX_STALENESS + elapsed + 1) * BATCH
 
@@ -213,7 +215,9 @@ def test_after_any_kills_everything_is_delivered_once_and_the_bound_holds(
             version = process.policy.version
             match step:
                 case "add":
-                    handle = process.submit_group((1,), 1 + number % 4, SAMPLING, metadata=number)
+                    handle = process.life.submit_group(
+                        prompt((1,)), 1 + number % 4, metadata=number
+                    )
                     world.wanted.append(frozenset(handle.task_ids))
                     process.watch(handle)
                 case "go":
@@ -232,10 +236,10 @@ def test_after_any_kills_everything_is_delivered_once_and_the_bound_holds(
                     process.hand_out(acknowledge=False)
                 case "decline":
                     for together in process.hand_out(acknowledge=False):
-                        process._life.decline(together)
+                        process.life.decline(together)
                         world.cancelled.add(frozenset(together))
                 case "up":
-                    process._life.set_version(version + 1 + number % 2)
+                    process.life.set_version(version + 1 + number % 2)
                 case "kill":
                     process = await world.restarted(process, 0)
                 case "cut":
@@ -243,28 +247,28 @@ def test_after_any_kills_everything_is_delivered_once_and_the_bound_holds(
                     process = await world.restarted(process, number * 40)
                     cut = True
                     for ids in world.stored:
-                        process._life.acknowledge(next(iter(ids)))
-                case "cancel" if process.book.records:
-                    record = next(iter(process.book.records.values()))
+                        process.life.acknowledge(next(iter(ids)))
+                case "cancel" if process.table.records:
+                    record = next(iter(process.table.records.values()))
                     assert record.group is not None
                     world.cancelled.add(frozenset(r.task_id for r in record.group.records))
-                    process._life.cancel_group(record.group)
+                    process.life.cancel_group(record.group)
                 case _:
                     pass
             await asyncio.sleep(0)
             process.audit()
         # Everything that was not cancelled, or lost before it was on disk, comes out in the end.
         process = await world.restarted(process, 0)
-        for _ in itertools.takewhile(lambda _: process.book.records, range(1000)):
+        for _ in itertools.takewhile(lambda _: process.table.records, range(1000)):
             for _ in range(2 * BATCH):
                 process.dispatch()
                 await asyncio.sleep(0)  # backoffs end
             while world.at_workers:
                 process.finish(0, OutcomeStatus.ACCEPTED, process.policy.version)
             process.hand_out(acknowledge=True)
-            process._life.set_version(process.policy.version + 1)
+            process.life.set_version(process.policy.version + 1)
         process.audit()
-        assert not process.book.records
+        assert not process.table.records
         assert process.policy.running == 0
         if not cut:
             assert set(world.wanted) == set(world.stored) | world.cancelled | world.dropped
@@ -283,26 +287,43 @@ async def test_what_an_earlier_process_left_is_there_with_its_prompts_groups_and
 ) -> None:
     world = World(tmp_path / "journal")
     first = Process(world.path, world)
-    first.submit_group((1, 2), 3, SAMPLING, metadata={"row": 7})
-    single = first.submit((5,), SamplingParams(max_new_tokens=9, temperature=0.5), deadline_s=3.0)
-    flow = first.submit_workflow("tools", {"seats": [1, 2]}, SAMPLING, metadata="m")
+    first.life.submit_group(prompt((1, 2)), 3, metadata={"row": 7})
+    single = first.life.submit(
+        Work(
+            prompt_ids=(5,),
+            sampling=SamplingParams(max_new_tokens=9, temperature=0.5),
+            deadline_s=3.0,
+        )
+    )
+    flow = first.life.submit(
+        Work(
+            sampling=SAMPLING,
+            workflow="tools",
+            arguments=encode_value("", {"seats": [1, 2]}),
+        ),
+        metadata="m",
+    )
     first.dispatch()
     second = await world.restarted(first, 0)
     (group_id, group), *_ = second.recovered.groups.items()
     assert (group_id, len(group.task_ids), group.metadata) == (0, 3, {"row": 7})
     assert set(second.recovered.rollouts) == {single.task_id, flow.task_id}
-    record = second.book.records[single.task_id]
-    assert (record.prompt_ids, record.sampling.temperature, record.deadline_s) == ((5,), 0.5, 3.0)
-    record = second.book.records[flow.task_id]
-    assert (record.workflow, record.arguments, record.metadata) == (
+    record = second.table.records[single.task_id]
+    assert (record.work.prompt_ids, record.work.sampling.temperature, record.work.deadline_s) == (
+        (5,),
+        0.5,
+        3.0,
+    )
+    record = second.table.records[flow.task_id]
+    assert (record.work.workflow, record.work.arguments, record.metadata) == (
         "tools",
         b"\x81\xa5seats\x92\x01\x02",
         "m",
     )
-    assert [r.state for r in second.book.records.values()].count(State.RUNNING) == 1
-    new = second.submit((1,), SAMPLING)
-    assert new.task_id not in {*first.book.records, *second.recovered.rollouts}
-    assert second.incarnation == first.incarnation, "workers keep what they run for it"
+    assert [r.state for r in second.table.records.values()].count(State.RUNNING) == 1
+    new = second.life.submit(prompt((1,)))
+    assert new.task_id not in {*first.table.records, *second.recovered.rollouts}
+    assert second.life.identity == first.life.identity, "workers keep what they run for it"
     await second.journal.close()
 
 
@@ -311,21 +332,21 @@ async def test_how_often_a_rollout_was_made_again_and_when_it_began_survive_a_ki
 ) -> None:
     world = World(tmp_path / "journal")
     process = Process(world.path, world)
-    handle = process.submit_group((1,), 1, SAMPLING)
+    handle = process.life.submit_group(prompt((1,)), 1)
     process.watch(handle)
     (task_id,) = handle.task_ids
     for life in range(MAX_RESUBMITS + 1):
         process.dispatch()
-        assert process.book.records[task_id].begun == process.policy.version
+        assert process.table.records[task_id].oldest_version == process.policy.version
         process = await world.restarted(process, 0)
-        record = process.book.records[task_id]
-        assert (record.resubmits, record.begun) == (life, process.policy.version)
+        record = process.table.records[task_id]
+        assert (record.resubmits, record.oldest_version) == (life, process.policy.version)
         assert record.state is State.RUNNING
-        process._life.set_version(process.policy.version + 2)
+        process.life.set_version(process.policy.version + 2)
         assert not world.at_workers, "stopped at its worker"
         process = await world.restarted(process, 0)
     await asyncio.sleep(0)  # callbacks of futures
-    assert not process.book.records
+    assert not process.table.records
     assert world.dropped == {frozenset(handle.task_ids)}
     await process.journal.close()
 
@@ -335,11 +356,11 @@ async def test_what_grew_too_old_while_no_controller_ran_is_dealt_with_at_the_st
 ) -> None:
     world = World(tmp_path / "journal", OnStale.DROP)
     first = Process(world.path, world)
-    told = first.submit((2,), SAMPLING)
+    told = first.life.submit(prompt((2,)))
     first.dispatch()
     first.finish(0, OutcomeStatus.ACCEPTED, 0)  # handed out, and never acknowledged
-    first.submit_group((1,), 2, SAMPLING)
-    running = first.submit((3,), SAMPLING)
+    first.life.submit_group(prompt((1,)), 2)
+    running = first.life.submit(prompt((3,)))
     for _ in range(3):
         first.dispatch()
     first.finish(0, OutcomeStatus.ACCEPTED, 0)
@@ -349,7 +370,7 @@ async def test_what_grew_too_old_while_no_controller_ran_is_dealt_with_at_the_st
     for handle in (second.recovered.groups[0], second.recovered.rollouts[running.task_id]):
         with pytest.raises(RolloutError, match="too old for version 5"):
             await handle
-    assert second.book.counts.dropped == 3
+    assert second.table.counts.dropped == 3
     await second.journal.close()
 
 
@@ -360,18 +381,17 @@ async def test_handing_out_ends_a_rollout_unless_the_owner_acknowledges_itself(
     policy = StalenessPolicy(MAX_STALENESS, BATCH, 6)
     journal = RolloutJournal(path)
     life = Lifecycle(policy, RolloutConfig(), lambda _: None, lambda: None, journal)
-    process = Submissions("x", life, lambda: None)
-    process._go_on(journal.open(0), policy)
-    handle = process.submit((1,), SAMPLING)
-    record = life.book.records[handle.task_id]
+    life.open()
+    handle = life.submit(prompt((1,)))
+    record = life.table.records[handle.task_id]
     life.admit(record)
     life.start_attempt(record, "engine", "worker")
     life.end_attempt(record, outcome(handle.task_id, 1, OutcomeStatus.ACCEPTED, 0))
     assert (await handle).attempts == 1
     await journal.close()
-    saved = Saved.of(journal_entries(path))
-    assert saved is not None
-    assert (saved.tasks, saved.consumed) == ({}, 1)
+    persisted = PersistedState.of(journal_entries(path))
+    assert persisted is not None
+    assert (persisted.tasks, persisted.consumed) == ({}, 1)
 
 
 def journal_entries(path: Path) -> list[Entry]:
@@ -384,9 +404,12 @@ async def test_a_journal_in_use_or_without_a_folder_is_refused_by_name(tmp_path:
     path = tmp_path / "journal"
     journal = RolloutJournal(path)
     journal.open(0)
-    with pytest.raises(ConfigError, match=r"journal .*journal: cannot be used"):
+    with pytest.raises(ConfigError, match=r"journal .*journal: another process has it open"):
         RolloutJournal(path).open(0)
     await journal.close()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match=r"cannot be used: .*it is no regular file"):
+        RolloutJournal(tmp_path / "pipe").open(0)
     with pytest.raises(ConfigError, match="cannot be used"):
         RolloutJournal(path / "below").open(0)
 
@@ -395,11 +418,11 @@ async def test_metadata_that_a_journal_cannot_keep_is_refused(tmp_path: Path) ->
     world = World(tmp_path / "journal")
     process = Process(world.path, world)
     with pytest.raises(ConfigError, match="metadata: must be msgpack-plain, got object"):
-        process.submit((1,), SAMPLING, metadata=object())
-    assert not process.book.records
+        process.life.submit(prompt((1,)), metadata=object())
+    assert not process.table.records
     await process.journal.close()
     with pytest.raises(RolloutError, match="must be open"):
-        process.submit((1,), SAMPLING)
+        process.life.submit(prompt((1,)))
 
 
 async def test_a_full_disk_stops_admission_and_delivery(
@@ -407,7 +430,7 @@ async def test_a_full_disk_stops_admission_and_delivery(
 ) -> None:
     world = World(tmp_path / "journal")
     process = Process(world.path, world)
-    process.submit_group((1,), 1, SAMPLING)
+    process.life.submit_group(prompt((1,)), 1)
     process.journal.flush()
     process.dispatch()
 
@@ -420,11 +443,11 @@ async def test_a_full_disk_stops_admission_and_delivery(
             process.finish(0, OutcomeStatus.ACCEPTED, 0)
     assert world.at_workers, "the worker keeps what was not acknowledged"
     with pytest.raises(RolloutError, match="No space left"):
-        process.submit((1,), SAMPLING)
+        process.life.submit(prompt((1,)))
     assert process.journal.broken
     # What the file says is whole, and a successor goes on from it.
     second = await world.restarted(process, 0)
-    assert [r.state for r in second.book.records.values()] == [State.RUNNING]
+    assert [r.state for r in second.table.records.values()] == [State.RUNNING]
     await second.journal.close()
 
 
@@ -433,16 +456,15 @@ async def test_a_long_journal_is_written_anew_without_what_has_ended(tmp_path: P
     policy = StalenessPolicy.unbounded(100)
     journal = RolloutJournal(path, sync_s=0.001, compact_nbytes=5_000)
     life = Lifecycle(policy, RolloutConfig(), lambda _: None, lambda: None, journal)
-    process = Submissions("x", life, lambda: None)
-    process._go_on(journal.open(0), policy)
-    kept = process.submit((9,) * 10, SAMPLING, metadata="kept")
+    life.open()
+    kept = life.submit(prompt((9,) * 10), metadata="kept")
     for _ in range(400):
-        process.submit((1,) * 20, SAMPLING).cancel()
+        life.submit(prompt((1,) * 20)).cancel()
         journal.flush()
         if journal._upkeep is not None:
             await journal._upkeep
         await asyncio.sleep(0.0001)
     await journal.close()
     assert path.stat().st_size < 40_000
-    saved = RolloutJournal(path).open(0)
-    assert set(saved.tasks) == {kept.task_id}
+    persisted = RolloutJournal(path).open(0)
+    assert set(persisted.tasks) == {kept.task_id}

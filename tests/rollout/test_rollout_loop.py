@@ -272,12 +272,12 @@ async def test_a_worker_with_a_wrong_token_ends_at_once(
 class FaultyProxy:
     """Stands between workers and controller; loses requests and answers, repeats old requests.
 
-    With `lanes` completions travel as messages of one connection, and what is lost cuts it.
+    With `keeps_open` completions travel as messages of one connection, and what is lost cuts it.
     """
 
-    def __init__(self, target: str, seed: int, *, lanes: bool) -> None:
+    def __init__(self, target: str, seed: int, *, keeps_open: bool) -> None:
         self.target = target
-        self.lanes = lanes
+        self.keeps_open = keeps_open
         self.num_posts = 0
         self.random = random.Random(seed)
         self.faults = {"lost request": 0, "lost answer": 0, "doubled": 0, "old again": 0}
@@ -288,9 +288,9 @@ class FaultyProxy:
             aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"})
         )
         app = web.Application(client_max_size=1 << 26)
-        app.add_routes([web.post("/v1/{lane}", self.forward)])
-        if self.lanes:
-            app.add_routes([web.get("/v1/completions", self.forward_lane)])
+        app.add_routes([web.post("/v1/{route}", self.forward)])
+        if self.keeps_open:
+            app.add_routes([web.get("/v1/completions", self.forward_connection)])
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
@@ -298,13 +298,13 @@ class FaultyProxy:
         return f"http://127.0.0.1:{runner.addresses[0][1]}"
 
     async def forward(self, request: web.Request) -> web.Response:
-        lane, body = request.match_info["lane"], await request.read()
-        if lane != "completions":
-            return await self.send(lane, body)
+        route, body = request.match_info["route"], await request.read()
+        if route != "completions":
+            return await self.send(route, body)
         self.num_posts += 1
         return await self.complete(body)
 
-    async def forward_lane(self, request: web.Request) -> web.WebSocketResponse:
+    async def forward_connection(self, request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse(timeout=0.1)
         await socket.prepare(request)
         async for message in socket:
@@ -317,33 +317,33 @@ class FaultyProxy:
         return socket
 
     async def complete(self, body: bytes) -> web.Response:
-        lane = "completions"
+        route = "completions"
         fault = self.random.choice([*self.faults, "", ""])
         if fault:
             self.faults[fault] += 1
         if fault == "lost request":
             return web.Response(status=503)
         if fault == "doubled":
-            await self.send(lane, body)
+            await self.send(route, body)
         if fault == "old again" and self.old:
-            await self.send(lane, self.random.choice(self.old))
+            await self.send(route, self.random.choice(self.old))
         self.old.append(body)
-        answer = await self.send(lane, body)
+        answer = await self.send(route, body)
         return web.Response(status=502) if fault == "lost answer" else answer
 
-    async def send(self, lane: str, body: bytes) -> web.Response:
-        async with self.session.post(f"{self.target}/v1/{lane}", data=body) as response:
+    async def send(self, route: str, body: bytes) -> web.Response:
+        async with self.session.post(f"{self.target}/v1/{route}", data=body) as response:
             return web.Response(status=response.status, body=await response.read())
 
 
-@pytest.mark.parametrize("lanes", [True, False])
+@pytest.mark.parametrize("keeps_open", [True, False])
 async def test_lost_doubled_and_reordered_callbacks_complete_exactly_once(
-    rig: Rig, lanes: bool
+    rig: Rig, keeps_open: bool
 ) -> None:
     await rig.start()
     engine = await rig.engine("a", token_s=0.001)
     rig.route(engine)
-    proxy = FaultyProxy(rig.server.url, seed=7, lanes=lanes)
+    proxy = FaultyProxy(rig.server.url, seed=7, keeps_open=keeps_open)
     url = await proxy.start(rig.stack)
     await rig.worker("worker-0", "--max-concurrent", "8", url=url)
     await rig.worker("worker-1", "--max-concurrent", "8", url=url)
@@ -352,7 +352,7 @@ async def test_lost_doubled_and_reordered_callbacks_complete_exactly_once(
     assert all(rollout.attempts == 1 for rollout in rollouts)
     assert engine.num_requests == 300
     assert min(proxy.faults.values()) > 0, proxy.faults
-    assert (proxy.num_posts == 0) is lanes
+    assert (proxy.num_posts == 0) is keeps_open
     assert rig.controller.stats().ignored > 0
     rig.assert_balanced(completed=300)
 
@@ -817,7 +817,7 @@ async def test_a_worker_with_the_tokens_of_its_role_works_and_answers_nobody_els
     await rig.worker("w", tokens=role_environment(TOKEN, Access.WORKER))
     await asyncio.gather(*rig.submit(4))
     assert engine.authorizations == {f"Bearer {role_token(TOKEN, Access.CLIENT)}"}
-    url = next(link.hello.url for link in rig.controller._links.values())
+    url = next(link.hello.url for link in rig.controller._workers.values())
     for token in (role_token(TOKEN, Access.OBSERVER), TOKEN, ""):
         async with (
             aiohttp.ClientSession(headers={"Authorization": f"Bearer {token}"}) as session,

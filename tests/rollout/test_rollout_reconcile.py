@@ -34,7 +34,7 @@ from windlass.rollout.messages import (
     decode,
     encode,
 )
-from windlass.rollout.runner import WorkerRunner
+from windlass.rollout.runner import WorkerRunner, WorkerSettings
 
 SAMPLING = SamplingParams(max_new_tokens=3)
 
@@ -174,7 +174,7 @@ async def test_work_that_a_worker_forgot_is_not_counted_there_while_it_waits_for
     controller, worker = played
     controller.submit((1,), SAMPLING)
     task = await asyncio.wait_for(worker.tasks.get(), 10)
-    controller.attempts_unknown(controller._links["played"], [AttemptKey(task.task_id, 1)])
+    controller.attempts_unknown(controller._workers["played"], [AttemptKey(task.task_id, 1)])
     stats = controller.stats()
     assert (stats.running, stats.outstanding, stats.lost) == (0, 1, 0)
 
@@ -212,7 +212,8 @@ async def test_a_worker_runs_an_attempt_once_however_often_it_is_handed_over() -
         aiohttp.ClientSession() as engine_session,
     ):
         hello = WorkerHello(name="w", url="http://w", incarnation="i", max_concurrent=4)
-        runner = WorkerRunner(hello, "http://127.0.0.1:9", controller_session, engine_session)
+        settings = WorkerSettings(controller="http://127.0.0.1:9", name="w")
+        runner = WorkerRunner(settings, hello, controller_session, engine_session)
         task = RolloutTask(
             task_id="t",
             attempt=1,
@@ -226,7 +227,7 @@ async def test_a_worker_runs_an_attempt_once_however_often_it_is_handed_over() -
         await engine.until_held(1)
         assert runner.snapshot(0).running == (AttemptKey("t", 1),)
         await engine.release()
-        job = runner._running["t", 1]
+        job = runner._attempts.running["t", 1]
         await asyncio.wait_for(asyncio.wait({job}), 10)
         await asyncio.sleep(0)
         assert runner.accept([task]) == 0, "after its end neither"

@@ -27,7 +27,7 @@ from windlass.rollout import (
     WorkflowContext,
     mount_rollout_routes,
 )
-from windlass.rollout.choice import EngineChoice
+from windlass.rollout.directory import EngineChoice
 from windlass.rollout.messages import EngineTarget
 
 TOKEN = "a-token"

@@ -18,12 +18,14 @@ from windlass.rollout.messages import (
     Partial,
     RolloutOutcome,
     SamplingParams,
+    Work,
     decode,
     encode,
 )
 from windlass.rollout.staleness import OnStale, StalenessPolicy
 from windlass.rollout.table import Group, Record, State
 
+SAMPLING = SamplingParams(max_new_tokens=1)
 EVENTS = st.lists(
     st.sampled_from(
         ["admit", "accept", "release", "discard", "consume", "back", "version", "skip"]
@@ -110,7 +112,7 @@ class Bench:
         self.life = Lifecycle(
             self.policy,
             RolloutConfig(max_attempts=3, retry_backoff_s=1e-9),
-            take_back=self.taken_back,
+            withdraw=self.withdrawn,
             work_changed=lambda: None,
         )
         self.at_worker: dict[str, int] = {}
@@ -126,30 +128,30 @@ class Bench:
         fresh.num = self.num
         assert fresh.policy.capacity() <= 2 * 4
         for task_id, attempt in self.at_worker.items():
-            assert fresh.life.running(task_id, attempt) is None, "answers to a dead process"
+            assert fresh.life.find_running(task_id, attempt) is None, "answers to a dead process"
         return fresh
 
-    def taken_back(self, record: Record) -> None:
+    def withdrawn(self, record: Record) -> None:
         assert self.at_worker.pop(record.task_id) == record.attempt
 
     def add_group(self, n: int) -> None:
         future: asyncio.Future[RolloutGroup] = asyncio.get_running_loop().create_future()
         future.add_done_callback(lambda done: None if done.cancelled() else done.exception())
-        group = Group(len(self.groups), (1,), None, future)
+        group = Group(len(self.groups), future)
         for _ in range(n):
             self.num += 1
             record = Record(
-                str(self.num), (1,), SamplingParams(max_new_tokens=1), None, None, 0.0, group=group
+                str(self.num), Work(prompt_ids=(1,), sampling=SAMPLING), None, 0.0, group=group
             )
             group.records.append(record)
             self.life.add(record)
         self.groups.append(group)
 
     def dispatch(self) -> None:
-        book = self.life.book
-        if not book.queued and book.waiting and self.policy.capacity() > 0:
-            self.life.admit(next(iter(book.waiting.values())))
-        for record in list(book.queued.values())[:1]:
+        table = self.life.table
+        if not table.queued and table.waiting and self.policy.capacity() > 0:
+            self.life.admit(next(iter(table.waiting.values())))
+        for record in list(table.queued.values())[:1]:
             self.life.start_attempt(record, "engine", "worker")
             self.at_worker[record.task_id] = record.attempt
 
@@ -158,14 +160,14 @@ class Bench:
             return
         task_id = sorted(self.at_worker)[pick % len(self.at_worker)]
         attempt = self.at_worker.pop(task_id)
-        record = self.life.running(task_id, attempt)
+        record = self.life.find_running(task_id, attempt)
         assert record is not None
         self.versions[task_id] = version
         self.life.end_attempt(record, outcome(task_id, attempt, status, version))
-        assert self.life.running(task_id, attempt) is None, "a second delivery would be used"
+        assert self.life.find_running(task_id, attempt) is None, "a second delivery would be used"
 
     def hand_out(self) -> None:
-        while self.life.book.ready:
+        while self.life.table.ready:
             group = self.life.hand_out()
             self.handed.append([rollout.task_id for rollout in group.rollouts])
             for rollout in group.rollouts:
@@ -174,36 +176,38 @@ class Bench:
                 self.delivered.append(rollout.task_id)
 
     def audit(self) -> None:
-        book, counts = self.life.book, self.life.book.counts
-        found = len(book.waiting) + len(book.queued) + len(book.backoff) + len(book.held)
+        table, counts = self.life.table, self.life.table.counts
+        found = len(table.waiting) + len(table.queued) + len(table.backoff) + len(table.buffered)
         found += len(self.at_worker)
         ended = counts.completed + counts.cancelled + counts.failed + counts.dropped
         assert counts.submitted == ended + found
-        assert found == len(book.records)
-        assert sum(len(each) for each in book.by_engine.values()) == len(self.at_worker)
-        admitted = len(book.queued) + len(book.backoff) + len(self.at_worker)
+        assert found == len(table.records)
+        assert sum(len(each) for each in table.by_engine.values()) == len(self.at_worker)
+        admitted = len(table.queued) + len(table.backoff) + len(self.at_worker)
         assert self.policy.running == admitted
-        assert admitted + len(book.held) <= 2 * 4, "no more unconsumed than the bound allows"
-        assert self.policy.accepted - self.policy.consumed == len(book.held)
+        assert admitted + len(table.buffered) <= 2 * 4, "no more unconsumed than the bound allows"
+        assert self.policy.accepted - self.policy.consumed == len(table.buffered)
         assert len(self.delivered) == len(set(self.delivered)) == counts.completed
-        for group in book.ready.values():
+        for group in table.ready.values():
             assert group.complete()
         self.audit_ages()
 
     def audit_ages(self) -> None:
-        book, policy = self.life.book, self.policy
-        counts = book.counts
+        table, policy = self.life.table, self.policy
+        counts = table.counts
         if policy.on_stale is OnStale.TRAIN:
             waste = (counts.too_old, counts.stopped_early, counts.dropped, counts.wasted_tokens)
             assert waste == (0, 0, 0, 0)
             return
         limit = policy.max_resubmits if policy.on_stale is OnStale.RESUBMIT else 0
-        assert all(record.resubmits <= limit for record in book.records.values())
-        for record in book.held.values():
+        assert all(record.resubmits <= limit for record in table.records.values())
+        for record in table.buffered.values():
             assert record.outcome is not None
             assert not policy.is_stale(record.outcome.versions())
-        for running in book.by_engine.values():
-            assert not any(policy.is_stale([record.begun or 0]) for record in running.values())
+        for running in table.by_engine.values():
+            assert not any(
+                policy.is_stale([record.oldest_version or 0]) for record in running.values()
+            )
         for group in self.groups:
             ended = [record.state is State.ENDED for record in group.records]
             assert all(ended) or not any(ended), "a group ends as a whole"
@@ -290,7 +294,7 @@ def test_every_rollout_is_in_exactly_one_place_and_delivered_at_most_once(
         for group in bench.groups:
             bench.life.cancel_group(group)
         bench.audit()
-        assert not bench.life.book.records
+        assert not bench.life.table.records
         assert bench.policy.running == 0
 
     asyncio.run(run())
@@ -300,11 +304,11 @@ async def test_a_group_is_never_ready_before_its_last_sample() -> None:
     bench = Bench()
     bench.add_group(3)
     for _ in range(3):
-        assert not bench.life.book.ready
+        assert not bench.life.table.ready
         bench.dispatch()
         bench.finish(OutcomeStatus.ACCEPTED, 0, 0)
-    assert list(bench.life.book.ready) == [0]
-    assert all(record.state is State.HELD for record in bench.groups[0].records)
+    assert list(bench.life.table.ready) == [0]
+    assert all(record.state is State.BUFFERED for record in bench.groups[0].records)
 
 
 async def test_groups_that_are_declined_leave_room_for_others_for_ever() -> None:
@@ -317,7 +321,7 @@ async def test_groups_that_are_declined_leave_room_for_others_for_ever() -> None
         bench.hand_out()
         bench.life.decline(bench.handed.pop())
         bench.audit()
-    assert bench.life.book.counts.declined == len(bench.delivered) == 80
+    assert bench.life.table.counts.declined == len(bench.delivered) == 80
     assert (bench.policy.accepted, bench.policy.consumed, bench.policy.capacity()) == (0, 0, 6)
 
 
@@ -346,16 +350,16 @@ async def test_a_ready_group_loses_exactly_the_samples_that_grew_too_old() -> No
         bench.life.set_version(version)
         bench.finish(OutcomeStatus.ACCEPTED, 0, version)
     old, young = bench.groups[0].records
-    assert list(bench.life.book.ready) == [0]
+    assert list(bench.life.table.ready) == [0]
     bench.life.set_version(2)
-    assert not bench.life.book.ready
-    assert (old.state, young.state) == (State.WAITING, State.HELD)
+    assert not bench.life.table.ready
+    assert (old.state, young.state) == (State.WAITING, State.BUFFERED)
     bench.audit()
     bench.dispatch()
     bench.finish(OutcomeStatus.ACCEPTED, 0, 2)
     bench.hand_out()
     assert bench.delivered == ["1", "2"]
-    assert (bench.life.book.counts.too_old, bench.life.book.counts.wasted_tokens) == (1, 1)
+    assert (bench.life.table.counts.too_old, bench.life.table.counts.wasted_tokens) == (1, 1)
 
 
 @pytest.mark.parametrize("on_stale", OnStale)
@@ -367,15 +371,15 @@ async def test_a_group_that_lasts_three_versions_ends_as_its_owner_chose(on_stal
             bench.dispatch()
         begun = bench.policy.version - 2
         for task_id in sorted(bench.at_worker):
-            if bench.life.book.records[task_id].begun == begun:
+            if bench.life.table.records[task_id].oldest_version == begun:
                 bench.finish(OutcomeStatus.ACCEPTED, 0, begun)
         bench.hand_out()
         bench.life.set_version(version)
         bench.audit()
-    counts = bench.life.book.counts
+    counts = bench.life.table.counts
     assert bench.groups[0].future.done()
     assert not bench.at_worker
-    assert not bench.life.book.records
+    assert not bench.life.table.records
     assert bench.policy.capacity() > 0
     match on_stale:
         case OnStale.TRAIN:
@@ -399,7 +403,7 @@ async def test_what_a_dropped_group_had_finished_counts_as_wasted_and_leaves_roo
     bench.life.set_version(1)
     bench.finish(OutcomeStatus.ACCEPTED, 0, 1)  # young, but of the same group
     bench.life.set_version(2)
-    counts = bench.life.book.counts
+    counts = bench.life.table.counts
     assert (counts.dropped, counts.stopped_early, counts.too_old) == (3, 1, 0)
     assert counts.wasted_tokens == 1
     assert (bench.policy.running, bench.policy.accepted, bench.policy.capacity()) == (0, 0, 6)

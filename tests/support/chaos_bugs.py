@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
+from windlass.net import rpc
+from windlass.net.rpc_client import ReplyStore
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.lifecycle import Lifecycle
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
-from windlass.updates import coordinator, gateway
 from windlass.updates.agents import EngineAgent
-from windlass.updates.conversation import _ReplyStore
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.driver import RoundDriver
 from windlass.updates.fleet import Fleet
@@ -77,17 +77,17 @@ BUGS = (
     Bug("every digest is right", Receiver, "verify", "self._digest(program) != digest", "False", 9),
     Bug(
         "a repeated command is carried out again",
-        _ReplyStore,
+        ReplyStore,
         "lookup",
         "if key in self._replies:",
         "if False:",
         7,
     ),
     Bug(
-        "a tainted engine is routed",
+        "an engine with mixed weights is routed",
         Fleet,
         "serving",
-        "g.complete and not g.tainted and g.version",
+        "g.complete and not g.mixed_weights and g.version",
         "g.complete and g.version",
         6,
     ),
@@ -102,8 +102,8 @@ BUGS = (
     Bug(
         "a version that is not newer is accepted",
         Coordinator,
-        "_attempt",
-        "if version <= max(self._published, self._spent):",
+        "refusal",
+        "if version <= newest:",
         "if False:",
         1,
     ),
@@ -126,24 +126,24 @@ BUGS = (
     Bug(
         "an engine believes that its weights are whole while they are written",
         EngineAgent,
-        "tainted",
-        "return self._tainted or self._open_to_writes",
-        "return self._tainted",
+        "mixed_weights",
+        "return self._mixed_weights or self._open_to_writes",
+        "return self._mixed_weights",
         29,
     ),
     Bug(
-        "a poisoned engine is written again",
+        "a quarantined engine is written again",
         Fleet,
         "writable_engines",
-        "not g.poisoned",
+        "not g.quarantined",
         "True",
         6,
     ),
     Bug(
         "mixed engines are forgotten at the end of a round",
-        coordinator,  # where the function is called from
-        "note_fates",
-        "group.tainted |= name in finish.mixed",
+        Coordinator,
+        "_note_outcomes",
+        "group.mixed_weights |= name in finish.mixed",
         "pass",
         6,
     ),
@@ -167,15 +167,15 @@ BUGS = (
         "a round goes on though the disk is full",
         RoundDriver,
         "_carry_out",
-        "return await self._carry_out(self._machine.handle(Blocked(reason)))",
+        "return await self._carry_out(self._machine.handle(blocked))",
         "raise",
         0,
     ),
     Bug(
         "an agent whose frame was garbled is sent away for good",
-        gateway,
+        rpc,
         "_decode",
-        "raise _Garbled(str(error)) from error",
+        'raise Garbled(f"{what}: {error}") from error',
         "raise",
         12,
     ),
@@ -196,10 +196,10 @@ BUGS = (
         1,
     ),
     Bug(
-        "held answers do not grow stale",
+        "buffered answers do not grow stale",
         Lifecycle,
         "drop_stale",
-        "r for r in self.book.held.values() if r.outcome and throws_away(r.outcome.versions())",
+        "r for r in buffered if r.outcome and throws_away(r.outcome.versions())",
         "r for r in ()",
         3,
     ),
@@ -208,15 +208,15 @@ BUGS = (
 RARE_BUGS = (
     Bug(
         "a command of a past round is carried out",
-        _ReplyStore,
+        ReplyStore,
         "lookup",
-        "if place < self._newest or",
+        "if round_id < self._newest or",
         "if False or",
         5,
     ),
     Bug(
         "what came over a lost connection is carried out after it",
-        _ReplyStore,
+        ReplyStore,
         "void",
         "self._void = self._received",
         "pass",

@@ -30,7 +30,7 @@ from windlass.errors import PeerUnreachable, RegionError, TransferFailed, Transf
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.clock import Deadline
 from windlass.rollout.messages import WorkerHello
-from windlass.rollout.runner import WorkerRunner
+from windlass.rollout.runner import WorkerRunner, WorkerSettings
 from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.receiver import Receiver
@@ -38,7 +38,7 @@ from windlass.transfer.sender import Sender
 from windlass.transports.base import WriteBatch
 from windlass.transports.memory import MemoryTransport
 from windlass.updates.agents import EngineAgent, TrainerAgent
-from windlass.updates.conversation import AgentConversation
+from windlass.updates.client import AgentChannel
 from windlass.updates.messages import PROTOCOL_VERSION, Command, Hello, Result
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ class TrainerProcess(Process):
 
     async def _run(self) -> None:
         await self.conversation.run()
-        self.world.note(f"{self.name} ends: {self.conversation._ended}")
+        self.world.note(f"{self.name} ends: {self.conversation.ended.exception()}")
 
 
 class EngineProcess(Process):
@@ -263,7 +263,7 @@ class EngineProcess(Process):
         self._changed = asyncio.Event()
         self.incarnation = ""
         self._manifest = manifest
-        self.conversation: AgentConversation | None = None
+        self.conversation: AgentChannel | None = None
 
     def start(self) -> None:
         self.host.spawn(self._run(), "engine")
@@ -281,7 +281,7 @@ class EngineProcess(Process):
             self.agent,
         )
         await self.conversation.run()
-        self.world.note(f"{self.name} ends: {self.conversation._ended}")
+        self.world.note(f"{self.name} ends: {self.conversation.ended.exception()}")
 
     # --- EngineHooks ---------------------------------------------------------------------------
 
@@ -368,14 +368,10 @@ class WorkerProcess(Process):
                 incarnation=os.urandom(4).hex(),
                 max_concurrent=8,
             )
-            runner = WorkerRunner(
-                hello,
-                self.world.url,
-                towards_controller,
-                towards_engines,
-                heartbeat_s=1.0,
-                controller_gone_s=1e6,
+            settings = WorkerSettings(
+                controller=self.world.url, name=hello.name, heartbeat_s=1.0, controller_gone_s=1e6
             )
+            runner = WorkerRunner(settings, hello, towards_controller, towards_engines)
             app.add_routes(runner.routes())
             self.runners.append(http)
             await http.setup()
@@ -391,7 +387,7 @@ def _conversation(
     world_size: int,
     handler: Watched,
     engine: EngineAgent | None,
-) -> AgentConversation:
+) -> AgentChannel:
     incarnation = os.urandom(8).hex()
     encoded = manifest.encode()
     url = ""
@@ -414,16 +410,16 @@ def _conversation(
             url=url,
             served_version=-1 if engine is None else engine.served_version,
             lineage="" if engine is None else engine.lineage,
-            tainted=engine is not None and engine.tainted,
+            mixed_weights=engine is not None and engine.mixed_weights,
             can_send=engine is not None,
         )
 
-    return AgentConversation(
-        process.world.loop,
-        OneThread(),
+    return AgentChannel(
         process.world.url,
         TOKEN,
         hello,
         handler,
         on_disconnect=None if engine is None else engine.on_disconnect,
+        executor=OneThread(),
+        loop=process.world.loop,
     )

@@ -425,7 +425,7 @@ class Run:
             if not agent.alive:
                 await agent.start()
         for group in self.coordinator._fleet.engines():
-            if group.poisoned:
+            if group.quarantined:
                 self.agents[group.name].kill()
                 await self.agents[group.name].start()
         await self._everybody(ENGINES)

@@ -219,7 +219,7 @@ class World:
                     running = entry.version
                 case JournalKind.PUBLISHED | JournalKind.ROUND_ENDED | JournalKind.STARTED:
                     running = None
-                case JournalKind.PUBLISHING | JournalKind.POISONED | JournalKind.AT_REST:
+                case JournalKind.PUBLISHING | JournalKind.QUARANTINED | JournalKind.NOT_RESUMED:
                     pass
         return running
 
@@ -455,7 +455,7 @@ class World:
             return None
         began_s = self.loop.time()
         try:
-            announced = trainer.conversation.announce(self._target)
+            announced = trainer.conversation.begin_announcement(self._target)
         except WindlassError:
             await asyncio.sleep(0.5)
             return None
@@ -514,7 +514,7 @@ class World:
         await self._everybody_is_there()
         if self.schedule.seed % 3 == 0:
             await self._rest()
-        self._replace_poisoned()
+        self._replace_quarantined()
         await self._everybody_is_there()
         deadline_s = self.loop.time() + CALM_S
         for _ in range(CALM_ATTEMPTS):
@@ -528,7 +528,7 @@ class World:
             await asyncio.sleep(3.0)
             if self._whole():
                 break
-            self._replace_poisoned()
+            self._replace_quarantined()
         else:
             self.violate(
                 f"no calm: after {CALM_ATTEMPTS} attempts {self._describe()}, want {self._target}"
@@ -563,10 +563,10 @@ class World:
         except WindlassError as error:
             self.violate(f"no calm: {error}")
 
-    def _replace_poisoned(self) -> None:
+    def _replace_quarantined(self) -> None:
         """What an operator does with engines that bytes may still land in."""
         for group in self.controller.coordinator._fleet.engines():
-            if group.poisoned:
+            if group.quarantined:
                 for rank in self.ranks_of(group.name):
                     self._kill_and_restart(rank.name, 0.5)
 
@@ -595,14 +595,14 @@ class World:
             "sessions": (len(coordinator._sessions), num_agents),
             "tasks": (len(coordinator._tasks), 4),
             "holds": (len(coordinator._fleet._holds), 0),
-            "waiting": (sum(len(s._waiting) for s in coordinator._sessions.values()), 0),
-            "records": (len(self.controller.rollouts._book.records), 0),
-            "by engine": (len(self.controller.rollouts._book.by_engine), 0),
+            "waiting": (sum(s.num_waiting for s in coordinator._sessions.values()), 0),
+            "records": (len(self.controller.rollouts._table.records), 0),
+            "by engine": (len(self.controller.rollouts._table.by_engine), 0),
         }
         # One WebSocket per agent; watch and idle connections of the rollout lane.
         counts["connections"] = (self.network.num_connections, 2 * (num_agents + 40))
         for trainer in self.trainers:
-            counts[f"replies {trainer.name}"] = (len(trainer.conversation._store._replies), 64)
+            counts[f"replies {trainer.name}"] = (len(trainer.conversation._store), 64)
         for what, (count, bound) in counts.items():
             if count > bound:
                 self.violate(f"{count} {what} are kept, at most {bound}")

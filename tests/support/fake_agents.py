@@ -29,22 +29,22 @@ from windlass.updates.messages import (
     PROTOCOL_VERSION,
     Abort,
     Apply,
-    BeginByHand,
+    BeginPush,
     Bound,
     Command,
     ConnectEngine,
     ConnectTrainer,
     Done,
     Hello,
-    JoinByHand,
     JoinGroups,
+    JoinPushGroup,
     Pause,
     Prepare,
     Publish,
+    ReadFiles,
     Receive,
+    ReceiveTensors,
     Result,
-    TakeFiles,
-    TakeTensors,
     Verified,
     Verify,
     Write,
@@ -116,7 +116,7 @@ def fake_hello(
     lineage: str = "",
     job: str = "",
     endpoint: PeerEndpoint | None = None,
-    tainted: bool = False,
+    mixed_weights: bool = False,
 ) -> Hello:
     """A rank's first frame."""
     url = f"http://{group}" if manifest.role is Role.ENGINE and rank == 0 else ""
@@ -134,7 +134,7 @@ def fake_hello(
         served_version=served_version,
         lineage=lineage,
         job=job,
-        tainted=tainted,
+        mixed_weights=mixed_weights,
     )
 
 
@@ -172,7 +172,7 @@ class FakeEngineRank:
             else np.memmap(memory_path, np.int64, "w+", shape=shape)
         )
         self.paused = False
-        self.tainted = False
+        self.mixed_weights = False
         self.version = -1
         self.sources: tuple[str, ...] = ()
         self.handled: list[str] = []
@@ -221,17 +221,17 @@ class FakeEngineRank:
                 if self.mode is UpdateMode.STAGED:
                     self.live[:] = self.target
             case Publish():
-                self.version, self.paused, self.tainted = command.version, False, False
+                self.version, self.paused, self.mixed_weights = command.version, False, False
             case Abort():
-                self.tainted |= command.tainted
-                self.paused = self.tainted
+                self.mixed_weights |= command.mixed_weights
+                self.paused = self.mixed_weights
             case (
                 JoinGroups()
                 | Receive()
-                | BeginByHand()
-                | JoinByHand()
-                | TakeTensors()
-                | TakeFiles()
+                | BeginPush()
+                | JoinPushGroup()
+                | ReceiveTensors()
+                | ReadFiles()
             ):
                 pass
             case _:

@@ -12,7 +12,8 @@ import msgspec
 from aiohttp import web
 
 from windlass.net.addresses import listen
-from windlass.net.server import stop_accepting
+from windlass.net.listener import stop_accepting
+from windlass.rollout.messages import SamplingParams
 
 __all__ = ["FakeEngine", "expected_tokens"]
 
@@ -30,14 +31,10 @@ class _Request:
     aborted: bool = False
 
 
-class _Sampling(msgspec.Struct):
-    max_new_tokens: int
-
-
 class _Body(msgspec.Struct):
     rid: str
     input_ids: list[int]
-    sampling_params: _Sampling
+    sampling_params: SamplingParams
     return_logprob: bool
 
 

@@ -169,7 +169,7 @@ def run_engine(pipe: Connection, name: str, url: str, token_s: float) -> None:
             handler.arm(*message[1:])
             pipe.send("armed")
         else:
-            pipe.send((agent.served_version, generator.held(), agent.tainted))
+            pipe.send((agent.served_version, generator.held(), agent.mixed_weights))
     client.close()
 
 
@@ -361,7 +361,7 @@ async def _serving(controller: windlass.Controller, version: int, engines: set[s
 
 def run_worker(pipe: Connection, name: str, url: str) -> None:
     """A rollout worker as `python -m windlass.rollout.worker` is; ends by itself or is killed."""
-    from windlass.rollout.worker import main
+    from windlass.rollout import run_rollout_worker
 
     os.environ["WINDLASS_TOKEN"] = TOKEN
-    raise SystemExit(main(["--controller", url, "--name", name]))
+    raise SystemExit(run_rollout_worker({}, ["--controller", url, "--name", name]))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from windlass.layout.families import ModelSpec
+# For `tools.plan`, in processes that pytest did not set up.
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from tools.plan.families import ModelSpec
 
 LATENT = ("deepseek_v3", "kimi_k2")
 BIASED_QKV = ("qwen2", "glm4_moe")

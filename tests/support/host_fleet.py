@@ -179,9 +179,11 @@ class Fleet:
         await self.members["controller"].ask("serving", wanted, sorted(engines), STEP_S - 5)
         for name in engines if whole is None else whole:
             state = await self.state(name)
-            assert (state["served"], state["held"], state["tainted"]) == (wanted, wanted, False), (
-                state
-            )
+            assert (state["served"], state["held"], state["mixed_weights"]) == (
+                wanted,
+                wanted,
+                False,
+            ), state
 
     async def served_by(self, *engines: str) -> list[int]:
         """What each says that it serves."""

@@ -209,7 +209,7 @@ def run_engine(name: str, url: str, transport_name: str, rows: int, advertised: 
         return {
             "served": agent.served_version,
             "held": engine.held(),
-            "tainted": agent.tainted,
+            "mixed_weights": agent.mixed_weights,
             "paused": engine.paused,
             "wrong": engine.wrong,
             "seen": engine.seen,

@@ -27,7 +27,7 @@ journal.COMPACT_AFTER, journal.KEPT_ENTRIES = 9, 2
 def entry(number: int) -> JournalEntry:
     """Of a history in which every kind comes, and maxima are not always the newest."""
     kinds = (JournalKind.ROUND_BEGAN, JournalKind.PUBLISHING, JournalKind.PUBLISHED)
-    kind = JournalKind.POISONED if number % 7 == 3 else kinds[number % 3]
+    kind = JournalKind.QUARANTINED if number % 7 == 3 else kinds[number % 3]
     version = number // 3 if number % 5 else 0
     return JournalEntry(kind, 1 + number // 10, number, version, (f"w{number}",), f"i{number}")
 
@@ -37,8 +37,8 @@ def state(opened: Journal) -> list[Any]:
         opened.last_epoch,
         opened.last_round,
         opened.published_version,
-        opened.spent_version,
-        sorted(opened.poisoned),
+        opened.reserved_version,
+        sorted(opened.quarantined),
     ]
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hf_settings import Settings, settings_of
 from local_modules import with_attention, with_norms
 
-from windlass.layout.families import ModelSpec, modules
+from tools.plan.families import ModelSpec, modules
 
 PADDED_TO = 8
 

@@ -21,10 +21,11 @@ import torch
 import transformers
 from sglang_fresh import LoadAfresh
 
-from windlass.engines.attach import AgentSettings
-from windlass.engines.sglang.__main__ import connect as connect_sglang
-from windlass.engines.sglang.orders import HOOK, Digests, ask_ranks
-from windlass.engines.vllm.__main__ import connect as connect_vllm
+from windlass.engines.launch import join_fleet
+from windlass.engines.sglang.orders import Digests, ask_ranks
+from windlass.engines.sglang.server import HOOK, SglangServer
+from windlass.engines.spec import AgentSettings
+from windlass.engines.vllm.server import VllmServer
 from windlass.net.addresses import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -222,12 +223,13 @@ class Server:
 
     def join(self, controller: str, transport: str) -> None:
         """Every rank joins a controller's fleet, after leaving the one before."""
-        {"vllm": connect_vllm, "sglang": connect_sglang}[self.engine](
+        join_fleet(
+            VllmServer() if self.engine == "vllm" else SglangServer(),
             AgentSettings(
                 name="engine", controller=controller, transport=transport, url=self.url,
                 checkpoint=str(self.adapter or self.model), world_size=self.layout.world_size,
                 adapter=ADAPTER if self.adapter else "",
-            )
+            ),
         )  # fmt: skip
 
     def digests(self) -> list[dict[str, str]]:

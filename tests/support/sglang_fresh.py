@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from windlass.engines.capture.memory import fingerprints, held_by
-from windlass.engines.sglang.answers import say
+from windlass.engines.sglang.answers import report
 from windlass.engines.sglang.hook import own_rank
 
 FAILS = os.environ.get("WINDLASS_TEST_LOAD_FAILS", "")
@@ -58,7 +58,7 @@ def run(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         model_config=config, load_config=LoadConfig(), device_config=DeviceConfig("cpu", 0)
     )
     digests = msgspec.json.encode(fingerprints(held_by(fresh)))
-    say(order.folder, own_rank(), digests)
+    report(order.folder, own_rank(), digests)
 
 
 def drop_experts_of_other_ranks() -> None:

@@ -21,10 +21,9 @@ import torch
 
 import windlass
 from windlass.engines.client import EngineClient
-from windlass.layout.box import Box
+from windlass.layout.box import Box, chunk
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
-from windlass.layout.mesh import chunk
 from windlass.testing.resting_engine import RestingEngine
 from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.transfer.base import ParameterMemory
@@ -243,7 +242,7 @@ def run_engine(pipe: Connection, settings: RankSettings) -> None:
             if all((m == -1).all() for m in found.values()):
                 held = "untouched"
             agent = client.agent
-            pipe.send((agent.served_version, held, agent.tainted, written(transport)))
+            pipe.send((agent.served_version, held, agent.mixed_weights, written(transport)))
 
 
 def run_trainer(pipe: Connection, settings: RankSettings) -> None:

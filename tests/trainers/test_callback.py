@@ -47,16 +47,16 @@ async def engines() -> AsyncIterator[tuple[Any, str]]:
             fleet.close()
 
 
-def callback(url: str, head: str = "head") -> windlass.RolloutCallback:
-    return windlass.RolloutCallback(url, TOKEN, head=head, deadline_s=DEADLINE_S)
+def callback(url: str, leader: str = "leader") -> windlass.RolloutCallback:
+    return windlass.RolloutCallback(url, TOKEN, leader=leader, deadline_s=DEADLINE_S)
 
 
 def tensors(version: int, *names: str) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(truth(version)[name]) for name in names}
 
 
-def group(head: windlass.RolloutCallback, name: str) -> windlass.WeightGroup:
-    return windlass.WeightGroup(head, name, bucket_nbytes=1 << 16, deadline_s=DEADLINE_S)
+def group(leader: windlass.RolloutCallback, name: str) -> windlass.WeightGroup:
+    return windlass.WeightGroup(leader, name, bucket_nbytes=1 << 16, deadline_s=DEADLINE_S)
 
 
 async def holds(fleet: Any, expected: tuple[int, str, bool]) -> None:
@@ -65,15 +65,15 @@ async def holds(fleet: Any, expected: tuple[int, str, bool]) -> None:
 
 
 def two_versions(url: str) -> None:
-    with callback(url) as head:
-        head.pause_generation()
-        made = group(head, "weights")
+    with callback(url) as leader:
+        leader.pause_generation()
+        made = group(leader, "weights")
         for version in range(2):
             if version:
-                head.pause_generation()
+                leader.pause_generation()
             made.broadcast(tensors(version, "embed", "norm"))
             made.broadcast(tensors(version, "down", "gate"))
-            head.continue_generation(version)
+            leader.continue_generation(version)
         made.close()
 
 
@@ -84,16 +84,16 @@ async def test_buckets_by_broadcast_arrive_whole_and_a_group_lives_from_update_t
 
 
 def opposite(url: str, version: int) -> None:
-    """Two heads whose calls cross: each forms its group and sends while the other does."""
+    """Two leaders whose calls cross: each forms its group and sends while the other does."""
     with callback(url, "a") as a, callback(url, "b") as b:
         a.pause_generation()
         b.pause_generation()
 
-        def drive(head: windlass.RolloutCallback, names: list[str]) -> None:
-            made = group(head, f"group-{head.head}")
+        def drive(leader: windlass.RolloutCallback, names: list[str]) -> None:
+            made = group(leader, f"group-{leader.leader}")
             for name in names:
                 made.broadcast(tensors(version, name))
-            head.continue_generation(version)
+            leader.continue_generation(version)
             made.close()
 
         from concurrent.futures import ThreadPoolExecutor
@@ -107,7 +107,7 @@ def opposite(url: str, version: int) -> None:
                 work.result(60)
 
 
-async def test_two_heads_that_cross_do_not_deadlock_and_the_last_one_publishes() -> None:
+async def test_two_leaders_that_cross_do_not_deadlock_and_the_last_one_publishes() -> None:
     async with engines() as (fleet, url):
         for version in range(3):
             await asyncio.to_thread(opposite, url, version)
@@ -115,20 +115,20 @@ async def test_two_heads_that_cross_do_not_deadlock_and_the_last_one_publishes()
 
 
 def fail_in_the_second_bucket(url: str, bucket: dict[str, torch.Tensor], says: str) -> None:
-    with callback(url) as head:
-        head.pause_generation()
-        made = group(head, "weights")
+    with callback(url) as leader:
+        leader.pause_generation()
+        made = group(leader, "weights")
         made.broadcast(tensors(2, "embed", "norm"))
         began = time.monotonic()
         with pytest.raises((RoundAborted, TransferFailed), match=says):
             made.broadcast(bucket)
         assert time.monotonic() - began < DEADLINE_S
         with pytest.raises(RoundAborted, match="was not published"):
-            head.continue_generation(2)
+            leader.continue_generation(2)
         made.close()
 
 
-async def test_a_bucket_that_fails_releases_its_head_and_leaves_the_old_version_everywhere() -> (
+async def test_a_bucket_that_fails_releases_its_leader_and_leaves_the_old_version_everywhere() -> (
     None
 ):
     async with engines() as (fleet, url):
@@ -145,12 +145,12 @@ async def test_a_bucket_that_fails_releases_its_head_and_leaves_the_old_version_
 
 
 def incomplete(url: str) -> None:
-    with callback(url) as head:
-        head.pause_generation()
-        made = group(head, "weights")
+    with callback(url) as leader:
+        leader.pause_generation()
+        made = group(leader, "weights")
         made.broadcast(tensors(0, "embed"))
         with pytest.raises(RoundAborted, match="3 tensors did not come"):
-            head.continue_generation(0)
+            leader.continue_generation(0)
         made.close()
 
 
@@ -161,18 +161,18 @@ async def test_an_update_that_lacks_tensors_changes_nothing() -> None:
 
 
 def one_half_missing(url: str) -> None:
-    with callback(url) as head:
-        head.pause_generation()
-        made = group(head, "weights")
+    with callback(url) as leader:
+        leader.pause_generation()
+        made = group(leader, "weights")
         began = time.monotonic()
         spec = (WireTensor("norm", DType.INT32, (24,)),)
-        half = head.update_weights_from_distributed("weights", spec, deadline_s=1.0)
+        half = leader.update_weights_from_distributed("weights", spec, deadline_s=1.0)
         assert not half.done()  # a future at once; the other half never comes
         with pytest.raises((RoundAborted, TimeoutError)):
             half.result(DEADLINE_S)
         assert time.monotonic() - began < DEADLINE_S
         with pytest.raises(RoundAborted):
-            head.continue_generation(0)
+            leader.continue_generation(0)
         made.close()
 
 
@@ -187,17 +187,17 @@ async def test_a_half_whose_other_half_never_comes_ends_by_its_deadline() -> Non
 def from_disk(url: str, folder: Path) -> None:
     save_file(dict(list(truth(0).items())[:2]), folder / "model-1.safetensors")
     save_file(dict(list(truth(0).items())[2:]), folder / "model-2.safetensors")
-    with callback(url) as head:
-        head.pause_generation()
-        head.update_weights_from_disk(str(folder)).result(DEADLINE_S)
-        head.continue_generation(0)
+    with callback(url) as leader:
+        leader.pause_generation()
+        leader.update_weights_from_disk(str(folder)).result(DEADLINE_S)
+        leader.continue_generation(0)
         path = folder / "model-2.safetensors"
         path.write_bytes(path.read_bytes()[:-5])
-        head.pause_generation()
+        leader.pause_generation()
         with pytest.raises(RoundAborted, match="model-2"):
-            head.update_weights_from_disk(str(folder)).result(DEADLINE_S)
+            leader.update_weights_from_disk(str(folder)).result(DEADLINE_S)
         with pytest.raises(RoundAborted):
-            head.continue_generation(1)
+            leader.continue_generation(1)
 
 
 async def test_a_checkpoint_folder_is_read_by_boxes_and_a_torn_one_is_refused(
@@ -208,25 +208,25 @@ async def test_a_checkpoint_folder_is_read_by_boxes_and_a_torn_one_is_refused(
         await holds(fleet, (0, "0", False))
 
 
-def ask_for(head: windlass.RolloutCallback, seconds: float) -> None:
+def ask_for(leader: windlass.RolloutCallback, seconds: float) -> None:
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:
-        head.engine_ranks()
+        leader.engine_ranks()
         time.sleep(0.02)
 
 
 def vanish(url: str) -> None:
-    with callback(url) as head:
-        head.pause_generation(session_s=0.5)
+    with callback(url) as leader:
+        leader.pause_generation(session_s=0.5)
         with windlass.RolloutCallback(url, "wrong") as stranger, pytest.raises(AuthenticationError):
             stranger.pause_generation()
         # Whoever paused before the session has ended would join it, and end with it.
         with pytest.raises(RoundAborted, match="no update is under way"):
-            ask_for(head, DEADLINE_S)
+            ask_for(leader, DEADLINE_S)
     two_versions(url)
 
 
-async def test_heads_that_vanish_hold_up_nobody_for_longer_than_their_session() -> None:
+async def test_leaders_that_vanish_hold_up_nobody_for_longer_than_their_session() -> None:
     async with engines() as (fleet, url):
         await asyncio.to_thread(vanish, url)
         await holds(fleet, (1, "1", False))
@@ -234,7 +234,7 @@ async def test_heads_that_vanish_hold_up_nobody_for_longer_than_their_session() 
 
 async def test_the_same_request_id_is_the_same_call() -> None:
     async with engines() as (_, url):
-        body = msgspec.msgpack.encode(CallbackRequest("one", "head", PauseCall(60.0), 10.0))
+        body = msgspec.msgpack.encode(CallbackRequest("one", "leader", PauseCall(60.0), 10.0))
         headers = {"Authorization": f"Bearer {TOKEN}"}
         async with aiohttp.ClientSession(headers=headers) as http:
 
@@ -242,20 +242,20 @@ async def test_the_same_request_id_is_the_same_call() -> None:
                 async with http.post(f"{url}/v1/callback", data=data) as answer:
                     return msgspec.msgpack.decode(await answer.read(), type=CallbackAnswer)
 
-            # Carried out once: a second continue of one head would find no update.
+            # Carried out once: a second continue of one leader would find no update.
             assert await asyncio.gather(*(ask(body) for _ in range(5))) == [CallbackAnswer()] * 5
-            end = msgspec.msgpack.encode(CallbackRequest("two", "head", ContinueCall(0), 10.0))
+            end = msgspec.msgpack.encode(CallbackRequest("two", "leader", ContinueCall(0), 10.0))
             answers = [await ask(end) for _ in range(3)]
             assert "did not come" in answers[0].error
             assert answers == [answers[0]] * 3
 
 
 def by_hand(url: str, version: int) -> None:
-    with callback(url) as head:
-        head.pause_generation()
-        made = group(head, "weights")
+    with callback(url) as leader:
+        leader.pause_generation()
+        made = group(leader, "weights")
         made.broadcast(tensors(version, *shapes()))
-        head.continue_generation(version)
+        leader.continue_generation(version)
         made.close()
 
 

@@ -31,15 +31,15 @@ def stage(url: str, index: int) -> windlass.RolloutCallback:
     return windlass.RolloutCallback(
         url,
         TOKEN,
-        head=f"pp{index}",
+        leader=f"pp{index}",
         stage=index,
         num_stages=NUM_STAGES,
         deadline_s=DEADLINE_S,
     )
 
 
-def group(head: windlass.RolloutCallback, name: str) -> windlass.WeightGroup:
-    return windlass.WeightGroup(head, name, bucket_nbytes=1 << 16, deadline_s=DEADLINE_S)
+def group(leader: windlass.RolloutCallback, name: str) -> windlass.WeightGroup:
+    return windlass.WeightGroup(leader, name, bucket_nbytes=1 << 16, deadline_s=DEADLINE_S)
 
 
 def crossing(url: str, version: int) -> None:
@@ -53,11 +53,11 @@ def crossing(url: str, version: int) -> None:
         second.pause_generation()
         formed = [threading.Event(), threading.Event()]
 
-        def form(head: windlass.RolloutCallback, index: int) -> windlass.WeightGroup:
+        def form(leader: windlass.RolloutCallback, index: int) -> windlass.WeightGroup:
             if index == 0:
                 # The call of the other one is on its way, or there: it must not matter.
                 assert not formed[1].wait(0.3), "stage 1 does not overtake stage 0"
-            made = group(head, f"group-{index}")
+            made = group(leader, f"group-{index}")
             formed[index].set()
             return made
 
@@ -83,7 +83,7 @@ def crossing(url: str, version: int) -> None:
 
 
 @pytest.mark.timeout(300)
-async def test_heads_that_arrive_in_the_opposite_order_are_taken_in_the_declared_one() -> None:
+async def test_leaders_that_arrive_in_the_opposite_order_are_taken_in_the_declared_one() -> None:
     async with engines() as (fleet, url):
         for version in range(2):
             await asyncio.to_thread(crossing, url, version)
@@ -91,7 +91,7 @@ async def test_heads_that_arrive_in_the_opposite_order_are_taken_in_the_declared
 
 
 def early(url: str) -> None:
-    """The first head to be done does not publish for those that have not begun."""
+    """The first leader to be done does not publish for those that have not begun."""
     with stage(url, 0) as first, stage(url, 1) as second, ThreadPoolExecutor(1) as pool:
         first.pause_generation()
         ended = pool.submit(first.continue_generation, 0)
@@ -104,7 +104,7 @@ def early(url: str) -> None:
         made.close()
 
 
-async def test_the_update_ends_with_the_last_declared_head_however_late_it_comes() -> None:
+async def test_the_update_ends_with_the_last_declared_leader_however_late_it_comes() -> None:
     async with engines() as (fleet, url):
         await asyncio.to_thread(early, url)
         await holds(fleet, (0, "0", False))
@@ -122,20 +122,20 @@ def absent(url: str) -> None:
             half.result(DEADLINE_S)
         assert time.monotonic() - began < DEADLINE_S
         with ThreadPoolExecutor(2) as pool:
-            ends = [pool.submit(head.continue_generation, 0) for head in (first, second)]
+            ends = [pool.submit(leader.continue_generation, 0) for leader in (first, second)]
             for end in ends:
                 with pytest.raises(RoundAborted, match="was not published"):
                     end.result(60)
 
 
 def not_agreed(url: str) -> None:
-    with stage(url, 0) as first, windlass.RolloutCallback(url, TOKEN, head="other") as other:
+    with stage(url, 0) as first, windlass.RolloutCallback(url, TOKEN, leader="other") as other:
         first.pause_generation()
         with pytest.raises(RoundAborted, match="num_stages must be 2 as before, got 0"):
             other.pause_generation()
         with stage(url, 1) as second, ThreadPoolExecutor(2) as pool:
             second.pause_generation()
-            ends = [pool.submit(head.continue_generation, 0) for head in (first, second)]
+            ends = [pool.submit(leader.continue_generation, 0) for leader in (first, second)]
             for end in ends:
                 with pytest.raises(RoundAborted, match="num_stages"):
                     end.result(60)
@@ -144,7 +144,7 @@ def not_agreed(url: str) -> None:
 
 
 @pytest.mark.timeout(300)
-async def test_a_head_that_never_comes_or_does_not_agree_ends_the_update_and_no_more() -> None:
+async def test_a_leader_that_never_comes_or_does_not_agree_ends_the_update_and_no_more() -> None:
     async with engines() as (fleet, url):
         await asyncio.to_thread(absent, url)
         await asyncio.to_thread(not_agreed, url)

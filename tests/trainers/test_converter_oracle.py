@@ -90,7 +90,7 @@ def test_every_name_and_row_agrees_with_mbridge(
         values = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
         hf_names, hf_values = bridge._weight_to_hf_format(name, values)
         found: dict[str, torch.Tensor] = {}
-        for shard in place(FAMILIES[family], name, shape, GEOMETRY, Coords()).shards:
+        for shard in place(FAMILIES.find(family), name, shape, GEOMETRY, Coords()).shards:
             view = values.as_strided(shard.box.sizes, shard.strides, shard.offset)
             whole = found.setdefault(shard.tensor, torch.full(shard.global_shape, -1.0))
             whole[tuple(slice(o, e) for o, e in zip(shard.box.offsets, shard.box.ends, strict=True))] = view  # fmt: skip

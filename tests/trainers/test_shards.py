@@ -12,11 +12,11 @@ from ground_truth import fill
 from megatron_rank import Case, checkpoint, run
 from reference_executor import execute
 
+from tools.plan.families import ModelSpec
+from tools.plan.synthesis import engine_manifests
+from tools.plan.topology import EngineSpec, Fabric, Topology, TrainerSpec
 from windlass.layout.dtypes import DType
-from windlass.layout.families import ModelSpec
 from windlass.layout.manifest import ShardManifest
-from windlass.layout.synthesis import engine_manifests
-from windlass.layout.topology import EngineSpec, Fabric, Topology, TrainerSpec
 from windlass.planning.planner import plan_transfer
 
 pytest.importorskip("megatron.core")

@@ -280,7 +280,7 @@ def test_an_engine_passes_on_what_it_verified_in_the_memory_it_lies_in(
         bindings.append(receivers[name].connect(own, mode))
         nodes[name] = RelayNode(receivers[name], "127.0.0.1")
     listening = [node.open() for node in nodes.values()]
-    group = RelayGroup(members=("a/0", "b/0"), lanes=((-1, 0),), chunk_nbytes=300)
+    group = RelayGroup(members=("a/0", "b/0"), stripes=((-1, 0),), chunk_nbytes=300)
     for node in nodes.values():
         node.connect(group, bindings, listening)
     senders = []

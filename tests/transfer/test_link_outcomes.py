@@ -39,8 +39,7 @@ from windlass.transfer.sender import Sender
 from windlass.transports.base import WriteBatch
 from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.updates.agents import EngineAgent
-from windlass.updates.messages import Verify
-from windlass.updates.relay_messages import Relay
+from windlass.updates.messages import Relay, Verify
 
 COUNT = 600
 SECONDS = 20.0
@@ -273,7 +272,7 @@ class Chain:
 
     def __init__(self, kind: type[MemoryTransport]) -> None:
         self.fleet = Fleet(kind=kind)
-        group = RelayGroup(members=ENGINES, lanes=((-1, 0, 0),), chunk_nbytes=256)
+        group = RelayGroup(members=ENGINES, stripes=((-1, 0, 0),), chunk_nbytes=256)
         nodes = {name: RelayNode(self.fleet.receivers[name], "127.0.0.1") for name in ENGINES}
         self.nodes = nodes
         addresses = [node.open() for node in nodes.values()]

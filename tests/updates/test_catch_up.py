@@ -10,8 +10,8 @@ from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.planning.planner import plan_transfer
-from windlass.updates.catch_up import find_donor
 from windlass.updates.fleet import Agent, Group
+from windlass.updates.recovery import find_donor
 
 SHAPE = (4, 6)
 

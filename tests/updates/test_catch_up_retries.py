@@ -25,10 +25,12 @@ from windlass.updates.coordinator import Coordinator
 from windlass.updates.messages import (
     Abort,
     Bound,
+    Command,
     ConnectEngine,
     Done,
     Envelope,
     Hello,
+    Probe,
     Reply,
     Result,
     Verified,
@@ -37,7 +39,7 @@ from windlass.updates.messages import (
     Written,
     decode_controller_frame,
 )
-from windlass.updates.retries import MAX_ATTEMPTS
+from windlass.updates.recovery import MAX_ATTEMPTS
 from windlass.updates.round_types import Phase
 from windlass.updates.session import AgentSession
 
@@ -61,23 +63,23 @@ class Socket:
     def __init__(self, rig: Rig, name: str) -> None:
         self.rig, self.name = rig, name
         self.session: AgentSession | None = None
-        self.told: list[Envelope] = []
-        self.tainted = False
+        self.told: list[Envelope[Command | Probe]] = []
+        self.mixed_weights = False
 
     async def send_bytes(self, data: bytes) -> None:
         frame = decode_controller_frame(data)
         if isinstance(frame, Envelope):
             asyncio.get_running_loop().call_soon(self.answer, frame)
 
-    def answer(self, frame: Envelope) -> None:
+    def answer(self, frame: Envelope[Command | Probe]) -> None:
         self.told.append(frame)
         if isinstance(frame.command, Abort):
-            self.tainted |= frame.command.tainted
+            self.mixed_weights |= frame.command.mixed_weights
         result = self.result_of(frame.command)
         if result is not None:
             self.reply(frame, result)
 
-    def reply(self, frame: Envelope, result: Result) -> None:
+    def reply(self, frame: Envelope[Command | Probe], result: Result) -> None:
         assert self.session is not None
         reply = Reply(frame.epoch, frame.round, frame.seq, result)
         self.rig.spawn(self.rig.coordinator.received(self.session, reply))
@@ -115,7 +117,7 @@ class Rig:
         self.loop = loop
         config = ControlConfig(mode=mode, max_rewrites=0, deadlines=PhaseDeadlines(write_s=WRITE_S))
         self.coordinator = Coordinator(config)
-        self.coordinator._spent = VERSION  # as its journal may say: engines settle it
+        self.coordinator._reserved = VERSION  # as its journal may say: engines settle it
         self.writes: list[tuple[float, str]] = []
         self.on_write: Callable[[str], LinkStatus | None] = lambda _donor: LinkStatus.OK
         self.make: Callable[[Rig, str], Socket] = Socket
@@ -139,9 +141,10 @@ class Rig:
 
     async def admit(self, name: str, hello: Hello) -> Socket:
         socket = self.make(self, name)
-        session = await self.coordinator.admit(hello, cast("web.WebSocketResponse", socket))
-        socket.session = session
-        await self.coordinator.admitted(session)
+        admitted = await self.coordinator.admit(hello, cast("web.WebSocketResponse", socket))
+        assert admitted is not None
+        socket.session, _ = admitted
+        await self.coordinator.admitted(socket.session)
         return socket
 
     async def leave(self, socket: Socket, *, ended: bool) -> None:
@@ -185,7 +188,7 @@ def test_a_catch_up_that_failed_is_made_again_from_another_engine(mode: UpdateMo
         newcomer = await rig.join("c", served=-1)
         await asyncio.sleep(0.5)
         assert rig.routable == {"a", "b"}
-        assert newcomer.tainted is (mode is UpdateMode.IN_PLACE)
+        assert newcomer.mixed_weights is (mode is UpdateMode.IN_PLACE)
         await asyncio.sleep(1.0)
         assert rig.routable == {"a", "b", "c"}
         assert rig.since(rig.writes[0][0]) == [(0, "a"), (1, "b")]

@@ -44,7 +44,7 @@ from windlass.net.server import ControlServer
 from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
 from windlass.transfer.bindings import LinkStatus
-from windlass.updates.client import AgentChannel, tell_cannot_join
+from windlass.updates.client import AgentChannel, report_cannot_join
 from windlass.updates.journal import Journal, JournalEntry, JournalKind
 from windlass.updates.messages import (
     PROTOCOL_VERSION,
@@ -58,7 +58,10 @@ from windlass.updates.messages import (
     Prepare,
     Publish,
     Refused,
+    Relay,
+    RelayWrite,
     Reply,
+    Result,
     RoundOutcome,
     Verify,
     Welcome,
@@ -67,7 +70,6 @@ from windlass.updates.messages import (
     decode_controller_frame,
     encode,
 )
-from windlass.updates.relay_messages import Feed, Relay
 from windlass.updates.round_types import Phase
 
 BOTH = pytest.mark.parametrize("mode", UpdateMode)
@@ -349,10 +351,18 @@ async def test_an_oversized_message_closes_its_own_connection_and_no_other() -> 
     ("changes", "reason"),
     [
         ({"protocol_version": 99}, f"protocol_version must be {PROTOCOL_VERSION}, got 99"),
-        ({"rank": 5}, "rank must be in"),
-        ({"worker": "somebody/0"}, "sent the manifest of engine x/0"),
-        ({"group": "a"}, "rank 0 of 'a' is taken"),
-        ({"group": "trainer"}, "has role trainer"),
+        ({"worker": "x/5", "rank": 5}, "rank must be in"),
+        ({"worker": "b/0", "group": "b"}, "sent the manifest of engine x/0"),
+        ({"group": "a"}, "worker must be group/rank, 'a/0'"),
+        (
+            {"worker": "x/0\n"},
+            "worker must be 1 to 255 bytes of printable characters, got 'x/0\\\\n'",
+        ),
+        ({"worker": "x" * 300}, "worker must be 1 to 255 bytes"),
+        ({"group": "\x1b[2J"}, "group must be 1 to 255 bytes"),
+        ({"url": "file:///etc/passwd"}, "url must be http or https"),
+        ({"url": "http://a/?x="}, "url must be http or https"),
+        ({"url": "http://user@a/"}, "url must be http or https"),
         ({"manifest": b"junk"}, "manifest: cannot be decoded"),
     ],
 )
@@ -375,7 +385,8 @@ async def test_a_second_process_under_a_live_name_is_refused() -> None:
         await rig.start({"a": 1})
         answers = await raw(rig, encode(hello_of("a", incarnation="second")))
         assert isinstance(answers[-1], Refused)
-        assert "'a/0' is taken by a live agent" in answers[-1].message
+        assert "'a/0' is that of an agent that is still connected" in answers[-1].message
+        assert not answers[-1].final
         assert (await rig.publish(0)).engines == ("a",)
 
 
@@ -510,7 +521,7 @@ async def test_a_trainer_lost_while_writing_ends_the_round_and_old_weights_stay_
                 assert rank.live_versions == {0}
             else:
                 assert not rank.serving
-                assert rank.tainted
+                assert rank.mixed_weights
         assert rig.routable == ({"a": 0, "b": 0} if mode is UpdateMode.STAGED else {})
         rig.trainers["trainer/1"].on_command = lambda _command: None
         # Its late answer came over the new connection: nothing is in flight any more.
@@ -550,7 +561,7 @@ async def test_no_round_begins_while_a_write_of_the_last_one_may_still_land() ->
         assert rig.engines["a/0"].live_versions == {1}
 
 
-async def test_a_write_that_ends_late_and_unknown_poisons_its_engine() -> None:
+async def test_a_write_that_ends_late_and_unknown_quarantines_its_engine() -> None:
     async with FakeFleet(quick(UpdateMode.STAGED, write_s=0.3, fleet_s=0.5)) as rig:
         await rig.start({"a": 1})
         gate = Gate()
@@ -560,7 +571,7 @@ async def test_a_write_that_ends_late_and_unknown_poisons_its_engine() -> None:
         gate.open.set()
         report = await rig.publish(1)
         assert "needs 1 engines, 0 were there" in report.reason
-        # The same process stays poisoned over a new connection; another process does not.
+        # The same process stays quarantined over a new connection; another process does not.
         await asyncio.to_thread(rig.channels["a/0"].close)
         await rig.add_engine("a")
         assert "needs 1 engines" in (await rig.publish(2)).reason
@@ -569,7 +580,29 @@ async def test_a_write_that_ends_late_and_unknown_poisons_its_engine() -> None:
         assert (await rig.publish(3)).outcome is RoundOutcome.PUBLISHED
 
 
-async def test_staged_a_poisoned_engine_goes_on_serving_its_whole_weights() -> None:
+async def test_staged_an_engine_that_never_verifies_costs_itself_its_place_alone() -> None:
+    async with FakeFleet(ControlConfig(mode=UpdateMode.STAGED, max_rewrites=1)) as rig:
+        await rig.start({"a": 1})
+        broken = threading.Event()
+
+        def flip(command: Command) -> None:
+            if isinstance(command, Verify) and broken.is_set():
+                rig.engines["b/0"].target[0, 0] += 1
+
+        await rig.add_engine("b", on_command=flip)
+        await rig.publish(0)
+        broken.set()
+        for version in (1, 2):
+            report = await rig.publish(version)
+            assert (report.outcome, report.engines) == (RoundOutcome.PUBLISHED, ("a",))
+            assert set(report.left_out) == {"b"}
+            assert rig.routable == {"a": version}
+            assert rig.engines["b/0"].live_versions == {0}
+        broken.clear()
+        assert set((await rig.publish(3)).engines) == {"a", "b"}
+
+
+async def test_staged_a_quarantined_engine_goes_on_serving_its_whole_weights() -> None:
     async with FakeFleet(quick(UpdateMode.STAGED)) as rig:
         await rig.start({"a": 1})
         await rig.publish(0)
@@ -762,11 +795,11 @@ async def test_an_engine_that_cannot_even_connect_says_so_to_whoever_waits_for_i
         )
         engine, trainer = (role_token(TOKEN, role) for role in (Access.ENGINE, Access.TRAINER))
         for name in ("a", "vllm"):
-            await asyncio.to_thread(tell_cannot_join, rig.server.url, trainer, name, "a lie")
+            await asyncio.to_thread(report_cannot_join, rig.server.url, trainer, name, "a lie")
         assert not waits.done()
         for name in ("a", "vllm"):
             why = "no kernel casts bfloat16 to float32"
-            await asyncio.to_thread(tell_cannot_join, rig.server.url, engine, name, why)
+            await asyncio.to_thread(report_cannot_join, rig.server.url, engine, name, why)
         with pytest.raises(EngineRefused, match="engine vllm was refused: no kernel casts"):
             await waits
         await rig.coordinator.wait_for_fleet(num_trainers=2, engines=("a",), deadline_s=5)
@@ -925,7 +958,7 @@ class Recorder:
         self.commands.append(command)
         if isinstance(command, Write) and command.version == 1:
             raise TransferOutcomeUnknown("deadline passed")
-        if isinstance(command, Write | Feed | Relay):
+        if isinstance(command, Write | RelayWrite | Relay):
             raise MemoryError("writes may go on")  # noqa: TRY004
         if isinstance(command, Verify):
             raise LookupError("a defect")  # noqa: TRY004
@@ -946,10 +979,10 @@ async def test_an_agent_answers_a_repeated_command_from_memory_and_refuses_old_o
         Envelope(3, 1, 1, Prepare(2)),
         Envelope(2, 6, 1, Write(1, ("a",), 1.0)),
         Envelope(3, 1, 2, Write(2, ("a",), 1.0)),
-        Envelope(3, 1, 3, Feed(2, ("a",), 1.0)),
+        Envelope(3, 1, 3, RelayWrite(2, ("a",), 1.0)),
         Envelope(3, 1, 4, Relay(2, 1.0)),
     ]
-    replies: list[Reply] = []
+    replies: list[Reply[Result]] = []
 
     async def controller(request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse()
@@ -996,7 +1029,7 @@ async def test_an_agent_answers_a_repeated_command_from_memory_and_refuses_old_o
         "Verify",
         "Prepare",
         "Write",
-        "Feed",
+        "RelayWrite",
         "Relay",
     ]
     assert "LookupError: a defect" in str(replies[5])

@@ -17,28 +17,24 @@ from idle_scheduler import IdleScheduler
 from windlass.config import ControlConfig
 from windlass.errors import PeerUnreachable, ProtocolError, TrainerError
 from windlass.jobs.train_controller import TrainController
-from windlass.jobs.train_messages import (
-    TRAIN_PROTOCOL_VERSION,
-    CallReply,
-    Done,
-    Joined,
-    decode_call,
-    encode_frame,
-)
+from windlass.jobs.train_messages import CONTROLLER_FRAMES, Joined
+from windlass.jobs.train_messages import Done as TrainDone
+from windlass.net import rpc_client
 from windlass.net.access import Access, role_token
 from windlass.net.server import ControlServer
 from windlass.net.sockets import PART_NBYTES, PartJoiner, close_socket, send_frame
-from windlass.updates import conversation
 from windlass.updates.client import AgentChannel
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.fleet import Agent, Identity
 from windlass.updates.messages import (
+    PROTOCOL_VERSION,
     Apply,
     Command,
     Envelope,
     Failure,
     FailureKind,
     Refused,
+    Reply,
     Result,
     Welcome,
     decode_agent_frame,
@@ -101,7 +97,7 @@ def stop_reading(connection: aiohttp.ClientWebSocketResponse) -> None:
 async def frame_of(socket: web.WebSocketResponse | aiohttp.ClientWebSocketResponse) -> bytes:
     parts, frame = PartJoiner(2 * len(LARGE)), None
     while frame is None:
-        frame = parts.take(await socket.receive_bytes())
+        frame = parts.add(await socket.receive_bytes())
     return frame
 
 
@@ -174,8 +170,8 @@ async def test_closing_a_connection_that_nobody_reads_ends_by_its_deadline() -> 
 async def test_an_agent_leaves_a_controller_that_reads_nothing_and_connects_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(conversation, "send_frame", partial(send_frame, deadline_s=0.3))
-    monkeypatch.setattr(conversation, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(rpc_client, "send_frame", partial(send_frame, deadline_s=0.3))
+    monkeypatch.setattr(rpc_client, "FIRST_BACKOFF_S", 0.01)
     third = asyncio.Event()
     num_connections = 0
 
@@ -228,9 +224,12 @@ async def test_a_trainer_rank_that_does_not_take_a_command_is_named_by_its_deadl
         starting = asyncio.create_task(trainers.start(server.url, deadline_s=DEADLINE_S))
         socket = await http.ws_connect(f"{server.url}/v1/train_workers/trainer")
         try:
-            await socket.send_bytes(encode_frame(Joined(TRAIN_PROTOCOL_VERSION, 0, 1, "first")))
-            setup = decode_call(await socket.receive_bytes())
-            await socket.send_bytes(encode_frame(CallReply(setup.request_id, Done())))
+            await socket.send_bytes(encode(Joined(PROTOCOL_VERSION, 0, 1, "first")))
+            await socket.receive_bytes()  # Welcome
+            setup = CONTROLLER_FRAMES.decode(await socket.receive_bytes())
+            assert isinstance(setup, Envelope)
+            reply = Reply(setup.epoch, setup.round, setup.seq, TrainDone())
+            await socket.send_bytes(encode(reply))
             await starting
             stop_reading(socket)
             with pytest.raises(TrainerError, match=r"no answer from trainer-0 within 0\.5 s"):
@@ -256,7 +255,7 @@ async def test_a_large_frame_may_take_longer_than_the_deadline_of_a_part_both_wa
     async def take(socket: WebSocket) -> bytes:
         parts, frame = PartJoiner(num_parts * PART_NBYTES), None
         while frame is None:
-            frame = parts.take(await socket.receive_bytes())
+            frame = parts.add(await socket.receive_bytes())
             await asyncio.sleep(pause_s)
         return frame
 
@@ -358,13 +357,13 @@ PART = bytes(range(256)) * (PART_NBYTES // 256)
 
 def test_what_was_begun_and_not_ended_is_dropped() -> None:
     parts = PartJoiner(4 * PART_NBYTES)
-    assert parts.take(FIRST + PART) is None
-    assert parts.take(b"small") == b"small"
-    assert parts.take(FIRST + PART) is None
-    assert parts.take(FIRST + PART) is None
-    assert parts.take(MIDDLE + PART) is None
-    assert parts.take(LAST + b"end") == PART + PART + b"end"
-    assert parts.take(b"") == b""
+    assert parts.add(FIRST + PART) is None
+    assert parts.add(b"small") == b"small"
+    assert parts.add(FIRST + PART) is None
+    assert parts.add(FIRST + PART) is None
+    assert parts.add(MIDDLE + PART) is None
+    assert parts.add(LAST + b"end") == PART + PART + b"end"
+    assert parts.add(b"") == b""
 
 
 @pytest.mark.parametrize(
@@ -381,6 +380,6 @@ def test_what_was_begun_and_not_ended_is_dropped() -> None:
 def test_parts_that_cannot_be_of_one_frame_are_refused(sent: list[bytes], reason: str) -> None:
     parts = PartJoiner(2 * PART_NBYTES)
     for part in sent[:-1]:
-        assert parts.take(part) is None
+        assert parts.add(part) is None
     with pytest.raises(ProtocolError, match=reason):
-        parts.take(sent[-1])
+        parts.add(sent[-1])

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from windlass.errors import WindlassError
-from windlass.jobs.train_messages import decode_call, decode_worker_frame
+from windlass.jobs.train_messages import CONTROLLER_FRAMES, RANK_FRAMES
 from windlass.layout.manifest import ShardManifest
 from windlass.net.line_file import read_lines
 from windlass.planning.plan import TransferPlan
@@ -123,8 +123,8 @@ DECODERS: dict[str, tuple[Callable[[bytes], Any], tuple[bytes, ...]]] = {
             ),
         ),
     ),
-    "train call": (decode_call, (b"\x80",)),
-    "train worker frame": (decode_worker_frame, (b"\x80",)),
+    "train controller frame": (CONTROLLER_FRAMES.decode, (b"\x80",)),
+    "train rank frame": (RANK_FRAMES.decode, (b"\x80",)),
     "relay frame": (lambda data: FrameBuffer().feed(data), (encode_frame(End()),)),
     "disk index": (read_index_of, (msgspec.json.encode(INDEX),)),
     "journal": (

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from fake_agents import fake_hello
 
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role
+from windlass.transfer.bindings import LinkOutcome, LinkStatus
 from windlass.updates.fleet import Agent, Fleet, MustWait
+from windlass.updates.journal import MAX_QUARANTINED
+from windlass.updates.messages import RoundId, Written
 
 
-def admit(fleet: Fleet, group: str, rank: int, world_size: int, role: Role, job: str = "") -> Agent:
+def admit(
+    fleet: Fleet, group: str, rank: int, world_size: int, role: Role, job: str = "", epoch: int = 0
+) -> Agent:
     worker = f"{group}/{rank}"
     builder = ManifestBuilder(worker, role)
     builder.add_parameter("p", nbytes=96, dtype=DType.FLOAT32)
@@ -24,7 +30,7 @@ def admit(fleet: Fleet, group: str, rank: int, world_size: int, role: Role, job:
         incarnation=f"{worker} of {world_size}",
         job=job,
     )
-    return fleet.admit(hello)
+    return fleet.admit(msgspec.structs.replace(hello, epoch=epoch))
 
 
 @pytest.mark.parametrize(("world_size", "writable"), [(1, ["a"]), (2, [])])
@@ -34,7 +40,7 @@ def test_a_rank_that_never_answered_holds_engines_until_the_job_has_another_mesh
     fleet = Fleet()
     engine = admit(fleet, "a", 0, 1, Role.ENGINE)
     trainers = [admit(fleet, "trainer", rank, 2, Role.TRAINER) for rank in range(2)]
-    fleet.hold(trainers[1].identity, (1, 1), frozenset({engine.identity}))
+    fleet.hold(trainers[1].identity, RoundId(1, 1), frozenset({engine.identity}))
     for trainer in trainers:
         fleet.remove(trainer)
     assert fleet.writable_engines() == ()
@@ -45,7 +51,7 @@ def test_a_rank_that_never_answered_holds_engines_until_the_job_has_another_mesh
 def test_another_mesh_does_not_answer_for_an_engine_that_brings_up_another() -> None:
     fleet = Fleet()
     newcomer, donor = (admit(fleet, name, 0, 1, Role.ENGINE) for name in ("a", "b"))
-    fleet.hold(donor.identity, (1, 1), frozenset({newcomer.identity}))
+    fleet.hold(donor.identity, RoundId(1, 1), frozenset({newcomer.identity}))
     admit(fleet, "trainer", 0, 2, Role.TRAINER)
     assert [group.name for group in fleet.writable_engines()] == ["b"]
 
@@ -61,3 +67,35 @@ def test_a_rank_waits_until_every_rank_of_a_job_that_was_replaced_has_left() -> 
         admit(fleet, "trainer", 1, 2, Role.TRAINER, "new")
     fleet.remove(old[0])
     assert admit(fleet, "trainer", 1, 2, Role.TRAINER, "new").hello.job == "new"
+
+
+UNKNOWN = Written((LinkOutcome("a/0", LinkStatus.UNKNOWN, 0, ""),), 0.0, 0.0)
+
+
+@pytest.mark.parametrize(("epoch_of_writer", "quarantined"), [(0, False), (2, False), (3, True)])
+def test_only_who_took_part_speaks_for_the_writes_of_an_earlier_controller(
+    epoch_of_writer: int, quarantined: bool
+) -> None:
+    """An engine that joins anew cannot have others left out by an answer that nobody asked for."""
+    fleet = Fleet()
+    target = admit(fleet, "a", 0, 1, Role.ENGINE, epoch=2)
+    writer = admit(fleet, "evil", 0, 1, Role.ENGINE, epoch=epoch_of_writer)
+    fleet.bound_since(5)
+    assert fleet.settle(writer.identity, RoundId(3, 7), 7, UNKNOWN) is quarantined
+    assert not fleet.settle(writer.identity, RoundId(0, 0), 7, UNKNOWN)
+    assert (target.identity in fleet.quarantined) is quarantined
+
+
+def test_names_that_unknown_writes_reached_and_that_are_away_are_bounded() -> None:
+    fleet = Fleet()
+    writer = admit(fleet, "trainer", 0, 1, Role.TRAINER, epoch=3)
+    fleet.bound_since(5)
+    for start in range(0, 2 * MAX_QUARANTINED, 1024):
+        links = (
+            LinkOutcome(f"x{number}/0", LinkStatus.UNKNOWN, 0, "")
+            for number in range(start, start + 1024)
+        )
+        fleet.settle(writer.identity, RoundId(3, 1), 1, Written(tuple(links), 0.0, 0.0))
+    assert len(fleet._quarantine_on_return) == MAX_QUARANTINED
+    agent = admit(fleet, f"x{2 * MAX_QUARANTINED - 1}", 0, 1, Role.ENGINE, epoch=3)
+    assert agent.quarantined

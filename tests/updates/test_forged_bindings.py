@@ -23,6 +23,7 @@ import windlass
 from windlass.config import ControlConfig, PhaseDeadlines
 from windlass.layout.manifest import Role
 from windlass.net.access import Access, role_token
+from windlass.planning.program import DigestKind
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transports.base import PeerEndpoint, RemoteRegion
 from windlass.transports.processes import (
@@ -35,10 +36,12 @@ from windlass.updates.messages import (
     PROTOCOL_VERSION,
     Abort,
     Bound,
+    Command,
     ConnectEngine,
     Done,
     Envelope,
     Hello,
+    Probe,
     Refused,
     Reply,
     Verified,
@@ -89,7 +92,7 @@ class Forger:
     async def _reply(
         self,
         socket: aiohttp.ClientWebSocketResponse,
-        frame: Envelope,
+        frame: Envelope[Command | Probe],
         result: Bound | Verified | Done,
     ) -> None:
         await socket.send_bytes(encode(Reply(frame.epoch, frame.round, frame.seq, result)))
@@ -191,6 +194,37 @@ async def test_the_memory_of_another_rank_cannot_be_bound(forgery: str) -> None:
         )
         assert [reason for reason in told if expected in reason]
         assert await bystander.ask(True)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("misfit", "expected"),
+    [
+        ("digest_kind", "this rank hashes by xxh3_128, that one by position"),
+        ("addresses", "dst_parameter must be < 1"),
+        ("regions", "inside the regions"),
+    ],
+)
+async def test_an_engine_that_cannot_be_written_costs_itself_its_place_alone(
+    misfit: str, expected: str
+) -> None:
+    """No forgery: it was started with other settings, or has a defect."""
+    memory, own = np.full(NBYTES, 255, np.uint8), OwnProcess("cma")
+    async with attacked() as (controller, fleet, _, _, _):
+        evil = forger(own.endpoint, own.endpoint, int(memory.ctypes.data))
+        bound = evil.binding
+        region = RemoteRegion(own.endpoint, bound.regions[0].address, 16)
+        evil.binding = {
+            "digest_kind": msgspec.structs.replace(bound, digest_kind=DigestKind.POSITION),
+            "addresses": msgspec.structs.replace(
+                bound, parameter_addresses=bound.parameter_addresses[:1]
+            ),
+            "regions": msgspec.structs.replace(bound, regions=(region,)),
+        }[misfit]
+        told = await publish_beside(evil, controller, fleet)
+        own.close()
+        assert [reason for reason in told if expected in reason], told
+        assert (memory == 255).all()
 
 
 @pytest.mark.timeout(120)

@@ -100,10 +100,7 @@ def from_controllers() -> dict[str, bytes]:
         reason="",
         engines=("engine-a",),
         left_out={"engine-b": "gone"},
-        nbytes=48,
-        wire_s=0.25,
-        update_s=0.5,
-        pause_s=0.125,
+        measures={"nbytes": 48.0, "wire_s": 0.25, "update_s": 0.5, "pause_s": 0.125},
         phase_s={"write": 0.25},
         digest_ok=True,
         attempt=1,
@@ -115,7 +112,7 @@ def from_controllers() -> dict[str, bytes]:
         "write": Write(3, ("engine-a/0",), 120.0),
         "verify": Verify(3, {"trainer/0": "0" * 32}),
         "publish": Publish(3, 25.0, "00ff"),
-        "abort": Abort("why", tainted=True, deadline_s=25.0),
+        "abort": Abort("why", mixed_weights=True, deadline_s=25.0),
     }
     frames = {name: encode(Envelope(1, 2, 3, command)) for name, command in commands.items()}
     return frames | {"welcome": encode(Welcome(7, "00ff")), "report": encode(report)}

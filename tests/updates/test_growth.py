@@ -37,8 +37,8 @@ from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import LinkStatus
 from windlass.transports.base import MemoryRegion, OneSidedTransport
 from windlass.transports.registry import create_transport, parse_transport
-from windlass.updates import catch_up, fleet, journal
 from windlass.updates import coordinator as control
+from windlass.updates import fleet, journal, recovery
 from windlass.updates.binding import EnginesUnbound
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.messages import ConnectEngine, RoundOutcome
@@ -121,10 +121,10 @@ async def come_and_go(rig: Rig, number: int) -> None:
 def test_three_hundred_engines_that_come_and_go_leave_nothing_in_the_coordinator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(catch_up, "KEPT_ATTEMPTS", 4)
+    monkeypatch.setattr(recovery, "KEPT_ATTEMPTS", 4)
     monkeypatch.setattr(control, "KEPT_LATE", 2)
-    monkeypatch.setattr(fleet, "MAX_POISONED", 2)
-    monkeypatch.setattr(journal, "MAX_POISONED", 2)
+    monkeypatch.setattr(fleet, "MAX_QUARANTINED", 2)
+    monkeypatch.setattr(journal, "MAX_QUARANTINED", 2)
 
     async def scenario(rig: Rig) -> None:
         await rig.join("a")
@@ -179,7 +179,7 @@ async def test_rollouts_engines_and_workers_that_come_and_go_leave_nothing_in_th
 
         async def settled() -> dict[str, int]:
             # A worker that does not listen is lost.
-            while len(controller._links) > 1:  # noqa: ASYNC110 - nobody is told
+            while len(controller._workers) > 1:  # noqa: ASYNC110 - nobody is told
                 await asyncio.sleep(0.01)
             return sizes(controller)
 
@@ -229,7 +229,7 @@ def memory_of(transport: OneSidedTransport) -> tuple[Bytes, MemoryRegion]:
 async def test_real_engines_that_are_updated_and_leave_give_everything_back(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catch_up, "KEPT_ATTEMPTS", 2)
+    monkeypatch.setattr(recovery, "KEPT_ATTEMPTS", 2)
     server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
     coordinator = Coordinator(ControlConfig())
     coordinator.mount(server)

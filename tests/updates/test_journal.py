@@ -20,7 +20,7 @@ from journal_killer import NUM_ENTRIES, entry, state
 from windlass.config import ControlConfig
 from windlass.errors import ConfigError
 from windlass.net import line_file as lines
-from windlass.updates import announcements, coordinator, journal
+from windlass.updates import coordinator, journal, publish_requests
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.journal import Journal, JournalEntry, JournalKind
 
@@ -42,7 +42,7 @@ def expected(entries: list[JournalEntry]) -> list[object]:
         max(e.round for e in entries),
         max(published, default=-1),
         max(published + begun, default=-1),
-        sorted((e.engines[0], e.detail) for e in entries if e.kind is JournalKind.POISONED),
+        sorted((e.engines[0], e.detail) for e in entries if e.kind is JournalKind.QUARANTINED),
     ]
 
 
@@ -245,7 +245,7 @@ def test_a_controller_that_cannot_write_its_first_line_leaves_the_journal_to_the
 async def test_a_coordinator_keeps_the_newest_reports_and_counts_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert announcements.KEPT_REPORTS > 100
+    assert publish_requests.KEPT_REPORTS > 100
     monkeypatch.setattr(coordinator, "KEPT_REPORTS", 5)
     async with FakeFleet() as rig:
         await rig.start({"a": 1})

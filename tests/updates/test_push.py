@@ -1,4 +1,4 @@
-"""Updates by hand end whole at every engine, whichever call fails and whoever stops waiting."""
+"""Updates that a trainer drives end whole at every engine, whichever call fails and whoever stops waiting."""
 
 from __future__ import annotations
 
@@ -11,13 +11,27 @@ from contextlib import asynccontextmanager
 import pytest
 from fake_fleet import TOKEN, FakeFleet
 
+import windlass
 from windlass.config import ControlConfig, PhaseDeadlines
 from windlass.errors import ConfigError, PeerTimeout, PlanError, RoundAborted
+from windlass.layout.dtypes import DType
+from windlass.observability.operations import Operations
+from windlass.rollout import BatchQueue, RolloutController, StaticEngines
 from windlass.trainers.callback import RolloutCallback, WeightGroup
+from windlass.transfer.bindings import WireTensor
 from windlass.updates.callback_messages import CallbackRequest, PauseCall
 from windlass.updates.journal import Journal, JournalEntry, JournalKind
-from windlass.updates.messages import Abort, Apply, Command, Pause, Verify
-from windlass.updates.push import HandDrivenUpdates
+from windlass.updates.messages import (
+    Abort,
+    Apply,
+    Command,
+    Pause,
+    RoundOutcome,
+    UpdateReport,
+    Verify,
+)
+from windlass.updates.push import PushUpdates
+from windlass.updates.round_types import Phase
 
 WITHIN_S = 20.0
 
@@ -38,8 +52,8 @@ async def serving_version_0(
         await rig.add_engine("b", on_command=on_command)
         await rig.publish(0)
         armed.set()
-        with RolloutCallback(rig.server.url, TOKEN, deadline_s=WITHIN_S) as head:
-            yield rig, head
+        with RolloutCallback(rig.server.url, TOKEN, deadline_s=WITHIN_S) as leader:
+            yield rig, leader
 
 
 def nothing(_command: Command) -> None:
@@ -57,7 +71,7 @@ async def serves(rig: FakeFleet, *names: str) -> None:
     await until(lambda: all(rig.engines[name].serving for name in names))
 
 
-async def test_an_engine_that_has_applied_is_published_though_its_head_waits_no_longer() -> None:
+async def test_an_engine_that_has_applied_is_published_though_its_leader_waits_no_longer() -> None:
     """It must not go on with new weights under the old version when the session is given up."""
     go_on = threading.Event()
 
@@ -65,17 +79,17 @@ async def test_an_engine_that_has_applied_is_published_though_its_head_waits_no_
         if isinstance(command, Apply):
             go_on.wait(WITHIN_S)
 
-    async with serving_version_0(hang) as (rig, head):
-        await asyncio.to_thread(head.pause_generation, session_s=2.0)
+    async with serving_version_0(hang) as (rig, leader):
+        await asyncio.to_thread(leader.pause_generation, session_s=2.0)
         with pytest.raises(PeerTimeout):
-            await asyncio.to_thread(head.continue_generation, 1, deadline_s=1.0)
+            await asyncio.to_thread(leader.continue_generation, 1, deadline_s=1.0)
         await rig.coordinator.wait_for_version(1, deadline_s=WITHIN_S)
         await serves(rig, "a/0")
         a, b = rig.engines["a/0"], rig.engines["b/0"]
-        assert (a.version, a.handled[-1]) == (1, "Publish")
+        assert (a.version, "Publish" in a.handled[-2:]) == (1, True)  # it may be bound anew already
         assert rig.routable == {"a": 1}
         go_on.set()
-        await until(lambda: b.tainted)
+        await until(lambda: b.mixed_weights)
         assert not b.serving
 
 
@@ -86,9 +100,9 @@ async def test_a_pause_that_fails_leaves_no_engine_paused_and_no_round_waiting()
         if isinstance(command, Pause) and refusals:
             raise refusals.pop()
 
-    async with serving_version_0(refuse_once) as (rig, head):
+    async with serving_version_0(refuse_once) as (rig, leader):
         with pytest.raises(RoundAborted, match="b cannot pause now"):
-            await asyncio.to_thread(head.pause_generation, session_s=600.0)
+            await asyncio.to_thread(leader.pause_generation, session_s=600.0)
         await serves(rig, "a/0", "b/0")
         async with asyncio.timeout(WITHIN_S):
             assert set((await rig.publish(1)).engines) == {"a", "b"}
@@ -101,19 +115,20 @@ async def test_what_one_engine_lacks_is_applied_nowhere_and_spends_no_version() 
         if isinstance(command, Verify) and lacking:
             raise lacking.pop()
 
-    async with serving_version_0(lack_once) as (rig, head):
-        await asyncio.to_thread(head.pause_generation)
+    async with serving_version_0(lack_once) as (rig, leader):
+        await asyncio.to_thread(leader.pause_generation)
         with pytest.raises(RoundAborted, match="3 tensors did not come"):
-            await asyncio.to_thread(head.continue_generation, 1)
+            await asyncio.to_thread(leader.continue_generation, 1)
         await serves(rig, "a/0", "b/0")
-        assert rig.engines["a/0"].handled[-2:] == ["Verify", "Abort"]
+        handled = [name for name in rig.engines["a/0"].handled if name != "ConnectEngine"]
+        assert handled[-2:] == ["Verify", "Abort"]  # it may be bound anew already
         assert rig.routable == {"a": 0, "b": 0}
-        await asyncio.to_thread(head.pause_generation)
-        await asyncio.to_thread(head.continue_generation, 1)
+        await asyncio.to_thread(leader.pause_generation)
+        await asyncio.to_thread(leader.continue_generation, 1)
         assert rig.routable == {"a": 1, "b": 1}
 
 
-async def test_a_version_that_cannot_be_recorded_is_not_published_by_hand(
+async def test_a_version_that_cannot_be_recorded_is_not_pushed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     append = Journal.append
@@ -123,27 +138,27 @@ async def test_a_version_that_cannot_be_recorded_is_not_published_by_hand(
             raise OSError(errno.ENOSPC, "No space left on device")
         append(journal, entry)
 
-    async with serving_version_0(nothing) as (rig, head):
-        await asyncio.to_thread(head.pause_generation, session_s=600.0)
+    async with serving_version_0(nothing) as (rig, leader):
+        await asyncio.to_thread(leader.pause_generation, session_s=600.0)
         monkeypatch.setattr(Journal, "append", full)
         with pytest.raises(RoundAborted, match="No space left on device"):
-            await asyncio.to_thread(head.continue_generation, 1)
+            await asyncio.to_thread(leader.continue_generation, 1)
         await serves(rig, "a/0", "b/0")
         assert "Apply" not in rig.engines["a/0"].handled[-3:]
         assert rig.routable == {"a": 0, "b": 0}
 
 
-async def test_a_head_that_comes_while_a_pause_fails_is_told_of_a_pause_that_lasts(
+async def test_a_leader_that_comes_while_a_pause_fails_is_told_of_a_pause_that_lasts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    carry_out, pausing = HandDrivenUpdates._carry_out, asyncio.Semaphore(0)
+    carry_out, pausing = PushUpdates._carry_out, asyncio.Semaphore(0)
 
-    async def counted(self: HandDrivenUpdates, asked: CallbackRequest) -> tuple[str, ...]:
+    async def counted(self: PushUpdates, asked: CallbackRequest) -> tuple[str, ...]:
         if isinstance(asked.call, PauseCall):
             pausing.release()
         return await carry_out(self, asked)
 
-    monkeypatch.setattr(HandDrivenUpdates, "_carry_out", counted)
+    monkeypatch.setattr(PushUpdates, "_carry_out", counted)
     both_wait, refusals = threading.Event(), [RoundAborted("b cannot pause now")]
 
     def refuse_once(command: Command) -> None:
@@ -154,7 +169,7 @@ async def test_a_head_that_comes_while_a_pause_fails_is_told_of_a_pause_that_las
     async with serving_version_0(refuse_once) as (rig, first):
         failing = asyncio.create_task(asyncio.to_thread(first.pause_generation))
         await pausing.acquire()
-        with RolloutCallback(rig.server.url, TOKEN, head="second", deadline_s=WITHIN_S) as second:
+        with RolloutCallback(rig.server.url, TOKEN, leader="second", deadline_s=WITHIN_S) as second:
             joining = asyncio.create_task(asyncio.to_thread(second.pause_generation))
             await pausing.acquire()
             await asyncio.sleep(0)  # it stands in line now
@@ -167,21 +182,21 @@ async def test_a_head_that_comes_while_a_pause_fails_is_told_of_a_pause_that_las
         assert rig.routable == {"a": 1, "b": 1}
 
 
-async def test_a_head_that_has_not_paused_cannot_send() -> None:
-    async with serving_version_0(nothing) as (rig, head):
-        await asyncio.to_thread(head.pause_generation)
-        with RolloutCallback(rig.server.url, TOKEN, head="other", deadline_s=WITHIN_S) as other:
+async def test_a_leader_that_has_not_paused_cannot_send() -> None:
+    async with serving_version_0(nothing) as (rig, leader):
+        await asyncio.to_thread(leader.pause_generation)
+        with RolloutCallback(rig.server.url, TOKEN, leader="other", deadline_s=WITHIN_S) as other:
             sent = other.update_weights_from_disk("/nowhere")
             with pytest.raises(RoundAborted, match="other must call pause_generation first"):
                 await asyncio.wrap_future(sent)
-        assert "TakeFiles" not in rig.engines["a/0"].handled
+        assert "ReadFiles" not in rig.engines["a/0"].handled
 
 
 async def test_a_version_that_is_none_lets_the_engines_go_on() -> None:
-    async with serving_version_0(nothing) as (rig, head):
-        await asyncio.to_thread(head.pause_generation)
+    async with serving_version_0(nothing) as (rig, leader):
+        await asyncio.to_thread(leader.pause_generation)
         with pytest.raises(ConfigError, match="must be an integer >= 0, got 'one'"):
-            await asyncio.to_thread(head.continue_generation, "one")  # type: ignore[arg-type]
+            await asyncio.to_thread(leader.continue_generation, "one")  # type: ignore[arg-type]
         await serves(rig, "a/0", "b/0")
         assert rig.routable == {"a": 0, "b": 0}
 
@@ -192,33 +207,123 @@ async def test_an_engine_has_the_time_to_go_on_that_the_controller_gives_it() ->
         await rig.start({})
         await rig.add_engine("a", on_command=told.append)
         await rig.publish(0)
-        with RolloutCallback(rig.server.url, TOKEN, deadline_s=WITHIN_S) as head:
-            await asyncio.to_thread(head.pause_generation)
+        with RolloutCallback(rig.server.url, TOKEN, deadline_s=WITHIN_S) as leader:
+            await asyncio.to_thread(leader.pause_generation)
             with pytest.raises(ConfigError):
-                await asyncio.to_thread(head.continue_generation, -1)
+                await asyncio.to_thread(leader.continue_generation, -1)
         await serves(rig, "a/0")
     assert [command.deadline_s for command in told if isinstance(command, Abort)] == [8.0]
 
 
-async def test_no_head_publishes_when_another_has_no_version() -> None:
-    async with serving_version_0(nothing) as (rig, head):
-        with RolloutCallback(rig.server.url, TOKEN, head="other", deadline_s=WITHIN_S) as other:
-            await asyncio.to_thread(head.pause_generation)
+async def test_no_leader_publishes_when_another_has_no_version() -> None:
+    async with serving_version_0(nothing) as (rig, leader):
+        with RolloutCallback(rig.server.url, TOKEN, leader="other", deadline_s=WITHIN_S) as other:
+            await asyncio.to_thread(leader.pause_generation)
             await asyncio.to_thread(other.pause_generation)
             bad, good = await asyncio.gather(
-                asyncio.to_thread(head.continue_generation, -1),
+                asyncio.to_thread(leader.continue_generation, -1),
                 asyncio.to_thread(other.continue_generation, 1),
                 return_exceptions=True,
             )
         assert isinstance(bad, ConfigError)
-        assert "head has no version to publish" in str(good)
+        assert "leader has no version to publish" in str(good)
         await serves(rig, "a/0", "b/0")
         assert rig.routable == {"a": 0, "b": 0}
 
 
+async def test_a_push_is_seen_wherever_updates_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports, listeners, phases, counts, metrics, the status page and the journal."""
+    append, kinds = Journal.append, list[JournalKind]()
+
+    def noted(journal: Journal, entry: JournalEntry) -> None:
+        kinds.append(entry.kind)
+        append(journal, entry)
+
+    monkeypatch.setattr(Journal, "append", noted)
+    told: list[UpdateReport] = []
+    phases: list[tuple[int, Phase]] = []
+    async with FakeFleet() as rig:
+        policy = windlass.StalenessPolicy(1, 4, 4)
+        async with RolloutController(StaticEngines([]), policy, token=TOKEN) as rollouts:
+            operations = Operations(rig.coordinator, rollouts, BatchQueue())
+            rig.coordinator.on_update(told.append)
+            rig.coordinator.on_phase(lambda version, phase: phases.append((version, phase)))
+            await rig.add_engine("a", ranks=2)
+            with RolloutCallback(rig.server.url, TOKEN, deadline_s=WITHIN_S) as leader:
+                await asyncio.to_thread(leader.pause_generation)
+                assert operations.overview()["phase"] == "write of a push"
+                specs = [WireTensor(f"w{index}", DType.FLOAT32, (4, 2)) for index in range(2)]
+                sent = leader.update_weights_from_distributed("weights", specs)
+                await asyncio.wrap_future(sent)
+                await asyncio.to_thread(leader.continue_generation, 3)
+            (report,) = told
+            assert [*rig.coordinator.reports] == [report]
+            assert rig.coordinator.status()["updates"] == 1
+            overview = operations.overview()
+            metrics = operations._metrics.render(version=3, engines={}, routable=1, rollouts={})
+    assert (report.version, report.outcome) == (3, RoundOutcome.PUBLISHED)
+    assert report.engines == ("a",)
+    assert [*report.phase_s] == ["prepare", "write", "verify", "apply", "publish"]
+    assert report.update_s > report.pause_s > 0
+    assert report.update_s > report.wire_s > 0
+    assert report.nbytes == 2 * 2 * 32  # two tensors, to two ranks each
+    shown = [Phase.PREPARE, Phase.WRITE, Phase.VERIFY, Phase.APPLY, Phase.PUBLISH, Phase.DONE]
+    assert [phase for _, phase in phases] == shown
+    assert (overview["phase"], len(overview["rounds"])) == ("", 1)  # type: ignore[arg-type]
+    assert b'windlass_rounds_total{outcome="published"} 1.0' in metrics
+    assert b"windlass_round_pause_seconds_count 1.0" in metrics
+    began, publishing, published = (
+        JournalKind.ROUND_BEGAN,
+        JournalKind.PUBLISHING,
+        JournalKind.PUBLISHED,
+    )
+    assert kinds == [JournalKind.STARTED, began, publishing, published]
+
+
+async def test_a_push_that_is_given_up_is_reported_too() -> None:
+    async with serving_version_0(nothing) as (rig, leader):
+        told: list[UpdateReport] = []
+        rig.coordinator.on_update(told.append)
+        await asyncio.to_thread(leader.pause_generation)
+        with pytest.raises(RoundAborted, match="must be > 0"):
+            await asyncio.to_thread(leader.continue_generation, 0)
+        assert [(r.version, r.outcome, set(r.left_out)) for r in told] == [
+            (-1, RoundOutcome.ABORTED, {"a", "b"})
+        ]
+        assert rig.coordinator._journal.recent[-1].kind is JournalKind.ROUND_ENDED
+        await serves(rig, "a/0", "b/0")
+
+
+async def test_an_engine_that_dies_while_the_trainer_sends_costs_itself_its_place_alone() -> None:
+    async with serving_version_0(nothing) as (rig, leader):
+        await asyncio.to_thread(leader.pause_generation)
+        await asyncio.to_thread(rig.channels.pop("b/0").close)
+        async with asyncio.timeout(WITHIN_S):
+            while leader_ranks := await asyncio.to_thread(leader.engine_ranks):
+                if leader_ranks == ("a/0",):
+                    break
+        await asyncio.to_thread(leader.continue_generation, 1)
+        assert rig.routable == {"a": 1}
+
+
+async def test_an_engine_that_does_not_pause_in_time_costs_a_push_its_place_alone() -> None:
+    go_on = threading.Event()
+
+    def hang(command: Command) -> None:
+        if isinstance(command, Pause):
+            go_on.wait(WITHIN_S)
+
+    async with serving_version_0(hang) as (rig, leader):
+        await asyncio.to_thread(leader.pause_generation, deadline_s=2.0)
+        assert await asyncio.to_thread(leader.engine_ranks) == ("a/0",)
+        await asyncio.to_thread(leader.continue_generation, 1)
+        assert rig.routable == {"a": 1}
+        go_on.set()
+
+
 def test_a_group_of_an_unknown_fabric_is_refused_by_name() -> None:
     with (
-        RolloutCallback("http://127.0.0.1:1", TOKEN) as head,
+        RolloutCallback("http://127.0.0.1:1", TOKEN) as leader,
         pytest.raises(ConfigError, match=r"WeightGroup: fabric must be one of .*, got 'ncc'"),
     ):
-        WeightGroup(head, "weights", fabric="ncc")  # type: ignore[arg-type]
+        WeightGroup(leader, "weights", fabric="ncc")  # type: ignore[arg-type]

@@ -22,17 +22,18 @@ WAIT_S = 60.0
 LAUNCHER = """
 import sys
 from windlass.engines.launch import arguments, serve
+from windlass.engines.spec import ServerCommand
 from windlass.errors import UnsupportedLayout
 
-def connect(settings):
+def join(settings):
     raise UnsupportedLayout("no kernel casts bfloat16 to float32")
 
 url, port, server = sys.argv[1:]
 words = ["--name", "vllm", "--model", "/m", "--port", port, "--controller", url]
 args = arguments("program", None).parse_args(words)
 args.host = args.advertise_host = "127.0.0.1"
-command = [sys.executable, "-uc", server]
-sys.exit(serve(args, command, environment={}, ready_line="it serves", connect=connect))
+command = ServerCommand((sys.executable, "-uc", server))
+sys.exit(serve(args, command, ready_line="it serves", join=join))
 """
 SERVES = "import http.server; print('it serves'); http.server.test(port=PORT, bind='127.0.0.1')"
 ENDS = "raise SystemExit(3)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from windlass.config import PauseMode, UpdateMode
 from windlass.transfer.bindings import LinkOutcome, LinkStatus
+from windlass.updates.measures import Measure
 from windlass.updates.messages import (
     Abort,
     Apply,
@@ -14,18 +15,21 @@ from windlass.updates.messages import (
     Pause,
     Prepare,
     Publish,
+    Relay,
+    Relayed,
+    RelayWrite,
     Result,
     RoundOutcome,
+    SkipUpstream,
     Verified,
     Verify,
     Write,
     Written,
 )
-from windlass.updates.relay_messages import Feed, Forgo, Relay, Relayed
 from windlass.updates.round_types import (
     AgentLost,
     DeadlinePassed,
-    EngineFate,
+    EngineOutcome,
     EnterPhase,
     Finish,
     Instruction,
@@ -115,20 +119,20 @@ class Round:
 def test_trainers_feed_and_engines_relay_once() -> None:
     round_ = Round()
     round_.prepare()
-    (feed,) = round_.told("t", Feed)
-    assert isinstance(feed, Feed)
+    (feed,) = round_.told("t", RelayWrite)
+    assert isinstance(feed, RelayWrite)
     assert set(feed.destinations) == {"a/0", "b/0", "c/0"}
     (relay,) = round_.told("c/0", Relay)
     assert isinstance(relay, Relay)
     assert relay.deadline_s < feed.deadline_s
-    round_.written(Feed, *ENGINES)
+    round_.written(RelayWrite, *ENGINES)
     for name in ENGINES:
         round_.answer(f"{name}/0", Relay, relayed())
     (verify,) = round_.told("c/0", Verify)
     assert verify == Verify(1, {"t": "digest"})
     finish = round_.complete(*ENGINES)
     assert finish.outcome is RoundOutcome.PUBLISHED
-    assert finish.nbytes == 3 * 5 + 3 * 10
+    assert finish.measures[Measure.NBYTES] == 3 * 5 + 3 * 10
     assert not round_.told("t", Write)
     assert not finish.unsettled
 
@@ -138,12 +142,12 @@ def test_what_a_relay_leaves_missing_is_written_by_the_trainers_whatever_the_ord
         round_ = Round()
         round_.prepare()
         if not engines_first:
-            round_.written(Feed, *ENGINES)
+            round_.written(RelayWrite, *ENGINES)
         round_.answer("c/0", Relay, relayed(missing=("t",)))
         round_.answer("a/0", Relay, relayed())
         round_.answer("b/0", Relay, relayed())
         if engines_first:
-            round_.written(Feed, *ENGINES)
+            round_.written(RelayWrite, *ENGINES)
         # No rewrite is allowed in this round: completing a relay is none.
         assert round_.told("t", Write) == [Write(1, ("c/0",), 108.0)]
         round_.written(Write, "c")
@@ -154,15 +158,15 @@ def test_nobody_waits_for_an_engine_that_is_lost_or_for_a_trainer_that_failed() 
     round_ = Round()
     round_.prepare()
     round_.lose("a/0")
-    assert round_.told("b/0", Forgo) == [Forgo("a/0")]
-    assert not round_.told("c/0", Forgo)
-    round_.written(Feed, *ENGINES, status=LinkStatus.FAILED)
-    assert Forgo("t") in round_.told("b/0", Forgo)
+    assert round_.told("b/0", SkipUpstream) == [SkipUpstream("a/0")]
+    assert not round_.told("c/0", SkipUpstream)
+    round_.written(RelayWrite, *ENGINES, status=LinkStatus.FAILED)
+    assert SkipUpstream("t") in round_.told("b/0", SkipUpstream)
     for name in ("b", "c"):
         round_.answer(f"{name}/0", Relay, relayed(missing=("t",)))
     round_.written(Write, "b", "c")
     finish = round_.complete("b", "c")
-    assert finish.fates["a"] is EngineFate.LEFT_OUT
+    assert finish.engines["a"] is EngineOutcome.LEFT_OUT
     assert not finish.unsettled  # its process is gone
 
 
@@ -170,20 +174,20 @@ def test_an_engine_that_was_not_reached_is_told_not_to_wait() -> None:
     round_ = Round()
     round_.prepare()
     round_.answer("a/0", Relay, relayed(unreached=("b/0",)))
-    assert round_.told("b/0", Forgo) == [Forgo("a/0")]
+    assert round_.told("b/0", SkipUpstream) == [SkipUpstream("a/0")]
 
 
-def test_unknown_outcomes_poison_whom_the_bytes_may_reach() -> None:
+def test_unknown_outcomes_quarantine_whom_the_bytes_may_reach() -> None:
     round_ = Round()
     round_.prepare()
-    round_.written(Feed, *ENGINES)
+    round_.written(RelayWrite, *ENGINES)
     round_.answer("a/0", Relay, relayed(unknown_to=("b/0",)))
     assert round_.told("b/0", Abort)
-    assert round_.told("c/0", Forgo) == [Forgo("b/0")]
+    assert round_.told("c/0", SkipUpstream) == [SkipUpstream("b/0")]
     round_.answer("c/0", Relay, relayed(missing=("t",)))
     round_.written(Write, "c")
     finish = round_.complete("a", "c")
-    assert finish.fates["b"] is EngineFate.POISONED
+    assert finish.engines["b"] is EngineOutcome.QUARANTINED
     # b was left out while it passed on: it may be doing that still.
     assert finish.unsettled == {"b/0": ("c",)}
 
@@ -191,7 +195,7 @@ def test_unknown_outcomes_poison_whom_the_bytes_may_reach() -> None:
 def test_an_engine_that_is_left_out_but_has_answered_is_at_rest() -> None:
     round_ = Round()
     round_.prepare()
-    round_.written(Feed, *ENGINES)
+    round_.written(RelayWrite, *ENGINES)
     round_.answer("a/0", Relay, relayed(unknown_to=("b/0",)))
     round_.answer("b/0", Relay, relayed(missing=("t",)))
     round_.answer("c/0", Relay, relayed(missing=("t",)))
@@ -202,23 +206,23 @@ def test_an_engine_that_is_left_out_but_has_answered_is_at_rest() -> None:
 def test_a_relay_that_does_not_answer_is_left_out_and_holds_whom_it_wrote() -> None:
     round_ = Round()
     round_.prepare()
-    round_.written(Feed, *ENGINES)
+    round_.written(RelayWrite, *ENGINES)
     round_.answer("b/0", Relay, relayed(missing=("t",), unknown_from=("a/0",)))
     round_.answer("c/0", Relay, relayed(missing=("t",)))
     round_.pass_deadline()
     round_.written(Write, "c")
     finish = round_.complete("c")
     assert finish.outcome is RoundOutcome.PUBLISHED
-    assert finish.fates["b"] is EngineFate.POISONED
+    assert finish.engines["b"] is EngineOutcome.QUARANTINED
     assert finish.unsettled == {"a/0": ("b",)}
 
 
 def test_a_failure_in_a_relay_leaves_its_engine_out() -> None:
     round_ = Round()
     round_.prepare()
-    round_.written(Feed, *ENGINES)
+    round_.written(RelayWrite, *ENGINES)
     round_.answer("a/0", Relay, Failure(FailureKind.FAILED, "no group"))
-    assert round_.told("b/0", Forgo) == [Forgo("a/0")]
+    assert round_.told("b/0", SkipUpstream) == [SkipUpstream("a/0")]
     for name in ("b", "c"):
         round_.answer(f"{name}/0", Relay, relayed(missing=("t",)))
     round_.written(Write, "b", "c")
@@ -232,7 +236,7 @@ def test_without_every_member_the_trainers_write() -> None:
     for name in ("a", "b"):
         round_.answer(f"{name}/0", Pause, Done())
     assert round_.machine.phase is Phase.WRITE
-    assert not round_.told("t", Feed)
+    assert not round_.told("t", RelayWrite)
     assert not round_.told("a/0", Relay)
     (write,) = round_.told("t", Write)
     assert isinstance(write, Write)

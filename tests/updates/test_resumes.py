@@ -16,15 +16,14 @@ from test_catch_up_retries import VERSION, Rig, Socket, hello_of, simulated
 
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
 from windlass.net.server import ControlServer
-from windlass.updates import retries
-from windlass.updates.conversation import WELCOME_SEQ
+from windlass.updates import recovery
+from windlass.updates.client import WELCOME_SEQ
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.fleet import PROBE_SEQ
 from windlass.updates.journal import JournalKind
 from windlass.updates.messages import Abort, Apply, Done, Envelope, Probe, Result, RoundOutcome
-from windlass.updates.relay_round import time_to_act_s
-from windlass.updates.resumes import Resumes
-from windlass.updates.retries import MAX_ATTEMPTS
+from windlass.updates.recovery import MAX_ATTEMPTS, Resumes
+from windlass.updates.round_types import reply_budget_s
 
 WITHIN_S = 30.0
 TOLD_S = [1, 3, 7, 15, 31, 61, 91, 121]
@@ -45,12 +44,12 @@ class Resting(Socket):
         if isinstance(command, Abort):
             self.told_s.append(round(self.rig.loop.time()))
             self.deadlines_s.append(command.deadline_s)
-            return Done(at_rest="away" if self.broken else "")
+            return Done(not_resumed="away" if self.broken else "")
         return super().result_of(command)
 
-    def say(self, at_rest: str) -> None:
+    def say(self, not_resumed: str) -> None:
         """As at a welcome, or in the answer to the last command of a round."""
-        self.reply(Envelope(0, 0, 0, Apply(0)), Done(at_rest=at_rest))
+        self.reply(Envelope(0, 0, 0, Apply(0)), Done(not_resumed=not_resumed))
 
 
 async def resting(rig: Rig, name: str = "a") -> Resting:
@@ -71,10 +70,10 @@ def test_a_rank_at_rest_is_told_less_and_less_often_and_given_up_on_record() -> 
         await asyncio.sleep(GIVEN_UP_S - 1)
         assert [at_s - begin_s for at_s in engine.told_s] == TOLD_S
         assert len(TOLD_S) == MAX_ATTEMPTS
-        assert journal.recent[-1].kind is not JournalKind.AT_REST
+        assert journal.recent[-1].kind is not JournalKind.NOT_RESUMED
         await asyncio.sleep(2.0)
         last = journal.recent[-1]
-        assert (last.kind, last.engines, last.detail) == (JournalKind.AT_REST, ("a/0",), "away")
+        assert (last.kind, last.engines, last.detail) == (JournalKind.NOT_RESUMED, ("a/0",), "away")
         await asyncio.sleep(1000.0)
         assert len(engine.told_s) == MAX_ATTEMPTS
         assert rig.routable == set()
@@ -101,7 +100,7 @@ def test_a_rank_has_gone_on_before_a_pause_behind_it_is_late() -> None:
         rig.loop.run_until_complete(scenario(rig))
     for short in (PhaseDeadlines(pause_s=5.0), PhaseDeadlines(publish_s=5.0)):
         resumes = Resumes(rig.coordinator, {}, short)
-        assert resumes._deadline_s == time_to_act_s(5.0) < 5.0
+        assert resumes._deadline_s == reply_budget_s(5.0) < 5.0
 
 
 def test_a_rank_that_goes_on_gets_traffic_at_once_and_is_not_told_again() -> None:
@@ -148,7 +147,7 @@ def test_a_rank_is_told_by_a_command_that_a_later_round_makes_stale() -> None:
         places = [(e.epoch, e.round) for e in engine.told if isinstance(e.command, Abort)]
         assert len(places) == 2
         assert sorted(set(places)) == places
-        assert rig.coordinator.new_place() > places[-1]
+        assert rig.coordinator.new_epoch() > places[-1]
 
     with simulated(UpdateMode.STAGED) as rig:
         rig.loop.run_until_complete(scenario(rig))
@@ -176,9 +175,12 @@ def test_what_a_rank_says_again_after_a_welcome_does_not_say_how_its_engine_is()
             lineage=rig.coordinator.lineage,
             epoch=5,
             round=7,
-            at_rest="away",
+            not_resumed="away",
         )
-        engine.session = await rig.coordinator.admit(hello, cast("web.WebSocketResponse", engine))
+        socket = cast("web.WebSocketResponse", engine)
+        admitted = await rig.coordinator.admit(hello, socket)
+        assert admitted is not None
+        engine.session, _ = admitted
         await rig.coordinator.admitted(engine.session)
         assert rig.routable == set()
         for place in ((5, 6), (5, 7)):
@@ -188,7 +190,7 @@ def test_what_a_rank_says_again_after_a_welcome_does_not_say_how_its_engine_is()
         engine.reply(Envelope(5, 7, WELCOME_SEQ, Apply(VERSION)), Done())
         await asyncio.sleep(0)
         assert rig.routable == {"a"}
-        engine.reply(Envelope(5, 8, 3, Apply(VERSION)), Done(at_rest="away again"))
+        engine.reply(Envelope(5, 8, 3, Apply(VERSION)), Done(not_resumed="away again"))
         await asyncio.sleep(0)
         assert rig.routable == set()
 
@@ -219,7 +221,7 @@ async def join_without_server(rig: FakeFleet) -> FakeEngineRank:
         raise ConnectionRefusedError("the engine's HTTP server is away")
 
     rank = FakeEngineRank("a/0", rig.num_trainers)
-    rig.coordinator._spent = VERSION
+    rig.coordinator._reserved = VERSION
     hello = fake_hello(
         engine_manifest("a/0", rig.num_trainers),
         group="a",
@@ -234,7 +236,7 @@ async def join_without_server(rig: FakeFleet) -> FakeEngineRank:
 async def test_an_engine_that_comes_back_at_rest_gets_no_traffic_before_it_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(retries, "FIRST_BACKOFF_S", 0.02)
+    monkeypatch.setattr(recovery, "FIRST_BACKOFF_S", 0.02)
 
     async with FakeFleet() as rig:
         rank = await join_without_server(rig)
@@ -261,14 +263,14 @@ async def until_routable(coordinator: Coordinator, names: set[str]) -> None:
 async def test_what_a_lost_connection_left_at_rest_is_told_by_the_next_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(retries, "FIRST_BACKOFF_S", 0.02)
+    monkeypatch.setattr(recovery, "FIRST_BACKOFF_S", 0.02)
 
     async with FakeFleet() as rig:
         rank = await join_without_server(rig)
         rest: list[str] = []
 
         def note() -> None:
-            rest.extend(g.at_rest for g in rig.coordinator._fleet.engines() if g.at_rest)
+            rest.extend(g.not_resumed for g in rig.coordinator._fleet.engines() if g.not_resumed)
 
         rig.coordinator.subscribe(note)
         await rig.coordinator._sessions["a/0"].close()
@@ -310,7 +312,7 @@ class Engine:
 async def test_an_update_whose_resume_fails_is_published_and_its_engine_goes_on_later(
     mode: UpdateMode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(retries, "FIRST_BACKOFF_S", 0.02)
+    monkeypatch.setattr(recovery, "FIRST_BACKOFF_S", 0.02)
     server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
     coordinator = Coordinator(ControlConfig(mode=mode), journal_path=tmp_path / "journal")
     coordinator.mount(server)
@@ -327,7 +329,7 @@ async def test_an_update_whose_resume_fails_is_published_and_its_engine_goes_on_
         assert (hooks.resumes, hooks.paused, hooks.version) == (5, False, 0)
         assert bytes(pair.served) == bytes(pair.trained)
         # A round takes the pause over: nobody is told to go on while its weights are written.
-        monkeypatch.setattr(retries, "FIRST_BACKOFF_S", 600.0)
+        monkeypatch.setattr(recovery, "FIRST_BACKOFF_S", 600.0)
         hooks.num_failures = 1
         await asyncio.to_thread(pair.trainer.publish, 1)
         assert (coordinator.routable(), hooks.paused) == ((), True)

@@ -18,11 +18,14 @@ from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from windlass.config import PauseMode, UpdateMode
+from windlass.config import PUSH_TRAITS, PauseMode, UpdateMode
 from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus
 from windlass.transports.base import PeerEndpoint
+from windlass.updates.measures import Measure
 from windlass.updates.messages import (
     Abort,
+    Apply,
+    BeginPush,
     Command,
     Done,
     Failure,
@@ -37,11 +40,10 @@ from windlass.updates.messages import (
     Write,
     Written,
 )
-from windlass.updates.relay_round import time_to_act_s
 from windlass.updates.round_types import (
     AgentLost,
     DeadlinePassed,
-    EngineFate,
+    EngineOutcome,
     EnterPhase,
     Event,
     Finish,
@@ -50,6 +52,8 @@ from windlass.updates.round_types import (
     Replied,
     RoundSpec,
     Send,
+    Sent,
+    reply_budget_s,
 )
 from windlass.updates.rounds import RoundMachine
 
@@ -89,8 +93,8 @@ class World:
         for index, trainer in enumerate(self.trainers.values()):
             trainer.bind(index, bindings)
         self.alive = {*ENGINE_OF, *TRAINERS}
-        self.poisoned: set[str] = set()
-        self.tainted: set[str] = set()
+        self.quarantined: set[str] = set()
+        self.mixed_weights: set[str] = set()
         self.given_out = {0}
         self.published = 0
         self.version = 0
@@ -108,7 +112,7 @@ class World:
         self.taking_part = {
             name: workers
             for name, workers in ENGINES.items()
-            if name not in self.poisoned and set(workers) <= self.alive
+            if name not in self.quarantined and set(workers) <= self.alive
         }
         workers = {w for ws in self.taking_part.values() for w in ws}
         self.machine = RoundMachine(
@@ -124,6 +128,7 @@ class World:
         self.outbox: dict[str, deque[Replied]] = {w: deque() for w in (*TRAINERS, *ENGINE_OF)}
         self.entry = 0
         self.finish: Finish | None = None
+        self.handled_events.clear()  # the driver drops replies of other rounds
         self.carry_out(self.machine.start())
 
     def post(self, event: Event) -> None:
@@ -148,9 +153,9 @@ class World:
     def conclude(self, finish: Finish) -> None:
         self.finish = finish
         self.log.append(finish)
-        for name, fate in finish.fates.items():
-            if fate is EngineFate.POISONED:
-                self.poisoned.add(name)
+        for name, outcome in finish.engines.items():
+            if outcome is EngineOutcome.QUARANTINED:
+                self.quarantined.add(name)
         if finish.outcome is RoundOutcome.PUBLISHED:
             self.published = self.version
 
@@ -165,7 +170,7 @@ class World:
     def answer(self, worker: str) -> None:
         self.post(self.outbox[worker].popleft())
 
-    def deliver_farewells(self) -> None:
+    def deliver_notices(self) -> None:
         for worker, inbox in self.inbox.items():
             while inbox:
                 self.execute(worker)
@@ -289,14 +294,14 @@ class Rounds(RuleBasedStateMachine):
     def the_next_round_begins(self, faults: tuple[list[LinkStatus], int]) -> None:
         world = self.world
         # The coordinator waits for writers that never answered; here they answer or are replaced.
-        world.deliver_farewells()
+        world.deliver_notices()
         for trainer in world.trainers.values():
             trainer.fail_next.clear()
             trainer.corrupt_next = 0
         for worker in (*ENGINE_OF, *TRAINERS):
             if worker not in world.alive and worker in ENGINE_OF:
                 world.start_engine(worker)
-                world.poisoned.discard(ENGINE_OF[worker])
+                world.quarantined.discard(ENGINE_OF[worker])
             world.alive.add(worker)
         world.trainers["trainer/0"].fail_next = list(faults[0])
         world.trainers["trainer/0"].corrupt_next = faults[1]
@@ -311,14 +316,14 @@ class Rounds(RuleBasedStateMachine):
         finish = self.world.finish
         if finish is None:
             return
-        for name, fate in finish.fates.items():
+        for name, outcome in finish.engines.items():
             for worker in ENGINES[name]:
-                if fate is EngineFate.PUBLISHED and worker in self.world.alive:
+                if outcome is EngineOutcome.PUBLISHED and worker in self.world.alive:
                     rank = self.world.engines[worker]
                     assert rank.serving
                     assert rank.version == self.world.version
-        assert EngineFate.ACTIVE not in finish.fates.values()
-        published = EngineFate.PUBLISHED in finish.fates.values()
+        assert EngineOutcome.ACTIVE not in finish.engines.values()
+        published = EngineOutcome.PUBLISHED in finish.engines.values()
         assert published == (finish.outcome is RoundOutcome.PUBLISHED)
 
     def teardown(self) -> None:
@@ -331,13 +336,13 @@ class Rounds(RuleBasedStateMachine):
             self.world.post(DeadlinePassed(self.world.entry))
         assert self.world.finish is not None
         assert self.world.machine.waiting_for == ()
-        self.world.deliver_farewells()
+        self.world.deliver_notices()
         self.world.check()
-        for name, fate in self.world.finish.fates.items():
-            if fate is EngineFate.LEFT_OUT:
+        for name, outcome in self.world.finish.engines.items():
+            if outcome is EngineOutcome.LEFT_OUT:
                 for worker in ENGINES[name]:
                     rank = self.world.engines[worker]
-                    held = worker not in self.world.alive or rank.tainted or rank.version < 0
+                    held = worker not in self.world.alive or rank.mixed_weights or rank.version < 0
                     assert rank.serving or held, f"{worker} stays paused on whole weights"
 
 
@@ -413,7 +418,9 @@ class Script:
         return self.finish
 
     def aborts(self) -> dict[str, bool]:
-        return {s.worker: s.command.tainted for s in self.sent if isinstance(s.command, Abort)}
+        return {
+            s.worker: s.command.mixed_weights for s in self.sent if isinstance(s.command, Abort)
+        }
 
 
 IN_PLACE_PHASES = [Phase.PREPARE, Phase.WRITE, Phase.VERIFY, Phase.APPLY, Phase.PUBLISH]
@@ -438,9 +445,9 @@ def test_a_good_round_walks_through_its_phases_and_publishes_everywhere(
     finish = script.finish_well(script.run_to(Phase.PREPARE))
     assert script.phases == phases
     assert finish.outcome is RoundOutcome.PUBLISHED
-    assert set(finish.fates.values()) == {EngineFate.PUBLISHED}
-    assert finish.nbytes == 8 * len(LINKS)
-    assert finish.wire_s == 0.5
+    assert set(finish.engines.values()) == {EngineOutcome.PUBLISHED}
+    assert finish.measures[Measure.NBYTES] == 8 * len(LINKS)
+    assert finish.measures[Measure.WIRE_S] == 0.5
     assert script.aborts() == {}
 
 
@@ -460,23 +467,23 @@ def test_in_place_an_engine_that_dies_is_left_out_and_the_others_publish(phase: 
     finish = script.finish_well([s for s in [*waiting, *more] if ENGINE_OF.get(s.worker) != "a"])
     assert finish.outcome is RoundOutcome.PUBLISHED
     written = phase is not Phase.PREPARE
-    assert finish.fates == {
-        "a": EngineFate.TAINTED if written else EngineFate.LEFT_OUT,
-        "b": EngineFate.PUBLISHED,
-        "c": EngineFate.PUBLISHED,
+    assert finish.engines == {
+        "a": EngineOutcome.MIXED if written else EngineOutcome.LEFT_OUT,
+        "b": EngineOutcome.PUBLISHED,
+        "c": EngineOutcome.PUBLISHED,
     }
     assert script.aborts() == {"a/0": written}
     assert "a/1: killed" in finish.reasons["a"]
 
 
 @pytest.mark.parametrize("phase", STAGED_PHASES)
-def test_staged_an_engine_is_tainted_only_once_its_live_weights_are_touched(phase: Phase) -> None:
+def test_staged_an_engine_is_mixed_only_once_its_live_weights_are_touched(phase: Phase) -> None:
     script = Script(make_spec(UpdateMode.STAGED))
     waiting = script.run_to(phase)
     more = script.take(script.machine.handle(AgentLost("a/1", "killed")))
     finish = script.finish_well([s for s in [*waiting, *more] if ENGINE_OF.get(s.worker) != "a"])
     touched = phase in {Phase.APPLY, Phase.PUBLISH}
-    assert finish.fates["a"] is (EngineFate.TAINTED if touched else EngineFate.LEFT_OUT)
+    assert finish.engines["a"] is (EngineOutcome.MIXED if touched else EngineOutcome.LEFT_OUT)
     assert finish.mixed == (frozenset({"a"}) if touched else frozenset())
     assert finish.outcome is RoundOutcome.PUBLISHED
 
@@ -492,8 +499,8 @@ def test_a_trainer_that_dies_before_it_has_written_ends_the_round(
     assert script.finish is not None
     mixed = mode is UpdateMode.IN_PLACE and phase is Phase.WRITE
     assert script.finish.outcome is (RoundOutcome.FAILED if mixed else RoundOutcome.ABORTED)
-    assert set(script.finish.fates.values()) == {
-        EngineFate.TAINTED if mixed else EngineFate.LEFT_OUT
+    assert set(script.finish.engines.values()) == {
+        EngineOutcome.MIXED if mixed else EngineOutcome.LEFT_OUT
     }
     assert all(script.aborts()[worker] is mixed for worker in ENGINE_OF)
     # Both trainers were writing: bytes of both may still be under way.
@@ -531,7 +538,7 @@ def test_an_engine_that_does_not_pause_goes_on_with_the_old_version_and_the_othe
             script.reply(send, Done())
     more = script.take(script.machine.handle(DeadlinePassed(script.entry)))
     finish = script.finish_well(more)
-    assert finish.fates["b"] is EngineFate.LEFT_OUT
+    assert finish.engines["b"] is EngineOutcome.LEFT_OUT
     assert script.aborts() == {"b/0": False}
     assert finish.outcome is RoundOutcome.PUBLISHED
 
@@ -571,7 +578,7 @@ def test_wrong_bytes_are_written_again_and_checked_again(mode: UpdateMode) -> No
 
 
 @pytest.mark.parametrize("mode", UpdateMode)
-def test_bytes_that_stay_wrong_taint_one_engine_in_place_and_abort_staged(
+def test_bytes_that_stay_wrong_cost_their_engine_its_place_and_no_other_one(
     mode: UpdateMode,
 ) -> None:
     script = Script(make_spec(mode, max_rewrites=2))
@@ -584,17 +591,27 @@ def test_bytes_that_stay_wrong_taint_one_engine_in_place_and_abort_staged(
     writes = [s for s in script.sent if isinstance(s.command, Write)]
     assert len(writes) == len(TRAINERS) + 2
     assert not script.finish.digest_ok
-    if mode is UpdateMode.STAGED:
-        assert script.finish.outcome is RoundOutcome.ABORTED
-        assert script.aborts() == dict.fromkeys([*ENGINE_OF, *TRAINERS], False)
-    else:
-        assert script.finish.outcome is RoundOutcome.PUBLISHED
-        assert script.finish.fates["c"] is EngineFate.TAINTED
-        assert script.aborts() == {"c/0": True}
+    mixed = mode is UpdateMode.IN_PLACE
+    assert script.finish.outcome is RoundOutcome.PUBLISHED
+    assert script.finish.engines["c"] is (EngineOutcome.MIXED if mixed else EngineOutcome.LEFT_OUT)
+    assert script.aborts() == {"c/0": mixed}
+
+
+def test_staged_bytes_that_stay_wrong_everywhere_leave_the_old_version_everywhere() -> None:
+    script = Script(make_spec(UpdateMode.STAGED, max_rewrites=1))
+    queue = deque(script.run_to(Phase.VERIFY))
+    while queue:
+        send = queue.popleft()
+        bad = isinstance(send.command, Verify)
+        queue.extend(script.reply(send, Verified(("trainer/1",)) if bad else script.good(send)))
+    assert script.finish is not None
+    assert script.finish.outcome is RoundOutcome.ABORTED
+    assert set(script.finish.engines.values()) == {EngineOutcome.LEFT_OUT}
+    assert script.aborts() == dict.fromkeys([*ENGINE_OF, *TRAINERS], False)
 
 
 @pytest.mark.parametrize("mode", UpdateMode)
-def test_a_link_of_unknown_outcome_poisons_its_engine_and_is_never_written_again(
+def test_a_link_of_unknown_outcome_quarantines_its_engine_and_is_never_written_again(
     mode: UpdateMode,
 ) -> None:
     script = Script(make_spec(mode))
@@ -606,13 +623,13 @@ def test_a_link_of_unknown_outcome_poisons_its_engine_and_is_never_written_again
             result = Written((link, *(x for x in result.links if x.destination != "a/0")), 0, 0)  # type: ignore[union-attr]
         more = script.reply(send, result)
     finish = script.finish_well(more)
-    assert finish.fates["a"] is EngineFate.POISONED
+    assert finish.engines["a"] is EngineOutcome.QUARANTINED
     assert finish.outcome is RoundOutcome.PUBLISHED
     assert finish.mixed == (frozenset({"a"}) if mode is UpdateMode.IN_PLACE else frozenset())
     assert script.aborts() == dict.fromkeys(["a/0", "a/1"], mode is UpdateMode.IN_PLACE)
 
 
-def test_unknown_after_unreachable_still_poisons() -> None:
+def test_unknown_after_unreachable_still_quarantines() -> None:
     script = Script(make_spec(UpdateMode.IN_PLACE))
     script.run_to(Phase.WRITE)
     seqs = {s.worker: s for s in script.sent if isinstance(s.command, Write)}
@@ -625,7 +642,7 @@ def test_unknown_after_unreachable_still_poisons() -> None:
             LinkOutcome(d, status if d == "b/0" else LinkStatus.OK, 8, "x") for d in ENGINE_OF
         )
         more = script.reply(seqs[worker], Written(links, 0.0, 0.0))
-    assert script.finish_well(more).fates["b"] is EngineFate.POISONED
+    assert script.finish_well(more).engines["b"] is EngineOutcome.QUARANTINED
 
 
 def test_a_link_that_its_source_does_not_mention_is_not_delivered() -> None:
@@ -636,7 +653,7 @@ def test_a_link_that_its_source_does_not_mention_is_not_delivered() -> None:
         if isinstance(result, Written) and send.worker == "trainer/0":
             result = Written(tuple(x for x in result.links if x.destination != "b/0"), 0.0, 0.0)
         more = script.reply(send, result)
-    assert script.finish_well(more).fates["b"] is EngineFate.TAINTED
+    assert script.finish_well(more).engines["b"] is EngineOutcome.MIXED
 
 
 @pytest.mark.parametrize(
@@ -654,15 +671,15 @@ def test_an_answer_that_does_not_fit_its_command_is_a_failure(phase: Phase, wron
         script.reply(send, wrong)
     assert script.finish is not None
     assert script.finish.outcome is RoundOutcome.FAILED
-    assert EngineFate.PUBLISHED not in script.finish.fates.values()
+    assert EngineOutcome.PUBLISHED not in script.finish.engines.values()
 
 
-def test_a_trainer_that_fails_with_unknown_outcome_poisons_what_it_was_writing_to() -> None:
+def test_a_trainer_that_fails_with_unknown_outcome_quarantines_what_it_was_writing_to() -> None:
     script = Script(make_spec(UpdateMode.STAGED))
     waiting = script.run_to(Phase.WRITE)
     script.reply(waiting[0], Failure(FailureKind.UNKNOWN, "deadline"))
     assert script.finish is not None
-    assert set(script.finish.fates.values()) == {EngineFate.POISONED}
+    assert set(script.finish.engines.values()) == {EngineOutcome.QUARANTINED}
     assert script.finish.mixed == frozenset()
     assert script.finish.unsettled == {waiting[1].worker: ("a", "b", "c")}
 
@@ -675,10 +692,10 @@ def test_a_failure_of_one_engine_while_publishing_does_not_unpublish_the_others(
     script.reply(waiting[0], Failure(FailureKind.FAILED, "told to"))
     assert script.finish is not None
     assert script.finish.outcome is RoundOutcome.PUBLISHED
-    assert sorted(script.finish.fates.values()) == [
-        EngineFate.PUBLISHED,
-        EngineFate.PUBLISHED,
-        EngineFate.TAINTED,
+    assert sorted(script.finish.engines.values()) == [
+        EngineOutcome.MIXED,
+        EngineOutcome.PUBLISHED,
+        EngineOutcome.PUBLISHED,
     ]
 
 
@@ -707,7 +724,7 @@ def test_the_fakes_show_a_mixture_when_there_is_one() -> None:
 def test_whoever_writes_has_time_left_to_say_how_that_ended(
     deadline_s: float, to_act_s: float
 ) -> None:
-    assert time_to_act_s(deadline_s) == pytest.approx(to_act_s)
+    assert reply_budget_s(deadline_s) == pytest.approx(to_act_s)
     links = frozenset({("trainer/0", "a/0")})
     spec = RoundSpec(
         version=1,
@@ -745,7 +762,7 @@ def test_an_engine_that_hangs_has_time_left_to_say_that_it_does_not_go_on(mode: 
             result = Verified(())
         elif isinstance(send.command, Publish):
             published.append(send.command)
-            result = Done(at_rest="PeerTimeout: POST /resume: no answer")
+            result = Done(not_resumed="PeerTimeout: POST /resume: no answer")
         if not send.expects_reply:
             continue
         for instruction in machine.handle(Replied(send.worker, send.seq, result)):
@@ -754,13 +771,91 @@ def test_an_engine_that_hangs_has_time_left_to_say_that_it_does_not_go_on(mode: 
             elif isinstance(instruction, Finish):
                 finish = instruction
     assert finish is not None
-    assert set(finish.fates.values()) == {EngineFate.PUBLISHED}
+    assert set(finish.engines.values()) == {EngineOutcome.PUBLISHED}
     assert finish.mixed == frozenset()
-    assert {p.deadline_s for p in published} == {time_to_act_s(20.0)}
+    assert {p.deadline_s for p in published} == {reply_budget_s(20.0)}
     assert len(published) == len(ENGINE_OF)
     # One that is given up meanwhile is not waited for longer, either.
     machine = RoundMachine(make_spec(mode, publish_s=20.0))
     machine.start()
     given_up = machine.handle(AgentLost(TRAINERS[0], "gone"))
     aborts = [s.command for s in given_up if isinstance(s, Send) and s.worker in ENGINE_OF]
-    assert {a.deadline_s for a in aborts if isinstance(a, Abort)} == {time_to_act_s(20.0)}
+    assert {a.deadline_s for a in aborts if isinstance(a, Abort)} == {reply_budget_s(20.0)}
+
+
+# --- rounds that the trainer drives --------------------------------------------------------------
+
+
+def push_spec() -> RoundSpec:
+    return make_spec(
+        UpdateMode.IN_PLACE, -1, trainers=(), links=frozenset(), traits=PUSH_TRAITS, max_rewrites=0
+    )
+
+
+def sent(script: Script, version: int = 5) -> list[Send]:
+    return script.take(script.machine.handle(Sent(version)))
+
+
+def test_a_push_pauses_first_and_walks_through_the_same_phases() -> None:
+    script = Script(push_spec())
+    assert script.run_to(Phase.WRITE) == []
+    assert [type(s.command) for s in script.sent[:4]] == [BeginPush] * 4
+    assert script.phases == [Phase.PREPARE, Phase.WRITE]
+    assert script.machine.active_workers == tuple(ENGINE_OF)
+    checks = sent(script)
+    assert [s.command for s in checks] == [Verify(5, {})] * 4
+    finish = script.finish_well(checks)
+    assert script.phases == [*IN_PLACE_PHASES]
+    assert (finish.version, finish.outcome) == (5, RoundOutcome.PUBLISHED)
+    assert {s.command.version for s in commands_to(script.sent, Publish)} == {5}  # type: ignore[union-attr]
+
+
+def test_an_engine_that_is_lost_while_the_trainer_sends_costs_a_push_its_place_alone() -> None:
+    script = Script(push_spec())
+    script.run_to(Phase.WRITE)
+    script.take(script.machine.handle(AgentLost("b/0", "killed")))
+    assert script.machine.active_workers == ("a/0", "a/1", "c/0")
+    finish = script.finish_well(sent(script))
+    assert finish.outcome is RoundOutcome.PUBLISHED
+    assert finish.engines["b"] is EngineOutcome.LEFT_OUT
+    assert finish.mixed == frozenset()
+
+
+@pytest.mark.parametrize("phase", [Phase.PREPARE, Phase.VERIFY])
+def test_an_engine_that_refuses_its_part_of_a_push_leaves_the_old_version_everywhere(
+    phase: Phase,
+) -> None:
+    script = Script(push_spec())
+    waiting = script.run_to(phase) if phase is Phase.PREPARE else []
+    if phase is Phase.VERIFY:
+        script.run_to(Phase.WRITE)
+        waiting = sent(script)
+    script.reply(waiting[-1], Failure(FailureKind.FAILED, "3 tensors did not come"))
+    assert script.finish is not None
+    assert script.finish.outcome is RoundOutcome.ABORTED
+    assert "3 tensors did not come" in script.finish.reason
+    assert script.aborts() == dict.fromkeys(ENGINE_OF, False)
+    assert commands_to(script.sent, Apply) == []
+
+
+def test_leaders_that_vanish_end_their_push_by_its_deadline() -> None:
+    script = Script(push_spec())
+    script.run_to(Phase.WRITE)
+    script.take(script.machine.handle(DeadlinePassed(script.entry)))
+    assert script.finish is not None
+    assert script.finish.outcome is RoundOutcome.ABORTED
+    assert "did not continue" in script.finish.reason
+    assert script.aborts() == dict.fromkeys(ENGINE_OF, False)
+
+
+def test_an_engine_that_fails_while_it_applies_a_push_is_mixed_and_the_others_publish() -> None:
+    script = Script(push_spec())
+    script.run_to(Phase.WRITE)
+    waiting = sent(script)
+    more: list[Send] = []
+    for send in waiting:
+        more = script.reply(send, Verified(()))
+    script.reply(next(s for s in more if s.worker == "c/0"), Failure(FailureKind.FAILED, "torn"))
+    finish = script.finish_well([s for s in more if s.worker != "c/0"])
+    assert finish.outcome is RoundOutcome.PUBLISHED
+    assert finish.engines["c"] is EngineOutcome.MIXED

@@ -10,20 +10,10 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from windlass.cli.bench import count_gpus
-from windlass.engines.launch import refuse_unsafe
+from windlass.cli.commands.bench import count_gpus
 from windlass.engines.quantised import require_followed
-from windlass.engines.sglang.settings import UNSAFE as SGLANG_UNSAFE
-from windlass.engines.versions import (
-    ENGINES,
-    SGLANG,
-    VLLM,
-    EngineReleases,
-    installed_version,
-    judge,
-)
-from windlass.engines.vllm.__main__ import UNSAFE as VLLM_UNSAFE
-from windlass.envs import environment_value
+from windlass.engines.spec import ENGINES, expandable_segments, refuse_options
+from windlass.engines.versions import EngineReleases, installed_version, judge
 from windlass.errors import ConfigError, WindlassError
 from windlass.transports.base import MemoryType, TransportConfig, TransportOffer
 from windlass.transports.choice import choose_transport
@@ -41,7 +31,6 @@ _USUAL_CONTAINER_MIB = 64
 """What Docker gives a container."""
 _NOT_LOOKED_AT = frozenset({"auto", "memory"})
 """The one stands for the others, the other reaches no other process."""
-_UNSAFE = {VLLM.package: VLLM_UNSAFE, SGLANG.package: SGLANG_UNSAFE}
 
 
 class Status(StrEnum):
@@ -236,17 +225,14 @@ def _network_cards() -> Finding:
 
 
 def _allocator() -> Finding:
-    name = "allocator"
-    for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        value = environment_value(variable)
-        if "expandable_segments:true" in value.lower():
-            return Finding(
-                name,
-                Status.FAILS,
-                f"{variable}={value}: such memory cannot be registered or shared",
-                f"unset expandable_segments in {variable} for engines",
-            )
-    return Finding(name, Status.WORKS, "no expandable segments asked for")
+    if asked := expandable_segments():
+        return Finding(
+            "allocator",
+            Status.FAILS,
+            f"{asked}: such memory cannot be registered or shared",
+            f"unset expandable_segments in {asked.partition('=')[0]} for engines",
+        )
+    return Finding("allocator", Status.WORKS, "no expandable segments asked for")
 
 
 def _peer_access() -> Finding:
@@ -277,17 +263,24 @@ def _peer_access() -> Finding:
 
 
 def _engines() -> list[Finding]:
-    versions = {engine.package: installed_version(engine) for engine in ENGINES.values()}
-    if any(versions.values()):
-        return [_engine(ENGINES[name], found) for name, found in versions.items() if found]
-    return [
-        Finding(
-            " and ".join(engine.name for engine in ENGINES.values()),
-            Status.LIMITED,
-            "not in this environment",
-            "--engine-python PATH looks into theirs",
-        )
-    ]
+    """Of the engines that this environment has, and of plugins that cannot be used."""
+    findings, missing = [], []
+    for name in ENGINES.names():
+        try:
+            releases = ENGINES.find(name).releases
+        except ConfigError as error:
+            findings.append(Finding(f"engine {name}", Status.FAILS, str(error), "pip uninstall it"))
+            continue
+        if releases is None:
+            continue
+        if version := installed_version(releases):
+            findings.append(_engine(releases, version))
+        else:
+            missing.append(releases.name)
+    if findings:
+        return findings
+    remedy = "--engine-python PATH looks into theirs"
+    return [Finding(" and ".join(missing), Status.LIMITED, "not in this environment", remedy)]
 
 
 def _engine(engine: EngineReleases, version: str) -> Finding:
@@ -309,7 +302,7 @@ def check_flags(command: str, checkpoint: Path | None = None) -> Finding:
         checkpoint: that the engine would serve; whether it may quantise depends on it.
 
     Raises:
-        ConfigError: it names no engine of the table, or a quotation does not end.
+        ConfigError: it names no engine, or a quotation does not end.
     """
     try:
         engine, *options = shlex.split(command) or [""]
@@ -317,11 +310,13 @@ def check_flags(command: str, checkpoint: Path | None = None) -> Finding:
         raise ConfigError(
             f"--engine-flags must be as in a shell: {error}, got {command!r}"
         ) from error
-    if engine not in _UNSAFE:
-        raise ConfigError(f"--engine-flags must begin with one of {list(_UNSAFE)}, got {command!r}")
-    name = f"{engine} flags"
+    if engine not in ENGINES.names():
+        raise ConfigError(
+            f"--engine-flags must begin with one of {list(ENGINES.names())}, got {command!r}"
+        )
+    name, rules = f"{engine} flags", ENGINES.find(engine).rules
     try:
-        refuse_unsafe(options, _UNSAFE[engine])
+        refuse_options(options, rules)
         if checkpoint is not None:
             require_followed(checkpoint, options)
     except ConfigError as error:

@@ -1,29 +1,16 @@
-"""The command `windlass`: one sub-command per module, each imported when it is asked for."""
+"""The command `windlass`: sub-commands by name, each imported when it is asked for."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 from collections.abc import Sequence
-from typing import Protocol, cast
 
 from windlass import __version__
-from windlass.errors import WindlassError
+from windlass.cli import COMMANDS, Command
+from windlass.errors import ConfigError, WindlassError
 
 __all__ = ["main"]
-
-_COMMANDS = {
-    "bench": "the benchmarks that this machine can run",
-    "demo": "asynchronous GRPO on this machine: trainers, engines and rollouts, live",
-    "doctor": "what will and will not work in this environment, and how to mend it",
-    "launch": "a job of your own from a TOML file: trainers, engines, rollouts, weight updates",
-    "plan": "compile a transfer plan from a topology file and say what it costs",
-    "report": "the last updates of a controller against the speed of light",
-    "serve": "a controller of weight updates for training loops of your own",
-    "status": "what a running controller knows of its fleet",
-    "token": "the token of a role, from the owner's secret in WINDLASS_TOKEN",
-}
 
 _EXTRAS = {
     "torch": "embedded",
@@ -34,12 +21,6 @@ _EXTRAS = {
     "ray": "ray",
 }
 """Package that a command may need -> the extra that brings it."""
-
-
-class _Command(Protocol):
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
-
-    def run(self, args: argparse.Namespace) -> int: ...
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,16 +56,26 @@ def _run(arguments: Sequence[str], chosen: str) -> int:
     )
     parser.add_argument("--version", action="version", version=f"windlass {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True)
-    command: _Command | None = None
-    for name, summary in _COMMANDS.items():
+    wants_summaries = arguments[:1] in (["-h"], ["--help"])
+    command: Command | None = None
+    for name in COMMANDS.names():
+        summary = _summary(name) if wants_summaries or name == chosen else None
         subparser = subparsers.add_parser(name, help=summary, description=summary)
         if name == chosen:
-            command = cast("_Command", importlib.import_module(f"windlass.cli.{name}"))
+            command = COMMANDS.find(name)
             command.add_arguments(subparser)
     args = parser.parse_args(arguments)
     if command is None:  # pragma: no cover - argparse has refused anything else
         parser.error(f"unknown command {chosen!r}")
     return command.run(args)
+
+
+def _summary(name: str) -> str:
+    """For argparse, which formats it; a plugin that cannot be used says why."""
+    try:
+        return COMMANDS.find(name).summary.replace("%", "%%")
+    except ConfigError as error:
+        return f"cannot be used: {error}".replace("%", "%%")
 
 
 if __name__ == "__main__":

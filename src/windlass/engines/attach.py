@@ -1,85 +1,32 @@
 """An agent inside one rank of somebody else's engine: captured layout, memory, channel, hooks.
 
 The engine's own HTTP API pauses and resumes it; what only its main loop can say (that every step
-before this one is over) comes through `RestGate`.
+before this one is over) comes through `QuiesceGate`.
 """
 
 from __future__ import annotations
 
-import http.client
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, final
-from urllib.parse import urlsplit
-
-import msgspec
+from collections.abc import Iterable
+from typing import Protocol, final
 
 from windlass.config import PauseMode
 from windlass.engines.capture.capture import Captured
-from windlass.engines.capture.codes import checkpoint_tensors
 from windlass.engines.client import EngineClient
-from windlass.engines.quiesce_gate import RestGate
-from windlass.errors import PeerTimeout, PeerUnreachable, ProtocolError, WindlassError
+from windlass.engines.quiesce_gate import QuiesceGate
+from windlass.engines.spec import AgentSettings
+from windlass.errors import ProtocolError, WindlassError
 from windlass.transports.base import MemoryRegion, OneSidedTransport
 from windlass.transports.registry import create_transport, parse_transport
 
-if TYPE_CHECKING:
-    import torch
-
-__all__ = [
-    "AgentSettings",
-    "Attachment",
-    "EngineApi",
-    "NoSuchRoute",
-    "RankHooks",
-    "attach",
-    "get",
-    "post",
-    "stretches",
-]
+__all__ = ["Attachment", "EngineApi", "RankHooks", "attach", "stretches"]
 
 logger = logging.getLogger(__name__)
 CONNECT_DEADLINE_S = 60.0
 RELEASE_S = 5.0
 """For a loop that was let go, of the time to resume."""
-API_DEADLINE_S = 60.0
-
-
-class NoSuchRoute(PeerUnreachable):
-    """The engine's server has no such route: this release cannot do that."""
-
-
-class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What every rank of an engine is told.
-
-    Attributes:
-        name: identity in the fleet; ranks are called `name/rank`.
-        controller: address. transport: name of the transport that receives weights.
-        url: of the engine's own HTTP server.
-        checkpoint: folder with safetensors files of the model's names, shapes and types; of the
-            adapter's, where updates are of one.
-        adapter: name of the adapter that updates reach; empty if they reach the model.
-        loaded: whether the engine started with the weights of `checkpoint`; if not, nothing can be
-            compared with them.
-        world_size: ranks of this engine.
-    """
-
-    name: str
-    controller: str
-    transport: str
-    url: str
-    checkpoint: str
-    world_size: int
-    loaded: bool = True
-    adapter: str = ""
-
-    def reference(self) -> Callable[[], Iterator[tuple[str, torch.Tensor]]] | None:
-        """See `capture`."""
-        return partial(checkpoint_tensors, Path(self.checkpoint)) if self.loaded else None
 
 
 class EngineApi(Protocol):
@@ -89,27 +36,27 @@ class EngineApi(Protocol):
         """Stop admission and treat running requests as `mode` says.
 
         Returns:
-            Whether the engine is paused now, until `resume`; False where `hold` alone does `mode`.
+            Whether the engine is paused now, until `resume`; False where `block` alone does `mode`.
         """
         ...
 
-    def holds(self, mode: PauseMode) -> bool:
-        """Whether loops come to rest by `hold`, and not by `rest`."""
+    def blocks(self, mode: PauseMode) -> bool:
+        """Whether loops are quiesced by `block`, and not by `quiesce`."""
         ...
 
-    def hold(self, pause_id: str, deadline_s: float) -> None:
-        """Make the main loop of every rank call its `RestGate.hold`; return when all have left it.
+    def block(self, pause_id: str, deadline_s: float) -> None:
+        """Make the main loop of every rank call its `QuiesceGate.block`; return when all have left it.
 
-        A loop that is held neither runs steps nor takes the interpreter from the agent's thread.
+        A loop that is blocked neither runs steps nor takes the interpreter from the agent's thread.
         """
         ...
 
-    def rest(self, pause_id: str, deadline_s: float) -> None:
-        """Make the main loop of every rank call its `RestGate.at_rest`."""
+    def quiesce(self, pause_id: str, deadline_s: float) -> None:
+        """Make the main loop of every rank call its `QuiesceGate.quiesced`."""
         ...
 
     def resume(self, deadline_s: float) -> None:
-        """Go on generating after `pause`, and after `hold` has returned, unless a loop is stuck."""
+        """Go on generating after `pause`, and after `block` has returned, unless a loop is stuck."""
         ...
 
     def set_version(self, version: int, deadline_s: float) -> None:
@@ -125,16 +72,16 @@ class RankHooks:
         captured: of this rank. gate: of its main loop. api: on rank 0, None elsewhere.
     """
 
-    def __init__(self, captured: Captured, gate: RestGate, api: EngineApi | None) -> None:
+    def __init__(self, captured: Captured, gate: QuiesceGate, api: EngineApi | None) -> None:
         self._captured, self._gate, self._api = captured, gate, api
         self._paused = False
-        self._held: threading.Thread | None = None
+        self._blocked: threading.Thread | None = None
 
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
         """See `EngineHooks.pause`."""
-        held = self._gate.ask(pause_id)
+        blocked = self._gate.ask(pause_id)
         try:
-            if not held and self._api is not None:
+            if not blocked and self._api is not None:
                 self._stop(self._api, pause_id, mode, deadline_s)
             self._gate.wait(pause_id, deadline_s)
         except WindlassError:
@@ -142,24 +89,24 @@ class RankHooks:
             raise
 
     def _stop(self, api: EngineApi, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
-        if self._held is not None:  # it may still be on its way out
-            self._held.join(deadline_s)
+        if self._blocked is not None:  # it may still be on its way out
+            self._blocked.join(deadline_s)
         before, self._paused = self._paused, True  # also if no answer comes: it may have stopped
         self._paused = api.pause(mode, deadline_s) or before
-        if not api.holds(mode):
-            api.rest(pause_id, deadline_s)
+        if not api.blocks(mode):
+            api.quiesce(pause_id, deadline_s)
             return
-        self._held = threading.Thread(
-            target=self._hold, args=(api, pause_id, deadline_s), name="windlass-hold"
+        self._blocked = threading.Thread(
+            target=self._block, args=(api, pause_id, deadline_s), name="windlass-block"
         )
-        self._held.start()
+        self._blocked.start()
 
-    def _hold(self, api: EngineApi, pause_id: str, deadline_s: float) -> None:
+    def _block(self, api: EngineApi, pause_id: str, deadline_s: float) -> None:
         """In a thread of its own: the call lasts as long as the pause."""
         try:
-            api.hold(pause_id, deadline_s)
+            api.block(pause_id, deadline_s)
         except WindlassError as error:
-            logger.warning("pause %s: the engine did not hold", pause_id, exc_info=True)
+            logger.warning("pause %s: the engine did not block its loops", pause_id, exc_info=True)
             self._gate.fail(pause_id, error)
 
     def resume(self, deadline_s: float) -> None:
@@ -168,9 +115,9 @@ class RankHooks:
         if self._api is None or not self._paused:
             return
         end = time.monotonic() + deadline_s
-        if self._held is not None:  # a loop that is stuck elsewhere hears `resume` later
-            self._held.join(min(RELEASE_S, deadline_s / 2))
-            self._held = None
+        if self._blocked is not None:  # a loop that is stuck elsewhere hears `resume` later
+            self._blocked.join(min(RELEASE_S, deadline_s / 2))
+            self._blocked = None
         self._api.resume(end - time.monotonic())
         self._paused = False
 
@@ -208,7 +155,7 @@ class Attachment:
                 "leave: the controller must be stopped before its engine joins another, "
                 f"got one that is connected after {deadline_s} s"
             )
-        if self._client.agent.tainted:
+        if self._client.agent.mixed_weights:
             raise ProtocolError(
                 "leave: the weights of this rank may be mixed: start the engine anew, or have its "
                 "controller back"
@@ -275,40 +222,3 @@ def stretches(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             joined.append((begin, nbytes))
     return joined
-
-
-def post(url: str, path: str, body: object, deadline_s: float | None = API_DEADLINE_S) -> bytes:
-    """POST JSON to the engine's own server and return the answer. Blocks.
-
-    `deadline_s` is None only for a call that lasts as long as a pause does.
-
-    Raises:
-        PeerTimeout: no answer within `deadline_s`.
-        NoSuchRoute: 404. PeerUnreachable: no connection, or an answer that is not 200.
-    """
-    return _ask("POST", url, path, msgspec.json.encode(body), deadline_s)
-
-
-def get(url: str, path: str, deadline_s: float = API_DEADLINE_S) -> bytes:
-    """As `post`, for what can be read."""
-    return _ask("GET", url, path, None, deadline_s)
-
-
-def _ask(method: str, url: str, path: str, body: bytes | None, deadline_s: float | None) -> bytes:
-    parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=deadline_s)
-    try:
-        connection.request(method, path, body, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        answer = response.read()
-    except TimeoutError as error:
-        raise PeerTimeout(f"{method} {url}{path}: no answer within {deadline_s} s") from error
-    except (OSError, http.client.HTTPException) as error:
-        raise PeerUnreachable(f"{method} {url}{path}: {type(error).__name__}: {error}") from error
-    finally:
-        connection.close()
-    if response.status == http.client.NOT_FOUND:
-        raise NoSuchRoute(f"{method} {url}{path}: {response.status} {answer[:500]!r}")
-    if response.status != http.client.OK:
-        raise PeerUnreachable(f"{method} {url}{path}: {response.status} {answer[:500]!r}")
-    return answer

@@ -97,7 +97,7 @@ class EngineClient:
             offers = _offers_for(transport, regions, remote)
 
             def hello() -> Hello:
-                epoch, round_number = agent.place
+                epoch, round_number = agent.round_id
                 return Hello(
                     protocol_version=PROTOCOL_VERSION,
                     worker=manifest.worker,
@@ -113,7 +113,7 @@ class EngineClient:
                     lineage=agent.lineage,
                     epoch=epoch,
                     round=round_number,
-                    tainted=agent.tainted,
+                    mixed_weights=agent.mixed_weights,
                     can_send=can_send,
                 )
 

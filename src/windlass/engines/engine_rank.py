@@ -6,25 +6,26 @@ import gc
 from collections.abc import Callable
 from typing import final
 
-from windlass.engines.attach import AgentSettings, Attachment, EngineApi, RankHooks, attach
+from windlass.engines.attach import Attachment, EngineApi, RankHooks, attach
 from windlass.engines.capture.capture import Captured
-from windlass.engines.quiesce_gate import RestGate
+from windlass.engines.quiesce_gate import QuiesceGate
+from windlass.engines.spec import AgentSettings, CapturedLayout
 from windlass.envs import control_token
 from windlass.errors import ConfigError, UnsupportedLayout
 
-__all__ = ["Membership"]
+__all__ = ["EngineRank"]
 
 LEAVE_DEADLINE_S = 30.0
 
 
 @final
-class Membership:
+class EngineRank:
     """What the process of a rank keeps; one model lives in it.
 
-    `learn` comes first and lets nobody write. Between it and `join` whoever gives these orders
-    compares what all ranks have learnt; should it die there, the engine is in no fleet.
+    `capture` comes first and lets nobody write. Between it and `join` whoever gives these orders
+    compares what all ranks have captured; should it die there, the engine is in no fleet.
 
-    The layout is learnt once, while the engine still has the weights of its start. Later joins, after
+    The layout is captured once, while the engine still has the weights of its start. Later joins, after
     the controller of the fleet before has ended, use it again: with another controller, transport or
     mode of updates, the engine neither starts nor captures anew.
 
@@ -33,48 +34,48 @@ class Membership:
     """
 
     def __init__(self) -> None:
-        self.gate = RestGate()
-        self._learnt: tuple[AgentSettings, Captured, RankHooks] | None = None
+        self.gate = QuiesceGate()
+        self._first: tuple[AgentSettings, Captured, RankHooks] | None = None
         self._attachment: Attachment | None = None
         self._has_joined = False
 
     @property
     def captured(self) -> Captured:
-        """What `learn` found.
+        """What `capture` found.
 
         Raises:
             UnsupportedLayout: it has not been called.
         """
-        return self._first()[1]
+        return self._required()[1]
 
     @property
     def settings(self) -> AgentSettings:
-        """Of the first `learn`; raises as `captured` does."""
-        return self._first()[0]
+        """Of the first `capture`; raises as `captured` does."""
+        return self._required()[0]
 
-    def _first(self) -> tuple[AgentSettings, Captured, RankHooks]:
-        if self._learnt is None:
-            raise UnsupportedLayout("this rank has not learnt its layout")
-        return self._learnt
+    def _required(self) -> tuple[AgentSettings, Captured, RankHooks]:
+        if self._first is None:
+            raise UnsupportedLayout("this rank has not captured its layout")
+        return self._first
 
-    def learn(
+    def capture(
         self,
         settings: AgentSettings,
         rank: int,
         capture: Callable[[], Captured],
         api: Callable[[], EngineApi],
-    ) -> Captured:
-        """What this rank holds of the checkpoint. Called in the engine's main loop.
+    ) -> CapturedLayout:
+        """Return what this rank holds of the checkpoint. Called in the engine's main loop.
 
         Args:
             settings: `name`, `url`, `checkpoint` and `world_size` are those of the first time that
                 this rank has joined a fleet with.
             rank: of this process.
-            capture: learns the layout; called once for these.
+            capture: captures the layout; called once for these.
             api: makes what pauses the engine; called on rank 0, as often.
 
         Raises:
-            UnsupportedLayout: see `capture`; nothing was learnt.
+            UnsupportedLayout: see `capture`; nothing was captured.
             ConfigError: settings that must not change did, or there are more ranks than announced.
         """
         if rank >= settings.world_size:
@@ -82,31 +83,38 @@ class Membership:
                 f"--tp x --pp x --dp must be the server's ranks, of which this is number {rank}, "
                 f"got {settings.world_size}"
             )
-        if self._learnt is None or (
+        if self._first is None or (
             not self._has_joined and _identity(self.settings) != _identity(settings)
         ):
             captured = capture()
             hooks = RankHooks(captured, self.gate, api() if rank == 0 else None)
-            self._learnt = settings, captured, hooks
-            _settle_heap()
+            self._first = settings, captured, hooks
+            _freeze_heap()
         self._require_same(settings)
-        return self.captured
+        captured = self.captured
+        return CapturedLayout(
+            unplaced=captured.unplaced,
+            constants=captured.constants,
+            repacked=captured.repacked,
+            recomputed=captured.recomputed,
+            buffer_nbytes=captured.buffer_nbytes,
+        )
 
     def join(self, settings: AgentSettings, rank: int) -> None:
         """Join a fleet, after leaving the one before. Called in the engine's main loop.
 
         Args:
-            settings: as `learn` was given them.
+            settings: as `capture` was given them.
             rank: of this process.
 
         Raises:
-            UnsupportedLayout: nothing has been learnt.
+            UnsupportedLayout: nothing has been captured.
             ConfigError: settings that must not change did.
             ProtocolError: see `Attachment.leave`.
             AuthenticationError, PeerTimeout, TransportUnavailable, RegionError: see `attach`.
         """
         self._require_same(settings)
-        _, captured, hooks = self._first()
+        _, captured, hooks = self._required()
         if self._attachment is not None:
             self._attachment.leave(LEAVE_DEADLINE_S)
             self._attachment = None
@@ -121,7 +129,7 @@ class Membership:
             )
 
 
-def _settle_heap() -> None:
+def _freeze_heap() -> None:
     """Keep the garbage collector from walking what lives as long as the engine.
 
     The modules that vLLM or SGLang import are 650 000 objects; a full collection takes 0.4 s

@@ -11,33 +11,42 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 
 import msgspec
 
 from windlass.engines.adapters import adapter_of
-from windlass.engines.attach import AgentSettings
 from windlass.engines.signals import EndSignals, exit_at_signal
-from windlass.engines.versions import EngineReleases, check_installed
-from windlass.envs import control_token, environment_value, inherited_environment
+from windlass.engines.spec import (
+    AgentSettings,
+    CapturedLayout,
+    EngineServer,
+    EngineSpec,
+    Rule,
+    ServerCommand,
+    expandable_segments,
+    refuse_options,
+)
+from windlass.engines.versions import check_installed
+from windlass.envs import control_token, inherited_environment
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
 from windlass.net.addresses import own_address, published_host, url_of
-from windlass.updates.client import tell_cannot_join
+from windlass.updates.client import report_cannot_join
 
 __all__ = [
-    "Connect",
-    "Start",
+    "Join",
     "arguments",
     "attach_running",
     "check_placed",
+    "join_fleet",
     "launch",
     "place",
     "refuse_unsafe",
+    "report_buffers",
     "serve",
     "starts_with_random_weights",
-    "tell_buffers",
 ]
 
 REACH_DEADLINE_S = 30.0
@@ -53,46 +62,57 @@ _PARALLEL = (
 )
 """Sizes of which the ranks of an engine are the product, and how the engines spell them."""
 
-Connect = Callable[[AgentSettings], None]
+Join = Callable[[AgentSettings], None]
 """Makes every rank of the running server join; raises a `WindlassError` when one cannot."""
 
-Start = Callable[[argparse.Namespace, list[str]], int]
-"""Runs an engine's server with the options and the words that are its own; the exit status."""
 
+def launch(engine: EngineSpec, description: str | None) -> int:
+    """Check the command line of an engine with a server of its own, then start or attach it.
 
-def launch(
-    engine: EngineReleases,
-    description: str | None,
-    *,
-    unsafe: Mapping[str, str],
-    connect: Connect,
-    start: Start,
-) -> int:
-    """The main program of an engine's launcher: checks the command line, then starts or attaches.
+    A release that cannot be updated is refused, and what one lacks is told.
 
     Args:
-        engine: which; a release that cannot be updated is refused, and what one lacks is told.
+        engine: with `releases` and a `server`.
         description: for `--help`.
-        unsafe: see `refuse_unsafe`.
-        connect: for `--attach`.
-        start: for everything else; the addresses are placed.
 
     Returns:
         The exit status; 2, and one line on stderr, for whatever a `WindlassError` says.
     """
-    parser = arguments(f"windlass.engines.{engine.package}", description)
+    parser = arguments(engine.module, description)
     args, rest = parser.parse_known_args()
     try:
-        refuse_unsafe([*rest, *_own_words(args)], unsafe)
+        if engine.server is None or engine.releases is None:
+            raise ConfigError(
+                f"engine {engine.name!r} must have a server and releases, it has none"
+            )
+        join = partial(join_fleet, engine.server)
+        refuse_unsafe([*rest, *_own_words(args)], engine.rules)
         place(args)
         if args.attach:
-            return attach_running(args, connect)
-        for warning in check_installed(engine):
+            return attach_running(args, join)
+        for warning in check_installed(engine.releases):
             sys.stderr.write(f"engine {args.name}: {warning}\n")
-        return start(args, rest)
+        with engine.server.command(args, rest) as command:
+            return serve(args, command, ready_line=engine.server.ready_line, join=join)
     except WindlassError as error:
         sys.stderr.write(f"engine {args.name}: {type(error).__name__}: {error}\n")
         return 2
+
+
+def join_fleet(server: EngineServer, settings: AgentSettings) -> None:
+    """Have the ranks of a running server join a fleet, after leaving the one before.
+
+    None joins before the layouts of all have been found good: an engine is never in a fleet unchecked,
+    wherever this process ends.
+
+    Raises:
+        ConfigError: a checkpoint tensor is in the memory of no rank; and see `EngineServer`.
+        PeerUnreachable, PeerTimeout: see `EngineServer`.
+    """
+    ranks = [msgspec.json.decode(each, type=CapturedLayout) for each in server.capture(settings)]
+    check_placed(settings.name, [rank.unplaced for rank in ranks])
+    report_buffers(settings.name, ranks)
+    server.join(settings)
 
 
 def _own_words(args: argparse.Namespace) -> list[str]:
@@ -146,29 +166,26 @@ def arguments(program: str, description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def refuse_unsafe(rest: Sequence[str], unsafe: Mapping[str, str]) -> None:
+def refuse_unsafe(rest: Sequence[str], rules: Sequence[Rule]) -> None:
     """Check the options meant for an engine, and the allocator's environment.
 
     Args:
         rest: of the command line.
-        unsafe: options with which an update would be wrong -> why.
+        rules: of the engine.
 
     Raises:
-        ConfigError: an option in `unsafe`, or expandable segments.
+        ConfigError: an option that the rules refuse, or expandable segments.
     """
-    for word in rest:
-        option = word.partition("=")[0].replace("_", "-")
-        if option in unsafe:
-            raise ConfigError(f"{option} must not be given: {unsafe[option]}")
-    for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        if "expandable_segments:true" in environment_value(variable).lower():
-            raise ConfigError(
-                f"{variable} must not ask for expandable segments: their memory cannot be registered "
-                f"or shared, got {environment_value(variable)!r}"
-            )
+    refuse_options(rest, rules)
+    if asked := expandable_segments():
+        variable, _, value = asked.partition("=")
+        raise ConfigError(
+            f"{variable} must not ask for expandable segments: their memory cannot be registered "
+            f"or shared, got {value!r}"
+        )
 
 
-def attach_running(args: argparse.Namespace, connect: Connect) -> int:
+def attach_running(args: argparse.Namespace, join: Join) -> int:
     """For `--attach`: a server that runs joins a fleet, with this transport; prints one JSON line.
 
     The layout that it has captured is used again; one that has not joined a fleet captures it now,
@@ -178,7 +195,7 @@ def attach_running(args: argparse.Namespace, connect: Connect) -> int:
         0.
 
     Raises:
-        ConfigError: no controller is named. Besides, see `Connect`.
+        ConfigError: no controller is named. Besides, see `join_fleet`.
         SystemExit: SIGTERM or SIGINT; what was asked of the server has been brought to its end.
     """
     if not args.controller:
@@ -186,7 +203,7 @@ def attach_running(args: argparse.Namespace, connect: Connect) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, exit_at_signal)
     try:
-        connect(_settings(args, args.attach))
+        join(_settings(args, args.attach))
     except WindlassError as error:
         _tell(args, f"{type(error).__name__}: {error}")
         raise
@@ -220,20 +237,18 @@ def place(args: argparse.Namespace) -> None:
 
 def serve(
     args: argparse.Namespace,
-    command: Sequence[str],
+    command: ServerCommand,
     *,
-    environment: Mapping[str, str],
     ready_line: str,
-    connect: Connect,
+    join: Join,
 ) -> int:
     """Run `command` until it ends; print one JSON line once its ranks have joined.
 
     Args:
         args: of `arguments`, after `place`; `port` is that of the command.
-        command: the engine's own server.
-        environment: set on top of this process's own; the token is inherited by the ranks.
+        command: the engine's own server; its ranks inherit the token from this process.
         ready_line: what the server logs when it serves.
-        connect: see `Connect`; called once, if there is a controller.
+        join: called once, if there is a controller.
 
     Returns:
         The exit status of the server, or 2 when its ranks could not join.
@@ -245,11 +260,11 @@ def serve(
         control_token()  # fails here and not in a rank
     signals = EndSignals()
     server = subprocess.Popen(
-        list(command),
+        list(command.argv),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env={**inherited_environment(), **environment},
+        env={**inherited_environment(), **command.environment},
         start_new_session=True,
     )
     signals.call(partial(_signal, server.pid, signal.SIGKILL))
@@ -270,7 +285,8 @@ def serve(
         if server.poll() is None:
             _reach(args.host, args.port)
             if args.controller:
-                connect(_settings(args, url, loaded=not starts_with_random_weights(command)))
+                loaded = not starts_with_random_weights(command.argv)
+                join(_settings(args, url, loaded=loaded))
             os.write(1, msgspec.json.encode({"name": args.name, "url": url}) + b"\n")
         else:
             _tell(args, f"its server ended with status {server.returncode} before it served")
@@ -290,7 +306,7 @@ def _tell(args: argparse.Namespace, reason: str) -> None:
     """Whoever waits for this engine must not wait for its deadline; stderr has the reason as well."""
     with contextlib.suppress(WindlassError):
         if args.controller:
-            tell_cannot_join(args.controller, control_token(), args.name, reason)
+            report_cannot_join(args.controller, control_token(), args.name, reason)
 
 
 def starts_with_random_weights(command: Sequence[str]) -> bool:
@@ -358,17 +374,17 @@ def check_placed(engine: str, unplaced_by_rank: Sequence[Sequence[str]]) -> None
         )
 
 
-def tell_buffers(engine: str, ranks: Sequence[tuple[int, Sequence[str]]]) -> None:
+def report_buffers(engine: str, ranks: Sequence[CapturedLayout]) -> None:
     """Say on stderr what updates cost that go through buffers, if any do.
 
     Args:
         engine: its name.
-        ranks: bytes of buffers, and names of tensors that the engine's loader computes.
+        ranks: what each has captured.
     """
-    nbytes = max(nbytes for nbytes, _ in ranks)
+    nbytes = max(rank.buffer_nbytes for rank in ranks)
     if nbytes:
         sys.stderr.write(
             f"engine {engine}: buffers of {nbytes} bytes stay on a rank; "
-            f"{max(len(names) for _, names in ranks)} of its tensors are filled by the engine's own "
+            f"{max(len(rank.recomputed) for rank in ranks)} of its tensors are filled by the engine's own "
             f"loader after every update\n"
         )

@@ -7,7 +7,6 @@ costs no start of an engine.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import msgspec
 from windlass.errors import ConfigError
 from windlass.layout.quantization import BLOCK, CAPABILITIES, Scheme
 
-__all__ = ["LAYOUTS", "Layout", "require_followed"]
+__all__ = ["require_followed"]
 
 _OPTIONS = ("--quantization", "-q")
 _ONLINE = "weights that the engine quantises while it loads are computed, not copied"
@@ -33,39 +32,6 @@ _METHODS: Mapping[str, Scheme] = {
 }
 _ALGORITHMS: Mapping[str, Scheme] = {"FP8": Scheme.FP8_TENSOR, "NVFP4": Scheme.NVFP4}
 """Of modelopt, which has one method for several."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """What kernels of an engine make of a block float8 checkpoint, and what is known of it.
-
-    Attributes:
-        outcome: `proven` on a live engine, `refused` or `untested`, with the reason.
-    """
-
-    engine: str
-    kernels: str
-    layout: str
-    outcome: str
-
-
-_UNTESTED = "untested"
-_LIVE = "proven: every tensor and the tokens are those of a fresh load (docs/gpu.md)"
-_AMX = "untested: the kernels need a CPU with AMX tiles"
-_POWERS = "untested: scales become powers of two, which capture leaves to the engine's loader"
-LAYOUTS = (
-    Layout("vLLM 0.24", "CUTLASS and Triton, Hopper (the launcher's default)", "as in the checkpoint", _LIVE),
-    Layout("vLLM 0.24", "DeepGEMM, Hopper", "requantised", _POWERS),
-    Layout("vLLM 0.24", "DeepGEMM with VLLM_USE_DEEP_GEMM_E8M0=0", "scales by columns", _UNTESTED),
-    Layout("vLLM 0.24", "Marlin, FlashInfer", "repacked or reordered", _UNTESTED),
-    Layout("vLLM 0.32", "CPU", "packed for AMX", _AMX),
-    Layout("SGLang 0.5.16", "Triton, Hopper (SGLANG_ENABLE_JIT_DEEPGEMM=0)", "as in the checkpoint", _LIVE),
-    Layout("SGLang 0.5.16", "DeepGEMM, Hopper", "as in the checkpoint", _UNTESTED),
-    Layout("SGLang 0.5.23", "CPU", "packed for AMX", _AMX),
-    Layout("both", "DeepGEMM, Blackwell", "requantised", _POWERS),
-    Layout("both", "latent attention", "kv_b_proj dequantised to bfloat16", "untested live: capture leaves it to the engine's loader"),
-)  # fmt: skip
-"""Read in the sources of the releases named, or proven by `benchmarks/gpu/bench_live_engine.py`."""
 
 
 class _Quantisation(msgspec.Struct, frozen=True):

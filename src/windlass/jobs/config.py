@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from windlass.config import ControlConfig, P2pBackend, ReplicaPlace, take_name
+from windlass.config import ControlConfig, ReplicaPlace, take_name
+from windlass.engines.spec import ENGINES
 from windlass.errors import ConfigError
 from windlass.jobs.schedulers.configs import LocalSchedulerConfig, SchedulerConfig
 from windlass.rollout.messages import SamplingParams
@@ -19,7 +19,6 @@ from windlass.transports.registry import parse_transport
 
 __all__ = [
     "ControllerSection",
-    "EngineKind",
     "EngineSection",
     "LaunchConfig",
     "RecipeSection",
@@ -29,14 +28,6 @@ __all__ = [
 ]
 
 HERE = "{here}"
-
-
-class EngineKind(StrEnum):
-    """Module under `windlass.engines` that is run; see its options there."""
-
-    EMBEDDED = "embedded"
-    VLLM = "vllm"
-    SGLANG = "sglang"
 
 
 class RecipeSection(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,9 +91,9 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: identity in the fleet.
-        kind: which. model: configuration or checkpoint folder.
+        kind: name in `windlass.engines.spec.ENGINES`. model: configuration or checkpoint folder.
         tensor_parallel_size: ranks.
-        port: of its server; 0, where the system chooses, only for `embedded`.
+        port: of its server; 0, where the system chooses, only for a kind that can.
         arguments: passed on. python: interpreter; this one when empty.
         environment: added to its own. num_cpus, num_gpus: reserved.
         max_restarts: how often it is started again after a death; the job fails after that.
@@ -110,7 +101,7 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     model: str
-    kind: EngineKind = EngineKind.EMBEDDED
+    kind: str = "embedded"
     tensor_parallel_size: int = 1
     port: int = 0
     arguments: tuple[str, ...] = ()
@@ -126,8 +117,8 @@ class EngineSection(msgspec.Struct, frozen=True, kw_only=True):
         _at_least(f"{where}: max_restarts", self.max_restarts, 0)
         if not self.name or "/" in self.name:
             raise ConfigError(f"engines: name must not be empty or contain '/', got {self.name!r}")
-        if self.kind is not EngineKind.EMBEDDED and not self.port:
-            raise ConfigError(f"{where}: port must be > 0 for kind {self.kind.value!r}, got 0")
+        if ENGINES.find(self.kind).needs_port and not self.port:
+            raise ConfigError(f"{where}: port must be > 0 for kind {self.kind!r}, got 0")
 
 
 class RolloutSection(msgspec.Struct, frozen=True, kw_only=True):
@@ -208,7 +199,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
         parse_transport(self.transport)
         if self.replica:
             take_name("replica", self.replica, ReplicaPlace)
-            if not isinstance(self.update.backend, P2pBackend):
+            if not self.update.backend.traits.one_sided:
                 kind = type(self.update.backend).__name__
                 raise ConfigError(f"replica: update.backend must be p2p with one, got {kind}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import signal
+import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,17 +15,19 @@ from typing import Any, TypeVar, final
 import msgspec
 
 from windlass.controller import Controller
+from windlass.engines.spec import ENGINES, EngineOptions
 from windlass.envs import environment_value
 from windlass.errors import PeerTimeout, WindlassError
-from windlass.jobs.config import LaunchConfig
-from windlass.jobs.parts import KeptProcess, job_controller, job_processes, job_trainers
+from windlass.jobs.config import EngineSection, LaunchConfig
 from windlass.jobs.recipe import Recipe, in_thread, load_recipe
-from windlass.jobs.schedulers.base import Scheduler
+from windlass.jobs.schedulers.base import ProcessSpec, Scheduler
 from windlass.jobs.schedulers.configs import create_scheduler
 from windlass.jobs.train_controller import TrainController
+from windlass.net.access import Access, role_environment
 from windlass.net.logs import LOG_VARIABLES
 from windlass.rollout.handles import RolloutGroup
 from windlass.rollout.messages import TrainingSample
+from windlass.rollout.staleness import StalenessPolicy
 from windlass.updates.messages import RoundOutcome
 
 __all__ = ["JobSummary", "run_job"]
@@ -32,6 +35,7 @@ __all__ = ["JobSummary", "run_job"]
 _T = TypeVar("_T")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+MAX_WORKER_RESTARTS = 3
 
 
 class JobSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +55,9 @@ class JobSummary(msgspec.Struct, frozen=True, kw_only=True):
     rollouts: dict[str, int]
 
 
-async def run_job(config: LaunchConfig, *, say: Callable[[str], None]) -> JobSummary:
+async def run_job(
+    config: LaunchConfig, *, notify: Callable[[str], None], recipe: Recipe | None = None
+) -> JobSummary:
     """Run a job until its steps are done, its tasks end, or SIGTERM or SIGINT.
 
     A signal lets a running step or weight update end within `shutdown_s`, then stops the
@@ -60,13 +66,14 @@ async def run_job(config: LaunchConfig, *, say: Callable[[str], None]) -> JobSum
 
     Args:
         config: of `load_config`.
-        say: gets one line per event.
+        notify: gets one line per event.
+        recipe: in the place of the one that `config` names.
 
     Raises:
         WindlassError: a process could not be started, died too often, or a deadline passed; or all
             steps are done and the last update was not published.
     """
-    recipe = load_recipe(Path(config.recipe.file), config.recipe.name)
+    recipe = recipe or load_recipe(Path(config.recipe.file), config.recipe.name)
     output_dir = _made(config.output_dir)
     token = environment_value("WINDLASS_TOKEN") or secrets.token_hex(16)
     environment = {
@@ -76,14 +83,15 @@ async def run_job(config: LaunchConfig, *, say: Callable[[str], None]) -> JobSum
         "WINDLASS_REPLICA": config.replica,
     }
     scheduler = create_scheduler(config.scheduler, output_dir / "logs", environment)
-    controller = job_controller(config, token)
-    trainers = job_trainers(config, scheduler, token)
+    controller = _controller(config, token)
+    trainers = _trainers(config, scheduler, token)
     trainers.mount(controller.server)
     stop = _Stop()
     stop.listen()
     try:
         async with scheduler, controller:
             stop.listen()  # again: Ray sets a handler of its own when it starts
+            recipe.started(config, controller, scheduler)
             job = _Job(
                 config=config,
                 output_dir=output_dir,
@@ -91,9 +99,9 @@ async def run_job(config: LaunchConfig, *, say: Callable[[str], None]) -> JobSum
                 scheduler=scheduler,
                 controller=controller,
                 trainers=trainers,
-                processes=job_processes(config, controller.url, token),
+                processes=_processes(config, controller.url, token),
                 stop=stop,
-                say=say,
+                notify=notify,
             )
             summary = await job.run()
     finally:
@@ -131,14 +139,14 @@ class _Stop:
     def listen(self) -> None:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
-            loop.add_signal_handler(number, self._take, number)
+            loop.add_signal_handler(number, self._on_signal, number)
 
     def close(self) -> None:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.remove_signal_handler(number)
 
-    def _take(self, number: int) -> None:
+    def _on_signal(self, number: int) -> None:
         if self.asked.is_set():
             self.insisted.set()
         self.number = self.number or number
@@ -147,6 +155,14 @@ class _Stop:
 
 class _Stopped(Exception):
     """Raised inside the job's work where a signal may end it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Restarted:
+    """A process that is started again when it dies, `max_restarts` times."""
+
+    spec: ProcessSpec
+    max_restarts: int
 
 
 @final
@@ -158,14 +174,14 @@ class _Job:
     scheduler: Scheduler
     controller: Controller
     trainers: TrainController
-    processes: Sequence[KeptProcess]
+    processes: Sequence[_Restarted]
     stop: _Stop
-    say: Callable[[str], None]
+    notify: Callable[[str], None]
     steps: int = 0
 
     async def run(self) -> JobSummary:
         controller = self.controller
-        self.say(f"controller {controller.url}")
+        self.notify(f"controller {controller.url}")
         work = asyncio.create_task(self._work())
         guards = [asyncio.create_task(self._guard(kept)) for kept in self.processes]
         asked: asyncio.Task[Any] = asyncio.create_task(self.stop.asked.wait())
@@ -199,14 +215,14 @@ class _Job:
         ended = "done" if summary.version >= summary.steps else "failed"
         if summary.stopped_by:
             ended = f"stopped by signal {summary.stopped_by}"
-        self.say(f"{ended}: {summary.steps} steps, version {summary.version} published")
+        self.notify(f"{ended}: {summary.steps} steps, version {summary.version} published")
         return summary
 
     async def _let_it_end(self, work: asyncio.Task[None], guards: list[asyncio.Task[None]]) -> None:
         """A signal came: a step or an update that runs may end, and dispatches stop."""
         self.controller.rollouts.pause()
         insisted = asyncio.create_task(self.stop.insisted.wait())
-        self.say(f"signal {self.stop.number}: ending what runs")
+        self.notify(f"signal {self.stop.number}: ending what runs")
         try:
             await asyncio.wait(
                 [work, insisted, *guards],
@@ -219,9 +235,9 @@ class _Job:
             if task.done():
                 task.result()
         if not work.done():
-            self.say(f"given up after {self.config.shutdown_s} s or a second signal")
+            self.notify(f"given up after {self.config.shutdown_s} s or a second signal")
 
-    async def _guard(self, kept: KeptProcess) -> None:
+    async def _guard(self, kept: _Restarted) -> None:
         """Keep a process running; a fleet goes on without a member that comes back."""
         spec, restarts = kept.spec, 0
         while True:
@@ -231,7 +247,7 @@ class _Job:
             if restarts == kept.max_restarts:
                 tail = await self.scheduler.log_tail(spec.name)
                 raise WindlassError(f"{ended}; its log ends:\n{tail}")
-            self.say(f"{ended}; starting it again")
+            self.notify(f"{ended}; starting it again")
             restarts += 1
 
     # --- the work ----------------------------------------------------------------------------
@@ -247,7 +263,7 @@ class _Job:
                 self._check_stopped()
                 batch = await self._unless_stopped(self._batch(producer))
                 if batch is None:
-                    self.say(f"the recipe's tasks ended after {step} steps")
+                    self.notify(f"the recipe's tasks ended after {step} steps")
                     break
                 await self._step(step, batch)
         except _Stopped:
@@ -266,7 +282,7 @@ class _Job:
             await self.trainers.start(controller.url, deadline_s=deadline_s)
             if folder := config.trainer.resume_from:
                 await self.trainers.load(_whole(folder), deadline_s=deadline_s)
-                self.say(f"resumed from {folder}")
+                self.notify(f"resumed from {folder}")
             await controller.wait_for_fleet(
                 num_trainers=config.trainer.world_size,
                 engines=[engine.name for engine in config.engines],
@@ -279,6 +295,7 @@ class _Job:
     async def _step(self, step: int, batch: list[list[TrainingSample]]) -> None:
         config, trainers = self.config, self.trainers
         samples = [sample for group in batch for sample in group]
+        await self._unless_stopped(self.recipe.before_step(step, samples))
         self.controller.observe_samples(samples)
         result = await trainers.train_step(step, batch, deadline_s=config.trainer.step_deadline_s)
         await trainers.publish(step + 1, deadline_s=config.trainer.publish_deadline_s)
@@ -288,7 +305,7 @@ class _Job:
             await trainers.save(str(path), deadline_s=config.trainer.step_deadline_s)
         reward = sum(sample.reward for sample in samples) / max(len(samples), 1)
         metrics = ", ".join(f"{name} {value:.4g}" for name, value in result.metrics.items())
-        self.say(f"step {self.steps}: reward {reward:.4f}, {len(samples)} samples, {metrics}")
+        self.notify(f"step {self.steps}: reward {reward:.4f}, {len(samples)} samples, {metrics}")
 
     async def _produce(self) -> None:
         """Tasks as fast as the staleness bound admits them."""
@@ -386,3 +403,85 @@ class _Job:
             for each in (task, asked):
                 each.cancel()
             await asyncio.gather(task, asked, return_exceptions=True)
+
+
+# --- what it is made of -----------------------------------------------------------------------
+
+
+def _controller(config: LaunchConfig, token: str) -> Controller:
+    """The controller, not yet started."""
+    rollout = config.rollout
+    return Controller(
+        token=token,
+        host=config.controller.host,
+        port=config.controller.port,
+        advertise_host=config.controller.advertise_host,
+        config=config.update,
+        staleness=StalenessPolicy(
+            max_staleness=rollout.max_staleness,
+            batch_size=rollout.groups_per_step * rollout.samples_per_group,
+            max_concurrent=rollout.max_concurrent,
+            on_stale=rollout.on_stale,
+            max_resubmits=rollout.max_resubmits,
+        ),
+    )
+
+
+def _trainers(config: LaunchConfig, scheduler: Scheduler, token: str) -> TrainController:
+    """What starts the trainer ranks and calls them; not yet mounted."""
+    trainer = config.trainer
+    return TrainController(
+        scheduler,
+        command=(trainer.python or sys.executable, trainer.script, *trainer.arguments),
+        world_size=trainer.world_size,
+        token=token,
+        environment=trainer.environment,
+        num_cpus=trainer.num_cpus,
+        num_gpus=trainer.num_gpus,
+    )
+
+
+def _processes(config: LaunchConfig, url: str, token: str) -> list[_Restarted]:
+    """Engines and rollout workers of the controller at `url`."""
+    engines = [
+        _Restarted(_engine(config, engine, url, token), engine.max_restarts)
+        for engine in config.engines
+    ]
+    workers = [
+        _Restarted(_worker(config, number, url, token), MAX_WORKER_RESTARTS)
+        for number in range(config.rollout.num_workers)
+    ]
+    return engines + workers
+
+
+def _worker(config: LaunchConfig, number: int, url: str, token: str) -> ProcessSpec:
+    script, name = config.rollout.worker_script, f"worker-{number}"
+    program = (script,) if script else ("-m", "windlass.rollout.worker")
+    return ProcessSpec(
+        name=name,
+        command=(
+            *(sys.executable, *program, "--controller", url, "--name", name),
+            *config.rollout.worker_arguments,
+        ),
+        environment=role_environment(token, Access.WORKER),
+    )
+
+
+def _engine(config: LaunchConfig, engine: EngineSection, url: str, token: str) -> ProcessSpec:
+    options = EngineOptions(
+        name=engine.name,
+        model=engine.model,
+        tensor_parallel_size=engine.tensor_parallel_size,
+        transport=config.transport,
+        controller=url,
+        port=engine.port,
+        arguments=engine.arguments,
+        python=engine.python,
+    )
+    return ProcessSpec(
+        name=engine.name,
+        command=ENGINES.find(engine.kind).command(options),
+        environment={**engine.environment, **role_environment(token, Access.ENGINE)},
+        num_cpus=engine.num_cpus,
+        num_gpus=engine.num_gpus,
+    )

@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from windlass.controller import Controller
 from windlass.errors import ConfigError
+from windlass.jobs.config import LaunchConfig
+from windlass.jobs.schedulers.base import Scheduler
 from windlass.rollout.batches import training_samples
 from windlass.rollout.handles import RolloutGroup
 from windlass.rollout.messages import TrainingSample
@@ -60,6 +63,16 @@ class Recipe(ABC):
         """
         return training_samples(group, self.rewards(group))
 
+    def started(  # noqa: B027 - overriding it is a choice
+        self, config: LaunchConfig, controller: Controller, scheduler: Scheduler
+    ) -> None:
+        """Look at the job, in the controller's loop: `controller` serves, and no process is started yet."""
+
+    async def before_step(  # noqa: B027 - as above
+        self, step: int, samples: Sequence[TrainingSample]
+    ) -> None:
+        """See what step `step`, from 0, trains on; it begins when this returns. In the controller's loop."""
+
     def workflows(self) -> Mapping[str, Workflow]:
         """Workflows that the controller's loop runs when there are no worker processes."""
         return {}
@@ -89,7 +102,7 @@ async def in_thread(call: Callable[[], _T]) -> _T:
     done: asyncio.Future[_T] = loop.create_future()
     context = contextvars.copy_context()  # the fields of log lines
 
-    def tell(result: Future[_T]) -> None:
+    def deliver(result: Future[_T]) -> None:
         if done.done():  # given up
             return
         if (error := result.exception()) is not None:
@@ -105,7 +118,7 @@ async def in_thread(call: Callable[[], _T]) -> _T:
         except Exception as error:  # noqa: BLE001
             result.set_exception(error)
         with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-            loop.call_soon_threadsafe(tell, result)
+            loop.call_soon_threadsafe(deliver, result)
 
     threading.Thread(target=run, name="recipe", daemon=True).start()
     return await done

@@ -7,36 +7,36 @@ import logging
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, final
 
-import aiohttp
-from aiohttp import WSCloseCode, web
+import msgspec
+from aiohttp import web
 
-from windlass.errors import ConfigError, ProtocolError, TrainerError, WindlassError
+from windlass.errors import DECODE_ERRORS, ConfigError, ProtocolError, TrainerError
 from windlass.jobs.schedulers.base import ProcessSpec, Scheduler
 from windlass.jobs.train_messages import (
-    TRAIN_PROTOCOL_VERSION,
-    Call,
-    CallReply,
+    MAX_MESSAGE_NBYTES,
+    RANK_FRAMES,
     Done,
     Failed,
     Joined,
     Load,
     Operation,
     Publish,
+    RankFrame,
     Save,
     Setup,
     Stop,
     TrainCommand,
+    TrainResult,
     TrainStep,
-    decode_worker_frame,
-    encode_frame,
+    Welcome,
 )
 from windlass.net.access import Access, role_environment
+from windlass.net.messages import PROTOCOL_VERSION, Garbled
+from windlass.net.rpc import Session, serve
 from windlass.net.server import ControlServer
-from windlass.net.sockets import PartJoiner, close_socket, send_frame
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.workflows import encode_value
 
@@ -45,8 +45,6 @@ __all__ = ["StepResult", "TrainController"]
 _log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 20.0
-MAX_MESSAGE_NBYTES = 1 << 30
-MAX_REASON_NBYTES = 120
 LOG_LINES = 20
 DEATH_GRACE_S = 1.0
 BROKEN_GRACE_S = 1.0
@@ -62,16 +60,20 @@ class StepResult:
     metrics: Mapping[str, float]
 
 
+_Session = Session[TrainCommand, TrainResult]
+_Wait = asyncio.Future[TrainResult] | asyncio.Task[None]
+
+
 @dataclass(slots=True)
 class _Rank:
+    """A rank; its session goes on over every connection that its process makes."""
+
     name: str
+    session: _Session
     incarnation: str = ""
-    socket: web.WebSocketResponse | None = None
     joined: asyncio.Event = field(default_factory=asyncio.Event)
-    outstanding: Call | None = None
-    reply: asyncio.Future[Done] | None = None
     watch: asyncio.Task[str] | None = None
-    place: Done = field(default_factory=Done)
+    data_parallel: Done = field(default_factory=Done)
     operations: tuple[str, ...] = ()
 
 
@@ -114,9 +116,10 @@ class TrainController:
         self._command = tuple(command)
         self._environment = dict(environment or {})
         self._num_cpus, self._num_gpus = num_cpus, num_gpus
-        self._ranks = [_Rank(f"{name}-{rank}") for rank in range(world_size)]
+        names = [f"{name}-{rank}" for rank in range(world_size)]
+        self._ranks = [_Rank(each, Session(each, keeps_calls=True)) for each in names]
         self._store = ("", 0)
-        self._last_request = 0
+        self._num_calls = 0
         self._failure = ""
         self._lock = asyncio.Lock()
 
@@ -180,7 +183,7 @@ class TrainController:
                     f"{len(self._ranks)}), got {done.data_parallel_rank} of "
                     f"{done.data_parallel_size}"
                 )
-            rank.place = done
+            rank.data_parallel = done
 
     async def train_step(
         self, step: int, groups: Sequence[Sequence[TrainingSample]], *, deadline_s: float
@@ -191,10 +194,7 @@ class TrainController:
             TrainerError: a rank died, hung past `deadline_s` or raised.
         """
         whole = tuple(tuple(group) for group in groups)
-        shards = [
-            whole[rank.place.data_parallel_rank :: rank.place.data_parallel_size]
-            for rank in self._ranks
-        ]
+        shards = [whole[index::size] for index, size in self._shard_indices()]
         answers = await self._collective([TrainStep(step, shard) for shard in shards], deadline_s)
         weights = [float(sum(map(len, shard))) for shard in shards]
         found = tuple(answer.metrics for answer in answers)
@@ -240,7 +240,8 @@ class TrainController:
             TrainerError: see `train_step`.
         """
         commands = self._commands(operation, [argument] * len(self._ranks))
-        return tuple(done.value for done in await self._collective(commands, deadline_s))
+        answers = await self._collective(commands, deadline_s)
+        return tuple(_value_of(rank, done) for rank, done in zip(self._ranks, answers, strict=True))
 
     async def map(
         self, operation: str, items: Sequence[object], *, deadline_s: float
@@ -253,16 +254,14 @@ class TrainController:
         Raises:
             ConfigError, TrainerError: see `call`; a value that has not one result per item.
         """
-        places = [
-            (rank.place.data_parallel_rank, rank.place.data_parallel_size) for rank in self._ranks
-        ]
-        shards = [list(items[index::size]) for index, size in places]
+        indices = self._shard_indices()
+        shards = [list(items[index::size]) for index, size in indices]
         answers = await self._collective(self._commands(operation, shards), deadline_s)
         found: list[Any] = [None] * len(items)
         for rank, (index, size), shard, answer in reversed(
-            list(zip(self._ranks, places, shards, answers, strict=True))
+            list(zip(self._ranks, indices, shards, answers, strict=True))
         ):
-            value = answer.value
+            value = _value_of(rank, answer)
             if not isinstance(value, list) or len(value) != len(shard):
                 got = len(value) if isinstance(value, list) else type(value).__name__
                 raise TrainerError(
@@ -272,6 +271,13 @@ class TrainController:
             found[index::size] = value
         return tuple(found)
 
+    def _shard_indices(self) -> list[tuple[int, int]]:
+        """(index of its first item, distance between items) of every rank: data-parallel rank and size."""
+        return [
+            (each.data_parallel.data_parallel_rank, each.data_parallel.data_parallel_size)
+            for each in self._ranks
+        ]
+
     def _commands(self, operation: str, arguments: Sequence[object]) -> list[TrainCommand]:
         lacking = [rank.name for rank in self._ranks if operation not in rank.operations]
         if lacking:
@@ -280,9 +286,8 @@ class TrainController:
                 f"operation must be one of {known}, which run_train_worker was given on every rank, "
                 f"got {operation!r} ({', '.join(lacking)} has none of that name)"
             )
-        for argument in arguments:
-            encode_value(f"operation {operation}: argument", argument)
-        return [Operation(operation, argument) for argument in arguments]
+        what = f"operation {operation}: argument"
+        return [Operation(operation, encode_value(what, argument)) for argument in arguments]
 
     async def close(self, *, grace_s: float = 10.0) -> None:
         """Ask all ranks to stop, then end what is left. Idempotent.
@@ -306,8 +311,7 @@ class TrainController:
                 rank.watch = None
             grace = min(grace_s, BROKEN_GRACE_S) if broken else grace_s
             await self._scheduler.delete(rank.name, grace_s=grace)
-            if rank.socket is not None:
-                await close_socket(rank.socket)
+            await rank.session.close()
 
     async def _collective(
         self, commands: Sequence[TrainCommand], deadline_s: float
@@ -315,60 +319,50 @@ class TrainController:
         async with self._lock:
             if self._failure:  # of the call before this one, too
                 raise TrainerError(self._failure)
-            loop = asyncio.get_running_loop()
-            end = loop.time() + deadline_s
-            self._last_request += 1
-            replies: list[asyncio.Future[Done]] = []
+            end = asyncio.get_running_loop().time() + deadline_s
+            self._num_calls += 1
+            call_id = (1, self._num_calls, 1)
             try:
-                for rank, command in zip(self._ranks, commands, strict=True):
-                    rank.reply = loop.create_future()
-                    rank.outstanding = Call(self._last_request, command)
-                    replies.append(rank.reply)
-                    await self._send(rank, max(end - loop.time(), 0.0))
-                what = type(commands[0]).__name__
-                await self._settle(replies, end, deadline_s, what)
-                return tuple(reply.result() for reply in replies)
+                replies = await asyncio.gather(
+                    *(
+                        rank.session.call(call_id, command, within_s=deadline_s)
+                        for rank, command in zip(self._ranks, commands, strict=True)
+                    )
+                )
+                return await self._settle(replies, end, deadline_s, type(commands[0]).__name__)
             finally:
                 for rank in self._ranks:
-                    rank.outstanding, rank.reply = None, None
+                    rank.session.forget(call_id)
 
     async def _settle(
-        self,
-        waits: Sequence[asyncio.Future[Done] | asyncio.Task[None]],
-        end: float,
-        deadline_s: float,
-        what: str,
-    ) -> None:
+        self, waits: Sequence[_Wait], end: float, deadline_s: float, what: str
+    ) -> tuple[Done, ...]:
         """Wait for all; the first rank that dies or raises, or the deadline, fails all.
 
         A rank that has answered may end afterwards: that is how `Stop` looks.
         """
         loop = asyncio.get_running_loop()
+        ranks = self._ranks
         try:
-            while missing := [index for index, wait in enumerate(waits) if not wait.done()]:
-                watched = [self._ranks[index].watch for index in missing]
-                pending = [*(waits[index] for index in missing), *(w for w in watched if w)]
+            while missing := [r for r, wait in zip(ranks, waits, strict=True) if not wait.done()]:
+                watches = [rank.watch for rank in missing if rank.watch is not None]
                 done, _ = await asyncio.wait(
-                    pending,
+                    [*(wait for wait in waits if not wait.done()), *watches],
                     timeout=max(end - loop.time(), 0.0),
                     return_when=asyncio.FIRST_COMPLETED,
                 )
-                self._check_alive(missing, waits, done, what)
-                try:
-                    for wait in waits:
-                        if wait.done():
-                            wait.result()
-                except TrainerError:
+                self._check_alive(waits, what)
+                if any(wait.done() and isinstance(wait.result(), Failed) for wait in waits):
                     # A peer's collective often fails a moment before the dead rank is reported.
-                    ended, _ = await asyncio.wait(
-                        [w for w in watched if w] or pending,
-                        timeout=DEATH_GRACE_S,
-                        return_when=asyncio.FIRST_COMPLETED,
-                    )
-                    self._check_alive(missing, waits, ended, what)
-                    raise
+                    if watches:
+                        await asyncio.wait(
+                            watches, timeout=DEATH_GRACE_S, return_when=asyncio.FIRST_COMPLETED
+                        )
+                    self._check_alive(waits, what)
+                    break
                 if not done:
                     await self._raise_hang(missing, what, deadline_s)
+            return self._answers_of(waits)
         except TrainerError as error:
             self._failure = str(error)
             raise
@@ -376,26 +370,28 @@ class TrainController:
             for wait in waits:
                 wait.cancel()
 
-    def _check_alive(
-        self,
-        missing: Sequence[int],
-        waits: Sequence[asyncio.Future[Done] | asyncio.Task[None]],
-        ended: AbstractSet[object],
-        what: str,
-    ) -> None:
-        for index in missing:
-            watch = self._ranks[index].watch
-            if not waits[index].done() and watch is not None and watch in ended:
-                raise TrainerError(f"{what}: {watch.result()}")
+    def _answers_of(self, waits: Sequence[_Wait]) -> tuple[Done, ...]:
+        answers = []
+        for rank, wait in zip(self._ranks, waits, strict=True):
+            result = wait.result() if wait.done() else None
+            if isinstance(result, Failed):
+                raise TrainerError(f"{rank.name}: {result.error}")
+            answers.append(result or Done())
+        return tuple(answers)
 
-    async def _raise_hang(self, missing: Sequence[int], what: str, deadline_s: float) -> None:
-        names = ", ".join(self._ranks[index].name for index in missing)
+    def _check_alive(self, waits: Sequence[_Wait], what: str) -> None:
+        for rank, wait in zip(self._ranks, waits, strict=True):
+            if not wait.done() and rank.watch is not None and rank.watch.done():
+                raise TrainerError(f"{what}: {rank.watch.result()}")
+
+    async def _raise_hang(self, ranks: Sequence[_Rank], what: str, deadline_s: float) -> None:
         tails = [
-            f"{self._ranks[i].name}:\n{await self._scheduler.log_tail(self._ranks[i].name, LOG_LINES)}"
-            for i in missing
+            f"{rank.name}:\n{await self._scheduler.log_tail(rank.name, LOG_LINES)}"
+            for rank in ranks
         ]
         raise TrainerError(
-            f"{what}: no answer from {names} within {deadline_s} s; logs end:\n" + "".join(tails)
+            f"{what}: no answer from {', '.join(rank.name for rank in ranks)} within {deadline_s} s; "
+            f"logs end:\n{''.join(tails)}"
         )
 
     async def _watch(self, rank: _Rank) -> str:
@@ -405,76 +401,60 @@ class TrainController:
 
     # --- connections -------------------------------------------------------------------------
 
-    async def _send(self, rank: _Rank, within_s: float | None = None) -> None:
-        if rank.outstanding is None or rank.socket is None or rank.socket.closed:
-            return  # sent when it connects
-        try:
-            await send_frame(rank.socket, encode_frame(rank.outstanding), within_s=within_s)
-        except ConnectionError as error:
-            _log.info("%s: connection lost while sending: %s", rank.name, error)
-
     async def _serve(self, request: web.Request) -> web.StreamResponse:
-        socket = web.WebSocketResponse(heartbeat=HEARTBEAT_S, max_msg_size=MAX_MESSAGE_NBYTES)
-        await socket.prepare(request)
-        rank: _Rank | None = None
-        parts = PartJoiner(MAX_MESSAGE_NBYTES)
-        try:
-            async for message in socket:
-                if message.type is not aiohttp.WSMsgType.BINARY:
-                    break
-                data = parts.take(message.data)
-                if data is None:
-                    continue
-                frame = decode_worker_frame(data)
-                match frame:
-                    case Joined():
-                        rank = self._admit(frame, socket)
-                        await self._send(rank)
-                    case CallReply() if rank is not None:
-                        _resolve(rank, frame)
-                    case _:
-                        raise ProtocolError("train worker: a reply before its Joined")
-        except WindlassError as error:
-            _log.warning("train worker refused: %s", error)
-            reason = str(error).encode("ascii", "replace")[:MAX_REASON_NBYTES]
-            await close_socket(socket, code=WSCloseCode.POLICY_VIOLATION, message=reason)
-        finally:
-            if rank is not None and rank.socket is socket:
-                rank.socket = None
-            await close_socket(socket)
-        return socket
+        return await serve(
+            request, self, RANK_FRAMES, heartbeat_s=HEARTBEAT_S, max_nbytes=MAX_MESSAGE_NBYTES
+        )
 
-    def _admit(self, joined: Joined, socket: web.WebSocketResponse) -> _Rank:
-        if joined.protocol_version != TRAIN_PROTOCOL_VERSION:
+    async def admit(
+        self,
+        first: RankFrame,
+        socket: web.WebSocketResponse,  # noqa: ARG002
+    ) -> tuple[_Session, Welcome]:
+        """See `rpc.Owner`."""
+        if not isinstance(first, Joined):
+            raise ProtocolError("train worker: a reply before its Joined")
+        if first.protocol_version != PROTOCOL_VERSION:
             raise ProtocolError(
-                f"train worker: protocol_version must be {TRAIN_PROTOCOL_VERSION}, "
-                f"got {joined.protocol_version}"
+                f"train worker: protocol_version must be {PROTOCOL_VERSION}, "
+                f"got {first.protocol_version}"
             )
-        if joined.world_size != len(self._ranks) or not 0 <= joined.rank < joined.world_size:
+        if first.world_size != len(self._ranks) or not 0 <= first.rank < first.world_size:
             raise ProtocolError(
                 f"train worker: rank must be in [0, {len(self._ranks)}), "
-                f"got {joined.rank} of {joined.world_size}"
+                f"got {first.rank} of {first.world_size}"
             )
-        rank = self._ranks[joined.rank]
-        if rank.incarnation not in ("", joined.incarnation):
+        rank = self._ranks[first.rank]
+        if rank.incarnation not in ("", first.incarnation):
             raise ProtocolError(f"train worker: {rank.name} is taken by another process")
-        rank.incarnation, rank.socket = joined.incarnation, socket
-        rank.operations = joined.operations
-        if joined.rank == 0:
-            self._store = (joined.store_host, joined.store_port)
-        rank.joined.set()
-        return rank
+        rank.incarnation, rank.operations = first.incarnation, first.operations
+        if first.rank == 0:
+            self._store = (first.store_host, first.store_port)
+        return rank.session, Welcome()
+
+    async def admitted(self, session: _Session) -> None:
+        """See `rpc.Owner`."""
+        for rank in self._ranks:
+            if rank.session is session:
+                rank.joined.set()
+
+    async def received(self, session: _Session, frame: RankFrame) -> None:
+        """See `rpc.Owner`."""
+        if isinstance(frame, Joined):
+            raise Garbled(f"{session.peer}: Joined may be sent only once")
+        session.on_reply((frame.epoch, frame.round, frame.seq), frame.result)
+
+    async def lost(self, session: _Session, reason: str, *, ended: bool) -> None:  # noqa: ARG002
+        """See `rpc.Owner`. A process that has ended is seen by its scheduler."""
+        _log.info("%s: %s", session.peer, reason)
 
 
-def _resolve(rank: _Rank, frame: CallReply) -> None:
-    call, reply = rank.outstanding, rank.reply
-    if call is None or reply is None or reply.done() or frame.request_id != call.request_id:
-        return  # a second answer, or one to a call that was given up
-    match frame.result:
-        case Done():
-            reply.set_result(frame.result)
-        case Failed(error=error):
-            reply.set_exception(TrainerError(f"{rank.name}: {error}"))
+def _value_of(rank: _Rank, done: Done) -> Any:
+    """What an operation returned; nothing of it is decoded before it was asked for."""
+    try:
+        return msgspec.msgpack.decode(done.value)
+    except DECODE_ERRORS as error:
+        raise TrainerError(f"{rank.name}: value of {len(done.value)} bytes: {error}") from error
 
 
 async def _wait(event: asyncio.Event) -> None:

@@ -1,21 +1,37 @@
-"""What a train controller and its trainer ranks say to each other: msgpack over one WebSocket."""
+"""What a train controller and its trainer ranks say to each other, in a session of `net.rpc`.
+
+A collective call is one call of every rank, with the same id.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
-from windlass.errors import DECODE_ERRORS, ProtocolError
+from windlass.net.messages import Codec, Envelope, Refused, Reply
 from windlass.rollout.messages import TrainingSample
 
 __all__ = [
-    "Call", "CallReply", "Done", "Failed", "Joined", "Load", "Operation", "Publish", "Save", "Setup",
+    "CONTROLLER_FRAMES",
+    "MAX_MESSAGE_NBYTES",
+    "RANK_FRAMES",
+    "ControllerFrame",
+    "Done",
+    "Failed",
+    "Joined",
+    "Load",
+    "Operation",
+    "Publish",
+    "RankFrame",
+    "Save",
+    "Setup",
     "Stop",
-    "TrainCommand", "TrainStep", "decode_call", "decode_worker_frame", "encode_frame",
-]  # fmt: skip
+    "TrainCommand",
+    "TrainResult",
+    "TrainStep",
+    "Welcome",
+]
 
-TRAIN_PROTOCOL_VERSION = 3
+MAX_MESSAGE_NBYTES = 1 << 30
 
 
 class Joined(msgspec.Struct, frozen=True, tag="joined"):
@@ -35,6 +51,10 @@ class Joined(msgspec.Struct, frozen=True, tag="joined"):
     store_host: str = ""
     store_port: int = 0
     operations: tuple[str, ...] = ()
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """The answer to `Joined`."""
 
 
 class Setup(msgspec.Struct, frozen=True, tag="setup"):
@@ -72,10 +92,13 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
 
 
 class Operation(msgspec.Struct, frozen=True, tag="operation"):
-    """Run what the rank's owner has put under this name; the answer is `Done.value`."""
+    """Run what the rank's owner has put under this name; the answer is `Done.value`.
+
+    `argument` is msgpack: nobody decodes it but who has asked for the operation.
+    """
 
     name: str
-    argument: Any
+    argument: bytes
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
@@ -85,25 +108,18 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 TrainCommand = Setup | TrainStep | Publish | Save | Load | Operation | Stop
 
 
-class Call(msgspec.Struct, frozen=True):
-    """One half of a collective call. Repeated with the same id after a reconnect, run once."""
-
-    request_id: int
-    command: TrainCommand
-
-
 class Done(msgspec.Struct, frozen=True, tag="done"):
     """The call returned.
 
     Attributes:
         metrics: of the engine. data_parallel_rank, data_parallel_size: after `Setup`.
-        value: of an operation, msgpack-plain.
+        value: msgpack of what an operation returned; empty for other commands.
     """
 
     metrics: dict[str, float] = {}
     data_parallel_rank: int = 0
     data_parallel_size: int = 1
-    value: Any = None
+    value: bytes = b""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -112,44 +128,11 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     error: str
 
 
-class CallReply(msgspec.Struct, frozen=True, tag="call_reply"):
-    """The answer to the call of that id."""
+TrainResult = Done | Failed
+RankFrame = Joined | Reply[TrainResult]
+ControllerFrame = Welcome | Refused | Envelope[TrainCommand]
 
-    request_id: int
-    result: Done | Failed
-
-
-_encoder = msgspec.msgpack.Encoder()
-_call_decoder: msgspec.msgpack.Decoder[Call] = msgspec.msgpack.Decoder(Call)
-_worker_decoder: msgspec.msgpack.Decoder[Joined | CallReply] = msgspec.msgpack.Decoder(
-    Joined | CallReply
+RANK_FRAMES: Codec[RankFrame] = Codec(RankFrame, "train rank frame", max_nbytes=MAX_MESSAGE_NBYTES)
+CONTROLLER_FRAMES: Codec[ControllerFrame] = Codec(
+    ControllerFrame, "train controller frame", max_nbytes=MAX_MESSAGE_NBYTES
 )
-
-
-def encode_frame(frame: Joined | CallReply | Call) -> bytes:
-    """The wire form."""
-    return _encoder.encode(frame)
-
-
-def decode_call(data: bytes) -> Call:
-    """Decode what the controller sent.
-
-    Raises:
-        ProtocolError: not a call.
-    """
-    try:
-        return _call_decoder.decode(data)
-    except DECODE_ERRORS as error:
-        raise ProtocolError(f"train call of {len(data)} bytes: {error}") from error
-
-
-def decode_worker_frame(data: bytes) -> Joined | CallReply:
-    """Decode what a rank sent.
-
-    Raises:
-        ProtocolError: not such a frame.
-    """
-    try:
-        return _worker_decoder.decode(data)
-    except DECODE_ERRORS as error:
-        raise ProtocolError(f"train worker frame of {len(data)} bytes: {error}") from error

@@ -7,25 +7,21 @@ the connection, so that a long step does not look like a dead rank.
 
 from __future__ import annotations
 
-import asyncio
+import concurrent.futures
+import logging
 import os
 import queue
-import sys
-import threading
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol, final
+from typing import Any, Protocol, TypeVar, TypeVarTuple, final
 
-import aiohttp
+import msgspec
 
 from windlass.envs import control_token, environment_value
-from windlass.errors import AuthenticationError, ConfigError, PeerUnreachable, ProtocolError
+from windlass.errors import ConfigError
 from windlass.jobs.train_messages import (
-    TRAIN_PROTOCOL_VERSION,
-    Call,
-    CallReply,
+    CONTROLLER_FRAMES,
     Done,
     Failed,
     Joined,
@@ -35,25 +31,28 @@ from windlass.jobs.train_messages import (
     Save,
     Setup,
     Stop,
+    TrainCommand,
+    TrainResult,
     TrainStep,
-    decode_call,
-    encode_frame,
+    Welcome,
 )
 from windlass.net.addresses import own_address
 from windlass.net.logs import configure_logging, log_fields
-from windlass.net.sockets import PartJoiner, send_frame
+from windlass.net.messages import PROTOCOL_VERSION, Envelope
+from windlass.net.rpc_client import Client
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.workflows import encode_value
 from windlass.transfer.collective_group import Rendezvous
 
 __all__ = ["TrainContext", "TrainEngine", "TrainOperation", "run_train_worker"]
 
-KEPT_REPLIES = 16
+_log = logging.getLogger(__name__)
+
 RECONNECT_DEADLINE_S = 30.0
-BACKOFF_S = 0.2
 STORE_DEADLINE_S = 300.0
-HEARTBEAT_S = 20.0
-MAX_MESSAGE_NBYTES = 1 << 30
+
+Arguments = TypeVarTuple("Arguments")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,15 +144,49 @@ def run_train_worker(
     rank, world_size = map(int, numbers)
     configure_logging(f"trainer rank {rank}")
     name = environment_value("WINDLASS_TRAIN_NAME")
-    worker = _Worker(engine, url, name, control_token(), rank, world_size, operations or {})
     try:
-        worker.run()
+        _Worker(engine, url, name, control_token(), rank, world_size, operations or {}).work()
     finally:
         engine.close()
 
 
 @final
-class _Worker:
+class _CallingThread(concurrent.futures.Executor):
+    """Runs what is submitted in the thread that calls `run_next`: user code is called there."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+
+    # The loop, which is its one caller, passes no keywords.
+    def submit(  # type: ignore[override]
+        self, job: Callable[[*Arguments], T], /, *args: *Arguments
+    ) -> concurrent.futures.Future[T]:
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(job(*args))
+                # As every executor: it is raised where the result is asked for.
+                except Exception as error:  # noqa: BLE001
+                    future.set_exception(error)
+
+        self._jobs.put(run)
+        return future
+
+    def put(self, job: Callable[[], object]) -> None:
+        """Have `run_next` call this, and raise what it raises."""
+        self._jobs.put(job)
+
+    def run_next(self) -> None:
+        """Wait for a job and run it."""
+        self._jobs.get()()
+
+
+@final
+class _Worker(Client[TrainCommand, TrainResult, Welcome]):
+    """A rank's session with the controller; calls are carried out in the thread that calls `work`."""
+
     def __init__(
         self,
         engine: TrainEngine,
@@ -164,112 +197,45 @@ class _Worker:
         world_size: int,
         operations: Mapping[str, TrainOperation] = MappingProxyType({}),
     ) -> None:
-        self._operations = dict(operations)
-        self._engine, self._url, self._name, self._token = engine, url, name, token
+        self._calling_thread = _CallingThread()
+        super().__init__(
+            url,
+            f"/v1/train_workers/{name}",
+            token,
+            CONTROLLER_FRAMES,
+            executor=self._calling_thread,
+            give_up_s=RECONNECT_DEADLINE_S,
+            keeps_calls=True,
+        )
+        self._engine, self._operations = engine, dict(operations)
         self._rank, self._world_size = rank, world_size
-        self._calls: queue.SimpleQueue[Call | Exception] = queue.SimpleQueue()
-        self._replies: dict[int, CallReply] = {}
-        self._newest = 0
-        self._socket: aiohttp.ClientWebSocketResponse | None = None
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._serve, name="windlass-train", daemon=True)
         self._incarnation = os.urandom(8).hex()
-        self._host, self._port, self._store = "", 0, None
+        self._is_stopped = False
+        self._host, self._port, self._store_server = "", 0, None
         if rank == 0:
             self._host = own_address(url)
             # Bound here, then published: no port is ever guessed.
-            self._store = Rendezvous(self._host, STORE_DEADLINE_S)
-            self._port = self._store.port
+            self._store_server = Rendezvous(self._host, STORE_DEADLINE_S)
+            self._port = self._store_server.port
 
-    def run(self) -> None:
-        """The calling thread's loop."""
-        self._thread.start()
-        while True:
-            call = self._calls.get()
-            if isinstance(call, Exception):
-                raise call
-            reply = CallReply(call.request_id, self._carry_out(call))
-            done = asyncio.run_coroutine_threadsafe(self._answer(reply), self._loop)
-            if isinstance(call.command, Stop):
-                done.result(timeout=RECONNECT_DEADLINE_S)
-                return
+    def work(self) -> None:
+        """Carry out calls until one says stop.
 
-    def _carry_out(self, call: Call) -> Done | Failed:
-        engine = self._engine
+        Raises:
+            AuthenticationError, ProtocolError, PeerUnreachable: see `run_train_worker`.
+        """
+        self.ended.add_done_callback(lambda ended: self._calling_thread.put(ended.result))
+        self.start()
         try:
-            match call.command:
-                case Setup(store_host=host, store_port=port, deadline_s=deadline_s):
-                    context = TrainContext(
-                        rank=self._rank,
-                        world_size=self._world_size,
-                        store_host=host,
-                        store_port=port,
-                        controller=self._url,
-                        token=self._token,
-                        deadline_s=deadline_s,
-                    )
-                    index, size = engine.setup(context)
-                    return Done(data_parallel_rank=index, data_parallel_size=size)
-                case TrainStep(step=step, groups=groups):
-                    return Done(metrics=dict(engine.train_step(step, groups)))
-                case Publish(version=version, deadline_s=deadline_s):
-                    with log_fields(version=version):
-                        engine.publish(version, deadline_s=deadline_s)
-                case Save(path=path):
-                    engine.save(path)
-                case Load(path=path):
-                    engine.load(path)
-                case Operation(name=name, argument=argument):
-                    value = self._operations[name](argument)
-                    encode_value(f"operation {name}: value", value)  # here it can still be reported
-                    return Done(value=value)
-                case Stop():
-                    engine.close()
-        # The boundary of user code: whatever it raises is reported, with its trace in the log.
-        except Exception as error:  # noqa: BLE001
-            traceback.print_exc(file=sys.stderr)
-            return Failed(f"{type(error).__name__}: {error}")
-        return Done()
+            while not self._is_stopped:
+                self._calling_thread.run_next()
+            self.flush(RECONNECT_DEADLINE_S)
+        finally:
+            self.close()
 
-    # --- the daemon thread -------------------------------------------------------------------
-
-    def _serve(self) -> None:
-        try:
-            self._loop.run_until_complete(self._stay_connected())
-        # The boundary of the thread: the calling thread raises it.
-        except Exception as error:  # noqa: BLE001
-            self._calls.put(error)
-
-    async def _stay_connected(self) -> None:
-        give_up_at = self._loop.time() + RECONNECT_DEADLINE_S
-        headers = {"Authorization": f"Bearer {self._token}"}
-        async with aiohttp.ClientSession(headers=headers) as session:
-            while True:
-                try:
-                    async with session.ws_connect(
-                        f"{self._url}/v1/train_workers/{self._name}",
-                        heartbeat=HEARTBEAT_S,
-                        max_msg_size=MAX_MESSAGE_NBYTES,
-                    ) as socket:
-                        try:
-                            await self._converse(socket)
-                        finally:
-                            give_up_at = self._loop.time() + RECONNECT_DEADLINE_S
-                except aiohttp.WSServerHandshakeError as error:
-                    raise AuthenticationError(
-                        f"train worker {self._rank}: {self._url} refused: {error.status}"
-                    ) from error
-                except (aiohttp.ClientError, OSError) as error:
-                    if self._loop.time() > give_up_at:
-                        raise PeerUnreachable(
-                            f"train worker {self._rank}: {self._url} was not reachable for "
-                            f"{RECONNECT_DEADLINE_S} s: {error}"
-                        ) from error
-                await asyncio.sleep(BACKOFF_S)
-
-    async def _converse(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        joined = Joined(
-            TRAIN_PROTOCOL_VERSION,
+    def hello(self) -> Joined:
+        return Joined(
+            PROTOCOL_VERSION,
             self._rank,
             self._world_size,
             self._incarnation,
@@ -277,37 +243,42 @@ class _Worker:
             self._port,
             tuple(sorted(self._operations)),
         )
-        await send_frame(socket, encode_frame(joined))
-        self._socket = socket
-        parts = PartJoiner(MAX_MESSAGE_NBYTES)
-        try:
-            async for message in socket:
-                if message.type is not aiohttp.WSMsgType.BINARY:
-                    break
-                data = parts.take(message.data)
-                if data is not None:
-                    await self._receive(decode_call(data))
-        finally:
-            self._socket = None
-        if socket.close_code == aiohttp.WSCloseCode.POLICY_VIOLATION:
-            raise ProtocolError(
-                f"train worker {self._rank}: {self._url} refuses this rank; its log says why"
-            )
 
-    async def _receive(self, call: Call) -> None:
-        if call.request_id in self._replies:
-            await self._answer(self._replies[call.request_id])
-        elif call.request_id > self._newest:
-            self._newest = call.request_id
-            self._calls.put(call)
+    def on_frame(self, frame: Welcome) -> None:
+        """A welcome says nothing else."""
 
-    async def _answer(self, reply: CallReply) -> None:
-        """Kept, so that a call repeated after a reconnect is answered and not run again."""
-        self._replies[reply.request_id] = reply
-        while len(self._replies) > KEPT_REPLIES:
-            del self._replies[min(self._replies)]
-        if self._socket is not None and not self._socket.closed:
-            try:
-                await send_frame(self._socket, encode_frame(reply))
-            except (ConnectionError, aiohttp.ClientError):
-                return  # asked for again on the next connection
+    def failed(self, error: Exception, command: TrainCommand) -> Failed:
+        _log.error("%s failed", type(command).__name__, exc_info=error)
+        return Failed(f"{type(error).__name__}: {error}")
+
+    def execute(self, call: Envelope[TrainCommand]) -> Done:
+        engine = self._engine
+        match call.command:
+            case Setup(store_host=host, store_port=port, deadline_s=deadline_s):
+                context = TrainContext(
+                    rank=self._rank,
+                    world_size=self._world_size,
+                    store_host=host,
+                    store_port=port,
+                    controller=self._url,
+                    token=self._token,
+                    deadline_s=deadline_s,
+                )
+                index, size = engine.setup(context)
+                return Done(data_parallel_rank=index, data_parallel_size=size)
+            case TrainStep(step=step, groups=groups):
+                return Done(metrics=dict(engine.train_step(step, groups)))
+            case Publish(version=version, deadline_s=deadline_s):
+                with log_fields(version=version):
+                    engine.publish(version, deadline_s=deadline_s)
+            case Save(path=path):
+                engine.save(path)
+            case Load(path=path):
+                engine.load(path)
+            case Operation(name=name, argument=argument):
+                value = self._operations[name](msgspec.msgpack.decode(argument))
+                return Done(value=encode_value(f"operation {name}: value", value))
+            case Stop():
+                self._is_stopped = True
+                engine.close()
+        return Done()

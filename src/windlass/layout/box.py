@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from windlass.errors import ManifestError
 
-__all__ = ["Box"]
+__all__ = ["Box", "chunk"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +99,10 @@ class Box:
         return (
             "[" + ", ".join(f"{o}:{e}" for o, e in zip(self.offsets, self.ends, strict=True)) + "]"
         )
+
+
+def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
+    """(offset, size) of part `index` as `torch.chunk` and FSDP2 cut: later parts may be empty."""
+    step = -(-size // parts)
+    offset = min(index * step, size)
+    return offset, min(step, size - offset)

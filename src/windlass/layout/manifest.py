@@ -26,9 +26,9 @@ import xxhash
 
 from windlass.errors import DECODE_ERRORS, ManifestError, ProtocolError, UnsupportedLayout
 from windlass.layout.box import Box
+from windlass.layout.columns import Columns, column
 from windlass.layout.dtypes import DType
-from windlass.layout.manifest_checks import check_manifest
-from windlass.layout.quantization import QuantizedTensor
+from windlass.layout.quantization import QuantizedTensor, scale_shape
 
 __all__ = [
     "MANIFEST_SCHEMA_VERSION",
@@ -105,7 +105,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardTable:
+class ShardTable(Columns):
     """Columns of `num_shards` rows.
 
     Attributes:
@@ -117,15 +117,12 @@ class ShardTable:
         strides_bytes: (n, MAX_DIMS), left-padded with 0.
     """
 
-    tensor: Int32Array
-    parameter: Int32Array
-    offsets: Int64Array
-    sizes: Int64Array
-    offset_bytes: Int64Array
-    strides_bytes: Int64Array
-
-    def __len__(self) -> int:
-        return len(self.tensor)
+    tensor: Int32Array = column("<i4")
+    parameter: Int32Array = column("<i4")
+    offsets: Int64Array = column("<i8", MAX_DIMS)
+    sizes: Int64Array = column("<i8", MAX_DIMS)
+    offset_bytes: Int64Array = column("<i8")
+    strides_bytes: Int64Array = column("<i8", MAX_DIMS)
 
 
 class _Payload(msgspec.Struct, frozen=True):
@@ -199,7 +196,6 @@ class ShardManifest:
 
     def encode(self) -> bytes:
         """The wire form (msgpack)."""
-        table = self.table
         return msgspec.msgpack.encode(
             _Payload(
                 schema_version=MANIFEST_SCHEMA_VERSION,
@@ -209,12 +205,7 @@ class ShardManifest:
                 parameters=self.parameters,
                 aliases=dict(self.aliases),
                 quantized=self.quantized,
-                tensor=table.tensor.astype("<i4").tobytes(),
-                parameter=table.parameter.astype("<i4").tobytes(),
-                offsets=table.offsets.astype("<i8").tobytes(),
-                sizes=table.sizes.astype("<i8").tobytes(),
-                offset_bytes=table.offset_bytes.astype("<i8").tobytes(),
-                strides_bytes=table.strides_bytes.astype("<i8").tobytes(),
+                **self.table.to_bytes(),
             )
         )
 
@@ -236,14 +227,7 @@ class ShardManifest:
                 f"got {payload.schema_version}"
             )
         try:
-            table = ShardTable(
-                tensor=np.frombuffer(payload.tensor, "<i4").astype(np.int32),
-                parameter=np.frombuffer(payload.parameter, "<i4").astype(np.int32),
-                offsets=_wide(payload.offsets),
-                sizes=_wide(payload.sizes),
-                offset_bytes=np.frombuffer(payload.offset_bytes, "<i8").astype(np.int64),
-                strides_bytes=_wide(payload.strides_bytes),
-            )
+            table = ShardTable.from_bytes(msgspec.structs.asdict(payload))
         except ValueError as error:
             raise ProtocolError(
                 f"manifest of {payload.worker}: columns do not fit: {error}"
@@ -257,7 +241,7 @@ class ShardManifest:
             aliases=payload.aliases,
             quantized=payload.quantized,
         )
-        check_manifest(manifest, complete=manifest.role is Role.ENGINE)
+        _check(manifest)
         return manifest
 
     def digest(self) -> str:
@@ -389,7 +373,7 @@ class ManifestBuilder:
             aliases=dict(self._aliases),
             quantized=tuple(self._quantized),
         )
-        check_manifest(manifest, complete=manifest.role is Role.ENGINE)
+        _check(manifest)
         return manifest
 
 
@@ -403,5 +387,104 @@ def contiguous_strides(sizes: tuple[int, ...], itemsize: int) -> tuple[int, ...]
     return tuple(reversed(strides))
 
 
-def _wide(column: bytes) -> Int64Array:
-    return np.frombuffer(column, "<i8").reshape(-1, MAX_DIMS).astype(np.int64)
+def _check(manifest: ShardManifest) -> None:
+    """Check indices, boxes against shapes, bytes against parameters.
+
+    Of an engine's, shards and padding must make up every byte of every parameter.
+
+    Raises:
+        ManifestError: names the worker, the tensor or parameter, and what it should be.
+        UnsupportedLayout: a tensor with more dims than the table has columns.
+    """
+    table, worker = manifest.table, manifest.worker
+    lengths = {name: len(values) for name, values in table.columns().items()}
+    if len(set(lengths.values())) > 1:
+        raise ManifestError(
+            f"{worker}: columns of the manifest must be equally long, got {lengths}"
+        )
+    for alias, tensor in manifest.aliases.items():
+        if all(spec.name != tensor for spec in manifest.tensors):
+            raise ManifestError(f"{worker}: alias {alias!r} names unknown tensor {tensor!r}")
+    _check_quantized(manifest)
+    if len(table.tensor) == 0:
+        return
+    _check_index(f"{worker}: tensor", table.tensor, len(manifest.tensors))
+    _check_index(f"{worker}: parameter", table.parameter, len(manifest.parameters))
+    _check_boxes(manifest)
+    described = _check_bytes(manifest)
+    if manifest.role is Role.ENGINE:
+        _check_complete(manifest, described)
+
+
+def _check_index(what: str, column: Int32Array, count: int) -> None:
+    wrong = column[(column < 0) | (column >= count)]
+    if len(wrong):
+        raise ManifestError(f"{what} index of a shard must be in [0, {count}), got {int(wrong[0])}")
+
+
+def _check_boxes(manifest: ShardManifest) -> None:
+    """Every box lies inside its tensor's shape."""
+    table, worker = manifest.table, manifest.worker
+    shapes = np.ones((len(manifest.tensors), MAX_DIMS), np.int64)
+    for index, tensor_spec in enumerate(manifest.tensors):
+        if len(tensor_spec.shape) > MAX_DIMS:
+            raise UnsupportedLayout(
+                f"{worker}: tensor {tensor_spec.name!r} must have at most {MAX_DIMS} dims, "
+                f"got {len(tensor_spec.shape)}"
+            )
+        shapes[index, MAX_DIMS - len(tensor_spec.shape) :] = tensor_spec.shape
+    outside = (
+        (table.offsets < 0)
+        | (table.sizes < 1)
+        | (table.offsets + table.sizes > shapes[table.tensor])
+    ).any(axis=1)
+    if outside.any():
+        row = int(outside.argmax())
+        spec = manifest.tensors[int(table.tensor[row])]
+        raise ManifestError(
+            f"{worker}: tensor {spec.name!r}: box offsets {table.offsets[row].tolist()} sizes "
+            f"{table.sizes[row].tolist()} must lie inside shape {spec.shape}"
+        )
+
+
+def _check_quantized(manifest: ShardManifest) -> None:
+    shapes = {spec.name: spec.shape for spec in manifest.tensors}
+    for declared in manifest.quantized:
+        weight, scale = shapes.get(declared.weight), shapes.get(declared.scale)
+        if weight is None or len(weight) != 2 or scale != scale_shape(weight):
+            raise ManifestError(
+                f"{manifest.worker}: quantised tensor {declared.weight!r} must be a matrix with scales "
+                f"{declared.scale!r} per block, got shapes {weight} and {scale}"
+            )
+
+
+def _check_bytes(manifest: ShardManifest) -> Int64Array:
+    """Bytes that shards describe, per parameter."""
+    table, worker = manifest.table, manifest.worker
+    itemsizes = np.array([p.dtype.itemsize for p in manifest.parameters], np.int64)
+    extents = np.array([p.nbytes for p in manifest.parameters], np.int64)
+    reach = (table.sizes - 1) * table.strides_bytes
+    low = table.offset_bytes + np.minimum(reach, 0).sum(axis=1)
+    high = table.offset_bytes + np.maximum(reach, 0).sum(axis=1) + itemsizes[table.parameter]
+    bad = (low < 0) | (high > extents[table.parameter])
+    if bad.any():
+        row = int(bad.argmax())
+        parameter = manifest.parameters[int(table.parameter[row])]
+        raise ManifestError(
+            f"{worker}: shard of {manifest.tensors[int(table.tensor[row])].name!r} reaches bytes "
+            f"[{int(low[row])}, {int(high[row])}) of parameter {parameter.name!r}, which has "
+            f"{parameter.nbytes}"
+        )
+    described = np.zeros(len(manifest.parameters), np.int64)
+    np.add.at(described, table.parameter, table.sizes.prod(axis=1) * itemsizes[table.parameter])
+    return described
+
+
+def _check_complete(manifest: ShardManifest, described: Int64Array) -> None:
+    for index, parameter in enumerate(manifest.parameters):
+        total = int(described[index]) + parameter.padding_nbytes
+        if total != parameter.nbytes:
+            raise ManifestError(
+                f"{manifest.worker}: parameter {parameter.name!r} has {parameter.nbytes} bytes, but its "
+                f"shards and padding describe {total}"
+            )

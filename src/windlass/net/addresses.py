@@ -44,10 +44,11 @@ def url_of(host: str, port: int) -> str:
 
 
 def check_url(url: str, what: str, *, schemes: Collection[str] = ("http", "https")) -> SplitResult:
-    """The parts of the URL of a controller.
+    """The parts of the URL of a server.
 
     Raises:
-        ConfigError: it has another scheme, no host, or a port that is none.
+        ConfigError: it has another scheme, no host, a port that is none, a user, a query, a fragment, or
+            characters that cannot be printed.
     """
     rule = f"{what} must be {' or '.join(schemes)}://host[:port], got {url!r}"
     try:
@@ -55,7 +56,8 @@ def check_url(url: str, what: str, *, schemes: Collection[str] = ("http", "https
         known = parts.scheme in schemes and parts.hostname is not None and parts.port != 0
     except ValueError as error:
         raise ConfigError(rule) from error
-    if not known:
+    # What is appended to a URL must become its path; and who reads logs must not read a password.
+    if not known or "@" in parts.netloc or "?" in url or "#" in url or not url.isprintable():
         raise ConfigError(rule)
     return parts
 

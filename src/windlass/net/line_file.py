@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Generic, TypeVar, final
 
@@ -19,8 +21,6 @@ from windlass.errors import DECODE_ERRORS, ConfigError
 __all__ = ["LineFile", "read_lines"]
 
 EntryT = TypeVar("EntryT")
-_FIRST_LINES = (b'{"kind":"started"', b'{"type":"started"')
-"""How every journal begins."""
 
 
 @final
@@ -32,6 +32,7 @@ class LineFile(Generic[EntryT]):
     Args:
         path: made with its folders when it is missing.
         kind: type of an entry, or a union of tagged types.
+        first_line: how the first line of every such file begins; empty for anyhow.
 
     Attributes:
         found: what it held when it was opened; whoever has used it may clear it.
@@ -42,8 +43,9 @@ class LineFile(Generic[EntryT]):
             not an entry, or the file is none of ours: what there is of its first line begins otherwise.
     """
 
-    def __init__(self, path: Path, kind: type[EntryT]) -> None:
+    def __init__(self, path: Path, kind: type[EntryT], *, first_line: bytes = b"") -> None:
         self.path = path = Path(path)
+        self._kind, self._first_line = kind, first_line
         self._encoder = msgspec.json.Encoder()
         self._pending: list[bytes] = []
         self._descriptor = -1
@@ -52,15 +54,24 @@ class LineFile(Generic[EntryT]):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = _lock(path)
-            self.found, self.nbytes = read_lines(path, kind)
+            self.found, self.nbytes = read_lines(path, kind, first_line=first_line)
             os.ftruncate(self._descriptor, self.nbytes)  # the next line must not grow on a torn one
             _sync_directory(path.parent)
+        except BlockingIOError as error:
+            self.close()
+            raise ConfigError(
+                f"journal {path}: another process has it open: {error.strerror}"
+            ) from error
         except OSError as error:
             self.close()
             raise ConfigError(f"journal {path}: cannot be used: {error}") from error
         except ConfigError:
             self.close()
             raise
+
+    @property
+    def _replacement(self) -> Path:
+        return self.path.with_name(f"{self.path.name}.new")
 
     @property
     def pending(self) -> bool:
@@ -100,8 +111,34 @@ class LineFile(Generic[EntryT]):
             self._moved = False
         os.fdatasync(self._descriptor)
 
-    def replace_by(self, path: Path, upto_nbytes: int) -> None:
-        """Go on with another file that says the same as the first `upto_nbytes` of this one.
+    def read(self, upto_nbytes: int) -> list[EntryT]:
+        """The entries of the first `upto_nbytes`; may be called from another thread.
+
+        Raises:
+            OSError, ConfigError: it cannot be read, or a line is not an entry.
+        """
+        return read_lines(self.path, self._kind, upto_nbytes)[0]
+
+    def write_replacement(self, entries: Iterable[EntryT]) -> None:
+        """Have a file with these entries on disk, under another name; for `replace`.
+
+        May be called from another thread.
+
+        Raises:
+            OSError, ConfigError: it cannot be written; this file is as it was.
+        """
+        self._replacement.unlink(missing_ok=True)  # of a process that was killed here
+        file = LineFile(self._replacement, self._kind)
+        try:
+            for entry in entries:
+                file.add(entry)
+            file.write()
+            file.sync()
+        finally:
+            file.close()
+
+    def replace(self, upto_nbytes: int) -> None:
+        """Go on with the replacement, which says the same as the first `upto_nbytes` of this file.
 
         What was written after those is copied behind it; then it takes this one's name. The name
         survives a power cut after the next `sync`; before, it may be the old file's again.
@@ -109,6 +146,7 @@ class LineFile(Generic[EntryT]):
         Raises:
             OSError: the files are as they were.
         """
+        path = self._replacement
         descriptor = _lock(path)
         try:
             with self.path.open("rb") as old:
@@ -137,6 +175,13 @@ class LineFile(Generic[EntryT]):
             self._descriptor = -1
 
 
+def _check_is(path: Path, opened: os.stat_result) -> None:
+    if not stat.S_ISREG(opened.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file")
+    if path.stat().st_ino != opened.st_ino:
+        raise BlockingIOError(errno.EAGAIN, "it was replaced while it was opened")
+
+
 def _write_all(descriptor: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
@@ -152,8 +197,7 @@ def _lock(path: Path) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if path.stat().st_ino != os.fstat(descriptor).st_ino:
-            raise BlockingIOError(errno.EAGAIN, "it was replaced while it was opened")
+        _check_is(path, os.fstat(descriptor))
     except OSError:
         os.close(descriptor)
         raise
@@ -161,12 +205,13 @@ def _lock(path: Path) -> int:
 
 
 def read_lines(
-    path: Path, kind: type[EntryT], upto_nbytes: int | None = None
+    path: Path, kind: type[EntryT], upto_nbytes: int | None = None, *, first_line: bytes = b""
 ) -> tuple[list[EntryT], int]:
     """The entries, and the bytes that they take; a line without its end was torn by a crash.
 
     Raises:
-        ConfigError: a complete line is not an entry, or it is no journal.
+        ConfigError: a complete line is not an entry, or what there is of the first line does not begin
+            as `first_line`.
     """
     entries: list[EntryT] = []
     decoder = msgspec.json.Decoder(kind)
@@ -174,7 +219,8 @@ def read_lines(
     with path.open("rb") as file:
         for number, line in enumerate(file):
             if not line.endswith(b"\n") or nbytes == upto_nbytes:
-                if number == 0 and not _begins_a_journal(line):
+                # Else the file would be cut off, whatever it is.
+                if number == 0 and line[: len(first_line)] != first_line[: len(line)]:
                     raise ConfigError(
                         f"journal {path}: must be a journal, begins with {line[:20]!r}"
                     )
@@ -185,11 +231,6 @@ def read_lines(
                 raise ConfigError(f"journal {path}: line {number + 1}: {error}") from error
             nbytes += len(line)
     return entries, nbytes
-
-
-def _begins_a_journal(torn: bytes) -> bool:
-    """Whether a first line without its end is one that a crash has cut: the rest would be deleted."""
-    return any(torn[: len(first)] == first[: len(torn)] for first in _FIRST_LINES)
 
 
 def _sync_directory(path: Path) -> None:

@@ -111,7 +111,18 @@ class _TextFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         fields = " ".join(f"{name}={value}" for name, value in _fields.get(_NO_FIELDS).items())
         line = super().formatMessage(record)
-        return f"{line} [{fields}]" if fields else line
+        return _printable(f"{line} [{fields}]" if fields else line)
+
+
+def _printable(text: str) -> str:
+    """What peers say of themselves must neither forge a line nor speak to a terminal."""
+    return text if text.isprintable() else "".join(map(_escaped, text))
+
+
+def _escaped(character: str) -> str:
+    if character.isprintable():
+        return character
+    return character.encode("unicode_escape", "surrogatepass").decode()
 
 
 def configure_logging(process: str) -> None:

@@ -1,9 +1,10 @@
-"""The one HTTP server of a controller: agents, status, and whatever lanes are mounted on it."""
+"""The one HTTP server of a controller: agents, status, and whatever else is mounted on it."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
+import contextlib
+import resource
 from collections.abc import Awaitable, Callable, Iterable, MutableSequence
 from contextvars import ContextVar
 from typing import final
@@ -15,6 +16,7 @@ from windlass.envs import check_token
 from windlass.errors import ConfigError
 from windlass.net.access import ROUTES, Access, AccessGate, refusal_of
 from windlass.net.addresses import listen, published_host, url_of
+from windlass.net.listener import Listener, request_log
 from windlass.net.sockets import close_socket
 
 __all__ = ["CALLER", "OPEN_SOCKETS", "ControlServer"]
@@ -24,9 +26,6 @@ CALLER = ContextVar("CALLER", default=Access.OWNER)
 
 OPEN_SOCKETS = web.AppKey("OPEN_SOCKETS", WeakSet[web.WebSocketResponse])
 """Of the application: connections that are ended when the server closes, however far they have come."""
-
-ACCEPT_TURNS = 3
-"""Of the loop, from a connection that asyncio has accepted to one that aiohttp knows."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -68,7 +67,7 @@ class ControlServer:
         self._app[OPEN_SOCKETS] = WeakSet()
         self._app.on_shutdown.append(_end_sockets)
         self._runner: web.AppRunner | None = None
-        self._listener: socket.socket | None = None
+        self._listener: Listener | None = None
         self._public: set[str] = set()
         self._mounted: set[tuple[str, str]] = set()
 
@@ -103,16 +102,20 @@ class ControlServer:
         self._app.add_routes([web.get(path, handler)])
 
     async def start(self) -> None:
-        """Bind and serve.
+        """Bind and serve. Raises this process's soft limit of open files to the hard one.
 
         Raises:
             ConfigError: the address cannot be bound.
         """
-        self._listener = listener = listen(self._host, self._port, "ControlServer")
-        self._port = listener.getsockname()[1]
-        self._runner = web.AppRunner(self._app, access_log=None, shutdown_timeout=2.0)
+        bound = listen(self._host, self._port, "ControlServer")
+        self._port = bound.getsockname()[1]
+        self._runner = web.AppRunner(
+            self._app, access_log=None, shutdown_timeout=2.0, logger=request_log
+        )
         await self._runner.setup()
-        await web.SockSite(self._runner, listener, backlog=1024).start()
+        _raise_file_limit()
+        self._listener = Listener(self._runner, bound)
+        await self._listener.start()
 
     async def stop_listening(self) -> None:
         """Let nobody new in; those who are served go on to be. Idempotent.
@@ -121,10 +124,7 @@ class ControlServer:
         connection that is taken while aiohttp ends those that it knows is never ended.
         """
         if self._listener is not None:
-            await stop_accepting(self._listener)
-        if self._runner is not None:
-            for site in list(self._runner.sites):
-                await site.stop()
+            await self._listener.stop()
 
     async def close(self) -> None:
         """Stop serving. Idempotent."""
@@ -140,6 +140,8 @@ class ControlServer:
         role = self._gate.role_of(request.headers.get("Authorization", ""))
         if role is None:
             return web.json_response({"error": "missing or wrong token"}, status=401)
+        if self._listener is not None:
+            self._listener.known(request)
         resource = request.match_info.route.resource
         route = request.path if resource is None else resource.canonical
         refusal = refusal_of(role, request.method, route, ROUTES.get(route, ()))
@@ -149,16 +151,11 @@ class ControlServer:
         return await handler(request)
 
 
-async def stop_accepting(listener: socket.socket) -> None:
-    """Have the loop accept nobody more; return once whoever was is known to aiohttp. Idempotent.
-
-    A server that is closed between accepting a connection and making its transport drops it without
-    closing it (asyncio, `Server._attach` of Python 3.11 to 3.13).
-    """
-    if listener.fileno() >= 0:
-        asyncio.get_running_loop().remove_reader(listener)
-    for _ in range(ACCEPT_TURNS):
-        await asyncio.sleep(0)
+def _raise_file_limit() -> None:
+    """The usual soft limit, 1024, is for programs that use `select`; a fleet may need more."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # the limit above it was lowered meanwhile
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def _end_sockets(app: web.Application) -> None:

@@ -15,18 +15,29 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Self, final
 from weakref import WeakKeyDictionary
 
 import aiohttp
 from aiohttp import WSCloseCode, web
 
-from windlass.errors import ProtocolError
+from windlass.errors import PeerUnreachable, ProtocolError
 
-__all__ = ["CLOSE_DEADLINE_S", "SEND_DEADLINE_S", "PartJoiner", "close_socket", "send_frame"]
+__all__ = [
+    "CLOSE_DEADLINE_S",
+    "MAX_PART_NBYTES",
+    "SEND_DEADLINE_S",
+    "PartJoiner",
+    "close_socket",
+    "open_http",
+    "send_frame",
+]
 
 PART_NBYTES = 1 << 20
 """A frame of at most this many bytes travels whole."""
+MAX_PART_NBYTES = PART_NBYTES + 3
+"""WebSocket messages of this many bytes or more end their connection before they are read."""
 SEND_DEADLINE_S = 30.0
 """For a part to leave: a peer that takes less than 35 kB/s is taken for one that has stopped.
 
@@ -52,7 +63,7 @@ async def send_frame(
     within_s: float | None = None,
     on_cut: Callable[[], None] | None = None,
 ) -> None:
-    """Send a MessagePack frame, which `PartJoiner` takes at the other end.
+    """Send a MessagePack frame, which `PartJoiner` puts together at the other end.
 
     The connection is cut if a part of it (the whole, up to `PART_NBYTES`) takes longer than
     `deadline_s` to leave, or all of it longer than `within_s`. `on_cut` is called just before, so
@@ -101,8 +112,8 @@ class PartJoiner:
         self._max_nbytes = max_nbytes
         self._parts: list[bytes] = []
 
-    def take(self, data: bytes) -> bytes | None:
-        """A whole frame, or None if more of it must come.
+    def add(self, data: bytes) -> bytes | None:
+        """Add what came; returns a whole frame, or None if more of it must come.
 
         What was begun and not ended is dropped: its sender gave up.
 
@@ -127,6 +138,23 @@ class PartJoiner:
         whole = b"".join(self._parts)
         self._parts.clear()
         return whole
+
+
+def open_http(token: str) -> aiohttp.ClientSession:
+    """For requests with this token, which follow no redirect: it is for that server and no other."""
+    trace = aiohttp.TraceConfig()
+    trace.on_request_redirect.append(_refuse_redirect)
+    headers = {"Authorization": f"Bearer {token}"}
+    return aiohttp.ClientSession(headers=headers, trace_configs=[trace])
+
+
+async def _refuse_redirect(
+    _http: aiohttp.ClientSession,
+    _context: SimpleNamespace,
+    redirected: aiohttp.TraceRequestRedirectParams,
+) -> None:
+    where = redirected.response.headers.get("Location", "")[:200]
+    raise PeerUnreachable(f"{redirected.url} redirects to {where!r}, which is not followed")
 
 
 async def close_socket(

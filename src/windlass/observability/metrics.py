@@ -7,6 +7,8 @@ from typing import final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from windlass.updates.measures import Measure
+
 __all__ = ["CONTENT_TYPE", "ControllerMetrics"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -24,30 +26,7 @@ class ControllerMetrics:
         self._rounds = Counter(
             "windlass_rounds", "Weight-update rounds by outcome", ["outcome"], registry=registry
         )
-        self._nbytes = Counter(
-            "windlass_update_bytes", "Bytes that travelled in updates", registry=registry
-        )
-        self._clocks = {
-            name: Histogram(
-                f"windlass_update_{name}_seconds", text, buckets=SECONDS, registry=registry
-            )
-            for name, text in (
-                ("wire", "The slowest rank's time inside transport writes"),
-                ("whole", "First command to last reply"),
-                ("pause", "Longest pause of an engine"),
-                ("pack", "The slowest rank's time packing; 0 where that is part of the write"),
-            )
-        }
-        self._comparisons = Counter(
-            "windlass_updates_compared",
-            "Updates in which trainer ranks that hold the same were compared",
-            registry=registry,
-        )
-        self._compare_s = Counter(
-            "windlass_update_compare_seconds",
-            "The slowest rank's time digesting what was compared",
-            registry=registry,
-        )
+        self._figures = {measure: _figure(measure, registry) for measure in Measure}
         self._staleness = Histogram(
             "windlass_sample_staleness_versions",
             "Published version minus the oldest token's, when the sample is handed out",
@@ -65,26 +44,16 @@ class ControllerMetrics:
             "windlass_rollouts", "Rollouts by state since the start", ["state"], registry=registry
         )
 
-    def observe_round(
-        self,
-        outcome: str,
-        nbytes: int,
-        *,
-        wire_s: float,
-        update_s: float,
-        pause_s: float,
-        pack_s: float,
-        compared: bool,
-        compare_s: float,
-    ) -> None:
+    def observe_round(self, outcome: str, measures: Mapping[str, float]) -> None:
         """A round ended."""
-        self._comparisons.inc(compared)
-        self._compare_s.inc(compare_s)
         self._rounds.labels(outcome).inc()
-        self._nbytes.inc(nbytes)
-        clocks = {"wire": wire_s, "whole": update_s, "pause": pause_s, "pack": pack_s}
-        for name, seconds in clocks.items():
-            self._clocks[name].observe(seconds)
+        for measure, figure in self._figures.items():
+            if measure not in measures:
+                continue
+            if isinstance(figure, Counter):
+                figure.inc(measures[measure])
+            else:
+                figure.observe(measures[measure])
 
     def observe_staleness(self, ages: Iterable[int]) -> None:
         """Samples were handed to trainers; ages in versions."""
@@ -108,3 +77,11 @@ class ControllerMetrics:
         for state, count in rollouts.items():
             self._rollouts.labels(state).set(count)
         return generate_latest(self._registry)
+
+
+def _figure(measure: Measure, registry: CollectorRegistry) -> Counter | Histogram:
+    """Times are histograms, everything else is counted: `windlass_round_wire_seconds`."""
+    name = f"windlass_round_{measure.label}_seconds"
+    if measure.unit == "seconds":
+        return Histogram(name, measure.help, buckets=SECONDS, registry=registry)
+    return Counter(f"windlass_round_{measure.unit}", measure.help, registry=registry)

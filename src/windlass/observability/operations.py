@@ -18,6 +18,7 @@ from windlass.rollout.batches import BatchQueue
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.messages import TrainingSample
 from windlass.updates.coordinator import Coordinator
+from windlass.updates.measures import Measure
 from windlass.updates.messages import UpdateReport
 from windlass.updates.round_types import Phase
 
@@ -62,6 +63,9 @@ class Operations:
         return {
             **self._coordinator.status(),
             "phase": self._phase,
+            "measures": {
+                m.value: {"label": m.label, "unit": m.unit, "help": m.help} for m in Measure
+            },
             "rounds": [
                 msgspec.to_builtins(report)
                 for report in tuple(self._coordinator.reports)[-LAST_ROUNDS:]
@@ -72,30 +76,20 @@ class Operations:
         }
 
     def _on_update(self, report: UpdateReport) -> None:
-        self._metrics.observe_round(
-            report.outcome.value,
-            report.nbytes,
-            wire_s=report.wire_s,
-            update_s=report.update_s,
-            pause_s=report.pause_s,
-            pack_s=report.pack_s,
-            compared=report.compared,
-            compare_s=report.compare_s,
-        )
+        self._metrics.observe_round(report.outcome.value, report.measures)
         if self._tracer is not None:
             record_round(
                 self._tracer,
                 version=report.version,
                 outcome=report.outcome.value,
-                nbytes=report.nbytes,
-                update_s=report.update_s,
+                measures=report.measures,
                 phase_s=report.phase_s,
             )
         self._page.notify()
 
     def _on_phase(self, version: int, phase: Phase) -> None:
-        done = phase is Phase.DONE
-        self._phase = "" if done else f"{phase.value} of version {version}"
+        what = f"version {version}" if version >= 0 else "a push"  # its trainer names it at the end
+        self._phase = "" if phase is Phase.DONE else f"{phase.value} of {what}"
         self._page.notify()
 
     def observe_samples(self, samples: Sequence[TrainingSample]) -> None:

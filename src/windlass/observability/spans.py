@@ -11,6 +11,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from windlass.updates.measures import Measure
+
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
@@ -33,8 +35,7 @@ def record_round(
     *,
     version: int,
     outcome: str,
-    nbytes: int,
-    update_s: float,
+    measures: Mapping[str, float],
     phase_s: Mapping[str, float],
 ) -> None:
     """Record a round that has just ended.
@@ -43,18 +44,17 @@ def record_round(
         tracer: of `find_tracer`.
         version: announced.
         outcome: how the round ended.
-        nbytes: that travelled.
-        update_s: the whole of it.
+        measures: its figures, by the name of a `Measure`: attributes of the span.
         phase_s: its stages, in their order, one after another.
     """
     from opentelemetry.trace import set_span_in_context
 
     end_ns = time.time_ns()
-    start_ns = end_ns - int(update_s * NS)
-    attributes: dict[str, str | int] = {
+    start_ns = end_ns - int(measures.get(Measure.UPDATE_S, 0.0) * NS)
+    attributes: dict[str, str | int | float] = {
         "windlass.version": version,
         "windlass.outcome": outcome,
-        "windlass.nbytes": nbytes,
+        **{f"windlass.{name}": value for name, value in measures.items()},
     }
     whole = tracer.start_span("weight update", start_time=start_ns, attributes=attributes)
     context = set_span_in_context(whole)

@@ -1,19 +1,22 @@
-"""Coverage: every destination byte has exactly one source, or there is no plan."""
+"""Every destination byte belongs to one tensor and has exactly one source, or there is no plan."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from windlass.errors import IncompleteCoverage
+import numpy as np
+
+from windlass.errors import IncompleteCoverage, ManifestError
 from windlass.layout.box import Box
-from windlass.layout.manifest import MAX_DIMS, ShardManifest
+from windlass.layout.manifest import MAX_DIMS, Int64Array, ShardManifest
 from windlass.planning.intersect import Atoms, box_of
 from windlass.planning.plan import ITEMSIZES, CopyMode, Reason
 from windlass.planning.rows import RowTable, TensorNames
 
-__all__ = ["CoverageReport", "find_hole", "refuse_hole"]
+__all__ = ["CoverageReport", "find_hole", "refuse_hole", "refuse_overlaps"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,3 +77,84 @@ def refuse_hole(
         f"has no source; {missing} of {box.numel * itemsize} bytes are uncovered in "
         f"{len(holes)} hole(s)"
     )
+
+
+def refuse_overlaps(
+    dst: RowTable, names: TensorNames, destinations: Sequence[ShardManifest]
+) -> None:
+    """Check that no two rows of `dst` share a byte.
+
+    A manifest's bytes add up even when two shards overlap and leave a gap of the same size, so
+    the sum alone would let a byte be written twice and another never.
+
+    Rows whose extents are apart are settled in columns; interleaved ones (strided shards in
+    one parameter) are compared address by address, once per distinct arrangement.
+
+    Raises:
+        ManifestError: two rows share memory; names worker, parameter and both tensors.
+    """
+    itemsize = ITEMSIZES[dst.dtype]
+    reach = (dst.sizes - 1) * dst.strides_bytes
+    low = dst.offset_bytes + np.minimum(reach, 0).sum(axis=1)
+    high = dst.offset_bytes + np.maximum(reach, 0).sum(axis=1) + itemsize
+    owner = dst.rank.astype(np.int64) << 32 | dst.parameter
+    order = np.lexsort([low, owner])
+    owner, low, high = owner[order], low[order], high[order]
+    # Highest end so far within a parameter; extents are made comparable across parameters.
+    starts = np.flatnonzero(np.r_[True, owner[1:] != owner[:-1]]) if len(owner) else owner
+    group = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(owner))))
+    step = int(high.max(initial=0)) + 1
+    so_far = np.maximum.accumulate(high + group * step)[:-1] - group[1:] * step
+    crossing = np.unique(group[1:][so_far > low[1:]])
+    ends = np.append(starts[1:], len(owner))
+    seen: set[bytes] = set()
+    for index in crossing.tolist():
+        rows = order[starts[index] : ends[index]]
+        arrangement = np.concatenate(
+            [dst.offset_bytes[rows, None], dst.sizes[rows], dst.strides_bytes[rows]], axis=1
+        )
+        key = arrangement.tobytes() + bytes([int(itemsize[rows[0]])])
+        if key in seen:
+            continue
+        seen.add(key)
+        _check_addresses(rows, dst, names, destinations)
+
+
+def _check_addresses(
+    rows: Int64Array, dst: RowTable, names: TensorNames, destinations: Sequence[ShardManifest]
+) -> None:
+    """Mark the memory of each row, in the largest units that all rows are made of."""
+    manifest = destinations[int(dst.rank[rows[0]])]
+    parameter = manifest.parameters[int(dst.parameter[rows[0]])]
+    shapes = [_runs(dst, row, parameter.dtype.itemsize) for row in rows.tolist()]
+    offsets = [int(dst.offset_bytes[row]) for row in rows.tolist()]
+    unit = math.gcd(*offsets, *(v for run, dims in shapes for v in (run, *(s for _, s in dims))))
+    taken = np.full(parameter.nbytes // unit, -1, np.int32)
+    for row, offset, (run, dims) in zip(rows.tolist(), offsets, shapes, strict=True):
+        view: np.ndarray[tuple[int, ...], np.dtype[np.int32]] = np.ndarray(
+            (*(size for size, _ in dims), run // unit),
+            np.int32,
+            taken,
+            4 * (offset // unit),
+            (*(4 * (stride // unit) for _, stride in dims), 4),
+        )
+        if (view != -1).any():
+            other = int(view[view != -1][0])
+            raise ManifestError(
+                f"{manifest.worker}: parameter {parameter.name!r}: shards of "
+                f"{names.names[int(dst.name[other])]!r} and {names.names[int(dst.name[row])]!r} "
+                "must not share bytes"
+            )
+        view[...] = row
+
+
+def _runs(dst: RowTable, row: int, itemsize: int) -> tuple[int, list[tuple[int, int]]]:
+    """One row as contiguous runs of bytes: (run length, [(size, stride) of the dims around it])."""
+    sizes, strides = dst.sizes[row].tolist(), dst.strides_bytes[row].tolist()
+    dims = sorted(
+        ((n, s) for n, s in zip(sizes, strides, strict=True) if n > 1), key=lambda dim: abs(dim[1])
+    )
+    run = itemsize
+    while dims and dims[0][1] == run:
+        run *= dims.pop(0)[0]
+    return run, dims

@@ -2,38 +2,38 @@
 
 In come `Pieces` (which atom fills which box) and an `Assignment` (which rank sends it), out goes an
 `OpTable`: per op both parameters, offsets and strides, what it is cast to, its mode and the reason.
+Ops of a link that are adjacent on both sides then become one op.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from windlass.errors import UnsupportedLayout
 from windlass.layout.dtypes import cast_refusal
-from windlass.layout.manifest import Int64Array
+from windlass.layout.manifest import MAX_DIMS, Int64Array
 from windlass.layout.quantization import BLOCK
 from windlass.planning.intersect import Boxes, Holders, Pieces, ranges
-from windlass.planning.modes import Strided, choose_modes, collapse
-from windlass.planning.plan import DTYPES, ITEMSIZES, CopyMode, OpTable, Transform
+from windlass.planning.plan import DTYPES, ITEMSIZES, CopyMode, OpTable, Reason, Transform
 from windlass.planning.quantize import (
-    keep_blocks,
     payload_sizes,
+    refuse_casts_to_float8,
     refuse_cut_blocks,
-    refuse_unquantized,
     split_units,
 )
 from windlass.planning.routing import Assignment
 from windlass.planning.rows import RowTable, TensorNames
 
-__all__ = ["Candidates", "RoutedPieces", "build_ops", "place_landing"]
+__all__ = ["Candidates", "RoutedPieces", "build_ops", "coalesce", "place_landing"]
 
 _IS_CAST = np.array([[not cast_refusal(have, want) for want in DTYPES] for have in DTYPES])
 """[source, destination]; also of equal dtypes."""
 _CHUNK_OPS = 1 << 18
 
+BoolArray = npt.NDArray[np.bool_]
 Rows = npt.NDArray[np.intp]
 
 
@@ -91,7 +91,6 @@ class RoutedPieces:
         pieces: which atom fills which box. holders: who has each atom.
         candidates: the pieces at every destination row.
         routed: who sends each of them.
-        is_loader: (num_names,) whether the engine's own loader must be given it.
         direct_min_run_nbytes: see `PlanPolicy.direct_min_run_bytes`.
     """
 
@@ -116,7 +115,7 @@ def build_ops(given: RoutedPieces) -> OpTable:
     src, dst, routed = given.src, given.dst, given.routed
     atom = given.pieces.atom[given.candidates.piece[routed.op]]
     src_row, dst_row = _source_rows(given, atom), given.candidates.row[routed.op]
-    refuse_unquantized(src, dst, src_row, dst_row, given.names)
+    refuse_casts_to_float8(src, dst, src_row, dst_row, given.names)
     _refuse_casts(src, dst, src_row, dst_row, given.names)
     order = _plan_order(src, dst, src_row, dst_row, routed)
     ops = OpTable.empty(len(order))
@@ -135,16 +134,14 @@ def _ops(given: RoutedPieces, part: Rows, s: Int64Array, d: Int64Array) -> OpTab
     from_start = (offsets - src.offsets[s]) * src.strides_bytes[s]
     per_scale = np.where(transform == Transform.FP8_BLOCK_SCALES, BLOCK, 1)[:, None]
     steps = (offsets - dst.offsets[d]) // per_scale
-    strides = src.strides_bytes[s], dst.strides_bytes[d]
-    geometry = keep_blocks(collapse(sizes, *strides), sizes, *strides, transform)
+    geometry = collapse(
+        Strided(sizes=sizes, src_strides=src.strides_bytes[s], dst_strides=dst.strides_bytes[d]),
+        kept=transform != Transform.NONE,  # their two dims carry the blocks
+    )
     payload = payload_sizes(geometry.sizes, transform)
     dst_itemsize = ITEMSIZES[dst.dtype[d]]
     mode, reason, run_nbytes = choose_modes(
-        Strided(
-            sizes=payload,
-            src_strides=geometry.src_strides,
-            dst_strides=geometry.dst_strides,
-        ),
+        replace(geometry, sizes=payload),
         ITEMSIZES[src.dtype[s]],
         dst_itemsize,
         src.dtype[s] != dst.dtype[d],
@@ -223,6 +220,164 @@ def _plan_order(
     parameters = src.parameter[src_row].astype(np.int64) << 32 | dst.parameter[dst_row]
     place = dst.offset_bytes[dst_row]
     return np.lexsort([routed.begin, routed.op, dst_row, place, parameters, link])
+
+
+# --- from boxes to bytes ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strided:
+    """Geometry of n ops, dims left-padded with size 1 and stride 0.
+
+    Attributes:
+        sizes: (n, MAX_DIMS) elements.
+        src_strides, dst_strides: (n, MAX_DIMS) bytes.
+    """
+
+    sizes: Int64Array
+    src_strides: Int64Array
+    dst_strides: Int64Array
+
+
+def collapse(given: Strided, kept: BoolArray) -> Strided:
+    """Order dims by destination stride and join those that are one dim on both sides.
+
+    Args:
+        given: n ops, not collapsed.
+        kept: (n,) which of them stay as they are.
+    """
+    sizes, src_strides, dst_strides = given.sizes, given.src_strides, given.dst_strides
+    unit = sizes == 1
+    key = np.where(unit, np.iinfo(np.int64).max, np.abs(dst_strides))
+    if not (key[:, :-1] >= key[:, 1:]).all():
+        order = np.argsort(-key, axis=1, kind="stable")
+        sizes = np.take_along_axis(sizes, order, axis=1)
+        src_strides = np.take_along_axis(src_strides, order, axis=1)
+        dst_strides = np.take_along_axis(dst_strides, order, axis=1)
+        unit = sizes == 1
+    inner = sizes[:, 1:]
+    joins = (src_strides[:, :-1] == inner * src_strides[:, 1:]) & (
+        dst_strides[:, :-1] == inner * dst_strides[:, 1:]
+    )
+    joins |= unit[:, :-1]
+    num_rows = len(sizes)
+    out_sizes = np.ones((num_rows, MAX_DIMS), np.int64)
+    out_src = np.zeros((num_rows, MAX_DIMS), np.int64)
+    out_dst = np.zeros((num_rows, MAX_DIMS), np.int64)
+    rows = np.arange(num_rows)
+    column = np.full(num_rows, MAX_DIMS - 1)
+    for dim in range(MAX_DIMS - 1, -1, -1):
+        if dim < MAX_DIMS - 1:
+            column = column - ~joins[:, dim]
+        opens = np.ones(num_rows, np.bool_) if dim == MAX_DIMS - 1 else ~joins[:, dim]
+        out_sizes[rows, column] *= sizes[:, dim]
+        out_src[rows[opens], column[opens]] = src_strides[opens, dim]
+        out_dst[rows[opens], column[opens]] = dst_strides[opens, dim]
+    flat = out_sizes == 1
+    out_src[flat] = 0
+    out_dst[flat] = 0
+    if kept.any():
+        out_sizes[kept] = given.sizes[kept]
+        out_src[kept] = given.src_strides[kept]
+        out_dst[kept] = given.dst_strides[kept]
+    return Strided(sizes=out_sizes, src_strides=out_src, dst_strides=out_dst)
+
+
+def _is_row_major(sizes: Int64Array, strides: Int64Array, itemsize: Int64Array) -> BoolArray:
+    expected = itemsize
+    contiguous = np.ones(len(sizes), np.bool_)
+    for dim in range(MAX_DIMS - 1, -1, -1):
+        contiguous &= (sizes[:, dim] == 1) | (strides[:, dim] == expected)
+        expected = expected * sizes[:, dim]
+    return contiguous
+
+
+def choose_modes(
+    geometry: Strided,
+    src_itemsize: Int64Array,
+    dst_itemsize: Int64Array,
+    casts: BoolArray,
+    quantizes: BoolArray,
+    direct_min_run_bytes: int,
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], Int64Array]:
+    """Pick a mode per op.
+
+    Args:
+        geometry: of what travels.
+        src_itemsize: (n,) bytes.
+        dst_itemsize: (n,) bytes.
+        casts: dtypes differ.
+        quantizes: the source computes values or scales; counts as a cast.
+        direct_min_run_bytes: see `PlanPolicy`.
+
+    Returns:
+        (mode, reason, run_nbytes), each (n,).
+    """
+    sizes = geometry.sizes
+    nbytes = sizes.prod(axis=1) * dst_itemsize
+    inner = sizes[:, -1]
+    src_inner = (inner == 1) | (geometry.src_strides[:, -1] == src_itemsize)
+    dst_inner = (inner == 1) | (geometry.dst_strides[:, -1] == dst_itemsize)
+    run = np.where(src_inner & dst_inner, inner, 1) * dst_itemsize
+    dst_whole = _is_row_major(sizes, geometry.dst_strides, dst_itemsize)
+    casts = casts | quantizes
+    # First match wins, in this order.
+    rules: tuple[tuple[BoolArray, CopyMode, Reason], ...] = (
+        (~casts & (run == nbytes), CopyMode.DIRECT, Reason.CONTIGUOUS),
+        (~casts & (run >= direct_min_run_bytes), CopyMode.DIRECT, Reason.LONG_RUNS),
+        (~dst_whole, CopyMode.SCATTER, Reason.DESTINATION_STRIDED),
+        (quantizes, CopyMode.PACKED, Reason.QUANTIZED),
+        (casts, CopyMode.PACKED, Reason.CAST),
+    )
+    masks = [rule[0] for rule in rules]
+    mode = np.select(masks, [int(rule[1]) for rule in rules], int(CopyMode.PACKED))
+    reason = np.select(masks, [int(rule[2]) for rule in rules], int(Reason.SOURCE_STRIDED))
+    run_nbytes = np.where(mode == CopyMode.DIRECT, run, nbytes)
+    return mode.astype(np.uint8), reason.astype(np.uint8), run_nbytes
+
+
+# --- the ops of a link --------------------------------------------------------------------------
+
+
+def coalesce(ops: OpTable) -> OpTable:
+    """Join contiguous direct ops that follow each other on both sides.
+
+    Stacked experts and fused projections that both sides fuse alike travel as one long run.
+
+    Args:
+        ops: sorted by (src, dst, src_parameter, dst_parameter, dst_offset).
+
+    Returns:
+        The same bytes in at most as many ops; a joined op keeps its first tensor's name.
+    """
+    if len(ops) < 2:
+        return ops
+    simple = (ops.mode == CopyMode.DIRECT) & (ops.reason == Reason.CONTIGUOUS)
+    joins = simple[1:] & simple[:-1]
+    for column in (ops.src, ops.dst, ops.src_parameter, ops.dst_parameter, ops.dst_dtype):
+        joins &= column[1:] == column[:-1]
+    joins &= ops.src_offset[1:] == ops.src_offset[:-1] + ops.nbytes[:-1]
+    joins &= ops.dst_offset[1:] == ops.dst_offset[:-1] + ops.nbytes[:-1]
+    if not joins.any():
+        return ops
+    first = np.flatnonzero(np.r_[True, ~joins])
+    nbytes = np.add.reduceat(ops.nbytes, first)
+    joined = ops.select(first)
+    grown = nbytes != joined.nbytes
+    itemsize = joined.nbytes // joined.sizes.prod(axis=1)
+    sizes, run_nbytes = joined.sizes.copy(), joined.run_nbytes.copy()
+    src_strides, dst_strides = joined.src_strides.copy(), joined.dst_strides.copy()
+    sizes[grown, -1] = nbytes[grown] // itemsize[grown]
+    src_strides[grown, -1] = dst_strides[grown, -1] = itemsize[grown]
+    run_nbytes[grown] = nbytes[grown]
+    return replace(
+        joined,
+        sizes=sizes,
+        nbytes=nbytes,
+        run_nbytes=run_nbytes,
+        src_strides=src_strides,
+        dst_strides=dst_strides,
+    )
 
 
 def place_landing(

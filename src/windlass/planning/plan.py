@@ -8,7 +8,7 @@ sorted by (source, destination), so that one rank's work is one slice.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import msgspec
@@ -17,8 +17,9 @@ import numpy.typing as npt
 import xxhash
 
 from windlass.errors import DECODE_ERRORS, ProtocolError
+from windlass.layout.columns import Columns, column
 from windlass.layout.dtypes import DType
-from windlass.layout.manifest import MAX_DIMS
+from windlass.layout.manifest import MAX_DIMS, Int32Array, Int64Array, ShardManifest
 
 __all__ = [
     "DTYPES",
@@ -31,6 +32,8 @@ __all__ = [
     "TransferPlan",
     "Transform",
 ]
+
+UInt8Array = npt.NDArray[np.uint8]
 
 PLAN_SCHEMA_VERSION = 3
 
@@ -78,7 +81,7 @@ class Transform(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpTable:
+class OpTable(Columns):
     """Columns of `num_ops` rows, sorted by (src, dst).
 
     The element with multi-index i of the op's `sizes` is read at
@@ -107,48 +110,24 @@ class OpTable:
         landing_offset: (n,) byte offset in the destination's landing region, -1 without one.
     """
 
-    src: npt.NDArray[np.int32]
-    dst: npt.NDArray[np.int32]
-    tensor: npt.NDArray[np.int32]
-    src_parameter: npt.NDArray[np.int32]
-    dst_parameter: npt.NDArray[np.int32]
-    mode: npt.NDArray[np.uint8]
-    reason: npt.NDArray[np.uint8]
-    src_dtype: npt.NDArray[np.uint8]
-    dst_dtype: npt.NDArray[np.uint8]
-    transform: npt.NDArray[np.uint8]
-    sizes: npt.NDArray[np.int64]
-    src_offset: npt.NDArray[np.int64]
-    src_strides: npt.NDArray[np.int64]
-    dst_offset: npt.NDArray[np.int64]
-    dst_strides: npt.NDArray[np.int64]
-    run_nbytes: npt.NDArray[np.int64]
-    nbytes: npt.NDArray[np.int64]
-    landing_offset: npt.NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.src)
-
-    @classmethod
-    def empty(cls, num_ops: int) -> OpTable:
-        """Uninitialised columns, to be filled part by part: half the memory of joining parts."""
-        columns = {
-            f.name: np.empty(
-                (num_ops, MAX_DIMS) if f.name in _WIDE_COLUMNS else num_ops,
-                _DTYPE_OF_COLUMN.get(f.name, "<i8"),
-            )
-            for f in fields(cls)
-        }
-        return cls(**columns)
-
-    def fill(self, first: int, part: OpTable) -> None:
-        """Copy `part` into the rows from `first` on."""
-        for field in fields(self):
-            getattr(self, field.name)[first : first + len(part)] = getattr(part, field.name)
-
-    def select(self, rows: slice | npt.NDArray[np.intp]) -> OpTable:
-        """The given rows (a view for a slice)."""
-        return OpTable(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+    src: Int32Array = column("<i4")
+    dst: Int32Array = column("<i4")
+    tensor: Int32Array = column("<i4")
+    src_parameter: Int32Array = column("<i4")
+    dst_parameter: Int32Array = column("<i4")
+    mode: UInt8Array = column("u1")
+    reason: UInt8Array = column("u1")
+    src_dtype: UInt8Array = column("u1")
+    dst_dtype: UInt8Array = column("u1")
+    transform: UInt8Array = column("u1")
+    sizes: Int64Array = column("<i8", MAX_DIMS)
+    src_offset: Int64Array = column("<i8")
+    src_strides: Int64Array = column("<i8", MAX_DIMS)
+    dst_offset: Int64Array = column("<i8")
+    dst_strides: Int64Array = column("<i8", MAX_DIMS)
+    run_nbytes: Int64Array = column("<i8")
+    nbytes: Int64Array = column("<i8")
+    landing_offset: Int64Array = column("<i8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,21 +150,6 @@ class _Payload(msgspec.Struct, frozen=True):
     landing_nbytes: tuple[int, ...]
     num_ops: int
     columns: dict[str, bytes]
-
-
-_DTYPE_OF_COLUMN = {
-    "src": "<i4",
-    "dst": "<i4",
-    "tensor": "<i4",
-    "src_parameter": "<i4",
-    "dst_parameter": "<i4",
-    "mode": "u1",
-    "reason": "u1",
-    "src_dtype": "u1",
-    "dst_dtype": "u1",
-    "transform": "u1",
-}
-_WIDE_COLUMNS = {"sizes", "src_strides", "dst_strides"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,25 +231,22 @@ class TransferPlan:
         ops = replace(self.ops, landing_offset=offsets.astype(self.ops.landing_offset.dtype))
         return replace(self, landing_nbytes=landing_nbytes, ops=ops)
 
-    def _filtered(self, mask: npt.NDArray[np.bool_]) -> TransferPlan:
-        return TransferPlan(
-            sources=self.sources,
-            destinations=self.destinations,
-            tensors=self.tensors,
-            source_digests=self.source_digests,
-            destination_digests=self.destination_digests,
-            landing_nbytes=self.landing_nbytes,
-            ops=self.ops.select(np.flatnonzero(mask)),
+    def for_replica(self, leader: str, copy: ShardManifest) -> TransferPlan:
+        """What `for_destination(leader)`, this plan, is for a rank that holds the same boxes alike."""
+        index = self.destinations.index(leader)
+        return replace(
+            self,
+            destinations=(copy.worker,),
+            destination_digests=(copy.digest(),),
+            landing_nbytes=(self.landing_nbytes[index],),
+            ops=replace(self.ops, dst=np.zeros(len(self.ops), np.int32)),
         )
+
+    def _filtered(self, mask: npt.NDArray[np.bool_]) -> TransferPlan:
+        return replace(self, ops=self.ops.select(np.flatnonzero(mask)))
 
     def encode(self) -> bytes:
         """The wire form (msgpack)."""
-        columns = {
-            f.name: np.ascontiguousarray(getattr(self.ops, f.name))
-            .astype(_DTYPE_OF_COLUMN.get(f.name, "<i8"))
-            .tobytes()
-            for f in fields(OpTable)
-        }
         return msgspec.msgpack.encode(
             _Payload(
                 schema_version=PLAN_SCHEMA_VERSION,
@@ -296,7 +257,7 @@ class TransferPlan:
                 destination_digests=self.destination_digests,
                 landing_nbytes=self.landing_nbytes,
                 num_ops=len(self.ops),
-                columns=columns,
+                columns=self.ops.to_bytes(),
             )
         )
 
@@ -309,22 +270,16 @@ class TransferPlan:
         """
         try:
             payload = msgspec.msgpack.decode(data, type=_Payload)
-            columns: dict[str, npt.NDArray[np.generic]] = {}
-            for field in fields(OpTable):
-                column: npt.NDArray[np.generic] = np.frombuffer(
-                    payload.columns[field.name], _DTYPE_OF_COLUMN.get(field.name, "<i8")
-                )
-                if field.name in _WIDE_COLUMNS:
-                    column = column.reshape(-1, MAX_DIMS)
-                if len(column) != payload.num_ops:
-                    raise ProtocolError(f"plan: column {field.name} has {len(column)} rows")
-                columns[field.name] = column
+            ops = OpTable.from_bytes(payload.columns)
         except (*DECODE_ERRORS, KeyError, ValueError) as error:
             raise ProtocolError(f"plan: cannot be decoded: {error}") from error
         if payload.schema_version != PLAN_SCHEMA_VERSION:
             raise ProtocolError(
                 f"plan: schema_version must be {PLAN_SCHEMA_VERSION}, got {payload.schema_version}"
             )
+        for name, values in ops.columns().items():
+            if len(values) != payload.num_ops:
+                raise ProtocolError(f"plan: column {name} has {len(values)} rows")
         return cls(
             sources=payload.sources,
             destinations=payload.destinations,
@@ -332,7 +287,7 @@ class TransferPlan:
             source_digests=payload.source_digests,
             destination_digests=payload.destination_digests,
             landing_nbytes=payload.landing_nbytes,
-            ops=OpTable(**columns),  # type: ignore[arg-type]
+            ops=ops,
         )
 
     def digest(self) -> str:

@@ -2,10 +2,10 @@
 
     rows        manifests                      => one table per side, names resolved
     intersect   tables                         => pieces: which atom fills which box
-    coverage    pieces                         => refuse holes
+    coverage    tables, pieces                 => refuse bytes with two tensors or without a source
+    quantize    destination rows               => scales in the coordinates of their weight
     routing     pieces x destination rows      => who sends what
-    ops, modes  chosen rows                    => strides, mode and reason per op
-    coalesce    ops of a link                  => fewer, longer ops
+    ops         chosen rows                    => strides, mode and reason per op; fewer, longer ops
 
 Every step works on whole columns; Python loops run over patterns, tensors and ranks, never ops.
 The plan is symbolic (rank, parameter, byte offset); `planning/program.py` makes it a program.
@@ -20,8 +20,7 @@ import numpy as np
 
 from windlass.errors import ConfigError, ManifestError
 from windlass.layout.manifest import MAX_DIMS, ShardManifest
-from windlass.planning.coalesce import coalesce
-from windlass.planning.coverage import CoverageReport, refuse_hole
+from windlass.planning.coverage import CoverageReport, refuse_hole, refuse_overlaps
 from windlass.planning.intersect import (
     Atoms,
     Boxes,
@@ -33,8 +32,7 @@ from windlass.planning.intersect import (
     intersect_boxes,
     unique_boxes,
 )
-from windlass.planning.ops import Candidates, RoutedPieces, build_ops, place_landing
-from windlass.planning.overlap import refuse_overlaps
+from windlass.planning.ops import Candidates, RoutedPieces, build_ops, coalesce, place_landing
 from windlass.planning.plan import ITEMSIZES, CopyMode, OpTable, Reason, TransferPlan
 from windlass.planning.quantize import payload_sizes, widen_scales
 from windlass.planning.routing import RoutingReport, assign, certify, group_by_holders, pour
@@ -75,7 +73,7 @@ class PlanPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTransfer:
-    """A plan and what was learnt while making it."""
+    """A plan and what was measured while making it."""
 
     plan: TransferPlan
     coverage: CoverageReport

@@ -17,15 +17,13 @@ from windlass.errors import UnsupportedLayout
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import Int64Array
 from windlass.layout.quantization import BLOCK, CAPABILITIES, Scheme
-from windlass.planning.modes import Strided
 from windlass.planning.plan import DTYPES, Transform
 from windlass.planning.rows import RowTable, TensorNames
 
 __all__ = [
-    "keep_blocks",
     "payload_sizes",
     "refuse_cut_blocks",
-    "refuse_unquantized",
+    "refuse_casts_to_float8",
     "split_units",
     "widen_scales",
 ]
@@ -66,29 +64,7 @@ def split_units(units: Int64Array, transform: UInt8Array) -> Int64Array:
     return np.where(transform != Transform.NONE, -(-units // BLOCK), units)
 
 
-def keep_blocks(
-    geometry: Strided,
-    sizes: Int64Array,
-    src_strides: Int64Array,
-    dst_strides: Int64Array,
-    transform: UInt8Array,
-) -> Strided:
-    """Undo the collapse where an op quantises: its two dims carry the blocks."""
-    rows = np.flatnonzero(transform != Transform.NONE)
-    if not len(rows):
-        return geometry
-    kept = Strided(
-        sizes=geometry.sizes.copy(),
-        src_strides=geometry.src_strides.copy(),
-        dst_strides=geometry.dst_strides.copy(),
-    )
-    kept.sizes[rows] = sizes[rows]
-    kept.src_strides[rows] = src_strides[rows]
-    kept.dst_strides[rows] = dst_strides[rows]
-    return kept
-
-
-def refuse_unquantized(
+def refuse_casts_to_float8(
     src: RowTable, dst: RowTable, src_row: Int64Array, dst_row: Int64Array, names: TensorNames
 ) -> None:
     """Refuse a cast to float8 without scales, and a quantisation from a type without a rule.

@@ -2,8 +2,8 @@
 
 Engines whose ranks hold the same boxes at the same places of the same parameters are *replicas*. The
 plan is made for one of them and holds, op for op, for the others; rank r of every replica forms a
-*group*. The bytes of a group travel in *lanes*: a lane is a tree over the members, whose root is fed
-by the trainers, and it carries every num_lanes-th chunk.
+*group*. The bytes of a group travel in *stripes*: a stripe is a tree over the members, to whose root the
+trainers write, and it carries every num_stripes-th chunk.
 
 Two binary trees in which the inner nodes of one are leaves of the other let every member send about
 as much as it receives, at logarithmic depth (Sanders, Speck, Traeff, "Two-tree algorithms for full
@@ -16,19 +16,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
-import numpy as np
 
 from windlass.config import RelayShape
 from windlass.layout.manifest import ShardManifest
-from windlass.planning.plan import TransferPlan
 
 __all__ = [
     "RelayGroup",
     "children_of",
-    "copy_part",
     "depths_of",
     "find_replicas",
-    "lanes_of",
+    "stripes_of",
     "layout_digest",
 ]
 
@@ -41,17 +38,17 @@ class RelayGroup(msgspec.Struct, frozen=True):
 
     Attributes:
         members: worker names; the plan is made for the first.
-        lanes: per lane the parent of each member, an index in `members`, or -1 for the trainers.
+        stripes: per stripe the parent of each member, an index in `members`, or -1 for the trainers.
         chunk_nbytes: what travels at a time.
     """
 
     members: tuple[str, ...]
-    lanes: tuple[tuple[int, ...], ...]
+    stripes: tuple[tuple[int, ...], ...]
     chunk_nbytes: int
 
     def roots(self) -> tuple[str, ...]:
-        """Per lane the member that the trainers feed."""
-        return tuple(self.members[parents.index(-1)] for parents in self.lanes)
+        """Return, per stripe, the member that the trainers write to."""
+        return tuple(self.members[parents.index(-1)] for parents in self.stripes)
 
 
 def layout_digest(manifests: Sequence[ShardManifest]) -> tuple[str, ...]:
@@ -60,9 +57,9 @@ def layout_digest(manifests: Sequence[ShardManifest]) -> tuple[str, ...]:
 
 
 def depths_of(group: RelayGroup) -> tuple[tuple[int, ...], ...]:
-    """Per lane and member: hops from the trainers, 1 for the root."""
+    """Per stripe and member: hops from the trainers, 1 for the root."""
     found = []
-    for parents in group.lanes:
+    for parents in group.stripes:
         depths = [0] * len(parents)
         for member in range(len(parents)):
             at = member
@@ -81,8 +78,8 @@ def find_replicas(engines: Mapping[str, Sequence[ShardManifest]]) -> tuple[tuple
     return tuple(tuple(names) for names in found.values() if len(names) > 1)
 
 
-def lanes_of(shape: RelayShape, num_members: int) -> tuple[tuple[int, ...], ...]:
-    """Per lane the parent of each member, -1 for the root; no lanes for `OFF` or one member."""
+def stripes_of(shape: RelayShape, num_members: int) -> tuple[tuple[int, ...], ...]:
+    """Per stripe the parent of each member, -1 for the root; no stripes for `OFF` or one member."""
     if shape is RelayShape.OFF or num_members < 2:
         return ()
     if shape is RelayShape.CHAIN or (shape is RelayShape.AUTO and num_members <= LONGEST_CHAIN):
@@ -112,21 +109,9 @@ def _parent(member: int, num_members: int) -> int:
 
 
 def children_of(group: RelayGroup, member: str) -> tuple[tuple[str, ...], ...]:
-    """Per lane those that `member` passes on to."""
+    """Per stripe those that `member` passes on to."""
     index = group.members.index(member)
     return tuple(
         tuple(group.members[child] for child, parent in enumerate(parents) if parent == index)
-        for parents in group.lanes
-    )
-
-
-def copy_part(part: TransferPlan, leader: str, copy: ShardManifest) -> TransferPlan:
-    """What `TransferPlan.for_destination(leader)` is for another member of its group."""
-    index = part.destinations.index(leader)
-    return replace(
-        part,
-        destinations=(copy.worker,),
-        destination_digests=(copy.digest(),),
-        landing_nbytes=(part.landing_nbytes[index],),
-        ops=replace(part.ops, dst=np.zeros(len(part.ops), np.int32)),
+        for parents in group.stripes
     )

@@ -256,11 +256,11 @@ class Replicated:
         rank = np.repeat(np.arange(len(workers)), [len(found[w]) for w in workers])
         if (table["box"] < 0).any() or (table["box"] >= len(self.boxes)).any():
             return "ranks speak of boxes that nobody asked them for"
-        told = np.bincount(table["box"], minlength=len(self.boxes))
-        if (odd := np.flatnonzero((told > 0) & (told != self.num_holders))).size:
+        num_reports = np.bincount(table["box"], minlength=len(self.boxes))
+        if (odd := np.flatnonzero((num_reports > 0) & (num_reports != self.num_holders))).size:
             box = int(odd[0])
             return (
-                f"{self._describe(box)} is held by {self.num_holders[box]} ranks, and {told[box]} "
+                f"{self._describe(box)} is held by {self.num_holders[box]} ranks, and {num_reports[box]} "
                 "said what they hold"
             )
         order = np.lexsort((rank, table["b"], table["a"], table["kind"], table["box"]))

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from windlass.errors import IncompleteCoverage, ManifestError
-from windlass.layout.manifest import MAX_DIMS, Int32Array, Int64Array, ShardManifest
+from windlass.layout.columns import column
+from windlass.layout.manifest import Int32Array, ShardManifest, ShardTable
 from windlass.layout.quantization import require_supported
 from windlass.planning.plan import DTYPES, Transform
 
@@ -23,33 +24,22 @@ _DTYPE_INDEX = {dtype: index for index, dtype in enumerate(DTYPES)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowTable:
-    """Shards of all ranks of one side; columns of `num_rows` rows.
+class RowTable(ShardTable):
+    """Shards of all ranks of one side.
+
+    `tensor` is a class of tensors, and `parameter` an index into the parameters of the row's manifest.
 
     Attributes:
-        tensor: class of the tensor.
-        name: index into `TensorNames.names`, the name this side uses.
-        rank: index of the manifest the row came from.
-        parameter: index into that manifest's parameters.
-        dtype: index into `DTYPES`.
-        transform: `Transform` that fills the row, at the destination.
-        offsets, sizes: (n, MAX_DIMS) box in elements.
-        offset_bytes, strides_bytes: where it lies in the parameter.
+        name: (n,) index into `TensorNames.names`, the name this side uses.
+        rank: (n,) index of the manifest the row came from.
+        dtype: (n,) index into `DTYPES`.
+        transform: (n,) `Transform` that fills the row, at the destination.
     """
 
-    tensor: Int32Array
-    name: Int32Array
-    rank: Int32Array
-    parameter: Int32Array
-    dtype: npt.NDArray[np.uint8]
-    transform: npt.NDArray[np.uint8]
-    offsets: Int64Array
-    sizes: Int64Array
-    offset_bytes: Int64Array
-    strides_bytes: Int64Array
-
-    def __len__(self) -> int:
-        return len(self.tensor)
+    name: Int32Array = column("<i4")
+    rank: Int32Array = column("<i4")
+    dtype: npt.NDArray[np.uint8] = column("u1")
+    transform: npt.NDArray[np.uint8] = column("u1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,40 +174,27 @@ def gather_rows(manifests: Sequence[ShardManifest], names: TensorNames) -> RowTa
     if len(set(workers)) != len(workers):
         twice = next(worker for worker in workers if workers.count(worker) > 1)
         raise ManifestError(f"worker {twice!r} must have one manifest per side, got several")
-    name_columns = [np.zeros(0, np.int32)]
-    dtype_columns = [np.zeros(0, np.uint8)]
-    transform_columns = [np.zeros(0, np.uint8)]
-    for manifest in manifests:
-        name = names.ids(manifest)[manifest.table.tensor]
-        missing = names.class_of[name] < 0
+    rows = ShardTable.join(manifest.table for manifest in manifests).columns()
+    name, dtype = np.zeros(len(rows["tensor"]), np.int32), np.zeros(len(rows["tensor"]), np.uint8)
+    rank, transform = np.zeros_like(name), np.zeros_like(dtype)
+    stop = 0
+    for index, manifest in enumerate(manifests):
+        start, stop = stop, stop + len(manifest.table)
+        at, table = slice(start, stop), manifest.table
+        name[at], rank[at] = names.ids(manifest)[table.tensor], index
+        missing = names.class_of[name[at]] < 0
         if missing.any():
-            tensor = names.names[int(name[int(missing.argmax())])]
+            tensor = names.names[int(name[at][int(missing.argmax())])]
             raise IncompleteCoverage(f"tensor {tensor!r} of {manifest.worker} has no source at all")
-        name_columns.append(name)
         dtypes = np.array([_DTYPE_INDEX[p.dtype] for p in manifest.parameters], np.uint8)
-        dtype_columns.append(dtypes[manifest.table.parameter])
-        transform_columns.append(_transforms(manifest, names)[manifest.table.tensor])
-    tables = [manifest.table for manifest in manifests]
-    wide = np.zeros((0, MAX_DIMS), np.int64)
-    flat = np.zeros(0, np.int64)
-    all_names = np.concatenate(name_columns)
-    counts = [len(table) for table in tables]
-    return RowTable(
-        tensor=names.class_of[all_names],
-        name=all_names,
-        rank=np.repeat(np.arange(len(tables), dtype=np.int32), counts),
-        parameter=np.concatenate([np.zeros(0, np.int32), *(t.parameter for t in tables)]),
-        dtype=np.concatenate(dtype_columns),
-        transform=np.concatenate(transform_columns),
-        offsets=np.concatenate([wide, *(t.offsets for t in tables)]),
-        sizes=np.concatenate([wide, *(t.sizes for t in tables)]),
-        offset_bytes=np.concatenate([flat, *(t.offset_bytes for t in tables)]),
-        strides_bytes=np.concatenate([wide, *(t.strides_bytes for t in tables)]),
-    )
+        dtype[at] = dtypes[table.parameter]
+        transform[at] = _transforms(manifest, names)[table.tensor]
+    rows["tensor"] = names.class_of[name]
+    return RowTable(**rows, name=name, rank=rank, dtype=dtype, transform=transform)
 
 
 def _transforms(manifest: ShardManifest, names: TensorNames) -> npt.NDArray[np.uint8]:
-    """Per tensor of `manifest`."""
+    """Return the transform that fills each tensor of `manifest` at the destination."""
     transform = np.zeros(len(manifest.tensors), np.uint8)
     if manifest.quantized:
         at = {spec.name: index for index, spec in enumerate(manifest.tensors)}

@@ -8,6 +8,7 @@ from windlass.rollout.controller import RolloutController
 from windlass.rollout.directory import EngineDirectory, StaticEngines
 from windlass.rollout.handles import (
     GroupHandle,
+    Recovered,
     Rollout,
     RolloutConfig,
     RolloutGroup,
@@ -21,7 +22,7 @@ from windlass.rollout.messages import (
     TrainingSample,
     Turn,
 )
-from windlass.rollout.recovery import Recovered
+from windlass.rollout.runner import run_rollout_worker
 from windlass.rollout.service import mount_rollout_routes
 from windlass.rollout.staleness import OnStale, StalenessPolicy
 from windlass.rollout.workflows import Reject, Workflow, WorkflowContext
@@ -50,5 +51,6 @@ __all__ = [
     "Workflow",
     "WorkflowContext",
     "mount_rollout_routes",
+    "run_rollout_worker",
     "training_samples",
 ]

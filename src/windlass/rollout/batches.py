@@ -104,7 +104,7 @@ class BatchQueue:
                 f"the newest that was asked for: {newest}"
             ) from error
 
-    async def take(
+    async def shard(
         self, step: int, rank: int, world_size: int, *, deadline_s: float
     ) -> TrainingBatch:
         """A rank's shard, once the step was put.

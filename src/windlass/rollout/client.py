@@ -17,7 +17,7 @@ from windlass.errors import (
     StaleMessage,
 )
 from windlass.net.addresses import check_url
-from windlass.rollout._http import authorization
+from windlass.rollout.connection import authorization
 from windlass.rollout.messages import TrainingBatch, decode
 
 __all__ = ["BatchClient"]

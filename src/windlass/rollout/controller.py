@@ -11,51 +11,64 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
+import operator
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from itertools import islice
 from typing import Self, final
 
 import aiohttp
 
 from windlass.errors import ConfigError, PeerTimeout, RolloutError, StaleMessage
 from windlass.net.access import Access, role_token
-from windlass.rollout._http import authorization
-from windlass.rollout.directory import EngineDirectory
-from windlass.rollout.dispatch import Dispatcher
+from windlass.rollout.connection import (
+    LocalWorker,
+    RemoteWorker,
+    WorkerConnection,
+    authorization,
+)
+from windlass.rollout.directory import EngineChoice, EngineDirectory
 from windlass.rollout.handles import (
+    GroupHandle,
+    Recovered,
+    Rollout,
     RolloutConfig,
     RolloutGroup,
+    RolloutHandle,
     RolloutStats,
 )
 from windlass.rollout.journal import RolloutJournal
 from windlass.rollout.lifecycle import Lifecycle
-from windlass.rollout.links import LOCAL_WORKER, Link, WorkerLink
-from windlass.rollout.local import LocalLink
 from windlass.rollout.messages import (
+    LOCAL_WORKER,
     AttemptKey,
     CompletionAck,
     CompletionBatch,
+    EngineTarget,
     Partial,
     RolloutOutcome,
+    RolloutTask,
+    SamplingParams,
+    Work,
     WorkerHello,
     WorkerWelcome,
 )
-from windlass.rollout.recovery import Recovered
-from windlass.rollout.staleness import StalenessPolicy
-from windlass.rollout.submission import Submissions
-from windlass.rollout.table import Record
-from windlass.rollout.workflows import Workflow, check_workflows
-from windlass.updates.changes import Waiters
+from windlass.rollout.staleness import OnStale, StalenessPolicy
+from windlass.rollout.table import Record, State
+from windlass.rollout.workflows import Workflow, check_workflows, encode_value
+from windlass.updates.changes import Changes
 
 __all__ = ["RolloutController"]
 
 logger = logging.getLogger(__name__)
 MAX_REPLACED = 4096
-"""Processes whose name another one has taken: the newest are known when they come back."""
+"""Processes whose name another one has: the newest are known when they come back."""
+MAX_DISPATCHES_PER_TURN = 256
+PREFIX_TOKENS = 256
 
 
 @final
-class RolloutController(Submissions):
+class RolloutController:
     """Submits rollouts and delivers each exactly once; used as `async with`.
 
     All methods are called in the event loop in which it was entered.
@@ -89,24 +102,25 @@ class RolloutController(Submissions):
             compact_nbytes=self._config.journal_compact_nbytes,
         )
         self.recovered = Recovered()
+        self._life = Lifecycle(
+            policy, self._config, self._withdraw, self._schedule_dispatch, self._journal
+        )
+        self._table = self._life.table
+        self._workers: dict[str, WorkerConnection] = {}
         self._absent: dict[str, asyncio.TimerHandle] = {}
-        life = Lifecycle(policy, self._config, self._take_back, self._pump_soon, self._journal)
-        super().__init__(uuid.uuid4().hex[:12], life, self._pump_soon)
-        self._book = life.book
-        self._links: dict[str, Link] = {}
-        self._dispatcher = Dispatcher(engines, self._links, life, policy, self._config)
-        self._paused = False
         self._replaced: dict[tuple[str, str], None] = {}
         self._stopping: set[asyncio.Future[list[object]]] = set()
         self._engine_timers: dict[str, asyncio.TimerHandle] = {}
+        self._choice = EngineChoice(self._config.affinity_slack)
         self._session: aiohttp.ClientSession | None = None
-        self._batch_turn = asyncio.Lock()
-        self._room, self._worker_joined = Waiters(), Waiters()
-        self._pump_scheduled = False
+        self._batch_lock = asyncio.Lock()
+        self._room, self._worker_joined = Changes(), Changes()
+        self._is_dispatch_scheduled = False
+        self._paused = self._closed = False
 
     async def __aenter__(self) -> Self:
         """Raises `ConfigError` when the journal cannot be used."""
-        self.recovered = self._go_on(self._journal.open(self._policy.start_version), self._policy)
+        self.recovered = self._life.open()
         self._expect_workers()
         self._session = aiohttp.ClientSession(
             headers=authorization(role_token(self._token, Access.WORKER) if self._token else ""),
@@ -130,7 +144,7 @@ class RolloutController(Submissions):
             await self._journal.close()
         except OSError as error:  # the rest is closed all the same
             logger.error("what was added last is not in the journal: %s", error)  # noqa: TRY400
-        for record in list(self._book.records.values()):
+        for record in list(self._table.records.values()):
             self._life.cancel(record)
         self._closed = True
         for timer in (*self._engine_timers.values(), *self._absent.values()):
@@ -138,11 +152,156 @@ class RolloutController(Submissions):
         self._room.notify()
         self._worker_joined.notify()
         self._life.ready.set()
-        for link in list(self._links.values()):
-            self._stop(link)
+        for worker in list(self._workers.values()):
+            self._stop(worker)
         await asyncio.gather(*self._stopping, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
+
+    # --- submission --------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        metadata: object = None,
+        deadline_s: float | None = None,
+    ) -> RolloutHandle:
+        """Submit one rollout; returns at once. It is consumed when it completes.
+
+        Args:
+            prompt_ids: token ids of the prompt.
+            sampling: how to sample.
+            metadata: given back with the result; msgpack-plain when there is a journal.
+            deadline_s: seconds from its first dispatch after which it fails; None for never.
+
+        Raises:
+            ConfigError: a prompt that is empty or no integers, sampling of wrong types, a deadline
+                that is not positive, metadata that a journal cannot keep, a closed controller.
+            RolloutError: the journal cannot be written any more.
+        """
+        work = self._work(sampling, deadline_s, _token_ids(prompt_ids))
+        return self._life.submit(work, metadata=metadata)
+
+    def submit_workflow(
+        self,
+        workflow: str,
+        arguments: object,
+        sampling: SamplingParams,
+        *,
+        metadata: object = None,
+        deadline_s: float | None = None,
+    ) -> RolloutHandle:
+        """Submit one run of a workflow that workers were started with.
+
+        Args:
+            workflow: its name; it waits until a worker that knows it has room.
+            arguments: msgpack-plain; `WorkflowContext.arguments`.
+            sampling: used by calls of the workflow that name no other.
+            metadata: as `submit`.
+            deadline_s: as `submit`.
+
+        Raises:
+            ConfigError: as `submit`; an empty name, arguments that are not plain.
+        """
+        work = self._workflow(workflow, arguments, sampling, deadline_s)
+        return self._life.submit(work, metadata=metadata)
+
+    def submit_workflow_group(
+        self,
+        workflow: str,
+        arguments: object,
+        n: int,
+        sampling: SamplingParams,
+        *,
+        metadata: object = None,
+        deadline_s: float | None = None,
+    ) -> GroupHandle:
+        """Submit `n` runs of a workflow with the same arguments, delivered by `next_batch`.
+
+        Raises:
+            ConfigError: as `submit_workflow`; n < 1.
+        """
+        work = self._workflow(workflow, arguments, sampling, deadline_s)
+        return self._life.submit_group(work, n, metadata=metadata)
+
+    def submit_group(
+        self,
+        prompt_ids: Sequence[int],
+        n: int,
+        sampling: SamplingParams,
+        *,
+        metadata: object = None,
+        deadline_s: float | None = None,
+    ) -> GroupHandle:
+        """Submit `n` samples of one prompt, delivered together by `next_batch`.
+
+        Raises:
+            ConfigError: as `submit`; n < 1.
+        """
+        work = self._work(sampling, deadline_s, _token_ids(prompt_ids))
+        return self._life.submit_group(work, n, metadata=metadata)
+
+    def decline(self, result: RolloutGroup | Rollout) -> None:
+        """What was handed out is of no use (all rewards equal, say): it counts as never drawn.
+
+        Without this the staleness bound counts it as trained on, and in the end admits nothing.
+
+        Raises:
+            RolloutError: it was not handed out by this process, not lately, or is declined already.
+        """
+        found = result.rollouts if isinstance(result, RolloutGroup) else (result,)
+        self._life.decline([rollout.task_id for rollout in found])
+
+    async def wait(
+        self, handles: Sequence[RolloutHandle], *, deadline_s: float
+    ) -> tuple[Rollout, ...]:
+        """The results in order of `handles`. At the deadline none of them is cancelled.
+
+        Raises:
+            PeerTimeout: not all were done within `deadline_s`.
+            RolloutError: one of them failed.
+        """
+        done = asyncio.Event()
+        left = len(handles)
+
+        def one_done(_: asyncio.Future[Rollout]) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                done.set()
+
+        for handle in handles:
+            handle.add_done_callback(one_done)
+        try:
+            async with asyncio.timeout(deadline_s if handles else None):
+                if handles:
+                    await done.wait()
+        except TimeoutError as error:
+            raise PeerTimeout(
+                f"wait: {len(handles)} rollouts within {deadline_s} s, {left} are not done"
+            ) from error
+        return tuple([await handle for handle in handles])
+
+    def _work(
+        self, sampling: SamplingParams, deadline_s: float | None, prompt_ids: tuple[int, ...]
+    ) -> Work:
+        self._check_open("submit")
+        return Work(prompt_ids=prompt_ids, sampling=sampling, deadline_s=deadline_s)
+
+    def _workflow(
+        self, workflow: str, arguments: object, sampling: SamplingParams, deadline_s: float | None
+    ) -> Work:
+        self._check_open("submit")
+        if not workflow:
+            raise ConfigError("rollout: workflow must not be empty, got ''")
+        encoded = encode_value(f"workflow {workflow}: arguments", arguments)
+        return Work(sampling=sampling, deadline_s=deadline_s, workflow=workflow, arguments=encoded)
+
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise ConfigError(f"rollout controller: {what} needs an open controller, got closed")
 
     # --- for the owner -----------------------------------------------------------------
 
@@ -153,7 +312,7 @@ class RolloutController(Submissions):
     def resume(self) -> None:
         """Dispatch again."""
         self._paused = False
-        self._pump_soon()
+        self._schedule_dispatch()
 
     def run_here(self, workflows: Mapping[str, Workflow], *, max_concurrent: int = 256) -> None:
         """Run these workflows, and plain prompts, in this event loop too.
@@ -162,19 +321,19 @@ class RolloutController(Submissions):
             ConfigError: it already does, a name is empty, the limit is below 1, not open.
         """
         known = check_workflows(workflows)
-        if self._closed or self._session is None or LOCAL_WORKER in self._links:
+        if self._closed or self._session is None or LOCAL_WORKER in self._workers:
             raise ConfigError("run_here: needs an open controller that has no local worker yet")
         if max_concurrent < 1:
             raise ConfigError(f"run_here: max_concurrent must be >= 1, got {max_concurrent}")
         hello = WorkerHello(
             name=LOCAL_WORKER,
             url="",
-            incarnation=self.incarnation,
+            incarnation=self._life.identity,
             max_concurrent=max_concurrent,
             workflows=tuple(sorted(known)),
         )
-        self._links[LOCAL_WORKER] = LocalLink(hello, known, self, self._token)
-        self._pump_soon()
+        self._workers[LOCAL_WORKER] = LocalWorker(hello, known, self, self._token)
+        self._schedule_dispatch()
 
     async def next_batch(self, num_groups: int, *, deadline_s: float) -> tuple[RolloutGroup, ...]:
         """The next `num_groups` groups, in order of completion; none too old, unless `OnStale.TRAIN`.
@@ -189,8 +348,8 @@ class RolloutController(Submissions):
         if num_groups < 1:
             raise ConfigError(f"next_batch: num_groups must be >= 1, got {num_groups}")
         try:
-            async with asyncio.timeout(deadline_s), self._batch_turn:
-                while len(self._book.ready) < num_groups:
+            async with asyncio.timeout(deadline_s), self._batch_lock:
+                while len(self._table.ready) < num_groups:
                     self._check_open("next_batch")
                     self._journal.check()
                     self._life.ready.clear()
@@ -203,7 +362,7 @@ class RolloutController(Submissions):
             stats = self.stats()
             raise PeerTimeout(
                 f"next_batch: {num_groups} groups within {deadline_s} s, got "
-                f"{len(self._book.ready)} (running {stats.running}, waiting {stats.waiting}, "
+                f"{len(self._table.ready)} (running {stats.running}, waiting {stats.waiting}, "
                 f"failed {stats.failed}, dropped {stats.dropped}, too old {stats.too_old}, stopped "
                 f"early {stats.stopped_early}, workers {stats.workers}, engines {stats.engines})"
             ) from error
@@ -237,7 +396,7 @@ class RolloutController(Submissions):
 
         def there() -> bool:
             self._check_open("wait_for_room")
-            return self._policy.capacity() > len(self._book.waiting)
+            return self._policy.capacity() > len(self._table.waiting)
 
         def message() -> str:
             stats, policy = self.stats(), self._policy
@@ -259,14 +418,14 @@ class RolloutController(Submissions):
 
         def there() -> bool:
             self._check_open("wait_for_workers")
-            return len(self._links) >= num_workers
+            return len(self._workers) >= num_workers
 
         await self._worker_joined.until(
             there,
             deadline_s,
             lambda: (
                 f"wait_for_workers: {num_workers} workers within {deadline_s} s, "
-                f"{len(self._links)} are registered ({', '.join(self._links) or 'none'})"
+                f"{len(self._workers)} are registered ({', '.join(self._workers) or 'none'})"
             ),
         )
 
@@ -279,38 +438,21 @@ class RolloutController(Submissions):
 
     def stats(self) -> RolloutStats:
         """Counts, and an audit of where every outstanding rollout is."""
-        book, counts = self._book, self._book.counts
-        at_workers = sum(len(link.assigned) for link in self._links.values())
-        found = (
-            len(book.waiting)
-            + len(book.queued)
-            + book.num_parked()
-            + len(book.backoff)
-            + len(book.held)
-            + at_workers
-        )
+        table, counts = self._table, self._table.counts
+        running = sum(len(worker.assigned) for worker in self._workers.values())
+        waiting = len(table.waiting) + len(table.queued) + len(table.backoff) + table.num_parked()
+        outstanding = waiting + len(table.buffered) + running
         ended = counts.completed + counts.cancelled + counts.failed + counts.dropped
         return RolloutStats(
-            submitted=counts.submitted,
-            completed=counts.completed,
-            cancelled=counts.cancelled,
-            failed=counts.failed,
-            dropped=counts.dropped,
-            outstanding=found,
-            lost=counts.submitted - ended - found,
-            rejected=counts.rejected,
-            too_old=counts.too_old,
-            stopped_early=counts.stopped_early,
-            wasted_tokens=counts.wasted_tokens,
-            retried=counts.retried,
-            ignored=counts.ignored,
-            declined=counts.declined,
-            waiting=len(book.waiting),
-            parked=book.num_parked(),
-            running=at_workers,
-            held=len(book.held),
-            workers=len(self._links),
-            engines=len(self._dispatcher.usable_engines()),
+            **asdict(counts),
+            outstanding=outstanding,
+            lost=counts.submitted - ended - outstanding,
+            waiting=len(table.waiting),
+            parked=table.num_parked(),
+            running=running,
+            buffered=len(table.buffered),
+            workers=len(self._workers),
+            engines=len(self._usable_engines()),
             version=self._policy.version,
             capacity=self._policy.capacity(),
         )
@@ -339,7 +481,7 @@ class RolloutController(Submissions):
             raise StaleMessage(
                 f"worker {hello.name}: incarnation {hello.incarnation} was replaced by another"
             )
-        known = self._links.get(hello.name)
+        known = self._workers.get(hello.name)
         if known is not None and known.hello != hello:
             self._replaced[hello.name, known.hello.incarnation] = None
             if len(self._replaced) > MAX_REPLACED:
@@ -347,87 +489,88 @@ class RolloutController(Submissions):
             self.worker_lost(known, "another incarnation registered")
             known = None
         if known is None:
-            self._links[hello.name] = WorkerLink(
-                hello, self._session, self, self._config, self._left_with(hello.name)
+            self._workers[hello.name] = RemoteWorker(
+                hello, self._session, self, self._config, self._attempts_left_at(hello.name)
             )
             self._worker_joined.notify()
-            self._pump_soon()
-        return WorkerWelcome(self.incarnation)
+            self._schedule_dispatch()
+        return WorkerWelcome(self._life.identity)
 
     def complete(self, batch: CompletionBatch) -> CompletionAck:
         """Use outcomes, each at most once; all of them may be forgotten by the worker."""
-        link = self._links.get(batch.worker)
-        if link is not None and link.hello.incarnation == batch.incarnation:
-            link.seen(batch.outcomes)
+        worker = self._workers.get(batch.worker)
+        if worker is not None and worker.hello.incarnation == batch.incarnation:
+            worker.advance_ack(batch.outcomes)
         else:
-            link = None
-        self._take(batch.outcomes)
-        return CompletionAck(tuple(o.seq for o in batch.outcomes), registered=link is not None)
+            worker = None
+        self._use(batch.outcomes)
+        return CompletionAck(tuple(o.seq for o in batch.outcomes), registered=worker is not None)
 
-    # --- called by links -------------------------------------------------------------------
+    # --- called by worker connections -------------------------------------------------------------------
 
-    def outcomes_arrived(self, link: Link, outcomes: Sequence[RolloutOutcome]) -> None:
+    def outcomes_arrived(
+        self, worker: WorkerConnection, outcomes: Sequence[RolloutOutcome]
+    ) -> None:
         """Outcomes that a callback has not delivered yet."""
-        link.seen(outcomes)
-        self._take(outcomes)
+        worker.advance_ack(outcomes)
+        self._use(outcomes)
 
-    def attempts_unknown(self, link: Link, keys: Sequence[AttemptKey]) -> None:
+    def attempts_unknown(self, worker: WorkerConnection, keys: Sequence[AttemptKey]) -> None:
         """The worker forgot these: try them again."""
         for key in keys:
-            link.release(key.task_id, key.attempt)
-            record = self._life.running(key.task_id, key.attempt)
+            worker.release(key.task_id, key.attempt)
+            record = self._life.find_running(key.task_id, key.attempt)
             if record is not None:
-                self._life.retry(record, f"worker {link.hello.name}: attempt unknown", Partial())
+                self._life.retry(record, f"worker {worker.hello.name}: attempt unknown", Partial())
 
-    def worker_lost(self, link: Link, reason: str) -> None:
+    def worker_lost(self, worker: WorkerConnection, reason: str) -> None:
         """The worker is gone: its attempts are tried elsewhere."""
-        if self._links.get(link.hello.name) is link:
-            del self._links[link.hello.name]
-        assigned = tuple(link.assigned.items())
-        self._stop(link)
+        if self._workers.get(worker.hello.name) is worker:
+            del self._workers[worker.hello.name]
+        assigned = tuple(worker.assigned.items())
+        self._stop(worker)
         logger.warning(
-            "worker %s lost with %d rollouts: %s", link.hello.name, len(assigned), reason
+            "worker %s lost with %d rollouts: %s", worker.hello.name, len(assigned), reason
         )
         for task_id, attempt in assigned:
-            record = self._life.running(task_id, attempt)
+            record = self._life.find_running(task_id, attempt)
             if record is not None:
-                link.release(task_id, attempt)
-                self._life.retry(record, f"worker {link.hello.name}: {reason}", Partial())
+                worker.release(task_id, attempt)
+                self._life.retry(record, f"worker {worker.hello.name}: {reason}", Partial())
 
-    def _stop(self, link: Link) -> None:
-        stopping = link.stop()
+    def _stop(self, worker: WorkerConnection) -> None:
+        stopping = worker.stop()
         self._stopping.add(stopping)
         stopping.add_done_callback(self._stopping.discard)
         if self._closed:
-            self._links.pop(link.hello.name, None)
+            self._workers.pop(worker.hello.name, None)
 
     # --- workers -------------------------------------------------------------------------
 
-    def _take(self, outcomes: Sequence[RolloutOutcome]) -> None:
+    def _use(self, outcomes: Sequence[RolloutOutcome]) -> None:
         for outcome in outcomes:
-            record = self._life.running(outcome.task_id, outcome.attempt)
+            record = self._life.find_running(outcome.task_id, outcome.attempt)
             if record is None:
-                self._book.counts.ignored += 1
+                self._table.counts.ignored += 1
                 continue
-            link = self._links.get(record.worker)
-            if link is not None:
-                link.release(record.task_id, record.attempt)
+            worker = self._workers.get(record.worker)
+            if worker is not None:
+                worker.release(record.task_id, record.attempt)
             self._life.end_attempt(record, outcome)
         # Before the worker hears that it may forget them.
         self._journal.flush()
-        self._pump_soon()
+        self._schedule_dispatch()
 
     def _expect_workers(self) -> None:
         """Workers of an earlier process have the usual time to come back with their attempts."""
         loop = asyncio.get_running_loop()
-        for running in self._book.by_engine.values():
-            for record in running.values():
-                if record.worker not in self._absent:
-                    self._absent[record.worker] = loop.call_later(
-                        self._config.worker_grace_s, self._stayed_away, record.worker
-                    )
+        for record in self._table.running():
+            if record.worker not in self._absent:
+                self._absent[record.worker] = loop.call_later(
+                    self._config.worker_grace_s, self._stayed_away, record.worker
+                )
 
-    def _left_with(self, worker: str) -> dict[str, int]:
+    def _attempts_left_at(self, worker: str) -> dict[str, int]:
         """The attempts with which an earlier process had left this worker, asked for once."""
         timer = self._absent.pop(worker, None)
         if timer is None:
@@ -435,24 +578,23 @@ class RolloutController(Submissions):
         timer.cancel()
         return {
             record.task_id: record.attempt
-            for running in self._book.by_engine.values()
-            for record in running.values()
+            for record in self._table.running()
             if record.worker == worker
         }
 
     def _stayed_away(self, worker: str) -> None:
-        for task_id, attempt in self._left_with(worker).items():
-            record = self._life.running(task_id, attempt)
+        for task_id, attempt in self._attempts_left_at(worker).items():
+            record = self._life.find_running(task_id, attempt)
             if record is not None:
                 reason = (
                     f"worker {worker}: not back {self._config.worker_grace_s} s after a restart"
                 )
                 self._life.retry(record, reason, Partial())
 
-    def _take_back(self, record: Record) -> None:
-        link = self._links.get(record.worker)
-        if link is not None:
-            link.cancel(record.task_id, record.attempt)
+    def _withdraw(self, record: Record) -> None:
+        worker = self._workers.get(record.worker)
+        if worker is not None:
+            worker.cancel(record.task_id, record.attempt)
 
     # --- engines -------------------------------------------------------------------------
 
@@ -464,36 +606,123 @@ class RolloutController(Submissions):
             if name in routable:
                 self._engine_timers.pop(name).cancel()
         loop = asyncio.get_running_loop()
-        for name in self._book.by_engine:
+        for name in self._table.by_engine:
             if name not in routable and name not in self._engine_timers:
                 self._engine_timers[name] = loop.call_later(
                     self._config.engine_grace_s, self._evacuate, name
                 )
         self.set_version(max(routable.values(), default=-1))
-        self._pump_soon()
+        self._schedule_dispatch()
 
     def _evacuate(self, name: str) -> None:
         self._engine_timers.pop(name, None)
-        for record in list(self._book.by_engine.get(name, {}).values()):
-            self._take_back(record)
+        for record in list(self._table.by_engine.get(name, {}).values()):
+            self._withdraw(record)
             self._life.retry(record, f"engine {name}: not routable any more", Partial())
 
     # --- dispatch --------------------------------------------------------------------------
 
-    def _pump_soon(self) -> None:
+    def _schedule_dispatch(self) -> None:
         """Dispatch once per turn of the loop, however many things happened in it."""
-        if not self._pump_scheduled and not self._closed:
-            self._pump_scheduled = True
-            asyncio.get_running_loop().call_soon(self._pump)
+        if not self._is_dispatch_scheduled and not self._closed:
+            self._is_dispatch_scheduled = True
+            asyncio.get_running_loop().call_soon(self._dispatch)
 
-    def _pump(self) -> None:
-        self._pump_scheduled = False
+    def _dispatch(self) -> None:
+        self._is_dispatch_scheduled = False
         if self._closed or self._journal.broken:
             return
-        if not self._paused and self._dispatcher.turn():
+        if not self._paused and self._dispatch_some():
             # Completions get their turn before the rest is dispatched.
-            self._pump_soon()
-        # Before a link sends anything of this turn.
+            self._schedule_dispatch()
+        # Before a worker sends anything of this turn.
         self._journal.flush()
-        if self._room and self._policy.capacity() > len(self._book.waiting):
+        if self._room and self._policy.capacity() > len(self._table.waiting):
             self._room.notify()
+
+    def _dispatch_some(self) -> bool:
+        """Hand what is admitted to free workers; True when there is more for the next turn of the loop."""
+        engines = self._usable_engines()
+        if not engines:
+            return False
+        self._unpark()
+        slots = sum(worker.free_slots for worker in self._workers.values())
+        parked = False
+        for _ in range(min(slots, MAX_DISPATCHES_PER_TURN)):
+            record = self._next_record()
+            if record is None:
+                return parked
+            if not self._hand_over(record, engines):
+                # What stands behind it may still find a worker in the next turn.
+                self._table.move(record, State.PARKED)
+                parked = True
+        return parked or slots > MAX_DISPATCHES_PER_TURN
+
+    def _usable_engines(self) -> list[EngineTarget]:
+        """Routable, and not so far behind the newest that its answers would be too old."""
+        routable = self._engines.routable()
+        newest = max((version for _, _, version in routable), default=-1)
+        return [
+            EngineTarget(name, url)
+            for name, url, version in routable
+            if version < 0 or newest - version <= self._policy.max_staleness
+        ]
+
+    def _unpark(self) -> None:
+        """Queue as many parked records as workers that know their workflow have room."""
+        for workflow, records in self._table.parked.items():
+            room = sum(w.free_slots for w in self._workers.values() if w.can_run(workflow))
+            for record in reversed(list(islice(records.values(), room))):
+                self._table.move(record, State.QUEUED, front=True)
+
+    def _next_record(self) -> Record | None:
+        if self._table.queued:
+            return next(iter(self._table.queued.values()))
+        if not self._table.waiting or self._policy.capacity() < 1:
+            return None
+        record = next(iter(self._table.waiting.values()))
+        self._life.admit(record)
+        return record
+
+    def _hand_over(self, record: Record, engines: Sequence[EngineTarget]) -> bool:
+        workers = [w for w in self._workers.values() if w.can_run(record.work.workflow)]
+        if not workers:
+            return False
+        work = record.work
+        plain = work.prompt_ids[:PREFIX_TOKENS]
+        prefix = (work.workflow, work.arguments) if work.workflow else plain
+        engine = self._choice.choose(
+            engines, self._table.engine_load, hash(prefix), record.avoid_engine
+        )
+        worker = min(workers, key=lambda each: len(each.assigned) / each.hello.max_concurrent)
+        deadline_s = self._life.start_attempt(record, engine.name, worker.hello.name)
+        trains_on_stale = self._policy.on_stale is OnStale.TRAIN
+        worker.enqueue(
+            RolloutTask(
+                task_id=record.task_id,
+                attempt=record.attempt,
+                prompt_ids=work.prompt_ids,
+                sampling=work.sampling,
+                engine=engine,
+                deadline_s=deadline_s,
+                on_abort=self._config.on_abort,
+                partial=record.partial,
+                workflow=work.workflow,
+                arguments=work.arguments,
+                max_staleness=None if trains_on_stale else self._policy.max_staleness,
+            )
+        )
+        return True
+
+
+def _token_ids(prompt_ids: Sequence[int]) -> tuple[int, ...]:
+    """Plain integers, also of an array or a tensor: what a worker cannot decode would be sent for ever."""
+    try:
+        tokens = tuple(map(operator.index, prompt_ids))
+    except TypeError as error:
+        raise ConfigError(f"rollout: prompt_ids must be integers: {error}") from error
+    if not tokens:
+        raise ConfigError("rollout: prompt_ids must not be empty")
+    if min(tokens) < 0:
+        raise ConfigError(f"rollout: prompt_ids must be >= 0, got {min(tokens)}")
+    return tokens

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import aiohttp
@@ -13,7 +12,7 @@ import msgspec
 from windlass.errors import DECODE_ERRORS, RolloutError
 from windlass.rollout.messages import OnAbort, Partial, RolloutTask
 
-__all__ = ["AttemptDeadline", "AttemptError", "Generation", "generate"]
+__all__ = ["AttemptError", "Generation", "generate"]
 
 MAX_STALLS = 8
 FIRST_STALL_BACKOFF_S = 0.05
@@ -27,37 +26,6 @@ class AttemptError(RolloutError):
     def __init__(self, message: str, partial: Partial) -> None:
         super().__init__(message)
         self.partial = partial
-
-
-class AttemptDeadline:
-    """`async with AttemptDeadline(task, what)` ends the block after the task's deadline.
-
-    Raises:
-        AttemptError: it had not ended by itself.
-    """
-
-    __slots__ = ("_scope", "_task", "_what")
-
-    def __init__(self, task: RolloutTask, what: str) -> None:
-        self._task = task
-        self._what = what
-        self._scope = asyncio.timeout(task.deadline_s)
-
-    async def __aenter__(self) -> None:
-        await self._scope.__aenter__()
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            await self._scope.__aexit__(kind, error, trace)
-        except TimeoutError as passed:
-            raise AttemptError(
-                f"{self._what}: no end within {self._task.deadline_s:.3f} s", Partial()
-            ) from passed
 
 
 class Generation(msgspec.Struct, frozen=True):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -16,11 +17,14 @@ from windlass.rollout.messages import OnAbort, Turn
 __all__ = [
     "RolloutConfig",
     "GroupHandle",
+    "Recovered",
     "Rollout",
     "RolloutGroup",
     "RolloutHandle",
     "RolloutStats",
 ]
+
+ResultT = TypeVar("ResultT")
 
 
 class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,6 +143,7 @@ class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
         wasted_tokens: tokens of the answers that were thrown away, of finished samples of dropped
             groups and of those that were not carried on; what a stopped attempt had is not known.
         retried: attempts repeated after an engine, worker or deadline failure.
+        buffered: finished, waiting for the rest of their group or to be handed out.
         parked: no worker that knows their workflow has room.
         ignored: outcomes that came twice or too late.
         declined: completed ones that the owner had no use for.
@@ -161,21 +166,44 @@ class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
     parked: int
     running: int
-    held: int
+    buffered: int
     workers: int
     engines: int
     version: int
     capacity: int
 
 
-class RolloutHandle:
+class _Handle(Generic[ResultT]):
+    __slots__ = ("_cancel", "_future", "metadata")
+
+    def __init__(
+        self, future: asyncio.Future[ResultT], cancel: Callable[[], None], metadata: object
+    ) -> None:
+        self.metadata = metadata
+        self._future = future
+        self._cancel = cancel
+
+    def done(self) -> bool:
+        """Whether awaiting would return or raise at once."""
+        return self._future.done()
+
+    def cancel(self) -> None:
+        """Give it up, a group as a whole; workers are told. Idempotent."""
+        self._cancel()
+
+    def add_done_callback(self, callback: Callable[[asyncio.Future[ResultT]], None]) -> None:
+        """Call `callback` with the future once it is done."""
+        self._future.add_done_callback(callback)
+
+
+class RolloutHandle(_Handle[Rollout]):
     """One submitted rollout: await it for its `Rollout`. `metadata` is the submitter's.
 
     Awaiting raises `RolloutError` when every attempt failed, `PeerTimeout` when the
     deadline passed, `asyncio.CancelledError` when it was cancelled.
     """
 
-    __slots__ = ("_cancel", "_future", "metadata", "task_id")
+    __slots__ = ("task_id",)
 
     def __init__(
         self,
@@ -184,35 +212,21 @@ class RolloutHandle:
         cancel: Callable[[], None],
         metadata: object = None,
     ) -> None:
+        super().__init__(future, cancel, metadata)
         self.task_id = task_id
-        self.metadata = metadata
-        self._future = future
-        self._cancel = cancel
 
     def __await__(self) -> Generator[object, None, Rollout]:
         return self._future.__await__()
 
-    def done(self) -> bool:
-        """Whether awaiting would return or raise at once."""
-        return self._future.done()
 
-    def cancel(self) -> None:
-        """Give it up; the worker is told. Idempotent."""
-        self._cancel()
-
-    def add_done_callback(self, callback: Callable[[asyncio.Future[Rollout]], None]) -> None:
-        """Call `callback` with the future once it is done."""
-        self._future.add_done_callback(callback)
-
-
-class GroupHandle:
+class GroupHandle(_Handle[RolloutGroup]):
     """The samples of one prompt. They are delivered by `RolloutController.next_batch`.
 
     Awaiting returns the group once it was handed out, and raises `RolloutError` when a
     sample failed (the rest of the group is cancelled then). `metadata` is the submitter's.
     """
 
-    __slots__ = ("_cancel", "_future", "group_id", "metadata", "task_ids")
+    __slots__ = ("group_id", "task_ids")
 
     def __init__(
         self,
@@ -222,19 +236,22 @@ class GroupHandle:
         cancel: Callable[[], None],
         metadata: object = None,
     ) -> None:
+        super().__init__(future, cancel, metadata)
         self.group_id = group_id
         self.task_ids = task_ids
-        self.metadata = metadata
-        self._future = future
-        self._cancel = cancel
 
     def __await__(self) -> Generator[object, None, RolloutGroup]:
         return asyncio.shield(self._future).__await__()
 
-    def done(self) -> bool:
-        """Whether awaiting would return or raise at once."""
-        return self._future.done()
 
-    def cancel(self) -> None:
-        """Give the whole group up. Idempotent."""
-        self._cancel()
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What an earlier process on the same journal had left; handles as `submit` gives them.
+
+    Attributes:
+        rollouts: by task id. groups: by group id. Their `metadata` is what was submitted,
+            after a round trip through msgpack (tuples are lists).
+    """
+
+    rollouts: dict[str, RolloutHandle] = field(default_factory=dict)
+    groups: dict[int, GroupHandle] = field(default_factory=dict)

@@ -14,18 +14,18 @@ import logging
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from windlass.errors import ConfigError, RolloutError
-from windlass.net.line_file import LineFile, read_lines
-from windlass.rollout.messages import RolloutOutcome
+from windlass.net.line_file import LineFile
+from windlass.rollout.messages import RolloutOutcome, Work
 from windlass.rollout.persisted import (
     Accepted,
     Attempted,
     Ended,
     Entry,
+    PersistedState,
     Resubmitted,
-    Saved,
     Submitted,
     VersionReached,
 )
@@ -70,7 +70,7 @@ class RolloutJournal:
         self._upkeep: asyncio.Task[None] | None = None
         self._compact_at = compact_nbytes
 
-    def open(self, start_version: int) -> Saved:
+    def open(self, start_version: int) -> PersistedState:
         """Read what an earlier process left, and note that another one goes on.
 
         Args:
@@ -80,22 +80,23 @@ class RolloutJournal:
             ConfigError: the file cannot be used, or another process uses it.
         """
         if self._path is None:
-            return Saved(uuid.uuid4().hex[:12], start_version=start_version)
-        self._file = LineFile(self._path, Entry)  # type: ignore[arg-type]  # a union is a kind
+            return PersistedState(uuid.uuid4().hex[:12], start_version=start_version)
+        entry: Any = Entry  # a union is a kind
+        self._file = LineFile(self._path, entry, first_line=b'{"type":"started"')
         try:
-            saved = Saved.of(self._file.found)
+            persisted = PersistedState.of(self._file.found)
             self._file.found = []
-            if saved is None:
-                saved = Saved(uuid.uuid4().hex[:12], start_version=start_version)
+            if persisted is None:
+                persisted = PersistedState(uuid.uuid4().hex[:12], start_version=start_version)
             else:
-                saved.run += 1
-            _write_anew(self._path, saved)
-            self._file.replace_by(_beside(self._path), self._file.nbytes)
+                persisted.run += 1
+            self._file.write_replacement(persisted.entries())
+            self._file.replace(self._file.nbytes)
         except OSError as error:
             self._file.close()
             raise ConfigError(f"journal {self._path}: cannot be used: {error}") from error
         self._compact_at = max(self._compact_nbytes, 2 * self._file.nbytes)
-        return saved
+        return persisted
 
     @property
     def broken(self) -> bool:
@@ -123,29 +124,18 @@ class RolloutJournal:
     # --- transitions -------------------------------------------------------------------------
 
     def submitted(
-        self, task_ids: Sequence[str], group_id: int, record: Record, metadata: object
+        self, task_ids: Sequence[str], group_id: int, work: Work, metadata: object
     ) -> None:
-        """New tasks, all like `record`, wait for admission; `group_id` is -1 for one alone.
+        """New tasks of the same work wait for admission; `group_id` is -1 for one alone.
 
         Raises:
             ConfigError: metadata that is not msgpack-plain.
             RolloutError: writing has failed before.
         """
-        if not self.on:
-            return
-        self.check()
-        self._add(
-            Submitted(
-                task_ids=tuple(task_ids),
-                group_id=group_id,
-                prompt_ids=record.prompt_ids,
-                sampling=record.sampling,
-                metadata=encode_value("journal: metadata", metadata),
-                deadline_s=record.deadline_s,
-                workflow=record.workflow,
-                arguments=record.arguments,
-            )
-        )
+        if self.on:
+            self.check()
+            encoded = encode_value("journal: metadata", metadata)
+            self._add(Submitted(tuple(task_ids), group_id, work, encoded))
 
     def attempted(self, record: Record) -> None:
         """A worker is about to be sent this attempt."""
@@ -154,25 +144,23 @@ class RolloutJournal:
                 Attempted(
                     task_id=record.task_id,
                     attempt=record.attempt,
-                    handed=record.handed,
+                    num_dispatches=record.num_dispatches,
                     engine=record.engine,
                     worker=record.worker,
                     failures=record.failures,
                     rejections=record.rejections,
                     resubmits=record.resubmits,
-                    begun=record.begun,
+                    oldest_version=record.oldest_version,
                 )
             )
 
     def accepted(self, outcome: RolloutOutcome) -> None:
         """The outcome is kept until its group is complete, or until it is acknowledged."""
-        if self.on:
-            self._add(Accepted(outcome))
+        self._add(Accepted(outcome))
 
     def resubmitted(self, record: Record) -> None:
         """Its outcome was thrown away; it waits for admission again."""
-        if self.on:
-            self._add(Resubmitted(record.task_id, record.rejections, record.resubmits))
+        self._add(Resubmitted(record.task_id, record.rejections, record.resubmits))
 
     def delivered(self, task_ids: Sequence[str]) -> None:
         """Handed to the owner, together."""
@@ -205,13 +193,11 @@ class RolloutJournal:
 
     def ended(self, task_id: str, *, num_consumed: int = 0) -> None:
         """Cancelled, failed or dropped; or known to the owner already, as `num_consumed` samples."""
-        if self.on:
-            self._add(Ended((task_id,), num_consumed=num_consumed))
+        self._add(Ended((task_id,), num_consumed=num_consumed))
 
     def version(self, version: int) -> None:
         """The consumer holds `version`."""
-        if self.on:
-            self._add(VersionReached(version))
+        self._add(VersionReached(version))
 
     # --- the file ----------------------------------------------------------------------------
 
@@ -261,15 +247,15 @@ class RolloutJournal:
 
     async def _keep_up(self) -> None:
         """Off the loop: bring it to disk, and write it anew when it has grown."""
-        file, path = self._file, self._path
-        if file is None or path is None:
+        file = self._file
+        if file is None:
             return
         await asyncio.to_thread(file.sync)
         upto = file.nbytes
         if upto < self._compact_at:
             return
-        await asyncio.to_thread(_fold, path, upto)
-        file.replace_by(_beside(path), upto)
+        await asyncio.to_thread(_write_anew, file, upto)
+        file.replace(upto)
         self._compact_at = max(self._compact_nbytes, 2 * file.nbytes)
 
     async def close(self) -> None:
@@ -284,27 +270,8 @@ class RolloutJournal:
             file.close()
 
 
-def _fold(path: Path, upto_nbytes: int) -> None:
-    entries: list[Entry]
-    entries, _ = read_lines(path, Entry, upto_nbytes)  # type: ignore[arg-type]  # as above
-    saved = Saved.of(entries)
-    if saved is not None:
-        _write_anew(path, saved)
-
-
-def _beside(path: Path) -> Path:
-    return path.with_name(f"{path.name}.new")
-
-
-def _write_anew(path: Path, saved: Saved) -> None:
-    """A file that says the same, without what has ended, on disk under another name."""
-    new = _beside(path)
-    new.unlink(missing_ok=True)
-    file: LineFile[Entry] = LineFile(new, Entry)  # type: ignore[arg-type]  # as above
-    try:
-        for entry in saved.entries():
-            file.add(entry)
-        file.write()
-        file.sync()
-    finally:
-        file.close()
+def _write_anew(file: LineFile[Entry], upto_nbytes: int) -> None:
+    """A replacement that says the same, without what has ended."""
+    persisted = PersistedState.of(file.read(upto_nbytes))
+    if persisted is not None:
+        file.write_replacement(persisted.entries())

@@ -1,8 +1,8 @@
 """What happens to a rollout, transition by transition; all synchronous, no I/O.
 
-WAITING -> QUEUED (admitted) -> RUNNING (at a worker) -> ENDED, or HELD until its group is
+WAITING -> QUEUED (admitted) -> RUNNING (at a worker) -> ENDED, or BUFFERED until its group is
 complete and handed out. An error leads from RUNNING over BACKOFF to QUEUED; an answer that is
-too old, or that cannot be young enough any more, leads from RUNNING or HELD to the head of WAITING,
+too old, or that cannot be young enough any more, leads from RUNNING or BUFFERED to the head of WAITING,
 or to the end of its whole group, as `OnStale` says.
 """
 
@@ -10,17 +10,37 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from windlass.errors import PeerTimeout, RolloutError
+import msgspec
+
+from windlass.errors import DECODE_ERRORS, ConfigError, PeerTimeout, RolloutError
 from windlass.net.logs import log_fields
 from windlass.rollout.deadlines import Deadlines
-from windlass.rollout.handles import RolloutConfig, RolloutGroup
+from windlass.rollout.handles import (
+    GroupHandle,
+    Recovered,
+    Rollout,
+    RolloutConfig,
+    RolloutGroup,
+    RolloutHandle,
+)
 from windlass.rollout.journal import RolloutJournal
-from windlass.rollout.messages import OnAbort, OutcomeStatus, Partial, RolloutOutcome
+from windlass.rollout.messages import (
+    LOCAL_WORKER,
+    OnAbort,
+    OutcomeStatus,
+    Partial,
+    RolloutOutcome,
+    SamplingParams,
+    Work,
+)
+from windlass.rollout.persisted import PersistedState, PersistedTask
 from windlass.rollout.staleness import StalenessPolicy
-from windlass.rollout.table import NOTHING, Book, Group, Record, State
+from windlass.rollout.table import NOTHING, Group, Record, RolloutTable, State
 
 __all__ = ["Lifecycle"]
 
@@ -32,55 +52,189 @@ DECLINABLE = 4096
 
 
 class Lifecycle:
-    """The only writer of records, groups, counts and of the staleness policy.
+    """Every rollout from its submission to its end.
+
+    The only writer of records, groups, counts and of the staleness policy.
 
     Args:
         policy: admission and consumption bounds.
         config: limits.
-        take_back: withdraws a running attempt from its worker.
+        withdraw: takes a running attempt back from its worker.
         work_changed: called when something may be dispatched or admitted.
         journal: told of every transition that a successor must know; none when omitted.
 
     Attributes:
+        identity: of the controller, the same in every process that goes on with its journal.
         first_attempt: attempts are numbered above this, and above all earlier ones.
+        table: where every rollout is.
+        ready: set when a group can be handed out, or nothing ever will be.
     """
 
     def __init__(
         self,
         policy: StalenessPolicy,
         config: RolloutConfig,
-        take_back: Callable[[Record], None],
+        withdraw: Callable[[Record], None],
         work_changed: Callable[[], None],
         journal: RolloutJournal | None = None,
     ) -> None:
         self.journal = RolloutJournal() if journal is None else journal
         self.first_attempt = 0
-        self.book = Book()
+        self.table = RolloutTable()
         self.ready = asyncio.Event()
         self.journal.when_broken(self.ready.set)
+        self.identity = self._prefix = uuid.uuid4().hex[:12]
+        self._next_task = self._next_group = 0
+        self._sampling: SamplingParams | None = None
         self._policy = policy
         self._config = config
         self._handed_out: OrderedDict[str, tuple[str, ...]] = OrderedDict()
         self._silent_until = 0.0
-        self._take_back = take_back
+        self._withdraw = withdraw
         self._work_changed = work_changed
         self._deadlines = Deadlines(config.attempt_deadline_s, self._attempt_expired)
 
     # --- begin -----------------------------------------------------------------------------
 
-    def add(self, record: Record) -> None:
-        """A new rollout stands in line for admission."""
-        self.book.records[record.task_id] = record
-        self.book.move(record, State.WAITING)
-        self.book.counts.submitted += 1
+    def open(self) -> Recovered:
+        """Take up what an earlier process left. Ids of this one differ from all of before.
 
-    def take_up(self, record: Record, state: State) -> None:
-        """A rollout of an earlier process goes on where its journal says that it was."""
-        self.book.records[record.task_id] = record
-        self.book.counts.submitted += 1
-        self.book.move(record, state)
-        if state is State.RUNNING:
-            self._start_timers(record)
+        Raises:
+            ConfigError: the journal cannot be used.
+        """
+        persisted = self.journal.open(self._policy.start_version)
+        self.identity = persisted.identity
+        self._prefix = (
+            f"{persisted.identity}.{persisted.run}" if persisted.run else persisted.identity
+        )
+        self._next_group = persisted.run << 32
+        singles, groups = self._restore(persisted)
+        recovered = Recovered()
+        for record in singles:
+            recovered.rollouts[record.task_id] = self._single_handle(record)
+            if record.future is not None:  # nobody has to ask for what it did not submit
+                record.future.add_done_callback(_retrieve)
+        for group in groups:
+            recovered.groups[group.group_id] = self._group_handle(group)
+            self.ready_if_complete(group)
+        for record in singles:
+            if record.outcome is not None:
+                self.deliver(record)
+        self.drop_stale()
+        return recovered
+
+    def submit(self, work: Work, *, metadata: object = None) -> RolloutHandle:
+        """One rollout, as `RolloutController.submit`; prompt and arguments are believed.
+
+        Raises:
+            ConfigError: sampling of wrong types, metadata that a journal cannot keep.
+            RolloutError: the journal cannot be written any more.
+        """
+        record = self._record(work, metadata)
+        self.journal.submitted((record.task_id,), -1, work, metadata)
+        handle = self._single_handle(record)
+        self.add(record)
+        self._work_changed()
+        return handle
+
+    def submit_group(self, work: Work, n: int, *, metadata: object = None) -> GroupHandle:
+        """As `submit`, `n` of them that are handed out together.
+
+        Raises:
+            ConfigError, RolloutError: as `submit`; n < 1.
+        """
+        if n < 1:
+            raise ConfigError(f"rollout: n must be >= 1, got {n}")
+        records = [self._record(work, metadata) for _ in range(n)]
+        task_ids = tuple(record.task_id for record in records)
+        self.journal.submitted(task_ids, self._next_group, work, metadata)
+        future: asyncio.Future[RolloutGroup] = asyncio.get_running_loop().create_future()
+        group = Group(self._next_group, future, records)
+        self._next_group += 1
+        for record in records:
+            record.group = group
+            self.add(record)
+        self._work_changed()
+        return self._group_handle(group)
+
+    def _record(self, work: Work, metadata: object) -> Record:
+        if work.sampling is not self._sampling:
+            self._sampling = _checked(work.sampling)
+        self._next_task += 1
+        now = asyncio.get_running_loop().time()
+        return Record(f"{self._prefix}-{self._next_task}", work, metadata, now)
+
+    def _single_handle(self, record: Record) -> RolloutHandle:
+        future: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
+        record.future = future
+        future.add_done_callback(lambda done: self.cancel(record) if done.cancelled() else None)
+        return RolloutHandle(record.task_id, future, lambda: self.cancel(record), record.metadata)
+
+    def _group_handle(self, group: Group) -> GroupHandle:
+        # The failure of a group whose handle nobody kept is in the counts and the log.
+        group.future.add_done_callback(_retrieve)
+        return GroupHandle(
+            group.group_id,
+            tuple(record.task_id for record in group.records),
+            group.future,
+            lambda: self.cancel_group(group),
+            group.records[0].metadata,
+        )
+
+    def add(self, record: Record, state: State = State.WAITING) -> None:
+        """A rollout stands in line for admission, or is where an earlier process had it."""
+        self.table.records[record.task_id] = record
+        self.table.counts.submitted += 1
+        self.table.move(record, state)
+
+    def _restore(self, persisted: PersistedState) -> tuple[list[Record], list[Group]]:
+        """Put every task where it was, before anything else happens.
+
+        Running attempts stay with their workers, which are asked when they register; what ran in the
+        controller's own loop is queued again. What has grown too old is still there: `drop_stale` once
+        everybody has a handle. Time limits begin anew.
+
+        Returns:
+            Records that belong to no group, those with an outcome to be delivered once more; and groups.
+        """
+        loop = asyncio.get_running_loop()
+        singles: list[Record] = []
+        groups: list[Group] = []
+        self.first_attempt = persisted.run << 20
+        tasks = persisted.tasks
+        records = {task_id: _restored(task, loop.time()) for task_id, task in tasks.items()}
+        for submission in persisted.submissions():
+            members = [records[task_id] for task_id in submission.task_ids]
+            if submission.group_id < 0:
+                singles += members
+                continue
+            future: asyncio.Future[RolloutGroup] = loop.create_future()
+            group = Group(submission.group_id, future, members)
+            groups.append(group)
+            for record in members:
+                record.group = group
+        num_again = sum(record.outcome is not None for record in singles)
+        num_buffered = sum(r.outcome is not None for r in records.values()) - num_again
+        consumed = persisted.consumed + num_again
+        self._policy.restore(
+            start_version=persisted.start_version,
+            version=persisted.version,
+            running=sum(task.running for task in tasks.values()),
+            accepted=consumed + num_buffered,
+            consumed=consumed,
+        )
+        waiting_again: list[Record] = []
+        for task, record in zip(tasks.values(), records.values(), strict=True):
+            state = _state_of(task)
+            record.admitted = task.running
+            self.add(record, state)
+            if state is State.RUNNING:
+                self._start_timers(record)
+            elif state is State.WAITING and task.attempt is not None:
+                waiting_again.append(record)
+        for record in reversed(waiting_again):
+            self.table.move(record, State.WAITING, front=True)
+        return singles, groups
 
     def admit(self, record: Record) -> None:
         """The staleness bound lets it run.
@@ -90,20 +244,20 @@ class Lifecycle:
         """
         self._policy.admit()
         record.admitted = True
-        self.book.move(record, State.QUEUED)
+        self.table.move(record, State.QUEUED)
 
     def start_attempt(self, record: Record, engine: str, worker: str) -> float:
         """A worker gets it; returns the seconds that it may take."""
         record.attempt = max(record.attempt, self.first_attempt) + 1
-        record.handed += 1
+        record.num_dispatches += 1
         record.engine = engine
         record.worker = worker
         if self._policy.throws_away(record.partial.versions):
-            self.book.counts.wasted_tokens += len(record.partial.output_ids)
+            self.table.counts.wasted_tokens += len(record.partial.output_ids)
             record.partial = NOTHING
-        record.begun = self._oldest_token(record)
+        record.oldest_version = self._oldest_token(record)
         self.journal.attempted(record)
-        self.book.move(record, State.RUNNING)
+        self.table.move(record, State.RUNNING)
         return self._start_timers(record)
 
     def _oldest_token(self, record: Record) -> int | None:
@@ -114,22 +268,22 @@ class Lifecycle:
         """
         if record.partial.versions:
             return min(record.partial.versions)
-        if record.workflow or self._config.on_abort is OnAbort.RETRY:
+        if record.work.workflow or self._config.on_abort is OnAbort.RETRY:
             return None
         return self._policy.version
 
     def _start_timers(self, record: Record) -> float:
         loop = asyncio.get_running_loop()
         now = loop.time()
-        if record.expiry is None and record.deadline_s is not None:
-            record.expiry = loop.call_at(now + record.deadline_s, self._expire, record)
+        if record.expiry is None and record.work.deadline_s is not None:
+            record.expiry = loop.call_at(now + record.work.deadline_s, self._expire, record)
         record.timer = ticket = self._deadlines.start(record)
         ends = ticket.ends
         return (ends if record.expiry is None else min(ends, record.expiry.when())) - now
 
-    def running(self, task_id: str, attempt: int) -> Record | None:
+    def find_running(self, task_id: str, attempt: int) -> Record | None:
         """The record, if exactly this attempt of it runs."""
-        record = self.book.records.get(task_id)
+        record = self.table.records.get(task_id)
         if record is None or record.state is not State.RUNNING or record.attempt != attempt:
             return None
         return record
@@ -141,12 +295,12 @@ class Lifecycle:
         match outcome.status:
             case OutcomeStatus.ACCEPTED:
                 if self._policy.throws_away(outcome.versions()):
-                    self.book.counts.too_old += 1
+                    self.table.counts.too_old += 1
                     self._throw_away(record, outcome)
                 else:
                     self._accept(record, outcome)
             case OutcomeStatus.STALE:
-                self.book.counts.stopped_early += 1
+                self.table.counts.stopped_early += 1
                 self._throw_away(record, outcome)
             case OutcomeStatus.REJECTED:
                 self._reject(record, outcome.error)
@@ -157,7 +311,7 @@ class Lifecycle:
     def _reject(self, record: Record, reason: str) -> None:
         """The worker does not want the trajectory used."""
         record.rejections += 1
-        self.book.counts.rejected += 1
+        self.table.counts.rejected += 1
         if record.rejections < self._config.max_rejections:
             self._resubmit(record)
             return
@@ -185,14 +339,14 @@ class Lifecycle:
                 ),
             )
             return
-        self.book.counts.retried += 1
-        self.book.move(record, State.BACKOFF)
+        self.table.counts.retried += 1
+        self.table.move(record, State.BACKOFF)
         delay = min(self._config.retry_backoff_s * 2 ** (record.failures - 1), MAX_BACKOFF_S)
         record.timer = asyncio.get_running_loop().call_later(delay, self._requeue, record)
         self._work_changed()
 
     def _requeue(self, record: Record) -> None:
-        self.book.move(record, State.QUEUED)
+        self.table.move(record, State.QUEUED)
         self._work_changed()
 
     def _accept(self, record: Record, outcome: RolloutOutcome) -> None:
@@ -208,27 +362,27 @@ class Lifecycle:
             return
         self.journal.accepted(outcome)
         record.stop_expiry()
-        self.book.move(record, State.HELD)
+        self.table.move(record, State.BUFFERED)
         self.ready_if_complete(record.group)
 
     def deliver(self, record: Record) -> None:
         """A rollout that belongs to no group has its outcome."""
         self._end(record)
-        self.book.counts.completed += 1
+        self.table.counts.completed += 1
         self._delivered((record.task_id,))
         if record.future is not None and not record.future.done():
             record.future.set_result(record.rollout())
 
     def ready_if_complete(self, group: Group) -> None:
-        """It may be handed out once all its samples are held."""
+        """It may be handed out once all its samples are finished."""
         if group.complete():
-            self.book.ready[group.group_id] = group
+            self.table.ready[group.group_id] = group
             self.ready.set()
 
     def _resubmit(self, record: Record) -> None:
         """Throw the answer away and stand at the head of the line again."""
         if record.group is not None:
-            self.book.ready.pop(record.group.group_id, None)
+            self.table.ready.pop(record.group.group_id, None)
         if record.admitted:
             self._policy.release()
             record.admitted = False
@@ -236,7 +390,7 @@ class Lifecycle:
         record.outcome = None
         record.partial = NOTHING
         record.stop_expiry()
-        self.book.move(record, State.WAITING, front=True)
+        self.table.move(record, State.WAITING, front=True)
         self._work_changed()
 
     # --- too old -----------------------------------------------------------------------------
@@ -246,7 +400,7 @@ class Lifecycle:
 
         It is neither at a worker nor counted as accepted any more.
         """
-        self.book.counts.wasted_tokens += 0 if outcome is None else len(outcome.versions())
+        self.table.counts.wasted_tokens += 0 if outcome is None else len(outcome.versions())
         if self._policy.makes_again(record.resubmits):
             record.resubmits += 1
             self._resubmit(record)
@@ -263,15 +417,15 @@ class Lifecycle:
         )
         logger.info("%s", error)
         if group is not None:
-            self.book.ready.pop(group.group_id, None)
+            self.table.ready.pop(group.group_id, None)
         for member in [record] if group is None else group.records:
             if member is not record:
                 if member.outcome is not None:
-                    self.book.counts.wasted_tokens += len(member.outcome.versions())
-                self._withdraw(member)
+                    self.table.counts.wasted_tokens += len(member.outcome.versions())
+                self._give_up(member)
             self._end(member)
             self.journal.ended(member.task_id)
-            self.book.counts.dropped += 1
+            self.table.counts.dropped += 1
         future = record.future if group is None else group.future
         if future is not None and not future.done():
             future.set_exception(error)
@@ -285,7 +439,7 @@ class Lifecycle:
             loop.call_soon(self._log_waste)
 
     def _log_waste(self) -> None:
-        policy, counts = self._policy, self.book.counts
+        policy, counts = self._policy, self.table.counts
         logger.warning(
             "rollouts are too old for version %d (max_staleness=%d, on_stale=%s, max_resubmits=%d): "
             "since the start %d answers were thrown away, %d attempts stopped early, %d rollouts "
@@ -306,19 +460,20 @@ class Lifecycle:
         self._work_changed()
 
     def drop_stale(self) -> None:
-        """Throw away held answers that are too old by now, and stop attempts that would be."""
-        throws_away = self._policy.throws_away
-        old = [
-            r for r in self.book.held.values() if r.outcome and throws_away(r.outcome.versions())
+        """Throw away buffered answers that are too old by now, and stop attempts that would be."""
+        throws_away, buffered = self._policy.throws_away, self.table.buffered.values()
+        old = [r for r in buffered if r.outcome and throws_away(r.outcome.versions())]
+        old += [
+            r
+            for r in self.table.running()
+            if r.oldest_version is not None and throws_away((r.oldest_version,))
         ]
-        for running in self.book.by_engine.values():
-            old += [r for r in running.values() if r.begun is not None and throws_away((r.begun,))]
         for record in old:
             if record.state is State.ENDED:  # its group was dropped
                 continue
-            self.book.counts.too_old += record.state is State.HELD
-            self.book.counts.stopped_early += record.state is State.RUNNING
-            self._withdraw(record)
+            self.table.counts.too_old += record.state is State.BUFFERED
+            self.table.counts.stopped_early += record.state is State.RUNNING
+            self._give_up(record)
             self._throw_away(record, record.outcome)
 
     def hand_out(self) -> RolloutGroup:
@@ -326,14 +481,15 @@ class Lifecycle:
 
         Ready groups are never stale: versions only change in `set_version`.
         """
-        _, group = self.book.ready.popitem(last=False)
+        _, group = self.table.ready.popitem(last=False)
         rollouts = tuple(record.rollout() for record in group.records)
         for record in group.records:
             self._end(record)
         self._delivered([record.task_id for record in group.records])
         self._policy.consume(len(rollouts))
-        self.book.counts.completed += len(rollouts)
-        delivered = RolloutGroup(group.group_id, group.prompt_ids, rollouts, group.metadata)
+        self.table.counts.completed += len(rollouts)
+        first = group.records[0]
+        delivered = RolloutGroup(group.group_id, first.work.prompt_ids, rollouts, first.metadata)
         if not group.future.done():
             group.future.set_result(delivered)
         self._work_changed()
@@ -360,7 +516,7 @@ class Lifecycle:
         del self._handed_out[together[0]]
         self._policy.give_back(len(together))
         self.journal.declined(together)
-        self.book.counts.declined += len(together)
+        self.table.counts.declined += len(together)
         self._work_changed()
 
     def acknowledge(self, task_id: str) -> None:
@@ -368,23 +524,23 @@ class Lifecycle:
 
         One that was not delivered (again) yet is taken out of wherever it is.
         """
-        record = self.book.records.get(task_id)
+        record = self.table.records.get(task_id)
         if self.journal.acknowledged(task_id) or record is None:
             return
         members = [record]
         if record.group is not None:
             members = record.group.records
-            self.book.ready.pop(record.group.group_id, None)
+            self.table.ready.pop(record.group.group_id, None)
             record.group.future.cancel()
         for member in members:
-            held = member.state is State.HELD
-            if held:
+            buffered = member.state is State.BUFFERED
+            if buffered:
                 self._policy.consume(1)
             elif member.state is State.RUNNING:
-                self._take_back(member)
+                self._withdraw(member)
             self._end(member)
-            self.book.counts.completed += 1
-            self.journal.ended(member.task_id, num_consumed=int(held))
+            self.table.counts.completed += 1
+            self.journal.ended(member.task_id, num_consumed=int(buffered))
             if member.future is not None:
                 member.future.cancel()
         self._work_changed()
@@ -395,26 +551,26 @@ class Lifecycle:
         """Nobody wants it any more; the rest of its group goes with it. Idempotent."""
         if record.state is State.ENDED:
             return
-        self._withdraw(record)
+        self._give_up(record)
         self._end(record)
         self.journal.ended(record.task_id)
-        self.book.counts.cancelled += 1
+        self.table.counts.cancelled += 1
         if record.future is not None:
             record.future.cancel()
         if record.group is not None:
             self.cancel_group(record.group)
         self._work_changed()
 
-    def _withdraw(self, record: Record) -> None:
-        """Take it back from its worker, or from what waits to be consumed."""
+    def _give_up(self, record: Record) -> None:
+        """Withdraw it from its worker, or from what waits to be consumed."""
         if record.state is State.RUNNING:
-            self._take_back(record)
-        elif record.state is State.HELD:
+            self._withdraw(record)
+        elif record.state is State.BUFFERED:
             self._policy.discard()
 
     def cancel_group(self, group: Group) -> None:
         """Cancel every sample that has not ended. Idempotent."""
-        self.book.ready.pop(group.group_id, None)
+        self.table.ready.pop(group.group_id, None)
         if not group.future.done():
             group.future.cancel()
         for record in group.records:
@@ -423,17 +579,17 @@ class Lifecycle:
     def _expire(self, record: Record) -> None:
         """The overall deadline passed."""
         if record.state is State.RUNNING:
-            self._take_back(record)
+            self._withdraw(record)
         self._fail(
             record,
             PeerTimeout(
-                f"rollout {record.task_id}: deadline_s={record.deadline_s} passed in attempt "
+                f"rollout {record.task_id}: deadline_s={record.work.deadline_s} passed in attempt "
                 f"{record.attempt} on engine {record.engine} ({record.last_error or 'no error'})"
             ),
         )
 
     def _attempt_expired(self, record: Record) -> None:
-        self._take_back(record)
+        self._withdraw(record)
         limit = self._config.attempt_deadline_s
         self.retry(record, f"engine {record.engine}: no answer in {limit} s", Partial())
 
@@ -442,7 +598,7 @@ class Lifecycle:
             logger.warning("%s", error)
         self._end(record)
         self.journal.ended(record.task_id)
-        self.book.counts.failed += 1
+        self.table.counts.failed += 1
         if record.future is not None and not record.future.done():
             record.future.set_exception(error)
         if record.group is not None:
@@ -455,4 +611,40 @@ class Lifecycle:
         if record.admitted:
             self._policy.release()
             record.admitted = False
-        self.book.move(record, State.ENDED)
+        self.table.move(record, State.ENDED)
+
+
+def _retrieve(done: asyncio.Future[Any]) -> None:
+    """Nobody may ask for its exception, and that is no error."""
+    if not done.cancelled():
+        done.exception()
+
+
+def _checked(sampling: SamplingParams) -> SamplingParams:
+    """The same object, if a worker can decode it."""
+    try:
+        msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=SamplingParams)
+    except (TypeError, OverflowError, *DECODE_ERRORS) as error:
+        raise ConfigError(f"rollout: sampling must be SamplingParams: {error}") from error
+    return sampling
+
+
+def _state_of(task: PersistedTask) -> State:
+    if task.outcome is not None:
+        return State.BUFFERED
+    if not task.running or task.attempt is None:
+        return State.WAITING
+    return State.QUEUED if task.attempt.worker == LOCAL_WORKER else State.RUNNING
+
+
+def _restored(task: PersistedTask, now: float) -> Record:
+    submission, attempt = task.submission, task.attempt
+    metadata = msgspec.msgpack.decode(submission.metadata)
+    record = Record(task.task_id, submission.work, metadata, now)
+    record.outcome, record.finished_at = task.outcome, now
+    if attempt is not None:
+        record.attempt, record.num_dispatches = attempt.attempt, attempt.num_dispatches
+        record.engine, record.worker = attempt.engine, attempt.worker
+        record.failures, record.rejections = attempt.failures, attempt.rejections
+        record.resubmits, record.oldest_version = attempt.resubmits, attempt.oldest_version
+    return record

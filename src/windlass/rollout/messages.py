@@ -21,6 +21,7 @@ from windlass.errors import DECODE_ERRORS, ConfigError, ProtocolError
 
 __all__ = [
     "CONTENT_TYPE",
+    "LOCAL_WORKER",
     "AttemptKey",
     "CancelBatch",
     "CompletionAck",
@@ -37,6 +38,7 @@ __all__ = [
     "TrainingBatch",
     "TrainingSample",
     "Turn",
+    "Work",
     "WorkerHello",
     "WorkerSnapshot",
     "WorkerWelcome",
@@ -45,6 +47,8 @@ __all__ = [
 ]
 
 CONTENT_TYPE = "application/msgpack"
+LOCAL_WORKER = "controller"
+"""Name of the worker that is the controller's own event loop."""
 
 
 class OnAbort(StrEnum):
@@ -134,6 +138,27 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
     prompt_ids: tuple[int, ...]
     output: Partial
     finish_reason: str
+
+
+class Work(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """What is to be rolled out: a prompt, or a workflow with its arguments.
+
+    Attributes:
+        prompt_ids: empty for a workflow.
+        deadline_s: seconds from the first dispatch after which it fails; None for never.
+        workflow: key of the workers' mappings; empty for a plain prompt.
+        arguments: of the workflow, msgpack.
+    """
+
+    prompt_ids: tuple[int, ...] = ()
+    sampling: SamplingParams
+    deadline_s: float | None = None
+    workflow: str = ""
+    arguments: bytes = b""
+
+    def __post_init__(self) -> None:
+        if self.deadline_s is not None and self.deadline_s <= 0:
+            raise ConfigError(f"rollout: deadline_s must be > 0, got {self.deadline_s}")
 
 
 class RolloutTask(msgspec.Struct, frozen=True, gc=False, kw_only=True):

@@ -13,7 +13,7 @@ from typing import assert_never
 
 import msgspec
 
-from windlass.rollout.messages import RolloutOutcome, SamplingParams
+from windlass.rollout.messages import RolloutOutcome, Work
 
 __all__ = [
     "Accepted",
@@ -21,8 +21,8 @@ __all__ = [
     "Ended",
     "Entry",
     "Resubmitted",
-    "Saved",
-    "SavedTask",
+    "PersistedState",
+    "PersistedTask",
     "Started",
     "Submitted",
     "VersionReached",
@@ -45,34 +45,30 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
     consumed: int
 
 
-class Submitted(msgspec.Struct, frozen=True, kw_only=True, tag="submitted"):
+class Submitted(msgspec.Struct, frozen=True, tag="submitted"):
     """Tasks that differ in nothing but their id; `group_id` is -1 for one alone."""
 
     task_ids: tuple[str, ...]
     group_id: int
-    prompt_ids: tuple[int, ...]
-    sampling: SamplingParams
+    work: Work
     metadata: bytes
-    deadline_s: float | None = None
-    workflow: str = ""
-    arguments: bytes = b""
 
 
 class Attempted(msgspec.Struct, frozen=True, kw_only=True, tag="attempted"):
-    """A worker was given it. `handed`: how often one was. Counts as running from here on.
+    """A worker was given it. `num_dispatches`: how often one was. Counts as running from here on.
 
-    `resubmits` and `begun` are those of `book.Record`.
+    `resubmits` and `oldest_version` are those of `table.Record`.
     """
 
     task_id: str
     attempt: int
-    handed: int
+    num_dispatches: int
     engine: str
     worker: str
     failures: int = 0
     rejections: int = 0
     resubmits: int = 0
-    begun: int | None = None
+    oldest_version: int | None = None
 
 
 class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
@@ -109,7 +105,7 @@ Entry = Started | Submitted | Attempted | Accepted | Resubmitted | Ended | Versi
 
 
 @dataclass(slots=True, eq=False)
-class SavedTask:
+class PersistedTask:
     """One task that has not ended: submitted, at a worker, or with an outcome."""
 
     task_id: str
@@ -120,7 +116,7 @@ class SavedTask:
 
 
 @dataclass(slots=True)
-class Saved:
+class PersistedState:
     """What a journal adds up to; see `Started` for the first five."""
 
     identity: str
@@ -128,35 +124,28 @@ class Saved:
     start_version: int = 0
     version: int = -1
     consumed: int = 0
-    tasks: dict[str, SavedTask] = field(default_factory=dict)
+    tasks: dict[str, PersistedTask] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, entries: Iterable[Entry]) -> Saved | None:
+    def of(cls, entries: Iterable[Entry]) -> PersistedState | None:
         """The state after these entries; None for none. Ids that are not known are ignored."""
-        saved: Saved | None = None
+        persisted: PersistedState | None = None
         for entry in entries:
             if isinstance(entry, Started):
-                tasks = {} if saved is None else saved.tasks
-                saved = cls(
-                    entry.identity,
-                    entry.run,
-                    entry.start_version,
-                    entry.version,
-                    entry.consumed,
-                    tasks,
-                )
-            elif saved is not None:
-                saved._take(entry)
-        if saved is not None:
-            saved._drop_broken_groups()
-        return saved
+                tasks = {} if persisted is None else persisted.tasks
+                persisted = cls(**msgspec.structs.asdict(entry), tasks=tasks)
+            elif persisted is not None:
+                persisted._apply(entry)
+        if persisted is not None:
+            persisted._drop_broken_groups()
+        return persisted
 
-    def _take(
+    def _apply(
         self, entry: Submitted | Attempted | Accepted | Resubmitted | Ended | VersionReached
     ) -> None:
         match entry:
             case Submitted():
-                self.tasks.update({t: SavedTask(t, entry) for t in entry.task_ids})
+                self.tasks.update({t: PersistedTask(t, entry) for t in entry.task_ids})
             case Attempted() | Resubmitted():
                 self._move(self.tasks.get(entry.task_id), entry)
             case Accepted():
@@ -171,7 +160,7 @@ class Saved:
                 assert_never(entry)
 
     @staticmethod
-    def _move(task: SavedTask | None, entry: Attempted | Accepted | Resubmitted) -> None:
+    def _move(task: PersistedTask | None, entry: Attempted | Accepted | Resubmitted) -> None:
         if task is None:
             return
         task.running = isinstance(entry, Attempted)

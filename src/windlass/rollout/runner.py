@@ -1,20 +1,41 @@
-"""A rollout worker without its process: runs attempts, keeps outcomes, answers routes."""
+"""A rollout worker: runs attempts, keeps outcomes until the controller has them, answers routes.
+
+`python -m windlass.rollout.worker --controller URL --name worker-0 [--port 0]`
+
+The token is read from WINDLASS_TOKEN. The worker binds first and publishes the port that
+it got, so there is no port to choose.
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import logging
+import signal
+import uuid
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
-from windlass.errors import AuthenticationError, ConfigError, ProtocolError
-from windlass.rollout._http import post, read_body, reply
-from windlass.rollout.attempts import outcome_of
-from windlass.rollout.connections import Lane, LaneRoutes
+from windlass.envs import ENGINE_TOKEN_VARIABLE, check_token, control_token, environment_value
+from windlass.errors import AuthenticationError, ConfigError, PeerUnreachable, ProtocolError
+from windlass.net.access import Access, role_token
+from windlass.net.addresses import check_url, listen, own_address, published_host, url_of
+from windlass.net.logs import configure_logging
+from windlass.rollout.attempts import Attempts
+from windlass.rollout.connection import (
+    Connection,
+    ConnectionRoutes,
+    Outbox,
+    authorization,
+    post,
+    read_body,
+    reply,
+    require_token,
+)
 from windlass.rollout.messages import (
     AttemptKey,
     CancelBatch,
@@ -28,10 +49,9 @@ from windlass.rollout.messages import (
     WorkerSnapshot,
     WorkerWelcome,
 )
-from windlass.rollout.outbox import Outbox
-from windlass.rollout.workflows import AttemptResult, Workflow, check_workflows, run_attempt
+from windlass.rollout.workflows import Workflow, check_workflows
 
-__all__ = ["WorkerRunner"]
+__all__ = ["WorkerRunner", "WorkerSettings", "run_rollout_worker", "run_worker"]
 
 logger = logging.getLogger(__name__)
 REMEMBERED_ATTEMPTS = 1 << 16
@@ -39,47 +59,64 @@ CALL_DEADLINE_S = 10.0
 MAX_BACKOFF_S = 1.0
 
 
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker process is told.
+
+    Attributes:
+        controller: base URL of the controller.
+        name: unique among the controller's workers.
+        host: address to bind; empty for the one towards the controller. port: 0 lets the system
+            choose.
+        advertise_host: what the controller connects to; empty for `host`.
+        max_concurrent: attempts at a time.
+        heartbeat_s: between heartbeats on the watch connection.
+        call_deadline_s: a delivery that is not acknowledged by then is sent again.
+        controller_gone_s: exit when the controller cannot be reached this long.
+        shutdown_s: on SIGTERM, time to hand over what is there.
+    """
+
+    controller: str
+    name: str
+    host: str = ""
+    port: int = 0
+    advertise_host: str = ""
+    max_concurrent: int = 1024
+    heartbeat_s: float = 5.0
+    call_deadline_s: float = 10.0
+    controller_gone_s: float = 60.0
+    shutdown_s: float = 5.0
+
+
 class WorkerRunner:
     """Runs attempts of one worker incarnation; call everything in one event loop.
 
     Args:
+        settings: `controller` and times.
         hello: identity; the controller never has more than `max_concurrent` attempts here.
-        controller_url: where completions and registrations go.
         controller_session: carries the control token.
-        engine_session: carries no token; no limit on connections.
-        heartbeat_s: between heartbeats on the watch connection.
-        controller_gone_s: `run` returns when the controller could not be reached this long.
-        call_deadline_s: of a delivery; what was not acknowledged by then is sent again.
+        engine_session: carries the engines' token; no limit on connections.
         workflows: user code by name; `hello.workflows` are its keys.
     """
 
     def __init__(
         self,
+        settings: WorkerSettings,
         hello: WorkerHello,
-        controller_url: str,
         controller_session: aiohttp.ClientSession,
         engine_session: aiohttp.ClientSession,
-        *,
-        heartbeat_s: float = 5.0,
-        controller_gone_s: float = 60.0,
-        call_deadline_s: float = CALL_DEADLINE_S,
         workflows: Mapping[str, Workflow] | None = None,
     ) -> None:
-        self._call_deadline_s = call_deadline_s
         self.hello = hello
-        self._controller_url = controller_url
+        self._settings, self._controller_url = settings, settings.controller.rstrip("/")
         self._controller_session = controller_session
-        self._engine_session = engine_session
-        self._heartbeat_s = heartbeat_s
-        self._controller_gone_s = controller_gone_s
-        self._workflows = check_workflows(workflows)
         self._controller = ""
         self._register_due = asyncio.Event()
-        self._lane = Lane(controller_session, f"{controller_url}/v1/completions", CompletionAck)
+        self._connection = Connection(
+            controller_session, f"{self._controller_url}/v1/completions", CompletionAck
+        )
         self._outbox = Outbox(self._deliver, self._register_due.set)
-        self._running: dict[tuple[str, int], asyncio.Task[AttemptResult]] = {}
-        self._ended: OrderedDict[tuple[str, int], None] = OrderedDict()
-        self._slots = asyncio.Semaphore(hello.max_concurrent)
+        self._attempts = Attempts(engine_session, check_workflows(workflows), hello, self._ended)
+        self._remembered: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._num_watchers = 0
         self._watch_opened = asyncio.Event()
         self._stopping = False
@@ -91,18 +128,14 @@ class WorkerRunner:
         num_new = 0
         for task in tasks:
             key = (task.task_id, task.attempt)
-            if key in self._running or key in self._ended:
-                continue
-            num_new += 1
-            job = asyncio.create_task(self._attempt(task), name=f"attempt-{task.task_id}")
-            job.add_done_callback(partial(self._ended_with, task))
-            self._running[key] = job
+            if key not in self._attempts.running and key not in self._remembered:
+                num_new += 1
+                self._attempts.start(task)
         return num_new
 
     def cancel(self, keys: Iterable[AttemptKey]) -> int:
         """Cancel attempts; unknown ones are ignored. Returns how many were running."""
-        jobs = [self._running.get((key.task_id, key.attempt)) for key in keys]
-        return sum(job.cancel() for job in jobs if job is not None)
+        return sum([self._attempts.cancel(key.task_id, key.attempt) for key in keys])
 
     def snapshot(self, since: int) -> WorkerSnapshot:
         """What is kept after `since`, and what runs."""
@@ -110,21 +143,15 @@ class WorkerRunner:
             worker=self.hello.name,
             incarnation=self.hello.incarnation,
             outcomes=self._outbox.since(since),
-            running=tuple(AttemptKey(*key) for key in self._running),
+            running=tuple(AttemptKey(*key) for key in self._attempts.running),
         )
 
-    async def _attempt(self, task: RolloutTask) -> AttemptResult:
-        async with self._slots:
-            return await run_attempt(self._engine_session, task, self._workflows)
-
-    def _ended_with(self, task: RolloutTask, job: asyncio.Task[AttemptResult]) -> None:
+    def _ended(self, outcome: RolloutOutcome) -> None:
         """However the attempt ended, the controller hears of it, or it would wait in vain."""
-        key = (task.task_id, task.attempt)
-        del self._running[key]
-        self._ended[key] = None
-        if len(self._ended) > REMEMBERED_ATTEMPTS:
-            self._ended.popitem(last=False)
-        self._outbox.add(outcome_of(task, job, self.hello.name, stopping=self._stopping))
+        self._remembered[outcome.task_id, outcome.attempt] = None
+        if len(self._remembered) > REMEMBERED_ATTEMPTS:
+            self._remembered.popitem(last=False)
+        self._outbox.add(outcome)
 
     # --- towards the controller ------------------------------------------------------------
 
@@ -144,7 +171,7 @@ class WorkerRunner:
         finally:
             delivery.cancel()
             await asyncio.gather(delivery, return_exceptions=True)
-            await self._lane.close()
+            await self._connection.close()
 
     async def shut_down(self, deadline_s: float) -> None:
         """End running attempts with an error that makes the controller try them elsewhere.
@@ -152,13 +179,9 @@ class WorkerRunner:
         Returns once the controller has acknowledged all outcomes, or after `deadline_s`.
         """
         self._stopping = True
-        jobs = list(self._running.values())
-        for job in jobs:
-            job.cancel()
         try:
             async with asyncio.timeout(deadline_s):
-                if jobs:
-                    await asyncio.wait(jobs)  # a workflow may not heed its cancellation
+                await self._attempts.stop(deadline_s)
                 await self._outbox.drained()
         except TimeoutError:
             return
@@ -166,7 +189,7 @@ class WorkerRunner:
     async def _register(self) -> bool:
         self._register_due.clear()
         loop = asyncio.get_running_loop()
-        give_up_at = loop.time() + self._controller_gone_s
+        give_up_at = loop.time() + self._settings.controller_gone_s
         backoff, last_error = 0.02, "no try"
         while loop.time() < give_up_at:
             try:
@@ -194,8 +217,7 @@ class WorkerRunner:
     def _serve_controller(self, incarnation: str) -> None:
         """Attempts of a controller process that is gone would only hold engines."""
         if self._controller not in {"", incarnation}:
-            for job in self._running.values():
-                job.cancel()
+            self._attempts.cancel_all()
         self._controller = incarnation
 
     def _raise_refusal(self, error: Exception) -> None:
@@ -214,21 +236,21 @@ class WorkerRunner:
 
     async def _deliver(self, outcomes: tuple[RolloutOutcome, ...]) -> CompletionAck:
         batch = CompletionBatch(self.hello.name, self.hello.incarnation, outcomes)
-        return await self._lane.call(batch, deadline_s=self._call_deadline_s)
+        return await self._connection.call(batch, deadline_s=self._settings.call_deadline_s)
 
     # --- routes ----------------------------------------------------------------------------
 
     def routes(self) -> list[web.RouteDef]:
         """The worker's HTTP routes."""
         return [
-            *LaneRoutes("/rollouts", TaskBatch, self._take_tasks, status=202).routes(),
+            *ConnectionRoutes("/rollouts", TaskBatch, self._accept_tasks, status=202).routes(),
             web.post("/cancel", self._post_cancel),
             web.get("/completions", self._get_completions),
             web.get("/health", self._get_health),
             web.get("/watch", self._get_watch),
         ]
 
-    def _take_tasks(self, batch: TaskBatch) -> TasksAccepted:
+    def _accept_tasks(self, batch: TaskBatch) -> TasksAccepted:
         if self._stopping:
             raise web.HTTPServiceUnavailable(text="worker is shutting down")
         return TasksAccepted(self.hello.incarnation, self.accept(batch.tasks))
@@ -248,7 +270,7 @@ class WorkerRunner:
             {
                 "name": self.hello.name,
                 "incarnation": self.hello.incarnation,
-                "running": len(self._running),
+                "running": len(self._attempts.running),
                 "unacknowledged": len(self._outbox.since(0)),
                 "watched": self._num_watchers > 0,
             }
@@ -263,9 +285,123 @@ class WorkerRunner:
         try:
             while True:
                 await stream.write(b"\n")
-                await asyncio.sleep(self._heartbeat_s)
+                await asyncio.sleep(self._settings.heartbeat_s)
         finally:
             self._num_watchers -= 1
             if self._num_watchers == 0:
                 self._watch_opened.clear()
                 self._register_due.set()
+
+
+async def run_worker(
+    settings: WorkerSettings,
+    token: str,
+    workflows: Mapping[str, Workflow] | None = None,
+    *,
+    engine_token: str = "",
+) -> bool:
+    """Serve until SIGTERM or SIGINT, or until the controller has been gone too long.
+
+    Args:
+        settings: see there.
+        token: the owner's secret, or the token of role worker.
+        workflows: user code by name.
+        engine_token: shown to engines; derived from `token`, for role client, when empty.
+
+    Returns:
+        True after a signal, False when the controller was gone.
+
+    Raises:
+        ConfigError: the address cannot be bound, the token is empty, or the controller
+            refuses this worker.
+        AuthenticationError: the controller refuses the token.
+        PeerUnreachable: no address of this host leads to the controller.
+    """
+    check_token(token, "worker: token")
+    check_url(settings.controller, "worker: controller")
+    bound = settings.host or own_address(settings.controller)
+    host = published_host(bound, settings.advertise_host, "worker")
+    listener = listen(bound, settings.port, "worker")
+    known = check_workflows(workflows)
+    hello = WorkerHello(
+        name=settings.name,
+        url=url_of(host, listener.getsockname()[1]),
+        incarnation=uuid.uuid4().hex[:12],
+        max_concurrent=settings.max_concurrent,
+        workflows=tuple(sorted(known)),
+    )
+    async with (
+        aiohttp.ClientSession(headers=authorization(token)) as controller_session,
+        aiohttp.ClientSession(
+            headers=authorization(engine_token or role_token(token, Access.CLIENT)),
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None),
+        ) as engine_session,
+    ):
+        runner = WorkerRunner(settings, hello, controller_session, engine_session, known)
+        app = web.Application(middlewares=[require_token(token)])
+        app.add_routes(runner.routes())
+        # A watch whose controller is gone must end at once, not at the next heartbeat.
+        server = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=0.2
+        )
+        await server.setup()
+        await web.SockSite(server, listener, backlog=1024).start()
+        logger.info("worker %s %s at %s", hello.name, hello.incarnation, hello.url)
+        try:
+            return await _serve(runner, settings.shutdown_s)
+        finally:
+            await server.cleanup()
+
+
+async def _serve(runner: WorkerRunner, shutdown_s: float) -> bool:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    life = asyncio.create_task(runner.run(), name="worker-life")
+    stopped = asyncio.create_task(stop.wait(), name="worker-stop")
+    await asyncio.wait({life, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    if life.done():
+        stopped.cancel()
+        await asyncio.gather(stopped, return_exceptions=True)
+        life.result()
+        return False
+    await runner.shut_down(shutdown_s)
+    life.cancel()
+    await asyncio.gather(life, return_exceptions=True)
+    return True
+
+
+def _settings(arguments: Sequence[str] | None) -> WorkerSettings:
+    parser = argparse.ArgumentParser(prog="python -m windlass.rollout.worker", description=__doc__)
+    for field in msgspec.structs.fields(WorkerSettings):
+        flag = f"--{field.encode_name.replace('_', '-')}"
+        parser.add_argument(flag, type=field.type, default=field.default, required=field.required)
+    return msgspec.convert(vars(parser.parse_args(arguments)), type=WorkerSettings)
+
+
+def run_rollout_worker(
+    workflows: Mapping[str, Workflow], arguments: Sequence[str] | None = None
+) -> int:
+    """Be a worker process that knows these workflows; call it from your own `__main__`.
+
+    Args:
+        workflows: user code by the name under which it is submitted.
+        arguments: as of `python -m windlass.rollout.worker`; the command line when omitted.
+
+    Returns:
+        0 after a signal, 1 when the controller was gone, 2 when it refused.
+    """
+    settings = _settings(arguments)
+    try:
+        configure_logging(settings.name)
+        engine_token = environment_value(ENGINE_TOKEN_VARIABLE)
+        served = run_worker(settings, control_token(), workflows, engine_token=engine_token)
+        if asyncio.run(served):
+            return 0
+    except (AuthenticationError, ConfigError, PeerUnreachable) as error:
+        logger.error("%s", error)  # noqa: TRY400  (one line is what the user needs)
+        return 2
+    logger.error("controller %s was gone for %s s", settings.controller, settings.controller_gone_s)
+    return 1

@@ -1,6 +1,6 @@
-"""The rollout lane of the controller's HTTP server.
+"""The rollout routes of the controller's HTTP server.
 
-Handlers of this lane await the request's body and, for batches, the batch; nothing else.
+Their handlers await the request's body and, for batches, the batch; nothing else.
 They take no lock and share none with weight updates, so an update that runs for minutes on
 another route of the same server cannot delay a completion.
 """
@@ -14,9 +14,8 @@ import msgspec
 from aiohttp import web
 
 from windlass.errors import ConfigError, PeerTimeout, RolloutError, StaleMessage
-from windlass.rollout._http import read_body, reply
 from windlass.rollout.batches import BatchQueue
-from windlass.rollout.connections import LaneRoutes
+from windlass.rollout.connection import ConnectionRoutes, read_body, reply
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.messages import CompletionBatch, WorkerHello
 
@@ -45,7 +44,7 @@ class RouteHost(Protocol):
 def mount_rollout_routes(
     server: RouteHost, controller: RolloutController, batches: BatchQueue
 ) -> None:
-    """Add the rollout lane's routes; before the server starts.
+    """Add the rollout routes; before the server starts.
 
     Args:
         server: must check the shared token on every route.
@@ -53,7 +52,7 @@ def mount_rollout_routes(
         batches: answers trainer ranks.
     """
     routes = _Routes(controller, batches)
-    completions = LaneRoutes("/v1/completions", CompletionBatch, controller.complete)
+    completions = ConnectionRoutes("/v1/completions", CompletionBatch, controller.complete)
     server.on_shutdown.append(completions.close)
     server.add_routes(
         [
@@ -83,7 +82,7 @@ class _Routes:
 
     async def batches(self, request: web.Request) -> web.Response:
         try:
-            batch = await self._batches.take(
+            batch = await self._batches.shard(
                 _integer(request, "step"),
                 _integer(request, "rank"),
                 _integer(request, "world_size"),

@@ -1,7 +1,7 @@
 """Where every rollout is: the controller's records, and an audit that counts them.
 
 A record is in exactly one place: waiting for admission, queued for dispatch, parked until a worker
-that knows its workflow has room, at a worker, in a backoff, or held until its group is handed out.
+that knows its workflow has room, at a worker, in a backoff, or buffered until its group is handed out.
 `lost` is what was submitted, has not ended, and is in none of them.
 """
 
@@ -16,9 +16,9 @@ import msgspec
 
 from windlass.rollout.deadlines import Ticket
 from windlass.rollout.handles import Rollout, RolloutGroup
-from windlass.rollout.messages import Partial, RolloutOutcome, SamplingParams
+from windlass.rollout.messages import Partial, RolloutOutcome, Work
 
-__all__ = ["Book", "Counts", "Group", "Record", "State"]
+__all__ = ["RolloutTable", "Counts", "Group", "Record", "State"]
 
 NOTHING = Partial()
 
@@ -31,23 +31,21 @@ class State(Enum):
     PARKED = "parked"
     RUNNING = "running"
     BACKOFF = "backoff"
-    HELD = "held"
+    BUFFERED = "buffered"
     ENDED = "ended"
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Samples of one prompt. `future` is done when the group was handed out or given up."""
+    """Records of the same work. `future` is done when the group was handed out or given up."""
 
     group_id: int
-    prompt_ids: tuple[int, ...]
-    metadata: object
     future: asyncio.Future[RolloutGroup]
     records: list[Record] = field(default_factory=list)
 
     def complete(self) -> bool:
-        """Whether every sample is held."""
-        return all(record.state is State.HELD for record in self.records)
+        """Whether every sample is finished."""
+        return all(record.state is State.BUFFERED for record in self.records)
 
 
 @dataclass(slots=True, eq=False)
@@ -57,43 +55,39 @@ class Record:
     Attributes:
         admitted: counted as running by the staleness policy.
         attempt: of the last dispatch; 0 before the first. Only ever grows, with gaps.
-        handed: how often it was dispatched.
+        num_dispatches: how often it was handed to a worker.
         failures: attempts that ended in an error.
         resubmits: how often an answer of it was too old and it was made again.
-        begun: version of the oldest token that the running attempt can have; None if not known.
-        engine: of the last attempt. engine_held: key in `Book.by_engine`, kept by `Book.move`.
-        place: where `Book.move` put it.
+        oldest_version: version of the oldest token that the running attempt can have; None if not known.
+        engine: of the last attempt. load_key: key in `RolloutTable.by_engine`.
+        queue: of the table, that it stands in; None once it has ended.
         timer: of the running attempt or of the backoff.
         expiry: of the overall deadline, started at the first dispatch.
     """
 
     task_id: str
-    prompt_ids: tuple[int, ...]
-    sampling: SamplingParams
+    work: Work
     metadata: object
-    deadline_s: float | None
     submitted_at: float
     future: asyncio.Future[Rollout] | None = None
     group: Group | None = None
     state: State = State.WAITING
     admitted: bool = False
     attempt: int = 0
-    handed: int = 0
+    num_dispatches: int = 0
     failures: int = 0
     rejections: int = 0
     resubmits: int = 0
-    begun: int | None = None
-    workflow: str = ""
-    arguments: bytes = b""
+    oldest_version: int | None = None
     last_error: str = ""
     avoid_engine: str = ""
     engine: str = ""
-    engine_held: str = ""
+    load_key: str = ""
     worker: str = ""
     partial: Partial = NOTHING
     outcome: RolloutOutcome | None = None
     finished_at: float = 0.0
-    place: dict[str, Record] | None = None
+    queue: dict[str, Record] | None = None
     timer: asyncio.TimerHandle | Ticket[Record] | None = None
     expiry: asyncio.TimerHandle | None = None
 
@@ -117,14 +111,14 @@ class Record:
         return Rollout(
             task_id=self.task_id,
             group_id=-1 if self.group is None else self.group.group_id,
-            prompt_ids=self.prompt_ids,
+            prompt_ids=self.work.prompt_ids,
             output_ids=result.output_ids,
             logprobs=result.logprobs,
             versions=self.outcome.versions(),
             finish_reason=self.outcome.finish_reason,
             engine=self.outcome.engine,
             worker=self.outcome.worker,
-            attempts=self.handed,
+            attempts=self.num_dispatches,
             metadata=self.metadata,
             finished_at=self.outcome.finished_at,
             seconds=self.finished_at - self.submitted_at,
@@ -135,7 +129,7 @@ class Record:
 
 @dataclass(slots=True)
 class Counts:
-    """Totals since the start; see `RolloutStats`."""
+    """Totals since the start, as `RolloutStats` explains them."""
 
     submitted: int = 0
     completed: int = 0
@@ -151,8 +145,8 @@ class Counts:
     declined: int = 0
 
 
-class Book:
-    """Records by id and the ordered queues they stand in."""
+class RolloutTable:
+    """Records by id and the ordered queues that they stand in."""
 
     def __init__(self) -> None:
         self.records: dict[str, Record] = {}
@@ -160,13 +154,13 @@ class Book:
         self.queued: OrderedDict[str, Record] = OrderedDict()
         self.parked: dict[str, OrderedDict[str, Record]] = {}
         self.backoff: dict[str, Record] = {}
-        self.held: dict[str, Record] = {}
+        self.buffered: dict[str, Record] = {}
         self.ready: OrderedDict[int, Group] = OrderedDict()
         self.by_engine: dict[str, dict[str, Record]] = {}
         self.counts = Counts()
 
     def move(self, record: Record, state: State, *, front: bool = False) -> None:
-        """Take a record out of the place where it is and put it into another.
+        """Take a record out of the queue where it is and put it into another.
 
         Args:
             record: must be one of `records`.
@@ -174,38 +168,42 @@ class Book:
             front: at the head of WAITING or QUEUED.
         """
         record.stop_timer()
-        if record.place is not None:
-            del record.place[record.task_id]
-            if record.state is State.RUNNING and not record.place:
-                del self.by_engine[record.engine_held]
+        if record.queue is not None:
+            del record.queue[record.task_id]
+            if record.state is State.RUNNING and not record.queue:
+                del self.by_engine[record.load_key]
         record.state = state
-        record.engine_held = record.engine
+        record.load_key = record.engine
         if state is State.ENDED:
-            record.place = None
+            record.queue = None
             record.stop_expiry()
             self.records.pop(record.task_id, None)
             return
-        place = record.place = self._place(record)
-        place[record.task_id] = record
-        if front and isinstance(place, OrderedDict):
-            place.move_to_end(record.task_id, last=False)
+        queue = record.queue = self._queue_of(record)
+        queue[record.task_id] = record
+        if front and isinstance(queue, OrderedDict):
+            queue.move_to_end(record.task_id, last=False)
 
-    def _place(self, record: Record) -> dict[str, Record]:
+    def _queue_of(self, record: Record) -> dict[str, Record]:
         match record.state:
             case State.WAITING:
                 return self.waiting
             case State.QUEUED:
                 return self.queued
             case State.PARKED:
-                return self.parked.setdefault(record.workflow, OrderedDict())
+                return self.parked.setdefault(record.work.workflow, OrderedDict())
             case State.RUNNING:
-                return self.by_engine.setdefault(record.engine_held, {})
+                return self.by_engine.setdefault(record.load_key, {})
             case State.BACKOFF:
                 return self.backoff
-            case State.HELD:
-                return self.held
+            case State.BUFFERED:
+                return self.buffered
             case State.ENDED:
                 return {}
+
+    def running(self) -> list[Record]:
+        """The records that are at workers."""
+        return [record for of_engine in self.by_engine.values() for record in of_engine.values()]
 
     def num_parked(self) -> int:
         """How many records wait for a worker that knows their workflow."""

@@ -6,6 +6,7 @@ names the functions in a mapping; a task from the network only picks a key of it
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import aiohttp
@@ -13,7 +14,7 @@ import msgspec
 
 from windlass.errors import ConfigError, RolloutError
 from windlass.net.logs import add_log_fields
-from windlass.rollout.generate import AttemptDeadline, AttemptError, generate
+from windlass.rollout.generate import AttemptError, generate
 from windlass.rollout.messages import Partial, RolloutTask, SamplingParams, Turn
 
 __all__ = [
@@ -106,8 +107,8 @@ class WorkflowContext:
         return turn
 
     def _check_age(self, versions: Sequence[int]) -> None:
-        seen, limit = (*self._versions, *versions), self._task.max_staleness
-        oldest, newest = self._versions = min(seen), max(seen)
+        known, limit = (*self._versions, *versions), self._task.max_staleness
+        oldest, newest = self._versions = min(known), max(known)
         if limit is not None and newest - oldest > limit:
             raise TooOld(
                 f"workflow {self._task.workflow}: versions {oldest} to {newest} in one rollout "
@@ -172,8 +173,16 @@ async def run_attempt(
             f"workflow must be one of {sorted(workflows)}, got {task.workflow!r}", Partial()
         )
     context = WorkflowContext(session, task)
-    async with AttemptDeadline(task, f"workflow {task.workflow}"):
-        value = await workflow(context)
+    deadline = asyncio.timeout(task.deadline_s)
+    try:
+        async with deadline:
+            value = await workflow(context)
+    except TimeoutError as error:
+        if not deadline.expired():
+            raise
+        raise AttemptError(
+            f"workflow {task.workflow}: no end within {task.deadline_s:.3f} s", Partial()
+        ) from error
     return AttemptResult(
         turns=tuple(context.turns), value=encode_value(f"workflow {task.workflow}: value", value)
     )

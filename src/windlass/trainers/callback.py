@@ -1,6 +1,6 @@
 """What a trainer rank holds to drive an update itself, half of each collective at a time.
 
-    callback = windlass.RolloutCallback(url, token, head="pp0")
+    callback = windlass.RolloutCallback(url, token, leader="pp0")
     callback.pause_generation()
     group = windlass.WeightGroup(callback, "pp0")          # both halves of a new group
     for bucket in buckets:
@@ -68,18 +68,18 @@ MAX_BACKOFF_S = 1.0
 
 @final
 class RolloutCallback:
-    """One head's way to the controller. May be used from several threads.
+    """One leader's way to the controller. May be used from several threads.
 
     Args:
         controller: address. token: secret.
-        head: name of this head, unique among those that drive one update together.
+        leader: name of this leader, unique among those that drive one update together.
         client: for `update_weights`; not closed.
         check_weights: called by `pause_generation` first, to refuse weights that are not whole:
             `functools.partial(windlass.trainers.megatron.check_whole, model)`.
-        stage, num_stages: which of how many heads this one is, its pipeline stage for example.
-            Engines then take the calls of all heads in the order (call, stage), whichever
-            arrives first, and the update ends when all heads have called
-            `continue_generation`. All heads declare this or none.
+        stage, num_stages: which of how many leaders this one is, its pipeline stage for example.
+            Engines then take the calls of all leaders in the order (call, stage), whichever
+            arrives first, and the update ends when all leaders have called
+            `continue_generation`. All leaders declare this or none.
         deadline_s: of every call that names no other.
 
     Raises:
@@ -92,7 +92,7 @@ class RolloutCallback:
         controller: str,
         token: str,
         *,
-        head: str = "head",
+        leader: str = "leader",
         client: TrainerClient | None = None,
         check_weights: Callable[[], None] | None = None,
         stage: int = -1,
@@ -107,7 +107,7 @@ class RolloutCallback:
             raise ConfigError(
                 f"RolloutCallback: stage must be in [0, num_stages={num_stages}), got {stage}"
             )
-        self.url, self.head = controller, head
+        self.url, self.leader = controller, leader
         self._stage, self._num_stages = stage, num_stages
         self._lock, self._num_calls = threading.Lock(), 0
         self._address = (parts.hostname or "", parts.port or 80)
@@ -119,10 +119,10 @@ class RolloutCallback:
     def pause_generation(
         self, *, session_s: float = 600.0, deadline_s: float | None = None
     ) -> None:
-        """Begin an update, or join the one that another head has begun: engines come to rest.
+        """Begin an update, or join the one that another leader has begun: engines come to rest.
 
         Args:
-            session_s: the engines go on with the old version if the heads do not end it by then.
+            session_s: the engines go on with the old version if the leaders do not end it by then.
             deadline_s: of this call.
 
         Raises:
@@ -137,10 +137,10 @@ class RolloutCallback:
         self._call(PauseCall(session_s, self._stage, self._num_stages), deadline_s)
 
     def continue_generation(self, version: int, *, deadline_s: float | None = None) -> None:
-        """End the update; returns when the last head has called it and the version is served.
+        """End the update; returns when the last leader has called it and the version is served.
 
         Raises:
-            RoundAborted: some call of some head had failed, or tensors are missing: the old version
+            RoundAborted: some call of some leader had failed, or tensors are missing: the old version
                 is served, everywhere.
             PeerTimeout: no answer within the deadline; the version may be served all the same.
             AuthenticationError: wrong token.
@@ -218,7 +218,7 @@ class RolloutCallback:
     ) -> tuple[str, ...]:
         """Ask until there is an answer: the request id makes a repetition the same call."""
         seconds = deadline_s or self._deadline_s
-        asked = CallbackRequest(uuid.uuid4().hex, self.head, call, seconds, number)
+        asked = CallbackRequest(uuid.uuid4().hex, self.leader, call, seconds, number)
         body, ends = msgspec.msgpack.encode(asked), time.monotonic() + seconds + MARGIN_S
         backoff_s, last = FIRST_BACKOFF_S, ""
         while (left_s := ends - time.monotonic()) > 0 and not self._closed.is_set():
@@ -262,7 +262,7 @@ class WeightGroup:
     the next. Made between `pause_generation` and `continue_generation`.
 
     Args:
-        callback: of this head. name: unique among the groups of all heads.
+        callback: of this leader. name: unique among the groups of all leaders.
         bucket_nbytes: the largest bucket. fabric: gloo or NCCL.
         deadline_s: of forming it, and of every broadcast.
 
@@ -285,12 +285,12 @@ class WeightGroup:
         self._bucket_nbytes = bucket_nbytes
         host = own_address(callback.url)
         rendezvous = Rendezvous(host, deadline_s)
-        members = (callback.head, *callback.engine_ranks(deadline_s=deadline_s))
+        members = (callback.leader, *callback.engine_ranks(deadline_s=deadline_s))
         offer = GroupOffer(name, members, host, rendezvous.port, (), (bucket_nbytes,))
         entered = callback.init_weights_update_group(offer, fabric=fabric, deadline_s=deadline_s)
         self._group = join_group(
             offer,
-            callback.head,
+            callback.leader,
             fabric=fabric,
             num_buffers=1,
             signature=signature_of_group(offer, fabric),

@@ -25,7 +25,7 @@ from windlass.errors import ConfigError, ManifestError, UnsupportedLayout
 from windlass.layout.manifest import ManifestBuilder, Role
 from windlass.layout.naming.place import Coords, Geometry, place
 from windlass.layout.naming.rules import Family
-from windlass.layout.naming.tables import family_named
+from windlass.layout.naming.tables import FAMILIES
 from windlass.memory.torch_dtypes import dtype_of
 from windlass.trainers.client import TrainerClient, connect_described
 from windlass.trainers.fsdp import DescribedTrainer
@@ -125,7 +125,7 @@ def describe_megatron_trainer(
     """
     chunks = _chunks_of(model)
     _refuse_wrappers(chunks)
-    table = family_named(family) if isinstance(family, str) else family
+    table = FAMILIES.find(family) if isinstance(family, str) else family
     config = _unwrap(chunks[0]).config
     geometry = _geometry(config, vocab_size)
     coords = megatron_coords()

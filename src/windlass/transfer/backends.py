@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import assert_never
 
-from windlass.config import DiskBackend, P2pBackend, UpdateBackend, XcclBackend
+from windlass.config import (
+    BackendTraits,
+    DiskBackend,
+    P2pBackend,
+    PluginBackend,
+    UpdateBackend,
+    XcclBackend,
+    find_backend,
+)
+from windlass.errors import ConfigError
 from windlass.transfer.base import ReceiverBackend, SenderBackend
 from windlass.transfer.collective import CollectiveReceiver, CollectiveSender
 from windlass.transfer.device_sender import DeviceSender
@@ -13,11 +24,39 @@ from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transfer.split_sender import SplitSender
 
-__all__ = ["receiver_for", "sender_for"]
+__all__ = ["Backend", "receiver_for", "sender_for"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """What an entry point of `windlass.backends` leads to: a backend of another package.
+
+    Attributes:
+        traits: what the control plane must know of it.
+        sender: from `PluginBackend.options`, the rank's sender and its own host address to the
+            trainer's half. receiver: likewise to the engine's half.
+    """
+
+    traits: BackendTraits
+    sender: Callable[[Mapping[str, object], Sender, str], SenderBackend]
+    receiver: Callable[[Mapping[str, object], Receiver, str], ReceiverBackend]
+
+
+def _registered(name: str) -> Backend:
+    found = find_backend(name)
+    if not isinstance(found, Backend):
+        raise ConfigError(
+            f"backend: entry point {name!r} must lead to a {Backend.__qualname__}, got {found!r}"
+        )
+    return found
 
 
 def sender_for(config: UpdateBackend, sender: Sender, host: str) -> SenderBackend:
-    """The trainer's half, over the parameters of `sender`. `host`: own address for groups."""
+    """The trainer's half, over the parameters of `sender`. `host`: own address for groups.
+
+    Raises:
+        ConfigError: a backend that is not installed here.
+    """
     match config:
         case P2pBackend():
             if (mapper := sender.transport.mapper) is not None:
@@ -32,12 +71,18 @@ def sender_for(config: UpdateBackend, sender: Sender, host: str) -> SenderBacken
             return CollectiveSender(config, sender.manifest, sender.parameters, host)
         case DiskBackend():
             return DiskSender(config, sender.manifest, sender.parameters)
+        case PluginBackend():
+            return _registered(config.name).sender(config.options, sender, host)
         case _:
             assert_never(config)
 
 
 def receiver_for(config: UpdateBackend, receiver: Receiver, host: str) -> ReceiverBackend:
-    """The engine's half, over the live parameters of `receiver`. `host`: own address for groups."""
+    """The engine's half, over the live parameters of `receiver`. `host`: own address for groups.
+
+    Raises:
+        ConfigError: a backend that is not installed here.
+    """
     match config:
         case P2pBackend():
             return receiver
@@ -45,5 +90,7 @@ def receiver_for(config: UpdateBackend, receiver: Receiver, host: str) -> Receiv
             return CollectiveReceiver(config, receiver.manifest, receiver.live_addresses, host)
         case DiskBackend():
             return DiskReceiver(config, receiver.manifest, receiver.live_addresses)
+        case PluginBackend():
+            return _registered(config.name).receiver(config.options, receiver, host)
         case _:
             assert_never(config)

@@ -16,6 +16,7 @@ from windlass.planning.plan import TransferPlan
 from windlass.transfer.bindings import DestinationBinding, GroupOffer, LinkOutcome
 
 __all__ = [
+    "LINKS_AT_ONCE",
     "GroupMember",
     "GroupReceiver",
     "ParameterMemory",
@@ -23,6 +24,12 @@ __all__ = [
     "SendResult",
     "SenderBackend",
 ]
+
+LINKS_AT_ONCE = 16
+"""Links that a trainer rank has on the wire at a time: with fewer, ranks wait for the same receivers.
+
+By `python -m tools.plan --simulate`, DeepSeek-V3 on 128 to 128 ranks loses 13 % with 4.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 import numpy as np
 
-from windlass.errors import PlanError, RoundAborted
+from windlass.errors import PlanError, RegionError, RoundAborted
 from windlass.layout.manifest import ShardManifest
 from windlass.planning.program import DigestKind, LinkProgram
-from windlass.transfer.bindings import DestinationBinding
+from windlass.transfer.bindings import BindingsRefused, DestinationBinding
 from windlass.transports.regions import check_inside
 
-__all__ = ["check_binding", "check_destinations", "check_digest_kind", "check_part"]
+__all__ = ["bind_peers", "check_binding", "check_destinations", "check_digest_kind", "check_part"]
 
 
 def check_part(
@@ -43,6 +43,33 @@ def check_destinations(known: Container[str], destinations: Sequence[str]) -> No
     unknown = [name for name in destinations if name not in known]
     if unknown:
         raise RoundAborted(f"write: this rank sends nothing to {', '.join(unknown)}")
+
+
+def bind_peers(
+    programs: Iterable[LinkProgram],
+    bindings: Iterable[DestinationBinding],
+    check: Callable[[LinkProgram, DestinationBinding], None],
+) -> dict[str, DestinationBinding]:
+    """The binding of every link's destination, each of which has passed `check`.
+
+    Raises:
+        PlanError: a destination has no binding.
+        BindingsRefused: some did not pass.
+    """
+    known = {binding.worker: binding for binding in bindings}
+    found: dict[str, DestinationBinding] = {}
+    refused: dict[str, str] = {}
+    for program in programs:
+        if program.peer not in known:
+            raise PlanError(f"connect: destination {program.peer} of the plan has no binding")
+        found[program.peer] = known[program.peer]
+        try:
+            check(program, known[program.peer])
+        except (PlanError, RegionError) as error:
+            refused[program.peer] = f"{type(error).__name__}: {error}"
+    if refused:
+        raise BindingsRefused(refused)
+    return found
 
 
 def check_binding(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from enum import StrEnum
 
 import msgspec
 
+from windlass.errors import PlanError
 from windlass.layout.dtypes import DType
 from windlass.planning.program import DigestKind
 from windlass.transports.base import PeerEndpoint, RemoteRegion
 
 __all__ = [
+    "BindingsRefused",
     "BucketPart",
     "DestinationBinding",
     "GroupOffer",
@@ -19,6 +22,18 @@ __all__ = [
     "LinkStatus",
     "WireTensor",
 ]
+
+
+class BindingsRefused(PlanError):
+    """Some destinations offer memory that cannot be written; the others' can be.
+
+    Attributes:
+        reasons: destination worker -> why, one line each.
+    """
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        super().__init__("; ".join(reasons.values()))
+        self.reasons = dict(reasons)
 
 
 class DestinationBinding(msgspec.Struct, frozen=True):

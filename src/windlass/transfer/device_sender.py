@@ -11,13 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import final
 
 import numpy as np
 
 from windlass.errors import (
     PeerUnreachable,
-    PlanError,
     RegionError,
     TransferFailed,
     TransferOutcomeUnknown,
@@ -32,7 +32,7 @@ from windlass.memory.ops import UInt64Array
 from windlass.planning.plan import TransferPlan
 from windlass.planning.program import LinkProgram, bind_links
 from windlass.transfer.base import ParameterMemory, SendResult
-from windlass.transfer.bind import check_binding, check_destinations, check_part
+from windlass.transfer.bind import bind_peers, check_binding, check_destinations, check_part
 from windlass.transfer.bindings import (
     DestinationBinding,
     GroupOffer,
@@ -102,18 +102,12 @@ class DeviceSender:
             self._drop()
             self._mapper.keep_mapped(r for binding in bindings for r in binding.regions)
             self._shift = check_part(self._manifest, plan.sources, plan.source_digests, "sources")
-            known = {binding.worker: binding for binding in bindings}
-            bound: dict[str, DestinationBinding] = {}
-            programs: dict[str, tuple[LinkProgram, UInt64Array]] = {}
-            for program in bind_links(plan, sending=True):
-                binding = known.get(program.peer)
-                if binding is None:
-                    raise PlanError(
-                        f"connect: destination {program.peer} of the plan has no binding"
-                    )
-                check_binding(program, binding, landing=False)
-                bound[program.peer] = binding
-                programs[program.peer] = (program, self._reach(program, binding))
+            links = bind_links(plan, sending=True)
+            bound = bind_peers(links, bindings, partial(check_binding, landing=False))
+            programs = {
+                program.peer: (program, self._reach(program, bound[program.peer]))
+                for program in links
+            }
             if self._replica is not None:
                 ops = [op for program, _ in programs.values() for op in program.ops]
                 self._replica.fit(sorted({op.src_parameter for op in ops}))

@@ -32,9 +32,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 from windlass.errors import ConfigError, ManifestError, PlanError, UnsupportedLayout
-from windlass.layout.box import Box
+from windlass.layout.box import Box, chunk
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
-from windlass.layout.mesh import chunk
 from windlass.layout.naming.place import PlacedShard
 from windlass.layout.naming.stacked import StackedRule, unstack
 from windlass.memory.torch_dtypes import dtype_of

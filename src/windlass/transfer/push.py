@@ -1,7 +1,7 @@
 """Updates that the trainer drives itself, tensor by tensor: whole tensors in, one transaction out.
 
-Whole tensors arrive by broadcast or from checkpoint files; the rank takes its boxes out of them
-into a shadow. `apply` makes them live, and only if every element of every parameter came.
+Whole tensors arrive by broadcast or from checkpoint files; the rank copies its boxes out of them
+into a shadow copy. `apply` makes them live, and only if every element of every parameter came.
 """
 
 from __future__ import annotations
@@ -13,24 +13,23 @@ from typing import Any, final
 import msgspec
 import xxhash
 
-from windlass.config import CollectiveFabric, UpdateMode
+from windlass.config import CollectiveFabric
 from windlass.errors import PlanError, ProtocolError, TransferFailed
 from windlass.layout.dtypes import cast_refusal
 from windlass.layout.manifest import Shard, ShardManifest, contiguous_strides
 from windlass.memory.ops import MemoryOps, StridedCopy, aligned_offsets, gpu_at, memory_at
 from windlass.net.clock import Deadline
-from windlass.planning.plan import TransferPlan
-from windlass.transfer.bindings import DestinationBinding, GroupOffer, WireTensor
+from windlass.transfer.bindings import GroupOffer, WireTensor
 from windlass.transfer.collective_group import TorchBroadcastGroup, join_group
 from windlass.transfer.destination import ShadowCopy
 from windlass.transfer.disk_files import DiskEntry, DiskIndex
 from windlass.transfer.disk_read import read_boxes
 
-__all__ = ["HandDrivenReceiver", "signature_of_group", "wire_offsets"]
+__all__ = ["PushReceiver", "signature_of_group", "wire_offsets"]
 
 
 def signature_of_group(offer: GroupOffer, fabric: CollectiveFabric) -> str:
-    """What the members of a hand-driven group agree on when it forms."""
+    """What the members of a group agree on when it forms."""
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode((offer, fabric)))
 
 
@@ -40,15 +39,15 @@ def wire_offsets(tensors: Sequence[WireTensor]) -> tuple[tuple[int, ...], int]:
 
 
 @final
-class HandDrivenReceiver:
-    """One engine rank; a `ReceiverBackend` whose bytes come by `take_tensors` and `take_files`.
+class PushReceiver:
+    """One engine rank: bytes come by `receive_bucket` and `read_files`, and go live in `apply`.
 
     Groups stay from one update to the next.
 
     Args:
         manifest: of this rank.
         addresses: of the live parameters, in manifest order.
-        host: own address, that the heads can reach.
+        host: own address, that the leaders can reach.
     """
 
     def __init__(self, manifest: ShardManifest, addresses: Sequence[int], host: str) -> None:
@@ -79,7 +78,7 @@ class HandDrivenReceiver:
         self._missing = {row for shards in self._shards.values() for row, _ in shards}
 
     def join_named(self, offer: GroupOffer, fabric: CollectiveFabric, deadline_s: float) -> None:
-        """Enter a head's group; a group of the same name is left.
+        """Enter a leader's group; a group of the same name is left.
 
         Raises:
             PlanError: members disagree about the group.
@@ -99,12 +98,12 @@ class HandDrivenReceiver:
             gpu=gpu_at(self._begun()[0]),
         )
 
-    def take_tensors(self, name: str, tensors: Sequence[WireTensor], deadline_s: float) -> None:
-        """Receive one bucket of whole tensors, and take this rank's boxes out of it.
+    def receive_bucket(self, name: str, tensors: Sequence[WireTensor], deadline_s: float) -> None:
+        """Receive one bucket of whole tensors, and copy this rank's boxes out of it.
 
         Raises:
             PlanError: a tensor that is no tensor of this rank's model, another shape of it, or a
-                dtype that cannot be cast; the group is left before the broadcast, which releases the head.
+                dtype that cannot be cast; the group is left before the broadcast, which releases the leader.
             TransferFailed: the broadcast failed.
         """
         group = self._groups.get(name)
@@ -118,7 +117,7 @@ class HandDrivenReceiver:
         offsets, nbytes = wire_offsets(tensors)
         memory, shadow = self._begun()
         found = [
-            (row, self._copy(shadow, shard, tensor, group.buffer(0) + offset))
+            (row, self._box_of(shadow, shard, tensor, group.buffer(0) + offset))
             for tensor, offset in zip(tensors, offsets, strict=True)
             for row, shard in self._shards.get(tensor.name, ())
         ]
@@ -133,7 +132,7 @@ class HandDrivenReceiver:
             copies.close()
         self._missing.difference_update(row for row, _ in found)
 
-    def take_files(self, folder: str) -> None:
+    def read_files(self, folder: str) -> None:
         """Read this rank's boxes from the safetensors files of a checkpoint folder.
 
         Raises:
@@ -161,10 +160,6 @@ class HandDrivenReceiver:
         """
         self._check_complete()
         self._begun()[1].copy_over()
-
-    def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:  # noqa: ARG002
-        """No plan here: the trainer says what comes."""
-        raise ProtocolError("a hand-driven update has no plan")
 
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:  # noqa: ARG002
         """No links here, but everything must have come.
@@ -221,7 +216,7 @@ class HandDrivenReceiver:
                 if refusal := cast_refusal(tensor.dtype, wanted):
                     raise PlanError(f"{worker}: tensor {tensor.name!r}: {refusal}")
 
-    def _copy(
+    def _box_of(
         self, shadow: ShadowCopy, shard: Shard, tensor: WireTensor, address: int
     ) -> StridedCopy:
         """A box of this rank out of a whole tensor at `address`."""

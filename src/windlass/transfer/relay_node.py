@@ -101,7 +101,7 @@ class RelayNode:
             payloads=payloads,
             local=local,
             digests={s: p.digests(destination.memory, local[s]) for s, p in payloads.items()},
-            upstream=tuple("" if p[index] < 0 else group.members[p[index]] for p in group.lanes),
+            upstream=tuple("" if p[index] < 0 else group.members[p[index]] for p in group.stripes),
             children=children,
             patience=tuple(
                 1 - PATIENCE_SPREAD * (1 - depths[index] / max(depths))

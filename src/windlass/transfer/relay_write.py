@@ -219,7 +219,7 @@ class Feeds:
                 raise
             return feed.payload.chunk_nbytes(chunk)
 
-        lanes, num_lanes = feed.lanes_of(binding.worker), len(feed.group.lanes)
+        lanes, num_lanes = feed.lanes_of(binding.worker), len(feed.group.stripes)
         mine = [c for c in range(feed.payload.num_chunks) if c % num_lanes in lanes]
         with ThreadPoolExecutor(WRITES_AT_ONCE, "windlass-feed") as pool:
             written = [submit(pool, write, chunk) for chunk in mine]

@@ -17,8 +17,8 @@ from windlass.memory.cuda.ops import CudaMemory
 from windlass.memory.cuda.pinned_arena import PinnedArena
 from windlass.memory.cuda.range_copy import COPY_ENGINE_NBYTES, RangeCopy
 from windlass.memory.ops import OWN_WORK_S, Buffer
-from windlass.planning.simulate import LINKS_AT_ONCE
 from windlass.transfer.arena import Arena, ArenaSlot
+from windlass.transfer.base import LINKS_AT_ONCE
 from windlass.transfer.pieces import UInt64Array
 from windlass.transfer.replica import ReplicaMemory
 from windlass.transports.base import MemoryType, OneSidedTransport

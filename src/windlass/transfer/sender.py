@@ -32,10 +32,15 @@ from windlass.net.clock import Deadline
 from windlass.planning.plan import TransferPlan
 from windlass.planning.program import LinkProgram, bind_links
 from windlass.planning.relay import RelayGroup
-from windlass.planning.simulate import LINKS_AT_ONCE
 from windlass.transfer.arena import memory_of
-from windlass.transfer.base import ParameterMemory, SendResult
-from windlass.transfer.bind import check_binding, check_destinations, check_digest_kind, check_part
+from windlass.transfer.base import LINKS_AT_ONCE, ParameterMemory, SendResult
+from windlass.transfer.bind import (
+    bind_peers,
+    check_binding,
+    check_destinations,
+    check_digest_kind,
+    check_part,
+)
 from windlass.transfer.bindings import DestinationBinding, GroupOffer, LinkOutcome, LinkStatus
 from windlass.transfer.outcomes import is_unknown, status_of, submit
 from windlass.transfer.packer import PackedLink, Packer, Peer
@@ -176,7 +181,8 @@ class Sender:
         Raises:
             PlanError: the plan was made for another layout, a destination has no binding, or a
                 replica is asked for and the arena is too small for what is packed.
-            RegionError: a write would leave the published regions, or memory cannot be registered.
+            BindingsRefused: what some destinations offer cannot be written, or is hashed otherwise.
+            RegionError: memory cannot be registered.
         """
         with self._lock:
             self._settle_doubt()
@@ -185,13 +191,8 @@ class Sender:
             self._forget()
             index = check_part(self._manifest, plan.sources, plan.source_digests, "sources")
             programs = {program.peer: program for program in bind_links(plan, sending=True)}
-            known = {binding.worker: binding for binding in bindings}
-            for peer, program in programs.items():
-                if peer not in known:
-                    raise PlanError(f"connect: destination {peer} of the plan has no binding")
-                check_digest_kind(self._packer.digest_kind, known[peer])
-                check_binding(program, known[peer])
-            self._peers = {peer: Peer.bound_to(known[peer]) for peer in programs}
+            known = bind_peers(programs.values(), bindings, self._check_binding)
+            self._peers = {peer: Peer.bound_to(binding) for peer, binding in known.items()}
             self._packer.fit(tuple(programs.values()))
             self._read_in_place = tuple(
                 {i for p in programs.values() for i in np.unique(p.direct.src_parameter).tolist()}
@@ -340,6 +341,10 @@ class Sender:
             self._forget()
             self._packer.close()
             self._parameters.close()
+
+    def _check_binding(self, program: LinkProgram, binding: DestinationBinding) -> None:
+        check_digest_kind(self._packer.digest_kind, binding)
+        check_binding(program, binding)
 
     # --- links and feeds ---------------------------------------------------------------------
 

@@ -13,7 +13,12 @@ from windlass.memory.ops import OWN_WORK_S, LinkDigests, MemoryOps, UInt64Array,
 from windlass.planning.plan import TransferPlan
 from windlass.planning.program import LinkProgram, bind_links
 from windlass.transfer.base import ParameterMemory
-from windlass.transfer.bind import check_destinations, check_digest_kind, check_part
+from windlass.transfer.bind import (
+    bind_peers,
+    check_destinations,
+    check_digest_kind,
+    check_part,
+)
 from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus
 from windlass.transfer.parameters import check_described
 
@@ -66,20 +71,16 @@ class SourceMemory:
         """Take a plan part (`TransferPlan.for_source`).
 
         Raises:
-            PlanError: it was made for another layout, it quantises, a destination has no binding, or its
-                parameters are in another kind of memory than this rank's.
+            PlanError: it was made for another layout, it quantises, or a destination has no binding.
+            BindingsRefused: parameters of a destination are in another kind of memory than this rank's.
         """
         self.close()
         check_part(self.manifest, plan.sources, plan.source_digests, "sources")
         refuse_transforms(self.manifest.worker, plan)
         programs = {program.peer: program for program in bind_links(plan, sending=True)}
-        offered = {binding.worker: binding for binding in bindings}
-        missing = sorted(set(programs) - set(offered))
-        if missing:
-            raise PlanError(f"connect: destination {missing[0]} of the plan has no binding")
         self.locate()
-        for peer in programs:
-            check_digest_kind(self.memory.digest_kind, offered[peer])
+        kind = self.memory.digest_kind
+        bind_peers(programs.values(), bindings, lambda _, binding: check_digest_kind(kind, binding))
         self.programs = programs
 
     @property

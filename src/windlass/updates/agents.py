@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import assert_never, final
+from collections.abc import Callable, Mapping
+from typing import Protocol, assert_never, final
 
 from windlass.config import P2pBackend, UpdateBackend, UpdateMode
 from windlass.errors import ConfigError, PeerUnreachable, ProtocolError, RoundAborted, WindlassError
@@ -19,8 +19,8 @@ from windlass.transfer.base import (
     SenderBackend,
     SendResult,
 )
-from windlass.transfer.bindings import LinkOutcome, LinkStatus
-from windlass.transfer.push import HandDrivenReceiver
+from windlass.transfer.bindings import BindingsRefused, LinkOutcome, LinkStatus
+from windlass.transfer.push import PushReceiver
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.relay_node import RelayNode
 from windlass.transfer.replicated_digests import ReplicatedDigests
@@ -29,37 +29,41 @@ from windlass.updates.hooks import EngineHooks
 from windlass.updates.messages import (
     Abort,
     Apply,
-    BeginByHand,
+    BeginPush,
     Bound,
     Command,
     ConnectEngine,
+    ConnectRelay,
     ConnectTrainer,
     Done,
-    JoinByHand,
+    EngineCommand,
     JoinGroups,
+    JoinPushGroup,
+    NotBound,
     Offered,
+    OpenRelay,
     Pause,
     Prepare,
     Prepared,
     Publish,
+    PushCommand,
+    ReadFiles,
     Receive,
-    Result,
-    TakeFiles,
-    TakeTensors,
-    Verified,
-    Verify,
-    Write,
-    Written,
-)
-from windlass.updates.relay_messages import (
-    ConnectRelay,
-    Feed,
-    Forgo,
-    OpenRelay,
+    ReceiveTensors,
     Relay,
     RelayCommand,
     Relayed,
     RelayOpened,
+    RelayWrite,
+    Result,
+    RoundId,
+    SkipUpstream,
+    SourceCommand,
+    TrainerCommand,
+    Verified,
+    Verify,
+    Write,
+    Written,
 )
 
 __all__ = ["EngineAgent", "TrainerAgent"]
@@ -69,6 +73,18 @@ FENCE_S = 5.0
 GO_ON_S = 20.0
 """For an engine to go on where no controller is there to say."""
 MIN_RESUME_S = 0.1
+
+
+class Delivery(Protocol):
+    """Whatever brought the bytes of a round: a plan's receiver, or the trainer's own calls."""
+
+    def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:
+        """Return the sources whose bytes are not as expected; raise if something did not come."""
+        ...
+
+    def apply(self) -> None:
+        """Make verified bytes live. Idempotent. The engine must be paused."""
+        ...
 
 
 @final
@@ -91,13 +107,22 @@ class TrainerAgent:
         self._digested: tuple[Prepare, bytes] | None = None
 
     def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:
-        """See `CommandHandler.handle`."""
+        """Carry out a command; see `CommandHandler.handle`.
+
+        Raises:
+            ProtocolError: it is none of a trainer's.
+        """
+        if not isinstance(command, TrainerCommand):
+            raise ProtocolError(f"a trainer cannot carry out {type(command).__name__}")
         match command:
             case ConnectTrainer():
                 self._choose(command.backend)
                 self._replicated.bind(command.replicated)
                 plan = TransferPlan.decode(command.plan)
-                offer = self._sender.connect(plan, command.bindings)
+                try:
+                    offer = self._sender.connect(plan, command.bindings)
+                except BindingsRefused as refused:
+                    return NotBound(refused.reasons)
                 if offer is not None:
                     return Offered(offer)
             case JoinGroups():
@@ -116,28 +141,12 @@ class TrainerAgent:
             case ConnectRelay():
                 groups, bindings = command.groups, command.bindings
                 self._relaying().connect_relay(groups, bindings, command.addresses)
-            case Feed():
-                place = epoch, round_number
-                sent = self._relaying().feed(place, command.destinations, command.deadline_s)
+            case RelayWrite():
+                round_id = epoch, round_number
+                sent = self._relaying().feed(round_id, command.destinations, command.deadline_s)
                 return self._written(sent)
             case Abort():
                 pass  # nothing to undo: the sender keeps no state of a round but packed bytes
-            case (
-                ConnectEngine()
-                | Pause()
-                | Receive()
-                | OpenRelay()
-                | Relay()
-                | Forgo()
-                | Verify()
-                | Apply()
-                | Publish()
-                | BeginByHand()
-                | JoinByHand()
-                | TakeTensors()
-                | TakeFiles()
-            ):
-                raise ProtocolError(f"a trainer cannot carry out {type(command).__name__}")
             case _:
                 assert_never(command)
         return Done()
@@ -180,7 +189,7 @@ class TrainerAgent:
 
     def _relaying(self) -> Sender:
         if not isinstance(self._sender, Sender):
-            raise ProtocolError(f"{type(self._sender).__name__} cannot feed a relay")
+            raise ProtocolError(f"{type(self._sender).__name__} cannot write to a relay")
         return self._sender
 
     def close(self) -> None:
@@ -189,7 +198,7 @@ class TrainerAgent:
         self._leave()
 
     def _choose(self, backend: UpdateBackend) -> None:
-        if self._one_sided.has_replica and not isinstance(backend, P2pBackend):
+        if self._one_sided.has_replica and not backend.traits.one_sided:
             raise ConfigError(
                 f"replica: backend {type(backend).__name__} reads parameters where they lie; use p2p"
             )
@@ -223,21 +232,22 @@ class EngineAgent:
         host: str = "127.0.0.1",
     ) -> None:
         self._one_sided, self._host = receiver, host
-        self._sender = None if sender is None else sender_for(P2pBackend(), sender, host)
+        self._source = None if sender is None else TrainerAgent(sender, host=host)
         self._backend: UpdateBackend = P2pBackend()
         self._receiver: ReceiverBackend = receiver_for(self._backend, receiver, host)
         self._relay = RelayNode(receiver, host)
-        self._by_hand = HandDrivenReceiver(receiver.manifest, receiver.live_addresses, host)
+        self._push = PushReceiver(receiver.manifest, receiver.live_addresses, host)
+        self._delivery: Delivery = self._receiver
         self._hooks = hooks
         self._lock = threading.Lock()
         self._mode = UpdateMode.IN_PLACE
         self._served_version, self._lineage = -1, ""
         self._is_stamped = True
-        self._tainted = False
+        self._mixed_weights = False
         self._open_to_writes = False
         self._may_be_written = self._fence_is_due = False
-        self._place = (0, 0)
-        self._at_rest = ""
+        self._round_id = RoundId(0, 0)
+        self._not_resumed = ""
 
     @property
     def served_version(self) -> int:
@@ -250,63 +260,72 @@ class EngineAgent:
         return self._lineage
 
     @property
-    def tainted(self) -> bool:
+    def mixed_weights(self) -> bool:
         """Whether live weights may be mixed.
 
         True inside a round as well, from the moment from which one-sided writes or `apply` may
         have touched them: an agent whose controller is gone cannot know how far it came.
         """
-        return self._tainted or self._open_to_writes
+        return self._mixed_weights or self._open_to_writes
 
     @property
-    def place(self) -> tuple[int, int]:
-        """(epoch, round) of the last command."""
-        return self._place
+    def round_id(self) -> RoundId:
+        """Of the last command."""
+        return self._round_id
 
     def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:
-        """See `CommandHandler.handle`."""
+        """Carry out a command; see `CommandHandler.handle`.
+
+        Raises:
+            ProtocolError: it is none of an engine's.
+        """
+        if not isinstance(command, EngineCommand):
+            raise ProtocolError(f"an engine cannot carry out {type(command).__name__}")
         with self._lock:
-            self._place = (epoch, round_number)
-            match command:
-                case ConnectEngine():
-                    self._mode = command.mode
-                    self._fence()
-                    self._choose(command.backend)
-                    plan = TransferPlan.decode(command.plan)
-                    return Bound(command.plan_digest, self._receiver.connect(plan, command.mode))
-                case Pause():
-                    self._at_rest = ""  # it is this round that has it go on now
-                    pause_id = f"{epoch}.{round_number}"
-                    self._hooks.pause(pause_id, command.mode, command.deadline_s)
-                    self._open_to_writes |= self._mode is UpdateMode.IN_PLACE
-                case JoinGroups():
-                    self._grouped().join(command.offers, command.deadline_s)
-                case Receive():
-                    self._grouped().receive(command.groups, command.deadline_s)
-                case Verify():
-                    return self._verify(command)
-                case Apply():
-                    self._open_to_writes = True
-                    self._receiver.apply()
-                    self._hooks.finalise()
-                case Publish():
-                    self._lineage = command.lineage
-                    self._publish(command.version, command.deadline_s)
-                case Abort():
-                    self._abort(command.deadline_s, tainted=command.tainted)
-                case BeginByHand() | JoinByHand() | TakeTensors() | TakeFiles():
-                    self._handle_by_hand(command)
-                case OpenRelay() | ConnectRelay() | Relay() | Forgo() | Feed():
-                    return self._take_part(command)
-                case ConnectTrainer() | Prepare() | Write():
-                    return self._hand_on(command)
-                case _:
-                    assert_never(command)
-            return Done(at_rest=self._at_rest)
+            self._round_id = RoundId(epoch, round_number)
+            return self._carry_out(command)
+
+    def _carry_out(self, command: EngineCommand) -> Result:
+        match command:
+            case ConnectEngine():
+                self._mode = command.mode
+                self._fence()
+                self._choose(command.backend)
+                plan = TransferPlan.decode(command.plan)
+                return Bound(command.plan_digest, self._receiver.connect(plan, command.mode))
+            case Pause():
+                self._not_resumed = ""  # it is this round that has it go on now
+                pause_id = f"{self._round_id.epoch}.{self._round_id.round}"
+                self._hooks.pause(pause_id, command.mode, command.deadline_s)
+                self._open_to_writes |= self._mode is UpdateMode.IN_PLACE
+            case JoinGroups():
+                self._grouped().join(command.offers, command.deadline_s)
+            case Receive():
+                self._grouped().receive(command.groups, command.deadline_s)
+            case Verify():
+                return self._verify(command)
+            case Apply():
+                self._open_to_writes = True
+                self._delivery.apply()
+                self._hooks.finalise()
+            case Publish():
+                self._lineage = command.lineage
+                self._publish(command.version, command.deadline_s)
+            case Abort():
+                self._abort(command.deadline_s, mixed_weights=command.mixed_weights)
+            case BeginPush() | JoinPushGroup() | ReceiveTensors() | ReadFiles():
+                self._receive_push(command)
+            case OpenRelay() | ConnectRelay() | Relay() | SkipUpstream():
+                return self._relay_part(command)
+            case ConnectTrainer() | Prepare() | Write():
+                return self._send_own(command)
+            case _:
+                assert_never(command)
+        return Done(not_resumed=self._not_resumed)
 
     def on_command(self, command: Command, epoch: int, round_number: int) -> None:
         """For `AgentChannel`: what must not wait until a running `Relay` is over."""
-        if isinstance(command, Forgo):
+        if isinstance(command, SkipUpstream):
             self._relay.refuse((epoch, round_number), command.upstream)
         elif isinstance(command, Abort):
             self._relay.interrupt((epoch, round_number))
@@ -315,9 +334,9 @@ class EngineAgent:
         """What a relay that died may have left in its kernel lands before this or never."""
         if self._fence_is_due:
             self._fence()
-        return Verified(self._receiver.verify(command.version, command.expected))
+        return Verified(self._delivery.verify(command.version, command.expected))
 
-    def _take_part(self, command: RelayCommand) -> Result:
+    def _relay_part(self, command: RelayCommand) -> Result:
         if not isinstance(self._receiver, Receiver):
             raise ProtocolError(f"{type(self._receiver).__name__} cannot take part in a relay")
         self._refuse_remote("a relay")
@@ -327,7 +346,7 @@ class EngineAgent:
             case ConnectRelay():
                 self._relay.connect(command.groups[0], command.bindings, command.addresses)
             case Relay():
-                done = self._relay.run(self._place, command.deadline_s)
+                done = self._relay.run(self._round_id, command.deadline_s)
                 self._fence_is_due |= bool(done.wordless)
                 self._may_be_written |= self._fence_is_due
                 return Relayed(
@@ -338,44 +357,36 @@ class EngineAgent:
                     nbytes=done.nbytes,
                     wire_s=done.wire_s,
                 )
-            case Forgo():
-                pass  # taken when it came in
-            case Feed():
-                raise ProtocolError("an engine cannot carry out Feed")
+            case SkipUpstream():
+                pass  # carried out when it came in
             case _:
                 assert_never(command)
-        return Done(at_rest=self._at_rest)
+        return Done(not_resumed=self._not_resumed)
 
     def close(self) -> None:
         """Stop listening for relays; free what was allocated on a GPU. Idempotent."""
         self._relay.close()
+        self._push.close()
         self._receiver.close()
-        if self._sender is not None:
-            self._sender.close()
+        if self._source is not None:
+            self._source.close()
 
-    def _hand_on(self, command: ConnectTrainer | Prepare | Write) -> Result:
+    def _send_own(self, command: SourceCommand) -> Result:
         """This rank is the source: its weights stand still for as long as the lock is held."""
-        if self._sender is None:
+        if self._source is None:
             raise ProtocolError(f"this engine cannot carry out {type(command).__name__}")
-        match command:
-            case ConnectTrainer():
-                self._sender.connect(TransferPlan.decode(command.plan), command.bindings)
-            case Prepare():
-                self._check_serves(command.version)
-                self._sender.prepare(command.version)
-            case Write():
-                self._check_serves(command.version)
-                sent = self._sender.write(command.version, command.destinations, command.deadline_s)
-                return Written(sent.links, sent.pack_s, sent.wire_s)
-            case _:
-                assert_never(command)
-        return Done(at_rest=self._at_rest)
+        if not isinstance(command, ConnectTrainer):
+            self._check_serves(command.version)
+        result = self._source.handle(
+            command, epoch=self._round_id.epoch, round_number=self._round_id.round
+        )
+        return Done(self._not_resumed) if isinstance(result, Done) else result
 
     def _check_serves(self, version: int) -> None:
-        if self.tainted or self._served_version != version:
+        if self.mixed_weights or self._served_version != version:
             raise RoundAborted(
                 f"version must be {self._served_version}, which this engine serves "
-                f"(tainted: {self.tainted}), got {version}"
+                f"(mixed weights: {self.mixed_weights}), got {version}"
             )
 
     def on_disconnect(self) -> None:
@@ -388,41 +399,42 @@ class EngineAgent:
         with self._lock:
             self._may_be_written = True
             # The end of this round will not be told, and a later one's says nothing about it.
-            self._tainted = self.tainted
+            self._mixed_weights = self.mixed_weights
             self._go_on_if_whole(GO_ON_S)
-            if self._at_rest:
-                raise PeerUnreachable(f"the engine did not go on: {self._at_rest}")
+            if self._not_resumed:
+                raise PeerUnreachable(f"the engine did not go on: {self._not_resumed}")
 
     def _choose(self, backend: UpdateBackend) -> None:
-        if not isinstance(backend, P2pBackend):
+        if not backend.traits.one_sided:
             self._refuse_remote(f"backend {type(backend).__name__}")
-        if backend != self._backend or self._receiver is self._by_hand:
-            if self._receiver is not self._by_hand:
-                self._receiver.close()
+        if backend != self._backend:
+            self._receiver.close()
             self._receiver = receiver_for(backend, self._one_sided, self._host)
             self._backend = backend
+        self._delivery = self._receiver
 
-    def _handle_by_hand(self, command: BeginByHand | JoinByHand | TakeTensors | TakeFiles) -> None:
+    def _begin_push(self) -> None:
+        """The next update that comes by a plan binds it anew."""
+        self._refuse_remote("an update that the trainer drives")
+        if self._receiver is not self._one_sided:  # into its memory late writes may still come
+            self._receiver.close()
+            self._receiver = receiver_for(self._backend, self._one_sided, self._host)
+        self._delivery = self._push
+        self._mode = UpdateMode.STAGED  # nothing touches live memory before `Apply`
+        self._push.begin()
+
+    def _receive_push(self, command: BeginPush | PushCommand) -> None:
         match command:
-            case BeginByHand():
-                self._begin_by_hand()
-            case JoinByHand():
-                self._by_hand.join_named(command.offer, command.fabric, command.deadline_s)
-            case TakeTensors():
-                self._by_hand.take_tensors(command.group, command.tensors, command.deadline_s)
-            case TakeFiles():
-                self._by_hand.take_files(command.folder)
+            case BeginPush():
+                self._begin_push()
+            case JoinPushGroup():
+                self._push.join_named(command.offer, command.fabric, command.deadline_s)
+            case ReceiveTensors():
+                self._push.receive_bucket(command.group, command.tensors, command.deadline_s)
+            case ReadFiles():
+                self._push.read_files(command.folder)
             case _:
                 assert_never(command)
-
-    def _begin_by_hand(self) -> None:
-        """The next update that comes by a plan binds it anew."""
-        self._refuse_remote("an update by hand")
-        if self._receiver is not self._by_hand and self._receiver is not self._one_sided:
-            self._receiver.close()
-        self._receiver = self._by_hand
-        self._mode = UpdateMode.STAGED  # nothing touches live memory before `Apply`
-        self._by_hand.begin()
 
     def _grouped(self) -> GroupReceiver:
         if not isinstance(self._receiver, GroupReceiver):
@@ -438,7 +450,7 @@ class EngineAgent:
 
     def _publish(self, version: int, deadline_s: float) -> None:
         self._served_version, self._is_stamped = version, False
-        self._tainted = self._open_to_writes = False
+        self._mixed_weights = self._open_to_writes = False
         self._go_on_if_whole(deadline_s)
 
     def _fence(self) -> None:
@@ -450,19 +462,19 @@ class EngineAgent:
             self._one_sided.transport.fence(deadline_s=FENCE_S)
         self._may_be_written = self._fence_is_due = False
 
-    def _abort(self, deadline_s: float, *, tainted: bool) -> None:
+    def _abort(self, deadline_s: float, *, mixed_weights: bool) -> None:
         self._may_be_written = True
-        self._tainted |= tainted
+        self._mixed_weights |= mixed_weights
         self._open_to_writes = False
         self._go_on_if_whole(deadline_s)
 
     def _go_on_if_whole(self, deadline_s: float) -> None:
         """Have the engine generate; that it cannot now says nothing about its weights.
 
-        Whoever hears of it (`Done.at_rest`, or the next welcome) tells it again.
+        Whoever hears of it (`Done.not_resumed`, or the next welcome) tells it again.
         """
-        self._at_rest = ""
-        if self.tainted or self._served_version < 0:
+        self._not_resumed = ""
+        if self.mixed_weights or self._served_version < 0:
             return
         end = time.monotonic() + deadline_s
         try:
@@ -473,4 +485,4 @@ class EngineAgent:
         # The boundary of the engine: whatever its own code raises.
         except Exception as error:  # noqa: BLE001
             _log.exception("going on")
-            self._at_rest = f"{type(error).__name__}: {error}"
+            self._not_resumed = f"{type(error).__name__}: {error}"

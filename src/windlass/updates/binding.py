@@ -13,36 +13,35 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from windlass.config import P2pBackend, UpdateBackend, UpdateMode
+from windlass.config import UpdateBackend, UpdateMode
 from windlass.errors import (
     ConfigError,
     PeerTimeout,
-    PeerUnreachable,
     PlanError,
     RoundAborted,
     WindlassError,
 )
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.planning.plan import TransferPlan
-from windlass.planning.relay import copy_part
 from windlass.planning.replicated import Replicated, find_replicated
 from windlass.transfer.bindings import DestinationBinding, GroupOffer
 from windlass.transports.choice import LinkChoice, unreachable_reason
+from windlass.updates.calls import RankCaller, describe, failures_of
 from windlass.updates.fleet import Group, Identity
 from windlass.updates.link_transports import LinkTransports
 from windlass.updates.messages import (
     Bound,
-    Command,
     ConnectEngine,
     ConnectTrainer,
     Done,
-    Failure,
     JoinGroups,
+    NotBound,
     Offered,
+    RelayOpened,
     Result,
+    RoundId,
 )
 from windlass.updates.relay_binding import RelayPlan, plan_relay
-from windlass.updates.relay_messages import RelayOpened
 from windlass.updates.session import AgentSession
 
 __all__ = ["Binding", "EnginesUnbound", "Planner", "bind_fleet", "find_unplannable", "signature_of"]
@@ -68,7 +67,7 @@ class EnginesUnbound(RoundAborted):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """A plan that every rank has bound to memory.
+    """A plan that every rank has bound to memory; none where the trainer drives the update.
 
     Attributes:
         signature: the incarnations it holds for; another fleet needs another binding.
@@ -82,9 +81,9 @@ class Binding:
 
     signature: frozenset[Identity]
     engines: Mapping[str, tuple[str, ...]]
-    trainers: tuple[str, ...]
-    links: frozenset[tuple[str, str]]
-    plan_digest: str
+    trainers: tuple[str, ...] = ()
+    links: frozenset[tuple[str, str]] = frozenset()
+    plan_digest: str = ""
     transports: Mapping[tuple[str, str], LinkChoice] = field(default_factory=dict)
     relay: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     replicated: Replicated | None = None
@@ -141,8 +140,7 @@ async def bind_fleet(
     planner: Planner,
     mode: UpdateMode,
     backend: UpdateBackend,
-    epoch: int,
-    round_number: int,
+    round_id: RoundId,
     deadline_s: float,
 ) -> Binding:
     """Compile the plan and have every rank bind it.
@@ -161,18 +159,19 @@ async def bind_fleet(
     engine_workers = {engine.name: engine.workers for engine in engines}
     manifests = trainers.manifests
     pinned = {name: sessions[name] for name in (*workers, *engine_of) if name in sessions}
-    transports = LinkTransports(pinned) if isinstance(backend, P2pBackend) else LinkTransports({})
+    transports = LinkTransports(pinned) if backend.traits.one_sided else LinkTransports({})
     compiled = await asyncio.to_thread(
         _compile, planner, manifests, destinations, relay, transports
     )
     _refuse_wrong({engine_of[w]: why for w, why in compiled.unreached.items()}, len(engines))
     digest = compiled.digest
-    caller = _Caller(pinned, (epoch, round_number), deadline_s)
+    caller = RankCaller(pinned, round_id)
     bound = await caller.call(
         {
             w: ConnectEngine(part, digest, mode, backend)
             for w, part in compiled.destination_parts.items()
-        }
+        },
+        deadline_s,
     )
     bindings: dict[str, DestinationBinding] = {}
     failed: dict[str, Result | WindlassError] = {}
@@ -183,7 +182,7 @@ async def bind_fleet(
             failed[worker] = result
     if failed:
         raise _unbound(failed, engine_of, "did not bind the plan")
-    if isinstance(backend, P2pBackend):
+    if backend.traits.one_sided:
         refused = {
             w: f"{w}: must bind memory of its own endpoints and no other rank's"
             for w, binding in bindings.items()
@@ -193,26 +192,19 @@ async def bind_fleet(
         refused = _find_misaddressed(bindings.values(), workers, pinned)
     if refused:
         raise EnginesUnbound({engine_of[w]: why for w, why in refused.items()}, {}, "")
-    confirmed = await caller.call(
-        {
-            w: ConnectTrainer(
-                part,
-                digest,
-                transports.bindings_for(w, relay.direct(bindings.values())),
-                backend,
-                compiled.replicated_parts.get(w, b""),
-            )
-            for w, part in compiled.source_parts.items()
-        }
-    )
-    offers = []
-    for worker, result in confirmed.items():
-        if isinstance(result, Offered):
-            offers.append(result.offer)
-        elif not isinstance(result, Done):
-            raise RoundAborted(f"{worker} did not bind the plan: {_describe(result)}")
+    parts = {
+        w: ConnectTrainer(
+            part,
+            digest,
+            transports.bindings_for(w, relay.direct(bindings.values())),
+            backend,
+            compiled.replicated_parts.get(w, b""),
+        )
+        for w, part in compiled.source_parts.items()
+    }
+    offers = await _bind_sources(caller, parts, engine_of, deadline_s)
     await _form_groups(caller, offers, deadline_s)
-    await _bind_relay(caller, relay, workers, bindings, engine_of, transports)
+    await _bind_relay(caller, relay, workers, bindings, engine_of, transports, deadline_s)
     return Binding(
         signature=signature,
         engines=engine_workers,
@@ -224,6 +216,38 @@ async def bind_fleet(
         replicated=compiled.replicated,
         sent_nbytes=compiled.sent_nbytes,
     )
+
+
+async def _bind_sources(
+    caller: RankCaller,
+    commands: Mapping[str, ConnectTrainer],
+    engine_of: Mapping[str, str],
+    deadline_s: float,
+) -> list[GroupOffer]:
+    """Tell the sources where to write; returns the groups that they offer.
+
+    Raises:
+        EnginesUnbound: what some engines offer cannot be written.
+        ConfigError: what all of them offer cannot be.
+        RoundAborted: a source did not bind the plan.
+    """
+    offers = []
+    wrong: dict[str, str] = {}
+    for worker, result in (await caller.call(commands, deadline_s)).items():
+        match result:
+            case Offered():
+                offers.append(result.offer)
+            case NotBound() if result.reasons.keys() <= engine_of.keys():
+                wrong |= {
+                    engine_of[name]: f"{worker} cannot write to {name}: {why}"
+                    for name, why in result.reasons.items()
+                }
+            case Done():
+                pass
+            case _:
+                raise RoundAborted(f"{worker} did not bind the plan: {describe(result)}")
+    _refuse_wrong(wrong, len(set(engine_of.values())))
+    return offers
 
 
 def _refuse_wrong(wrong: Mapping[str, str], num_engines: int) -> None:
@@ -239,23 +263,24 @@ def _find_misaddressed(
     sessions: Mapping[str, AgentSession],
 ) -> dict[str, str]:
     """Engine ranks whose address would lead a source on another host to itself: worker -> why."""
-    places = {sessions[worker].host for worker in sources if worker in sessions}
+    hosts = {sessions[worker].host for worker in sources if worker in sessions}
     found = {}
     for binding in bindings:
         session = sessions.get(binding.worker)
         reason = unreachable_reason(binding.endpoint)
-        if reason and session is not None and places - {session.host}:
+        if reason and session is not None and hosts - {session.host}:
             found[binding.worker] = f"{binding.worker}: {reason}"
     return found
 
 
 async def _bind_relay(
-    caller: _Caller,
+    caller: RankCaller,
     relay: RelayPlan,
     trainers: Sequence[str],
     bindings: Mapping[str, DestinationBinding],
     engine_of: Mapping[str, str],
     transports: LinkTransports,
+    deadline_s: float,
 ) -> None:
     """Have members listen, then tell everybody who passes on to whom.
 
@@ -267,26 +292,21 @@ async def _bind_relay(
         return
     addresses = {}
     failed: dict[str, Result | WindlassError] = {}
-    for worker, result in (await caller.call(relay.openings())).items():
+    for worker, result in (await caller.call(relay.openings(), deadline_s)).items():
         if isinstance(result, RelayOpened):
             addresses[worker] = result.address
         else:
             failed[worker] = result
     if failed:
         raise _unbound(failed, engine_of, "does not relay")
-    connected = await caller.call(
-        {
-            w: msgspec.structs.replace(
-                command, bindings=transports.bindings_for(w, command.bindings)
-            )
-            for w, command in relay.connections(trainers, bindings, addresses).items()
-        }
-    )
-    for worker, result in connected.items():
-        if not isinstance(result, Done):
-            if worker not in engine_of:
-                raise RoundAborted(f"{worker} did not bind the relay: {_describe(result)}")
-            failed[worker] = result
+    commands = {
+        w: msgspec.structs.replace(command, bindings=transports.bindings_for(w, command.bindings))
+        for w, command in relay.connections(trainers, bindings, addresses).items()
+    }
+    failed = failures_of(await caller.call(commands, deadline_s), Done)
+    for worker, result in failed.items():
+        if worker not in engine_of:
+            raise RoundAborted(f"{worker} did not bind the relay: {describe(result)}")
     if failed:
         raise _unbound(failed, engine_of, "did not bind the relay")
 
@@ -296,7 +316,7 @@ def _unbound(
 ) -> EnginesUnbound:
     refusals, late, gone = {}, {}, ""
     for worker, result in failed.items():
-        reason = f"{worker} {what}: {_describe(result)}"
+        reason = f"{worker} {what}: {describe(result)}"
         match result:
             case PeerTimeout():
                 late[worker] = reason
@@ -307,7 +327,7 @@ def _unbound(
     return EnginesUnbound(refusals, late, gone)
 
 
-async def _form_groups(caller: _Caller, offers: Sequence[GroupOffer], deadline_s: float) -> None:
+async def _form_groups(caller: RankCaller, offers: Sequence[GroupOffer], deadline_s: float) -> None:
     """All members at once, each in the order of the sources' names, so that none waits in a ring.
 
     Raises:
@@ -322,15 +342,11 @@ async def _form_groups(caller: _Caller, offers: Sequence[GroupOffer], deadline_s
                 deadline_s * JOIN_SHARE,
             )
             for worker in members
-        }
+        },
+        deadline_s,
     )
-    failed = [
-        f"{worker} did not join: {_describe(result)}"
-        for worker, result in joined.items()
-        if not isinstance(result, Done)
-    ]
-    if failed:
-        raise RoundAborted("; ".join(failed))
+    if failed := failures_of(joined, Done):
+        raise RoundAborted("; ".join(f"{w} did not join: {describe(r)}" for w, r in failed.items()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,7 +378,7 @@ def _compile(
     plan = plan.without_landing(transports.strided)
     parts = {m.worker: plan.for_destination(m.worker) for m in relay.planned(destinations)}
     parts |= {
-        m.worker: copy_part(parts[copies[m.worker]], copies[m.worker], m)
+        m.worker: parts[copies[m.worker]].for_replica(copies[m.worker], m)
         for m in destinations
         if m.worker in copies
     }
@@ -380,42 +396,3 @@ def _compile(
         links=frozenset(links),
         unreached=unreached,
     )
-
-
-class _Caller:
-    """Calls many ranks at once; a rank that fails is a value, not an exception."""
-
-    def __init__(
-        self, sessions: Mapping[str, AgentSession], place: tuple[int, int], deadline_s: float
-    ) -> None:
-        self._sessions = sessions
-        self._place = place
-        self._deadline_s = deadline_s
-        self._seq = 0
-
-    async def call(self, commands: Mapping[str, Command]) -> dict[str, Result | WindlassError]:
-        answers = await asyncio.gather(
-            *(self._one(worker, command) for worker, command in commands.items())
-        )
-        return dict(zip(commands, answers, strict=True))
-
-    async def _one(self, worker: str, command: Command) -> Result | WindlassError:
-        self._seq += 1
-        key = (*self._place, self._seq)
-        session = self._sessions.get(worker)
-        if session is None:
-            return PeerUnreachable(f"{worker}: not connected")
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                return await (await session.call(key, command))
-        except TimeoutError:
-            session.forget(key)
-            return PeerTimeout(f"{worker}: no answer within {self._deadline_s} s")
-        except PeerUnreachable as error:
-            return error
-
-
-def _describe(result: Result | WindlassError) -> str:
-    if isinstance(result, Failure):
-        return result.message
-    return str(result) if isinstance(result, WindlassError) else f"answered {type(result).__name__}"

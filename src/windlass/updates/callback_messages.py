@@ -1,4 +1,4 @@
-"""What trainer heads and the controller say to each other by HTTP: msgpack of these types."""
+"""What the leaders of a trainer and the controller say to each other by HTTP: msgpack of these types."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = [
 
 
 class PauseCall(msgspec.Struct, frozen=True, tag="pause"):
-    """Begin an update by hand, or join it; it ends by itself after `session_s`.
+    """Begin an update, or join it; it ends by itself after `session_s`.
 
     Attributes:
-        stage, num_stages: which of how many heads this one is, if they declare an order; then
+        stage, num_stages: which of how many leaders this one is, if they declare an order; then
             the update ends when all of them have continued.
     """
 
@@ -34,7 +34,7 @@ class PauseCall(msgspec.Struct, frozen=True, tag="pause"):
 
 
 class ContinueCall(msgspec.Struct, frozen=True, tag="continue"):
-    """This head has sent everything; the last one publishes. Nobody does if one is negative."""
+    """This leader has sent everything; the last one publishes. Nobody does if one is negative."""
 
     version: int
 
@@ -67,13 +67,13 @@ CallbackCall = PauseCall | ContinueCall | MembersCall | GroupCall | DistributedC
 
 
 class CallbackRequest(msgspec.Struct, frozen=True):
-    """A call of a head; the same `request_id` is the same call, however often it is asked.
+    """A call of a leader; the same `request_id` is the same call, however often it is asked.
 
-    `number` counts the calls of one head in one update that all engines carry out.
+    `number` counts the calls of one leader in one update that all engines carry out.
     """
 
     request_id: str
-    head: str
+    leader: str
     call: CallbackCall
     deadline_s: float
     number: int = 0

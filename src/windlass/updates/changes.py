@@ -9,7 +9,7 @@ from typing import TypeVarTuple, final
 
 from windlass.errors import PeerTimeout
 
-__all__ = ["Changes", "Waiters", "tell"]
+__all__ = ["Changes", "tell"]
 
 _log = logging.getLogger(__name__)
 _Ts = TypeVarTuple("_Ts")
@@ -26,20 +26,26 @@ def tell(listeners: Iterable[Callable[[*_Ts], None]], *args: *_Ts) -> None:
 
 
 @final
-class Waiters:
-    """Coroutines of one event loop that wait for what synchronous code brings about."""
+class Changes:
+    """What synchronous code brings about, for coroutines that wait and for listeners. One event loop."""
 
     def __init__(self) -> None:
         self._waiting: set[asyncio.Future[None]] = set()
+        self._listeners: list[Callable[[], None]] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        """Call `listener` in the loop at every change."""
+        self._listeners.append(listener)
+
     def notify(self) -> None:
-        """Something has changed: all that wait look again."""
+        """Something has changed: all that wait look again, and listeners are called."""
         for waiter in self._waiting:
             if not waiter.done():
                 waiter.set_result(None)
+        tell(self._listeners)
 
     async def until(
         self, holds: Callable[[], bool], deadline_s: float, message: Callable[[], str]
@@ -60,27 +66,3 @@ class Waiters:
                         self._waiting.discard(waiter)
         except TimeoutError:
             raise PeerTimeout(message()) from None
-
-
-@final
-class Changes:
-    """Of one event loop."""
-
-    def __init__(self) -> None:
-        self._waiters = Waiters()
-        self._listeners: list[Callable[[], None]] = []
-
-    def subscribe(self, listener: Callable[[], None]) -> None:
-        """Call `listener` in the loop at every change."""
-        self._listeners.append(listener)
-
-    def notify(self) -> None:
-        """Something has changed."""
-        self._waiters.notify()
-        tell(self._listeners)
-
-    async def until(
-        self, holds: Callable[[], bool], deadline_s: float, message: Callable[[], str]
-    ) -> None:
-        """See `Waiters.until`."""
-        await self._waiters.until(holds, deadline_s, message)

@@ -1,78 +1,119 @@
-"""The agent's end of the control channel, for processes whose main thread is busy.
-
-A daemon thread runs an asyncio loop with an `AgentConversation`; commands are carried out one
-after another on a second thread.
-"""
+"""An agent's end of its session with the controller: commands carried out, versions announced."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
+import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import final
+from dataclasses import dataclass
+from typing import Protocol, final
 
 import aiohttp
+import msgspec
 
-from windlass.envs import check_token
-from windlass.errors import PeerTimeout, PeerUnreachable
-from windlass.net.addresses import check_url
-from windlass.net.sockets import send_frame
-from windlass.updates.conversation import AgentConversation, CommandHandler
+from windlass.errors import (
+    PeerTimeout,
+    PeerUnreachable,
+    StaleMessage,
+    TransferOutcomeUnknown,
+    WindlassError,
+)
+from windlass.layout.manifest import Role
+from windlass.net.logs import log_fields
+from windlass.net.messages import PROTOCOL_VERSION, Envelope, Reply, encode
+from windlass.net.rpc_client import Client
+from windlass.net.sockets import open_http, send_frame
+from windlass.transfer.outcomes import is_unknown
+from windlass.transports.processes import host_identity
 from windlass.updates.messages import (
-    PROTOCOL_VERSION,
+    CONTROLLER_FRAMES,
+    Announce,
     CannotJoin,
     Command,
+    Done,
+    Failure,
+    FailureKind,
     Hello,
+    Probe,
+    Relay,
+    RelayWrite,
+    Result,
+    RoundOutcome,
     UpdateReport,
-    encode,
+    Welcome,
+    Withdraw,
+    Write,
 )
 
-__all__ = ["AgentChannel", "CommandHandler", "tell_cannot_join"]
+__all__ = ["WELCOME_SEQ", "AgentChannel", "CommandHandler", "report_cannot_join"]
 
+_log = logging.getLogger(__name__)
+
+AGENTS_PATH = "/v1/agents"
+WELCOME_SEQ = 0
+"""Of a reply that answers the welcome; commands count from 1."""
 WITHDRAW_S = 1.0
-TELL_S = 10.0
+CANNOT_JOIN_S = 10.0
 
 
-def tell_cannot_join(url: str, token: str, engine: str, reason: str) -> None:
+def report_cannot_join(url: str, token: str, engine: str, reason: str) -> None:
     """Have whoever waits for an engine hear why it does not come. Blocks.
 
     Raises:
         PeerUnreachable: the controller was not reached within 10 s.
     """
 
-    async def tell() -> None:
-        headers = {"Authorization": f"Bearer {token}"}
+    async def report() -> None:
         async with (
-            asyncio.timeout(TELL_S),
-            aiohttp.ClientSession(headers=headers) as http,
-            http.ws_connect(f"{url.rstrip('/')}/v1/agents") as socket,
+            asyncio.timeout(CANNOT_JOIN_S),
+            open_http(token) as http,
+            http.ws_connect(url.rstrip("/") + AGENTS_PATH) as socket,
         ):
             await send_frame(socket, encode(CannotJoin(PROTOCOL_VERSION, engine, reason)))
             await socket.receive()  # the end of the connection: it has been read
 
     try:
-        asyncio.run(tell())
+        asyncio.run(report())
     except (OSError, aiohttp.ClientError) as error:  # a TimeoutError is an OSError
         raise PeerUnreachable(f"controller {url}: {type(error).__name__}: {error}") from error
 
 
+class CommandHandler(Protocol):
+    """What an agent does with commands. Called from one thread, in order; may block."""
+
+    def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:
+        """Carry out a command.
+
+        Raises:
+            WindlassError: becomes a `Failure` whose kind follows from the type.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """A version that this rank waits to be published, and who waits for the end of it."""
+
+    frame: Announce
+    report: concurrent.futures.Future[UpdateReport]
+
+
 @final
-class AgentChannel:
-    """See the module.
+class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
+    """A trainer's or an engine's session with the controller.
 
     Args:
-        url: the controller's address. token: its secret.
+        url: the controller's address. token: of the agent's role.
         hello: builds the first frame of every connection; called in the channel's thread.
         handler: carries out commands.
         on_disconnect: called in the channel's thread when a connection that was welcomed is lost,
             before the first attempt to connect again; again at the next welcome if it raised. What
-            came of that is told to the controller (`Done.at_rest`).
+            came of that is sent to the controller (`Done.not_resumed`).
         on_command: called in the channel's thread with a command, its epoch and its round, as it
             comes in and before it waits for its turn; must not block.
-        reconnect: whether to connect again after a loss.
+        reconnect, executor, loop: see `Client`.
 
     Raises:
         ConfigError: `url` is no URL, or no header can carry `token`.
@@ -88,50 +129,29 @@ class AgentChannel:
         on_disconnect: Callable[[], None] | None = None,
         on_command: Callable[[Command, int, int], None] | None = None,
         reconnect: bool = True,
+        executor: concurrent.futures.Executor | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        check_url(url, "controller")
-        check_token(token, "token")
-        self._url = url.rstrip("/")
-        self._worker = ThreadPoolExecutor(1, "windlass-commands")
-        self._loop = asyncio.new_event_loop()
-        self._conversation = AgentConversation(
-            self._loop,
-            self._worker,
+        super().__init__(
             url,
+            AGENTS_PATH,
             token,
-            hello,
-            handler,
-            on_disconnect=on_disconnect,
-            on_command=on_command,
+            CONTROLLER_FRAMES,
+            executor=executor,
+            loop=loop,
             reconnect=reconnect,
         )
-        self._thread = threading.Thread(target=self._run_loop, name="windlass-agent", daemon=True)
-        self._task: asyncio.Task[None] | None = None
-        self._closed = False
-
-    def connect(self, deadline_s: float) -> None:
-        """Start, and return once the controller has said welcome.
-
-        Raises:
-            AuthenticationError: the token is wrong.
-            ProtocolError: the controller refused this agent; says why.
-            PeerTimeout: no welcome within `deadline_s`; the channel is closed.
-        """
-        self._thread.start()
-        try:
-            self._conversation.welcomed.result(deadline_s)
-        except concurrent.futures.TimeoutError:
-            self.close()
-            raise PeerTimeout(
-                f"connect: no welcome from {self._url} within {deadline_s} s: "
-                f"{self._conversation.last_error}"
-            ) from None
-        except BaseException:
-            self.close()
-            raise
+        self._hello, self._handler = hello, handler
+        self._on_disconnect, self._on_command = on_disconnect, on_command
+        self._lock = threading.Lock()
+        self._announced: Announcement | None = None
+        self._attempts = 0
+        self._not_resumed = ""
+        self._published, self._lineage, self._welcomed_by = -1, "", ""
+        self.ended.add_done_callback(self._end_announcement)
 
     def announce(self, version: int, deadline_s: float) -> UpdateReport:
-        """Say that this trainer rank stands still with `version`; wait for the round's end.
+        """Announce that this trainer rank's weights stand still with `version`; wait for the round's end.
 
         Raises:
             PeerTimeout: no report within `deadline_s`. An announcement that still waited for other
@@ -140,70 +160,159 @@ class AgentChannel:
             ProtocolError: the controller refused this agent.
             PeerUnreachable: the channel was closed.
         """
-        announced = self._conversation.announce(version)
+        announced = self.begin_announcement(version)
         try:
             return announced.report.result(deadline_s)
         except concurrent.futures.TimeoutError:
-            sent = self._conversation.withdraw(announced)
+            sent = self.withdraw(announced)
             if sent is not None:
                 concurrent.futures.wait([sent], WITHDRAW_S)
-            away = self._conversation.disconnected.is_set()
-            why = f": the controller is away: {self._conversation.last_error}" if away else ""
+            away = f": the controller is away: {self.last_error}"
             raise PeerTimeout(
-                f"publish: no report of version {version} within {deadline_s} s{why}"
+                f"publish: no report of version {version} within {deadline_s} s"
+                + (away if self.disconnected.is_set() else "")
             ) from None
         finally:
-            self._conversation.forget(announced)
+            self.forget(announced)
 
-    def run_later(self, work: Callable[[], None]) -> None:
-        """Do `work` in the thread that carries out commands, after those that are there already.
+    def begin_announcement(self, version: int) -> Announcement:
+        """As `announce`; the report is done at the round's end.
 
-        Once the channel is closed nothing is done. `work` must not raise.
+        Raises:
+            ProtocolError, PeerUnreachable: there is no session any more.
         """
-        with contextlib.suppress(RuntimeError):
-            self._worker.submit(work)
+        with self._lock:
+            if self.ended.done():
+                self.ended.result()
+            self._attempts += 1
+            self._announced = announced = Announcement(
+                Announce(version, self._attempts), concurrent.futures.Future()
+            )
+            self._loop.call_soon_threadsafe(
+                lambda: self._loop.create_task(self._send_announcement())
+            )
+        return announced
 
-    def wait_disconnected(self, deadline_s: float) -> bool:
-        """Whether no controller is connected by then; `on_disconnect` has returned if so."""
-        return self._conversation.disconnected.wait(deadline_s)
+    def withdraw(self, announced: Announcement) -> concurrent.futures.Future[bool] | None:
+        """Take an announcement back, so that it begins no round that nobody waits for.
 
-    def close(self) -> None:
-        """Close the connection and end both threads. Idempotent."""
-        if self._closed:
+        Returns:
+            Done when that was sent, or the connection is lost, which withdraws it as well; None
+            when there is no session any more.
+        """
+        with self._lock:
+            if self.ended.done():
+                return None
+            sending = self.send(Withdraw(announced.frame.attempt))
+            return asyncio.run_coroutine_threadsafe(sending, self._loop)
+
+    def forget(self, announced: Announcement) -> None:
+        """Nobody waits for this announcement any more."""
+        with self._lock:
+            if self._announced is announced:
+                self._announced = None
+
+    def _end_announcement(self, ended: concurrent.futures.Future[None]) -> None:
+        with self._lock:
+            if self._announced is not None and not self._announced.report.done():
+                self._announced.report.set_exception(ended.exception())
+
+    # --- in the loop ---------------------------------------------------------------------------
+
+    def hello(self) -> Hello:
+        """The owner's, with what this session knows and its owner does not."""
+        epoch, round_number = self._store.newest
+        hello = msgspec.structs.replace(
+            self._hello(),
+            epoch=epoch,
+            round=round_number,
+            not_resumed=self._not_resumed,
+            host=host_identity(),
+        )
+        if hello.role is not Role.TRAINER:
+            return hello
+        # A controller that is started anew without a journal has nobody else whom it may believe.
+        return msgspec.structs.replace(
+            hello, served_version=self._published, lineage=self._lineage or self._welcomed_by
+        )
+
+    def on_frame(self, frame: Welcome | UpdateReport) -> None:
+        if isinstance(frame, Welcome):
+            self._welcomed_by = frame.lineage
             return
-        self._closed = True
-        if self._thread.is_alive():
-            with contextlib.suppress(RuntimeError):  # it has just closed its loop by itself
-                self._loop.call_soon_threadsafe(self._cancel)
-            self._thread.join(10.0)
-        elif self._task is None:  # `connect` was never called
-            self._loop.close()
-        self._worker.shutdown(wait=False, cancel_futures=True)
+        if frame.outcome is RoundOutcome.PUBLISHED:
+            self._published, self._lineage = frame.version, self._welcomed_by
+        with self._lock:
+            announced = self._announced
+            if announced is None or announced.report.done():
+                return
+            if frame.attempt == announced.frame.attempt:
+                announced.report.set_result(frame)
 
-    def __enter__(self) -> AgentChannel:
-        return self
+    def on_call(self, call: Envelope[Command | Probe]) -> None:
+        if self._on_command is not None and not isinstance(call.command, Probe):
+            self._on_command(call.command, call.epoch, call.round)
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    async def on_welcome(self) -> None:
+        if self._not_resumed:  # no command of this connection has come: no round is open here yet
+            await self._loop.run_in_executor(self._executor, self.on_lost)
 
-    # --- in the loop's thread ------------------------------------------------------------------
+    async def on_connected(self) -> None:
+        if self._on_disconnect is not None:  # how the engine is now, whatever stored replies say
+            epoch, round_number = self._store.newest
+            await self.send(
+                Reply(epoch, round_number, WELCOME_SEQ, Done(not_resumed=self._not_resumed))
+            )
+        await self._send_announcement()
 
-    def _run_loop(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._task = self._loop.create_task(self._conversation.run())
-        try:
-            self._loop.run_until_complete(self._task)
-        except asyncio.CancelledError:
-            pass
-        finally:
-            self._conversation.end()
-            left = asyncio.all_tasks(self._loop)  # answers to commands that are still carried out
-            for task in left:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.close()
+    def on_lost(self) -> None:
+        if self._on_disconnect is None:
+            return
+        with self._executing:  # whatever begins after this is refused
+            try:
+                self._on_disconnect()
+                self._not_resumed = ""
+            # The boundary of the engine: one that cannot be resumed now must come back all the same.
+            except Exception as error:  # noqa: BLE001
+                self._not_resumed = f"{type(error).__name__}: {error}"
+                _log.exception("on_disconnect")
 
-    def _cancel(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
+    async def _send_announcement(self) -> None:
+        """Again after a lost connection, which has withdrawn it."""
+        announced = self._announced
+        if announced is not None and not announced.report.done():
+            await self.send(announced.frame)
+
+    # --- in the thread of calls ----------------------------------------------------------------
+
+    def execute(self, call: Envelope[Command | Probe]) -> Result:
+        if isinstance(call.command, Probe):
+            return Done()
+        with log_fields(round_number=call.round):
+            _log.debug("%s", type(call.command).__name__)
+            try:
+                return self._handler.handle(call.command, epoch=call.epoch, round_number=call.round)
+            except Exception as error:
+                name = type(call.command).__name__
+                trace = not isinstance(
+                    error, WindlassError
+                )  # those are foreseen, and say what to do
+                _log.error("%s failed: %s: %s", name, type(error).__name__, error, exc_info=trace)
+                raise
+
+    def failed(self, error: Exception, command: Command | Probe) -> Failure:
+        message = f"{type(command).__name__}: {type(error).__name__}: {error}"
+        return Failure(_kind_of(error, command), message)
+
+
+def _kind_of(error: Exception, command: Command | Probe) -> FailureKind:
+    """Of a command that writes, what nobody foresaw is UNKNOWN, as it is of one of its links."""
+    match error:
+        case TransferOutcomeUnknown():
+            return FailureKind.UNKNOWN
+        case StaleMessage():
+            return FailureKind.STALE
+        case _ if isinstance(command, Write | RelayWrite | Relay) and is_unknown(error):
+            return FailureKind.UNKNOWN
+        case _:
+            return FailureKind.FAILED

@@ -2,7 +2,7 @@
 
 It owns the fleet, compiles bindings when the fleet has changed, and carries out the
 instructions of one `RoundMachine` at a time. Everything happens in one event loop; nothing
-here is shared with the rollout lanes.
+here is shared with rollouts.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ from typing import final
 import msgspec
 from aiohttp import web
 
-from windlass.config import ControlConfig
+from windlass.config import ControlConfig, PhaseDeadlines
 from windlass.errors import (
     ConfigError,
     EngineRefused,
     PeerUnreachable,
     PlanError,
     ProtocolError,
+    RoundAborted,
     WindlassError,
 )
 from windlass.layout.manifest import Role
 from windlass.net.logs import log_fields
+from windlass.net.messages import Garbled
+from windlass.net.rpc import host_of, serve
 from windlass.net.server import ControlServer
 from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
-from windlass.updates.announcements import KEPT_REPORTS, Announcements, Standing, given_up
 from windlass.updates.binding import (
     Binding,
     EnginesUnbound,
@@ -42,31 +44,43 @@ from windlass.updates.binding import (
     find_unplannable,
     signature_of,
 )
-from windlass.updates.catch_up import CatchUps
 from windlass.updates.changes import Changes, tell
 from windlass.updates.comparisons import Comparisons
-from windlass.updates.conclusion import attempt_until_whole, note_fates
-from windlass.updates.driver import RoundDriver, RoundResult, report_of, spec_of
+from windlass.updates.driver import RoundDriver, RoundResult, push_spec_of, spec_of
 from windlass.updates.fleet import EngineInfo, Fleet, Group, Identity, MustWait
-from windlass.updates.gateway import check_published, serve_agent
-from windlass.updates.journal import Journal, JournalKind
+from windlass.updates.journal import Journal, JournalEntry, JournalKind
 from windlass.updates.messages import (
+    AGENT_FRAMES,
     MAX_COUNT,
+    AgentFrame,
     Announce,
     CannotJoin,
     Hello,
     Refused,
     Reply,
+    RoundId,
     RoundOutcome,
     UpdateReport,
     Welcome,
     Withdraw,
 )
-from windlass.updates.push import HandDrivenUpdates
-from windlass.updates.push_gate import HandDrivenGate
-from windlass.updates.resumes import Resumes
-from windlass.updates.round_types import AgentLost, EngineFate, Phase
-from windlass.updates.session import AgentSession, host_of, probe_held, report_to
+from windlass.updates.publish_requests import KEPT_REPORTS, PendingPublish, PublishRequests
+from windlass.updates.push import PushUpdates
+from windlass.updates.recovery import CatchUps, Resumes
+from windlass.updates.round_types import (
+    AgentLost,
+    EngineOutcome,
+    Phase,
+    RoundSpec,
+    reply_budget_s,
+)
+from windlass.updates.session import (
+    AgentSession,
+    check_first,
+    check_published,
+    probe_held,
+    report_to,
+)
 
 __all__ = ["Coordinator", "EngineInfo"]
 
@@ -80,8 +94,8 @@ MAX_EPOCHS_AHEAD = 1 << 20
 
 
 @final
-class Coordinator(HandDrivenGate):
-    """See the module.
+class Coordinator:
+    """Owns the fleet, and runs one round at a time.
 
     Args:
         config: mode, deadlines, retries.
@@ -105,17 +119,16 @@ class Coordinator(HandDrivenGate):
         self._config = config
         self._planner = planner
         self._journal = Journal(journal_path)
-        self._round = self._journal.last_round
         self._published = self._journal.published_version
-        self._spent = self._journal.spent_version
-        self._epoch = self._journal.start()
+        self._reserved = self._journal.reserved_version
+        self._round_id = RoundId(self._journal.start(), self._journal.last_round)
         self._lineage = self._journal.lineage
-        self._fleet = Fleet(self._journal.poisoned)
+        self._fleet = Fleet(self._journal.quarantined)
         self._fleet.lineage = self._lineage
         self._has_bound = False
         self._published_by: frozenset[Identity] = frozenset()
         self._sessions: dict[str, AgentSession] = {}
-        self._announcements = Announcements()
+        self._requests = PublishRequests()
         self._binding: Binding | None = None
         self._catch_ups = CatchUps(self, self._fleet, config, planner)
         self._resumes = Resumes(self, self._sessions, config.deadlines)
@@ -126,10 +139,10 @@ class Coordinator(HandDrivenGate):
         self._driver: RoundDriver | None = None
         self._lock = asyncio.Lock()
         self._changes = Changes()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self._update_listeners: list[Callable[[UpdateReport], None]] = []
         self._phase_listeners: list[Callable[[int, Phase], None]] = []
-        self._by_hand = HandDrivenUpdates(self, config)
+        self._pushes = PushUpdates(self)
         self.num_updates = 0
         self.reports: deque[UpdateReport] = deque(maxlen=KEPT_REPORTS)
 
@@ -143,10 +156,15 @@ class Coordinator(HandDrivenGate):
     @property
     def epoch(self) -> int:
         """Grows with every binding and with every start of a controller."""
-        return self._epoch
+        return self._round_id.epoch
+
+    @property
+    def lineage(self) -> str:
+        """Of the run whose versions this controller publishes; see `Welcome`."""
+        return self._lineage
 
     def routable(self) -> tuple[EngineInfo, ...]:
-        """Engines that may be given traffic: complete, untainted, at the published version."""
+        """Engines that may be given traffic: complete, whole, at the published version."""
         return self._fleet.routable(self._published)
 
     def on_update(self, listener: Callable[[UpdateReport], None]) -> None:
@@ -164,8 +182,8 @@ class Coordinator(HandDrivenGate):
     def status(self) -> dict[str, object]:
         """What `/v1/status` answers."""
         return {
-            "epoch": self._epoch,
-            "round": self._round,
+            "epoch": self._round_id.epoch,
+            "round": self._round_id.round,
             "published_version": self._published,
             "mode": self._config.mode.value,
             "engines": self._fleet.describe(self._published),
@@ -231,8 +249,7 @@ class Coordinator(HandDrivenGate):
             if engine in engines:
                 raise EngineRefused(f"{call}: engine {engine} was refused: {reason}")
 
-    def failed_to_join(self, frame: CannotJoin) -> None:
-        """See `AgentOwner.failed_to_join`."""
+    def _failed_to_join(self, frame: CannotJoin) -> None:
         reason = frame.message[:MAX_REASON_LENGTH]
         _log.error("engine %s cannot join: %s", frame.group, reason)
         group = self._fleet.group_of(frame.group)
@@ -252,17 +269,29 @@ class Coordinator(HandDrivenGate):
         """Add `/v1/agents` and `/v1/status` to a server that has not started."""
         agents = web.get("/v1/agents", self._serve_agent)
         status = web.get("/v1/status", self._serve_status)
-        server.add_routes((agents, status, *self._by_hand.routes()))
+        server.add_routes((agents, status, *self._pushes.routes()))
 
     async def _serve_status(self, _request: web.Request) -> web.Response:
         return web.json_response(self.status())
 
     async def _serve_agent(self, request: web.Request) -> web.StreamResponse:
-        welcome = Welcome(self._epoch, self._lineage)
-        return await serve_agent(request, self, self._config, welcome)
+        config = self._config
+        return await serve(
+            request,
+            self,
+            AGENT_FRAMES,
+            heartbeat_s=config.heartbeat_s,
+            max_nbytes=config.max_message_nbytes,
+        )
 
-    async def admit(self, hello: Hello, socket: web.WebSocketResponse) -> AgentSession:
-        """See `AgentOwner.admit`."""
+    async def admit(
+        self, first: AgentFrame, socket: web.WebSocketResponse
+    ) -> tuple[AgentSession, Welcome] | None:
+        """See `rpc.Owner`."""
+        hello = check_first(first)
+        if isinstance(hello, CannotJoin):
+            self._failed_to_join(hello)
+            return None
         try:
             session = await self._admit(hello, socket)
         except MustWait:
@@ -275,25 +304,34 @@ class Coordinator(HandDrivenGate):
         for who in (hello.worker, hello.group):
             self._refusals.pop(who, None)
         self._unbindable = ""
-        return session
+        return session, Welcome(self.epoch, self._lineage)
 
     async def _admit(self, hello: Hello, socket: web.WebSocketResponse) -> AgentSession:
         self._check_past(hello)
-        if host := host_of(socket):
-            check_published(hello, host)
+        check_published(hello, host_of(socket))
         old = self._sessions.get(hello.worker)
         if old is not None and old.agent.hello.incarnation == hello.incarnation:
             # The process noticed before we did that its connection had broken.
             await self.lost(old, "replaced by a newer connection of the same process")
             self._spawn(old.close())
         if hello.role is Role.TRAINER:
+            await self._free_name(hello)
             await self._make_room(hello)
         session = AgentSession(socket, self._fleet.admit(hello))
         self._sessions[hello.worker] = session
         # Agents refuse what is older than what they have seen, whoever sent it.
-        self._epoch = max(self._epoch, hello.epoch)
-        self._learn(hello)
+        self._round_id = self._round_id._replace(epoch=max(self.epoch, hello.epoch))
+        self._note_served(hello)
         return session
+
+    async def _free_name(self, hello: Hello) -> None:
+        """Engines that have come first, under the name of the trainers' group, do not keep it."""
+        self._fleet.check(hello)
+        group = self._fleet.group_of(hello.group)
+        if group is not None and group.role is Role.ENGINE:
+            reason = f"{group.name!r} is the name of the trainers' group"
+            _log.warning("%s: %s", ", ".join(group.workers), reason)
+            await self._send_away(group.workers, reason)
 
     async def _make_room(self, hello: Hello) -> None:
         """A job that is started anew replaces what is left of the one before.
@@ -308,7 +346,7 @@ class Coordinator(HandDrivenGate):
         if rivals is not None and self._keeps_place(rivals):
             return
         if self._fleet.lineage != self._lineage:  # what those have said is not this job's past
-            self._published = self._spent = -1
+            self._published = self._reserved = -1
             self._fleet.lineage = self._lineage
         if rivals is not None:
             reason = self._fleet.replace_job(hello.job)
@@ -337,10 +375,10 @@ class Coordinator(HandDrivenGate):
                 raise ProtocolError(
                     f"{hello.worker}: {name} must be in [{least}, 2^53), got {value}"
                 )
-        if hello.epoch > self._epoch + MAX_EPOCHS_AHEAD:
+        if hello.epoch > self.epoch + MAX_EPOCHS_AHEAD:
             raise ProtocolError(
                 f"{hello.worker}: epoch must be at most {MAX_EPOCHS_AHEAD} above that of this "
-                f"controller, {self._epoch}, got {hello.epoch}"
+                f"controller, {self.epoch}, got {hello.epoch}"
             )
         ours = hello.lineage in {"", self._lineage}
         if hello.role is Role.TRAINER and not ours and self._journal.is_kept:
@@ -350,7 +388,7 @@ class Coordinator(HandDrivenGate):
                 "with the journal of that run"
             )
 
-    def _learn(self, hello: Hello) -> None:
+    def _note_served(self, hello: Hello) -> None:
         """What may have been published in this run and is served was published.
 
         Nobody but its trainers is believed by a controller that has no journal, and those only
@@ -358,22 +396,22 @@ class Coordinator(HandDrivenGate):
         """
         version = hello.served_version
         if hello.lineage == self._lineage:
-            known = version <= self._spent and not hello.tainted
+            known = version <= self._reserved and not hello.mixed_weights
         else:
             known = hello.role is Role.TRAINER and not (self._journal.is_kept or self._has_bound)
             known &= self._published < 0 or hello.lineage == self._fleet.lineage
         if known and version > self._published:
             _log.info("%s says that version %s is published", hello.worker, version)
             self._published, self._fleet.lineage = version, hello.lineage
-            self._spent = max(self._spent, version)
+            self._reserved = max(self._reserved, version)
 
     async def admitted(self, session: AgentSession) -> None:  # noqa: ARG002
-        """See `AgentOwner.admitted`."""
+        """See `rpc.Owner`."""
         self._changes.notify()
         self.settle_soon()
 
-    async def received(self, session: AgentSession, frame: Announce | Withdraw | Reply) -> None:
-        """See `AgentOwner.received`."""
+    async def received(self, session: AgentSession, frame: AgentFrame) -> None:
+        """See `rpc.Owner`."""
         match frame:
             case Reply():
                 session.on_reply((frame.epoch, frame.round, frame.seq), frame.result)
@@ -381,29 +419,31 @@ class Coordinator(HandDrivenGate):
                     self._changes.notify()
                 if self._driver is not None:
                     self._driver.on_reply(session.worker, frame)
-                place = (frame.epoch, frame.round)
-                if self._fleet.settle(session.agent.identity, place, frame.seq, frame.result):
-                    self._record_poison()
+                identity, result = session.agent.identity, frame.result
+                if self._fleet.settle(identity, frame.round_id, frame.seq, result):
+                    self._record_quarantine()
                     self._changes.notify()
                     self.settle_soon()
             case Announce():
                 self._on_announce(session, frame)
             case Withdraw():
-                self._announcements.give_up(session.worker, frame.attempt)
+                self._requests.give_up(session.worker, frame.attempt)
+            case Hello() | CannotJoin():
+                raise Garbled(f"{session.worker}: Hello may be sent only once")
 
     async def lost(self, session: AgentSession, reason: str, *, ended: bool = False) -> None:
-        """See `AgentOwner.lost`."""
+        """See `rpc.Owner`."""
         worker = session.worker
         if self._sessions.get(worker) is not session:
             return
         del self._sessions[worker]
-        self._announcements.withdraw(worker)
+        self._requests.withdraw(worker)
         self._fleet.remove(session.agent)
         self._catch_ups.forget(session.agent.hello.group)
         self._resumes.forget(session.agent.identity)
         if ended and session.agent.hello.role is Role.ENGINE:
             self._catch_ups.lost(session.agent.identity)
-        session.fail_waiting(reason)
+        session.fail_calls(reason)
         if self._driver is not None:
             self._driver.post(AgentLost(worker, reason))
         _log.info("agent %s lost: %s", worker, reason)
@@ -415,7 +455,7 @@ class Coordinator(HandDrivenGate):
         """As soon as no round runs: bring newcomers up, and bind, so that the next round need not."""
         await probe_held(self._fleet, self._sessions)
         async with self._lock:
-            await self._resumes.tell()
+            await self._resumes.send()
             await self._catch_ups.bring_up()
             trainers = self._fleet.trainers()
             if trainers is None or not trainers.complete or not self._fleet.writable_engines():
@@ -429,7 +469,11 @@ class Coordinator(HandDrivenGate):
                     self._changes.notify()
 
     async def copy(self, donor: Group, newcomer: Group, plan: TransferPlan) -> UpdateReport:
-        """See `CatchUpOwner.copy`."""
+        """Have `donor` write the published version into `newcomer`, while no other round runs.
+
+        Raises:
+            WindlassError: somebody did not bind.
+        """
         self._binding = None  # the newcomer's memory is bound to another plan now
         binding = await self._bind(donor, (newcomer,), lambda _sources, _destinations: plan)
         report = await self._run_round(self._published, self._fleet.lineage, binding)
@@ -437,7 +481,7 @@ class Coordinator(HandDrivenGate):
         return report
 
     def settle_soon(self) -> None:
-        """See `CatchUpOwner.settle_soon`."""
+        """Bind, bring newcomers up and have engines go on, as soon as no round runs."""
         self._spawn(self._settle())
 
     async def _ensure_bound(self) -> Binding:
@@ -464,10 +508,9 @@ class Coordinator(HandDrivenGate):
         return self._binding
 
     async def _bind(self, sources: Group, engines: Sequence[Group], planner: Planner) -> Binding:
-        self._epoch += 1
-        self._round += 1
+        round_id = self.new_epoch()
         self._has_bound, self._unbindable = True, ""
-        self._fleet.bound_since(self._epoch)
+        self._fleet.bound_since(round_id.epoch)
         return await bind_fleet(
             trainers=sources,
             engines=engines,
@@ -475,10 +518,14 @@ class Coordinator(HandDrivenGate):
             planner=planner,
             mode=self._config.mode,
             backend=self._config.backend,
-            epoch=self._epoch,
-            round_number=self._round,
+            round_id=round_id,
             deadline_s=self._config.deadlines.connect_s,
         )
+
+    def new_epoch(self) -> RoundId:
+        """A round id above all that were used, of another binding than all before."""
+        self._round_id = self._round_id.next_epoch()
+        return self._round_id
 
     async def _part_with(self, unbound: EnginesUnbound) -> None:
         """Who was late may come back over another connection; who said no is refused."""
@@ -525,91 +572,194 @@ class Coordinator(HandDrivenGate):
         trainers = self._fleet.trainers()
         if trainers is None or session.worker not in trainers.workers:
             raise ProtocolError(f"{session.worker}: only a trainer may announce a version")
-        standing = Standing(
+        pending = PendingPublish(
             trainer=session.agent.identity, version=frame.version, attempt=frame.attempt
         )
-        report = self._announcements.receive(standing)
+        report = self._requests.receive(pending)
         if report is not None:
             self._spawn(report_to(self._sessions, session.agent.identity, report))
-        elif trainers.complete and (all_of_them := self._announcements.take(trainers.workers)):
+        elif trainers.complete and (all_of_them := self._requests.pop_all(trainers.workers)):
             with log_fields(version=frame.version):  # which the new task keeps
                 self._spawn(self._update(all_of_them))
 
-    async def _update(self, standing: tuple[Standing, ...]) -> None:
-        version = max(rank.version for rank in standing)
+    async def _update(self, ranks: tuple[PendingPublish, ...]) -> None:
+        version = max(rank.version for rank in ranks)
         async with self._lock:
             try:
-                report = await attempt_until_whole(
-                    lambda: self._attempt(standing, version), self._forget_binding, self._config
-                )
+                report = await self._attempt_until_whole(ranks, version)
             except WindlassError as error:
-                report = given_up(version, f"{type(error).__name__}: {error}")
+                report = _failed(version, f"{type(error).__name__}: {error}")
             # The boundary of a round: whatever it is, trainers must not wait for their deadline.
             except Exception as error:  # noqa: BLE001
                 _log.exception("version %s", version)
-                report = given_up(version, f"{type(error).__name__}: {error}")
-        self.reports.append(report)
-        self.num_updates += 1
-        answers = [(rank.trainer, self._announcements.answer(rank, report)) for rank in standing]
-        self._changes.notify()
-        tell(self._update_listeners, report)
+                report = _failed(version, f"{type(error).__name__}: {error}")
+        answers = [(rank.trainer, self._requests.answer(rank, report)) for rank in ranks]
+        self._note_update(report)
         for trainer, answer in answers:
             await report_to(self._sessions, trainer, answer)
         if report.left_out:
             self.settle_soon()
 
-    def _forget_binding(self) -> None:
-        self._binding = None
+    def _note_update(self, report: UpdateReport) -> None:
+        """An update has ended, whoever drove it: everybody who looks at updates is told."""
+        self.reports.append(report)
+        self.num_updates += 1
+        self._changes.notify()
+        tell(self._update_listeners, report)
 
-    async def _attempt(self, standing: tuple[Standing, ...], version: int) -> UpdateReport:
-        versions = {rank.trainer[0]: rank.version for rank in standing}
+    async def _attempt_until_whole(
+        self, ranks: tuple[PendingPublish, ...], version: int
+    ) -> UpdateReport:
+        """A broken group serves nobody: form it anew from whoever is left, and send again.
+
+        Trainers stand still all the while. One-sided writes and files need no second attempt: there
+        an engine that fails takes no other one with it.
+        """
+        report = await self._attempt(ranks, version)
+        if not self._config.backend.traits.collective:
+            return report
+        for _ in range(self._config.max_rewrites):
+            if report.outcome is RoundOutcome.PUBLISHED or Phase.PUBLISH in report.phase_s:
+                break
+            _log.warning("version %s: group formed anew: %s", report.version, report.reason)
+            self._binding = None
+            report = await self._attempt(ranks, version)
+        if report.outcome is not RoundOutcome.PUBLISHED or report.left_out:
+            self._binding = None
+        return report
+
+    async def _attempt(self, ranks: tuple[PendingPublish, ...], version: int) -> UpdateReport:
+        versions = {rank.trainer[0]: rank.version for rank in ranks}
         if len(set(versions.values())) > 1:
-            return given_up(version, f"trainer ranks announced different versions: {versions}")
-        if version <= max(self._published, self._spent):
-            newest = max(self._published, self._spent)
-            reason = f"stale version: it must be > {newest}, which is or may have been published"
-            return given_up(version, reason)
-        if version > MAX_COUNT:
-            return given_up(version, f"version must be < 2^53, got {version}")
+            return _failed(version, f"trainer ranks announced different versions: {versions}")
+        if refusal := self.refusal(version):
+            return _failed(version, refusal)
         binding = await self._bind_enough()
-        moved = {rank.trainer for rank in standing} - binding.signature
-        if moved or len(standing) != len(binding.trainers):
-            return given_up(version, f"trainer ranks came or went since they announced: {moved}")
+        moved = {rank.trainer for rank in ranks} - binding.signature
+        if moved or len(ranks) != len(binding.trainers):
+            return _failed(version, f"trainer ranks came or went since they announced: {moved}")
         report = await self._run_round(version, self._lineage, binding)
         if report.outcome is RoundOutcome.PUBLISHED:
             self._published_by = binding.sources
         return report
 
+    def refusal(self, version: int) -> str:
+        """Why a version must not be published; empty if it may."""
+        newest = max(self._published, self._reserved)
+        if version <= newest:
+            return f"stale version: it must be > {newest}, which is or may have been published"
+        return "" if version <= MAX_COUNT else f"version must be < 2^53, got {version}"
+
     async def _run_round(self, version: int, lineage: str, binding: Binding) -> UpdateReport:
-        self._round += 1
-        self._journal_round(JournalKind.ROUND_BEGAN, version, tuple(binding.engines))
-        place = (self._epoch, self._round)  # a Hello may bring a higher epoch meanwhile
         comparison = None
         if binding.replicated is not None:
             comparison = self._comparisons.begin(version, binding.sources)
-        self._driver = RoundDriver(
-            spec_of(version, lineage, binding, self._config, comparison),
-            epoch=place[0],
-            round_number=place[1],
-            deadlines=self._config.deadlines,
+        spec = spec_of(version, lineage, binding, self._config, comparison)
+        driver = self._start_round(spec, binding, self._config.deadlines)
+        return await self._finish_round(driver, spec, binding)
+
+    async def begin_push(
+        self, pause_s: float, session_s: float
+    ) -> tuple[RoundDriver, asyncio.Task[UpdateReport]]:
+        """Wait for the running round, then begin one whose Write phase the trainer drives.
+
+        Args:
+            pause_s: from now until every engine has paused, or is left out.
+            session_s: for the leaders to send everything, after that.
+
+        Raises:
+            PeerUnreachable: there is no complete engine.
+            RoundAborted: the round cannot be recorded.
+        """
+        began_s = time.monotonic()
+        await self._lock.acquire()
+        try:
+            left_s = pause_s - (time.monotonic() - began_s)
+            driver, spec, binding = self._start_push(left_s, session_s)
+        except BaseException as error:
+            self._lock.release()
+            if isinstance(error, OSError):
+                raise RoundAborted(f"the round cannot be recorded: {error}") from error
+            raise
+        report = asyncio.create_task(self._finish_push(driver, spec, binding))
+        self._tasks.add(report)
+        report.add_done_callback(self._tasks.discard)
+        return driver, report
+
+    def _start_push(
+        self, pause_s: float, session_s: float
+    ) -> tuple[RoundDriver, RoundSpec, Binding]:
+        groups = sorted(self._fleet.writable_engines(), key=lambda group: group.name)
+        if not groups:
+            raise PeerUnreachable("pause_generation: no complete engine is connected")
+        self._binding = None  # engines are bound anew by the next plan
+        engines = {group.name: group.workers for group in groups}
+        binding = Binding(signature=signature_of(groups), engines=engines)
+        # Who does not pause costs itself its place, and the leader still gets an answer.
+        prepare_s = reply_budget_s(pause_s)
+        spec = push_spec_of(self._lineage, engines, self._config, reply_budget_s(prepare_s))
+        deadlines = msgspec.structs.replace(
+            self._config.deadlines, prepare_s=prepare_s, pause_s=prepare_s, write_s=session_s
+        )
+        return self._start_round(spec, binding, deadlines), spec, binding
+
+    async def _finish_push(
+        self, driver: RoundDriver, spec: RoundSpec, binding: Binding
+    ) -> UpdateReport:
+        try:
+            report = await self._finish_round(driver, spec, binding)
+        # The boundary of a round, as in `_update`: the leaders must be told.
+        except Exception as error:  # noqa: BLE001
+            _log.exception("version %s", driver.version)
+            report = _failed(driver.version, f"{type(error).__name__}: {error}")
+        finally:
+            self._lock.release()
+        self._note_update(report)
+        if report.left_out:
+            self.settle_soon()
+        return report
+
+    def _start_round(
+        self, spec: RoundSpec, binding: Binding, deadlines: PhaseDeadlines
+    ) -> RoundDriver:
+        """Put a round on record and make it the running one.
+
+        Raises:
+            OSError: it cannot be recorded.
+        """
+        self._round_id = self._round_id.next_round()
+        self._journal_round(JournalKind.ROUND_BEGAN, spec.version, tuple(binding.engines))
+        # Of a push no bytes are live before APPLY: what cannot be recorded then changes nothing.
+        pushed = spec.traits.driven_by_trainer
+        reserves_in = Phase.APPLY if pushed else Phase.PUBLISH
+        self._driver = driver = RoundDriver(
+            spec,
+            round_id=self._round_id,  # a Hello may bring a higher epoch meanwhile
+            deadlines=deadlines,
             sessions=self._sessions,
             clock=time.perf_counter,
-            on_phase=lambda phase: self._on_phase(version, phase),
+            on_phase=lambda phase: self._on_phase(driver.version, phase, reserves_in),
         )
+        return driver
+
+    async def _finish_round(
+        self, driver: RoundDriver, spec: RoundSpec, binding: Binding
+    ) -> UpdateReport:
         try:
-            result = await self._driver.run()
+            result = await driver.run()
         finally:
             self._driver = None
+        published = result.finish.outcome is RoundOutcome.PUBLISHED
         # A copy of another run's version is no news, and a job of this run may have come meanwhile.
-        if result.finish.outcome is RoundOutcome.PUBLISHED and lineage == self._lineage:
-            self._published, self._fleet.lineage = version, lineage
-        return self._conclude(version, lineage, binding, result, place)
+        if published and spec.lineage == self._lineage:
+            self._published, self._fleet.lineage = result.finish.version, spec.lineage
+        return self._conclude(driver.round_id, spec.lineage, binding, result)
 
-    def _on_phase(self, version: int, phase: Phase) -> None:
-        if phase is Phase.PUBLISH:
+    def _on_phase(self, version: int, phase: Phase, reserves_in: Phase) -> None:
+        if phase is reserves_in:
             # On disk before any engine can serve it.
             self._journal_round(JournalKind.PUBLISHING, version, ())
-            self._spent = version
+            self._reserved = version
         tell(self._phase_listeners, version, phase)
 
     async def _bind_enough(self) -> Binding:
@@ -638,37 +788,79 @@ class Coordinator(HandDrivenGate):
         )
 
     def _conclude(
-        self,
-        version: int,
-        lineage: str,
-        binding: Binding,
-        result: RoundResult,
-        place: tuple[int, int],
+        self, round_id: RoundId, lineage: str, binding: Binding, result: RoundResult
     ) -> UpdateReport:
-        finish = result.finish
-        note_fates(self._fleet, binding, result, version=version, lineage=lineage, place=place)
-        self._record_poison()
-        serving = tuple(n for n, f in finish.fates.items() if f is EngineFate.PUBLISHED)
+        """Put on record, and in the fleet, what a round leaves behind."""
+        finish, report = result.finish, result.report()
+        self._note_outcomes(round_id, lineage, binding, result)
+        self._record_quarantine()
         is_published = finish.outcome is RoundOutcome.PUBLISHED
         if binding.replicated is not None:
             self._comparisons.conclude(
-                compare_s=finish.compare_s, update_s=result.update_s, is_published=is_published
+                compare_s=report.compare_s, update_s=report.update_s, is_published=is_published
             )
         if is_published:
-            self._journal_outcome(JournalKind.PUBLISHED, version, serving)
+            self._journal_outcome(JournalKind.PUBLISHED, finish.version, report.engines)
         else:
-            self._journal_outcome(JournalKind.ROUND_ENDED, version, (), finish.reason)
-        report = report_of(version, serving, result)
+            self._journal_outcome(JournalKind.ROUND_ENDED, finish.version, (), finish.reason)
         return msgspec.structs.replace(report, transports=binding.links_by_transport)
 
+    def _note_outcomes(
+        self, round_id: RoundId, lineage: str, binding: Binding, result: RoundResult
+    ) -> None:
+        """Who serves what, who may hold two versions, and whose bytes are still under way."""
+        finish, fleet = result.finish, self._fleet
+        for name, outcome in finish.engines.items():
+            bound = binding.identities_of(name)
+            if outcome is EngineOutcome.QUARANTINED:
+                fleet.quarantine(bound)
+            group = fleet.group_of(name)
+            # A process that came meanwhile under a name of the round took no part in it.
+            if group is None or group.identities != bound:
+                continue
+            group.mixed_weights |= name in finish.mixed
+            if outcome is EngineOutcome.PUBLISHED:
+                group.version, group.lineage, group.mixed_weights = finish.version, lineage, False
+        incarnations = dict(binding.signature)
+        for source, engines in finish.unsettled.items():
+            reached = frozenset[Identity]().union(*(binding.identities_of(e) for e in engines))
+            fleet.hold((source, incarnations[source]), round_id, reached)
+        for late in result.late:
+            if late.worker in finish.unsettled:
+                identity = (late.worker, incarnations[late.worker])
+                fleet.settle(identity, round_id, late.seq, late.result)
+
+    def note_given_up(self, worker: str, reason: str) -> None:
+        """A rank did not go on, though it was told as often as is tried."""
+        self._journal_outcome(JournalKind.NOT_RESUMED, self._published, (worker,), reason)
+
+    def _record_quarantine(self) -> None:
+        """A controller that is started after this one must not have those written either."""
+        for worker, incarnation in sorted(self._fleet.quarantined - self._journal.quarantined):
+            self._journal_outcome(JournalKind.QUARANTINED, self._reserved, (worker,), incarnation)
+
+    def _journal_outcome(
+        self, kind: JournalKind, version: int, engines: tuple[str, ...], detail: str = ""
+    ) -> None:
+        """What is done cannot be undone for want of a disk; PUBLISHING is on it already."""
+        try:
+            self._journal_round(kind, version, engines, detail)
+        except OSError as error:
+            _log.error("journal: %s of version %s is not recorded: %s", kind, version, error)
+
+    def _journal_round(
+        self, kind: JournalKind, version: int, engines: tuple[str, ...], detail: str = ""
+    ) -> None:
+        self._journal.append(JournalEntry(kind, *self._round_id, version, engines, detail))
+
     def _spawn(self, work: Coroutine[object, object, None]) -> None:
-        task = asyncio.create_task(work)
+        task: asyncio.Task[object] = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
         """Stop rounds and close every connection. Idempotent."""
-        await self._by_hand.close()
+        await self._pushes.close()
         self._catch_ups.close()
         self._resumes.close()
         for task in list(self._tasks):
@@ -678,3 +870,8 @@ class Coordinator(HandDrivenGate):
         closing = (session.close() for session in list(self._sessions.values()))
         await asyncio.gather(*closing, return_exceptions=True)
         self._journal.close()
+
+
+def _failed(version: int, reason: str) -> UpdateReport:
+    """The report of a version for which no round was begun."""
+    return UpdateReport(version=version, outcome=RoundOutcome.FAILED, reason=reason)

@@ -8,45 +8,79 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import assert_never, final
 
-from windlass.config import ControlConfig, DiskBackend, PhaseDeadlines, XcclBackend
+import msgspec
+
+from windlass.config import PUSH_TRAITS, ControlConfig, PhaseDeadlines, UpdateMode
 from windlass.errors import PeerUnreachable
 from windlass.net.logs import log_fields
 from windlass.updates.binding import Binding
 from windlass.updates.comparisons import Comparison
-from windlass.updates.messages import Envelope, Pause, Publish, Reply, UpdateReport
+from windlass.updates.measures import Measure
+from windlass.updates.messages import (
+    Envelope,
+    Pause,
+    Publish,
+    Reply,
+    Result,
+    RoundId,
+    UpdateReport,
+)
 from windlass.updates.round_types import (
     AgentLost,
-    Blocked,
     DeadlinePassed,
+    EngineOutcome,
     EnterPhase,
     Event,
     Finish,
+    GiveUp,
     Instruction,
     Phase,
     Replied,
     RoundSpec,
     Send,
+    Sent,
 )
 from windlass.updates.rounds import RoundMachine
 from windlass.updates.session import AgentSession
 
-__all__ = ["RoundDriver", "RoundResult", "report_of", "spec_of"]
+__all__ = ["RoundDriver", "RoundResult", "push_spec_of", "spec_of"]
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundResult:
-    """How the round ended, and the times that only the driver can see, in seconds.
+    """How a round ended.
 
-    `late`: replies that arrived while the round was ending, which the machine has not seen.
+    Attributes:
+        finish: what the machine says.
+        late: replies that arrived while the round was ending, which the machine has not seen.
+        measures: of the machine, and the times that only the driver can see.
+        phase_s: seconds per phase.
     """
 
     finish: Finish
     late: tuple[Replied, ...]
-    update_s: float
-    pause_s: float
+    measures: dict[str, float]
     phase_s: dict[str, float]
+
+    def report(self) -> UpdateReport:
+        """What the trainers are told of it."""
+        finish = self.finish
+        return UpdateReport(
+            version=finish.version,
+            outcome=finish.outcome,
+            reason=finish.reason,
+            engines=tuple(
+                name
+                for name, outcome in finish.engines.items()
+                if outcome is EngineOutcome.PUBLISHED
+            ),
+            left_out=dict(finish.reasons),
+            measures=self.measures,
+            phase_s=self.phase_s,
+            digest_ok=finish.digest_ok,
+        )
 
 
 def spec_of(
@@ -81,8 +115,7 @@ def spec_of(
         pause_s=config.deadlines.pause_s,
         write_s=config.deadlines.write_s,
         publish_s=config.deadlines.publish_s,
-        collective=isinstance(config.backend, XcclBackend),
-        lands_live=not isinstance(config.backend, DiskBackend),
+        traits=config.backend.traits,
         relay=binding.relay,
         replicated=replicated,
         turn=turn,
@@ -91,24 +124,28 @@ def spec_of(
     )
 
 
-def report_of(version: int, serving: tuple[str, ...], result: RoundResult) -> UpdateReport:
-    """What the trainers are told of a round."""
-    finish = result.finish
-    return UpdateReport(
-        version=version,
-        outcome=finish.outcome,
-        reason=finish.reason,
-        engines=serving,
-        left_out=dict(finish.reasons),
-        nbytes=finish.nbytes,
-        wire_s=finish.wire_s,
-        update_s=result.update_s,
-        pause_s=result.pause_s,
-        phase_s=result.phase_s,
-        digest_ok=finish.digest_ok,
-        pack_s=finish.pack_s,
-        compared=finish.compared,
-        compare_s=finish.compare_s,
+def push_spec_of(
+    lineage: str, engines: Mapping[str, tuple[str, ...]], config: ControlConfig, pause_s: float
+) -> RoundSpec:
+    """The round of an update that the trainer drives itself, for the run `lineage`.
+
+    Args:
+        lineage: of the run that publishes.
+        engines: that take part: name -> ranks.
+        config: pause mode and deadlines.
+        pause_s: for engines to come to rest.
+    """
+    return RoundSpec(
+        version=-1,
+        mode=UpdateMode.IN_PLACE,  # paused while bytes come, though these land in a shadow copy
+        pause_mode=config.pause_mode,
+        trainers=(),
+        engines=engines,
+        links=frozenset(),
+        pause_s=pause_s,
+        publish_s=config.deadlines.publish_s,
+        traits=PUSH_TRAITS,
+        lineage=lineage,
     )
 
 
@@ -120,8 +157,7 @@ class RoundDriver:
         self,
         spec: RoundSpec,
         *,
-        epoch: int,
-        round_number: int,
+        round_id: RoundId,
         deadlines: PhaseDeadlines,
         sessions: Mapping[str, AgentSession],
         clock: Callable[[], float],
@@ -129,11 +165,10 @@ class RoundDriver:
     ) -> None:
         """`on_phase` may raise OSError: the phase does not begin then. `DONE` ends every round."""
         self._machine = RoundMachine(spec)
-        self._version = spec.version
-        self._epoch, self._round = epoch, round_number
+        self.version, self.round_id = spec.version, round_id
         self._deadlines = deadlines
         # Pinned: a process that takes over a name during the round is no part of it.
-        self._sessions = dict(sessions)
+        self.sessions = dict(sessions)
         self._clock = clock
         self._on_phase = on_phase
         self._events: asyncio.Queue[Event] = asyncio.Queue()
@@ -144,14 +179,46 @@ class RoundDriver:
         self._pause_began: dict[str, float] = {}
         self._publishing: set[tuple[str, int]] = set()
         self._pause_s = 0.0
+        self._pushed: dict[Measure, float] = {}
+        self._is_writing: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    @property
+    def active_workers(self) -> tuple[str, ...]:
+        """Ranks of the engines that are still part of the round, in one order for everybody."""
+        return self._machine.active_workers
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether bytes may be sent now."""
+        return self._machine.phase is Phase.WRITE
+
+    async def until_writing(self) -> bool:
+        """Wait until bytes may be sent; false if the round ends before that."""
+        return await asyncio.shield(self._is_writing)
+
+    def note_pushed(self, nbytes: int, wire_s: float) -> None:
+        """The trainer that drives the round has sent `nbytes`, one call after another, in `wire_s`."""
+        for measure, value in ((Measure.NBYTES, nbytes), (Measure.WIRE_S, wire_s)):
+            self._pushed[measure] = self._pushed.get(measure, 0.0) + value
+
+    def finish_push(self, version: int, deadline_s: float) -> None:
+        """The trainer that drives the round has sent everything for `version`.
+
+        Engines have `deadline_s` each to say that all came, and to apply it.
+        """
+        self.version = version
+        self._deadlines = msgspec.structs.replace(
+            self._deadlines, verify_s=deadline_s, apply_s=deadline_s
+        )
+        self.post(Sent(version))
 
     def post(self, event: Event) -> None:
         """Queue an event."""
         self._events.put_nowait(event)
 
-    def on_reply(self, worker: str, reply: Reply) -> None:
+    def on_reply(self, worker: str, reply: Reply[Result]) -> None:
         """Queue a reply if it belongs to this round."""
-        if (reply.epoch, reply.round) == (self._epoch, self._round):
+        if reply.round_id == self.round_id:
             if (worker, reply.seq) in self._publishing and worker in self._pause_began:
                 paused_s = self._clock() - self._pause_began[worker]
                 self._pause_s = max(self._pause_s, paused_s)
@@ -159,13 +226,15 @@ class RoundDriver:
 
     async def run(self) -> RoundResult:
         """Drive the machine until it finishes. Every phase has a deadline, so this ends."""
-        with log_fields(round_number=self._round, version=self._version):
+        with log_fields(round_number=self.round_id.round, version=self.version):
             try:
                 result = await self._run()
             finally:
+                if not self._is_writing.done():
+                    self._is_writing.set_result(False)
                 self._on_phase(Phase.DONE)
-            finish = result.finish
-            _log.info("round %s in %.3f s %s", finish.outcome.value, result.update_s, finish.reason)
+            finish, update_s = result.finish, result.measures[Measure.UPDATE_S]
+            _log.info("round %s in %.3f s %s", finish.outcome.value, update_s, finish.reason)
         return result
 
     async def _run(self) -> RoundResult:
@@ -175,11 +244,12 @@ class RoundDriver:
             finish = await self._carry_out(self._machine.handle(await self._events.get()))
         self._leave_phase()
         late = [self._events.get_nowait() for _ in range(self._events.qsize())]
+        measured = {**finish.measures, **self._pushed}
+        measured |= {Measure.UPDATE_S: self._clock() - began, Measure.PAUSE_S: self._pause_s}
         return RoundResult(
             finish=finish,
             late=tuple(event for event in late if isinstance(event, Replied)),
-            update_s=self._clock() - began,
-            pause_s=self._pause_s,
+            measures={measure.value: value for measure, value in measured.items()},
             phase_s=dict(self._phase_s),
         )
 
@@ -193,7 +263,8 @@ class RoundDriver:
                     except OSError as error:
                         # What follows in `instructions` belongs to the phase: none of it is sent.
                         reason = f"phase {instruction.phase} cannot be recorded: {error}"
-                        return await self._carry_out(self._machine.handle(Blocked(reason)))
+                        blocked = GiveUp(reason, is_blocked=True)
+                        return await self._carry_out(self._machine.handle(blocked))
                 case Send():
                     await self._send(instruction)
                 case Finish():
@@ -203,7 +274,7 @@ class RoundDriver:
         return finish
 
     async def _send(self, send: Send) -> None:
-        session = self._sessions.get(send.worker)
+        session = self.sessions.get(send.worker)
         if isinstance(send.command, Pause):
             self._pause_began.setdefault(send.worker, self._clock())
         elif isinstance(send.command, Publish):
@@ -211,7 +282,7 @@ class RoundDriver:
         try:
             if session is None:
                 raise PeerUnreachable(f"{send.worker}: not connected")  # noqa: TRY301
-            await session.send(Envelope(self._epoch, self._round, send.seq, send.command))
+            await session.send(Envelope(*self.round_id, send.seq, send.command))
         except PeerUnreachable as error:
             if send.expects_reply:
                 self.post(AgentLost(send.worker, str(error)))
@@ -221,6 +292,8 @@ class RoundDriver:
         _log.debug("phase %s", phase.value)
         self._on_phase(phase)
         self._phase, self._phase_began = phase, self._clock()
+        if phase is Phase.WRITE and not self._is_writing.done():
+            self._is_writing.set_result(True)
         self._timer = asyncio.get_running_loop().call_later(
             _deadline_of(phase, self._deadlines), self.post, DeadlinePassed(entry)
         )
@@ -230,24 +303,17 @@ class RoundDriver:
             self._timer.cancel()
             self._timer = None
         if self._phase is not None:
-            spent = self._clock() - self._phase_began
-            self._phase_s[self._phase] = self._phase_s.get(self._phase, 0.0) + spent
+            passed_s = self._clock() - self._phase_began
+            self._phase_s[self._phase] = self._phase_s.get(self._phase, 0.0) + passed_s
             self._phase = None
 
 
 def _deadline_of(phase: Phase, deadlines: PhaseDeadlines) -> float:
-    match phase:
-        case Phase.PREPARE:
-            return max(deadlines.prepare_s, deadlines.pause_s)
-        case Phase.WRITE:
-            return deadlines.write_s
-        case Phase.VERIFY:
-            return deadlines.verify_s
-        case Phase.PAUSE:
-            return deadlines.pause_s
-        case Phase.APPLY:
-            return deadlines.apply_s
-        case Phase.PUBLISH | Phase.DONE:
-            return deadlines.publish_s
-        case _:
-            assert_never(phase)
+    return {
+        Phase.PREPARE: max(deadlines.prepare_s, deadlines.pause_s),
+        Phase.WRITE: deadlines.write_s,
+        Phase.VERIFY: deadlines.verify_s,
+        Phase.PAUSE: deadlines.pause_s,
+        Phase.APPLY: deadlines.apply_s,
+        Phase.PUBLISH: deadlines.publish_s,
+    }[phase]

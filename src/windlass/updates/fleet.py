@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from windlass.errors import ManifestError, ProtocolError
 from windlass.layout.manifest import Role, ShardManifest
+from windlass.net.messages import MustWait
 from windlass.transfer.bindings import LinkStatus
-from windlass.updates.journal import MAX_POISONED
-from windlass.updates.messages import PROTOCOL_VERSION, Failure, FailureKind, Hello, Result, Written
-from windlass.updates.relay_messages import Relayed
+from windlass.updates.journal import MAX_QUARANTINED
+from windlass.updates.messages import (
+    PROTOCOL_VERSION,
+    Failure,
+    FailureKind,
+    Hello,
+    Relayed,
+    Result,
+    RoundId,
+    Written,
+)
 
 __all__ = ["PROBE_SEQ", "Agent", "EngineInfo", "Fleet", "Group", "Identity", "MustWait"]
 
@@ -22,10 +31,6 @@ Identity = tuple[str, str]
 """(worker, incarnation): one process."""
 KEPT_JOBS = 1024
 """Trainer jobs that were replaced and are remembered: the newest."""
-
-
-class MustWait(ProtocolError):
-    """The agent may belong here, but not yet: it may come again."""
 
 
 class EngineInfo(NamedTuple):
@@ -41,14 +46,14 @@ class Agent:
     """One connected rank.
 
     Attributes:
-        poisoned: bytes of an unknown write may still land in its memory.
-        at_rest: why it does not generate although it was told to go on; else empty.
+        quarantined: bytes of an unknown write may still land in its memory.
+        not_resumed: why it does not generate although it was told to go on; else empty.
     """
 
     hello: Hello
     manifest: ShardManifest
-    poisoned: bool = False
-    at_rest: str = ""
+    quarantined: bool = False
+    not_resumed: str = ""
 
     @property
     def identity(self) -> Identity:
@@ -60,7 +65,7 @@ class Agent:
 class _Hold:
     """A write that its trainer has not answered: these processes may still be written to."""
 
-    place: tuple[int, int]
+    round_id: RoundId
     engines: frozenset[Identity]
 
 
@@ -70,7 +75,7 @@ class Group:
 
     Attributes:
         version: served by every rank; -1 for none. lineage: of the run that published it.
-        tainted: live weights may be mixed.
+        mixed_weights: live weights may be of two versions.
         refused: why the planner cannot serve it; empty when it can.
     """
 
@@ -80,7 +85,7 @@ class Group:
     agents: dict[int, Agent]
     version: int = -1
     lineage: str = ""
-    tainted: bool = False
+    mixed_weights: bool = False
     refused: str = ""
 
     @property
@@ -89,14 +94,14 @@ class Group:
         return len(self.agents) == self.world_size
 
     @property
-    def poisoned(self) -> bool:
+    def quarantined(self) -> bool:
         """Whether bytes of an unknown write may still land in the memory of a rank."""
-        return any(agent.poisoned for agent in self.agents.values())
+        return any(agent.quarantined for agent in self.agents.values())
 
     @property
-    def at_rest(self) -> str:
+    def not_resumed(self) -> str:
         """Why it does not generate although it was told to go on; else empty."""
-        return next((agent.at_rest for agent in self.agents.values() if agent.at_rest), "")
+        return next((agent.not_resumed for agent in self.agents.values() if agent.not_resumed), "")
 
     @property
     def identities(self) -> frozenset[Identity]:
@@ -127,14 +132,15 @@ class Fleet:
             one is no version here, whatever its number.
     """
 
-    def __init__(self, poisoned: Iterable[Identity] = ()) -> None:
+    def __init__(self, quarantined: Iterable[Identity] = ()) -> None:
         self.lineage = ""
         self._groups: dict[str, Group] = {}
-        self._poisoned = dict.fromkeys(poisoned)
-        self._suspects: set[str] = set()
+        self._quarantined = dict.fromkeys(quarantined)
+        self._quarantine_on_return: dict[str, None] = {}
         self._first_epoch: int | None = None
         self._holds: dict[Identity, _Hold] = {}
         self._num_trainers = 0
+        self._trainer_group = ""
         self._job: str | None = None
         self._past_jobs: dict[str, None] = {}
 
@@ -150,10 +156,11 @@ class Fleet:
         """Register a rank.
 
         Raises:
-            ProtocolError: another protocol version, a name or rank that is taken, a group whose
-                world size or role differs, a manifest or an endpoint that is another's or is none,
-                a trainer rank of a job that another one has replaced.
-            MustWait: ranks of another trainer job are connected.
+            ProtocolError: another protocol version, a group whose world size or role differs, an
+                engine with the name of the trainers' group, a manifest or an endpoint that is
+                another's or is none, a trainer rank of a job that another one has replaced.
+            MustWait: a process of this name, or ranks of another trainer job, are still connected. One
+                that has died without a word is noticed by its silence.
         """
         manifest = self.check(hello)
         if hello.role is Role.TRAINER:
@@ -170,10 +177,14 @@ class Fleet:
                 f"{hello.worker}: trainer group {others[0].name!r} is connected already; "
                 f"got {hello.group!r}"
             )
+        if hello.role is Role.ENGINE and hello.group == self._trainer_group:
+            raise ProtocolError(
+                f"{hello.worker}: {hello.group!r} is the name of the trainers' group"
+            )
         if self.find(hello.worker) is not None:
-            raise ProtocolError(f"worker name {hello.worker!r} is taken by a live agent")
-        if known is not None and hello.rank in known.agents:
-            raise ProtocolError(f"{hello.worker}: rank {hello.rank} of {hello.group!r} is taken")
+            raise MustWait(
+                f"worker name {hello.worker!r} is that of an agent that is still connected"
+            )
         agents = (agent for group in self._groups.values() for agent in group.agents.values())
         taken = {offer.endpoint for agent in agents for offer in agent.hello.offers}
         if any(offer.endpoint in taken for offer in hello.offers):
@@ -251,23 +262,24 @@ class Fleet:
         )
         if not group.agents:
             group.version, group.lineage = hello.served_version, hello.lineage
-            group.tainted, group.refused = False, ""
-        agent = Agent(hello, manifest, at_rest=hello.at_rest)
-        if hello.worker in self._suspects:
-            self._suspects.discard(hello.worker)
-            self._poison([agent.identity] if hello.epoch else [])
-        agent.poisoned = agent.identity in self._poisoned
+            group.mixed_weights, group.refused = False, ""
+        agent = Agent(hello, manifest, not_resumed=hello.not_resumed)
+        if hello.worker in self._quarantine_on_return:
+            del self._quarantine_on_return[hello.worker]
+            self._quarantine([agent.identity] if hello.epoch else [])
+        agent.quarantined = agent.identity in self._quarantined
         # Another process has this name: its predecessors are gone, and so are their writes.
         for past in [k for k in self._holds if k[0] == hello.worker and k != agent.identity]:
             del self._holds[past]
         if hello.role is Role.TRAINER:
+            self._trainer_group = hello.group
             self._note_mesh(hello)
             if hello.job != self._job:
                 self.replace_job(hello.job)
-        for past in [k for k in self._poisoned if k[0] == hello.worker and k != agent.identity]:
-            del self._poisoned[past]
+        for past in [k for k in self._quarantined if k[0] == hello.worker and k != agent.identity]:
+            del self._quarantined[past]
         group.agents[hello.rank] = agent
-        group.tainted |= hello.tainted
+        group.mixed_weights |= hello.mixed_weights
         group.version = min(group.version, hello.served_version)
         if group.lineage != hello.lineage:
             group.version = -1
@@ -306,61 +318,60 @@ class Fleet:
         return tuple(
             g
             for g in self.engines()
-            if g.complete and not g.refused and not g.poisoned and not (g.identities & held)
+            if g.complete and not g.refused and not g.quarantined and not (g.identities & held)
         )
 
-    def poison(self, engines: Iterable[Identity]) -> None:
+    def quarantine(self, engines: Iterable[Identity]) -> None:
         """These processes are not written again."""
-        self._poison(engines)
+        self._quarantine(engines)
         for group in self._groups.values():
             for agent in group.agents.values():
-                agent.poisoned |= agent.identity in self._poisoned
+                agent.quarantined |= agent.identity in self._quarantined
 
-    def _poison(self, engines: Iterable[Identity]) -> None:
-        self._poisoned |= dict.fromkeys(engines)
-        while len(self._poisoned) > MAX_POISONED:
-            del self._poisoned[next(iter(self._poisoned))]
+    def _quarantine(self, engines: Iterable[Identity]) -> None:
+        self._quarantined |= dict.fromkeys(engines)
+        while len(self._quarantined) > MAX_QUARANTINED:
+            del self._quarantined[next(iter(self._quarantined))]
 
-    def hold(self, trainer: Identity, place: tuple[int, int], engines: frozenset[Identity]) -> None:
-        """`trainer` was told to write in the round at `place` and has not answered.
+    def hold(self, trainer: Identity, round_id: RoundId, engines: frozenset[Identity]) -> None:
+        """`trainer` was told to write in that round and has not answered.
 
         Until it answers, or another process has its name, nothing else is written to `engines`.
         """
-        self._holds[trainer] = _Hold(place, engines)
+        self._holds[trainer] = _Hold(round_id, engines)
 
     def release(self, source: Identity) -> bool:
         """`source` has ended, and its write with it; whether anybody was held for it."""
         return self._holds.pop(source, None) is not None
 
     @property
-    def held(self) -> dict[Identity, tuple[int, int]]:
-        """Trainers that have not answered a write, and the place of its round."""
-        return {trainer: hold.place for trainer, hold in self._holds.items()}
+    def held(self) -> dict[Identity, RoundId]:
+        """Trainers that have not answered a write, and its round."""
+        return {trainer: hold.round_id for trainer, hold in self._holds.items()}
 
-    def settle(self, trainer: Identity, place: tuple[int, int], seq: int, result: Result) -> bool:
+    def settle(self, trainer: Identity, round_id: RoundId, seq: int, result: Result) -> bool:
         """A late answer of a trainer; true when it ended a hold.
 
-        Links of unknown outcome poison their engines, as they would have in time. The answer to a
+        Links of unknown outcome quarantine their engines, as they would have in time. The answer to a
         probe says that the write was lost on its way: its own answer would have come before.
         """
-        if self._first_epoch is None or place[0] < self._first_epoch:
-            return self._settle_for_predecessor(result)
+        if self._first_epoch is None or round_id[0] < self._first_epoch:
+            return self._settle_for_predecessor(trainer, round_id, result)
         hold = self._holds.get(trainer)
-        if hold is None or place < hold.place or (place > hold.place and seq != PROBE_SEQ):
+        if hold is None or round_id < hold.round_id:
+            return False
+        if round_id > hold.round_id and seq != PROBE_SEQ:
             return False
         if seq == PROBE_SEQ:
             del self._holds[trainer]
             return True
-        if isinstance(result, Relayed):
-            self.poison(key for key in hold.engines if key[0] in result.unknown_to)
-        elif isinstance(result, Written):
-            unknown = {x.destination for x in result.links if x.status is LinkStatus.UNKNOWN}
-            self.poison(key for key in hold.engines if key[0] in unknown)
-        elif isinstance(result, Failure):
-            if result.kind is FailureKind.UNKNOWN:
-                self.poison(hold.engines)
-        else:
+        unknown = _unknown_of(result)
+        if unknown is not None:
+            self.quarantine(key for key in hold.engines if key[0] in unknown)
+        elif not isinstance(result, Failure):
             return False
+        elif result.kind is FailureKind.UNKNOWN:
+            self.quarantine(hold.engines)
         del self._holds[trainer]
         return True
 
@@ -369,29 +380,30 @@ class Fleet:
         if self._first_epoch is None:
             self._first_epoch = epoch
 
-    def _settle_for_predecessor(self, result: Result) -> bool:
+    def _settle_for_predecessor(self, source: Identity, round_id: RoundId, result: Result) -> bool:
         """The unknown writes of a controller that did not live to hear of them.
 
-        A process that was no part of its rounds, which its Hello says, was not written.
+        A process that was no part of its rounds, which its Hello says, wrote nothing in them and
+        was not written.
         """
-        if isinstance(result, Relayed):
-            names = set(result.unknown_to)
-        elif isinstance(result, Written):
-            names = {x.destination for x in result.links if x.status is LinkStatus.UNKNOWN}
-        else:
+        writer = self.find(source[0])
+        if writer is None or not 0 < round_id.epoch <= writer.hello.epoch:
             return False
+        names = _unknown_of(result) or set()
         for name in names:
             agent = self.find(name)
             if agent is None:
-                self._suspects.add(name)
+                self._quarantine_on_return[name] = None
+                if len(self._quarantine_on_return) > MAX_QUARANTINED:
+                    del self._quarantine_on_return[next(iter(self._quarantine_on_return))]
             elif agent.hello.epoch:
-                self.poison([agent.identity])
+                self.quarantine([agent.identity])
         return bool(names)
 
     @property
-    def poisoned(self) -> frozenset[Identity]:
-        """Processes that are not written again: the newest `MAX_POISONED`."""
-        return frozenset(self._poisoned)
+    def quarantined(self) -> frozenset[Identity]:
+        """Processes that are not written again: the newest `MAX_QUARANTINED`."""
+        return frozenset(self._quarantined)
 
     def describe(self, published_version: int) -> list[dict[str, object]]:
         """Engines as `/v1/status` shows them."""
@@ -403,28 +415,19 @@ class Fleet:
                 "version": g.version if g.lineage == self.lineage else -1,
                 "ranks": len(g.agents),
                 "world_size": g.world_size,
-                "tainted": g.tainted,
-                "poisoned": g.poisoned,
+                "mixed_weights": g.mixed_weights,
+                "quarantined": g.quarantined,
                 "refused": g.refused,
-                "at_rest": g.at_rest,
+                "not_resumed": g.not_resumed,
                 "routable": g.name in routable,
             }
             for g in self.engines()
         ]
 
-    def mark(self, version: int | None, served: Sequence[str], tainted: Sequence[str]) -> None:
-        """An update has ended: who serves `version` (None: the old one), who is mixed."""
-        for name in (*served, *tainted):
-            group = self.group_of(name)
-            if group is not None:
-                group.tainted = name in tainted
-                if version is not None and not group.tainted:
-                    group.version, group.lineage = version, self.lineage
-
     def routable(self, published_version: int) -> tuple[EngineInfo, ...]:
         """Engines that may be given traffic: they serve the published version and generate."""
         serving = self.serving(published_version)
-        return tuple(EngineInfo(g.name, g.url, g.version) for g in serving if not g.at_rest)
+        return tuple(EngineInfo(g.name, g.url, g.version) for g in serving if not g.not_resumed)
 
     def missing(self, num_trainers: int, engines: Iterable[str]) -> list[str]:
         """Who is not connected with all ranks yet, for a person."""
@@ -439,6 +442,17 @@ class Fleet:
         return tuple(
             g
             for g in self.engines()
-            if g.complete and not g.tainted and g.version == version >= 0
+            if g.complete and not g.mixed_weights and g.version == version >= 0
             if g.lineage == self.lineage
         )
+
+
+def _unknown_of(result: Result) -> set[str] | None:
+    """The ranks that a write of unknown outcome may still reach; None if it says nothing of writes."""
+    match result:
+        case Relayed():
+            return set(result.unknown_to)
+        case Written():
+            return {x.destination for x in result.links if x.status is LinkStatus.UNKNOWN}
+        case _:
+            return None

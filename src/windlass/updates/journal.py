@@ -28,7 +28,8 @@ COMPACT_AFTER = 4096
 """Entries after which the file is written anew; a round takes three."""
 KEPT_ENTRIES = 256
 """Newest entries that a compaction leaves as they were, for a person."""
-MAX_POISONED = 4096
+FIRST_LINE = b'{"kind":"started"'
+MAX_QUARANTINED = 4096
 """Poisoned processes that are remembered: the newest."""
 
 
@@ -44,8 +45,8 @@ class JournalKind(StrEnum):
     PUBLISHING = "publishing"
     PUBLISHED = "published"
     ROUND_ENDED = "round_ended"
-    POISONED = "poisoned"
-    AT_REST = "at_rest"
+    QUARANTINED = "quarantined"
+    NOT_RESUMED = "not_resumed"
 
 
 class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -55,8 +56,8 @@ class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
         kind: what happened. epoch, round: when.
         version: the round's version; for STARTED, the version known to be published.
         engines: that took part, or that serve the version.
-        detail: one line for a person; for POISONED, the incarnation of the rank in `engines`; for
-            AT_REST, why that rank does not go on, though it was told as often as is tried.
+        detail: one line for a person; for QUARANTINED, the incarnation of the rank in `engines`; for
+            NOT_RESUMED, why that rank does not go on, though it was told as often as is tried.
         lineage: for STARTED, of the run whose rounds these are.
     """
 
@@ -76,24 +77,24 @@ class _Summary:
     epoch: int = 0
     round: int = 0
     published: int = -1
-    spent: int = -1
+    reserved: int = -1
     lineage: str = ""
-    poisoned: dict[tuple[str, str], None] = field(default_factory=dict)
+    quarantined: dict[tuple[str, str], None] = field(default_factory=dict)
 
-    def take(self, entry: JournalEntry) -> None:
+    def add(self, entry: JournalEntry) -> None:
         """One entry more."""
         self.epoch, self.round = max(self.epoch, entry.epoch), max(self.round, entry.round)
         self.lineage = self.lineage or entry.lineage
         match entry.kind:
             case JournalKind.PUBLISHED:
                 self.published = max(self.published, entry.version)
-                self.spent = max(self.spent, entry.version)
+                self.reserved = max(self.reserved, entry.version)
             case JournalKind.PUBLISHING:
-                self.spent = max(self.spent, entry.version)
-            case JournalKind.POISONED if entry.engines:
-                self.poisoned[(entry.engines[0], entry.detail)] = None
-                if len(self.poisoned) > MAX_POISONED:
-                    del self.poisoned[next(iter(self.poisoned))]
+                self.reserved = max(self.reserved, entry.version)
+            case JournalKind.QUARANTINED if entry.engines:
+                self.quarantined[(entry.engines[0], entry.detail)] = None
+                if len(self.quarantined) > MAX_QUARANTINED:
+                    del self.quarantined[next(iter(self.quarantined))]
             case _:
                 pass
 
@@ -109,13 +110,18 @@ class _Summary:
         )
         for kind, version in (
             (JournalKind.PUBLISHED, self.published),
-            (JournalKind.PUBLISHING, self.spent),
+            (JournalKind.PUBLISHING, self.reserved),
         ):
             if version >= 0:
                 yield JournalEntry(kind, self.epoch, self.round, version, (), "compacted")
-        for worker, incarnation in self.poisoned:
+        for worker, incarnation in self.quarantined:
             yield JournalEntry(
-                JournalKind.POISONED, self.epoch, self.round, self.spent, (worker,), incarnation
+                JournalKind.QUARANTINED,
+                self.epoch,
+                self.round,
+                self.reserved,
+                (worker,),
+                incarnation,
             )
 
 
@@ -135,14 +141,14 @@ class Journal:
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        self._file = None if path is None else LineFile(path, JournalEntry)
+        self._file = None if path is None else LineFile(path, JournalEntry, first_line=FIRST_LINE)
         self._summary = _Summary()
         self.recent: deque[JournalEntry] = deque(maxlen=KEPT_ENTRIES)
         self._num_lines = 0
         self._compact_at = COMPACT_AFTER
         if self._file is not None:
             for entry in self._file.found:
-                self._take(entry)
+                self._note(entry)
             self._file.found = []
 
     @property
@@ -171,21 +177,21 @@ class Journal:
         return self._summary.published
 
     @property
-    def spent_version(self) -> int:
+    def reserved_version(self) -> int:
         """The highest version that some engine was told to serve; -1 for none.
 
         PUBLISHING counts: a controller that died after writing it may have published, and a
         version number must never be given to other weights.
         """
-        return self._summary.spent
+        return self._summary.reserved
 
     @property
-    def poisoned(self) -> frozenset[tuple[str, str]]:
+    def quarantined(self) -> frozenset[tuple[str, str]]:
         """(worker, incarnation) of ranks that bytes of an unknown write may still reach.
 
-        The newest `MAX_POISONED`.
+        The newest `MAX_QUARANTINED`.
         """
-        return frozenset(self._summary.poisoned)
+        return frozenset(self._summary.quarantined)
 
     def start(self) -> int:
         """Record that a controller has started; returns its epoch, which is a new one.
@@ -220,12 +226,12 @@ class Journal:
             self._file.add(entry)
             self._file.write()
             self._file.sync()
-        self._take(entry)
+        self._note(entry)
         if self._file is not None and self._num_lines >= self._compact_at:
             self._compact(self._file)
 
-    def _take(self, entry: JournalEntry) -> None:
-        self._summary.take(entry)
+    def _note(self, entry: JournalEntry) -> None:
+        self._summary.add(entry)
         self.recent.append(entry)
         self._num_lines += 1
 
@@ -233,17 +239,8 @@ class Journal:
         """Without it the journal is long and right: a failure is tried again later."""
         entries = [*self._summary.entries(), *self.recent]
         try:
-            new = file.path.with_name(f"{file.path.name}.new")
-            new.unlink(missing_ok=True)  # of a controller that was killed here
-            written = LineFile(new, JournalEntry)
-            try:
-                for entry in entries:
-                    written.add(entry)
-                written.write()
-                written.sync()
-            finally:
-                written.close()
-            file.replace_by(new, file.nbytes)
+            file.write_replacement(entries)
+            file.replace(file.nbytes)
             self._num_lines = len(entries)
             file.sync()
         except (OSError, ConfigError) as error:

@@ -18,47 +18,73 @@ from enum import StrEnum
 import msgspec
 
 from windlass.config import CollectiveFabric, P2pBackend, PauseMode, UpdateBackend, UpdateMode
-from windlass.errors import DECODE_ERRORS, ProtocolError
 from windlass.layout.manifest import Role
+from windlass.net.messages import (
+    PROTOCOL_VERSION,
+    Codec,
+    Envelope,
+    Refused,
+    Reply,
+    RoundId,
+    encode,
+)
+from windlass.planning.relay import RelayGroup
 from windlass.transfer.bindings import DestinationBinding, GroupOffer, LinkOutcome, WireTensor
+from windlass.transfer.relay_wire import RelayAddress
 from windlass.transports.base import TransportOffer
-from windlass.updates.relay_messages import RelayCommand, Relayed, RelayOpened
+from windlass.updates.measures import Measure
 
 __all__ = [
-    "FAREWELL",
+    "ABORT_NOTICE",
+    "AGENT_FRAMES",
+    "CONTROLLER_FRAMES",
     "MAX_COUNT",
     "PROTOCOL_VERSION",
     "Abort",
     "AgentFrame",
     "Announce",
     "Apply",
-    "BeginByHand",
+    "BeginPush",
     "Bound",
     "CannotJoin",
     "Command",
     "ConnectEngine",
+    "ConnectRelay",
     "ConnectTrainer",
     "ControllerFrame",
     "Done",
+    "EngineCommand",
     "Envelope",
     "Failure",
     "FailureKind",
     "Hello",
-    "JoinByHand",
     "JoinGroups",
+    "JoinPushGroup",
+    "NotBound",
     "Offered",
+    "OpenRelay",
     "Pause",
     "Prepare",
     "Prepared",
     "Probe",
     "Publish",
+    "PushCommand",
+    "ReadFiles",
     "Receive",
+    "ReceiveTensors",
     "Refused",
+    "Relay",
+    "RelayCommand",
+    "RelayOpened",
+    "RelayWrite",
+    "Relayed",
     "Reply",
     "Result",
+    "RoundId",
     "RoundOutcome",
-    "TakeFiles",
-    "TakeTensors",
+    "SkipUpstream",
+    "SourceCommand",
+    "TrainerCommand",
     "UpdateReport",
     "Verified",
     "Verify",
@@ -71,12 +97,11 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL_VERSION = 6
 MAX_COUNT = (1 << 53) - 1
 """Of versions, epochs and rounds: what JSON and float64 hold exactly, far below what msgpack does."""
 
 
-FAREWELL = "the update goes on without this rank, or has ended"
+ABORT_NOTICE = "the update goes on without this rank, or has ended"
 """Why a rank is told to forget a round. What others said about it, of pids and of addresses that
 they could not write, is in the log and in the trainers' report, and no engine's to know."""
 
@@ -114,9 +139,9 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
         job: of a trainer rank: the same for all ranks of one start of the trainers, and for no
             other start.
         epoch, round: the last that the agent took part in; a restarted controller learns them here.
-        tainted: whether live weights are mixed.
+        mixed_weights: whether live weights may be of two versions.
         can_send: whether an engine rank can hand its weights on to another engine.
-        at_rest: see `Done`.
+        not_resumed: see `Done`.
     """
 
     protocol_version: int
@@ -133,9 +158,9 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     served_version: int = -1
     epoch: int = 0
     round: int = 0
-    tainted: bool = False
+    mixed_weights: bool = False
     can_send: bool = False
-    at_rest: str = ""
+    not_resumed: str = ""
     lineage: str = ""
     job: str = ""
 
@@ -185,6 +210,12 @@ class Offered(msgspec.Struct, frozen=True, tag="offered"):
     offer: GroupOffer
 
 
+class NotBound(msgspec.Struct, frozen=True, tag="not_bound"):
+    """Trainer rank: what these destinations offer cannot be written: worker -> why."""
+
+    reasons: dict[str, str]
+
+
 class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
     """Trainer rank: ready to write.
 
@@ -215,10 +246,30 @@ class Done(msgspec.Struct, frozen=True, tag="done", omit_defaults=True):
     """A command that returns nothing else.
 
     Attributes:
-        at_rest: why the engine does not generate although it was told to go on; else empty.
+        not_resumed: why the engine does not generate although it was told to go on; else empty.
     """
 
-    at_rest: str = ""
+    not_resumed: str = ""
+
+
+class RelayOpened(msgspec.Struct, frozen=True, tag="relay_opened"):
+    """Engine rank: who passes chunks on to it connects here."""
+
+    address: RelayAddress
+
+
+class Relayed(msgspec.Struct, frozen=True, tag="relayed"):
+    """Engine rank: how its part of a relay went; see `RelayResult`.
+
+    Every upstream has ended by now, but for those in `unknown_from`.
+    """
+
+    missing: tuple[str, ...]
+    unknown_from: tuple[str, ...]
+    unknown_to: tuple[str, ...]
+    unreached: tuple[str, ...]
+    nbytes: int
+    wire_s: float
 
 
 class Failure(msgspec.Struct, frozen=True, tag="failure"):
@@ -228,19 +279,21 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
     message: str
 
 
-Result = Bound | Offered | Prepared | Written | Verified | RelayOpened | Relayed | Done | Failure
+Result = (
+    Bound
+    | NotBound
+    | Offered
+    | Prepared
+    | Written
+    | Verified
+    | RelayOpened
+    | Relayed
+    | Done
+    | Failure
+)
 
 
-class Reply(msgspec.Struct, frozen=True, tag="reply"):
-    """The one answer to the envelope with the same (epoch, round, seq)."""
-
-    epoch: int
-    round: int
-    seq: int
-    result: Result
-
-
-AgentFrame = Hello | CannotJoin | Announce | Withdraw | Reply
+AgentFrame = Hello | CannotJoin | Announce | Withdraw | Reply[Result]
 
 
 # --- controller -> agent -----------------------------------------------------------------
@@ -257,19 +310,6 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
     epoch: int
     lineage: str
-
-
-class Refused(msgspec.Struct, frozen=True, tag="refused", omit_defaults=True):
-    """Instead of `Welcome`, or before the controller closes the connection.
-
-    Attributes:
-        message: one line for a person.
-        final: the agent does not belong here, and need not come again. False where only this
-            connection went wrong.
-    """
-
-    message: str
-    final: bool = True
 
 
 class ConnectEngine(msgspec.Struct, frozen=True, tag="connect_engine"):
@@ -350,6 +390,45 @@ class Receive(msgspec.Struct, frozen=True, tag="receive"):
     deadline_s: float
 
 
+class OpenRelay(msgspec.Struct, frozen=True, tag="open_relay"):
+    """Engine: listen for chunks and answer `RelayOpened`. After `ConnectEngine`."""
+
+
+class ConnectRelay(msgspec.Struct, frozen=True, tag="connect_relay"):
+    """Bind relay groups. After `ConnectTrainer`, and after `OpenRelay` of every member.
+
+    Attributes:
+        groups: all of them for a trainer, its own for an engine.
+        bindings: of every member for a trainer, of those that it passes on to for an engine.
+        addresses: of every root for a trainer, of those that it passes on to for an engine.
+    """
+
+    groups: tuple[RelayGroup, ...]
+    bindings: tuple[DestinationBinding, ...]
+    addresses: tuple[RelayAddress, ...]
+
+
+class RelayWrite(msgspec.Struct, frozen=True, tag="relay_write"):
+    """Trainer: as `Write`, but bound relay groups are written at their roots; answer `Written`."""
+
+    version: int
+    destinations: tuple[str, ...]
+    deadline_s: float
+
+
+class Relay(msgspec.Struct, frozen=True, tag="relay"):
+    """Engine: verify chunks that land and pass them on; answer `Relayed` once all is over."""
+
+    version: int
+    deadline_s: float
+
+
+class SkipUpstream(msgspec.Struct, frozen=True, tag="skip_upstream"):
+    """Engine, in a relay: this upstream will not come. Carried out at once; its answer is not awaited."""
+
+    upstream: str
+
+
 class Verify(msgspec.Struct, frozen=True, tag="verify"):
     """Engine: compare what landed with `expected` (source worker -> digest)."""
 
@@ -374,19 +453,19 @@ class Publish(msgspec.Struct, frozen=True, tag="publish"):
     lineage: str
 
 
-class BeginByHand(msgspec.Struct, frozen=True, tag="begin_by_hand"):
-    """Engine: trainer heads drive this update; gather what comes, and change nothing yet."""
+class BeginPush(msgspec.Struct, frozen=True, tag="begin_push"):
+    """Engine: the trainer drives this update; gather what comes, and change nothing yet."""
 
 
-class JoinByHand(msgspec.Struct, frozen=True, tag="join_by_hand"):
-    """Engine: enter a head's group."""
+class JoinPushGroup(msgspec.Struct, frozen=True, tag="join_push_group"):
+    """Engine: enter the group of a leader."""
 
     offer: GroupOffer
     fabric: CollectiveFabric
     deadline_s: float
 
 
-class TakeTensors(msgspec.Struct, frozen=True, tag="take_tensors"):
+class ReceiveTensors(msgspec.Struct, frozen=True, tag="receive_tensors"):
     """Engine: the receiving half of one broadcast of whole tensors, flat, in this order."""
 
     group: str
@@ -394,7 +473,7 @@ class TakeTensors(msgspec.Struct, frozen=True, tag="take_tensors"):
     deadline_s: float
 
 
-class TakeFiles(msgspec.Struct, frozen=True, tag="take_files"):
+class ReadFiles(msgspec.Struct, frozen=True, tag="read_files"):
     """Engine: read this rank's boxes from a checkpoint folder."""
 
     folder: str
@@ -405,13 +484,13 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
     Attributes:
         reason: one line.
-        tainted: the engine's live weights may be mixed: stay paused. Otherwise go on with the old
+        mixed_weights: live weights may be of two versions: stay paused. Otherwise go on with the old
             weights. Only the controller knows: one-sided writes leave no trace in the engine.
         deadline_s: for the engine to go on; meanwhile no other command is carried out.
     """
 
     reason: str
-    tainted: bool = False
+    mixed_weights: bool = False
     deadline_s: float = 30.0
 
 
@@ -419,33 +498,32 @@ class Probe(msgspec.Struct, frozen=True, tag="probe"):
     """Answer `Done`: commands are carried out in order, so all that came before are over."""
 
 
-Command = (
+TrainerCommand = ConnectTrainer | JoinGroups | Prepare | Write | ConnectRelay | RelayWrite | Abort
+"""What a trainer rank carries out."""
+
+SourceCommand = ConnectTrainer | Prepare | Write
+"""What an engine rank carries out as the source of another engine's weights."""
+
+RelayCommand = OpenRelay | ConnectRelay | Relay | SkipUpstream
+PushCommand = JoinPushGroup | ReceiveTensors | ReadFiles
+
+EngineCommand = (
     ConnectEngine
-    | ConnectTrainer
     | JoinGroups
-    | Prepare
     | Pause
-    | Write
     | Receive
     | RelayCommand
     | Verify
     | Apply
     | Publish
     | Abort
-    | BeginByHand
-    | JoinByHand
-    | TakeTensors
-    | TakeFiles
+    | BeginPush
+    | PushCommand
+    | SourceCommand
 )
+"""What an engine rank carries out."""
 
-
-class Envelope(msgspec.Struct, frozen=True, tag="envelope"):
-    """A command with its place in the history of the fleet."""
-
-    epoch: int
-    round: int
-    seq: int
-    command: Command | Probe
+Command = TrainerCommand | EngineCommand
 
 
 class RoundOutcome(StrEnum):
@@ -456,81 +534,73 @@ class RoundOutcome(StrEnum):
     FAILED = "failed"
 
 
-class UpdateReport(msgspec.Struct, frozen=True, tag="update_report"):
+class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=True):
     """Sent to every trainer rank when its announced version is published or given up.
 
     Attributes:
-        version: the announced version.
+        version: the announced version; -1 where the trainer drove the update itself and had not
+            named one when it ended.
         outcome: published, aborted (old weights serve) or failed.
         reason: one line when not published.
         engines: engines that serve `version` now.
-        left_out: engines that do not: dead, tainted or joining; name -> why.
-        nbytes: bytes that travelled.
-        wire_s: the slowest trainer rank's time inside transport writes (step 7).
-        update_s: first command to last reply (steps 5 to 9).
-        pause_s: the longest time that an engine was paused.
+        left_out: engines that do not: dead, with mixed weights, or joining; name -> why.
+        measures: the figures of the round that were taken, by the name of a `Measure`.
         phase_s: seconds per phase, by name.
         digest_ok: every written range had the sender's digest on the receiving side.
         attempt: the `Announce.attempt` that this answers.
-        pack_s: the slowest trainer rank's time packing: casts, gathers, digests of what it packs;
-            before the pause or beside the writes. 0 where packing is part of the write (GPU memory).
         transports: name -> links that took it, where bytes travel by one-sided writes; `/v1/status` says
             of each link what it took, and why.
-        compared: whether trainer ranks that hold the same boxes were compared.
-        compare_s: the slowest trainer rank's time digesting what was compared.
     """
 
     version: int
     outcome: RoundOutcome
-    reason: str
-    engines: tuple[str, ...]
-    left_out: dict[str, str]
-    nbytes: int
-    wire_s: float
-    update_s: float
-    pause_s: float
-    phase_s: dict[str, float]
-    digest_ok: bool
+    reason: str = ""
+    engines: tuple[str, ...] = ()
+    left_out: dict[str, str] = {}
+    measures: dict[str, float] = {}
+    phase_s: dict[str, float] = {}
+    digest_ok: bool = True
     attempt: int = 0
-    pack_s: float = 0.0
     transports: dict[str, int] = {}
-    compared: bool = False
-    compare_s: float = 0.0
+
+    def measure(self, measure: Measure) -> float:
+        """A figure of the round; 0 where it was not measured."""
+        return self.measures.get(measure, 0.0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that travelled."""
+        return int(self.measure(Measure.NBYTES))
+
+    @property
+    def wire_s(self) -> float:
+        """The slowest rank's seconds inside transport writes."""
+        return self.measure(Measure.WIRE_S)
+
+    @property
+    def update_s(self) -> float:
+        """Seconds from the first command to the last reply."""
+        return self.measure(Measure.UPDATE_S)
+
+    @property
+    def pause_s(self) -> float:
+        """The longest time that an engine was paused, in seconds."""
+        return self.measure(Measure.PAUSE_S)
+
+    @property
+    def compared(self) -> bool:
+        """Whether trainer ranks that hold the same boxes were compared."""
+        return Measure.COMPARE_S in self.measures
+
+    @property
+    def compare_s(self) -> float:
+        """The slowest trainer rank's seconds digesting what was compared."""
+        return self.measure(Measure.COMPARE_S)
 
 
-ControllerFrame = Welcome | Refused | Envelope | UpdateReport
+ControllerFrame = Welcome | Refused | Envelope[Command | Probe] | UpdateReport
 
-_encoder = msgspec.msgpack.Encoder()
-_agent_decoder: msgspec.msgpack.Decoder[AgentFrame] = msgspec.msgpack.Decoder(AgentFrame)
-_controller_decoder: msgspec.msgpack.Decoder[ControllerFrame] = msgspec.msgpack.Decoder(
-    ControllerFrame
-)
-
-
-def encode(frame: AgentFrame | ControllerFrame) -> bytes:
-    """The wire form of a frame."""
-    return _encoder.encode(frame)
-
-
-def decode_agent_frame(data: bytes) -> AgentFrame:
-    """Decode what an agent sent.
-
-    Raises:
-        ProtocolError: not such a frame.
-    """
-    try:
-        return _agent_decoder.decode(data)
-    except DECODE_ERRORS as error:
-        raise ProtocolError(f"agent frame of {len(data)} bytes: {error}") from error
-
-
-def decode_controller_frame(data: bytes) -> ControllerFrame:
-    """Decode what the controller sent.
-
-    Raises:
-        ProtocolError: not such a frame.
-    """
-    try:
-        return _controller_decoder.decode(data)
-    except DECODE_ERRORS as error:
-        raise ProtocolError(f"controller frame of {len(data)} bytes: {error}") from error
+AGENT_FRAMES: Codec[AgentFrame] = Codec(AgentFrame, "agent frame")
+CONTROLLER_FRAMES: Codec[ControllerFrame] = Codec(ControllerFrame, "controller frame")
+decode_agent_frame = AGENT_FRAMES.decode
+decode_controller_frame = CONTROLLER_FRAMES.decode

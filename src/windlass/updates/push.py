@@ -1,29 +1,28 @@
-"""Updates that trainer heads drive themselves, call by call, as one transaction for the fleet.
+"""Updates that leaders of the trainer drive themselves, call by call, as rounds like any other.
 
-    pause_generation      of the first head: no round runs from now on; every engine comes to rest
-    init group, update    one at a time, to all engines at once
-    continue_generation   of the last head: every engine says that all came, then apply and publish
+    pause_generation      of the first leader: the round begins; engines pause (PREPARE)
+    init group, update    one at a time, to all engines at once (WRITE)
+    continue_generation   of the last leader: VERIFY that all came, APPLY, PUBLISH
 
-Engines gather what comes in a shadow, so that a call that fails leaves the old version whole: the
-last `continue_generation` then aborts, and says which call failed. Collectives go one at a time,
-in one order for all engines: the order that the heads declare (`DeclaredOrder`), or, if they
-declare none, that in which the controller takes them up. Two heads that arrive in opposite order
-at two engines cannot happen, and no ring of waiting forms.
+Engines gather what comes in a shadow copy, so that a call that fails leaves the old version whole:
+the last `continue_generation` then ends the round, and says which call failed. Collectives go one
+at a time, in one order for all engines: the order that the leaders declare (`PushOrder`), or, if
+they declare none, that in which the controller receives them. Two leaders that arrive in opposite
+order at two engines cannot happen, and no ring of waiting forms.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Coroutine
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import Protocol, assert_never, final
+from typing import TYPE_CHECKING, assert_never, final
 
 import msgspec
 from aiohttp import web
 
-from windlass.config import ControlConfig
-from windlass.errors import DECODE_ERRORS, PeerUnreachable, RoundAborted, WindlassError
+from windlass.errors import DECODE_ERRORS, RoundAborted, WindlassError
 from windlass.updates.callback_messages import (
     CallbackAnswer,
     CallbackRequest,
@@ -34,170 +33,134 @@ from windlass.updates.callback_messages import (
     MembersCall,
     PauseCall,
 )
-from windlass.updates.fleet import Group
+from windlass.updates.calls import RankCaller, describe, failures_of
+from windlass.updates.driver import RoundDriver
 from windlass.updates.messages import (
-    FAREWELL,
-    Abort,
-    Apply,
-    BeginByHand,
-    Command,
     Done,
-    Failure,
-    JoinByHand,
-    Pause,
-    Publish,
-    Result,
-    TakeFiles,
-    TakeTensors,
-    Verified,
-    Verify,
+    JoinPushGroup,
+    PushCommand,
+    ReadFiles,
+    ReceiveTensors,
+    RoundOutcome,
+    UpdateReport,
 )
-from windlass.updates.push_command import DeclaredOrder
-from windlass.updates.relay_round import time_to_act_s
-from windlass.updates.session import AgentSession
+from windlass.updates.push_order import PushOrder
+from windlass.updates.round_types import GiveUp
 
-__all__ = ["HandDrivenOwner", "HandDrivenUpdates"]
+if TYPE_CHECKING:
+    from windlass.updates.coordinator import Coordinator
 
-_log = logging.getLogger(__name__)
+__all__ = ["PushUpdates"]
 
 REMEMBERED = 4096
 """Answers that are kept for calls that are asked again."""
-
-
-class HandDrivenOwner(Protocol):
-    """What the coordinator lends."""
-
-    @property
-    def lineage(self) -> str:
-        """Of the run whose versions are published."""
-        ...
-
-    async def begin_by_hand(
-        self,
-    ) -> tuple[tuple[int, int], dict[str, Group], dict[str, AgentSession]]:
-        """Wait for the running round, let none begin; (epoch, round), engines, and sessions.
-
-        Raises:
-            PeerUnreachable: there is no complete engine.
-        """
-        ...
-
-    async def end_by_hand(
-        self, version: int | None, served: tuple[str, ...], tainted: tuple[str, ...]
-    ) -> None:
-        """Let rounds begin again; `version` is published if it is not None."""
-        ...
-
-    def check_version(self, version: int) -> None:
-        """Refuse a version that is not newer than all before.
-
-        Raises:
-            RoundAborted: it is not.
-        """
-        ...
+FIRST_CALL_SEQ = 1 << 20
+"""Of the trainer's own commands: above the number of any command of the round machine."""
 
 
 @final
-class _Update:
-    """One transaction: who takes part, which heads have paused, and what went wrong."""
+class _Push:
+    """One round and its leaders: who takes part, whose turn it is, and what went wrong."""
 
-    def __init__(
-        self, place: tuple[int, int], groups: Mapping[str, Group], sessions: dict[str, AgentSession]
-    ) -> None:
-        self.place = place
-        self.engines = {name: group.workers for name, group in groups.items()}
-        self.sessions = sessions
-        self.heads: set[str] = set()
-        self.joined = False
-        self.order: DeclaredOrder | None = None
-        self.stages: dict[str, int] = {}
+    def __init__(self, driver: RoundDriver, report: asyncio.Task[UpdateReport]) -> None:
+        self.driver, self.report = driver, report
+        self.is_ending = False
         self.failure = ""
-        self.seq = 0
-        self.ending = False
-        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.timer: asyncio.TimerHandle | None = None
+        self._caller = RankCaller(driver.sessions, driver.round_id, FIRST_CALL_SEQ)
+        self._leaders: set[str] = set()
+        self._has_begun = False
+        self._order: PushOrder | None = None
+        self._stages: dict[str, int] = {}
 
-    def join(self, head: str, stage: int, num_stages: int) -> None:
-        """A head takes part; all of them declare an order, or none.
+    async def until_paused(self) -> None:
+        """Wait until engines have paused, and gather what comes.
 
         Raises:
-            RoundAborted: heads that do not agree, or a stage that is taken or out of range.
+            RoundAborted: one refused, or none is left.
         """
-        if not self.joined and num_stages:
-            self.order = DeclaredOrder(num_stages)
-        self.joined = True
-        agreed = 0 if self.order is None else self.order.num_heads
+        if not await self.driver.until_writing():
+            raise RoundAborted((await asyncio.shield(self.report)).reason)
+
+    def join(self, leader: str, stage: int, num_stages: int) -> None:
+        """A leader takes part; all of them declare an order, or none.
+
+        Raises:
+            RoundAborted: leaders that do not agree, or a stage that is taken or out of range.
+        """
+        if not self._has_begun and num_stages:
+            self._order = PushOrder(num_stages)
+        self._has_begun = True
+        agreed = 0 if self._order is None else self._order.num_leaders
         if num_stages != agreed:
             raise RoundAborted(f"callback: num_stages must be {agreed} as before, got {num_stages}")
-        others = {s for h, s in self.stages.items() if h != head}
+        others = {s for name, s in self._stages.items() if name != leader}
         if agreed and (not 0 <= stage < agreed or stage in others):
             raise RoundAborted(
                 f"callback: stage must be in [0, {agreed}) and not in {sorted(others)}, got {stage}"
             )
-        self.heads.add(head)
+        self._leaders.add(leader)
         if agreed:
-            self.stages[head] = stage
+            self._stages[leader] = stage
 
-    def leave(self, head: str) -> bool:
-        """A head has sent everything; returns whether all have."""
-        self.heads.discard(head)
-        if self.order is None:
-            return not self.heads
-        if head in self.stages:
+    def leave(self, leader: str) -> bool:
+        """A leader has sent everything; returns whether all have."""
+        self._leaders.discard(leader)
+        if self._order is None:
+            return not self._leaders
+        if leader in self._stages:
             try:
-                self.order.end(self.stages[head])
+                self._order.end(self._stages[leader])
             except RoundAborted as error:
                 self.fail(str(error))
-                self.order.end(self.stages[head])
-        return self.order.over
+                self._order.end(self._stages[leader])
+        return self._order.over
 
-    def turn(self, head: str, number: int) -> AbstractAsyncContextManager[None]:
-        """The turn of a call; at once when no order was declared."""
-        if head not in self.heads:
-            raise RoundAborted(f"callback: {head} must call pause_generation first")
-        if self.order is None:
+    def turn(self, leader: str, number: int) -> AbstractAsyncContextManager[None]:
+        """The turn of a call; at once when no order was declared.
+
+        Raises:
+            RoundAborted: the leader takes no part; see also `PushOrder.turn`.
+        """
+        if leader not in self._leaders:
+            raise RoundAborted(f"callback: {leader} must call pause_generation first")
+        if self._order is None:
             return nullcontext()
-        return self.order.turn(self.stages[head], number)
+        return self._order.turn(self._stages[leader], number)
 
     def fail(self, reason: str) -> None:
         """The update will not be published; the first reason is kept."""
         self.failure = self.failure or reason
-        if self.order is not None:
-            self.order.fail(self.failure)
+        if self._order is not None:
+            self._order.fail(self.failure)
 
-    @property
-    def workers(self) -> tuple[str, ...]:
-        """All engine ranks, in an order that is the same for everybody."""
-        return self.ranks(())
+    async def call(self, command: PushCommand, deadline_s: float) -> None:
+        """Have every rank of the round carry out a command.
 
-    def ranks(self, without: Collection[str]) -> tuple[str, ...]:
-        """The ranks of all engines but these, in the order of `workers`."""
-        names = [name for name in sorted(self.engines) if name not in without]
-        return tuple(worker for name in names for worker in self.engines[name])
-
-    def blame(self, failed: Mapping[str, str]) -> dict[str, str]:
-        """Engine -> why, of the ranks that failed."""
-        return {
-            name: _listed({w: failed[w] for w in workers if w in failed})
-            for name, workers in self.engines.items()
-            if failed.keys() & set(workers)
-        }
+        Raises:
+            RoundAborted: one did not within `deadline_s`, or an earlier call failed.
+        """
+        if self.failure:
+            raise RoundAborted(f"callback: the update has failed already: {self.failure}")
+        commands = dict.fromkeys(self.driver.active_workers, command)
+        began_s = time.perf_counter()
+        results = await self._caller.call(commands, deadline_s)
+        if isinstance(command, ReceiveTensors):
+            nbytes = len(commands) * sum(tensor.nbytes for tensor in command.tensors)
+            self.driver.note_pushed(nbytes, time.perf_counter() - began_s)
+        if failed := failures_of(results, Done):
+            raise RoundAborted("; ".join(f"{w}: {describe(r)}" for w, r in failed.items()))
 
 
 @final
-class HandDrivenUpdates:
-    """The lane of `RolloutCallback`. Everything happens in the coordinator's loop.
+class PushUpdates:
+    """The calls of `RolloutCallback`. Everything happens in the loop of the coordinator."""
 
-    Args:
-        owner: the coordinator.
-        config: pause mode and deadlines.
-    """
-
-    def __init__(self, owner: HandDrivenOwner, config: ControlConfig) -> None:
-        self._owner, self._config = owner, config
-        self._lane = asyncio.Lock()
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._lock = asyncio.Lock()
         self._answers: dict[str, asyncio.Task[CallbackAnswer]] = {}
-        self._update: _Update | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._latest: _Push | None = None
 
     def routes(self) -> list[web.RouteDef]:
         """`POST /v1/callback`."""
@@ -205,11 +168,10 @@ class HandDrivenUpdates:
 
     async def close(self) -> None:
         """Cancel what is under way. Idempotent."""
-        if self._update is not None and self._update.timer is not None:
-            self._update.timer.cancel()
-        for task in self._answers.values():
+        tasks = (*self._answers.values(), *self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._answers.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _serve(self, request: web.Request) -> web.Response:
         try:
@@ -230,6 +192,7 @@ class HandDrivenUpdates:
         return web.Response(body=msgspec.msgpack.encode(answer))
 
     async def _answer(self, asked: CallbackRequest) -> CallbackAnswer:
+        push = self._latest
         try:
             async with asyncio.timeout(asked.deadline_s):
                 return CallbackAnswer(members=await self._carry_out(asked))
@@ -239,225 +202,85 @@ class HandDrivenUpdates:
             )
         except WindlassError as caught:
             error = f"{type(caught).__name__}: {caught}"
-        if self._update is not None and not isinstance(asked.call, MembersCall):
-            self._update.fail(error)
+        if push is not None and push is self._latest and not isinstance(asked.call, MembersCall):
+            push.fail(error)
         return CallbackAnswer(error=error)
 
     async def _carry_out(self, asked: CallbackRequest) -> tuple[str, ...]:
         call, deadline_s = asked.call, asked.deadline_s
         match call:
             case PauseCall():
-                while not await self._pause(asked.head, call, deadline_s):
+                while not await self._pause(asked.leader, call, deadline_s):
                     pass
             case ContinueCall():
-                await self._continue(asked.head, call.version, deadline_s)
+                await self._continue(asked.leader, call.version, deadline_s)
             case MembersCall():
-                return self._running().workers
+                return self._running().driver.active_workers
             case GroupCall():
-                await self._tell_all(asked, JoinByHand(call.offer, call.fabric, deadline_s))
+                await self._call_all(asked, JoinPushGroup(call.offer, call.fabric, deadline_s))
             case DistributedCall():
-                command = TakeTensors(call.group, call.tensors, deadline_s)
-                await self._tell_all(asked, command)
+                command = ReceiveTensors(call.group, call.tensors, deadline_s)
+                await self._call_all(asked, command)
             case DiskCall():
-                await self._tell_all(asked, TakeFiles(call.folder))
+                await self._call_all(asked, ReadFiles(call.folder))
             case _:
                 assert_never(call)
         return ()
 
-    def _running(self) -> _Update:
-        if self._update is None:
+    def _running(self) -> _Push:
+        if self._latest is None or self._latest.report.done():
             raise RoundAborted("callback: no update is under way: call pause_generation first")
-        return self._update
+        return self._latest
 
-    async def _pause(self, head: str, call: PauseCall, deadline_s: float) -> bool:
+    async def _pause(self, leader: str, call: PauseCall, deadline_s: float) -> bool:
         """Begin or join; False after waiting for the end of one that could not be joined."""
-        async with self._lane:
-            ending = self._update
-            if ending is None:
-                await self._begin(head, call, deadline_s)
+        async with self._lock:
+            latest = self._latest
+            if latest is None or latest.report.done():
+                await self._begin(leader, call, deadline_s)
                 return True
-            if not ending.ending:
-                ending.join(head, call.stage, call.num_stages)
+            if latest.driver.is_writing and not latest.is_ending:
+                latest.join(leader, call.stage, call.num_stages)
                 return True
         # Its engines go on soon, whatever becomes of it: nobody may take them for paused.
-        await asyncio.shield(ending.ended)
+        await asyncio.wait({latest.report})
         return False
 
-    async def _begin(self, head: str, call: PauseCall, deadline_s: float) -> None:
-        place, groups, sessions = await self._owner.begin_by_hand()
-        self._update = update = _Update(place, groups, sessions)
-        update.timer = asyncio.get_running_loop().call_later(call.session_s, self._expire, update)
+    async def _begin(self, leader: str, call: PauseCall, deadline_s: float) -> None:
+        self._latest = push = _Push(*await self._coordinator.begin_push(deadline_s, call.session_s))
         try:
-            await self._tell(update, BeginByHand(), deadline_s)
-            await self._tell(update, Pause(self._config.pause_mode, deadline_s), deadline_s)
-            update.join(head, call.stage, call.num_stages)
+            await push.until_paused()
+            push.join(leader, call.stage, call.num_stages)
         except BaseException:  # the deadline too: nobody has joined, so nobody would end it
-            self._give_up_soon(update, "pause_generation failed")
+            push.is_ending = True
+            push.driver.post(GiveUp("pause_generation failed"))
             raise
 
-    async def _tell_all(self, asked: CallbackRequest, command: Command) -> None:
+    async def _call_all(self, asked: CallbackRequest, command: PushCommand) -> None:
         """One collective at a time: the order is the same at every engine."""
-        async with self._running().turn(asked.head, asked.number), self._lane:
-            update = self._running()
-            if update.failure:
-                raise RoundAborted(f"callback: the update has failed already: {update.failure}")
-            await self._tell(update, command, asked.deadline_s)
+        async with self._running().turn(asked.leader, asked.number), self._lock:
+            await self._running().call(command, asked.deadline_s)
 
-    async def _tell(self, update: _Update, command: Command, deadline_s: float) -> None:
-        results = await self._call(update, update.workers, command, deadline_s)
-        if failed := _unlike(results, Done):
-            raise RoundAborted(_listed(failed))
-
-    async def _continue(self, head: str, version: int, deadline_s: float) -> None:
-        update = self._running()
+    async def _continue(self, leader: str, version: int, deadline_s: float) -> None:
+        push = self._running()
         if version < 0:
-            update.fail(f"{head} has no version to publish")
-        if update.leave(head) and not update.ending:
-            # A task of its own: were it to end with the caller's deadline, an engine that has
-            # applied could go on with weights of one version under the name of another.
-            update.ending = True
-            self._answers[f"end/{update.place}"] = asyncio.create_task(
-                self._finish(update, version, deadline_s)
-            )
-        failure = await asyncio.shield(update.ended)
-        if failure:
-            raise RoundAborted(f"version {version} was not published: {failure}")
+            push.fail(f"{leader} has no version to publish")
+        if push.leave(leader) and not push.is_ending:
+            # A task of its own: the round must not depend on how long a caller waits.
+            push.is_ending = True
+            self._spawn(self._end(push, version, deadline_s))
+        report = await asyncio.shield(push.report)
+        if report.outcome is not RoundOutcome.PUBLISHED:
+            raise RoundAborted(f"version {version} was not published: {report.reason}")
 
-    async def _finish(self, update: _Update, version: int, deadline_s: float) -> CallbackAnswer:
-        async with self._lane:
-            if self._update is not update:
-                return CallbackAnswer()
-            away: dict[str, str] = {}
-            mixed: dict[str, str] = {}
-            reason = update.failure
-            if not reason:
-                reason = await self._find_incomplete(update, version, away, deadline_s)
-            if not reason:
-                reason = self._refusal(version)
-            if reason:
-                await self._abort(update, reason)
-                return CallbackAnswer()
-            publish = Publish(version, time_to_act_s(deadline_s), self._owner.lineage)
-            for command in (Apply(version), publish):
-                ranks = update.ranks({*away, *mixed})
-                results = await self._call(update, ranks, command, deadline_s)
-                mixed |= update.blame(_unlike(results, Done))
-            for name, tainted in (*((n, False) for n in away), *((n, True) for n in mixed)):
-                for worker in update.engines[name]:
-                    await self._farewell(update, worker, tainted=tainted)
-            served = tuple(sorted(set(update.engines) - {*away, *mixed}))
-            reason = "" if served else f"no engine could apply it: {_listed(mixed)}"
-            await self._end(update, version, served, tuple(sorted(mixed)), reason)
-        return CallbackAnswer()
+    async def _end(self, push: _Push, version: int, deadline_s: float) -> None:
+        async with self._lock:
+            if reason := push.failure or self._coordinator.refusal(version):
+                push.driver.post(GiveUp(reason))
+            else:
+                push.driver.finish_push(version, deadline_s)
 
-    async def _find_incomplete(
-        self, update: _Update, version: int, away: dict[str, str], deadline_s: float
-    ) -> str:
-        """Why nothing may be applied; empty when all came. `away`: engines that do not answer."""
-        results = await self._call(update, update.workers, Verify(version, {}), deadline_s)
-        refused = {w: r.message for w, r in results.items() if isinstance(r, Failure)}
-        if refused:
-            return _listed(refused)
-        away |= update.blame(_unlike(results, Verified))
-        return "" if len(away) < len(update.engines) else f"no engine is left: {_listed(away)}"
-
-    def _refusal(self, version: int) -> str:
-        """Why the version must not be published; it is on record if it may."""
-        try:
-            self._owner.check_version(version)
-        except RoundAborted as error:
-            return str(error)
-        return ""
-
-    async def _abort(self, update: _Update, reason: str) -> None:
-        for worker in update.workers:
-            await self._farewell(update, worker, tainted=False)
-        await self._end(update, -1, (), (), reason)
-
-    async def _end(
-        self,
-        update: _Update,
-        version: int,
-        served: tuple[str, ...],
-        tainted: tuple[str, ...],
-        reason: str,
-    ) -> None:
-        if update.timer is not None:
-            update.timer.cancel()
-        self._update = None
-        update.ended.set_result(reason)
-        await self._owner.end_by_hand(version if served else None, served, tainted)
-
-    def _expire(self, update: _Update) -> None:
-        """The heads have vanished: nobody will end this."""
-        if self._update is update:
-            self._give_up_soon(update, "the heads did not continue within the session's deadline")
-
-    def _give_up_soon(self, update: _Update, reason: str) -> None:
-        update.ending = True
-        self._answers[f"given up/{update.place}"] = asyncio.create_task(
-            self._give_up(update, reason)
-        )
-
-    async def _give_up(self, update: _Update, reason: str) -> CallbackAnswer:
-        async with self._lane:
-            if self._update is update:
-                await self._abort(update, reason)
-        return CallbackAnswer()
-
-    async def _farewell(self, update: _Update, worker: str, *, tainted: bool) -> None:
-        update.seq += 1
-        session = update.sessions.get(worker)
-        if session is None:
-            return
-        farewell = Abort(FAREWELL, tainted, time_to_act_s(self._config.deadlines.publish_s))
-        try:
-            await session.call((*update.place, update.seq), farewell)
-        except PeerUnreachable as error:
-            _log.info("%s", error)
-        session.forget((*update.place, update.seq))
-
-    async def _call(
-        self,
-        update: _Update,
-        workers: tuple[str, ...],
-        command: Command,
-        deadline_s: float,
-    ) -> dict[str, Result | str]:
-        answers = await asyncio.gather(
-            *(self._one(update, worker, command, deadline_s) for worker in workers)
-        )
-        return dict(zip(workers, answers, strict=True))
-
-    async def _one(
-        self, update: _Update, worker: str, command: Command, deadline_s: float
-    ) -> Result | str:
-        update.seq += 1
-        key = (*update.place, update.seq)
-        session = update.sessions.get(worker)
-        if session is None:
-            return "not connected"
-        try:
-            async with asyncio.timeout(deadline_s):
-                return await (await session.call(key, command))
-        except TimeoutError:
-            return f"no answer within {deadline_s} s"
-        except PeerUnreachable as error:
-            return str(error)
-        finally:
-            session.forget(key)
-
-
-def _unlike(results: Mapping[str, Result | str], kind: type[Result]) -> dict[str, str]:
-    """Rank -> why, of those that did not answer as they should."""
-    return {w: _why(r) for w, r in results.items() if not isinstance(r, kind)}
-
-
-def _listed(reasons: Mapping[str, str]) -> str:
-    return "; ".join(f"{name}: {why}" for name, why in reasons.items())
-
-
-def _why(result: Result | str) -> str:
-    if isinstance(result, Failure):
-        return result.message
-    return result if isinstance(result, str) else f"answered {type(result).__name__}"
+    def _spawn(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from windlass.config import P2pBackend, RelayShape, UpdateBackend
 from windlass.layout.manifest import ShardManifest
-from windlass.planning.relay import RelayGroup, children_of, find_replicas, lanes_of
+from windlass.planning.relay import RelayGroup, children_of, find_replicas, stripes_of
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transfer.relay_wire import RelayAddress
 from windlass.updates.fleet import Group
-from windlass.updates.relay_messages import ConnectRelay, OpenRelay
+from windlass.updates.messages import ConnectRelay, OpenRelay
 
 __all__ = ["RelayPlan", "plan_relay"]
 
@@ -103,9 +103,9 @@ def plan_relay(trainers: Group, engines: Sequence[Group], backend: UpdateBackend
     }
     groups = []
     for names in find_replicas({name: engine.manifests for name, engine in able.items()}):
-        lanes = lanes_of(backend.relay, len(names))
+        stripes = stripes_of(backend.relay, len(names))
         groups += [
-            RelayGroup(members, lanes, backend.relay_chunk_nbytes)
+            RelayGroup(members, stripes, backend.relay_chunk_nbytes)
             for members in zip(*(able[name].workers for name in names), strict=True)
         ]
     return RelayPlan(tuple(groups))

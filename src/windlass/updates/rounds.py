@@ -6,31 +6,35 @@ Everything that decides whether an engine may serve lives in this file.
 
     in_place:  PREPARE (trainers pack, engines pause) -> WRITE -> VERIFY -> APPLY -> PUBLISH
     staged:    PREPARE -> WRITE (engines generate) -> VERIFY -> PAUSE -> APPLY -> PUBLISH
+    push:      PREPARE (engines pause) -> WRITE (until the trainer says that all is sent)
+               -> VERIFY -> APPLY -> PUBLISH
 
 What goes wrong, and what then:
 
 - An engine that dies, or does not answer by the deadline, is left out; the others go on.
 - A link that failed, or whose bytes have the wrong digest, is written again, at most
-  `max_rewrites` times. After that `in_place` taints the engine and goes on without it;
-  `staged` gives up the round, and the old weights go on serving everywhere.
-- A link of unknown outcome is never written again: its engine is left out and poisoned.
+  `max_rewrites` times. After that the others go on without its engine, which in `staged` goes on
+  with the old weights; `staged` gives up the round if that leaves nobody.
+- A link of unknown outcome is never written again: its engine is left out and quarantined.
 - In a relay (once, before anything is written again) engines write as well. Each of them says
   which links are not complete, and whether bytes may still land in it: what is missing is
   written by the trainers, without being counted as a rewrite.
 - Trainers that hold the same box and not the same bytes end the round before anything is written.
 - A trainer that fails before it has written ends the round: `in_place` engines that may hold
-  mixed weights are tainted and stay paused, all others go on with the old version. Trainers that
+  mixed weights stay paused, all others go on with the old version. Trainers that
   were writing when the round ended are named in `Finish.unsettled`.
 - An answer that does not fit its command is a failure, and so is a link that nobody mentions:
   an engine goes on to APPLY only with every link written and every digest confirmed.
 - A phase that the controller cannot record does not begin, and the round ends.
+- An engine that refuses its part of a push before APPLY ends it for all: its group is broken.
 - A failure after some engine has published does not unpublish: the version is out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import inf
 from typing import assert_never
 
 import numpy as np
@@ -39,11 +43,13 @@ from windlass.config import UpdateMode
 from windlass.errors import ProtocolError
 from windlass.planning.replicated import DIGESTED, decode_digested
 from windlass.transfer.bindings import LinkOutcome, LinkStatus
-from windlass.updates.links import LinkLedger
+from windlass.updates.links import LinkLedger, RelayPass
+from windlass.updates.measures import Measure
 from windlass.updates.messages import (
-    FAREWELL,
+    ABORT_NOTICE,
     Abort,
     Apply,
+    BeginPush,
     Command,
     Done,
     Failure,
@@ -53,28 +59,32 @@ from windlass.updates.messages import (
     Prepared,
     Publish,
     Receive,
+    Relay,
+    Relayed,
+    RelayWrite,
     Result,
     RoundOutcome,
+    SkipUpstream,
     Verified,
     Verify,
     Write,
     Written,
 )
-from windlass.updates.relay_messages import Feed, Forgo, Relay, Relayed
-from windlass.updates.relay_round import RelayPass, time_to_act_s
 from windlass.updates.round_types import (
     AgentLost,
-    Blocked,
     DeadlinePassed,
-    EngineFate,
+    EngineOutcome,
     EnterPhase,
     Event,
     Finish,
+    GiveUp,
     Instruction,
     Phase,
     Replied,
     RoundSpec,
     Send,
+    Sent,
+    reply_budget_s,
 )
 
 __all__ = ["RoundMachine"]
@@ -83,39 +93,34 @@ __all__ = ["RoundMachine"]
 @dataclass(slots=True)
 class _Engine:
     workers: tuple[str, ...]
-    fate: EngineFate = EngineFate.ACTIVE
+    outcome: EngineOutcome = EngineOutcome.ACTIVE
     reason: str = ""
     mixed: bool = False
 
 
-@dataclass(slots=True)
-class _Tally:
-    nbytes: int = 0
-    wire_s: dict[str, float] = field(default_factory=dict)
-    pack_s: dict[str, float] = field(default_factory=dict)
-    digest_ok: bool = True
-    compare_s: float = 0.0
-
-
 class RoundMachine:
-    """See the module. Call `start` once, then `handle` for every event until `Finish` comes out."""
+    """One round. Call `start` once, then `handle` for every event until `Finish` comes out."""
 
     def __init__(self, spec: RoundSpec) -> None:
         self._spec = spec
+        self._version = spec.version
         self._engines = {name: _Engine(workers) for name, workers in spec.engines.items()}
         self._engine_of = {w: name for name, workers in spec.engines.items() for w in workers}
-        self._phase = Phase.PREPARE
+        self._phase = self._phase_before = Phase.PREPARE
         self._entry = 0
         self._seq = 0
         self._pending: dict[int, tuple[str, Command]] = {}
-        self._links = LinkLedger(spec.links)
+        pushed_to = self._engine_of if spec.traits.driven_by_trainer else ()
+        self._links = LinkLedger(spec.links, pushed_to)
         self._relay = RelayPass(spec.relay)
         parts = () if spec.replicated is None else spec.replicated.parts
         self._digested = {worker: np.zeros(0, DIGESTED) for worker in parts}
         self._lost_trainers: set[str] = set()
         self._rewrites_left = spec.max_rewrites
         self._wrote = False
-        self._tally = _Tally()
+        self._all_sent = not spec.traits.driven_by_trainer
+        self._digest_ok = True
+        self._measured: dict[Measure, dict[str, float]] = {}
         self._out: list[Instruction] = []
 
     @property
@@ -129,20 +134,31 @@ class RoundMachine:
         return tuple(worker for worker, _ in self._pending.values())
 
     @property
+    def active_workers(self) -> tuple[str, ...]:
+        """Ranks of the engines that are still part of the round, by the engines' names."""
+        return tuple(self._active_workers())
+
+    @property
+    def _waits_for_trainer(self) -> bool:
+        return self._phase is Phase.WRITE and not self._all_sent
+
+    @property
     def _go_on_s(self) -> float:
         """An engine that hangs must be able to say by the deadline that it does not go on."""
-        return time_to_act_s(self._spec.publish_s)
+        return reply_budget_s(self._spec.publish_s)
 
     def start(self) -> list[Instruction]:
         """Begin."""
         self._enter(Phase.PREPARE)
         for trainer in self._spec.trainers:
             period = self._spec.period if trainer in self._digested else 0
-            self._send(trainer, Prepare(self._spec.version, self._spec.turn, period))
+            self._send(trainer, Prepare(self._version, self._spec.turn, period))
+        if self._spec.traits.driven_by_trainer:
+            self._send_engines(BeginPush())
         if self._spec.mode is UpdateMode.IN_PLACE:
             self._send_pauses()
         self._advance()
-        return self._take()
+        return self._pop_instructions()
 
     def handle(self, event: Event) -> list[Instruction]:
         """Digest one event; returns what has to be done now."""
@@ -153,7 +169,8 @@ class RoundMachine:
                 worker, command = self._pending.get(event.seq, ("", None))
                 if command is None or worker != event.worker:
                     if isinstance(event.result, Relayed | Failure):
-                        self._relay.answered(event.worker, ())  # left out already, but at rest now
+                        # Left out already, but it has ended now.
+                        self._relay.answered(event.worker, ())
                     return []  # a duplicate, or an answer to a phase that is over
                 del self._pending[event.seq]
                 self._on_result(worker, command, event.result)
@@ -162,12 +179,17 @@ class RoundMachine:
             case DeadlinePassed():
                 if event.entry == self._entry:
                     self._on_deadline()
-            case Blocked():
+            case GiveUp():
+                if event.is_blocked:
+                    self._phase = self._phase_before
                 self._give_up(event.reason)
+            case Sent():
+                if self._waits_for_trainer:
+                    self._version, self._all_sent = event.version, True
             case _:
                 assert_never(event)
         self._advance()
-        return self._take()
+        return self._pop_instructions()
 
     # --- replies -----------------------------------------------------------------------------
 
@@ -175,7 +197,7 @@ class RoundMachine:
         match command, result:
             case _, Failure():
                 self._on_failure(worker, result)
-            case ((Write() | Feed()), Written()):
+            case ((Write() | RelayWrite()), Written()):
                 self._on_written(worker, result)
             case Relay(), Relayed():
                 self._on_relayed(worker, result)
@@ -187,7 +209,7 @@ class RoundMachine:
                 self._on_prepared(worker, result)
             case Prepare(), Done() if worker not in self._digested:
                 pass
-            case ((Pause() | Apply() | Publish()), Done()):
+            case ((BeginPush() | Pause() | Apply() | Publish()), Done()):
                 pass  # the phase counts replies, nothing else to note
             case _:
                 text = f"answered {type(command).__name__} with {type(result).__name__}"
@@ -195,27 +217,28 @@ class RoundMachine:
 
     def _on_failure(self, worker: str, failure: Failure) -> None:
         unknown = failure.kind is FailureKind.UNKNOWN
-        if worker in self._engine_of:
+        is_early = self._phase in {Phase.PREPARE, Phase.VERIFY}
+        if worker in self._engine_of and self._spec.traits.driven_by_trainer and is_early:
+            self._give_up(f"{worker}: {failure.message}")
+        elif worker in self._engine_of:
             self._drop(self._engine_of[worker], failure.message, unknown=unknown)
             self._relay.answered(worker, ())
-            return
-        asked = self._links.answered(worker)
-        poisoned = {self._engine_of[d] for d in asked} if unknown else set()
-        self._give_up(f"{worker}: {failure.message}", poisoned)
+        else:
+            asked = self._links.answered(worker)
+            quarantined = {self._engine_of[d] for d in asked} if unknown else set()
+            self._give_up(f"{worker}: {failure.message}", quarantined)
 
     def _on_prepared(self, trainer: str, prepared: Prepared) -> None:
         try:
             self._digested[trainer] = decode_digested(prepared.digested)
         except ProtocolError as error:
             self._on_failure(trainer, Failure(FailureKind.FAILED, str(error)))
-            return
-        if prepared.compare_s > self._tally.compare_s:  # which no NaN is
-            self._tally.compare_s = prepared.compare_s
+        else:
+            self._measure(Measure.COMPARE_S, trainer, prepared.compare_s)
 
     def _on_written(self, trainer: str, written: Written) -> None:
-        tally = self._tally
-        tally.wire_s[trainer] = tally.wire_s.get(trainer, 0.0) + written.wire_s
-        tally.pack_s[trainer] = tally.pack_s.get(trainer, 0.0) + written.pack_s
+        self._measure(Measure.WIRE_S, trainer, written.wire_s)
+        self._measure(Measure.PACK_S, trainer, written.pack_s)
         asked = self._links.answered(trainer)
         for link in written.links:
             if link.destination in asked:
@@ -224,14 +247,14 @@ class RoundMachine:
     def _on_link(self, trainer: str, link: LinkOutcome) -> None:
         worker = link.destination
         engine = self._engine_of[worker]
-        self._tally.nbytes += link.nbytes
+        self._measure(Measure.NBYTES, trainer, link.nbytes)
         match link.status:
             case LinkStatus.OK:
                 self._links.written((trainer, worker), link.digest)
             case LinkStatus.FAILED:
                 self._links.failed((trainer, worker), link.error)
                 # Not written: asked for again. In a relay nobody must wait for it meanwhile.
-                self._forgo(trainer, (worker,) if self._relay.is_running(worker) else ())
+                self._skip_upstream(trainer, (worker,) if self._relay.is_running(worker) else ())
             case LinkStatus.UNREACHABLE:
                 self._drop(engine, f"{trainer} cannot reach {worker}: {link.error}")
             case LinkStatus.UNKNOWN:
@@ -240,23 +263,22 @@ class RoundMachine:
                 assert_never(link.status)
 
     def _on_relayed(self, worker: str, relayed: Relayed) -> None:
-        tally = self._tally
-        tally.nbytes += relayed.nbytes
-        tally.wire_s[worker] = tally.wire_s.get(worker, 0.0) + relayed.wire_s
+        self._measure(Measure.NBYTES, worker, relayed.nbytes)
+        self._measure(Measure.WIRE_S, worker, relayed.wire_s)
         self._relay.answered(worker, relayed.missing)
         for child in relayed.unknown_to:
             if child in self._engine_of:
                 reason = f"{worker} -> {child}: the outcome of a relayed write is unknown"
                 self._drop(self._engine_of[child], reason, unknown=True)
-        self._forgo(worker, relayed.unreached)
+        self._skip_upstream(worker, relayed.unreached)
         if relayed.unknown_from:
             reason = f"{worker}: bytes of {', '.join(relayed.unknown_from)} may still land"
             self._drop(self._engine_of[worker], reason, unknown=True)
 
-    def _forgo(self, upstream: str, children: Collection[str]) -> None:
+    def _skip_upstream(self, upstream: str, children: Collection[str]) -> None:
         for child in children:
             if self._relay.is_running(child):
-                self._send(child, Forgo(upstream), expects_reply=False)
+                self._send(child, SkipUpstream(upstream), expects_reply=False)
 
     def _on_lost(self, worker: str, reason: str) -> None:
         if worker in self._engine_of:
@@ -269,6 +291,9 @@ class RoundMachine:
 
     def _on_deadline(self) -> None:
         late = list(dict.fromkeys(self.waiting_for))
+        if self._waits_for_trainer:
+            self._give_up("the leaders did not continue within the session's deadline")
+            return
         reason = f"no answer in phase {self._phase} by its deadline"
         trainers = [worker for worker in late if worker not in self._engine_of]
         if trainers:
@@ -285,6 +310,8 @@ class RoundMachine:
             if not self._active() and self._phase is not Phase.PUBLISH:
                 self._finish_without_engines()
                 return
+            if self._waits_for_trainer:
+                return
             self._next_phase()
 
     def _next_phase(self) -> None:
@@ -299,10 +326,10 @@ class RoundMachine:
                 self._after_delivery()
             case Phase.PAUSE:
                 self._enter(Phase.APPLY)
-                self._send_engines(Apply(self._spec.version))
+                self._send_engines(Apply(self._version))
             case Phase.APPLY:
                 self._enter(Phase.PUBLISH)
-                self._send_engines(Publish(self._spec.version, self._go_on_s, self._spec.lineage))
+                self._send_engines(Publish(self._version, self._go_on_s, self._spec.lineage))
             case Phase.PUBLISH:
                 self._finish_published()
             case Phase.DONE:
@@ -313,7 +340,7 @@ class RoundMachine:
     def _after_delivery(self) -> None:
         """Write again what is missing, have checked what is unchecked, or go on."""
         active = self._active_workers()
-        was_relayed, missed = self._relay.take_missed()
+        was_relayed, missed = self._relay.pop_missed()
         self._links.forget(missed)
         if missing := self._links.unwritten(active):
             if was_relayed and not self._lost_trainers & set(missing):
@@ -323,30 +350,30 @@ class RoundMachine:
         elif unverified := self._links.unverified(active):
             self._enter(Phase.VERIFY)
             for worker in unverified:
-                self._send(worker, Verify(self._spec.version, self._links.expected(worker)))
+                self._send(worker, Verify(self._version, self._links.expected(worker)))
         elif self._spec.mode is UpdateMode.STAGED:
             self._enter(Phase.PAUSE)
             self._send_pauses()
         else:
             self._enter(Phase.APPLY)
-            self._send_engines(Apply(self._spec.version))
+            self._send_engines(Apply(self._version))
 
     def _write(self, links: Mapping[str, tuple[str, ...]]) -> None:
         self._enter(Phase.WRITE)
         self._wrote = True
-        if self._spec.collective:
+        if self._spec.traits.collective:
             links = self._links.among(links, self._active_workers())
             self._send_receives(links)
         relayed = self._relay.begin(self._active_workers())
         # Less than the phase has: one link that is stuck must not cost the answer about the others.
-        within_s = time_to_act_s(self._spec.write_s)
+        within_s = reply_budget_s(self._spec.write_s)
         if relayed:
             for worker in self._relay.members:
-                self._send(worker, Relay(self._spec.version, time_to_act_s(within_s)))
+                self._send(worker, Relay(self._version, reply_budget_s(within_s)))
         for trainer, destinations in links.items():
             self._links.ask(trainer, destinations)
-            kind = Feed if relayed else Write
-            self._send(trainer, kind(self._spec.version, destinations, within_s))
+            kind = RelayWrite if relayed else Write
+            self._send(trainer, kind(self._version, destinations, within_s))
 
     def _send_receives(self, links: Mapping[str, tuple[str, ...]]) -> None:
         """The other half of a collective; told first, since it has nothing to pack."""
@@ -355,8 +382,8 @@ class RoundMachine:
             for worker in destinations:
                 groups.setdefault(worker, {})[source] = destinations
         for worker, of_worker in groups.items():
-            within_s = time_to_act_s(self._spec.write_s)
-            command = Receive(self._spec.version, of_worker, within_s)
+            within_s = reply_budget_s(self._spec.write_s)
+            command = Receive(self._version, of_worker, within_s)
             self._send(worker, command, expects_reply=False)
 
     def _write_again(self, missing: Mapping[str, tuple[str, ...]]) -> None:
@@ -365,17 +392,18 @@ class RoundMachine:
             self._rewrites_left -= 1
             self._write(missing)
             return
-        self._tally.digest_ok = False
+        self._digest_ok = False
         pairs = [(source, name) for source, names in sorted(missing.items()) for name in names]
         links, error = ", ".join(f"{s} -> {d}" for s, d in pairs), self._links.why(pairs)
         why = f"{', '.join(sorted(gone))} is gone" if gone else "after every rewrite"
         reason = f"links failed or had wrong digests, {why}: {links}" + (
             f": {error}" if error else ""
         )
-        if self._spec.mode is UpdateMode.STAGED:
+        incomplete = {self._engine_of[d] for names in missing.values() for d in names}
+        if self._spec.mode is UpdateMode.STAGED and len(incomplete) == len(self._active()):
             self._give_up(reason)
             return
-        for engine in sorted({self._engine_of[d] for names in missing.values() for d in names}):
+        for engine in sorted(incomplete):
             self._drop(engine, reason)
 
     def _send_pauses(self) -> None:
@@ -386,9 +414,9 @@ class RoundMachine:
     def _drop(self, name: str, reason: str, *, unknown: bool = False, lost: str = "") -> None:
         """Go on without one engine."""
         engine = self._engines[name]
-        if engine.fate is not EngineFate.ACTIVE:
+        if engine.outcome is not EngineOutcome.ACTIVE:
             if unknown:
-                engine.fate, engine.reason = EngineFate.POISONED, reason
+                engine.outcome, engine.reason = EngineOutcome.QUARANTINED, reason
             return
         self._leave(engine, reason, unknown=unknown, lost=lost)
         gone = set(engine.workers)
@@ -399,45 +427,45 @@ class RoundMachine:
     ) -> None:
         engine.reason, engine.mixed = reason, self._may_be_mixed()
         for worker in engine.workers:
-            self._forgo(worker, self._relay.leave(worker, lost=worker == lost))
+            self._skip_upstream(worker, self._relay.leave(worker, lost=worker == lost))
         if unknown:
-            engine.fate = EngineFate.POISONED
+            engine.outcome = EngineOutcome.QUARANTINED
         else:
-            engine.fate = EngineFate.TAINTED if engine.mixed else EngineFate.LEFT_OUT
+            engine.outcome = EngineOutcome.MIXED if engine.mixed else EngineOutcome.LEFT_OUT
         for worker in engine.workers:
             if worker != lost:
-                farewell = Abort(FAREWELL, engine.mixed, self._go_on_s)
-                self._send(worker, farewell, expects_reply=False)
+                notice = Abort(ABORT_NOTICE, engine.mixed, self._go_on_s)
+                self._send(worker, notice, expects_reply=False)
 
     def _may_be_mixed(self) -> bool:
         """Whether an engine that leaves now may hold bytes of two versions in live memory."""
-        if self._spec.mode is UpdateMode.IN_PLACE and self._spec.lands_live:
+        if self._spec.mode is UpdateMode.IN_PLACE and self._spec.traits.lands_live:
             return self._wrote
         return self._phase in {Phase.APPLY, Phase.PUBLISH}
 
-    def _give_up(self, reason: str, poisoned: Collection[str] = ()) -> None:
+    def _give_up(self, reason: str, quarantined: Collection[str] = ()) -> None:
         """End the round for everybody; nothing has been published."""
         self._pending.clear()
-        for name in poisoned:
+        for name in quarantined:
             self._drop(name, reason, unknown=True)
         for engine in self._active():
             self._leave(engine, reason)
         for trainer in self._spec.trainers:
-            self._send(trainer, Abort(FAREWELL), expects_reply=False)
+            self._send(trainer, Abort(ABORT_NOTICE), expects_reply=False)
         mixed = any(engine.mixed for engine in self._engines.values())
         self._finish(RoundOutcome.FAILED if mixed else RoundOutcome.ABORTED, reason)
 
     def _finish_without_engines(self) -> None:
         for trainer in self._spec.trainers:
-            self._send(trainer, Abort(FAREWELL), expects_reply=False)
+            self._send(trainer, Abort(ABORT_NOTICE), expects_reply=False)
         reasons = "; ".join(f"{n}: {e.reason}" for n, e in self._engines.items() if e.reason)
         self._finish(RoundOutcome.FAILED, f"no engine is left: {reasons or 'none took part'}")
 
     def _finish_published(self) -> None:
         for engine in self._engines.values():
-            if engine.fate is EngineFate.ACTIVE:
-                engine.fate = EngineFate.PUBLISHED
-        published = [e for e in self._engines.values() if e.fate is EngineFate.PUBLISHED]
+            if engine.outcome is EngineOutcome.ACTIVE:
+                engine.outcome = EngineOutcome.PUBLISHED
+        published = [e for e in self._engines.values() if e.outcome is EngineOutcome.PUBLISHED]
         if published:
             self._finish(RoundOutcome.PUBLISHED, "")
         else:
@@ -445,34 +473,34 @@ class RoundMachine:
 
     def _finish(self, outcome: RoundOutcome, reason: str) -> None:
         self._phase = Phase.DONE
-        tally = self._tally
         self._out.append(
             Finish(
+                version=self._version,
                 outcome=outcome,
                 reason=reason,
-                fates={name: e.fate for name, e in self._engines.items()},
+                engines={name: e.outcome for name, e in self._engines.items()},
                 reasons={name: e.reason for name, e in self._engines.items() if e.reason},
                 mixed=frozenset(name for name, e in self._engines.items() if e.mixed),
                 unsettled={
                     source: tuple(sorted({self._engine_of[d] for d in destinations}))
                     for source, destinations in self._writing().items()
                 },
-                nbytes=tally.nbytes,
-                wire_s=max(tally.wire_s.values(), default=0.0),
-                pack_s=max(tally.pack_s.values(), default=0.0),
-                digest_ok=tally.digest_ok,
-                compared=bool(self._digested),
-                compare_s=tally.compare_s,
+                measures={m: m.of_ranks(values) for m, values in self._measured.items()},
+                digest_ok=self._digest_ok,
             )
         )
 
     def _writing(self) -> dict[str, tuple[str, ...]]:
         return {s: d for s, d in self._relay.unsettled().items() if d} | self._links.in_flight
 
+    def _measure(self, measure: Measure, worker: str, value: float) -> None:
+        values = self._measured.setdefault(measure, {})
+        values[worker] = values.get(worker, 0.0) + (value if 0 < value < inf else 0.0)
+
     # --- small things ------------------------------------------------------------------------
 
     def _active(self) -> list[_Engine]:
-        return [e for e in self._engines.values() if e.fate is EngineFate.ACTIVE]
+        return [e for e in self._engines.values() if e.outcome is EngineOutcome.ACTIVE]
 
     def _active_workers(self) -> list[str]:
         return [worker for engine in self._active() for worker in engine.workers]
@@ -488,10 +516,10 @@ class RoundMachine:
         self._out.append(Send(worker, self._seq, command, expects_reply))
 
     def _enter(self, phase: Phase) -> None:
-        self._phase = phase
+        self._phase_before, self._phase = self._phase, phase
         self._entry += 1
         self._out.append(EnterPhase(phase, self._entry))
 
-    def _take(self) -> list[Instruction]:
+    def _pop_instructions(self) -> list[Instruction]:
         out, self._out = self._out, []
         return out

@@ -1,47 +1,54 @@
-"""One agent's connection, seen from the coordinator."""
+"""The controller's end of the agents' sessions: who is let in, and what is sent to them."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping
 from typing import final
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from windlass.errors import PeerUnreachable
-from windlass.net.sockets import SEND_DEADLINE_S, close_socket, send_frame
+from windlass.errors import ConfigError, PeerUnreachable, ProtocolError
+from windlass.layout.manifest import Role
+from windlass.net.access import Access
+from windlass.net.addresses import HOST_VARIABLE, check_url, is_loopback, is_wildcard
+from windlass.net.messages import PROTOCOL_VERSION, Envelope, check_name
+from windlass.net.rpc import Session, host_of
+from windlass.net.server import CALLER
+from windlass.net.sockets import SEND_DEADLINE_S
 from windlass.updates.fleet import PROBE_SEQ, Agent, Fleet, Identity
 from windlass.updates.messages import (
+    AgentFrame,
+    CannotJoin,
     Command,
-    Envelope,
+    Hello,
     Probe,
-    Refused,
     Result,
     UpdateReport,
-    encode,
 )
 
-__all__ = ["AgentSession", "CommandKey", "host_of", "probe_held", "report_to"]
+__all__ = [
+    "AgentSession",
+    "check_first",
+    "check_published",
+    "probe_held",
+    "report_to",
+]
 
 _log = logging.getLogger(__name__)
 
-CommandKey = tuple[int, int, int]
-"""(epoch, round, seq)."""
-
 
 @final
-class AgentSession:
-    """Sends frames and matches replies to whoever waits for them. One per connection.
+class AgentSession(Session[Command | Probe, Result]):
+    """One agent's connection. A process that connects again gets another one.
 
     Args:
         socket: of the connection. agent: at its other end.
-        send_deadline_s: for the agent to take a frame, or a part of a large one; the connection of
-            one that does not is cut.
+        send_deadline_s: see `Session`.
 
     Attributes:
         host: address of the agent's host; empty for this one.
-        is_deaf: the connection was cut because the agent did not read; its process may live.
     """
 
     def __init__(
@@ -51,61 +58,14 @@ class AgentSession:
         *,
         send_deadline_s: float = SEND_DEADLINE_S,
     ) -> None:
+        super().__init__(agent.hello.worker, socket, send_deadline_s=send_deadline_s)
         self.agent = agent
-        self._socket, self._send_deadline_s = socket, send_deadline_s
         self.host = host_of(socket)
-        self.is_deaf = False
-        self._waiting: dict[CommandKey, asyncio.Future[Result]] = {}
 
     @property
     def worker(self) -> str:
         """The agent's identity."""
-        return self.agent.hello.worker
-
-    async def send(self, frame: Envelope | UpdateReport | Refused) -> None:
-        """Send a frame.
-
-        Raises:
-            PeerUnreachable: the connection is closed, or the agent does not read from it.
-        """
-        try:
-            await send_frame(
-                self._socket, encode(frame), self._send_deadline_s, on_cut=self._note_deaf
-            )
-        except (ConnectionError, RuntimeError) as error:
-            raise PeerUnreachable(f"{self.worker}: connection is closed: {error}") from error
-
-    def _note_deaf(self) -> None:
-        self.is_deaf = True
-
-    async def call(self, key: CommandKey, command: Command) -> asyncio.Future[Result]:
-        """Send a command; the future resolves with its result, or fails with PeerUnreachable."""
-        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        self._waiting[key] = future
-        try:
-            await self.send(Envelope(*key, command))
-        except PeerUnreachable:
-            self._waiting.pop(key, None)
-            raise
-        return future
-
-    def forget(self, key: CommandKey) -> None:
-        """Nobody waits for this answer any more."""
-        self._waiting.pop(key, None)
-
-    def on_reply(self, key: CommandKey, result: Result) -> None:
-        """Resolve whoever waits; an answer that nobody waits for is dropped."""
-        future = self._waiting.pop(key, None)
-        if future is not None and not future.done():
-            future.set_result(result)
-
-    def fail_waiting(self, reason: str) -> None:
-        """The connection is gone: nobody will answer."""
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(PeerUnreachable(f"{self.worker}: {reason}"))
-                future.exception()  # seen; whoever still waits gets it all the same
-        self._waiting.clear()
+        return self.peer
 
     async def probe(self, place: tuple[int, int]) -> None:
         """Ask for an answer to come after all that are due; see `Fleet.settle`."""
@@ -114,15 +74,63 @@ class AgentSession:
         except PeerUnreachable:
             return  # whoever comes back is asked again
 
-    async def close(self) -> None:
-        """Close the connection."""
-        await close_socket(self._socket)
+
+def check_first(first: AgentFrame) -> Hello | CannotJoin:
+    """What the first frame of a connection must be, by itself and for the token that it came with.
+
+    Raises:
+        ProtocolError: it says nothing of who sends it, or what this token does not allow.
+    """
+    match first:
+        case CannotJoin():
+            check_name(first.group, "group")
+            if first.protocol_version != PROTOCOL_VERSION:
+                raise ProtocolError(
+                    f"{first.group}: protocol_version must be {PROTOCOL_VERSION}, "
+                    f"got {first.protocol_version}"
+                )
+            _check_role(first.group, Role.ENGINE)
+        case Hello():
+            check_name(first.group, "group")
+            check_name(first.worker, "worker")
+            if first.worker != f"{first.group}/{first.rank}":
+                raise ProtocolError(
+                    f"{first.worker}: worker must be group/rank, '{first.group}/{first.rank}'"
+                )
+            _check_role(first.worker, first.role)
+        case _:
+            raise ProtocolError(f"the first frame must be Hello, got {type(first).__name__}")
+    return first
 
 
-def host_of(socket: web.WebSocketResponse) -> str:
-    """The address that a connection comes from; empty where that is the controller's own."""
-    peer, own = (socket.get_extra_info(name) for name in ("peername", "sockname"))
-    return "" if peer is None or own is None or peer[0] == own[0] else str(peer[0])
+def _check_role(who: str, role: Role) -> None:
+    access = CALLER.get()
+    if access is not Access.OWNER and access.value != role.value:
+        raise ProtocolError(f"{who}: /v1/agents: a token of role {access} may not join as {role}")
+
+
+def check_published(hello: Hello, host: str) -> None:
+    """Others send requests, with a token, where an engine says that it serves.
+
+    Args:
+        hello: of the engine.
+        host: that it has connected from; empty for this one.
+
+    Raises:
+        ProtocolError: its URL is no plain address of a server, or, on another host, of none there.
+    """
+    if not hello.url:
+        return
+    try:
+        check_url(hello.url, f"{hello.worker}: url")
+    except ConfigError as error:
+        raise ProtocolError(str(error)) from error
+    named = urlsplit(hello.url).hostname or ""
+    if host and (is_loopback(named) or is_wildcard(named)):
+        raise ProtocolError(
+            f"{hello.worker} on host {host}: url must be reachable from other hosts, got "
+            f"{hello.url!r}; --host, --advertise-host or {HOST_VARIABLE} sets it"
+        )
 
 
 async def probe_held(fleet: Fleet, sessions: Mapping[str, AgentSession]) -> None:

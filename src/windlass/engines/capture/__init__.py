@@ -1,1 +1,1 @@
-"""Where an engine puts a checkpoint: learnt by watching its own loader, not from a table."""
+"""Where an engine puts a checkpoint: captured by watching its own loader, not from a table."""

@@ -21,10 +21,10 @@ import torch
 
 from windlass.engines.capture.codes import CheckpointSpec, Codes, Load, bits_of
 from windlass.engines.capture.description import Captured, Repack, Seen, describe
+from windlass.engines.capture.element_ids import ElementIds, Exact, Rows, rows_of
 from windlass.engines.capture.factors import factors_of, scaled
 from windlass.engines.capture.memory import Held, Holding, Kind, fingerprint, held_by
-from windlass.engines.capture.numbers import Exact, Numbers, Rows, rows_of
-from windlass.engines.capture.recompute import Recompute, learn
+from windlass.engines.capture.recompute import Recompute, plan_recompute
 from windlass.engines.capture.snapshot import Snapshot, undone_if_it_fails
 from windlass.errors import UnsupportedLayout, WindlassError
 
@@ -47,11 +47,11 @@ def capture(
     multiplied: bool = False,
     recompute: bool = True,
 ) -> Captured:
-    """Learn the layout of a model, which then holds what it held before, in whatever way this ends.
+    """Capture the layout of a model, which then holds what it held before, in whatever way this ends.
 
     That is: bytes, tensors at their addresses, and what modules, tensors and objects of the engine
     beside them hold (`Snapshot`). What else `load` changes is its own to put back when it fails.
-    The engine is at rest; no collective of ours. Memory: a copy of every tensor of the model (on its
+    The engine is quiesced; no collective of ours. Memory: a copy of every tensor of the model (on its
     device where that has room, else on the host), and what `exact_numel` says.
 
     Args:
@@ -83,7 +83,7 @@ def capture(
         factors = factors_of(codes, guarded, held) if multiplied else {}
         start = before.copies if reference is not None else {}
         loads = _Loads(codes, guarded, held, factors, start)
-        seen, part = _learn(loads, worker, exact_numel, recompute=recompute)
+        seen, part = _observed(loads, worker, exact_numel, recompute=recompute)
         if reference is not None:
             guarded(reference() if part is None else part.filling(reference()))
             _require_repeated(held(), start)
@@ -94,7 +94,7 @@ def capture(
         raise
     except Exception as error:
         raise UnsupportedLayout(
-            f"{worker}: the engine's loader failed while its layout was learnt: "
+            f"{worker}: the engine's loader failed while its layout was captured: "
             f"{type(error).__name__}: {error}"
         ) from error
     finally:
@@ -107,7 +107,7 @@ def capture(
             f"{made}: tensors that the engine had not before its loader made them"
         )
     if part is not None:
-        part.settle()
+        part.fix_addresses()
     return _described(replace(seen, holdings=now), codes, worker, part)
 
 
@@ -125,7 +125,7 @@ class _Loads:
     start: Mapping[str, torch.Tensor]
 
 
-def _learn(
+def _observed(
     loads: _Loads, worker: str, exact_numel: int, *, recompute: bool
 ) -> tuple[Seen, Recompute | None]:
     """Observe until everything is understood."""
@@ -142,7 +142,7 @@ def _learn(
         raise UnsupportedLayout(
             f"{sorted(seen.computed)}: tensors that the engine computes from the checkpoint"
         )
-    return seen, learn(
+    return seen, plan_recompute(
         seen.computed, seen.numbers, seen.factors, loads.codes, loads.load, loads.held
     )
 
@@ -201,7 +201,7 @@ def _observe(loads: _Loads, exact_numel: int, scattered: frozenset[str]) -> Seen
 
 def _read_digits(
     loads: _Loads, held: Mapping[str, Holding], exact_numel: int, scattered: frozenset[str]
-) -> dict[str, Numbers]:
+) -> dict[str, ElementIds]:
     """Which checkpoint element lies at each place of what is `held`."""
     numbers = {
         name: _numbers_for(h, MAX_EXACT_NUMEL if name in scattered else exact_numel)
@@ -243,7 +243,7 @@ def _is_weight(holding: Holding) -> bool:
     return holding.kind is Kind.PARAMETER and holding.tensor.dim() > 0
 
 
-def _numbers_for(holding: Holding, exact_numel: int) -> Numbers:
+def _numbers_for(holding: Holding, exact_numel: int) -> ElementIds:
     rows = rows_of(holding) if holding.reach > exact_numel else None
     return rows if rows is not None else Exact(holding.reach, holding.tensor.device)
 
@@ -252,7 +252,7 @@ def _numbers_for(holding: Holding, exact_numel: int) -> Numbers:
 class _Proof:
     """Whether loads of ordinary values lie where the numbers say, and nothing else changes."""
 
-    def __init__(self, codes: Codes, numbers: Numbers, factor: float) -> None:
+    def __init__(self, codes: Codes, numbers: ElementIds, factor: float) -> None:
         self._codes, self._numbers, self._factor = codes, numbers, factor
         self._padding: dict[int, torch.Tensor] = {}
 

@@ -155,7 +155,7 @@ def _header(file: Path) -> dict[str, _Entry]:
 
 
 class Codes:
-    """Numbers of all elements of a checkpoint, and the loads that spell them.
+    """ElementIds of all elements of a checkpoint, and the loads that spell them.
 
     Args:
         specs: of the checkpoint, each name once.

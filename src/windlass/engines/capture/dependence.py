@@ -21,7 +21,7 @@ _SEED = 2
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 """A part of a dotted name."""
 
-Numbers = tuple[int, ...]
+ElementIds = tuple[int, ...]
 
 
 def sources_of(
@@ -132,5 +132,5 @@ class _Search:
         return chosen | {n for n in members if index[_numbers(n)] in further}
 
 
-def _numbers(name: str) -> Numbers:
+def _numbers(name: str) -> ElementIds:
     return tuple(int(number) for number in _NUMBER.findall(name))

@@ -1,4 +1,4 @@
-"""What was learnt of one rank, as a manifest and what has to be done after every update."""
+"""What was captured of one rank, as a manifest and what has to be done after every update."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 from windlass.engines.capture.boxes import PlacedBox, TooManyBoxes
 from windlass.engines.capture.codes import Codes, bits_of, quantized_tensors
+from windlass.engines.capture.element_ids import ElementIds, Exact, Parts, parts_of
 from windlass.engines.capture.factors import scaled
 from windlass.engines.capture.memory import Holding
-from windlass.engines.capture.numbers import Exact, Numbers, Parts, parts_of
 from windlass.engines.capture.recompute import Recompute
 from windlass.errors import UnsupportedLayout
 from windlass.layout.box import Box
@@ -125,7 +125,7 @@ def _put(waiting: Sequence[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """What was learnt of one rank.
+    """What was captured of one rank.
 
     Attributes:
         manifest: of the rank. addresses: of its parameters, in order.
@@ -193,7 +193,7 @@ class Seen:
     """
 
     holdings: Mapping[str, Holding]
-    numbers: Mapping[str, Numbers]
+    numbers: Mapping[str, ElementIds]
     factors: Mapping[str, float]
     constants: tuple[str, ...]
     unproven: frozenset[str]
@@ -203,7 +203,7 @@ class Seen:
 def describe(
     seen: Seen, codes: Codes, worker: str, recompute: Recompute | None = None
 ) -> Captured | frozenset[str]:
-    """What was learnt, or the names of the tensors that have to be read place by place.
+    """What was captured, or the names of the tensors that have to be read place by place.
 
     What `recompute` fills has no place of its own in the manifest: its buffers have.
     """
@@ -335,7 +335,7 @@ def _add_buffers(builder: ManifestBuilder, recompute: Recompute) -> list[int]:
     return [buffer.data_ptr() for _, buffer in recompute.buffers]
 
 
-def _boxes(numbers: Numbers, codes: Codes) -> Parts | None:
+def _boxes(numbers: ElementIds, codes: Codes) -> Parts | None:
     try:
         return numbers.parts(codes, MAX_BOXES)
     except TooManyBoxes:

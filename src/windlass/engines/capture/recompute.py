@@ -1,7 +1,7 @@
 """State that an engine computes from checkpoint tensors, computed anew by its own loader.
 
 The checkpoint tensors that it depends on are received whole, in checkpoint order. After an update
-the engine's own way of loading gets exactly these, while the engine is at rest. At capture it is
+the engine's own way of loading gets exactly these, while the engine is quiesced. At capture it is
 proven, with updates on trial, that writing the copies and loading the part leaves what a load of
 everything would: every tensor of the model, bit for bit, and at its address.
 """
@@ -18,13 +18,13 @@ import torch
 
 from windlass.engines.capture.codes import CheckpointSpec, Codes, Load, bits_of
 from windlass.engines.capture.dependence import sources_of
+from windlass.engines.capture.element_ids import ElementIds
 from windlass.engines.capture.factors import scaled
 from windlass.engines.capture.memory import Held, Holding, Kind, fingerprint
-from windlass.engines.capture.numbers import Numbers
 from windlass.errors import UnsupportedLayout, WindlassError
 from windlass.memory.torch_dtypes import torch_dtype
 
-__all__ = ["Recompute", "Surroundings", "learn"]
+__all__ = ["Recompute", "Surroundings", "plan_recompute"]
 
 _SEEDS = (2, 3)
 _TRIALS = 3
@@ -114,7 +114,7 @@ class Recompute:
         """The manifest's names of the buffers."""
         return tuple(PREFIX + spec.name for spec, _ in self.buffers)
 
-    def settle(self) -> None:
+    def fix_addresses(self) -> None:
         """Take note of where the model's tensors lie, which they do from now on, and of its constants."""
         held = self._held()
         self._fixed = _places(held, self._written, self.names)
@@ -127,7 +127,7 @@ class Recompute:
         }
 
     def run(self) -> None:
-        """Load the buffers. The engine is at rest; called in any thread.
+        """Load the buffers. The engine is quiesced; called in any thread.
 
         Raises:
             UnsupportedLayout: the loader failed, left out what it should have taken or written, or
@@ -206,9 +206,9 @@ class Recompute:
             yield name, tensor
 
 
-def learn(
+def plan_recompute(
     computed: frozenset[str],
-    numbers: Mapping[str, Numbers],
+    numbers: Mapping[str, ElementIds],
     factors: Mapping[str, float],
     codes: Codes,
     load: Load,
@@ -267,7 +267,7 @@ class _Part:
     def __init__(
         self,
         computed: frozenset[str],
-        numbers: Mapping[str, Numbers],
+        numbers: Mapping[str, ElementIds],
         factors: Mapping[str, float],
         codes: Codes,
         load: Load,
@@ -367,7 +367,7 @@ class _Part:
         return frozenset(self._copied.keys() - self._filled(sources))
 
     def _fixed(self, sources: frozenset[str]) -> dict[str, int]:
-        """Addresses that must stay; see `Recompute.settle`."""
+        """Addresses that must stay; see `Recompute.fix_addresses`."""
         written, filled = self._written(sources), self._filled(sources)
         return _places(self._held(), written, filled)
 
@@ -446,7 +446,7 @@ def _module(name: str, level: int) -> str:
     return "".join(f"{part}." for part in parts)
 
 
-def _tensors_in(numbers: Numbers, codes: Codes) -> frozenset[str]:
+def _tensors_in(numbers: ElementIds, codes: Codes) -> frozenset[str]:
     """The checkpoint tensors of which a tensor of the engine holds elements."""
     bounds = torch.from_numpy(codes.starts[1:-1])
     found: set[int] = set()

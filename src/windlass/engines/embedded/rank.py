@@ -19,11 +19,12 @@ from windlass.engines.embedded.model import ModelShard, load_model
 from windlass.engines.embedded.scheduler import Scheduler
 from windlass.engines.embedded.server import EngineServer
 from windlass.engines.embedded.settings import EngineSettings
-from windlass.engines.embedded.steps import GlooChannel, NoPeers, StepChannel, StepKind
+from windlass.engines.embedded.steps import StepChannel, StepKind
 from windlass.envs import ENGINE_TOKEN_VARIABLE, environment_value
 from windlass.errors import ConfigError, PeerTimeout
 from windlass.transports.base import OneSidedTransport
 from windlass.transports.registry import create_transport, parse_transport
+from windlass.updates.hooks import EngineHooks
 
 __all__ = ["run_rank"]
 
@@ -31,36 +32,16 @@ CONNECT_DEADLINE_S = 60.0
 
 
 @final
-class _LeaderHooks:
-    """`EngineHooks` of rank 0: the scheduler decides."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-
-    def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
-        self._scheduler.pause(pause_id, mode, deadline_s)
-
-    def resume(self, deadline_s: float) -> None:  # noqa: ARG002
-        self._scheduler.resume()
-
-    def finalise(self) -> None:
-        """Nothing is derived from weights; caches of old weights go with their requests."""
-
-    def set_version(self, version: int, deadline_s: float) -> None:  # noqa: ARG002
-        self._scheduler.set_version(version)
-
-
-@final
 class _FollowerHooks:
-    """`EngineHooks` of the other ranks: they rest when rank 0's pause step reaches them."""
+    """`EngineHooks` of the other ranks: they are quiesced when rank 0's pause step reaches them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._at_rest_for = ""
+        self._quiesced_for = ""
 
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:  # noqa: ARG002
         with self._changed:
-            if not self._changed.wait_for(lambda: self._at_rest_for == pause_id, deadline_s):
+            if not self._changed.wait_for(lambda: self._quiesced_for == pause_id, deadline_s):
                 raise PeerTimeout(f"pause {pause_id}: no pause step came within {deadline_s} s")
 
     def resume(self, deadline_s: float) -> None:
@@ -72,10 +53,10 @@ class _FollowerHooks:
     def set_version(self, version: int, deadline_s: float) -> None:
         """Rank 0 stamps tokens."""
 
-    def rest(self, pause_id: str) -> None:
-        """Called by the model loop when it is at rest."""
+    def quiesced(self, pause_id: str) -> None:
+        """Called by the model loop when it is quiesced."""
         with self._changed:
-            self._at_rest_for = pause_id
+            self._quiesced_for = pause_id
             self._changed.notify_all()
 
 
@@ -91,7 +72,7 @@ class _Rank:
     runner: ForwardRunner
     peers: StepChannel
 
-    def join_fleet(self, hooks: _LeaderHooks | _FollowerHooks, *, url: str = "") -> None:
+    def join_fleet(self, hooks: EngineHooks, *, url: str = "") -> None:
         """Connect to the controller, if there is one."""
         if not self.settings.controller:
             return
@@ -137,7 +118,7 @@ def run_rank(settings: EngineSettings, rank: int, token: str) -> None:
         transport=transport,
         shard=shard,
         runner=runner,
-        peers=GlooChannel() if settings.tensor_parallel_size > 1 else NoPeers(),
+        peers=StepChannel(settings.tensor_parallel_size),
     )
     if rank == 0:
         _lead(this)
@@ -163,7 +144,7 @@ def _lead(this: _Rank) -> None:
         engine_token=environment_value(ENGINE_TOKEN_VARIABLE),
     )
     server.start()
-    this.join_fleet(_LeaderHooks(scheduler), url=server.url)
+    this.join_fleet(scheduler, url=server.url)
     ready = msgspec.json.encode({"name": settings.name, "url": server.url})
     os.write(1, ready + b"\n")
     if settings.ready_file:
@@ -172,9 +153,9 @@ def _lead(this: _Rank) -> None:
         step = scheduler.next_step()
         this.peers.publish(step)
         if step.kind is StepKind.FORWARD:
-            scheduler.take(step, this.runner.run(step))
+            scheduler.sample(step, this.runner.run(step))
         elif step.kind is StepKind.PAUSE:
-            scheduler.at_rest(step.pause_id)
+            scheduler.quiesced(step.pause_id)
         else:
             return
 
@@ -187,7 +168,7 @@ def _follow(this: _Rank) -> None:
         if step.kind is StepKind.FORWARD:
             this.runner.run(step)
         elif step.kind is StepKind.PAUSE:
-            hooks.rest(step.pause_id)
+            hooks.quiesced(step.pause_id)
         else:
             return
 

@@ -58,7 +58,10 @@ class Request:
 
 @final
 class Scheduler:
-    """Thread-safe: HTTP submits, the agent pauses, the model loop asks for steps."""
+    """Thread-safe: HTTP submits, the agent pauses, the model loop asks for steps.
+
+    It is rank 0's `EngineHooks`, too.
+    """
 
     def __init__(self, *, num_slots: int, max_positions: int, paused: bool, seed: int) -> None:
         self._changed = threading.Condition()
@@ -68,7 +71,7 @@ class Scheduler:
         self._max_positions = max_positions
         self._paused = paused
         self._pause_wanted: tuple[str, PauseMode] | None = None
-        self._at_rest_for: str | None = None
+        self._quiesced_for: str | None = None
         self._stopped = False
         self._version = -1
         self._generator = torch.Generator().manual_seed(seed)
@@ -125,16 +128,19 @@ class Scheduler:
             self._pause_wanted = (pause_id, mode)
             self._paused = True
             self._changed.notify_all()
-            if not self._changed.wait_for(lambda: self._at_rest_for == pause_id, deadline_s):
+            if not self._changed.wait_for(lambda: self._quiesced_for == pause_id, deadline_s):
                 raise PeerTimeout(f"pause {pause_id}: the model loop ran on for {deadline_s} s")
 
-    def resume(self) -> None:
+    def resume(self, deadline_s: float = 0.0) -> None:  # noqa: ARG002
         """Go on."""
         with self._changed:
             self._paused = False
             self._changed.notify_all()
 
-    def set_version(self, version: int) -> None:
+    def finalise(self) -> None:
+        """Nothing is derived from weights; caches of old weights go with their requests."""
+
+    def set_version(self, version: int, deadline_s: float = 0.0) -> None:  # noqa: ARG002
         """Stamp `version` on tokens of later steps."""
         with self._changed:
             self._version = version
@@ -161,15 +167,15 @@ class Scheduler:
                 return Step(StepKind.PAUSE, pause_id=pause_id)
             return self._prefill() if self._waiting and self._free else self._decode()
 
-    def at_rest(self, pause_id: str) -> None:
-        """Every rank has come to rest."""
+    def quiesced(self, pause_id: str) -> None:
+        """Every rank is quiesced."""
         with self._changed:
             if self._pause_wanted is not None and self._pause_wanted[0] == pause_id:
                 self._pause_wanted = None
-            self._at_rest_for = pause_id
+            self._quiesced_for = pause_id
             self._changed.notify_all()
 
-    def take(self, step: Step, logits: torch.Tensor) -> None:
+    def sample(self, step: Step, logits: torch.Tensor) -> None:
         """Sample from the step's logits (B, V) and hand out the tokens."""
         with self._changed:
             requests = [self._running.get(slot) for slot in step.slots]

@@ -19,6 +19,7 @@ from windlass.engines.embedded.settings import EngineSettings
 from windlass.errors import DECODE_ERRORS, ConfigError, PeerTimeout
 from windlass.net.access import Access, AccessGate, refusal_of, role_token
 from windlass.net.addresses import listen, published_host, url_of
+from windlass.rollout.messages import SamplingParams
 
 __all__ = ["EngineServer"]
 
@@ -26,28 +27,9 @@ PAUSE_DEADLINE_S = 30.0
 START_DEADLINE_S = 60.0
 
 
-class _Sampling(msgspec.Struct, frozen=True):
-    max_new_tokens: int = 16
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
-        if self.temperature < 0:
-            raise ConfigError(f"temperature must be >= 0, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p must be in (0, 1], got {self.top_p}")
-        if self.top_k != -1:
-            raise ConfigError(f"top_k must be -1, got {self.top_k}: use top_p")
-
-
 class _Generate(msgspec.Struct, frozen=True):
     input_ids: list[int]
-    sampling_params: _Sampling = _Sampling()
+    sampling_params: SamplingParams = SamplingParams(max_new_tokens=16)
     rid: str = ""
     stream: bool = False
     lora_path: str = ""
@@ -191,7 +173,9 @@ class EngineServer:
             raise ConfigError(f"lora_path must be empty, got {body.lora_path!r}: no adapter here")
         self._check_tokens("input_ids", body.input_ids)
         sampling = body.sampling_params
-        stops = set(sampling.stop_token_ids or ())
+        if sampling.top_k != -1:
+            raise ConfigError(f"top_k must be -1, got {sampling.top_k}: use top_p")
+        stops = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stops |= self._eos
         done: asyncio.Future[Request] = self._loop.create_future()

@@ -1,7 +1,7 @@
-"""What the ranks of a server say to whoever gave them an order, beside SGLang's own answer.
+"""What the ranks of a server report to whoever gave them an order, beside SGLang's own answer.
 
 SGLang answers for the first stage of a pipeline, when later ones may not have begun. So a rank leaves
-what it has to say in a folder, and says through a socket there that it is complete.
+its report in a folder, and sends word through a socket there that it is complete.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ import msgspec
 
 from windlass.errors import PeerTimeout, PeerUnreachable
 
-__all__ = ["Answers", "say", "say_failed"]
+__all__ = ["Answers", "report", "report_failure"]
 
 _log = logging.getLogger(__name__)
-_SOCKET = "said"
+_SOCKET = "sent"
 _LONGEST = 4096
 """Bytes that a rank sends before it goes on: no more than a socket holds that nobody reads."""
 
 
-class _Said(msgspec.Struct, frozen=True):
+class _Sent(msgspec.Struct, frozen=True):
     """`failed`: what is in the folder is the reason."""
 
     rank: int
     failed: bool = False
 
 
-def say(folder: str, rank: int, body: bytes) -> None:
+def report(folder: str, rank: int, body: bytes) -> None:
     """Called by a rank that has carried out an order; returns whether or not anybody listens yet.
 
     Nor does it matter to the rank whether anybody listens still: an error would end SGLang's loop.
     """
-    _tell(folder, _Said(rank), body)
+    _send(folder, _Sent(rank), body)
 
 
-def say_failed(folder: str, rank: int, reason: str) -> None:
-    """Called by a rank that could not; as `say`."""
-    _tell(folder, _Said(rank, failed=True), reason.encode())
+def report_failure(folder: str, rank: int, reason: str) -> None:
+    """Called by a rank that could not; as `report`."""
+    _send(folder, _Sent(rank, failed=True), reason.encode())
 
 
-def _tell(folder: str, said: _Said, body: bytes) -> None:
+def _send(folder: str, sent: _Sent, body: bytes) -> None:
     try:
-        (Path(folder) / str(said.rank)).write_bytes(body)
+        (Path(folder) / str(sent.rank)).write_bytes(body)
         with socket.socket(socket.AF_UNIX) as line:
             line.connect(str(Path(folder) / _SOCKET))
-            line.sendall(msgspec.json.encode(said))
+            line.sendall(msgspec.json.encode(sent))
     except OSError as error:  # whoever asked has given up or ended, or is on another host
-        _log.warning("rank %s: nobody hears what it says in %s: %s", said.rank, folder, error)
+        _log.warning("rank %s: nobody hears what it reports in %s: %s", sent.rank, folder, error)
 
 
 @final
@@ -87,28 +87,28 @@ class Answers:
         self._owned.close()
 
     def gather(self, deadline_s: float) -> list[bytes]:
-        """What every rank said, by rank.
+        """Return what every rank reported, by rank.
 
         Raises:
-            PeerTimeout: names the ranks that said nothing within `deadline_s`.
-            PeerUnreachable: a rank could not carry out the order; says why.
+            PeerTimeout: names the ranks that reported nothing within `deadline_s`.
+            PeerUnreachable: a rank could not carry out the order; its reason.
         """
         missing, end_s = set(range(self._world_size)), time.monotonic() + deadline_s
         while missing:
             try:
-                said = self._next(end_s)
+                sent = self._next(end_s)
             except TimeoutError as error:
                 raise PeerTimeout(
-                    f"ranks {sorted(missing)} have not said within {deadline_s} s that an order is "
+                    f"ranks {sorted(missing)} have not reported within {deadline_s} s that an order is "
                     f"carried out"
                 ) from error
-            if said.failed:
-                reason = (Path(self.folder) / str(said.rank)).read_text()
-                raise PeerUnreachable(f"rank {said.rank}: {reason}")
-            missing.discard(said.rank)
+            if sent.failed:
+                reason = (Path(self.folder) / str(sent.rank)).read_text()
+                raise PeerUnreachable(f"rank {sent.rank}: {reason}")
+            missing.discard(sent.rank)
         return [(Path(self.folder) / str(rank)).read_bytes() for rank in range(self._world_size)]
 
-    def _next(self, end_s: float) -> _Said:
+    def _next(self, end_s: float) -> _Sent:
         self._listening.settimeout(max(end_s - time.monotonic(), 0.001))
         line, _ = self._listening.accept()
         with line:
@@ -116,4 +116,4 @@ class Answers:
             received = b""
             while part := line.recv(_LONGEST):
                 received += part
-        return msgspec.json.decode(received, type=_Said)
+        return msgspec.json.decode(received, type=_Sent)

@@ -1,8 +1,8 @@
 """What `--custom-weight-loader windlass.engines.sglang.hook.run` lets SGLang's ranks do.
 
 SGLang calls a custom weight loader in every rank's scheduler loop, between batches, with the rank's
-model. The "weights" are one empty tensor whose name is an order in JSON: learn the layout, join the
-fleet, stay for as long as a pause lasts, say that the loop is at rest, or what the model holds.
+model. The "weights" are one empty tensor whose name is an order in JSON: capture the layout, join the
+fleet, stay for as long as a pause lasts, report that the loop is quiesced, or what the model holds.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from windlass.engines.capture.agreement import RefusedElsewhere, all_ranks, capture_on_every_rank
 from windlass.engines.capture.capture import Captured, capture
 from windlass.engines.capture.codes import checkpoint_specs
 from windlass.engines.capture.memory import fingerprints, held_by
 from windlass.engines.capture.snapshot import Snapshot
-from windlass.engines.engine_rank import Membership
-from windlass.engines.sglang.answers import say, say_failed
+from windlass.engines.engine_rank import EngineRank
+from windlass.engines.sglang.answers import report, report_failure
 from windlass.engines.sglang.api import SglangApi
-from windlass.engines.sglang.orders import AtRest, Digests, Hold, Join, Learn, Learnt, Order
+from windlass.engines.sglang.orders import Block, Capture, Digests, Join, Order, Quiesce
 from windlass.envs import environment_value
 from windlass.errors import UnsupportedLayout, WindlassError
 
 __all__ = ["load_again", "own_rank", "run"]
 
 _log = logging.getLogger(__name__)
-LONGEST_HOLD_S = 20.0
-"""After that the paused loop spins as ever. Orders, which a held loop does not hear, wait so long,
+LONGEST_BLOCK_S = 20.0
+"""After that the paused loop spins as ever. Orders, which a blocked loop does not hear, wait so long,
 or twice, if the agent has not asked yet."""
 
 
@@ -44,15 +45,15 @@ class _Rank:
     """This process; one model lives in it.
 
     Attributes:
-        can_be_held: what SGLang does around an order leaves the weights of every rank alone, so that
+        can_block: the loop may be blocked: what SGLang does around an order leaves the weights of every rank alone, so that
             they may be written meanwhile, and there are no stages, of which later ones would not hear
-            of an order that this one is held in, and no replicas (not shown).
+            of an order that this one is blocked in, and no replicas (not shown).
         namespace: of the prefix caches of the weights that are held now, the same on every rank;
             empty before the first update.
     """
 
-    membership: Membership = field(default_factory=Membership)
-    can_be_held: bool = False
+    engine_rank: EngineRank = field(default_factory=EngineRank)
+    can_block: bool = False
     namespace: str = ""
 
 
@@ -64,32 +65,28 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
     order: Order = msgspec.json.decode(named_tensors[0][0], type=Order)
     rank = own_rank()
     match order:
-        case Learn() | Join():
+        case Capture() | Join():
             try:
-                if isinstance(order, Learn):
-                    _learn(model, order, rank)
+                if isinstance(order, Capture):
+                    _capture(model, order, rank)
                 else:
-                    _rank.membership.join(order.settings, rank)
-                    say(order.folder, rank, b"")
-            except _RefusedElsewhereError:
+                    _rank.engine_rank.join(order.settings, rank)
+                    report(order.folder, rank, b"")
+            except RefusedElsewhere:
                 pass  # the rank that has a reason tells it
             except Exception as error:  # noqa: BLE001 - SGLang's loop, and the engine, would end with it
                 _log.exception("rank %s: %s", rank, type(order).__name__)
-                say_failed(order.folder, rank, _reason(error))
-        case AtRest():
-            _come_to_rest(model, order.namespace)
-            _rank.membership.gate.at_rest(order.pause_id)
-        case Hold():
-            _come_to_rest(model, order.namespace)
-            _rank.membership.gate.hold(order.pause_id, order.deadline_s, LONGEST_HOLD_S)
+                report_failure(order.folder, rank, _reason(error))
+        case Quiesce():
+            _quiesce(model, order.namespace)
+            _rank.engine_rank.gate.quiesced(order.pause_id)
+        case Block():
+            _quiesce(model, order.namespace)
+            _rank.engine_rank.gate.block(order.pause_id, order.deadline_s, LONGEST_BLOCK_S)
         case Digests():
-            say(order.folder, rank, msgspec.json.encode(fingerprints(held_by(model))))
+            report(order.folder, rank, msgspec.json.encode(fingerprints(held_by(model))))
         case _:
             assert_never(order)
-
-
-class _RefusedElsewhereError(UnsupportedLayout):
-    """Another rank of this engine could not learn its layout."""
 
 
 def _reason(error: Exception) -> str:
@@ -116,48 +113,44 @@ def _own_replica() -> int:
     return replica or 0
 
 
-def _learn(model: torch.nn.Module, order: Learn, rank: int) -> None:
+def _capture(model: torch.nn.Module, order: Capture, rank: int) -> None:
     settings = order.settings
-
     alone = order.num_stages == 1 and settings.world_size == dist.get_world_size()
 
-    def learn() -> Captured:
-        # Ranks agree on it: those that have learnt theirs do not learn again with one that has not.
-        try:
-            captured, untouched = _layout_of(model, order, rank)
-        except BaseException:
-            if alone:
-                _on_every_rank(model, mine=False)
-            raise
-        if alone and not _on_every_rank(model, mine=True):
-            raise _RefusedElsewhereError
-        _rank.can_be_held = alone and _on_every_rank(model, mine=_plain(captured) and untouched)
-        return captured
+    def is_on_every_rank(mine: bool) -> bool:
+        return _on_every_rank(model, mine=mine)
+
+    def captured() -> Captured:
+        if not alone:
+            return _layout_of(model, order, rank)[0]
+        untouched = False
+
+        def own() -> Captured:
+            nonlocal untouched
+            found, untouched = _layout_of(model, order, rank)
+            return found
+
+        found = capture_on_every_rank(own, is_on_every_rank)
+        _rank.can_block = is_on_every_rank(_plain(found) and untouched)
+        return found
 
     def api() -> SglangApi:
-        gate = _rank.membership.gate
+        gate = _rank.engine_rank.gate
         return SglangApi(
             settings.url,
             settings.world_size,
             gate,
-            holds=_rank.can_be_held,
+            blocks=_rank.can_block,
             num_stages=order.num_stages,
         )
 
-    _tell_caches_apart()
-    captured = _rank.membership.learn(settings, rank, learn, api)
-    learnt = Learnt(
-        unplaced=captured.unplaced,
-        constants=captured.constants,
-        repacked=captured.repacked,
-        recomputed=captured.recomputed,
-        buffer_nbytes=captured.buffer_nbytes,
-    )
-    say(order.folder, rank, msgspec.json.encode(learnt))
+    _separate_caches()
+    layout = _rank.engine_rank.capture(settings, rank, captured, api)
+    report(order.folder, rank, msgspec.json.encode(layout))
 
 
-def _layout_of(model: torch.nn.Module, order: Learn, rank: int) -> tuple[Captured, bool]:
-    """What was learnt, and whether SGLang leaves weights alone around an order."""
+def _layout_of(model: torch.nn.Module, order: Capture, rank: int) -> tuple[Captured, bool]:
+    """What was captured, and whether SGLang leaves weights alone around an order."""
     settings = order.settings
 
     def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -193,9 +186,7 @@ def _plain(captured: Captured) -> bool:
 
 def _on_every_rank(model: torch.nn.Module, *, mine: bool) -> bool:
     """Whether it is so on all ranks of this world, each of which is in the same order."""
-    least = torch.tensor([int(mine)], device=next(model.parameters()).device)
-    dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    return bool(least.item())
+    return all_ranks(mine, next(model.parameters()).device)
 
 
 def _orders_change_nothing(model: torch.nn.Module) -> bool:
@@ -261,7 +252,7 @@ class _Begin(Protocol):
     ) -> None: ...
 
 
-def _tell_caches_apart() -> None:
+def _separate_caches() -> None:
     """Have requests find and leave prefixes of their own weights only, in every cache of SGLang's.
 
     `Req.init_next_round_input` is given a tree whenever a waiting request may begin, and then alone
@@ -312,10 +303,10 @@ def _outdate_caches(namespace: str) -> None:
             embeddings.clear()
 
 
-def _come_to_rest(model: torch.nn.Module, namespace: str) -> None:
+def _quiesce(model: torch.nn.Module, namespace: str) -> None:
     """Called between two steps, before anything is written."""
     _outdate_caches(namespace)
-    captured = _rank.membership.captured
+    captured = _rank.engine_rank.captured
     held = held_by(model)
     parameters = captured.manifest.parameters
     addresses = {p.name: a for p, a in zip(parameters, captured.addresses, strict=True)}

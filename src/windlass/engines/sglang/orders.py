@@ -14,18 +14,18 @@ import msgspec
 import torch
 from torch.multiprocessing.reductions import rebuild_tensor
 
-from windlass.engines.attach import AgentSettings, NoSuchRoute, post
+from windlass.engines.http import NoSuchRoute, post
 from windlass.engines.sglang.answers import Answers
+from windlass.engines.sglang.server import HOOK
+from windlass.engines.spec import AgentSettings
 from windlass.errors import PeerTimeout, PeerUnreachable, WindlassError
 
 __all__ = [
-    "HOOK",
-    "AtRest",
+    "Quiesce",
     "Digests",
-    "Hold",
+    "Block",
     "Join",
-    "Learn",
-    "Learnt",
+    "Capture",
     "Order",
     "ask_ranks",
     "order_ranks",
@@ -33,13 +33,12 @@ __all__ = [
     "session",
 ]
 
-HOOK = "windlass.engines.sglang.hook.run"
-SAID_S = 0.5
-"""For what ranks have said before their server refused or ended."""
+REPORTED_S = 0.5
+"""For what ranks have reported before their server refused or ended."""
 
 
-class Learn(msgspec.Struct, frozen=True, tag="learn"):
-    """Capture the layout; each rank says `Learnt` to the `Answers` of `folder`."""
+class Capture(msgspec.Struct, frozen=True, tag="capture"):
+    """Capture the layout; each rank sends a `CapturedLayout` to the `Answers` of `folder`."""
 
     settings: AgentSettings
     folder: str
@@ -47,13 +46,13 @@ class Learn(msgspec.Struct, frozen=True, tag="learn"):
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """Join the fleet, once what all ranks have learnt was found good; each says so in `folder`."""
+    """Join the fleet, once what all ranks have captured was found good; each reports so in `folder`."""
 
     settings: AgentSettings
     folder: str
 
 
-class AtRest(msgspec.Struct, frozen=True, tag="at_rest"):
+class Quiesce(msgspec.Struct, frozen=True, tag="quiesce"):
     """Every step before this order is over, and caches of the weights until now answer nobody else.
 
     `namespace`: unlike that of any other order; of the keys of the caches from now on.
@@ -63,8 +62,8 @@ class AtRest(msgspec.Struct, frozen=True, tag="at_rest"):
     namespace: str
 
 
-class Hold(msgspec.Struct, frozen=True, tag="hold"):
-    """As `AtRest`, and the loop stays in the order until the pause ends, or for 20 s."""
+class Block(msgspec.Struct, frozen=True, tag="block"):
+    """As `Quiesce`, and the loop stays in the order until the pause ends, or for 20 s."""
 
     pause_id: str
     namespace: str
@@ -72,22 +71,12 @@ class Hold(msgspec.Struct, frozen=True, tag="hold"):
 
 
 class Digests(msgspec.Struct, frozen=True, tag="digests"):
-    """Say a digest of every tensor that the model holds to the `Answers` of `folder`, as JSON."""
+    """Send a digest of every tensor that the model holds to the `Answers` of `folder`, as JSON."""
 
     folder: str
 
 
-class Learnt(msgspec.Struct, frozen=True):
-    """Checkpoint tensors that left no trace on this rank, and see `Captured`."""
-
-    unplaced: tuple[str, ...]
-    constants: tuple[str, ...]
-    repacked: tuple[str, ...]
-    recomputed: tuple[str, ...]
-    buffer_nbytes: int
-
-
-Order = Learn | Join | AtRest | Hold | Digests
+Order = Capture | Join | Quiesce | Block | Digests
 
 
 class _Empty:
@@ -134,7 +123,7 @@ def ask_ranks(
     *,
     hook: str = HOOK,
 ) -> list[bytes]:
-    """Have every rank, of every stage, carry out an order that it answers; what they said, by rank.
+    """Have every rank, of every stage, carry out an order that it answers; what they reported, by rank.
 
     Args:
         url: of the server.
@@ -144,15 +133,15 @@ def ask_ranks(
         hook: see `order_ranks`.
 
     Raises:
-        PeerUnreachable: besides, a rank said why it could not. PeerTimeout.
+        PeerUnreachable: besides, a rank reports why it could not. PeerTimeout.
     """
     with Answers(world_size) as answers:
         try:
             order_ranks(url, order(answers.folder), world_size, deadline_s, hook=hook)
         except PeerUnreachable:
-            # SGLang ends with the rank that failed, and its answer says nothing of why.
+            # SGLang ends with the rank that failed, and its answer tells nothing of why.
             with suppress(PeerTimeout):
-                answers.gather(SAID_S)
+                answers.gather(REPORTED_S)
             raise
         return answers.gather(deadline_s)
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Protocol
 
-from windlass.engines.versions import SGLANG, SGLANG_REPLICAS, has, installed_version
+from windlass.engines.sglang.releases import RELEASES, REPLICAS
+from windlass.engines.versions import has, installed_version
 from windlass.envs import environment_value
 from windlass.errors import ConfigError
 
@@ -69,7 +70,7 @@ def with_plugin(num_replicas: int) -> Iterator[dict[str, str]]:
     if num_replicas == 1:
         yield {}
         return
-    if not has(SGLANG_REPLICAS, version := installed_version(SGLANG)):
+    if not has(REPLICAS, version := installed_version(RELEASES)):
         raise ConfigError(
             f"dp: must be 1 with SGLang {version}, whose ranks do not say which replica they are, "
             f"got --dp {num_replicas}"

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from windlass.engines.attach import NoSuchRoute, get
+from windlass.engines.http import NoSuchRoute, get
+from windlass.engines.spec import Rule, refuse_settings
 from windlass.errors import DECODE_ERRORS, ConfigError, PeerUnreachable
 
-__all__ = ["UNSAFE", "refuse_caches_elsewhere", "refuse_unsafe_settings"]
+__all__ = ["RULES", "check_server", "refuse_unsafe_settings", "server_info"]
 
 _ADAPTERS = (
     "updates of adapters have not been shown: SGLang 0.5.23 serves none on a CPU (its LoRA layers "
@@ -23,9 +23,10 @@ _ATTENTION = (
     "attention in plain torch lacks get_cpu_graph_seq_len_fill_value, and dies with the first request)"
 )
 _EXPERTS = "experts move between ranks while it serves"
+_EXPERTS_LEAVE = "ranks come and go, and experts move with them"
 _OFFLOADED = "weights are copied to the GPU for every step"
 _HOSTS = "every rank must be on the launcher's host, where it writes what it has to say"
-_APART = "prefill and decoding apart come to rest in other ways, which have not been shown"
+_APART = "prefill and decoding apart are paused in other ways, which have not been shown"
 _TOKENIZERS = (
     "an abort pause waits for the requests of one tokenizer: those of another reach the engine while "
     "weights are written"
@@ -36,78 +37,84 @@ _STORED = (
 _OWN_TREE = "a cache of prefixes that is not SGLang's own may find those of old weights"
 _SLOTS = "a session's keys and values of old weights go into its next request past the prefix cache"
 _ENCODERS = "its encoders are in other processes, whose weights are not updated"
-UNSAFE = {
-    "--enable-memory-saver": "weights move and lose their registration when memory is released",
-    "--speculative-algorithm": _DRAFT,
-    "--speculative-draft-model-path": _DRAFT,
-    "--attn-dp-size": _ATTENTION,
-    "--enable-dp-attention": _ATTENTION,
-    "--torchao-config": "it has SGLang quantise while it loads",
-    "--enable-lora": _ADAPTERS,
-    "--lora-paths": _ADAPTERS,
-    "--adapter": _ADAPTERS,
-    "--enable-eplb": _EXPERTS,
-    "--elastic-ep-backend": "ranks come and go, and experts move with them",
-    "--enable-elastic-expert-backup": "ranks come and go, and experts move with them",
-    "--cpu-offload-gb": _OFFLOADED,
-    "--offload-group-size": _OFFLOADED,
-    "--nnodes": _HOSTS,
-    "--disaggregation-mode": _APART,
-    "--tokenizer-worker-num": _TOKENIZERS,
-    "--hicache-storage-backend": _STORED,
-    "--enable-lmcache": _STORED,
-    "--enable-flexkv": _STORED,
-    "--enable-unified-cache-external-linker": _STORED,
-    "--enable-mm-global-cache": _STORED,
-    "--radix-cache-backend": _OWN_TREE,
-    "--enable-streaming-session": _SLOTS,
-    "--language-only": _ENCODERS,
-    "--encoder-only": _ENCODERS,
-}
-"""Options of SGLang with which an update would be wrong, and why."""
 
-_Settings = Mapping[str, tuple[tuple[object, ...], str]]
-_CACHES: _Settings = MappingProxyType(
-    {
-        "hicache_storage_backend": ((None,), _STORED),
-        "enable_lmcache": ((False,), _STORED),
-        "enable_flexkv": ((False,), _STORED),
-        "enable_unified_cache_external_linker": ((False,), _STORED),
-        "enable_mm_global_cache": ((False,), _STORED),
-        "radix_cache_backend": ((None,), _OWN_TREE),
-        "enable_streaming_session": ((False,), _SLOTS),
-        "language_only": ((False,), _ENCODERS),
-        "encoder_only": ((False,), _ENCODERS),
-    }
+
+def _rule(setting: str, allowed: tuple[object, ...], why: str) -> Rule:
+    """A setting is called as its option is."""
+    return Rule(f"--{setting.replace('_', '-')}", allowed, why, (setting,))
+
+
+_CACHES = (
+    _rule("hicache_storage_backend", (None,), _STORED),
+    _rule("enable_lmcache", (False,), _STORED),
+    _rule("enable_flexkv", (False,), _STORED),
+    _rule("enable_unified_cache_external_linker", (False,), _STORED),
+    _rule("enable_mm_global_cache", (False,), _STORED),
+    _rule("radix_cache_backend", (None,), _OWN_TREE),
+    _rule("enable_streaming_session", (False,), _SLOTS),
+    _rule("language_only", (False,), _ENCODERS),
+    _rule("encoder_only", (False,), _ENCODERS),
 )
-"""Caches that neither a namespace nor a flush reaches."""
-_SETTINGS: _Settings = MappingProxyType(
-    {
-        **_CACHES,
-        "enable_memory_saver": ((False,), UNSAFE["--enable-memory-saver"]),
-        "speculative_algorithm": ((None,), _DRAFT),
-        "attn_dp_size": ((1,), _ATTENTION),
-        "enable_dp_attention": ((False,), _ATTENTION),
-        "torchao_config": (("",), UNSAFE["--torchao-config"]),
-        "enable_lora": ((None, False), _ADAPTERS),
-        "enable_eplb": ((False,), _EXPERTS),
-        "elastic_ep_backend": ((None, "none"), UNSAFE["--elastic-ep-backend"]),
-        "enable_elastic_expert_backup": ((False,), UNSAFE["--enable-elastic-expert-backup"]),
-        "cpu_offload_gb": ((0,), _OFFLOADED),
-        "offload_group_size": ((-1,), _OFFLOADED),
-        "nnodes": ((1,), _HOSTS),
-        "disaggregation_mode": (("null",), _APART),
-        "tokenizer_worker_num": ((1,), _TOKENIZERS),
-    }
+"""Caches of old weights that neither a namespace nor a flush reaches."""
+RULES = (
+    *_CACHES,
+    _rule(
+        "enable_memory_saver",
+        (False,),
+        "weights move and lose their registration when memory is released",
+    ),
+    _rule("speculative_algorithm", (None,), _DRAFT),
+    Rule("--speculative-draft-model-path", (), _DRAFT),
+    _rule("attn_dp_size", (1,), _ATTENTION),
+    _rule("enable_dp_attention", (False,), _ATTENTION),
+    _rule("torchao_config", ("",), "it has SGLang quantise while it loads"),
+    _rule("enable_lora", (None, False), _ADAPTERS),
+    Rule("--lora-paths", (), _ADAPTERS),
+    Rule("--adapter", (), _ADAPTERS),
+    _rule("enable_eplb", (False,), _EXPERTS),
+    _rule("elastic_ep_backend", (None, "none"), _EXPERTS_LEAVE),
+    _rule("enable_elastic_expert_backup", (False,), _EXPERTS_LEAVE),
+    _rule("cpu_offload_gb", (0,), _OFFLOADED),
+    _rule("offload_group_size", (-1,), _OFFLOADED),
+    _rule("nnodes", (1,), _HOSTS),
+    _rule("disaggregation_mode", ("null",), _APART),
+    _rule("tokenizer_worker_num", (1,), _TOKENIZERS),
 )
-"""Setting -> the values that an update survives, and why no other."""
+"""Of a server whose ranks run an agent."""
 _SIZES = ("tp_size", "pp_size", "dp_size")
 
 
-def refuse_unsafe_settings(url: str, world_size: int) -> int:
-    """Ask a server what it was set to, however that was written: in a file, shortened, by default.
+def server_info(url: str) -> Mapping[str, object]:
+    """Return what a server was set to, however that was written: in a file, shortened, by default.
 
-    A release that does not tell, or does not know a setting, is taken as its command line said.
+    Raises:
+        NoSuchRoute: this release does not tell.
+        PeerUnreachable, PeerTimeout: it does not answer, or not as SGLang does.
+    """
+    try:
+        return msgspec.json.decode(get(url, "/server_info"), type=dict[str, object])
+    except DECODE_ERRORS as error:
+        raise PeerUnreachable(f"{url}/server_info: not SGLang's answer: {error}") from error
+
+
+def refuse_unsafe_settings(
+    server: str, told: Mapping[str, object], rules: Sequence[Rule] = RULES
+) -> None:
+    """Check what a server says of itself; a setting that its release does not know is not checked.
+
+    Args:
+        server: named in the error.
+        told: of `server_info`.
+        rules: that apply.
+
+    Raises:
+        ConfigError: names a setting with which an update would be wrong, and why.
+    """
+    refuse_settings(server, rules, told.__getitem__)
+
+
+def check_server(url: str, world_size: int) -> int:
+    """Ask a server what it was set to. One that does not tell is taken as its command line said.
 
     Args:
         url: of the server.
@@ -117,17 +124,14 @@ def refuse_unsafe_settings(url: str, world_size: int) -> int:
         Stages of its pipeline.
 
     Raises:
-        ConfigError: names a setting with which an update would be wrong, and why; or the server has
-            another number of ranks.
+        ConfigError: a setting with which an update would be wrong; or another number of ranks.
         PeerUnreachable, PeerTimeout: it does not answer, or not as SGLang does.
     """
     try:
-        told = msgspec.json.decode(get(url, "/server_info"), type=dict[str, object])
+        told = server_info(url)
     except NoSuchRoute:
         return 1
-    except DECODE_ERRORS as error:
-        raise PeerUnreachable(f"{url}/server_info: not SGLang's answer: {error}") from error
-    _refuse(url, told, _SETTINGS)
+    refuse_unsafe_settings(url, told)
     sizes = [size if isinstance(size := told.get(name), int) else 1 for name in _SIZES]
     if told.keys() >= set(_SIZES) and math.prod(sizes) != world_size:
         raise ConfigError(
@@ -135,22 +139,3 @@ def refuse_unsafe_settings(url: str, world_size: int) -> int:
             f"got {world_size}"
         )
     return sizes[_SIZES.index("pp_size")]
-
-
-def refuse_caches_elsewhere(url: str, told: Mapping[str, object]) -> None:
-    """Refuse caches of old weights that can be neither emptied nor told apart.
-
-    Args:
-        url: of the server.
-        told: its settings, as `/server_info` has them.
-
-    Raises:
-        ConfigError: names the setting that has one.
-    """
-    _refuse(url, told, _CACHES)
-
-
-def _refuse(url: str, told: Mapping[str, object], settings: _Settings) -> None:
-    for name, (survived, reason) in settings.items():
-        if name in told and told[name] not in survived:
-            raise ConfigError(f"{url}: {name} must be {survived[0]}, got {told[name]}: {reason}")

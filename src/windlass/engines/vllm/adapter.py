@@ -14,10 +14,10 @@ from typing import Protocol, cast, final
 import torch
 
 from windlass.engines.adapters import saved
-from windlass.engines.attach import AgentSettings
 from windlass.engines.capture.capture import Captured, capture
 from windlass.engines.capture.codes import checkpoint_specs
 from windlass.engines.capture.snapshot import Snapshot
+from windlass.engines.spec import AgentSettings
 from windlass.errors import UnsupportedLayout
 
 __all__ = ["LoraWorker", "Slot", "capture_adapter", "keep_adapter"]
@@ -84,7 +84,7 @@ class Slot(torch.nn.Module):
 def capture_adapter(
     worker: LoraWorker, model: torch.nn.Module, settings: AgentSettings, rank: int
 ) -> Captured:
-    """Learn where the tensors of the one served adapter lie. Called in the worker's main loop.
+    """Capture where the tensors of the one served adapter lie. Called in the worker's main loop.
 
     vLLM's own copy of the adapter in host memory is that of its folder afterwards, or, if the layout
     is refused, the one that it was.

@@ -34,13 +34,13 @@ SCHEDULER = "windlass.engines.vllm.caches._scheduler"
 """For `--scheduler-cls`."""
 OUTSIDE = "what was computed with older weights stays in caches outside the engine"
 """Why connectors for keys, values and outputs of encoders are refused: not all go by the salt."""
-PAUSING_CALLS = frozenset({"windlass_at_rest", "windlass_hold"})
+PAUSING_CALLS = frozenset({"windlass_quiesce", "windlass_block"})
 """Methods of workers that the EngineCore calls with one more argument: the namespace it has begun.
 
 A worker that is not given one refuses the pause: this core would mix the versions of its caches.
 """
 
-_LOADS = "windlass_learn"
+_LOADS = "windlass_capture"
 
 
 class Salted(Protocol):

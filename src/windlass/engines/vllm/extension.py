@@ -17,14 +17,17 @@ import msgspec
 import torch
 
 from windlass.config import PauseMode
-from windlass.engines.attach import AgentSettings, NoSuchRoute, post
+from windlass.engines.capture.agreement import RefusedElsewhere, all_ranks, capture_on_every_rank
 from windlass.engines.capture.capture import Captured, capture
 from windlass.engines.capture.codes import checkpoint_specs
 from windlass.engines.capture.memory import fingerprints, held_by
-from windlass.engines.engine_rank import Membership
+from windlass.engines.engine_rank import EngineRank
+from windlass.engines.http import NoSuchRoute, post
+from windlass.engines.spec import AgentSettings, CapturedLayout
 from windlass.engines.vllm.adapter import LoraWorker, Slot, capture_adapter, keep_adapter
 from windlass.engines.vllm.cpu_kernels import multiply_by_parameters
-from windlass.engines.vllm.settings import REFUSED, refuse_unsafe_config
+from windlass.engines.vllm.server import REFUSED
+from windlass.engines.vllm.spec import refuse_unsafe_config
 from windlass.errors import ConfigError
 
 __all__ = ["VllmApi", "WindlassExtension"]
@@ -71,11 +74,11 @@ class VllmApi:
 
     Args:
         url: of the server.
-        can_hold: whether the loop of every rank may be held between two steps; see `_can_hold`.
+        can_block: whether the loop of every rank may be blocked between two steps; see `_can_block`.
     """
 
-    def __init__(self, url: str, *, can_hold: bool) -> None:
-        self._url, self._can_hold = url, can_hold
+    def __init__(self, url: str, *, can_block: bool) -> None:
+        self._url, self._can_block = url, can_block
 
     def pause(self, mode: PauseMode, deadline_s: float) -> bool:
         """`abort` ends what is running; `in_place` keeps requests and their blocks.
@@ -85,23 +88,23 @@ class VllmApi:
         """
         if mode not in _MODES:
             raise ConfigError(f"vLLM: pause_mode must be one of {list(_MODES)}, got {mode}")
-        if self.holds(mode):
+        if self.blocks(mode):
             return False
         post(self._url, f"/pause?mode={_MODES[mode]}&clear_cache=false", {}, deadline_s)
         return True
 
-    def holds(self, mode: PauseMode) -> bool:
-        """See `EngineApi.holds`: /pause sleeps for 20 ms after it is done (0.24, 0.32)."""
-        return mode is PauseMode.IN_PLACE and self._can_hold
+    def blocks(self, mode: PauseMode) -> bool:
+        """See `EngineApi.blocks`: /pause sleeps for 20 ms after it is done (0.24, 0.32)."""
+        return mode is PauseMode.IN_PLACE and self._can_block
 
-    def hold(self, pause_id: str, deadline_s: float) -> None:
-        """See `EngineApi.hold`."""
-        body = {"method": "windlass_hold", "args": [pause_id, str(deadline_s)]}
+    def block(self, pause_id: str, deadline_s: float) -> None:
+        """See `EngineApi.block`."""
+        body = {"method": "windlass_block", "args": [pause_id, str(deadline_s)]}
         post(self._url, "/collective_rpc", body, None)
 
-    def rest(self, pause_id: str, deadline_s: float) -> None:
-        """See `EngineApi.rest`."""
-        body = {"method": "windlass_at_rest", "args": [pause_id], "timeout": deadline_s}
+    def quiesce(self, pause_id: str, deadline_s: float) -> None:
+        """See `EngineApi.quiesce`."""
+        body = {"method": "windlass_quiesce", "args": [pause_id], "timeout": deadline_s}
         post(self._url, "/collective_rpc", body, deadline_s)
 
     def resume(self, deadline_s: float) -> None:
@@ -117,9 +120,9 @@ class VllmApi:
 class WindlassExtension:
     """Methods of every worker. vLLM refuses clashes of names."""
 
-    windlass_membership: Membership
+    windlass_engine_rank: EngineRank
 
-    def windlass_learn(self, encoded: str, folder: str) -> dict[str, list[str] | int]:
+    def windlass_capture(self, encoded: str, folder: str) -> dict[str, object]:
         """Capture the layout; comes before `windlass_join`.
 
         Args:
@@ -127,18 +130,20 @@ class WindlassExtension:
             folder: where a rank of this host writes what it returns, too, under its number.
 
         Returns:
-            Checkpoint tensors that left no trace on this rank, and see `Captured`.
+            The fields of a `CapturedLayout`.
 
         Raises:
-            UnsupportedLayout: see `capture`; the engine serves on as before.
-            ConfigError: a setting that an update does not survive; or see `Membership.learn`.
+            UnsupportedLayout: see `capture`; the engine serves on as before. `RefusedElsewhere` where
+                another rank could not capture its own.
+            ConfigError: a setting that an update does not survive; or see `EngineRank.capture`.
         """
         with _refusals_in(folder, self.windlass_rank()):
-            learnt = self._windlass_learn(msgspec.json.decode(encoded, type=AgentSettings))
-        _leave_in(folder, self.windlass_rank(), learnt)
-        return learnt
+            layout = self._windlass_capture(msgspec.json.decode(encoded, type=AgentSettings))
+        encoded_layout = msgspec.json.encode(layout)
+        _leave_in(folder, self.windlass_rank(), encoded_layout)
+        return msgspec.json.decode(encoded_layout, type=dict[str, object])
 
-    def _windlass_learn(self, settings: AgentSettings) -> dict[str, list[str] | int]:
+    def _windlass_capture(self, settings: AgentSettings) -> CapturedLayout:
         worker, rank = cast("_Worker", self), self.windlass_rank()
         refuse_unsafe_config(worker.vllm_config, adapter=bool(settings.adapter))
 
@@ -151,7 +156,7 @@ class WindlassExtension:
             ):
                 worker.reload_weights(weights_iterator=weights, is_checkpoint_format=True)
 
-        def learn() -> Captured:
+        def own() -> Captured:
             if settings.adapter:
                 model = worker.model_runner.get_model()
                 return capture_adapter(cast("LoraWorker", self), model, settings, rank)
@@ -164,26 +169,25 @@ class WindlassExtension:
                 ignored=_cache_storages(worker),
             )
 
-        captured = self._windlass_membership().learn(
+        def captured() -> Captured:
+            # Replicas take the call in loops of their own, which may wait for each other in a step.
+            if worker.parallel_config.world_size == settings.world_size > 1:
+                return capture_on_every_rank(own, _on_every_rank)
+            return own()
+
+        return self._windlass_engine_rank().capture(
             settings,
             rank,
-            learn,
-            lambda: VllmApi(settings.url, can_hold=_can_hold(worker.parallel_config)),
+            captured,
+            lambda: VllmApi(settings.url, can_block=_can_block(worker.parallel_config)),
         )
-        return {
-            "unplaced": list(captured.unplaced),
-            "constants": list(captured.constants),
-            "repacked": list(captured.repacked),
-            "recomputed": list(captured.recomputed),
-            "buffer_nbytes": captured.buffer_nbytes,
-        }
 
     def windlass_join(self, encoded: str, folder: str) -> None:
-        """Join the fleet, once what all ranks have learnt was found good; as `windlass_learn`."""
+        """Join the fleet, once what all ranks have captured was found good; as `windlass_capture`."""
         settings, rank = msgspec.json.decode(encoded, type=AgentSettings), self.windlass_rank()
         with _refusals_in(folder, rank):
-            self._windlass_membership().join(settings, rank)
-        _leave_in(folder, rank, None)
+            self._windlass_engine_rank().join(settings, rank)
+        _leave_in(folder, rank, b"null")
 
     def windlass_rank(self) -> int:
         """Of this process among all of the server's: replicas, stages, tensor-parallel ranks."""
@@ -191,7 +195,7 @@ class WindlassExtension:
         parallel = worker.parallel_config
         return parallel.data_parallel_index * parallel.world_size + worker.rank
 
-    def windlass_at_rest(self, pause_id: str, namespace: str = "") -> None:
+    def windlass_quiesce(self, pause_id: str, namespace: str = "") -> None:
         """Called in the main loop once it is paused.
 
         Args:
@@ -203,24 +207,24 @@ class WindlassExtension:
         """
         _require_apart(namespace)
         self._windlass_keep()
-        self._windlass_membership().gate.at_rest(pause_id)
+        self._windlass_engine_rank().gate.quiesced(pause_id)
 
-    def windlass_hold(self, pause_id: str, deadline_s: str, namespace: str = "") -> None:
+    def windlass_block(self, pause_id: str, deadline_s: str, namespace: str = "") -> None:
         """Called in the main loop between two steps; it stays until the pause ends.
 
         Args:
-            pause_id: see `windlass_at_rest`.
-            deadline_s: see `RestGate.hold`.
-            namespace: see `windlass_at_rest`.
+            pause_id: see `windlass_quiesce`.
+            deadline_s: see `QuiesceGate.block`.
+            namespace: see `windlass_quiesce`.
 
         Raises:
-            ConfigError: see `windlass_at_rest`.
+            ConfigError: see `windlass_quiesce`.
         """
         _require_apart(namespace)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._windlass_keep()
-        self._windlass_membership().gate.hold(pause_id, float(deadline_s))
+        self._windlass_engine_rank().gate.block(pause_id, float(deadline_s))
 
     def windlass_digests(self) -> dict[str, str]:
         """A fingerprint of every tensor that the model of this rank holds, and its adapter."""
@@ -230,13 +234,13 @@ class WindlassExtension:
         return fingerprints(held) | fingerprints(held_by(Slot(model)))
 
     def _windlass_keep(self) -> None:
-        if self._windlass_membership().settings.adapter:
+        if self._windlass_engine_rank().settings.adapter:
             keep_adapter(cast("LoraWorker", self))
 
-    def _windlass_membership(self) -> Membership:
-        if "windlass_membership" not in vars(self):
-            self.windlass_membership = Membership()
-        return self.windlass_membership
+    def _windlass_engine_rank(self) -> EngineRank:
+        if "windlass_engine_rank" not in vars(self):
+            self.windlass_engine_rank = EngineRank()
+        return self.windlass_engine_rank
 
 
 def _require_apart(namespace: str) -> None:
@@ -246,9 +250,16 @@ def _require_apart(namespace: str) -> None:
         )
 
 
-def _leave_in(folder: str, rank: int, said: dict[str, list[str] | int] | None) -> None:
+def _on_every_rank(mine: bool) -> bool:
+    """Whether it is so on all ranks of this server, each of which is in the same call."""
+    from vllm.distributed.parallel_state import get_world_group
+
+    return all_ranks(mine, torch.device("cpu"), get_world_group().cpu_group)
+
+
+def _leave_in(folder: str, rank: int, found: bytes) -> None:
     if Path(folder).is_dir():
-        (Path(folder) / str(rank)).write_bytes(msgspec.json.encode(said))
+        (Path(folder) / str(rank)).write_bytes(found)
 
 
 @contextmanager
@@ -256,18 +267,20 @@ def _refusals_in(folder: str, rank: int) -> Iterator[None]:
     """Leave the reason there: vLLM answers 500 with no word of it, and goes on serving."""
     try:
         yield
+    except RefusedElsewhere:
+        raise  # the rank that has a reason leaves it
     except Exception as error:
         if Path(folder).is_dir():
             (Path(folder) / f"{rank}{REFUSED}").write_text(f"{type(error).__name__}: {error}")
         raise
 
 
-def _can_hold(parallel: _ParallelConfig) -> bool:
-    """Whether the loop of a rank may be held between two steps while weights change.
+def _can_block(parallel: _ParallelConfig) -> bool:
+    """Whether the loop of a rank may be blocked between two steps while weights change.
 
     Not where a step is spread over stages, or is one of several replicas (experts): another rank
     may be in mid-step then, and waits for this one. Not where tokens are stamped (0.32): the
-    version is set by the core's loop, which is waiting for the ranks that are held.
+    version is set by the core's loop, which is waiting for the ranks that are blocked.
     """
     from vllm.v1.engine.core import EngineCore
 

@@ -11,6 +11,9 @@ from typing import Any, final
 
 import msgspec
 
+from windlass.errors import DECODE_ERRORS, ConfigError
+from windlass.rollout.messages import SamplingParams
+
 __all__ = ["GenerateRoute"]
 
 Message = MutableMapping[str, Any]
@@ -24,18 +27,9 @@ OK = 200
 UNPROCESSABLE = 422
 
 
-class _Sampling(msgspec.Struct, frozen=True):
-    max_new_tokens: int = 16
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-
-
 class _Request(msgspec.Struct, frozen=True):
     input_ids: list[int]
-    sampling_params: _Sampling = _Sampling()
+    sampling_params: SamplingParams = SamplingParams(max_new_tokens=16)
     rid: str = ""
     lora_path: str = ""
     """Name of a served adapter, as in SGLang's requests; empty asks the model itself."""
@@ -80,7 +74,7 @@ class GenerateRoute:
             return
         try:
             body = _to_inner(msgspec.json.decode(await _body(receive), type=_Request))
-        except msgspec.MsgspecError as error:
+        except (ConfigError, *DECODE_ERRORS) as error:
             await _answer(send, UNPROCESSABLE, str(error).encode())
             return
         headers = [(k, v) for k, v in scope["headers"] if k != b"content-length"]

@@ -1,1 +1,1 @@
-"""Asynchronous GRPO on one CPU machine, through the public API only."""
+"""`windlass demo`: a launched job that trains for real, its recipe, its checker and its picture."""

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
 
 import msgspec
 import torch
 from safetensors.torch import load_file
 
-from windlass.jobs.demo.grpo import build_model, token_logprobs
-from windlass.jobs.demo.settings import DemoSettings
+from windlass.jobs.demo.trainer import build_model, token_logprobs
 from windlass.layout.dtypes import DType
 from windlass.memory.torch_dtypes import torch_dtype
 from windlass.rollout.messages import TrainingSample
@@ -46,58 +45,67 @@ class TornReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_served(
-    settings: DemoSettings, samples: Sequence[TrainingSample], published: Sequence[int]
+    samples: Sequence[TrainingSample],
+    published: Sequence[int],
+    *,
+    model_config: Path,
+    versions_dir: Path,
+    dtypes: Mapping[str, str],
 ) -> TornReport:
-    """Compare every sample with the trainer's weights at each of its versions."""
-    dtypes = {engine.name: engine.dtype for engine in settings.engines}
+    """Compare every sample with the trainer's weights at each of its versions.
+
+    Args:
+        samples: answers that were trained on.
+        published: versions that engines may have served.
+        model_config: the model's transformers configuration.
+        versions_dir: has VERSION.safetensors for every version that a sample names.
+        dtypes: of the engines' parameters, by the engine's name.
+    """
     by_key: dict[tuple[str, int], list[int]] = defaultdict(list)
     for index, sample in enumerate(samples):
         for version in sorted(set(sample.versions)):
             by_key[dtypes[sample.engine], version].append(index)
-    own = torch.zeros(len(samples))
-    previous = torch.zeros(len(samples))
+    own, previous = torch.zeros(len(samples)), torch.zeros(len(samples))
     unpublished = torch.zeros(len(samples), dtype=torch.bool)
-    models = {dtype: _model(settings, dtype) for dtype in sorted({k[0] for k in by_key})}
+    models = {
+        dtype: build_model(model_config).to(torch_dtype(DType(dtype))).eval()
+        for dtype in {dtype for dtype, _ in by_key}
+    }
     for (dtype, version), indices in sorted(by_key.items()):
         if version not in published:
             unpublished[indices] = True
             continue
-        model = models[dtype]
-        _load(model, settings, version)
-        own[indices] += _distance(model, samples, indices, version)
-        _load(model, settings, max(version - 1, 0))
-        previous[indices] += _distance(model, samples, indices, version)
-    tolerance = torch.tensor([TOLERANCE[dtypes[s.engine]] for s in samples])
+        for loaded, distance in ((version, own), (max(version - 1, 0), previous)):
+            _load(models[dtype], versions_dir / f"{loaded}.safetensors")
+            distance[indices] += _distance(models[dtype], samples, indices, version)
+    dtype_of_sample = [dtypes[sample.engine] for sample in samples]
+    tolerance = torch.tensor([TOLERANCE[dtype] for dtype in dtype_of_sample])
     torn = unpublished | (own > tolerance)
     later = torch.tensor([min(s.versions) > 0 for s in samples], dtype=torch.bool)
     control = (previous > tolerance)[later]
+    largest: dict[str, float] = defaultdict(float)
+    for dtype, value in zip(dtype_of_sample, own.tolist(), strict=True):
+        largest[dtype] = max(largest[dtype], value)
     return TornReport(
         checked=len(samples),
         torn=int(torn.sum()),
-        max_distance=_max_by_dtype(own, [dtypes[s.engine] for s in samples]),
+        max_distance=dict(largest),
         control_detected=float(control.float().mean()) if len(control) else None,
     )
 
 
-def _model(settings: DemoSettings, dtype: str) -> torch.nn.Module:
-    config: dict[str, Any] = msgspec.json.decode(settings.model_config_path.read_bytes())
-    return build_model(config, settings.seed).to(torch_dtype(DType(dtype))).eval()
-
-
-def _load(model: torch.nn.Module, settings: DemoSettings, version: int) -> None:
-    weights: Mapping[str, torch.Tensor] = load_file(
-        settings.versions_dir / f"{version}.safetensors"
-    )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
+@torch.no_grad()
+def _load(model: torch.nn.Module, path: Path) -> None:
+    weights = load_file(path)
+    for name, parameter in model.named_parameters():
+        parameter.copy_(weights[name])
 
 
 @torch.no_grad()
 def _distance(
     model: torch.nn.Module, samples: Sequence[TrainingSample], indices: Sequence[int], version: int
 ) -> torch.Tensor:
-    """Mean over all tokens of |served - recomputed| at the tokens labelled `version`."""
+    """Return, per sample, the mean over all tokens of |served - recomputed| where `version` served."""
     parts = []
     for start in range(0, len(indices), BATCH):
         chunk = [samples[i] for i in indices[start : start + BATCH]]
@@ -110,10 +118,3 @@ def _distance(
         labelled = torch.tensor([s.versions for s in chunk]) == version
         parts.append(((served - recomputed).abs() * labelled).mean(1))
     return torch.cat(parts)
-
-
-def _max_by_dtype(distance: torch.Tensor, dtypes: Sequence[str]) -> dict[str, float]:
-    largest: dict[str, float] = defaultdict(float)
-    for dtype, value in zip(dtypes, distance.tolist(), strict=True):
-        largest[dtype] = max(largest[dtype], value)
-    return dict(largest)

@@ -1,77 +1,115 @@
-"""The demo's trainer: what a user writes in a torchrun script of their own.
+"""The demo's trainer rank: the model, the loss, and a copy of every version for the checker.
 
-`python -m torch.distributed.run --nproc-per-node 2 -m windlass.jobs.demo.trainer SETTINGS URL`
+Started by the launched job as `trainer.py MODEL_CONFIG VERSIONS_DIR [SEED]`, once per rank.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors.torch import save_file
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-import windlass
-from windlass.envs import control_token
-from windlass.jobs.demo.grpo import build_model, grpo_loss
-from windlass.jobs.demo.settings import DemoSettings, load_settings
+from windlass.envs import environment_value
+from windlass.jobs.fsdp_engine import FsdpEngine, Samples
+from windlass.jobs.train_worker import run_train_worker
+from windlass.rollout.messages import TrainingSample
+
+__all__ = ["build_model", "grpo_loss", "token_logprobs"]
+
+CLIP = 0.2
+LEARNING_RATE = 2e-3
 
 
-def shard(model: torch.nn.Module, num_ranks: int) -> None:
-    """FSDP2: one unit per decoder layer, one for the rest."""
-    mesh = init_device_mesh("cpu", (num_ranks,))
-    for layer in model.get_submodule("model.layers").children():
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+def build_model(config: Path) -> torch.nn.Module:
+    """Build the causal LM that a transformers configuration describes, with random weights."""
+    fields = msgspec.json.decode(config.read_bytes())
+    model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**fields)
+    )
+    return model
 
 
-def save_version(model: torch.nn.Module, settings: DemoSettings, version: int) -> None:
-    """Rank 0 keeps the gathered weights, so that the demo can prove what engines served.
+def token_logprobs(
+    model: torch.nn.Module, prompt_ids: torch.Tensor, output_ids: torch.Tensor
+) -> torch.Tensor:
+    """Return log-probabilities (B, T) of outputs (B, T) after prompts (B, P), in float32."""
+    tokens = torch.cat([prompt_ids, output_ids], dim=1)
+    logits = model(tokens[:, :-1]).logits[:, prompt_ids.shape[1] - 1 :].float()
+    chosen: torch.Tensor = logits.log_softmax(-1).gather(2, output_ids[..., None])[..., 0]
+    return chosen
 
-    Collective. Windlass itself gathers nothing; this is the demo's own oracle.
+
+def grpo_loss(model: torch.nn.Module, samples: Sequence[TrainingSample]) -> torch.Tensor:
+    """Return the clipped policy-gradient loss with group-normalised advantages (GRPO, arXiv:2402.03300).
+
+    The ratio is taken against the logprobs that the engine served, so answers begun under
+    an older version are corrected token by token.
     """
-    weights = {}
-    for name, parameter in model.named_parameters():
-        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        weights[name] = full.detach().clone()
+    prompts = torch.tensor([s.prompt_ids for s in samples])
+    outputs = torch.tensor([s.output_ids for s in samples])
+    behaviour = torch.tensor([s.logprobs for s in samples])
+    advantages = torch.tensor(_advantages(samples))[:, None]
+    ratio = (token_logprobs(model, prompts, outputs) - behaviour).exp()
+    clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
+    return -torch.minimum(ratio * advantages, clipped * advantages).mean()
+
+
+def _advantages(samples: Sequence[TrainingSample]) -> list[float]:
+    groups: dict[int, list[float]] = defaultdict(list)
+    for sample in samples:
+        groups[sample.group_id].append(sample.reward)
+    moments = {
+        group: (mean := sum(r) / len(r), (sum((x - mean) ** 2 for x in r) / len(r)) ** 0.5)
+        for group, r in groups.items()
+    }
+    return [(s.reward - moments[s.group_id][0]) / (moments[s.group_id][1] + 1e-4) for s in samples]
+
+
+def _save_version(model: torch.nn.Module, path: Path) -> None:
+    """Gather the weights and write them from rank 0: the checker's truth. Collective.
+
+    Windlass itself gathers nothing.
+    """
+    weights = {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for name, p in model.named_parameters()
+    }
     if dist.get_rank() == 0:
-        save_file(weights, settings.versions_dir / f"{version}.safetensors")
+        save_file(weights, path)
 
 
-def main() -> None:
-    """Train and publish until the steps are done."""
-    settings = load_settings(Path(sys.argv[1]))
-    url, token = sys.argv[2], control_token()
+def main(config: str, versions_dir: str, seed: str = "0") -> None:
+    """Serve the job's train controller until it says stop."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    model = build_model(msgspec.json.decode(settings.model_config_path.read_bytes()), settings.seed)
-    shard(model, world_size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0)
-    with (
-        windlass.connect_trainer(
-            model, controller=url, token=token, transport=settings.transport
-        ) as trainer,
-        windlass.BatchClient(url, token) as batches,
-    ):
-        save_version(model, settings, 0)
-        trainer.publish(0)
-        for step in range(settings.steps):
-            batch = batches.next_batch(step, rank, world_size, deadline_s=settings.step_deadline_s)
-            loss = grpo_loss(model, batch.samples)
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            save_version(model, settings, step + 1)
-            trainer.publish(step + 1)
-    dist.destroy_process_group()
+    versions = itertools.count()
+
+    def loss(model: torch.nn.Module, groups: Samples) -> torch.Tensor:
+        # A step begins with the weights that the step before it published.
+        _save_version(model, Path(versions_dir) / f"{next(versions)}.safetensors")
+        return grpo_loss(model, [sample for group in groups for sample in group])
+
+    run_train_worker(
+        FsdpEngine(
+            model=lambda: build_model(Path(config)),
+            optimizer=lambda model: torch.optim.AdamW(
+                model.parameters(), lr=LEARNING_RATE, weight_decay=0.0
+            ),
+            loss=loss,
+            units=lambda model: list(model.get_submodule("model.layers").children()),
+            seed=int(seed),
+            transport=environment_value("WINDLASS_TRANSPORT"),
+        )
+    )
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

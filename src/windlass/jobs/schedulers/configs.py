@@ -70,7 +70,7 @@ def create_scheduler(
     """
     match config:
         case LocalSchedulerConfig():
-            return LocalScheduler(log_dir, environment, tethered=True)
+            return LocalScheduler(log_dir, environment, watched=True)
         case SlurmSchedulerConfig(options=options, host=host):
             return slurm_scheduler(log_dir, environment, sbatch_options=options, host=host)
         case RaySchedulerConfig(address=address, num_cpus=num_cpus):

@@ -15,7 +15,7 @@ from typing import final
 
 from windlass.envs import inherited_environment
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable
-from windlass.jobs.schedulers import parent_watchdog as tether
+from windlass.jobs.schedulers import parent_watchdog
 from windlass.jobs.schedulers.base import ProcessSpec, ProcessStatus, Scheduler
 
 __all__ = ["LocalScheduler"]
@@ -35,7 +35,7 @@ class LocalScheduler(Scheduler):
     Args:
         log_dir: made if it is missing.
         environment: variables for every process.
-        tethered: whether the processes also end when this process dies without `close`. Without
+        watched: whether the processes also end when this process dies without `close`. Without
             it they go on, and a controller that is started again finds them.
     """
 
@@ -44,13 +44,13 @@ class LocalScheduler(Scheduler):
         log_dir: Path,
         environment: Mapping[str, str] | None = None,
         *,
-        tethered: bool = False,
+        watched: bool = False,
     ) -> None:
         self._log_dir = log_dir
         self._environment = dict(environment or {})
         self._processes: dict[str, asyncio.subprocess.Process] = {}
-        self._mark = secrets.token_hex(8) if tethered else ""
-        self._tether: int | None = None
+        self._mark = secrets.token_hex(8) if watched else ""
+        self._watchdog: int | None = None
         log_dir.mkdir(parents=True, exist_ok=True)
 
     async def start(self, spec: ProcessSpec) -> ProcessStatus:
@@ -122,17 +122,17 @@ class LocalScheduler(Scheduler):
 
     async def close(self, *, grace_s: float = 5.0) -> None:
         await _end([*self._processes.values()], grace_s)
-        if self._tether is not None:
-            os.close(self._tether)
-            self._tether = None
+        if self._watchdog is not None:
+            os.close(self._watchdog)
+            self._watchdog = None
 
     async def mark(self) -> Mapping[str, str]:
-        """Variables of a process that shall end when this one dies; none if not tethered."""
+        """Variables of a process that shall end when this one dies; none if not watched."""
         if not self._mark:
             return {}
-        if self._tether is None:
-            self._tether = await _start_tether(self._mark)
-        return {tether.MARK_VARIABLE: self._mark}
+        if self._watchdog is None:
+            self._watchdog = await _start_watchdog(self._mark)
+        return {parent_watchdog.MARK_VARIABLE: self._mark}
 
     def log_path(self, name: str) -> Path:
         """Where the process called `name` logs."""
@@ -150,12 +150,12 @@ class LocalScheduler(Scheduler):
         await self.close()
 
 
-async def _start_tether(mark: str) -> int:
+async def _start_watchdog(mark: str) -> int:
     """Start what follows a pipe whose other end only this process holds; returns that end."""
     read_end, write_end = os.pipe()  # not inherited by what is started later
     try:
         starter = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", tether.__file__, "marked", mark),
+            *(sys.executable, "-I", "-S", parent_watchdog.__file__, "marked", mark),
             stdin=read_end,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
@@ -169,7 +169,7 @@ async def _start_tether(mark: str) -> int:
     except TimeoutError:
         starter.kill()
         os.close(write_end)
-        raise PeerTimeout(f"scheduler: no tether within {START_DEADLINE_S} s") from None
+        raise PeerTimeout(f"scheduler: no watchdog within {START_DEADLINE_S} s") from None
     return write_end
 
 

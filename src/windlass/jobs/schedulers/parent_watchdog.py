@@ -1,10 +1,10 @@
 """What ends processes whose owner died without ending them. Run as a script; standard library only.
 
-`tether.py marked MARK` follows stdin to its end, which the kernel brings about however the owner
+`parent_watchdog.py marked MARK` follows stdin to its end, which the kernel brings about however the owner
 died, and then kills every process that carries MARK in its environment. Children inherit it, so
 whatever left its process group is found too, and there is no list that could be out of date.
 
-`tether.py lease HOST PORT` connects to the owner, says WINDLASS_LEASE, and stays until the
+`parent_watchdog.py lease HOST PORT` connects to the owner, says WINDLASS_LEASE, and stays until the
 connection ends; a host that fell silent is noticed by keep-alive within `SILENCE_S`. Slurm ends
 a job together with its batch script, which this is.
 """
@@ -18,7 +18,7 @@ import sys
 __all__ = ["LEASE_VARIABLE", "MARK_VARIABLE", "SILENCE_S", "keep_alive"]
 
 LEASE_VARIABLE = "WINDLASS_LEASE"
-MARK_VARIABLE = "WINDLASS_TETHER"
+MARK_VARIABLE = "WINDLASS_WATCHDOG"
 SILENCE_S = 20
 CONNECT_DEADLINE_S = 30.0
 
@@ -34,7 +34,7 @@ def keep_alive(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def hold(host: str, port: int, lease: str) -> None:
+def wait_for_owner(host: str, port: int, lease: str) -> None:
     """Return once the owner is gone."""
     with socket.create_connection((host, port), timeout=CONNECT_DEADLINE_S) as connection:
         keep_alive(connection)
@@ -44,7 +44,7 @@ def hold(host: str, port: int, lease: str) -> None:
             connection.recv(1)
 
 
-def watch(mark: str) -> None:
+def kill_marked(mark: str) -> None:
     """Follow stdin, then kill what is left."""
     sys.stdin.read()
     entry = f"{MARK_VARIABLE}={mark}".encode()
@@ -70,7 +70,7 @@ if __name__ == "__main__":
         if os.fork():
             os._exit(0)
         os.setsid()
-        watch(sys.argv[2])
+        kill_marked(sys.argv[2])
     else:
         lease = os.environ[LEASE_VARIABLE]  # noqa: TID251 - windlass is not imported here
-        hold(sys.argv[2], int(sys.argv[3]), lease)
+        wait_for_owner(sys.argv[2], int(sys.argv[3]), lease)

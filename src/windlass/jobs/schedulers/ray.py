@@ -54,7 +54,7 @@ class Launcher:
 
     def __init__(self) -> None:
         self._log_dir = tempfile.TemporaryDirectory(prefix="windlass-")
-        self._scheduler = LocalScheduler(Path(self._log_dir.name), tethered=True)
+        self._scheduler = LocalScheduler(Path(self._log_dir.name), watched=True)
 
     async def ready(self) -> bool:
         """Answer, which proves that the actor was placed."""

@@ -1,6 +1,6 @@
 """Processes as Slurm job steps.
 
-A reservation is one `sbatch` job, whose batch script (`tether.py`) takes a lease: it connects to
+A reservation is one `sbatch` job, whose batch script (`parent_watchdog.py`) takes a lease: it connects to
 this process and says a secret. That connection is the grant, so nobody asks again and again, and
 it is what the job lives by: when it ends, however this process died, the script ends, and Slurm
 ends the job with everything in it. Processes are `srun` steps in the job, so that colocated ones
@@ -27,7 +27,7 @@ from typing import final
 
 from windlass.envs import inherited_environment
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, TransportUnavailable
-from windlass.jobs.schedulers import parent_watchdog as tether
+from windlass.jobs.schedulers import parent_watchdog
 from windlass.jobs.schedulers.base import ProcessSpec
 from windlass.jobs.schedulers.local import LocalScheduler
 from windlass.jobs.schedulers.queued import ClusterBackend, QueuedScheduler
@@ -76,7 +76,7 @@ class SlurmBackend(ClusterBackend):
     def __init__(
         self, log_dir: Path, *, sbatch_options: tuple[str, ...] = (), host: str = ""
     ) -> None:
-        self._clients = LocalScheduler(log_dir, tethered=True)
+        self._clients = LocalScheduler(log_dir, watched=True)
         self._script = log_dir / "slurm-lease.sh"
         self._options = sbatch_options
         self._host = host or socket.gethostname()
@@ -102,7 +102,7 @@ class SlurmBackend(ClusterBackend):
                 f"slurm: host must be an address of this host, got {self._host!r}: {error}"
             ) from error
         self._address = self._server.sockets[0].getsockname()[:2]
-        source = await asyncio.to_thread(inspect.getsource, tether)
+        source = await asyncio.to_thread(inspect.getsource, parent_watchdog)
         program = shlex.join((sys.executable, "-I", "-S", "-c", source))
         self._script.write_text(f'#!/bin/sh\nexec {program} "$@"\n')
 
@@ -117,7 +117,7 @@ class SlurmBackend(ClusterBackend):
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env={**inherited_environment(), **mark, tether.LEASE_VARIABLE: lease},
+            env={**inherited_environment(), **mark, parent_watchdog.LEASE_VARIABLE: lease},
             start_new_session=True,
         )
         job = self._unclaimed[lease] = _Job(client)
@@ -152,7 +152,7 @@ class SlurmBackend(ClusterBackend):
         if job is None:
             writer.close()
             return
-        tether.keep_alive(writer.get_extra_info("socket"))
+        parent_watchdog.keep_alive(writer.get_extra_info("socket"))
         job.lease = writer
         job.settled.set()
 

@@ -21,10 +21,12 @@ from typing import final
 import msgspec
 
 from windlass.engines.launch import check_placed
-from windlass.engines.sglang.table.routes import TableRoutes, refuse_unsafe_server
+from windlass.engines.sglang.releases import RELEASES
+from windlass.engines.sglang.settings import server_info
+from windlass.engines.sglang.table.routes import refuse_unsafe_server
 from windlass.engines.sglang.table.wire import RankOrder, RankReport
 from windlass.engines.signals import EndSignals
-from windlass.engines.versions import SGLANG, installed_version
+from windlass.engines.versions import installed_version
 from windlass.envs import control_token
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
 from windlass.net.addresses import free_port
@@ -79,8 +81,7 @@ def _orders(args: argparse.Namespace, rest: Sequence[str]) -> list[RankOrder]:
         if not args.controller:
             raise ConfigError("--controller must be given, or --check")
         control_token()  # fails here and not in a rank
-    info = TableRoutes(args.url).info()
-    refuse_unsafe_server(info, _installed())
+    info = refuse_unsafe_server(server_info(args.url), _installed())
     dist_port = free_port()
     return [
         RankOrder(
@@ -93,13 +94,14 @@ def _orders(args: argparse.Namespace, rest: Sequence[str]) -> list[RankOrder]:
             dist_port=dist_port,
             controller=args.controller,
             transport=config,
+            device=info.device,
         )
         for rank in range(info.tp_size)
     ]
 
 
 def _installed() -> str:
-    found = installed_version(SGLANG)
+    found = installed_version(RELEASES)
     if not found:
         raise ConfigError(
             f"SGLang must be installed in the environment of {sys.executable}, of the server's version"

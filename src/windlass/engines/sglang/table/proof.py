@@ -32,7 +32,7 @@ CHECK_DEADLINE_S = 60.0
 def check_agreement(
     table: WeightTable, parameters: Mapping[str, torch.Tensor], captured: Captured
 ) -> None:
-    """Compare a live rank's table with a model of the same class, and with what was learnt of it.
+    """Compare a live rank's table with a model of the same class, and with what was captured of it.
 
     Raises:
         UnsupportedLayout: names what is missing, extra or different, and what updates would have
@@ -50,10 +50,14 @@ def check_agreement(
             {rounding.name for rounding in captured.roundings}
         ),
     }
-    learnt = {p.name: p.nbytes for p in captured.manifest.parameters}
-    faults["derived from weights, and not in the table"] = sorted(learnt.keys() - told.keys())
+    captured_nbytes = {p.name: p.nbytes for p in captured.manifest.parameters}
+    faults["derived from weights, and not in the table"] = sorted(
+        captured_nbytes.keys() - told.keys()
+    )
     faults["not contiguous"] = sorted(
-        n for n in learnt.keys() & told.keys() if learnt[n] != table.entries[n].nbytes
+        n
+        for n in captured_nbytes.keys() & told.keys()
+        if captured_nbytes[n] != table.entries[n].nbytes
     )
     found = "; ".join(f"{what}: {names}" for what, names in faults.items() if names)
     if found:
@@ -75,7 +79,7 @@ class RemoteCopies:
         self.addresses = tuple(entry.address for entry in there)
 
     def fetch(self) -> None:
-        """See `Elsewhere.fetch`."""
+        """See `RemoteMemory.fetch`."""
         read_back(self._session, self._local, self.addresses, self._nbytes)
 
 
@@ -105,7 +109,7 @@ class TableRank:
         config: of this process's Mooncake engine.
         routes: of the server. rank: tensor-parallel.
         table: as the server tells it now; it must stay so.
-        model: of this process, loaded with what the engine should hold. captured: learnt of it.
+        model: of this process, loaded with what the engine should hold. captured: of it.
 
     Raises:
         UnsupportedLayout: see `check_agreement`.
@@ -136,7 +140,7 @@ class TableRank:
         )
         there = [entries[p.name] for p in captured.manifest.parameters]
         self.copies = RemoteCopies(self.session, captured.addresses, there)
-        self._has_opinion = False
+        self._is_cross_checked = False
         self._paused = False
 
     def require_equal(self) -> None:
@@ -161,18 +165,18 @@ class TableRank:
                 "from, or that of the weights which it holds now, or start it anew"
             )
 
-    def ask_second_opinion(self, device: str) -> bool:
+    def cross_check(self, device: str) -> bool:
         """Whether SGLang's checksums can be compared with ours: it hashes otherwise on GPUs.
 
         Raises:
             TransferFailed: they can, and differ.
         """
-        self._has_opinion = device == "cpu"
-        self._compare_opinion()
-        return self._has_opinion
+        self._is_cross_checked = device == "cpu"
+        self._compare_checksums()
+        return self._is_cross_checked
 
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:  # noqa: ARG002
-        """See `EngineHooks.pause`; what rank 0 asks for settles it for all."""
+        """See `EngineHooks.pause`; what rank 0 asks for holds for all."""
         if self._routes.table(self._rank) != self._table:
             raise PeerUnreachable(
                 f"{self.captured.manifest.worker}: the server tells another table than when this "
@@ -194,15 +198,15 @@ class TableRank:
         Raises:
             TransferFailed: not what was read from where the table says.
         """
-        self._compare_opinion()
+        self._compare_checksums()
 
     def set_version(self, version: int, deadline_s: float) -> None:
         """See `EngineHooks.set_version`."""
         if self._rank == 0:
             self._routes.set_version(version, deadline_s)
 
-    def _compare_opinion(self) -> None:
-        if not self._has_opinion:
+    def _compare_checksums(self) -> None:
+        if not self._is_cross_checked:
             return
         theirs = self._routes.checksums(CHECK_DEADLINE_S)[self._rank]
         ours = {name: checksum(p) for name, p in self._parameters.items() if name in theirs}

@@ -1,7 +1,7 @@
 """One rank of an SGLang server that runs no code of ours: its agent, in a process of its own.
 
 Started by `windlass.engines.sglang.table`, with one `RankOrder` in JSON on the first line of its
-standard input. It learns the layout from the engine's own model class and loader, proves that the
+standard input. It captures the layout from the engine's own model class and loader, proves that the
 live engine's memory has that layout, says so, and joins when it is told to. It ends when its input
 does, or when the engine's process does.
 """
@@ -76,13 +76,12 @@ def _prove(order: RankOrder) -> tuple[TableRank, RankReport]:
     if order.controller:  # nobody whom this rank does not know may write from here on
         rank.session.require_alone(deadline_s=ALONE_DEADLINE_S)
     rank.require_equal()
-    info = routes.info()
     return rank, RankReport(
         session=table.session,
         parameters=len(table.entries),
         nbytes=sum(entry.nbytes for entry in table.entries.values()),
         unplaced=captured.unplaced,
-        second_opinion=rank.ask_second_opinion(info.device),
+        cross_checked=rank.cross_check(order.device),
         wire=rank.session.report().protocol,
     )
 

@@ -13,8 +13,10 @@ from typing import final
 import msgspec
 
 from windlass.config import PauseMode
-from windlass.engines.attach import get, post
-from windlass.engines.sglang.settings import refuse_caches_elsewhere
+from windlass.engines.http import get, post
+from windlass.engines.sglang.routes import SglangRoutes
+from windlass.engines.sglang.settings import RULES, refuse_unsafe_settings
+from windlass.engines.spec import Rule
 from windlass.errors import ConfigError, PeerUnreachable, UnsupportedLayout
 
 __all__ = ["ENABLING", "Entry", "ServerInfo", "TableRoutes", "WeightTable", "refuse_unsafe_server"]
@@ -60,18 +62,6 @@ class ServerInfo(msgspec.Struct, frozen=True):
     device: str
     launch_command: str | None = None
     tp_size: int = 1
-    pp_size: int = 1
-    dp_size: int = 1
-    nnodes: int = 1
-    enable_memory_saver: bool = False
-    enable_lora: bool | None = None
-    enable_eplb: bool = False
-    enable_dp_attention: bool = False
-    quantization: str | None = None
-    speculative_algorithm: str | None = None
-    cpu_offload_gb: float = 0
-    load_format: str = "auto"
-    disaggregation_mode: str = "null"
 
     def arguments(self) -> tuple[str, ...]:
         """What the server was started with, less what would start another table."""
@@ -94,74 +84,62 @@ class _CheckerAnswer(msgspec.Struct, frozen=True):
     ranks: list[_Checksums] = []
 
 
-def refuse_unsafe_server(info: ServerInfo, installed: str) -> None:
+_TENSOR_PARALLEL = "the table knows tensor-parallel ranks only"
+_SERVER_RULES = (
+    *RULES,
+    Rule("--pp-size", (1,), _TENSOR_PARALLEL, ("pp_size",)),
+    Rule("--dp-size", (1,), _TENSOR_PARALLEL, ("dp_size",)),
+    Rule(
+        "--quantization", (None,), "quantised weights are computed, not copied", ("quantization",)
+    ),
+    Rule("--load-format", ("auto", "safetensors"), "no checkpoint to compare", ("load_format",)),
+)
+"""Of a server that runs no code of ours."""
+
+
+def refuse_unsafe_server(told: Mapping[str, object], installed: str) -> ServerInfo:
     """Check what the server was started with.
 
     Args:
-        info: of the server.
+        told: of `server_info`.
         installed: version of SGLang in this environment.
+
+    Returns:
+        What is used of it.
 
     Raises:
         ConfigError: names a setting with which an update would be wrong, and why.
+        PeerUnreachable: it is not SGLang's answer.
     """
-    hidden = "its tensors are not in the table"
-    rules: Mapping[str, tuple[object, object, str]] = {
-        "version": (info.version, installed, "the layout is learnt from the model class here"),
-        "pp_size": (info.pp_size, 1, "the table knows tensor-parallel ranks only"),
-        "dp_size": (info.dp_size, 1, "the table knows tensor-parallel ranks only"),
-        "nnodes": (info.nnodes, 1, "every rank needs a process of this program on its host"),
-        "enable_memory_saver": (info.enable_memory_saver, False, "released memory moves"),
-        "enable_lora": (bool(info.enable_lora), False, "wrapped layers are rebuilt per adapter"),
-        "enable_eplb": (info.enable_eplb, False, "experts move between ranks"),
-        "enable_dp_attention": (info.enable_dp_attention, False, "ranks come to rest apart"),
-        "quantization": (info.quantization, None, "quantised weights are computed, not copied"),
-        "speculative_algorithm": (info.speculative_algorithm, None, f"of a draft model, {hidden}"),
-        "cpu_offload_gb": (info.cpu_offload_gb, 0, "offloaded weights move"),
-        "disaggregation_mode": (info.disaggregation_mode, "null", "its loops rest in other ways"),
-        "load_format": (
-            info.load_format in {"auto", "safetensors"},
-            True,
-            "no checkpoint to compare",
-        ),
-    }
-    for name, (found, wanted, reason) in rules.items():
-        if found != wanted:
-            raise ConfigError(f"server: {name} must be {wanted}, got {found}: {reason}")
+    refuse_unsafe_settings("server", told, _SERVER_RULES)
+    try:
+        info = msgspec.convert(told, type=ServerInfo)
+    except msgspec.ValidationError as error:
+        raise PeerUnreachable(f"/server_info: not SGLang's answer: {error}") from error
+    if info.version != installed:
+        raise ConfigError(
+            f"server: version must be {installed}, got {info.version}: the layout is captured from the "
+            f"model class here"
+        )
     if info.launch_command is None:
         raise ConfigError(
             "server: launch_command must be told in /server_info, so that its model can be built "
             "here, got none: start it as a program, not as a library"
         )
+    return info
 
 
 @final
-class TableRoutes:
+class TableRoutes(SglangRoutes):
     """Of one server.
 
     Args:
-        url: of the server. world_size: its tensor-parallel ranks; 0 before they are known.
+        url: of the server. world_size: its tensor-parallel ranks.
     """
 
-    def __init__(self, url: str, world_size: int = 0) -> None:
-        self.url, self.world_size = url, world_size
-
-    def info(self) -> ServerInfo:
-        """Settings, as resolved by the server.
-
-        Raises:
-            ConfigError: see `refuse_caches_elsewhere`.
-            PeerUnreachable, PeerTimeout: it does not answer, or not as SGLang does.
-        """
-        body = get(self.url, "/server_info")
-        try:
-            told = msgspec.json.decode(body, type=dict[str, object])
-            info = msgspec.json.decode(body, type=ServerInfo)
-        except msgspec.DecodeError as error:
-            raise PeerUnreachable(
-                f"{self.url}/server_info: not SGLang's answer: {error}"
-            ) from error
-        refuse_caches_elsewhere(self.url, told)
-        return info
+    def __init__(self, url: str, world_size: int) -> None:
+        super().__init__(url)
+        self.world_size = world_size
 
     def table(self, rank: int) -> WeightTable:
         """Where the weights of a rank lie.
@@ -196,28 +174,17 @@ class TableRoutes:
 
         Raises:
             ConfigError: another mode; nothing was paused.
-            PeerUnreachable, PeerTimeout: it is not at rest, or has not emptied its caches.
+            PeerUnreachable, PeerTimeout: it is not quiesced, or has not emptied its caches.
         """
         if mode is PauseMode.IN_PLACE:
             raise ConfigError(
                 "pause_mode must be abort or retract for a server without Windlass in it, whose caches "
                 f"of old weights outlive an update otherwise, got {mode}"
             )
-        post(self.url, "/pause_generation", {"mode": str(mode)}, deadline_s)
+        self.pause_generation(mode, deadline_s)
         self.checksums(deadline_s, skip=(_ALL_NAMES,))
-        if mode is PauseMode.RETRACT:  # one with a timeout waits for what was retracted, in vain
-            post(self.url, "/flush_cache", {}, deadline_s)
-        else:
-            post(self.url, f"/flush_cache?timeout={deadline_s}", {}, deadline_s)
-
-    def resume(self, deadline_s: float) -> None:
-        """Go on generating."""
-        post(self.url, "/continue_generation", {}, deadline_s)
-
-    def set_version(self, version: int, deadline_s: float) -> None:
-        """Running requests are not aborted."""
-        body = {"new_version": str(version), "abort_all_requests": False}
-        post(self.url, "/update_weight_version", body, deadline_s)
+        # With a timeout, a flush waits for what was retracted, in vain.
+        self.flush_cache(deadline_s, 0.0 if mode is PauseMode.RETRACT else deadline_s)
 
     def checksums(self, deadline_s: float, skip: Sequence[str] = ()) -> dict[int, dict[str, str]]:
         """By rank and name, of what the model holds, computed by SGLang.

@@ -17,6 +17,7 @@ class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
             engine holds now. arguments: of the server's command line, for the model.
         rank, world_size: tensor-parallel. dist_port: where the ranks of this program meet.
         controller: address, empty for a look only. transport: of this rank's own Mooncake engine.
+        device: of the server's weights, as SGLang calls it.
     """
 
     name: str
@@ -28,6 +29,7 @@ class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
     dist_port: int
     controller: str
     transport: MooncakeConfig
+    device: str
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +38,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         session: of the engine's rank. parameters, nbytes: compared, all equal.
         unplaced: checkpoint tensors that left no trace on this rank.
-        second_opinion: whether SGLang's own checksums can be compared with ours.
+        cross_checked: whether SGLang's own checksums can be compared with ours.
         wire: of the reads. error: why this rank is refused; then the rest is empty.
     """
 
@@ -44,6 +46,6 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int = 0
     nbytes: int = 0
     unplaced: tuple[str, ...] = ()
-    second_opinion: bool = False
+    cross_checked: bool = False
     wire: str = ""
     error: str = ""

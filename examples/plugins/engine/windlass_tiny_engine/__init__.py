@@ -1,0 +1,12 @@
+"""The engine `tiny`: what Windlass is told of it. Its server is in `__main__`."""
+
+from __future__ import annotations
+
+from windlass.engines.spec import EngineSpec, Rule
+
+ENGINE = EngineSpec(
+    name="tiny",
+    title="Tiny",
+    module="windlass_tiny_engine",
+    rules=(Rule("--freeze", (), "weights that are frozen take no update"),),
+)

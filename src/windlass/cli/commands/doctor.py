@@ -1,0 +1,122 @@
+"""`windlass doctor`: what will and will not work here, and how to mend it."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from windlass.cli import Command
+from windlass.cli.checks import Finding, Status, check_flags, run_checks
+
+__all__ = ["COMMAND"]
+
+_STYLES = {Status.WORKS: "green", Status.LIMITED: "yellow", Status.FAILS: "red"}
+_ELSEWHERE_DEADLINE_S = 180.0
+
+Report = dict[str, tuple[Finding, ...]]
+"""Interpreter -> findings."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `windlass doctor`."""
+    parser.add_argument(
+        "--require", action="append", default=[], metavar="NAME",
+        help="exit with 1 unless this check says that it works; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="DIR",
+        help="also say whether the layout of this checkpoint can be captured",
+    )  # fmt: skip
+    parser.add_argument(
+        "--engine-python", action="append", default=[], metavar="PATH",
+        help="also look into the environment of this interpreter, an engine's; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--engine-flags", action="append", default=[], metavar="'ENGINE OPTIONS'",
+        help="also say whether updates survive these options: 'vllm --enable-sleep-mode'",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print every finding; 1 when a required one is not there."""
+    flags = tuple(check_flags(command, args.checkpoint) for command in args.engine_flags)
+    here = run_checks(args.checkpoint)
+    report: Report = {sys.executable: here + flags}
+    for path in args.engine_python:
+        report[path] = _look_elsewhere(path)
+    if args.json:
+        sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
+    else:
+        _print(report)
+    missing = _missing(report, args.require)
+    if missing:
+        known = sorted({finding.name for there in report.values() for finding in there})
+        for name in missing:
+            why = "does not work" if name in known else f"must be one of {known}"
+            print(f"windlass doctor: --require {name}: {why}", file=sys.stderr)
+    return 1 if missing else 0
+
+
+def _print(report: Mapping[str, Sequence[Finding]]) -> None:
+    for path, findings in report.items():
+        table = Table(box=None, pad_edge=False, title=path, title_justify="left")
+        for column in ("check", "", "found", "what to do"):
+            table.add_column(column, overflow="fold")
+        for finding in findings:
+            style = _STYLES[finding.status]
+            status = Text(finding.status, style=style)
+            table.add_row(finding.name, status, finding.found, finding.remedy)
+        Console(markup=False).print(table)
+
+
+def _look_elsewhere(path: str) -> tuple[Finding, ...]:
+    """The same checks, made by another interpreter."""
+    command = [path, "-m", "windlass.cli.main", "doctor", "--json"]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_ELSEWHERE_DEADLINE_S,
+            check=False,
+        )
+    except OSError as error:
+        return (Finding("interpreter", Status.FAILS, str(error), "name an engine's python"),)
+    except subprocess.TimeoutExpired:
+        found = f"no answer within {_ELSEWHERE_DEADLINE_S:.0f} s"
+        return (Finding("interpreter", Status.FAILS, found),)
+    lines = done.stdout.splitlines()
+    if done.returncode != 0 or not lines:
+        said = done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        return (
+            Finding(
+                "windlass",
+                Status.FAILS,
+                f"does not run there: {said[-1]}",
+                f"{path} -m pip install windlass, or put its src and its light dependencies "
+                "(docs/engines.md) on PYTHONPATH",
+            ),
+        )
+    (findings,) = msgspec.json.decode(lines[-1], type=Report).values()
+    return findings
+
+
+def _missing(report: Mapping[str, Sequence[Finding]], required: list[str]) -> list[str]:
+    works = {f.name for there in report.values() for f in there if f.status is Status.WORKS}
+    return [name for name in required if name not in works]
+
+
+COMMAND = Command(
+    "what will and will not work in this environment, and how to mend it",
+    add_arguments,
+    run,
+)

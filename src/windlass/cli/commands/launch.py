@@ -1,0 +1,44 @@
+"""`windlass launch CONFIG.toml`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+from windlass.cli import Command
+from windlass.net.logs import configure_logging
+
+__all__ = ["COMMAND"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The file names everything; WINDLASS_TOKEN is used when it is set."""
+    parser.add_argument("config", type=Path, help="TOML file: trainer, engines, rollout, ...")
+    parser.add_argument("--check", action="store_true", help="read the file and start nothing")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the job; 128 + the signal's number when a signal ended it."""
+    from windlass.jobs.config import load_config
+    from windlass.jobs.launch import run_job
+
+    configure_logging("controller")
+    config = load_config(args.config)
+    if args.check:
+        print(f"{args.config}: {config.steps} steps, {len(config.engines)} engines: valid")
+        return 0
+    summary = asyncio.run(run_job(config, notify=_print))
+    return 128 + summary.stopped_by if summary.stopped_by else 0
+
+
+def _print(line: str) -> None:
+    print(line, flush=True, file=sys.stdout)
+
+
+COMMAND = Command(
+    "a job of your own from a TOML file: trainers, engines, rollouts, weight updates",
+    add_arguments,
+    run,
+)

@@ -1,0 +1,78 @@
+"""`windlass report URL`: the last updates of a running controller against the speed of light."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from windlass.cli import Command
+from windlass.cli.controller import add_controller, overview
+from windlass.errors import ConfigError
+from windlass.observability.ceilings import measure_memcpy_gbps
+from windlass.observability.speed_of_light import SpeedOfLight, save_plot, speed_of_light
+
+__all__ = ["COMMAND"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `windlass report`."""
+    add_controller(parser)
+    parser.add_argument(
+        "--ceiling-gbps",
+        type=float,
+        metavar="GB/S",
+        help="of one link, measured; without it one memcpy thread of this host is measured now",
+    )
+    parser.add_argument("--links", type=int, default=1, help="that carry an update side by side")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a PNG")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print every published update that the controller remembers."""
+    if args.links < 1:
+        raise ConfigError(f"report: --links must be >= 1, got {args.links}")
+    if args.ceiling_gbps is not None and not args.ceiling_gbps > 0:
+        raise ConfigError(f"report: --ceiling-gbps must be > 0, got {args.ceiling_gbps}")
+    for name, path in (("--json", args.json), ("--plot", args.plot)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"report: {name} must be a file in a folder that exists, got {path}")
+    view = overview(args)
+    ceiling = measure_memcpy_gbps() if args.ceiling_gbps is None else args.ceiling_gbps
+    updates = [
+        _compare(each, ceiling, args.links)
+        for each in view["rounds"]
+        if each["outcome"] == "published"
+    ]
+    for update in updates:
+        print(update.text())
+    if not updates:
+        print("no update was published yet")
+    if args.json is not None:
+        args.json.write_bytes(msgspec.json.encode([update.as_dict() for update in updates]))
+    if args.plot is not None:
+        save_plot(updates, args.plot)
+    return 0
+
+
+def _compare(report: dict[str, Any], ceiling_gbps: float, num_links: int) -> SpeedOfLight:
+    return speed_of_light(
+        version=report["version"],
+        nbytes=int(report["measures"].get("nbytes", 0)),
+        wire_s=report["measures"].get("wire_s", 0),
+        update_s=report["measures"].get("update_s", 0),
+        pause_s=report["measures"].get("pause_s", 0),
+        phase_s=report["phase_s"],
+        ceiling_gbps=ceiling_gbps,
+        num_links=num_links,
+    )
+
+
+COMMAND = Command(
+    "the last updates of a controller against the speed of light",
+    add_arguments,
+    run,
+)

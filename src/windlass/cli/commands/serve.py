@@ -1,0 +1,108 @@
+"""`windlass serve`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+from pathlib import Path
+
+import msgspec
+
+from windlass.cli import Command
+from windlass.config import (
+    ControlConfig,
+    P2pBackend,
+    PauseMode,
+    UpdateBackend,
+    UpdateMode,
+    XcclBackend,
+)
+from windlass.envs import control_token
+from windlass.errors import DECODE_ERRORS, ConfigError
+from windlass.net.logs import configure_logging
+
+__all__ = ["COMMAND", "parse_backend"]
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The token comes from WINDLASS_TOKEN, never from the command line."""
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind")
+    parser.add_argument("--port", type=int, default=0, help="0 lets the system choose")
+    parser.add_argument(
+        "--advertise-host", default="", help="what others connect to, where it differs from --host"
+    )
+    parser.add_argument("--mode", choices=[*map(str, UpdateMode)], default=str(UpdateMode.IN_PLACE))
+    parser.add_argument(
+        "--pause-mode", choices=[*map(str, PauseMode)], default=str(PauseMode.ABORT)
+    )
+    parser.add_argument(
+        "--backend",
+        default="p2p",
+        help='p2p, xccl, or one spelled out: \'{"type": "disk", "folder": "/weights"}\'',
+    )
+    parser.add_argument("--min-engines", type=int, default=1)
+    parser.add_argument(
+        "--journal", type=Path, help="file from which a controller that is started again goes on"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT; prints the address as soon as it is known."""
+    configure_logging("controller")
+    config = ControlConfig(
+        mode=UpdateMode(args.mode),
+        pause_mode=PauseMode(args.pause_mode),
+        backend=parse_backend(args.backend),
+        min_engines=args.min_engines,
+    )
+    asyncio.run(_serve(config, control_token(), args))
+    return 0
+
+
+def parse_backend(text: str) -> UpdateBackend:
+    """A name, or a configuration as JSON.
+
+    Raises:
+        ConfigError: neither; or a name alone does not say enough.
+    """
+    if text == "p2p":
+        return P2pBackend()
+    if text == "xccl":
+        return XcclBackend()
+    try:
+        spelled_out: UpdateBackend = msgspec.json.decode(text, type=UpdateBackend)
+    except DECODE_ERRORS as error:
+        raise ConfigError(f"--backend must be p2p, xccl or a JSON object, got {text!r}: {error}") from error  # fmt: skip
+    return spelled_out
+
+
+async def _serve(config: ControlConfig, token: str, args: argparse.Namespace) -> None:
+    from windlass.controller import Controller
+
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in SIGNALS:
+        loop.add_signal_handler(number, stop.set)
+    try:
+        async with Controller(
+            token=token,
+            host=args.host,
+            port=args.port,
+            advertise_host=args.advertise_host,
+            config=config,
+            journal_path=args.journal,
+        ) as controller:
+            print(controller.url, flush=True)
+            await stop.wait()
+    finally:
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+COMMAND = Command(
+    "a controller of weight updates for training loops of your own",
+    add_arguments,
+    run,
+)

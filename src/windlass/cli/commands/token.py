@@ -1,0 +1,31 @@
+"""`windlass token ROLE`."""
+
+from __future__ import annotations
+
+import argparse
+
+from windlass.cli import Command
+from windlass.envs import control_token
+from windlass.net.access import Access, role_environment
+
+__all__ = ["COMMAND"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The owner's secret comes from WINDLASS_TOKEN, never from the command line."""
+    roles = [role.value for role in Access if role is not Access.OWNER]
+    parser.add_argument("role", choices=roles, help="what the process that gets it is")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the variables for the environment of a process of that role, one per line."""
+    for name, value in role_environment(control_token(), Access(args.role)).items():
+        print(f"{name}={value}")
+    return 0
+
+
+COMMAND = Command(
+    "the token of a role, from the owner's secret in WINDLASS_TOKEN",
+    add_arguments,
+    run,
+)

@@ -1,0 +1,242 @@
+"""Which checkpoint element lies at every place of one tensor of the engine.
+
+Small tensors are read place by place. Of large ones a *grid* is read: the first element of every
+row, and whole rows of each group (the outermost dim: an expert, say) as pattern; a row is then
+its first element plus the pattern. That is a guess about the rest, and only the proof with
+ordinary values, which visits every place, turns it into knowledge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from windlass.engines.capture.boxes import Line, PlacedBox, TooManyBoxes, boxes_of, boxes_of_lines
+from windlass.engines.capture.codes import CHUNK, CheckpointSpec, Codes
+from windlass.engines.capture.factors import scaled
+from windlass.engines.capture.memory import Holding
+
+__all__ = ["Exact", "ElementIds", "Parts", "Rows", "parts_of", "rows_of"]
+
+Int64Array = npt.NDArray[np.int64]
+Parts = list[tuple[CheckpointSpec, tuple[PlacedBox, ...]]]
+"""Per checkpoint tensor, where its boxes lie in one tensor of the engine."""
+
+_NOTHING = -(1 << 58)
+"""Added for what is no digit: no number of digits makes the sum positive again, or so low that it wraps."""
+
+
+class ElementIds(Protocol):
+    """Element numbers of one tensor, gathered digit by digit."""
+
+    def observe(self, holding: Holding, codes: Codes, position: int, factor: float = 1.0) -> None:
+        """Take the digit at `position` from the tensor, which the loader multiplies by `factor`."""
+        ...
+
+    def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first place, numbers) in order, covering every place; below 0 where no element lies."""
+        ...
+
+    def is_consistent(self) -> bool:
+        """Whether what was read can be continued to every place."""
+        ...
+
+    def parts(self, codes: Codes, limit: int) -> Parts:
+        """Boxes, once the numbers are proven.
+
+        Raises:
+            TooManyBoxes: more than `limit` of one tensor.
+        """
+        ...
+
+
+def read_digit(values: torch.Tensor, bits: int, position: int, factor: float = 1.0) -> torch.Tensor:
+    """Digits of any shape, shifted to their position; far below 0 where there is none.
+
+    A product of a digit and `factor` is rounded, but no two of them to the same value: digits have
+    eight bits at most, as many as the coarsest type that is multiplied.
+    """
+    base = 1 << bits
+    exact = values.double() if values.element_size() > 4 or factor != 1.0 else values.float()
+    digit = (exact / factor).nan_to_num(nan=-1.0, posinf=-1.0, neginf=-1.0)
+    digit = digit.round().clamp(-1, base + 1)
+    spelt = digit == exact if factor == 1.0 else scaled(digit.to(values.dtype), factor) == values
+    valid = (digit >= 1) & (digit <= base) & spelt
+    return torch.where(valid, (digit.to(torch.int64) - 1) << (bits * position), _NOTHING)
+
+
+@final
+class Exact:
+    """Every place of a tensor: 8 bytes for each of `reach` elements."""
+
+    def __init__(self, reach: int, device: torch.device) -> None:
+        self._numbers = torch.zeros(reach, dtype=torch.int64, device=device)
+
+    def observe(self, holding: Holding, codes: Codes, position: int, factor: float = 1.0) -> None:
+        """See `ElementIds.observe`."""
+        self._numbers += read_digit(holding.memory(), codes.digit_bits, position, factor)
+
+    def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """See `ElementIds.chunks`."""
+        for begin in range(0, len(self._numbers), CHUNK):
+            yield begin, self._numbers[begin : begin + CHUNK]
+
+    def is_consistent(self) -> bool:
+        """See `ElementIds.is_consistent`."""
+        return True
+
+    def placed(self) -> tuple[Int64Array, Int64Array]:
+        """(numbers, places) of all places that hold an element."""
+        numbers = self._numbers.cpu().numpy()
+        places = np.flatnonzero(numbers >= 0)
+        return numbers[places], places
+
+    def parts(self, codes: Codes, limit: int) -> Parts:
+        """See `ElementIds.parts`."""
+        numbers, places = self.placed()
+        return parts_of(codes, numbers, places, limit)
+
+
+def parts_of(codes: Codes, numbers: Int64Array, places: Int64Array, limit: int) -> Parts:
+    """Boxes of `numbers` that lie at `places`, tensor by tensor."""
+    tensors = codes.tensor_of(numbers)
+    parts: Parts = []
+    for index in np.unique(tensors).tolist():
+        chosen = tensors == index
+        spec = codes.specs[index]
+        flat = numbers[chosen] - codes.starts[index]
+        parts.append((spec, boxes_of(spec.shape, flat, places[chosen], limit=limit)))
+    return parts
+
+
+def rows_of(holding: Holding) -> Rows | None:
+    """A grid over a tensor without gaps, of any order of dims; None for others."""
+    dims = sorted(
+        ((step, size) for size, step in zip(holding.tensor.shape, holding.tensor.stride(), strict=True)
+         if size > 1), reverse=True
+    )  # fmt: skip
+    expected = 1
+    for step, size in reversed(dims):
+        if step != expected:
+            return None
+        expected *= size
+    if len(dims) < 2:
+        return None
+    groups = dims[0][1] if len(dims) > 2 else 1
+    width = dims[-1][1]
+    return Rows(groups, holding.reach // groups // width, width, holding.tensor.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Part of a row whose numbers advance evenly: columns [begin, begin + length)."""
+
+    begin: int
+    length: int
+    first: int
+    step: int
+
+
+@final
+class Rows:
+    """First elements of all rows, and three whole rows per group."""
+
+    def __init__(self, groups: int, rows: int, width: int, device: torch.device) -> None:
+        self._shape = (groups, rows, width)
+        self._at = sorted({0, rows // 2, rows - 1})
+        self._heads = torch.zeros((groups, rows), dtype=torch.int64, device=device)
+        self._samples = torch.zeros(
+            (groups, len(self._at), width), dtype=torch.int64, device=device
+        )
+
+    def observe(self, holding: Holding, codes: Codes, position: int, factor: float = 1.0) -> None:
+        """See `ElementIds.observe`."""
+        grid = holding.memory().view(self._shape)
+        self._heads += read_digit(grid[:, :, 0], codes.digit_bits, position, factor)
+        self._samples += read_digit(grid[:, self._at], codes.digit_bits, position, factor)
+
+    def is_consistent(self) -> bool:
+        """Whether each group that holds an element has a sampled row that does."""
+        filled = (self._heads >= 0).any(dim=1)
+        sampled = (self._samples[:, :, 0] >= 0).any(dim=1)
+        return bool((filled == sampled).all())
+
+    def _patterns(self) -> torch.Tensor:
+        """(groups, width): what to add to the first element of a row; `_NOTHING` for padding."""
+        chosen = (self._samples[:, :, 0] >= 0).to(torch.int8).argmax(dim=1)
+        rows = self._samples[torch.arange(len(chosen), device=chosen.device), chosen]
+        return torch.where((rows >= 0) & (rows[:, :1] >= 0), rows - rows[:, :1], _NOTHING)
+
+    def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """See `ElementIds.chunks`."""
+        groups, rows, width = self._shape
+        patterns = self._patterns()
+        step = max(1, CHUNK // width)
+        for group in range(groups):
+            pattern = patterns[group]
+            for row in range(0, rows, step):
+                heads = self._heads[group, row : row + step, None]
+                numbers = torch.where(heads >= 0, heads + pattern, _NOTHING)
+                yield (group * rows + row) * width, numbers.reshape(-1)
+
+    def parts(self, codes: Codes, limit: int) -> Parts:
+        """See `ElementIds.parts`."""
+        groups, rows, width = self._shape
+        patterns, which = np.unique(self._patterns().cpu().numpy(), axis=0, return_inverse=True)
+        which = which.reshape(-1)
+        heads = self._heads.cpu().numpy()
+        pieces = [_pieces(pattern, limit) for pattern in patterns]
+        by_kind: dict[tuple[int, int], list[tuple[Int64Array, Int64Array]]] = {}
+        for group in range(groups):
+            filled = np.flatnonzero(heads[group] >= 0)
+            if not len(filled):
+                continue
+            base = (group * rows + filled) * width
+            for piece in pieces[which[group]]:
+                lines = by_kind.setdefault((piece.length, piece.step), [])
+                lines.append((heads[group][filled] + piece.first, base + piece.begin))
+        parts: Parts = []
+        for (length, step), lines in by_kind.items():
+            numbers = np.concatenate([line[0] for line in lines])
+            places = np.concatenate([line[1] for line in lines])
+            parts.extend(_parts_of_lines(codes, Line(length, step), numbers, places, limit))
+        return parts
+
+
+def _parts_of_lines(
+    codes: Codes, line: Line, numbers: Int64Array, places: Int64Array, limit: int
+) -> Iterator[tuple[CheckpointSpec, tuple[PlacedBox, ...]]]:
+    tensors = codes.tensor_of(numbers)
+    order = np.argsort(tensors, kind="stable")
+    tensors = tensors[order]
+    bounds = np.flatnonzero(np.diff(tensors)) + 1
+    for chosen in np.split(order, bounds):
+        index = int(codes.tensor_of(numbers[chosen[:1]])[0])
+        spec = codes.specs[index]
+        flat = numbers[chosen] - codes.starts[index]
+        yield spec, boxes_of_lines(spec.shape, line, flat, places[chosen], limit=limit)
+
+
+def _pieces(pattern: Int64Array, limit: int) -> list[_Piece]:
+    """Cut a row into even pieces; a piece of one element has step 0."""
+    width = len(pattern)
+    filled = np.append(np.flatnonzero(pattern > _NOTHING // 2), width)
+    steps = np.diff(pattern)
+    changes = np.append(np.flatnonzero(np.diff(steps)) + 1, width - 1)
+    pieces: list[_Piece] = []
+    begin = int(filled[0])
+    while begin < width:
+        end, step = begin, 0
+        if begin < width - 1 and steps[begin] > 0:
+            end = int(changes[np.searchsorted(changes, begin, side="right")])
+            step = int(steps[begin])
+        pieces.append(_Piece(begin, end - begin + 1, int(pattern[begin]), step))
+        if len(pieces) > limit:
+            raise TooManyBoxes
+        begin = int(filled[np.searchsorted(filled, end + 1)])
+    return pieces

@@ -1,0 +1,9 @@
+"""What Windlass knows of its own engine."""
+
+from __future__ import annotations
+
+from windlass.engines.spec import EngineSpec
+
+__all__ = ["ENGINE"]
+
+ENGINE = EngineSpec(name="embedded", title="embedded", module="windlass.engines.embedded")

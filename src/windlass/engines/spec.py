@@ -1,0 +1,318 @@
+"""What Windlass knows of an engine, in one value, and where it is found by name.
+
+A new engine is one folder here with a `spec.py` that defines `ENGINE`, or an entry point of the group
+`windlass.engines` in another distribution. This module imports neither torch nor an engine.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from windlass.engines.versions import EngineReleases
+from windlass.envs import environment_value
+from windlass.errors import ConfigError
+from windlass.plugins import Registry
+
+if TYPE_CHECKING:
+    import argparse
+
+    import torch
+
+__all__ = [
+    "ENGINES",
+    "AgentSettings",
+    "CapturedLayout",
+    "EngineOptions",
+    "EngineServer",
+    "EngineSpec",
+    "QuantisedLayout",
+    "Rule",
+    "ServerCommand",
+    "expandable_segments",
+    "refuse_options",
+    "refuse_settings",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a setting of an engine may be while updates reach the engine.
+
+    Attributes:
+        option: how the command line spells it; empty where only the live configuration says it.
+        allowed: values that updates survive, the usual one first; empty: it must not be given.
+        why: no other value is.
+        settings: where the live configuration has it, in the engine's own words.
+        aliases: other spellings of the option.
+    """
+
+    option: str
+    allowed: tuple[object, ...]
+    why: str
+    settings: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+
+    def refusal_of(self, text: str) -> str:
+        """Return what is wrong with the option followed by `text`; empty if nothing is."""
+        texts = [str(v) for v in self.allowed if v not in (None, "") and not isinstance(v, bool)]
+        if text in texts:
+            return ""
+        if not texts:
+            return f"must not be given: {self.why}"
+        return f"must be {texts[0]}, got {text!r}: {self.why}"
+
+
+def refuse_options(words: Sequence[str], rules: Iterable[Rule]) -> None:
+    """Check the words of a command line that are meant for an engine.
+
+    Args:
+        words: options as `--a_b`, `--a-b`, `--a=1` or `--a 1`.
+        rules: of the engine.
+
+    Raises:
+        ConfigError: names an option with which an update would be wrong, and why.
+    """
+    by_option = {option: rule for rule in rules for option in (rule.option, *rule.aliases)}
+    for word, following in pairwise([*words, ""]):
+        option, equals, value = word.partition("=")
+        rule = by_option.get(option := option.replace("_", "-")) if option else None
+        if rule and (refusal := rule.refusal_of(value if equals else following)):
+            raise ConfigError(f"{option} {refusal}")
+
+
+def refuse_settings(engine: str, rules: Iterable[Rule], setting: Callable[[str], object]) -> None:
+    """Check what a running engine is set to, however that was written: in a file, shortened, by default.
+
+    Args:
+        engine: named in the error.
+        rules: of the engine.
+        setting: value at a place of the configuration; raises LookupError where this release has none.
+
+    Raises:
+        ConfigError: names a setting with which an update would be wrong, and why.
+    """
+    for rule in rules:
+        for place in rule.settings:
+            try:
+                found = setting(place)
+            except LookupError:
+                continue
+            if found not in rule.allowed:
+                raise ConfigError(
+                    f"{engine}: {place} must be {rule.allowed[0]}, got {found}: {rule.why}"
+                )
+
+
+def expandable_segments() -> str:
+    """Return `VARIABLE=value` of what asks torch for memory that cannot be registered; else empty."""
+    for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        value = environment_value(variable)
+        if "expandable_segments:true" in value.lower():
+            return f"{variable}={value}"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedLayout:
+    """What kernels of an engine make of a block float8 checkpoint, and what is known of it.
+
+    Attributes:
+        release: of the engine, as the page of capabilities shows it.
+        kernels: which, and on what device.
+        layout: in memory, against the checkpoint.
+        outcome: `proven` on a live engine, `refused` or `untested`, with the reason.
+    """
+
+    release: str
+    kernels: str
+    layout: str
+    outcome: str
+
+
+class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What every rank of an engine is told.
+
+    Attributes:
+        name: identity in the fleet; ranks are called `name/rank`.
+        controller: address. transport: name of the transport that receives weights.
+        url: of the engine's own HTTP server.
+        checkpoint: folder with safetensors files of the model's names, shapes and types; of the
+            adapter's, where updates are of one.
+        adapter: name of the adapter that updates reach; empty if they reach the model.
+        loaded: whether the engine started with the weights of `checkpoint`; if not, nothing can be
+            compared with them.
+        world_size: ranks of this engine.
+    """
+
+    name: str
+    controller: str
+    transport: str
+    url: str
+    checkpoint: str
+    world_size: int
+    loaded: bool = True
+    adapter: str = ""
+
+    def reference(self) -> Callable[[], Iterator[tuple[str, torch.Tensor]]] | None:
+        """Return what reads the weights that the engine holds now; None where nobody knows them."""
+        from windlass.engines.capture.codes import checkpoint_tensors
+
+        return partial(checkpoint_tensors, Path(self.checkpoint)) if self.loaded else None
+
+
+class CapturedLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank found when it captured its layout: names of tensors.
+
+    Attributes:
+        unplaced: of the checkpoint, that left no trace on this rank.
+        constants, repacked, recomputed: see `windlass.engines.capture.description.Captured`.
+        buffer_nbytes: of buffers that stay, because these tensors are received there.
+    """
+
+    unplaced: tuple[str, ...]
+    constants: tuple[str, ...] = ()
+    repacked: tuple[str, ...] = ()
+    recomputed: tuple[str, ...] = ()
+    buffer_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCommand:
+    """How an engine's own server is started: its command line, and what its environment has besides."""
+
+    argv: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class EngineServer(Protocol):
+    """A server of somebody else's, whose ranks run an agent: see `windlass.engines.launch`."""
+
+    @property
+    def ready_line(self) -> str:
+        """What the server logs once it serves."""
+        ...
+
+    def command(
+        self, args: argparse.Namespace, rest: Sequence[str]
+    ) -> AbstractContextManager[ServerCommand]:
+        """Yield how to start the server; what it needs on disk lives as long as the context.
+
+        Args:
+            args: options that every engine has, see `windlass.engines.launch.arguments`.
+            rest: what is the server's own.
+
+        Raises:
+            ConfigError: options that do not go together, or that this release cannot do.
+        """
+        ...
+
+    def capture(self, settings: AgentSettings) -> Sequence[bytes]:
+        """Have every rank capture its layout; return a `CapturedLayout` of each, by rank, as JSON.
+
+        No rank is in a fleet because of it.
+
+        Raises:
+            ConfigError: a setting that an update does not survive, or ranks that are not there.
+            PeerUnreachable: the server is not there, or a rank refused; says why. PeerTimeout.
+        """
+        ...
+
+    def join(self, settings: AgentSettings) -> None:
+        """Have every rank join the fleet, after leaving the one before.
+
+        Raises:
+            PeerUnreachable: the server is not there, or a rank refused; says why. PeerTimeout.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What a job says of one of its engines.
+
+    Attributes:
+        name: identity in the fleet.
+        model: configuration or checkpoint folder.
+        tensor_parallel_size: ranks.
+        transport: of the weights: a name, or a configuration as JSON.
+        controller: address.
+        port: of its server; 0 lets the system choose, for an engine that can.
+        arguments: the engine's own.
+        python: interpreter; this one when empty.
+    """
+
+    name: str
+    model: str
+    tensor_parallel_size: int = 1
+    transport: str = "cma"
+    controller: str = ""
+    port: int = 0
+    arguments: tuple[str, ...] = ()
+    python: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """An engine.
+
+    Attributes:
+        name: in configurations and on command lines; that of its folder or entry point.
+        title: for people.
+        module: what `python -m` starts; takes the options that `command` gives.
+        releases: what is known of them; None for an engine that comes with Windlass or a plugin.
+        rules: of its options and settings.
+        layouts: what its kernels make of quantised checkpoints.
+        server: of somebody else's, which a launcher starts and whose ranks are told to join; None for
+            an engine whose ranks join by themselves.
+        needs_port: whether its server cannot choose a port by itself.
+        cpu_arguments: options with which it serves a small model on a machine without a GPU.
+        cpu_environment: variables for the same.
+    """
+
+    name: str
+    title: str
+    module: str
+    releases: EngineReleases | None = None
+    rules: tuple[Rule, ...] = ()
+    layouts: tuple[QuantisedLayout, ...] = ()
+    server: EngineServer | None = None
+    needs_port: bool = False
+    cpu_arguments: tuple[str, ...] = ()
+    cpu_environment: Mapping[str, str] = field(default_factory=dict)
+
+    def command(self, options: EngineOptions) -> tuple[str, ...]:
+        """Return the command line of a process that serves, and whose ranks join the fleet.
+
+        Raises:
+            ConfigError: the engine needs a port, and has none.
+        """
+        if self.needs_port and not options.port:
+            raise ConfigError(f"engine {options.name!r}: port must be > 0 for {self.name}, got 0")
+        return (
+            *(options.python or sys.executable, "-m", self.module, "--name", options.name),
+            *("--model", options.model, "--tp", str(options.tensor_parallel_size)),
+            *("--transport", options.transport),
+            *(("--controller", options.controller) if options.controller else ()),
+            *(("--port", str(options.port)) if options.port else ()),
+            *options.arguments,
+        )
+
+
+ENGINES: Registry[EngineSpec] = Registry(
+    noun="engine",
+    kind=EngineSpec,
+    package="windlass.engines",
+    submodule="spec",
+    attribute="ENGINE",
+    group="windlass.engines",
+)
+"""All engines, by name."""

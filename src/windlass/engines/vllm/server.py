@@ -1,0 +1,165 @@
+"""vLLM's own API server: how it is started, and how its ranks are reached."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import final
+
+import msgspec
+
+from windlass.engines.adapters import Adapter, adapter_of
+from windlass.engines.http import post
+from windlass.engines.quantised import require_followed
+from windlass.engines.spec import AgentSettings, ServerCommand
+from windlass.engines.vllm.caches import SCHEDULER
+from windlass.envs import environment_value
+from windlass.errors import ConfigError, PeerUnreachable
+
+__all__ = ["REFUSED", "VllmServer", "adapter_options"]
+
+CONNECT_DEADLINE_S = 600.0
+EXTENSION = "windlass.engines.vllm.extension.WindlassExtension"
+ROUTE = "windlass.engines.vllm.generate_route.GenerateRoute"
+REFUSED = ".refused"
+"""Ends the name of the file in which a rank leaves why it could not do what it was told."""
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Of slots, as vLLM makes them; adapters of lower rank are padded."""
+LOADS_WHILE_IT_RUNS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    results: list[msgspec.Raw]
+
+
+@final
+class VllmServer:
+    """`EngineServer` of vLLM."""
+
+    ready_line = "Application startup complete"
+
+    @contextmanager
+    def command(self, args: argparse.Namespace, rest: Sequence[str]) -> Iterator[ServerCommand]:
+        """See `EngineServer.command`."""
+        quantised = require_followed(Path(args.model), rest)
+        served = adapter_options(adapter_of(args.adapter), rest, pp=args.pp, dp=args.dp)
+        # The routes that pause an engine exist in this mode only.
+        environment = {"VLLM_SERVER_DEV_MODE": "1"}
+        if quantised and not environment_value("VLLM_USE_DEEP_GEMM"):
+            # For this kernel vLLM computes other weights, with scales that are powers of two.
+            environment["VLLM_USE_DEEP_GEMM"] = "0"
+        yield ServerCommand(
+            (
+                *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+                *("--model", args.model, "--host", args.host, "--port", str(args.port)),
+                *("--tensor-parallel-size", str(args.tp), "--worker-extension-cls", EXTENSION),
+                *(("--pipeline-parallel-size", str(args.pp)) if args.pp > 1 else ()),
+                *(("--data-parallel-size", str(args.dp)) if args.dp > 1 else ()),
+                *("--scheduler-cls", SCHEDULER),
+                *_generate_options(),
+                *served,
+                *rest,
+            ),
+            environment,
+        )
+
+    def capture(self, settings: AgentSettings) -> Sequence[bytes]:
+        """See `EngineServer.capture`."""
+        return _ask_ranks(settings, "windlass_capture")
+
+    def join(self, settings: AgentSettings) -> None:
+        """See `EngineServer.join`."""
+        _ask_ranks(settings, "windlass_join")
+
+
+def adapter_options(
+    adapter: Adapter | None, rest: Sequence[str], *, pp: int = 1, dp: int = 1
+) -> tuple[str, ...]:
+    """Options of vLLM for one adapter that stays in its slot.
+
+    Args:
+        adapter: None serves none.
+        rest: of the command line; `--max-lora-rank` there counts.
+        pp: pipeline stages.
+        dp: replicas.
+
+    Raises:
+        ConfigError: the adapter's rank is none that vLLM can serve, or vLLM was asked to load other
+            adapters while it runs, or the engine has stages or replicas.
+    """
+    if adapter is None:
+        return ()
+    if pp * dp > 1:
+        raise ConfigError(
+            f"--adapter: --pp and --dp must be 1, got {pp} and {dp}: adapters on stages and on "
+            f"replicas have not been shown"
+        )
+    if environment_value(LOADS_WHILE_IT_RUNS).lower() in ("1", "true"):
+        raise ConfigError(
+            f"{LOADS_WHILE_IT_RUNS} must not be set with --adapter: an adapter that is loaded besides can evict this one"
+        )
+    options = (
+        *("--enable-lora", "--lora-modules", f"{adapter.name}={adapter.folder}"),
+        *("--max-loras", "1", "--max-cpu-loras", "1"),
+    )
+    if any(word.partition("=")[0].replace("_", "-") == "--max-lora-rank" for word in rest):
+        return options
+    rank = next((rank for rank in RANKS if rank >= adapter.rank), None)
+    if rank is None:
+        raise ConfigError(
+            f"--adapter {adapter.name}: its rank must be at most {RANKS[-1]}, got {adapter.rank}"
+        )
+    return (*options, "--max-lora-rank", str(rank))
+
+
+def _generate_options() -> tuple[str, ...]:
+    """SGLang's `/generate`, where this release has the route behind it as an option of its own."""
+    package = importlib.util.find_spec("vllm")  # looks for it without an import
+    if package is None or package.origin is None:
+        raise ConfigError(f"vLLM must be installed in the environment of {sys.executable}")
+    if not (Path(package.origin).parent / "entrypoints" / "scale_out").exists():
+        return ()
+    return ("--enable-scale-out", "--middleware", ROUTE)
+
+
+def _ask_ranks(settings: AgentSettings, method: str) -> Sequence[bytes]:
+    """What a method of every rank returned, by rank.
+
+    Every data-parallel replica carries out a call, but vLLM answers for the first one only: the
+    ranks of the others leave what they have to say in a folder.
+    """
+    encoded = msgspec.json.encode(settings).decode()
+    with tempfile.TemporaryDirectory() as folder:
+        body = {"method": method, "args": [encoded, folder], "timeout": CONNECT_DEADLINE_S}
+        try:
+            answer = post(settings.url, "/collective_rpc", body, CONNECT_DEADLINE_S)
+        except PeerUnreachable as error:
+            _raise_refusal(folder, error)
+            raise
+        _raise_refusal(folder)
+        results = msgspec.json.decode(answer, type=_Answer).results
+        if len(results) >= settings.world_size:
+            return [bytes(result) for result in results]
+        return [_left_in(folder, rank) for rank in range(settings.world_size)]
+
+
+def _raise_refusal(folder: str, cause: PeerUnreachable | None = None) -> None:
+    """Say what ranks said that could not do what they were told, if any did."""
+    told = [f"rank {p.stem}: {p.read_text()}" for p in sorted(Path(folder).glob(f"*{REFUSED}"))]
+    if told:
+        raise PeerUnreachable("; ".join(told)) from cause
+
+
+def _left_in(folder: str, rank: int) -> bytes:
+    try:
+        return (Path(folder) / str(rank)).read_bytes()
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"rank {rank} of the engine must be one of this server and of this host, got no answer "
+            f"of it (--tp, --pp and --dp must be those with which the server was started)"
+        ) from error

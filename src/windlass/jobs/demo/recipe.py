@@ -1,0 +1,129 @@
+"""The demo's recipe: attend to the operator of a prompt and repeat the token that it points at.
+
+A prompt is `[operator, a, b, go]`; the answer is `a` repeated when the operator is FIRST and
+`b` repeated when it is SECOND. Attention is needed, the reward is dense enough to learn
+from scratch, and a right answer cannot be given without reading the prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import final
+
+from windlass.controller import Controller
+from windlass.errors import WindlassError
+from windlass.jobs.config import LaunchConfig
+from windlass.jobs.recipe import Recipe, Task
+from windlass.jobs.schedulers.base import Scheduler
+from windlass.rollout.handles import RolloutGroup
+from windlass.rollout.messages import TrainingSample
+from windlass.updates.messages import UpdateReport
+from windlass.updates.round_types import Phase
+
+__all__ = ["NUM_SYMBOLS", "RepeatOperand", "reward", "sample_prompt"]
+
+NUM_SYMBOLS = 10
+FIRST, SECOND, GO = NUM_SYMBOLS, NUM_SYMBOLS + 1, NUM_SYMBOLS + 2
+WRONG_OPERAND_CREDIT = 0.2
+
+
+def sample_prompt(generator: random.Random) -> tuple[int, ...]:
+    """Return a prompt of four tokens with two different symbols."""
+    first, second = generator.sample(range(NUM_SYMBOLS), 2)
+    return (generator.choice((FIRST, SECOND)), first, second, GO)
+
+
+def reward(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> float:
+    """Return the mean credit per token: 1 for the right symbol, a little for the other operand."""
+    operator, first, second, _ = prompt_ids
+    wanted, other = (first, second) if operator == FIRST else (second, first)
+    credit = sum(
+        1.0 if token == wanted else WRONG_OPERAND_CREDIT if token == other else 0.0
+        for token in output_ids
+    )
+    return credit / max(len(output_ids), 1)
+
+
+@final
+class RepeatOperand(Recipe):
+    """Asks, scores, keeps what was trained on and how updates went, and may kill an engine.
+
+    Args:
+        seed: of the prompts.
+        kill_engine_at: version in whose update the last engine is killed with SIGKILL; 0 for never.
+
+    Attributes:
+        served: what was trained on. rewards_by_step: their mean.
+        staleness: how many samples were so many versions old when they were trained on.
+        updates: every round, as it ended. events: one line each.
+        show: called in the controller's loop after every update and event.
+    """
+
+    def __init__(self, seed: int = 0, kill_engine_at: int = 0) -> None:
+        self.served: list[TrainingSample] = []
+        self.rewards_by_step: list[float] = []
+        self.staleness: Counter[int] = Counter()
+        self.updates: list[UpdateReport] = []
+        self.events: list[str] = []
+        self.show: Callable[[Controller], None] = lambda _: None
+        self._seed, self._kill_engine_at = seed, kill_engine_at
+        self._kill: asyncio.Task[None] | None = None
+
+    def tasks(self) -> Iterator[Task]:
+        generator = random.Random(self._seed)  # noqa: S311 - prompts, not secrets
+        while True:
+            yield Task(prompt_ids=sample_prompt(generator))
+
+    def rewards(self, group: RolloutGroup) -> Sequence[float]:
+        return [reward(rollout.prompt_ids, rollout.output_ids) for rollout in group.rollouts]
+
+    def started(self, config: LaunchConfig, controller: Controller, scheduler: Scheduler) -> None:
+        self._config, self._controller, self._scheduler = config, controller, scheduler
+        controller.coordinator.on_update(self._on_update)
+        controller.coordinator.on_phase(self._on_phase)
+
+    async def before_step(self, step: int, samples: Sequence[TrainingSample]) -> None:
+        """Record what is trained on, and let the last step wait until an engine that was killed is back.
+
+        Its peers hold other dtypes: it can catch up by an update of the trainers only.
+        """
+        config, version = self._config, self._controller.coordinator.published_version
+        self.served += samples
+        self.rewards_by_step.append(sum(s.reward for s in samples) / len(samples))
+        self.staleness.update(version - min(s.versions) for s in samples)
+        if self._kill_engine_at and step == config.steps - 1:
+            if self._kill is None:
+                raise WindlassError(
+                    f"demo: no engine was killed in an update to version {self._kill_engine_at}"
+                )
+            await self._kill
+            await self._controller.wait_for_fleet(
+                num_trainers=config.trainer.world_size,
+                engines=[engine.name for engine in config.engines],
+                deadline_s=config.start_deadline_s,
+            )
+            self._note("every engine is here for the last version")
+
+    def _on_update(self, report: UpdateReport) -> None:
+        self.updates.append(report)
+        for name, reason in report.left_out.items():
+            self._note(f"version {report.version} went on without {name}: {reason}")
+        self.show(self._controller)
+
+    def _on_phase(self, version: int, phase: Phase) -> None:
+        if version == self._kill_engine_at and version and phase is Phase.WRITE and not self._kill:
+            victim = self._config.engines[-1].name
+            self._note(f"kill -9 {victim} in the middle of the update to version {version}")
+            self._kill = asyncio.create_task(self._kill_engine(victim))
+
+    async def _kill_engine(self, name: str) -> None:
+        await self._scheduler.signal(name, signal.SIGKILL)
+        await self._scheduler.wait(name)
+
+    def _note(self, event: str) -> None:
+        self.events.append(event)
+        self.show(self._controller)

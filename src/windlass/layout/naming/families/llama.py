@@ -1,0 +1,10 @@
+"""Llama 2 and 3."""
+
+from __future__ import annotations
+
+from windlass.layout.naming.rules import Family
+from windlass.layout.naming.tables import DENSE
+
+__all__ = ["FAMILY"]
+
+FAMILY = Family("llama", DENSE)

@@ -1,0 +1,149 @@
+"""What every session says, and how messages are read: as one type, or as the peer's error. No I/O."""
+
+from __future__ import annotations
+
+from typing import Generic, NamedTuple, TypeVar, final
+
+import msgspec
+
+from windlass.errors import DECODE_ERRORS, ConfigError, ProtocolError
+
+__all__ = [
+    "PROTOCOL_VERSION",
+    "CallId",
+    "Codec",
+    "Envelope",
+    "Garbled",
+    "MustWait",
+    "Refused",
+    "Reply",
+    "RoundId",
+    "check_name",
+    "encode",
+]
+
+PROTOCOL_VERSION = 6
+"""Of all that two processes of Windlass say to each other; both must have the same."""
+MAX_NAME_NBYTES = 255
+
+CallId = tuple[int, int, int]
+"""(epoch, round, seq)."""
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+encode = msgspec.msgpack.Encoder().encode
+"""The MessagePack form of a message of any type."""
+
+
+@final
+class Codec(Generic[T]):
+    """Reads messages of one type.
+
+    Args:
+        kind: the type, or a union of tagged types.
+        name: of such a message, for errors.
+        max_nbytes: longer messages are refused before they are decoded.
+    """
+
+    __slots__ = ("_decoder", "_name", "max_nbytes")
+
+    def __init__(self, kind: object, name: str, *, max_nbytes: int = 256 << 20) -> None:
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
+        self._name, self.max_nbytes = name, max_nbytes
+
+    def decode(self, data: bytes) -> T:
+        """Read a message.
+
+        Raises:
+            ProtocolError: it is too long, or none of the type.
+        """
+        if len(data) > self.max_nbytes:
+            raise ProtocolError(
+                f"{self._name} must be of at most {self.max_nbytes} bytes, got {len(data)}"
+            )
+        try:
+            return self._decoder.decode(data)
+        except (*DECODE_ERRORS, ConfigError, ProtocolError) as error:
+            raise ProtocolError(f"{self._name} of {len(data)} bytes: {error}") from error
+
+
+class RoundId(NamedTuple):
+    """Tells one round, or one binding of the fleet, from every other; later ones are greater.
+
+    `epoch` grows with every binding and with every start of a controller, `round` with both and
+    with every attempt to publish.
+    """
+
+    epoch: int
+    round: int
+
+    def next_round(self) -> RoundId:
+        """Of the next attempt with the same binding."""
+        return RoundId(self.epoch, self.round + 1)
+
+    def next_epoch(self) -> RoundId:
+        """Of the next binding."""
+        return RoundId(self.epoch + 1, self.round + 1)
+
+
+class Envelope(msgspec.Struct, Generic[T_co], frozen=True, tag="envelope"):
+    """A command and the id of its call."""
+
+    epoch: int
+    round: int
+    seq: int
+    command: T_co
+
+    @property
+    def round_id(self) -> RoundId:
+        """The round that the command belongs to."""
+        return RoundId(self.epoch, self.round)
+
+
+class Reply(msgspec.Struct, Generic[T_co], frozen=True, tag="reply"):
+    """The one answer to the envelope with the same (epoch, round, seq)."""
+
+    epoch: int
+    round: int
+    seq: int
+    result: T_co
+
+    @property
+    def round_id(self) -> RoundId:
+        """The round that the reply belongs to."""
+        return RoundId(self.epoch, self.round)
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused", omit_defaults=True):
+    """Instead of a welcome, or before the server closes the connection.
+
+    Attributes:
+        message: one line for a person.
+        final: the peer does not belong here, and need not come again. False where only this
+            connection went wrong, or where it may be let in later.
+    """
+
+    message: str
+    final: bool = True
+
+
+class MustWait(ProtocolError):
+    """The peer may belong here, but not yet: it may come again."""
+
+
+class Garbled(ProtocolError):
+    """The fault may be the connection's and not the peer's: it may come again."""
+
+
+def check_name(name: str, what: str) -> None:
+    """A name of a peer stands in logs, on terminals and in metrics.
+
+    Raises:
+        ProtocolError: it is empty, has characters that cannot be printed, or more than 255 bytes.
+    """
+    if not name or not name.isprintable() or len(name.encode()) > MAX_NAME_NBYTES:
+        shown = name[:MAX_NAME_NBYTES].encode("unicode_escape").decode()
+        raise ProtocolError(
+            f"{what} must be 1 to {MAX_NAME_NBYTES} bytes of printable characters, got '{shown}'"
+        )

@@ -1,0 +1,448 @@
+"""The end of a session that is called: it connects, connects again, and answers.
+
+`Client` runs in a thread of its own (`connect`), for processes whose main thread is busy, or as a
+coroutine of any loop (`run`). Calls are carried out one after another, outside of the loop, so that
+pings are answered meanwhile. See `rpc` for the protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import math
+import random
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Generic, Self, TypeVar, final
+
+import aiohttp
+import msgspec
+
+from windlass.envs import check_token
+from windlass.errors import (
+    AuthenticationError,
+    PeerTimeout,
+    PeerUnreachable,
+    ProtocolError,
+    StaleMessage,
+)
+from windlass.net.addresses import check_url
+from windlass.net.messages import Codec, Envelope, Refused, Reply, encode
+from windlass.net.sockets import MAX_PART_NBYTES, PartJoiner, open_http, send_frame
+
+__all__ = ["Client", "ReplyStore"]
+
+_log = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 5.0
+HEARTBEAT_S = 20.0
+JOIN_S = 10.0
+
+CommandT = TypeVar("CommandT")
+ResultT = TypeVar("ResultT")
+FrameT = TypeVar("FrameT")
+
+
+@final
+class ReplyStore(Generic[ResultT]):
+    """Replies of the newest two rounds, and the rule that older calls are stale."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._newest = (0, 0)
+        self._received = self._void = (0, 0)
+        self._replies: dict[tuple[int, int, int], Reply[ResultT]] = {}
+
+    @property
+    def newest(self) -> tuple[int, int]:
+        """(epoch, round) of the newest call."""
+        return self._newest
+
+    def __len__(self) -> int:
+        return len(self._replies)
+
+    def lookup(self, epoch: int, round_number: int, seq: int) -> Reply[ResultT] | None:
+        """The stored reply; None for a new call.
+
+        Raises:
+            StaleMessage: its round has passed.
+        """
+        round_id = (epoch, round_number)
+        key = (*round_id, seq)
+        if key in self._replies:
+            return self._replies[key]
+        if round_id < self._newest or round_id <= self._void:
+            raise StaleMessage(
+                f"epoch {epoch} round {round_number} has passed; the newest is {self._newest}"
+            )
+        if round_id > self._newest:
+            with self._lock:
+                self._replies = {k: v for k, v in self._replies.items() if k[:2] == self._newest}
+            self._newest = round_id
+        return None
+
+    def received(self, epoch: int, round_number: int) -> None:
+        """A call has come; it may have to wait for others."""
+        self._received = max(self._received, (epoch, round_number))
+
+    def void(self) -> None:
+        """The connection is lost: what came over it and has not begun is not carried out.
+
+        The server has left this peer out of that round; its next call is of a later one.
+        """
+        self._void = self._received
+
+    def store(self, reply: Reply[ResultT]) -> None:
+        """Remember a reply."""
+        with self._lock:
+            self._replies[reply.epoch, reply.round, reply.seq] = reply
+
+    def replies(self) -> list[Reply[ResultT]]:
+        """Every reply that is remembered, oldest first."""
+        with self._lock:
+            return list(self._replies.values())
+
+
+class Client(ABC, Generic[CommandT, ResultT, FrameT]):
+    """See the module. Subclasses say what their protocol's hello, commands and other frames are.
+
+    Args:
+        url: the server's address. path: of its route. token: of this process's role.
+        codec: of what the server sends.
+        executor: carries out calls, one at a time; None for a thread of this client's own.
+        loop: runs everything else; None for a new one.
+        reconnect: whether to connect again after a loss.
+        give_up_s: without a connection until this client ends.
+        keeps_calls: a call that had not begun when its connection was lost is carried out all the same.
+
+    Attributes:
+        welcomed: done when the server has said welcome, or refused for good.
+        ended: has its exception when no connection will be tried any more.
+        disconnected: set while no server is connected, once `on_lost` has returned; nothing is carried
+            out then.
+        last_error: why the last connection ended, for a person.
+
+    Raises:
+        ConfigError: `url` is no URL, or no header can carry `token`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        path: str,
+        token: str,
+        codec: Codec[Envelope[CommandT] | Refused | FrameT],
+        *,
+        executor: concurrent.futures.Executor | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
+        reconnect: bool = True,
+        give_up_s: float = math.inf,
+        keeps_calls: bool = False,
+    ) -> None:
+        check_url(url, "controller")
+        check_token(token, "token")
+        self._url, self._path, self._token = url.rstrip("/"), path, token
+        self._codec = codec
+        self._reconnect, self._give_up_s, self._keeps_calls = reconnect, give_up_s, keeps_calls
+        self._owns_executor = executor is None
+        self._executor = executor or concurrent.futures.ThreadPoolExecutor(1, "windlass-calls")
+        self._loop = loop or asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run_loop, name="windlass-agent", daemon=True)
+        self._task: asyncio.Task[None] | None = None
+        self._answers: set[asyncio.Task[None]] = set()
+        self._executing = threading.Lock()
+        self._closed = False
+        self._socket: aiohttp.ClientWebSocketResponse | None = None
+        self._store = ReplyStore[ResultT]()
+        self.welcomed: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self.ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self.disconnected = threading.Event()
+        self.disconnected.set()
+        self.last_error = "no connection was tried"
+
+    # --- what a protocol says ------------------------------------------------------------------
+
+    @abstractmethod
+    def hello(self) -> msgspec.Struct:
+        """Make the first frame of a connection; called in the loop."""
+
+    @abstractmethod
+    def execute(self, call: Envelope[CommandT]) -> ResultT:
+        """Carry out a call, in the executor. Whatever it raises becomes the result `failed`."""
+
+    @abstractmethod
+    def failed(self, error: Exception, command: CommandT) -> ResultT:
+        """The result of a command that raised, or that came too late (`StaleMessage`)."""
+
+    @abstractmethod
+    def on_frame(self, frame: FrameT) -> None:
+        """Take what is neither a call nor a refusal, the welcome included; called in the loop."""
+
+    def on_call(self, call: Envelope[CommandT]) -> None:
+        """See a call as it comes in, before it waits for its turn; must not block."""
+
+    async def on_welcome(self) -> None:
+        """The server has said welcome, and nothing has been sent over this connection yet."""
+
+    async def on_connected(self) -> None:
+        """The stored replies have been sent again."""
+
+    def on_lost(self) -> None:
+        """A connection that was welcomed is lost; called in the loop. A call may be being carried out."""
+
+    # --- from any thread -----------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Run in a thread of its own.
+
+        Raises:
+            PeerUnreachable: this process can start no thread.
+        """
+        try:
+            if self._owns_executor:
+                self._executor.submit(int).result()  # its thread starts now, and not with a call
+            self._thread.start()
+        except RuntimeError as error:
+            self.close()
+            raise PeerUnreachable(f"connect to {self._url}: {error}") from error
+
+    def connect(self, deadline_s: float) -> None:
+        """Start, and return once the server has said welcome.
+
+        Raises:
+            AuthenticationError: the token is wrong.
+            ProtocolError: the server refused this peer; says why.
+            PeerUnreachable: this process can start no thread.
+            PeerTimeout: no welcome within `deadline_s`; the client is closed.
+        """
+        self.start()
+        try:
+            self.welcomed.result(deadline_s)
+        except concurrent.futures.TimeoutError:
+            self.close()
+            raise PeerTimeout(
+                f"connect: no welcome from {self._url} within {deadline_s} s: {self.last_error}"
+            ) from None
+        except BaseException:
+            self.close()
+            raise
+
+    def wait_disconnected(self, deadline_s: float) -> bool:
+        """Whether no server is connected by then; `on_lost` has returned if so."""
+        return self.disconnected.wait(deadline_s)
+
+    def run_later(self, work: Callable[[], None]) -> None:
+        """Do `work` where calls are carried out, after those that are there already.
+
+        Once the client is closed nothing is done. `work` must not raise.
+        """
+        with contextlib.suppress(RuntimeError):
+            self._executor.submit(work)
+
+    def flush(self, deadline_s: float) -> None:
+        """Return once the results of all calls that were carried out have been sent, or the deadline has passed."""
+        with contextlib.suppress(RuntimeError, concurrent.futures.TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._flush(), self._loop).result(deadline_s)
+
+    def close(self) -> None:
+        """Close the connection and end both threads. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # it has just closed its loop by itself
+                self._loop.call_soon_threadsafe(self._cancel)
+            self._thread.join(JOIN_S)
+        elif self._task is None:  # it was never started
+            self._loop.close()
+        if self._owns_executor:
+            self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- in the loop ---------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Stay connected until cancelled or refused; whoever waits is told."""
+        try:
+            await self._stay_connected()
+        finally:
+            self._end(PeerUnreachable("the control channel is closed"))
+
+    async def send(self, frame: msgspec.Struct) -> bool:
+        """Send a frame; false if there is no connection any more."""
+        if self._socket is None:
+            return False
+        try:
+            await send_frame(self._socket, encode(frame))
+        except (ConnectionError, aiohttp.ClientError, RuntimeError) as error:
+            _log.info("%s not delivered: %s", type(frame).__name__, error)
+            return False
+        return True
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._task = self._loop.create_task(self.run())
+        try:
+            self._loop.run_until_complete(self._task)
+        except asyncio.CancelledError:
+            pass
+        finally:
+            left = asyncio.all_tasks(self._loop)  # answers to calls that are still carried out
+            for task in left:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _end(self, error: Exception) -> None:
+        """No connection will be tried any more: whoever waits is told. Idempotent."""
+        for future in (self.welcomed, self.ended):
+            if not future.done():
+                future.set_exception(error)
+
+    async def _stay_connected(self) -> None:
+        backoff_s, give_up_at = FIRST_BACKOFF_S, self._loop.time() + self._give_up_s
+        async with open_http(self._token) as http:
+            while True:
+                was_connected = False
+                try:
+                    await self._converse(http)
+                except (AuthenticationError, ProtocolError) as error:
+                    if self.welcomed.done():  # nobody may be waiting who would be told
+                        _log.error("%s: left for good: %s", self._url, error)
+                    self._end(error)
+                    return
+                except (aiohttp.ClientError, OSError, PeerUnreachable) as error:
+                    self.last_error = f"{type(error).__name__}: {error}"
+                    _log.info("controller %s: %s", self._url, error)
+                finally:
+                    was_connected, self._socket = self._socket is not None, None
+                    if not self._keeps_calls:
+                        self._store.void()
+                    if was_connected:
+                        self.on_lost()
+                    self.disconnected.set()
+                if was_connected:
+                    backoff_s, give_up_at = FIRST_BACKOFF_S, self._loop.time() + self._give_up_s
+                if self._loop.time() > give_up_at:
+                    self._end(
+                        PeerUnreachable(
+                            f"{self._url} was not reachable for {self._give_up_s:g} s: {self.last_error}"
+                        )
+                    )
+                if self.ended.done() or not self._reconnect:
+                    return
+                # Waiting for a server that is away: nothing can signal its return.
+                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # noqa: S311
+                backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
+
+    async def _converse(self, http: aiohttp.ClientSession) -> None:
+        try:
+            socket = await http.ws_connect(
+                self._url + self._path, heartbeat=HEARTBEAT_S, max_msg_size=MAX_PART_NBYTES
+            )
+        except aiohttp.WSServerHandshakeError as error:
+            if error.status in {401, 403}:
+                raise AuthenticationError(f"{self._url} refused the token") from error
+            raise
+        async with socket:
+            await send_frame(socket, encode(self.hello()))
+            parts = PartJoiner(self._codec.max_nbytes)
+            async for message in socket:
+                if message.type is aiohttp.WSMsgType.ERROR:
+                    raise PeerUnreachable(f"connection broke: {message.data}")
+                if message.type is not aiohttp.WSMsgType.BINARY:
+                    raise ProtocolError(f"{self._url}: sent a frame that is not binary")
+                await self._on_frame(socket, parts, message.data)
+        raise PeerUnreachable(f"connection closed with code {socket.close_code}")
+
+    async def _on_frame(
+        self, socket: aiohttp.ClientWebSocketResponse, parts: PartJoiner, data: bytes
+    ) -> None:
+        frame = self._decode(parts, data)
+        if frame is None:
+            return
+        if isinstance(frame, Refused):
+            if frame.final:
+                raise ProtocolError(f"the controller refused this agent: {frame.message}")
+            raise PeerUnreachable(f"the controller refused this connection: {frame.message}")
+        if isinstance(frame, Envelope):
+            self._store.received(frame.epoch, frame.round)
+            self.on_call(frame)
+            # Handed on at once, so that pings are answered meanwhile.
+            task = self._loop.create_task(self._answer(frame))
+            self._answers.add(task)
+            task.add_done_callback(self._answers.discard)
+            return
+        self.on_frame(frame)
+        if self._socket is None:
+            await self._on_welcome(socket)
+
+    async def _on_welcome(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        await self.on_welcome()
+        self.disconnected.clear()
+        self._socket = socket
+        if not self.welcomed.done():
+            self.welcomed.set_result(None)
+        # What was sent last over the lost connection may not have arrived: how a write
+        # ended must not be lost, and a reply that comes twice does no harm.
+        for reply in self._store.replies():
+            await self.send(reply)
+        await self.on_connected()
+
+    def _decode(
+        self, parts: PartJoiner, data: bytes
+    ) -> Envelope[CommandT] | Refused | FrameT | None:
+        """After a welcome, what cannot be decoded was garbled: another connection may be better."""
+        try:
+            whole = parts.add(data)
+            return None if whole is None else self._codec.decode(whole)
+        except ProtocolError as error:
+            if self.welcomed.done():
+                raise PeerUnreachable(str(error)) from error
+            raise
+
+    async def _answer(self, call: Envelope[CommandT]) -> None:
+        try:
+            reply = await self._loop.run_in_executor(self._executor, self._execute, call)
+        # Of the executor itself: without an answer the server would wait for its deadline.
+        except Exception as error:  # noqa: BLE001
+            reply = Reply(call.epoch, call.round, call.seq, self.failed(error, call.command))
+        await self.send(reply)  # the next connection begins with all that are stored
+
+    async def _flush(self) -> None:
+        await asyncio.gather(*self._answers, return_exceptions=True)
+
+    # --- in the executor -----------------------------------------------------------------------
+
+    def _execute(self, call: Envelope[CommandT]) -> Reply[ResultT]:
+        key = (call.epoch, call.round, call.seq)
+        with self._executing:
+            try:
+                stored = self._store.lookup(*key)
+            except StaleMessage as error:
+                return Reply(*key, self.failed(error, call.command))
+            if stored is not None:
+                return stored
+            try:
+                result = self.execute(call)
+            # The boundary of the peer: whatever goes wrong must reach the server as a failure, or
+            # it would wait for its deadline.
+            except Exception as error:  # noqa: BLE001
+                result = self.failed(error, call.command)
+            reply = Reply(*key, result)
+            self._store.store(reply)
+            return reply

@@ -1,0 +1,379 @@
+"""Engines that are behind, or that did not go on, are tried again until they serve.
+
+`CatchUps`: which engine gives a newcomer the published version. A trainer stands still only while it
+publishes; an engine that serves a version stands still until the next one. So a newcomer is brought
+up from a peer, by a round like any other whose sources are that engine's ranks: nobody else is
+paused, and no trainer is asked.
+
+`Resumes`: engine ranks that were told to go on and could not. Their weights are whole and of one
+version: nothing is wrong with them but that the engine's own server was away, say, when its agent
+asked. Meanwhile they get no traffic. What ends this: the rank goes on, a round pauses it (and has it
+go on itself), it leaves, or `MAX_ATTEMPTS` are over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, final
+
+import numpy as np
+
+from windlass.config import ControlConfig, PhaseDeadlines
+from windlass.errors import PeerUnreachable, PlanError, WindlassError
+from windlass.layout.dtypes import DType
+from windlass.layout.manifest import Role, ShardManifest
+from windlass.planning.plan import DTYPES, TransferPlan
+from windlass.updates.binding import Planner
+from windlass.updates.client import WELCOME_SEQ
+from windlass.updates.fleet import PROBE_SEQ, Agent, Fleet, Group, Identity
+from windlass.updates.messages import (
+    Abort,
+    Done,
+    Envelope,
+    Reply,
+    Result,
+    RoundOutcome,
+)
+from windlass.updates.round_types import reply_budget_s
+from windlass.updates.session import AgentSession
+
+if TYPE_CHECKING:
+    from windlass.updates.coordinator import Coordinator
+
+__all__ = ["MAX_ATTEMPTS", "CatchUps", "Resumes", "find_donor"]
+
+_log = logging.getLogger(__name__)
+KEPT_ATTEMPTS = 1024
+"""Of engines, most of which have left for good; one that is forgotten begins anew."""
+FIRST_BACKOFF_S = 1.0
+MAX_BACKOFF_S = 30.0
+MAX_ATTEMPTS = 8
+"""For one process and one cause: each attempt holds up rounds, which wait for it."""
+
+
+def _backoff_s(num_failed: int) -> float:
+    """Seconds to wait after so many failures: 1, 2, 4, ... `MAX_BACKOFF_S`."""
+    return min(FIRST_BACKOFF_S * 2.0 ** (num_failed - 1), MAX_BACKOFF_S)
+
+
+@final
+class _Timers:
+    """Named timers of the running loop."""
+
+    def __init__(self) -> None:
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._timers)
+
+    def call_later(self, name: str, delay_s: float, call: Callable[[], None]) -> None:
+        """Call once, `delay_s` from now, in place of an earlier call of that name.
+
+        Never after `close`: connections end after it, and what their loss begins must not last.
+        """
+        self.cancel(name)
+        if self._closed:
+            return
+
+        def due() -> None:
+            self._timers.pop(name, None)
+            call()
+
+        self._timers[name] = asyncio.get_running_loop().call_later(delay_s, due)
+
+    def cancel(self, name: str) -> None:
+        """Nothing of that name will be called. Idempotent."""
+        if (timer := self._timers.pop(name, None)) is not None:
+            timer.cancel()
+
+    def close(self) -> None:
+        """Nothing is called any more. Idempotent."""
+        self._closed = True
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+
+
+@dataclass(slots=True)
+class _Attempts:
+    """To bring one process up to one version.
+
+    Attributes:
+        clean: its memory was whole before the first, so whoever wrote into it since is known.
+        unable: donors whose weights do not make it what trainers would.
+        failures: by donor. due_s: on the loop's clock, not before.
+    """
+
+    newcomer: frozenset[Identity]
+    version: int
+    clean: bool
+    unable: set[frozenset[Identity]] = field(default_factory=set)
+    failures: Counter[frozenset[Identity]] = field(default_factory=Counter)
+    due_s: float = 0.0
+
+
+@final
+class CatchUps:
+    """Newcomers, and the engines that bring them up. In the coordinator's loop.
+
+    An attempt that failed is made again after `backoff_s`, from the donor that has failed least, at
+    most `MAX_ATTEMPTS` times for a version. A process that connects anew begins anew.
+
+    Args:
+        coordinator: calls `bring_up` when no round runs, and runs none meanwhile.
+        fleet: who is there. config, planner: of the coordinator.
+    """
+
+    def __init__(
+        self, coordinator: Coordinator, fleet: Fleet, config: ControlConfig, planner: Planner
+    ) -> None:
+        self._coordinator, self._fleet = coordinator, fleet
+        self._config, self._planner = config, planner
+        self._attempts: dict[str, _Attempts] = {}
+        self._timers = _Timers()
+
+    async def bring_up(self) -> None:
+        """Bring up every engine that does not serve the published version, one after another."""
+        for engine in self._fleet.writable_engines():
+            await self._bring_up(engine)
+
+    def lost(self, identity: Identity) -> None:
+        """An engine rank's connection was ended by its own side.
+
+        Nobody may write what it may still be writing. A process that lives comes back, or has
+        come to the end of its write by the deadline of that; if neither happened, it has ended.
+        """
+        delay_s = self._config.deadlines.write_s
+        self._timers.call_later(f"lost {identity}", delay_s, lambda: self._presume_ended(identity))
+
+    def close(self) -> None:
+        """Nothing is tried any more. Idempotent."""
+        self._timers.close()
+
+    def forget(self, name: str) -> None:
+        """The engine called `name` has lost a rank: what comes back begins anew."""
+        attempts = self._attempts.get(name)
+        if attempts is not None:
+            attempts.failures.clear()
+            attempts.due_s = 0.0
+
+    async def _bring_up(self, newcomer: Group) -> None:
+        version = self._coordinator.published_version
+        donors, trainers = self._fleet.serving(version), self._fleet.trainers()
+        if newcomer in donors:
+            self._attempts.pop(newcomer.name, None)
+            return
+        attempts = self._attempts_of(newcomer, version)
+        candidates = sorted(
+            (donor for donor in donors if donor.identities not in attempts.unable),
+            key=lambda donor: attempts.failures[donor.identities],
+        )
+        if not candidates or attempts.failures.total() >= MAX_ATTEMPTS:
+            return
+        if asyncio.get_running_loop().time() < attempts.due_s:
+            return
+        if (
+            newcomer.mixed_weights
+            and not attempts.clean
+            and (trainers is None or not trainers.complete)
+        ):
+            return  # a trainer that is away may have been writing it
+        truth = trainers.manifests if trainers is not None else ()
+        if not self._config.backend.traits.catches_up:
+            return
+        found = await asyncio.to_thread(find_donor, newcomer, candidates, truth, self._planner)
+        if found is None:
+            attempts.unable.update(donor.identities for donor in candidates)
+            return
+        donor, plan = found
+        donor_identities = donor.identities  # those that are there now
+        try:
+            report = await self._coordinator.copy(donor, newcomer, plan)
+        except WindlassError as error:
+            self._failed(newcomer.name, attempts, donor_identities, str(error))
+            return
+        if report.outcome is RoundOutcome.PUBLISHED:
+            _log.info("%s caught up from %s", newcomer.name, donor.name)
+            self._attempts.pop(newcomer.name, None)
+        else:
+            self._failed(newcomer.name, attempts, donor_identities, report.reason)
+
+    def _attempts_of(self, newcomer: Group, version: int) -> _Attempts:
+        known = self._attempts.get(newcomer.name)
+        if known is None or (known.newcomer, known.version) != (newcomer.identities, version):
+            known = _Attempts(newcomer.identities, version, clean=not newcomer.mixed_weights)
+            self._attempts[newcomer.name] = known
+            if len(self._attempts) > KEPT_ATTEMPTS:
+                del self._attempts[next(iter(self._attempts))]
+        return known
+
+    def _failed(
+        self, name: str, attempts: _Attempts, donor: frozenset[Identity], reason: str
+    ) -> None:
+        attempts.failures[donor] += 1
+        num_failed = attempts.failures.total()
+        delay_s = _backoff_s(num_failed)
+        attempts.due_s = asyncio.get_running_loop().time() + delay_s
+        if num_failed >= MAX_ATTEMPTS:
+            _log.warning("%s does not catch up before the next version: %s", name, reason)
+            return
+        _log.warning("%s did not catch up, again in %g s: %s", name, delay_s, reason)
+        self._timers.call_later(f"again {name}", delay_s, self._coordinator.settle_soon)
+
+    def _presume_ended(self, identity: Identity) -> None:
+        agent = self._fleet.find(identity[0])
+        away = agent is None or agent.identity != identity
+        if away and self._fleet.release(identity):
+            _log.info("%s did not come back: what it was writing is over", identity[0])
+            self._coordinator.settle_soon()
+
+
+@final
+class Resumes:
+    """Engine ranks that did not go on. In the coordinator's loop.
+
+    Args:
+        coordinator: calls `send` when no round runs, and runs none meanwhile.
+        sessions: of the agents that are connected.
+        deadlines: an engine has gone on within both that for going on and that for a pause, which
+            would wait behind it.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        sessions: Mapping[str, AgentSession],
+        deadlines: PhaseDeadlines,
+    ) -> None:
+        self._coordinator, self._sessions = coordinator, sessions
+        self._deadline_s = reply_budget_s(min(deadlines.publish_s, deadlines.pause_s))
+        self._num_told: dict[Identity, int] = {}
+        self._due: set[Identity] = set()
+        self._timers = _Timers()
+
+    def heard(self, agent: Agent, reply: Reply[Result]) -> bool:
+        """Note a reply; returns whether the rank may be given traffic, or no more, because of it.
+
+        Every `Done` of an engine rank says how it is when the command is over, but for the answer
+        to a probe, which asks nothing of the engine, and for what it says again after a welcome.
+        """
+        result = reply.result
+        if not isinstance(result, Done) or agent.hello.role is not Role.ENGINE:
+            return False
+        is_repeated = reply.round_id <= (agent.hello.epoch, agent.hello.round)
+        if reply.seq == PROBE_SEQ or (is_repeated and reply.seq != WELCOME_SEQ):
+            return False
+        before, agent.not_resumed = agent.not_resumed, result.not_resumed
+        if not agent.not_resumed:
+            self.forget(agent.identity)
+        elif agent.identity not in self._num_told:
+            _log.warning("%s did not go on: %s", agent.hello.worker, agent.not_resumed)
+            self._num_told[agent.identity] = 0
+            self._wait(agent)
+        return bool(before) is not bool(agent.not_resumed)
+
+    async def send(self) -> None:
+        """Tell those whose time has come. No round runs, so that none of them is paused for one."""
+        due, self._due = self._due, set()
+        for identity in sorted(due):
+            session = self._sessions.get(identity[0])
+            if session is None or session.agent.identity != identity:
+                continue
+            self._num_told[identity] += 1
+            again = Abort(f"go on: {session.agent.not_resumed}", deadline_s=self._deadline_s)
+            try:
+                await session.send(Envelope(*self._coordinator.new_epoch(), 1, again))
+            except PeerUnreachable as error:
+                _log.info("%s", error)  # a process that comes back says how it is
+            if identity in self._num_told:  # it has not gone on or left meanwhile
+                self._wait(session.agent)
+
+    def forget(self, identity: Identity) -> None:
+        """It goes on, or it has left. Idempotent."""
+        if self._num_told.pop(identity, None) is not None:
+            self._due.discard(identity)
+            self._timers.cancel(identity[0])
+
+    def close(self) -> None:
+        """Nobody is told any more. Idempotent."""
+        self._timers.close()
+
+    def _wait(self, agent: Agent) -> None:
+        delay_s = _backoff_s(self._num_told[agent.identity] + 1)
+        self._timers.call_later(agent.hello.worker, delay_s, lambda: self._again(agent))
+
+    def _again(self, agent: Agent) -> None:
+        if self._num_told[agent.identity] < MAX_ATTEMPTS:
+            self._due.add(agent.identity)
+            self._coordinator.settle_soon()
+            return
+        worker, reason = agent.hello.worker, agent.not_resumed
+        _log.error(
+            "%s stays paused until the next round: told %s times: %s", worker, MAX_ATTEMPTS, reason
+        )
+        self._coordinator.note_given_up(worker, reason)
+
+
+def find_donor(
+    newcomer: Group,
+    candidates: Sequence[Group],
+    trainers: Sequence[ShardManifest],
+    planner: Planner,
+) -> tuple[Group, TransferPlan] | None:
+    """The first engine whose weights make the newcomer exactly what the trainers would.
+
+    Args:
+        newcomer: wants weights.
+        candidates: engines that serve the published version.
+        trainers: manifests of the trainer ranks; empty when none is connected.
+        planner: compiles plans. May take seconds with a large model.
+
+    Returns:
+        The donor and the plan, or None when nobody can.
+    """
+    for donor in candidates:
+        if not all(agent.hello.can_send for agent in donor.agents.values()):
+            continue
+        try:
+            plan = planner(donor.manifests, newcomer.manifests)
+        except PlanError:
+            continue  # it holds something that this engine does not
+        if _is_exact(plan, trainers):
+            return donor, plan
+    return None
+
+
+def _is_exact(plan: TransferPlan, trainers: Sequence[ShardManifest]) -> bool:
+    """Whether no element is rounded on its way that was not rounded by the trainers' own plan.
+
+    A cast of what has the trainers' dtype rounds once, as theirs does; any other cast would come
+    on top of the one that the donor's weights have been through.
+    """
+    casts = np.flatnonzero(plan.ops.src_dtype != plan.ops.dst_dtype)
+    if not len(casts):
+        return True
+    names = {plan.tensors[int(t)] for t in np.unique(plan.ops.tensor[casts])}
+    have = {
+        (plan.tensors[int(plan.ops.tensor[op])], DTYPES[int(plan.ops.src_dtype[op])])
+        for op in casts
+    }
+    return have <= _dtypes_of(trainers, names)
+
+
+def _dtypes_of(
+    manifests: Sequence[ShardManifest], names: Collection[str]
+) -> set[tuple[str, DType]]:
+    found: set[tuple[str, DType]] = set()
+    for manifest in manifests:
+        dtypes = {parameter.name: parameter.dtype for parameter in manifest.parameters}
+        found.update(
+            (shard.tensor, dtypes[shard.parameter])
+            for shard in manifest.shards()
+            if shard.tensor in names
+        )
+    return found

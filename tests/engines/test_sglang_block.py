@@ -1,0 +1,231 @@
+"""What SGLang is asked to do around an update, in which order, and when its loops are held."""
+
+from __future__ import annotations
+
+import base64
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import msgspec
+import pytest
+from http_answers import answering
+
+from windlass.config import PauseMode
+from windlass.engines.attach import RankHooks
+from windlass.engines.capture.capture import Captured
+from windlass.engines.quiesce_gate import QuiesceGate
+from windlass.engines.sglang.api import SglangApi
+from windlass.engines.sglang.orders import Block, Quiesce
+from windlass.errors import ConfigError, PeerUnreachable
+from windlass.layout.manifest import ManifestBuilder, Role
+
+DEADLINE_S = 20.0
+PAUSE, BEGIN, END = "/pause_generation", "/begin_weight_update", "/end_weight_update"
+FLUSH = "/flush_cache"
+STAMP, GO_ON = "/update_weight_version", "/continue_generation"
+
+
+@dataclass
+class Loops:
+    """The main loops of two ranks behind routes like SGLang's; orders reach both, one at a time.
+
+    Attributes:
+        seen: what was asked, in order; an order when its loops have left it.
+        namespaces: of the caches from each order on.
+        refused: a route that answers with a refusal. missing: routes that are not there.
+        longest_hold_s: see `QuiesceGate.block`.
+        carried_out: an order has been.
+    """
+
+    gates: tuple[QuiesceGate, ...] = field(default_factory=lambda: (QuiesceGate(), QuiesceGate()))
+    seen: list[str] = field(default_factory=list)
+    namespaces: list[str] = field(default_factory=list)
+    refused: str = ""
+    missing: frozenset[str] = frozenset()
+    longest_hold_s: float = DEADLINE_S
+    carried_out: threading.Event = field(default_factory=threading.Event)
+    busy: threading.Lock = field(default_factory=threading.Lock)
+
+    def answer(self, path: str, body: dict[str, Any]) -> bool:
+        if path in (PAUSE, GO_ON):  # these do not go through the loops
+            self.seen.append(path)
+        elif path == "/update_weights_from_tensor":
+            self.carry_out(body)
+        else:
+            with self.busy:
+                self.seen.append(path)
+        return path != self.refused
+
+    def carry_out(self, body: dict[str, Any]) -> None:
+        payload = base64.b64decode(body["serialized_named_tensors"][0])
+        [(name, _)] = ForkingPickler.loads(payload)
+        order: Quiesce | Block = msgspec.json.decode(name, type=Quiesce | Block)
+        self.namespaces.append(order.namespace)
+        with self.busy:
+            threads = [
+                threading.Thread(target=self.come_past, args=(gate, order)) for gate in self.gates
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            self.seen.append(type(order).__name__)
+        self.carried_out.set()
+
+    def come_past(self, gate: QuiesceGate, order: Quiesce | Block) -> None:
+        if isinstance(order, Block):
+            gate.block(order.pause_id, order.deadline_s, self.longest_hold_s)
+        elif isinstance(order, Quiesce):
+            gate.quiesced(order.pause_id)
+
+
+@pytest.fixture
+def loops() -> Loops:
+    return Loops()
+
+
+@pytest.fixture
+def url(loops: Loops) -> Iterator[str]:
+    def answer(path: str, asked: bytes) -> tuple[int, bytes]:
+        if path in loops.missing:
+            return 404, b"{}"
+        body = msgspec.json.encode({"success": loops.answer(path, msgspec.json.decode(asked))})
+        return 500 if path == PAUSE == loops.refused else 200, body
+
+    with answering(answer) as url:
+        yield url
+        for gate in loops.gates:
+            gate.end()
+
+
+def hooks_of(loops: Loops, url: str, *, blocks: bool) -> list[RankHooks]:
+    empty = ManifestBuilder("engine/0", Role.ENGINE).build()
+    captured = Captured(empty, (), (), (), ())
+    api = SglangApi(url, len(loops.gates), loops.gates[0], blocks=blocks)
+    return [
+        RankHooks(captured, gate, None if rank else api) for rank, gate in enumerate(loops.gates)
+    ]
+
+
+def together(*calls: Any) -> None:
+    """As agents of several ranks do."""
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+
+
+def pause(hooks: list[RankHooks], mode: PauseMode = PauseMode.IN_PLACE, number: int = 1) -> None:
+    together(*(lambda rank=rank: rank.pause(f"1.{number}", mode, DEADLINE_S) for rank in hooks))
+
+
+def publish(rank: RankHooks) -> None:
+    rank.set_version(1, DEADLINE_S)
+    rank.resume(DEADLINE_S)
+
+
+@pytest.mark.parametrize("mode", PauseMode)
+def test_loops_are_held_from_the_pause_until_the_stamp(
+    loops: Loops, url: str, mode: PauseMode
+) -> None:
+    hooks = hooks_of(loops, url, blocks=True)
+    pause(hooks, mode)
+    assert loops.busy.locked()
+    assert loops.seen == [PAUSE, BEGIN]
+    together(*(lambda rank=rank: publish(rank) for rank in hooks))
+    after = loops.seen[2:]
+    assert after[0] == "Block"
+    assert sorted(after[1:3]) == sorted([STAMP, END]), "in either order"
+    assert after[3:] == [GO_ON]
+
+
+def test_an_abort_lets_the_loops_go_before_the_engine_goes_on(loops: Loops, url: str) -> None:
+    hooks = hooks_of(loops, url, blocks=True)
+    pause(hooks)
+    together(*(partial(rank.resume, 20.0) for rank in hooks))
+    assert loops.seen == [PAUSE, BEGIN, "Block", END, GO_ON]
+    pause(hooks, number=2)
+    together(*(partial(rank.resume, 20.0) for rank in hooks))
+    assert loops.seen == [PAUSE, BEGIN, "Block", END, GO_ON] * 2
+    assert len(set(loops.namespaces)) == 2, "a pause of the same number has another one too"
+
+
+def test_a_torn_engine_stays_held_into_the_next_pause(loops: Loops, url: str) -> None:
+    hooks = hooks_of(loops, url, blocks=True)
+    pause(hooks)
+    pause(hooks, number=2)
+    assert loops.busy.locked()
+    together(*(lambda rank=rank: publish(rank) for rank in hooks))
+    assert loops.seen.count(PAUSE) == loops.seen.count("Block") == 1
+    assert loops.seen[-1] == GO_ON
+
+
+def test_a_refused_session_fails_the_pause_at_once(loops: Loops, url: str) -> None:
+    loops.refused = BEGIN
+    hooks = hooks_of(loops, url, blocks=True)
+    with pytest.raises(PeerUnreachable, match=BEGIN):
+        hooks[0].pause("1.1", PauseMode.IN_PLACE, DEADLINE_S)
+    hooks[0].resume(DEADLINE_S)
+    assert loops.seen == [PAUSE, BEGIN, GO_ON]
+
+
+def test_where_orders_touch_weights_the_loops_only_come_past(loops: Loops, url: str) -> None:
+    hooks = hooks_of(loops, url, blocks=False)
+    pause(hooks, PauseMode.RETRACT)
+    assert not loops.busy.locked()
+    together(*(lambda rank=rank: publish(rank) for rank in hooks))
+    assert loops.seen == [PAUSE, BEGIN, "Quiesce", END, STAMP, GO_ON]
+
+
+def test_loops_of_a_release_without_sessions_are_held_all_the_same(loops: Loops, url: str) -> None:
+    loops.missing = frozenset({BEGIN, END})
+    hooks = hooks_of(loops, url, blocks=True)
+    pause(hooks)
+    assert loops.busy.locked()
+    together(*(lambda rank=rank: publish(rank) for rank in hooks))
+    assert loops.seen[0] == PAUSE
+    assert sorted(loops.seen[1:3]) == sorted(["Block", STAMP])
+    assert loops.seen[3:] == [GO_ON]
+
+
+def test_a_session_outlives_a_loop_that_leaves_before_the_write_is_over(
+    loops: Loops, url: str
+) -> None:
+    loops.longest_hold_s = 0.01
+    hooks = hooks_of(loops, url, blocks=True)
+    pause(hooks)
+    assert loops.carried_out.wait(DEADLINE_S)
+    blocked = hooks[0]._blocked
+    assert blocked is not None
+    blocked.join(0.05)
+    assert blocked.is_alive()
+    assert loops.seen == [PAUSE, BEGIN, "Block"]
+    together(*(lambda rank=rank: publish(rank) for rank in hooks))
+    assert loops.seen.index(END) > loops.seen.index("Block")
+    assert loops.seen[-1] == GO_ON
+
+
+def test_stages_stop_by_abort_alone_and_drain(loops: Loops, url: str) -> None:
+    api = SglangApi(url, len(loops.gates), loops.gates[0], blocks=False, num_stages=2)
+    for mode in (PauseMode.IN_PLACE, PauseMode.RETRACT):
+        with pytest.raises(ConfigError, match=f"must be abort with stages, .* got {mode}"):
+            api.pause(mode, DEADLINE_S)
+    assert loops.seen == []
+    assert api.pause(PauseMode.ABORT, DEADLINE_S)
+    api.quiesce("1.1", DEADLINE_S)
+    assert loops.seen == [PAUSE, BEGIN, "Quiesce", END, f"{FLUSH}?timeout=20.0"]
+
+
+def test_an_engine_that_does_not_answer_a_pause_is_resumed(loops: Loops, url: str) -> None:
+    loops.refused = PAUSE
+    hooks = hooks_of(loops, url, blocks=True)
+    with pytest.raises(PeerUnreachable, match=PAUSE):
+        hooks[0].pause("1.1", PauseMode.IN_PLACE, DEADLINE_S)
+    hooks[0].resume(DEADLINE_S)
+    assert loops.seen == [PAUSE, GO_ON]

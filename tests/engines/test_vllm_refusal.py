@@ -1,0 +1,140 @@
+"""Tensor-parallel ranks of vLLM capture their layouts together, or none of them does."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from windlass.engines.capture.agreement import RefusedElsewhere
+from windlass.engines.spec import AgentSettings
+from windlass.engines.vllm import extension
+from windlass.engines.vllm.extension import WindlassExtension
+from windlass.errors import UnsupportedLayout
+
+WORLD_SIZE = 2
+DEADLINE_S = 60.0
+ROWS = {"a": 0, "b": 4}
+
+
+class Worker(WindlassExtension):
+    """A rank as vLLM makes it, whose loader may fail."""
+
+    def __init__(self, rank: int) -> None:
+        self.model = torch.nn.Linear(6, 8, bias=False, dtype=torch.bfloat16)
+        self.rank, self.fails, self.num_loads = rank, False, 0
+        self.model_runner = SimpleNamespace(kv_caches=[], get_model=lambda: self.model)
+        self.parallel_config = SimpleNamespace(
+            pipeline_parallel_size=1,
+            data_parallel_size=1,
+            data_parallel_index=0,
+            world_size=WORLD_SIZE,
+        )
+        self.vllm_config = SimpleNamespace()
+
+    def reload_weights(
+        self, *, weights_iterator: Iterator[tuple[str, torch.Tensor]], is_checkpoint_format: bool
+    ) -> None:
+        self.num_loads += 1
+        if self.fails:
+            raise RuntimeError("out of memory")
+        for name, tensor in weights_iterator:
+            self.model.weight.data[ROWS[name] : ROWS[name] + 4].copy_(tensor)
+
+
+class Reduced:
+    """`all_reduce` of ranks that are threads: the least of what all have given."""
+
+    def __init__(self) -> None:
+        self.groups: list[object] = []
+        self._given: list[int] = []
+        self._least = 0
+        self._barrier = threading.Barrier(WORLD_SIZE, self._reduce)
+
+    def _reduce(self) -> None:
+        self._least, self._given = min(self._given), []
+
+    def __call__(self, tensor: torch.Tensor, op: object, group: object) -> None:
+        assert op is dist.ReduceOp.MIN
+        self.groups.append(group)
+        self._given.append(int(tensor))
+        self._barrier.wait(DEADLINE_S)
+        tensor.fill_(self._least)
+
+
+@pytest.fixture
+def reduced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reduced]:
+    found = Reduced()
+    monkeypatch.setattr(dist, "all_reduce", found)
+    monkeypatch.setattr(extension, "_can_block", lambda _parallel: False)
+    world = SimpleNamespace(cpu_group="gloo of the replica")
+    loader = "vllm.model_executor.model_loader"
+    modules: dict[str, dict[str, object]] = {
+        "vllm": {},
+        "vllm.distributed": {},
+        "vllm.distributed.parallel_state": {"get_world_group": lambda: world},
+        "vllm.model_executor": {},
+        loader: {},
+        f"{loader}.reload": {},
+        f"{loader}.reload.layerwise": {"LAYERWISE_INFO": {}},
+    }
+    for name, members in modules.items():
+        module = ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    yield found
+    gc.unfreeze()  # this process lives on, without an engine
+
+
+def captured(workers: list[Worker], settings: AgentSettings, folder: Path) -> list[object]:
+    """What `windlass_capture` of every rank returns or raises, all of them at once."""
+    encoded = msgspec.json.encode(settings).decode()
+
+    def call(worker: Worker) -> object:
+        try:
+            return worker.windlass_capture(encoded, str(folder))
+        except UnsupportedLayout as error:
+            return error
+
+    with ThreadPoolExecutor(WORLD_SIZE) as pool:
+        return list(pool.map(call, workers))
+
+
+def test_a_rank_captures_again_with_one_that_could_not(tmp_path: Path, reduced: Reduced) -> None:
+    tensors = {name: torch.zeros(4, 6, dtype=torch.bfloat16) for name in ROWS}
+    save_file(tensors, tmp_path / "model.safetensors")
+    settings = AgentSettings(
+        name="a", controller="http://c", transport="cma", url="http://h:1",
+        checkpoint=str(tmp_path), world_size=WORLD_SIZE, loaded=False,
+    )  # fmt: skip
+    workers = [Worker(rank) for rank in range(WORLD_SIZE)]
+    workers[1].fails = True
+    (folder := tmp_path / "said").mkdir()
+
+    first, second = captured(workers, settings, folder)
+    assert isinstance(first, RefusedElsewhere)
+    assert isinstance(second, UnsupportedLayout)
+    assert "out of memory" in str(second)
+    assert [path.name for path in folder.iterdir()] == ["1.refused"], (
+        "only the rank that has a reason"
+    )
+    assert reduced.groups == ["gloo of the replica"] * WORLD_SIZE
+
+    loads, workers[1].fails = workers[0].num_loads, False
+    assert loads
+    again = captured(workers, settings, folder)
+    for found, worker in zip(again, workers, strict=True):
+        assert isinstance(found, dict), found
+        assert found["unplaced"] == []
+        assert worker.num_loads >= loads
+    assert workers[0].num_loads > loads, "it does not load alone, nor stay behind"

@@ -1,0 +1,66 @@
+"""A file of JSON lines that is written anew without what has ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from windlass.errors import ConfigError
+from windlass.net.line_file import LineFile
+
+
+class Line(msgspec.Struct, frozen=True, tag="started"):
+    number: int
+
+
+def lines_of(path: Path) -> list[int]:
+    file = LineFile(path, Line)
+    file.close()
+    return [line.number for line in file.found]
+
+
+def test_it_goes_on_with_a_replacement_and_what_was_written_meanwhile(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    file = LineFile(path, Line)
+    for number in range(5):
+        file.add(Line(number))
+    file.write()
+    upto = file.nbytes
+    (tmp_path / "lines.new").write_bytes(b"of a process that was killed here")
+    file.write_replacement([Line(sum(line.number for line in file.read(upto)))])
+    file.add(Line(5))
+    file.write()
+    assert lines_of(tmp_path / "lines.new") == [10]
+    file.replace(upto)
+    file.add(Line(6))
+    file.close()
+    assert lines_of(path) == [10, 5, 6]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_nobody_else_may_write_to_it_after_it_was_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    file = LineFile(path, Line)
+    file.write_replacement([Line(1)])
+    file.replace(file.nbytes)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        LineFile(path, Line)
+    file.close()
+    assert lines_of(path) == [1]
+
+
+@pytest.mark.parametrize(("torn", "is_ours"), [(b'{"type":"sta', True), (b"#!/bin/sh", False)])
+def test_only_a_torn_first_line_of_its_own_is_cut_off(
+    torn: bytes, is_ours: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(torn)
+    if is_ours:
+        LineFile(path, Line, first_line=b'{"type":"started"').close()
+        assert path.read_bytes() == b""
+        return
+    with pytest.raises(ConfigError, match="must be a journal"):
+        LineFile(path, Line, first_line=b'{"type":"started"')
+    assert path.read_bytes() == torn

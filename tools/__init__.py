@@ -1,0 +1,1 @@
+"""Scripts of the source tree; no part of the installed package."""

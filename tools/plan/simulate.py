@@ -1,0 +1,273 @@
+"""A discrete-event simulation of the wire phase: a real plan, link by link, on a modelled fabric.
+
+Every source writes its links as `transfer/sender.py` does: a fixed number side by side, in the order
+of the destinations' names, each source beginning with another one. Links that are on the wire share
+what they pass through by max-min fairness (progressive filling, as in Bertsekas and Gallager,
+"Data Networks", section 6.5): per-queue-pair arbitration of NICs and switches comes close to that.
+An event is the end of a link; then the next one of its source begins and all shares are found anew.
+
+What a link may pass through: the egress and ingress of a NIC (shared where a host has fewer NICs
+than ranks), the spine when its two NICs lie on different rails, the local link of its ranks, the
+write queue of its source (`per_write_s` each) and the pack kernels of both sides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tools.plan.topology import Fabric
+from windlass.errors import ConfigError
+from windlass.planning.plan import CopyMode, TransferPlan
+from windlass.transfer.base import LINKS_AT_ONCE
+
+__all__ = ["LoadSummary", "SimulatedWire", "simulate_wire"]
+
+_GB = 1e9
+_SAME_MOMENT = 1e-5
+"""Events closer than this fraction of the busiest resource's time are one event."""
+
+Float64Array = npt.NDArray[np.float64]
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadSummary:
+    """How busy one kind of resource is while the wire phase lasts, as fractions of its capacity.
+
+    Attributes:
+        kind: `NIC egress`, `NIC ingress`, `local egress`, `local ingress`, `spine egress`,
+            `spine ingress`, `write issue`, `pack` or `unpack`.
+        num_used: resources of that kind that any link passes through.
+        max, mean: over those.
+    """
+
+    kind: str
+    num_used: int
+    max: float
+    mean: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedWire:
+    """What came out. Times in seconds from the first byte.
+
+    Attributes:
+        wire_s: the end of the last link.
+        link_finish_s: (num_links,) end of each link, in plan order.
+        link_nbytes: (num_links,) its bytes.
+        destination_finish_s: (num_destinations,) when each destination has all of its bytes.
+        loads: per kind of resource that is used at all.
+        num_events: moments at which shares were found anew.
+    """
+
+    wire_s: float
+    link_finish_s: Float64Array
+    link_nbytes: Int64Array
+    destination_finish_s: Float64Array
+    loads: tuple[LoadSummary, ...]
+    num_events: int
+
+    def percentile_s(self, percent: float) -> float:
+        """Moment by which `percent` of the links have ended."""
+        return float(np.percentile(self.link_finish_s, percent)) if len(self.link_finish_s) else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Flows:
+    """One row per link.
+
+    Attributes:
+        src, dst: (n,) ranks. nbytes: (n,).
+        resource: (n, k) index of what the link passes through.
+        cost: (n, k) fraction of a second of that resource per byte; 0 where it passes by.
+        kinds: per column its name. bounds: (k + 1,) where each column's resources begin.
+    """
+
+    src: Int64Array
+    dst: Int64Array
+    nbytes: Float64Array
+    resource: Int64Array
+    cost: Float64Array
+    kinds: tuple[str, ...]
+    bounds: Int64Array
+
+
+def simulate_wire(
+    plan: TransferPlan,
+    fabric: Fabric,
+    *,
+    links_at_once: int = LINKS_AT_ONCE,
+    stagger: bool = True,
+) -> SimulatedWire:
+    """Carry out the wire phase of `plan` on `fabric`.
+
+    Args:
+        plan: the whole plan.
+        fabric: speeds and where ranks lie.
+        links_at_once: per source.
+        stagger: each source begins with another destination; false: all with the first.
+
+    Raises:
+        ConfigError: `links_at_once` < 1.
+    """
+    if links_at_once < 1:
+        raise ConfigError(f"simulate_wire: links_at_once must be >= 1, got {links_at_once}")
+    flows = _flows_of(plan, fabric)
+    queues = _queues(plan, flows, stagger)
+    finish, num_events = _run(flows, queues, links_at_once)
+    by_destination = np.zeros(len(plan.destinations))
+    np.maximum.at(by_destination, flows.dst, finish)
+    wire_s = float(finish.max(initial=0.0))
+    return SimulatedWire(
+        wire_s=wire_s,
+        link_finish_s=finish,
+        link_nbytes=flows.nbytes.astype(np.int64),
+        destination_finish_s=by_destination,
+        loads=_loads(flows, wire_s),
+        num_events=num_events,
+    )
+
+
+# --- what a link passes through ------------------------------------------------------------------
+
+
+def _flows_of(plan: TransferPlan, fabric: Fabric) -> _Flows:
+    ops, links = plan.ops, plan.links()
+    src = np.array([link.src for link in links], np.int64)
+    dst = np.array([link.dst for link in links], np.int64)
+    starts = np.array([link.start for link in links], np.int64)
+    writes = ops.nbytes // np.maximum(ops.run_nbytes, 1)
+    packed = (ops.mode != CopyMode.DIRECT) * ops.nbytes
+    landed = (ops.mode == CopyMode.SCATTER) * ops.nbytes
+    nbytes, num_writes, num_packed, num_landed = (
+        np.add.reduceat(column, starts).astype(np.float64) if links else np.zeros(0)
+        for column in (ops.nbytes, writes, packed, landed)
+    )
+    total = np.maximum(nbytes, 1.0)
+    num_src, num_dst = len(plan.sources), len(plan.destinations)
+    per_node = fabric.ranks_per_node
+    nics = fabric.nics_per_node or per_node
+    local = (src // per_node == dst // per_node) & fabric.colocated
+    far = np.where(local, 0.0, 1.0)
+    # A NIC's share of the host: ranks that share one are slower only when they send at once.
+    rate = fabric.nic_gbytes_per_s * _GB * max(1.0, nics / per_node)
+    src_nic, dst_nic = _nic_of(src, per_node, nics), _nic_of(dst, per_node, nics)
+    src_node, dst_node = src // per_node, dst // per_node
+    crosses = (src_nic % nics != dst_nic % nics) * far
+    spine_rate = fabric.nic_gbytes_per_s * _GB * nics / fabric.spine_oversubscription
+    columns: list[tuple[str, Int64Array, Float64Array, int]] = [
+        ("NIC egress", src_nic, far / rate, (num_src // per_node + 1) * nics),
+        ("NIC ingress", dst_nic, far / rate, (num_dst // per_node + 1) * nics),
+        ("local egress", src, (1 - far) / (fabric.local_gbytes_per_s * _GB), num_src),
+        ("local ingress", dst, (1 - far) / (fabric.local_gbytes_per_s * _GB), num_dst),
+        ("spine egress", src_node, crosses / spine_rate, num_src // per_node + 1),
+        ("spine ingress", dst_node, crosses / spine_rate, num_dst // per_node + 1),
+        ("write issue", src, num_writes / total * fabric.per_write_s, num_src),
+        ("pack", src, num_packed / total / (fabric.pack_gbytes_per_s * _GB), num_src),
+        ("unpack", dst, num_landed / total / (fabric.pack_gbytes_per_s * _GB), num_dst),
+    ]
+    if fabric.spine_oversubscription <= 1:
+        columns = [c for c in columns if not c[0].startswith("spine")]  # full only after the NICs
+    columns = [column for column in columns if column[2].any()] or columns[:1]
+    bounds = np.cumsum([0, *(column[3] for column in columns)])
+    return _Flows(
+        src=src,
+        dst=dst,
+        nbytes=nbytes,
+        resource=np.stack([c[1] + b for c, b in zip(columns, bounds[:-1], strict=True)], axis=1),
+        cost=np.stack([column[2] for column in columns], axis=1),
+        kinds=tuple(column[0] for column in columns),
+        bounds=bounds,
+    )
+
+
+def _nic_of(rank: Int64Array, per_node: int, nics: int) -> Int64Array:
+    """A host's ranks are dealt to its NICs in blocks; with more NICs than ranks each has its own."""
+    place = rank % per_node
+    return rank // per_node * nics + (place * nics // per_node)
+
+
+def _queues(plan: TransferPlan, flows: _Flows, stagger: bool) -> list[list[int]]:
+    """Per source, its links in the order in which they begin."""
+    names = np.argsort(np.argsort(np.array(plan.destinations)))
+    order = np.lexsort([names[flows.dst], flows.src]) if len(flows.src) else np.zeros(0, np.int64)
+    bounds = np.searchsorted(flows.src[order], np.arange(len(plan.sources) + 1))
+    queues = []
+    for source in range(len(plan.sources)):
+        mine = order[bounds[source] : bounds[source + 1]].tolist()
+        shift = source % len(mine) if mine and stagger else 0
+        queues.append(mine[shift:] + mine[:shift])
+    return queues
+
+
+# --- events ------------------------------------------------------------------------------------------
+
+
+def _run(flows: _Flows, queues: list[list[int]], links_at_once: int) -> tuple[Float64Array, int]:
+    """The end of each link, and how many events there were."""
+    finish = np.zeros(len(flows.nbytes))
+    remaining = flows.nbytes.copy()
+    waiting = [list(reversed(queue)) for queue in queues]
+    active = np.array(
+        [queue.pop() for queue in waiting for _ in range(min(links_at_once, len(queue)))], np.int64
+    )
+    num_resources = int(flows.bounds[-1])
+    busiest = float(
+        np.bincount(
+            flows.resource.ravel(), (flows.cost * flows.nbytes[:, None]).ravel(), num_resources
+        ).max(initial=0.0)
+    )
+    now, num_events = 0.0, 0
+    while len(active):
+        rates = _max_min(flows.resource[active], flows.cost[active], num_resources)
+        left_s = remaining[active] / rates
+        step = float(left_s.min())
+        ends = left_s <= step + busiest * _SAME_MOMENT
+        finish[active[ends]] = now + left_s[ends]
+        now += step
+        num_events += 1
+        remaining[active] -= rates * step
+        begun = [waiting[s].pop() for s in flows.src[active[ends]].tolist() if waiting[s]]
+        active = np.concatenate([active[~ends], np.array(begun, np.int64)])
+    return finish, num_events
+
+
+def _max_min(resource: Int64Array, cost: Float64Array, num_resources: int) -> Float64Array:
+    """Rates in bytes per second: all grow together until something on their way is full."""
+    rate = np.zeros(len(resource))
+    rising = np.arange(len(resource))
+    spare = np.ones(num_resources)
+    level = 0.0
+    while len(rising):
+        of_rising, price = resource[rising], cost[rising]
+        demand = np.bincount(of_rising.ravel(), price.ravel(), num_resources)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            room = np.where(demand > 0, spare / demand, np.inf)
+        step = float(room.min())
+        level += step
+        rate[rising] = level
+        spare = np.maximum(spare - demand * step, 0.0)
+        full = room <= step * (1 + 1e-9) + level * 1e-9
+        stopped = (full[of_rising] & (price > 0)).any(axis=1)
+        rising = rising[~stopped]
+    return rate
+
+
+def _loads(flows: _Flows, wire_s: float) -> tuple[LoadSummary, ...]:
+    found = []
+    for column, kind in enumerate(flows.kinds):
+        first, stop = int(flows.bounds[column]), int(flows.bounds[column + 1])
+        busy_s = np.bincount(
+            flows.resource[:, column] - first, flows.cost[:, column] * flows.nbytes, stop - first
+        )
+        used = busy_s[busy_s > 0] / wire_s if wire_s else busy_s[:0]
+        if len(used):
+            found.append(
+                LoadSummary(
+                    kind=kind, num_used=len(used), max=float(used.max()), mean=float(used.mean())
+                )
+            )
+    return tuple(found)
