@@ -32,7 +32,7 @@ from windlass.memory.cuda.pieces import cut_ops, payload_parts, store_packed
 from windlass.planning.plan import CopyMode, TransferPlan, Transform
 from windlass.planning.planner import plan_transfer
 from windlass.planning.program import BoundOp, DirectRuns, LinkProgram
-from windlass.planning.relay import RelayGroup, copy_part
+from windlass.planning.relay import RelayGroup
 from windlass.testing.resting_engine import RestingEngine
 from windlass.transfer.backends import receiver_for
 from windlass.transfer.base import ParameterMemory
@@ -244,8 +244,11 @@ def test_weights_in_host_memory_and_weights_on_a_gpu_do_not_mix() -> None:
     regions: list[MemoryRegion] = [transport.register(b.ctypes.data, b.nbytes) for b in buffers]
     host = Receiver(transport, manifest, [b.ctypes.data for b in buffers], regions)
     binding = host.connect(world.plan.for_destination(manifest.worker), UpdateMode.IN_PLACE)
+    other = world.fleet.destinations[1].worker
+    part = world.plan.for_destination(other)
+    bindings = [binding, world.receivers[other].connect(part, UpdateMode.IN_PLACE)]
     with pytest.raises(PlanError, match="on GPUs at both ends or in host memory at both"):
-        world.connect(MemoryFabric(), world.fleet.sources[0], 0, [binding])
+        world.connect(MemoryFabric(), world.fleet.sources[0], 0, bindings)
     host.close()
     world.close()
 
@@ -276,7 +279,7 @@ def test_an_engine_passes_on_what_it_verified_in_the_memory_it_lies_in(
         regions = [transport.register(b.ctypes.data, b.nbytes) for b in live[name]]
         addresses = [b.ctypes.data for b in live[name]]
         receivers[name] = Receiver(transport, manifest, addresses, regions)
-        own = copy_part(part, leader.worker, manifest)
+        own = part.for_replica(leader.worker, manifest)
         bindings.append(receivers[name].connect(own, mode))
         nodes[name] = RelayNode(receivers[name], "127.0.0.1")
     listening = [node.open() for node in nodes.values()]
