@@ -298,7 +298,7 @@ def test_an_engine_passes_on_what_it_verified_in_the_memory_it_lies_in(
         senders.append(sender)
     with ThreadPoolExecutor() as threads:
         parts = [threads.submit(node.run, place, seconds) for node in nodes.values()]
-        fed = [threads.submit(s.feed, place, group.members, seconds) for s in senders]
+        fed = [threads.submit(s.relay_write, place, group.members, seconds) for s in senders]
     assert all(not job.result().missing for job in parts)
     for name, receiver in receivers.items():
         links = [link for job in fed for link in job.result().links if link.destination == name]

@@ -34,7 +34,7 @@ from windlass.transfer.bindings import DestinationBinding, LinkStatus
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.relay_node import RelayNode
 from windlass.transfer.relay_round import RelayResult
-from windlass.transfer.relay_sender import Outlet
+from windlass.transfer.relay_sender import RelaySender
 from windlass.transfer.sender import Sender
 from windlass.transports.base import WriteBatch
 from windlass.transports.memory import MemoryFabric, MemoryTransport
@@ -292,7 +292,7 @@ class Chain:
         threads = [threading.Thread(target=take_part, args=(name,)) for name in ENGINES]
         for thread in threads:
             thread.start()
-        sent = self.fleet.sender.feed(PLACE, ENGINES, SECONDS)
+        sent = self.fleet.sender.relay_write(PLACE, ENGINES, SECONDS)
         for thread in threads:
             thread.join(SECONDS)
         return {link.destination: link.status for link in sent.links}, parts
@@ -372,7 +372,7 @@ def test_a_link_that_cannot_be_begun_does_not_hide_what_became_of_a_root(
     part = threading.Thread(target=node.run, args=(PLACE, SECONDS))
     part.start()
     with pytest.raises(told):
-        chain.fleet.sender.feed(PLACE, ENGINES, SECONDS)
+        chain.fleet.sender.relay_write(PLACE, ENGINES, SECONDS)
     part.join(SECONDS)
 
 
@@ -393,7 +393,7 @@ def test_a_last_chunk_that_could_not_be_verified_is_missing(
     with monkeypatch.context() as patch:
         patch.setattr(digests, "take", refuse)
         part.start()
-        chain.fleet.sender.feed(PLACE, ENGINES, SECONDS)
+        chain.fleet.sender.relay_write(PLACE, ENGINES, SECONDS)
         part.join(SECONDS)
     assert found[0].missing == ("trainer/0",)
 
@@ -404,10 +404,10 @@ def die_in_mid_relay(chain: Chain, *, with_a_word: bool) -> RelayResult:
     found: list[RelayResult] = []
     part = threading.Thread(target=lambda: found.append(node.run(PLACE, SECONDS)))
     part.start()
-    outlet = Outlet(node.open(), "trainer/0", PLACE, Deadline.after(SECONDS, "test"))
+    sender = RelaySender(node.open(), "trainer/0", PLACE, Deadline.after(SECONDS, "test"))
     if with_a_word:
-        outlet.end(unknown=False)
-    outlet.close()
+        sender.end(unknown=False)
+    sender.close()
     part.join(SECONDS)
     return found[0]
 

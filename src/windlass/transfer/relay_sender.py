@@ -24,14 +24,14 @@ from windlass.transfer.relay_wire import (
 )
 from windlass.transports.base import OneSidedTransport, WriteBatch
 
-__all__ = ["WRITES_AT_ONCE", "Outlet", "write_chunk"]
+__all__ = ["WRITES_AT_ONCE", "RelaySender", "write_chunk"]
 
 WRITES_AT_ONCE = 4
 """Chunks on their way to one engine: the next one is written while the last is acknowledged."""
 
 
 @final
-class Outlet:
+class RelaySender:
     """The writer's end of one connection.
 
     Raises:

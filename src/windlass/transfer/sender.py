@@ -47,7 +47,7 @@ from windlass.transfer.packer import PackedLink, Packer, Peer
 from windlass.transfer.parameters import LocatedParameters, SourceParameters
 from windlass.transfer.pieces import Pieces, batches, packed_capacity
 from windlass.transfer.relay_wire import Place, RelayAddress
-from windlass.transfer.relay_write import Feeds, bind_feed
+from windlass.transfer.relay_write import RelayWrites, bind_group
 from windlass.transfer.replica import CopyTimes, Replica
 from windlass.transfer.replica_memory import replica_memory
 from windlass.transports.base import MemoryRegion, OneSidedTransport, WriteBatch
@@ -107,7 +107,7 @@ class Sender:
         self._digests: dict[str, str] = {}
         self._offsets: dict[str, int] = {}
         self._sent: set[str] = set()
-        self._feeds = Feeds()
+        self._relays = RelayWrites()
         self._pack_s = 0.0
 
     @property
@@ -186,8 +186,8 @@ class Sender:
         """
         with self._lock:
             self._settle_doubt()
-            self._feeds.close()
-            self._programs, self._feeds = {}, Feeds()
+            self._relays.close()
+            self._programs, self._relays = {}, RelayWrites()
             self._forget()
             index = check_part(self._manifest, plan.sources, plan.source_digests, "sources")
             programs = {program.peer: program for program in bind_links(plan, sending=True)}
@@ -226,11 +226,11 @@ class Sender:
                 program = self._programs.get(group.members[0])
                 if program is None:
                     continue  # this rank holds nothing that the group wants
-                feed = bind_feed(group, program, known, addresses)
-                for name, copy in feed.copies().items():
+                relayed = bind_group(group, program, known, addresses)
+                for name, copy in relayed.copies().items():
                     self._peers[name] = Peer.bound_to(known[name])
                     self._programs[name] = copy
-                self._feeds.add(feed)
+                self._relays.add(relayed)
 
     def prepare(self, version: int | None = None) -> None:
         """Hash every link, and pack them where the arena holds all at once; nothing is sent.
@@ -253,7 +253,7 @@ class Sender:
             self._settle_doubt()
             self._forget()
             programs = tuple(
-                p for p in self._programs.values() if self._feeds.planned_for(p.peer) == p.peer
+                p for p in self._programs.values() if self._relays.planned_for(p.peer) == p.peer
             )
             if self._packer.arena is None and not self._packer.holds(programs):
                 self._packer.fit(programs)  # it was parted with, and there was no room for another
@@ -291,7 +291,9 @@ class Sender:
             check_destinations(self._programs, destinations)
             return self._write(destinations, Deadline.after(deadline_s, "write"))
 
-    def feed(self, place: Place, destinations: Sequence[str], deadline_s: float) -> SendResult:
+    def relay_write(
+        self, place: Place, destinations: Sequence[str], deadline_s: float
+    ) -> SendResult:
         """As `write`, but groups that are bound for it are relayed: only their roots are written.
 
         The outcome of a member that this rank does not write is that of the digest: OK once it
@@ -305,11 +307,11 @@ class Sender:
             check_destinations(self._programs, destinations)
             deadline = Deadline.after(deadline_s, "write")
             began, arena = time.perf_counter(), self._packer.arena
-            digests = {n: self._feeds.digest_of(n) for n in destinations if n in self._feeds}
+            digests = {n: self._relays.digest_of(n) for n in destinations if n in self._relays}
             self._sent.update(digests)
             roots = {
-                root: submit(self._pool, self._feed_root, root, place, deadline)
-                for root in self._feeds.roots()
+                root: submit(self._pool, self._write_root, root, place, deadline)
+                for root in self._relays.roots()
             }
             try:
                 sent = self._write([n for n in destinations if n not in digests], deadline)
@@ -322,7 +324,7 @@ class Sender:
                 wait(roots.values())
             outcomes = {link.destination: link for link in sent.links}
             for name, digest in digests.items():
-                outcomes[name] = self._fed_outcome(name, roots.get(name), digest, arena)
+                outcomes[name] = self._relayed_outcome(name, roots.get(name), digest, arena)
             wire_s = max(time.perf_counter() - began, sent.wire_s)
             return SendResult(tuple(outcomes[n] for n in destinations), sent.pack_s, wire_s)
 
@@ -336,8 +338,8 @@ class Sender:
             self._settle_doubt(renew=False)
             if self._replica is not None:
                 self._replica.close()
-            self._feeds.close()
-            self._programs, self._feeds = {}, Feeds()
+            self._relays.close()
+            self._programs, self._relays = {}, RelayWrites()
             self._forget()
             self._packer.close()
             self._parameters.close()
@@ -346,7 +348,7 @@ class Sender:
         check_digest_kind(self._packer.digest_kind, binding)
         check_binding(program, binding)
 
-    # --- links and feeds ---------------------------------------------------------------------
+    # --- links and relays --------------------------------------------------------------------
 
     def _write(self, destinations: Sequence[str], deadline: Deadline) -> SendResult:
         shift = self._first_link % max(len(destinations), 1)
@@ -374,18 +376,18 @@ class Sender:
         return SendResult(tuple(outcomes[name] for name in destinations), pack_s, wire_s)
 
     def _find_ready(self, name: str) -> PackedLink | None:
-        if name not in self._feeds:
+        if name not in self._relays:
             return self._ready.get(name)
-        digest = self._feeds.digest_of(name)
+        digest = self._relays.digest_of(name)
         if not digest:
             return None
-        pieces = self._feeds.pieces_to(self._peers[name].binding)
+        pieces = self._relays.pieces_to(self._peers[name].binding)
         return PackedLink(tuple(batches(pieces)), digest)
 
     def _forget(self) -> None:
         """Nothing is prepared."""
         self._ready, self._digests, self._offsets, self._sent = {}, {}, {}, set()
-        self._feeds.forget()
+        self._relays.forget()
 
     def _pack_all(self, programs: Sequence[LinkProgram]) -> None:
         offset = 0
@@ -396,10 +398,10 @@ class Sender:
     def _pack(self, program: LinkProgram, offset: int) -> tuple[str, int]:
         """Pack and hash a link at `offset`; its digest, and where the next one may begin."""
         peer = program.peer
-        if peer in self._feeds:
+        if peer in self._relays:
             packed, digest, after = self._packer.pack_ops(program, offset)
-            self._feeds.keep(self._packer.memory, peer, self._packer.sources, packed, digest)
-            return self._feeds.digest_of(peer), after
+            self._relays.keep(self._packer.memory, peer, self._packer.sources, packed, digest)
+            return self._relays.digest_of(peer), after
         self._ready[peer], after = self._packer.pack_link(program, self._peers[peer], offset)
         return self._ready[peer].digest, after
 
@@ -413,7 +415,7 @@ class Sender:
             return lost
         found: dict[str, str] = {}
         for name in names:
-            planned = self._feeds.planned_for(name)
+            planned = self._relays.planned_for(name)
             if planned in self._offsets and planned not in found:
                 found[planned], _ = self._pack(self._programs[planned], self._offsets[planned])
             if planned in found and found[planned] != self._digests[planned]:
@@ -421,12 +423,12 @@ class Sender:
                 lost[name] = LinkOutcome(name, LinkStatus.FAILED, 0, "", reason)
         return lost
 
-    def _feed_root(self, root: str, place: Place, deadline: Deadline) -> int:
+    def _write_root(self, root: str, place: Place, deadline: Deadline) -> int:
         """In a thread of the pool."""
         worker, binding = self._manifest.worker, self._peers[root].binding
-        return self._feeds.feed_root(self._transport, worker, binding, place, deadline)
+        return self._relays.write_root(self._transport, worker, binding, place, deadline)
 
-    def _fed_outcome(
+    def _relayed_outcome(
         self, name: str, written: Future[int] | None, digest: str, arena: Buffer | None
     ) -> LinkOutcome:
         if written is not None and (error := written.exception()) is not None:
@@ -463,7 +465,7 @@ class Sender:
 
     def _stream(self, name: str, deadline: Deadline) -> tuple[LinkOutcome, float, float]:
         """Pack one half of the arena while the other half is on the wire."""
-        digest = self._digests.get(self._feeds.planned_for(name))
+        digest = self._digests.get(self._relays.planned_for(name))
         if digest is None:
             reason = "not prepared: nothing says what the weights of this version are"
             return LinkOutcome(name, LinkStatus.FAILED, 0, "", reason), 0.0, 0.0
@@ -541,7 +543,7 @@ class Sender:
             return
         if arena is not None and arena is self._packer.arena:
             self._ready, self._offsets = {}, {}
-            self._feeds.forget()
+            self._relays.forget()
             try:
                 self._packer.abandon()
             except (WindlassError, OSError, MemoryError):  # the outcome counts: links find no arena

@@ -143,7 +143,9 @@ class TrainerAgent:
                 self._relaying().connect_relay(groups, bindings, command.addresses)
             case RelayWrite():
                 round_id = epoch, round_number
-                sent = self._relaying().feed(round_id, command.destinations, command.deadline_s)
+                sent = self._relaying().relay_write(
+                    round_id, command.destinations, command.deadline_s
+                )
                 return self._written(sent)
             case Abort():
                 pass  # nothing to undo: the sender keeps no state of a round but packed bytes
