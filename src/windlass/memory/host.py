@@ -354,7 +354,7 @@ def hash_link(program: LinkProgram, sources: UInt64Array) -> str:
 def split_op(op: BoundOp, limit: int) -> Iterator[BoundOp]:
     """Cut an op whose payload is one run at the destination into parts of at most `limit` bytes.
 
-    PACKED and landing ops are such by construction, so a part's bytes follow those of the part
+    PACKED and staged ops are such by construction, so a part's bytes follow those of the part
     before.
     """
     if op.nbytes <= limit:

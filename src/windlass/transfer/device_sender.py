@@ -103,7 +103,7 @@ class DeviceSender:
             self._mapper.keep_mapped(r for binding in bindings for r in binding.regions)
             self._shift = check_part(self._manifest, plan.sources, plan.source_digests, "sources")
             links = bind_links(plan, sending=True)
-            bound = bind_peers(links, bindings, partial(check_binding, landing=False))
+            bound = bind_peers(links, bindings, partial(check_binding, staged=False))
             programs = {
                 program.peer: (program, self._reach(program, bound[program.peer]))
                 for program in links

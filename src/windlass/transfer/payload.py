@@ -1,6 +1,6 @@
 """A link's payload as pieces in the order of its digest, cut into chunks; the same at both ends.
 
-A piece is contiguous at the destination, in its parameter or in the landing region, and at the source,
+A piece is contiguous at the destination, in its parameter or in staging memory, and at the source,
 in a parameter or where the op's payload was packed. Chunks are what an engine verifies and passes on;
 where they begin and end follows from the plan alone.
 """
@@ -27,9 +27,9 @@ class Payload:
         packed: (n,) whether the source packs the op first.
         src_parameter: (n,) of the source; meaningless where packed.
         src_offset: (n,) bytes from the start of that parameter, or of the op's packed payload.
-        lands: (n,) whether it goes to the landing region.
+        lands: (n,) whether it goes to staging memory.
         dst_parameter: (n,) of the destination; meaningless where it lands.
-        dst_offset: (n,) bytes from the start of that parameter, or of the landing region.
+        dst_offset: (n,) bytes from the start of that parameter, or of staging memory.
         nbytes: (n,) at most one chunk.
         chunk_start: (num_chunks + 1,) first piece of each chunk.
     """
@@ -65,10 +65,10 @@ class Payload:
         """
         return memory.chunk_digests(addresses, self.nbytes, self.chunk_start)
 
-    def at_destination(self, targets: UInt64Array, landing: int) -> UInt64Array:
-        """(n,) addresses, given where parameters and the landing region begin."""
+    def at_destination(self, targets: UInt64Array, staging_address: int) -> UInt64Array:
+        """(n,) addresses, given where parameters and staging memory begin."""
         parameter = np.where(self.lands, 0, self.dst_parameter)
-        base = np.where(self.lands, np.uint64(landing), targets[parameter])
+        base = np.where(self.lands, np.uint64(staging_address), targets[parameter])
         return base + self.dst_offset.astype(np.uint64)
 
 

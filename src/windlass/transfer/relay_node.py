@@ -93,8 +93,8 @@ class RelayNode:
             source: payload_of(program, group.chunk_nbytes) for source, program in programs.items()
         }
         targets = np.array(destination.addresses, np.uint64)
-        landing = destination.staging_address
-        local = {s: p.at_destination(targets, landing) for s, p in payloads.items()}
+        staging = destination.staging_address
+        local = {s: p.at_destination(targets, staging) for s, p in payloads.items()}
         index = group.members.index(worker)
         self._unbind()
         self._bound = BoundGroup(

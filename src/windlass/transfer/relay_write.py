@@ -125,7 +125,7 @@ class RelayWrites:
         return self._relays[name].group.members[0] if name in self._relays else name
 
     def roots(self) -> tuple[str, ...]:
-        """Members that are fed."""
+        """Members that trainers write."""
         return tuple(
             name for name, relayed in self._relays.items() if name in relayed.group.roots()
         )
