@@ -306,8 +306,12 @@ def test_an_engine_passes_on_what_it_verified_in_the_memory_it_lies_in(
         receiver.apply()
         for got, want, spec in zip(live[name], wanted, leader.parameters, strict=True):
             assert (got == cast_to(want, spec.dtype)).all()
-    for closed in (*nodes.values(), *senders, *receivers.values()):
-        closed.close()
+    for node in nodes.values():
+        node.close()
+    for sender in senders:
+        sender.close()
+    for receiver in receivers.values():
+        receiver.close()
 
 
 def copy_of_destination(part: TransferPlan, manifest: ShardManifest) -> TransferPlan:
@@ -464,8 +468,8 @@ def test_what_late_kernels_may_read_is_not_freed() -> None:
     world = dense_world(DType.BFLOAT16, UpdateMode.IN_PLACE)
     sender = world.senders["trainer/0"]
     gpu = numpy_gpu()
-    sender._packer.memory = CudaMemory(gpu)  # type: ignore[attr-defined]
-    sender._packer._drop()  # type: ignore[attr-defined]
+    sender._packer.memory = CudaMemory(gpu)
+    sender._packer._drop()
     sender.prepare()
     held = len(gpu.device.allocated)  # type: ignore[attr-defined]
     assert held > 0
