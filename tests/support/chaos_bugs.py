@@ -18,7 +18,7 @@ from windlass.net import rpc
 from windlass.net.rpc_client import ReplyStore
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.lifecycle import Lifecycle
-from windlass.transfer.receiver import Receiver
+from windlass.transfer.destination import Destination
 from windlass.transfer.sender import Sender
 from windlass.updates.agents import EngineAgent
 from windlass.updates.coordinator import Coordinator
@@ -74,7 +74,7 @@ BUGS = (
         "False",
         9,
     ),
-    Bug("every digest is right", Receiver, "verify", "self._digest(program) != digest", "False", 9),
+    Bug("every digest is right", Destination, "verify", "found.get(s) != digest", "False", 9),
     Bug(
         "a repeated command is carried out again",
         ReplyStore,
