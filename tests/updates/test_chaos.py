@@ -40,7 +40,9 @@ FOUND = {
         '{"at_s":3.4375,"kind":"part","who":"trainer/1","other":"controller","amount":3.267}]}'
     ),
     "a full disk leaves a routed engine with mixed weights": (
-        '{"seed":52,"mode":"in_place","duration_s":5.0,"events":['
+        '{"seed":52,"mode":"in_place","duration_s":5.1069,"events":['
+        '{"at_s":0.2736,"kind":"message","who":"trainer/1","other":"controller","fault":"cut"},'
+        '{"at_s":4.1635,"kind":"stall","who":"b/1","amount":0.39},'
         '{"at_s":4.6069,"kind":"disk_full","who":"controller","amount":3.131}]}'
     ),
     "an engine whose connection breaks while it binds is refused for good": (
