@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from windlass.jobs.fsdp_engine import FsdpEngine, Samples
-from windlass.jobs.train_worker import run_train_worker
+from windlass.jobs import FsdpEngine, Samples, run_train_worker
 
 
 def build_model() -> torch.nn.Module:

@@ -73,7 +73,7 @@ async def generate(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
     return answer
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("layout", "num_trainers", "transport", "mode"),
@@ -100,7 +100,7 @@ async def test_engines_serve_the_full_tensors_of_the_trainers(
             await check(http, controller, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(240)
 async def test_engines_that_join_late_are_brought_up_by_a_peer_without_a_trainer(
     tmp_path: Path,

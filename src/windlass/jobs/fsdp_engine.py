@@ -18,14 +18,15 @@ from windlass.rollout.messages import TrainingSample
 from windlass.trainers.client import PendingUpdate, TrainerClient, connect_trainer
 from windlass.transports.base import TransportConfig
 
-__all__ = ["FsdpEngine"]
+__all__ = ["FsdpEngine", "Samples"]
 
 Samples = Sequence[Sequence[TrainingSample]]
+"""What a training step of one rank gets: its groups, each with its samples."""
 
 
 @final
 class FsdpEngine(TrainEngine):
-    """See the module. Every rank is its own data-parallel rank.
+    """The `TrainEngine` of an FSDP2 rank; every rank is its own data-parallel rank.
 
     Args:
         model: builds the module; called after the process group exists, seeded alike on all ranks.
