@@ -159,7 +159,7 @@ def entry(module: str, name: str) -> list[str]:
         written = f"class {name}({', '.join(bases)})" if bases else f"class {name}"
     lines = [f"### `{name}`", "", "```text", written, "```", "", paragraph(text), ""]
     for called, method in methods.items():
-        if called.startswith("_"):
+        if called.startswith(("_", "test_")):
             continue
         shown = (
             called

@@ -52,6 +52,7 @@ def check(measured: dict[str, object], steps: int = STEPS) -> None:
     assert sorted(updates_by_last) == ["engine-a", "engine-b"]
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_a_demo_without_a_word(tmp_path: Path) -> None:
     command = (
         *(sys.executable, "-m", "windlass.cli.main", "demo", "--plain"),

@@ -111,7 +111,6 @@ def check_example(tmp_path: Path, config: Path, **environment: str) -> None:
     assert rollouts["completed"] >= 2 * 32
 
 
-@pytest.mark.long
 def test_the_example_trains_publishes_saves_and_leaves_nothing_behind(tmp_path: Path) -> None:
     recipe = tmp_path / "declining.py"
     recipe.write_text(DECLINING)
