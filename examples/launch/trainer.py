@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import transformers
 
+import windlass
 from windlass.jobs import FsdpEngine, Samples, run_train_worker
 
 
@@ -46,6 +47,6 @@ if __name__ == "__main__":
             loss=loss,
             units=lambda model: list(model.get_submodule("model.layers").children()),
             transport=os.environ["WINDLASS_TRANSPORT"],
-            replica=os.environ["WINDLASS_REPLICA"],
+            replica=windlass.ReplicaPlace(os.environ["WINDLASS_REPLICA"]),
         )
     )
