@@ -11,8 +11,11 @@ from windlass.engines.capture.memory import fingerprint
 from windlass.engines.capture.snapshot import Snapshot
 from windlass.layout.dtypes import DType
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
 
 @pytest.mark.gpu
+@needs_gpu
 def test_what_was_copied_is_put_back() -> None:
     sizes = (5, 3 * CHUNK_NBYTES + 7, 20 * CHUNK_NBYTES)
     memories = [torch.randint(0, 255, (n,), dtype=torch.uint8, device="cuda") for n in sizes]
@@ -29,6 +32,7 @@ def test_what_was_copied_is_put_back() -> None:
 
 
 @pytest.mark.gpu
+@needs_gpu
 def test_a_model_that_fills_its_gpu_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
     with torch.inference_mode():
@@ -43,6 +47,7 @@ def test_a_model_that_fills_its_gpu_is_put_back(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT8_E4M3])
 def test_a_gpu_makes_the_values_that_the_host_makes(dtype: DType) -> None:
     specs = [CheckpointSpec(str(n), (n, 3), dtype) for n in (1, 5, 1000)]
