@@ -45,7 +45,7 @@ def test_nobody_else_may_write_to_it_after_it_was_replaced(tmp_path: Path) -> No
     file = LineFile(path, Line)
     file.write_replacement([Line(1)])
     file.replace(file.nbytes)
-    with pytest.raises(ConfigError, match="cannot be used"):
+    with pytest.raises(ConfigError, match="another process has it open"):
         LineFile(path, Line)
     file.close()
     assert lines_of(path) == [1]

@@ -78,6 +78,26 @@ async def test_broadcasts_deliver_every_byte_from_gpu_to_gpu(
                 assert await fleet.held("halves") == [(version, str(version), False)] * 2
 
 
+@pytest.mark.parametrize("fabric", FABRICS)
+async def test_an_engine_killed_in_mid_broadcast_releases_the_trainer_which_serves_the_next_one(
+    fabric: CollectiveFabric,
+) -> None:
+    """Kernels of the trainer wait for an engine that is gone, until the group is aborted."""
+    backend = XcclBackend(bucket_nbytes=1024, fabric=fabric)
+    async with fleet_on_gpus(backend, UpdateMode.STAGED, 1) as fleet:
+        fleet.add_trainers()
+        fleet.add_engine("one", 1, "die")
+        await fleet.ready()
+        update = asyncio.create_task(fleet.publish(0))
+        await asyncio.to_thread(fleet.engines["one"][0].process.join, 60)
+        fleet.add_engine("newcomer")
+        assert (await update)[:2] == ("published", [])
+        assert await fleet.engines["newcomer"][0].read() == "ready"
+        assert await fleet.held("newcomer") == [(0, "0", False)]
+        assert (await fleet.publish(1))[:2] == ("published", [])
+        assert await fleet.held("newcomer") == [(1, "1", False)]
+
+
 @pytest.mark.parametrize("mode", list(UpdateMode))
 async def test_files_are_written_from_and_read_into_gpu_memory(
     tmp_path: Path, mode: UpdateMode

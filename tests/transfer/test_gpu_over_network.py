@@ -14,6 +14,7 @@ import torch
 from ground_truth import distinct_values, fill
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from numpy_gpu import numpy_gpu
 from offers import GPU_TRAITS
 from strategies import Fleet, fleets
@@ -243,8 +244,9 @@ def test_weights_in_host_memory_and_weights_on_a_gpu_do_not_mix() -> None:
     regions: list[MemoryRegion] = [transport.register(b.ctypes.data, b.nbytes) for b in buffers]
     host = Receiver(transport, manifest, [b.ctypes.data for b in buffers], regions)
     binding = host.connect(world.plan.for_destination(manifest.worker), UpdateMode.IN_PLACE)
+    bindings = [structs.replace(binding, worker=m.worker) for m in world.fleet.destinations]
     with pytest.raises(PlanError, match="on GPUs at both ends or in host memory at both"):
-        world.connect(MemoryFabric(), world.fleet.sources[0], 0, [binding])
+        world.connect(MemoryFabric(), world.fleet.sources[0], 0, bindings)
     host.close()
     world.close()
 

@@ -20,7 +20,7 @@ from windlass.transfer.base import ParameterMemory
 from windlass.transports.auto import AutoConfig
 from windlass.transports.base import OneSidedTransport
 from windlass.transports.registry import create_transport
-from windlass.updates import conversation
+from windlass.updates import client
 from windlass.updates.messages import RoundOutcome, UpdateReport
 
 TOKEN = "t" * 32
@@ -88,7 +88,7 @@ async def test_links_within_a_host_and_between_hosts_take_what_is_fastest_for_ea
             near = await start(engine_client, url, "near", both, undo)
             network = await start(engine_client, url, "network", ("mooncake",), undo)
             with monkeypatch.context() as elsewhere:
-                elsewhere.setattr(conversation, "host_identity", lambda: "another host")
+                elsewhere.setattr(client, "host_identity", lambda: "another host")
                 far = await start(engine_client, url, "far", both, undo)
             report = await start(publish, url, both, undo)
             assert report.outcome is RoundOutcome.PUBLISHED

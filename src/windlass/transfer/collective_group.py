@@ -7,11 +7,13 @@ registry, so the user's default group and its numbering are untouched.
 from __future__ import annotations
 
 import contextlib
+import os
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, final
 
 from windlass.config import CollectiveFabric
-from windlass.errors import ConfigError, PeerTimeout, PlanError, TransferFailed
+from windlass.errors import ConfigError, PeerTimeout, PlanError, TransferError, TransferFailed
 from windlass.net.addresses import listen
 from windlass.net.clock import Deadline
 from windlass.transfer.bindings import GroupOffer
@@ -27,6 +29,8 @@ MIN_TIMEOUT_S = 0.05
 BACKLOG = 1024
 ABORT_S = 10.0
 """For kernels to end once their communicator is aborted."""
+_KEPT: list[object] = []
+"""Buffers that kernels which do not end may still write: never given back."""
 
 
 @final
@@ -184,10 +188,28 @@ def _connect(
 
     nccl = ProcessGroupNCCL.Options()
     nccl._timeout = timeout
-    group = ProcessGroupNCCL(store, rank, size, nccl)
+    with _no_error_handling():
+        group = ProcessGroupNCCL(store, rank, size, nccl)
     # By itself NCCL connects in the first broadcast, when engines stand still already.
     group.eager_connect_single_device(torch.device("cuda", _ordinal(gpu)))
     return group
+
+
+@contextlib.contextmanager
+def _no_error_handling() -> Iterator[None]:
+    """A group that is made within leaves its process alive: by itself NCCL's watchdog ends the trainer
+    when an engine does. Whoever waits has deadlines of its own, and aborts the group.
+    """
+    variable = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    was = os.environ.get(variable)
+    os.environ[variable] = "0"
+    try:
+        yield
+    finally:
+        if was is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = was
 
 
 def _ordinal(gpu: Gpu | None) -> int:
@@ -320,12 +342,10 @@ class TorchBroadcastGroup:
         """
         if self._gpu is None:
             return
-        event = self._gpu.stream.record()
         try:
-            self._gpu.wait_or_leave(event, deadline_s)
+            self._gpu.wait_or_leave(self._gpu.stream.record(), deadline_s)
         except TransferFailed:
-            self.abort()  # which ends NCCL's kernels, and with them what waits in the stream
-            self._gpu.finish(ABORT_S)
+            self.abort()
             raise
 
     def abort(self) -> None:
@@ -338,6 +358,12 @@ class TorchBroadcastGroup:
             self._process_group.abort()
         # The last reference: its sockets close, and the other members notice.
         self._process_group = self._store = None
+        if self._gpu is None:
+            return
+        try:
+            self._gpu.finish(ABORT_S)  # NCCL's kernels end with their communicator
+        except TransferError:
+            _KEPT.append((self._wire, self._buffers))
 
     def _stream(self) -> contextlib.AbstractContextManager[Any]:
         """What torch queues within goes where kernels of `gpu` go, or to the GPU's current stream."""
