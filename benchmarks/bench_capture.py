@@ -52,7 +52,8 @@ class Model(torch.nn.Module):
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleList(Layer(args) for _ in range(args.layers))
+        self.rows = [Layer(args) for _ in range(args.layers)]
+        self.layers = torch.nn.ModuleList(self.rows)
         shapes = {"embed": (args.vocab, args.hidden), "head": (args.vocab, args.hidden)}
         for name, shape in {**shapes, "norm": (args.hidden,)}.items():
             made = torch.zeros(shape, dtype=torch.bfloat16, device=args.device)
@@ -61,22 +62,25 @@ class Model(torch.nn.Module):
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """As engines do: each checkpoint tensor to its part of a parameter."""
-        layers = list(self.layers)
+        layers = self.rows
         for name, tensor in weights:
             match name.split("."):
                 case [own]:
                     self.get_parameter(own).copy_(tensor)
                 case [layer, "q" | "k" | "v" as part]:
                     begin, rows = layers[int(layer)].sizes[part]
-                    layers[int(layer)].qkv.narrow(0, begin, rows).copy_(tensor)
+                    fused = layers[int(layer)].get_parameter("qkv")
+                    fused.narrow(0, begin, rows).copy_(tensor)
                 case [layer, own]:
-                    getattr(layers[int(layer)], own).copy_(tensor)
+                    layers[int(layer)].get_parameter(own).copy_(tensor)
                 case [layer, expert, "down"]:
-                    layers[int(layer)].w2[int(expert)].copy_(tensor)
+                    layers[int(layer)].get_parameter("w2")[int(expert)].copy_(tensor)
                 case [layer, expert, part]:
-                    begin = self.inter * (part == "up")
-                    memory = layers[int(layer)].w13[int(expert)]
+                    memory = layers[int(layer)].get_parameter("w13")[int(expert)]
+                    begin = self.inter if part == "up" else 0
                     memory.narrow(0, begin, self.inter).copy_(tensor)
+                case _:
+                    raise AssertionError(name)
 
 
 def specs_of(args: argparse.Namespace) -> list[CheckpointSpec]:

@@ -125,7 +125,9 @@ def _own_words(args: argparse.Namespace) -> list[str]:
         if vars(args)[name] < 1:
             raise ConfigError(f"--{name} must be 1 or more, got {vars(args)[name]}")
     if not 0 < args.join_deadline_s < float("inf"):
-        raise ConfigError(f"--join-deadline-s must be finite and above 0, got {args.join_deadline_s}")
+        raise ConfigError(
+            f"--join-deadline-s must be finite and above 0, got {args.join_deadline_s}"
+        )
     return [
         *(["--adapter"] if args.adapter else []),
         *(["--pipeline-parallel-size"] if args.pp > 1 else []),

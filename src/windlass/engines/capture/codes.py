@@ -281,7 +281,7 @@ class Codes:
             numbers = torch.arange(first, last, device=self.device)
             made = values(numbers, spec.dtype, is_chosen).to(dtype)
             sizes = [self.specs[index].numel for index in batch]
-            for index, part in zip(batch, made.split(sizes), strict=True):
+            for index, part in zip(batch, torch.split(made, sizes), strict=True):
                 # Each is the loader's own: it may keep one, and read it as another type.
                 yield self.specs[index].name, part.clone().reshape(self.specs[index].shape)
 

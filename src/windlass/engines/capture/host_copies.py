@@ -71,9 +71,10 @@ def _chunks(memory: torch.Tensor, copy: torch.Tensor) -> Iterator[_Pair]:
 def _copy(device: torch.device, to_host: bool, chunks: Sequence[_Pair]) -> None:
     """One thread's share. Tensors that were made in inference mode are written in it only."""
     size = max(len(memory) for memory, _ in chunks)
-    with torch.inference_mode(), torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream()):
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.inference_mode(), torch.cuda.device(device), torch.cuda.stream(stream):
         staging = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        done = [torch.cuda.Event() for _ in range(2)]
+        done = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
         late: list[_Pair] = []
         for number, (memory, copy) in enumerate(chunks):
             stage, event = staging[number % 2][: len(memory)], done[number % 2]
@@ -89,7 +90,7 @@ def _copy(device: torch.device, to_host: bool, chunks: Sequence[_Pair]) -> None:
                 _move(stage, copy)
                 memory.copy_(stage, non_blocking=True)
                 event.record()
-        torch.cuda.current_stream().synchronize()
+        stream.synchronize()
         for copy, stage in late:
             _move(copy, stage)
 
