@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -334,7 +334,8 @@ def _ordinary(numbers: torch.Tensor, seed: int, dtype: DType) -> torch.Tensor:
 def _bits24(numbers: torch.Tensor, seed: int) -> torch.Tensor:
     """(n,) int64 of the caller's own."""
     if numbers.is_cuda:
-        return fused(_BITS24, numbers, golden=_GOLDEN, seed=seed, mix1=_MIX_1, mix2=_MIX_2)
+        scalars = {"golden": _GOLDEN, "seed": seed, "mix1": _MIX_1, "mix2": _MIX_2}
+        return fused(_BITS24, [numbers], scalars)
     state = (numbers + 1).mul_(_GOLDEN).add_(seed)
     state.bitwise_xor_(state >> 30).mul_(_MIX_1)
     state.bitwise_xor_(state >> 27).mul_(_MIX_2)
@@ -352,20 +353,19 @@ template <typename T> T bits24(T n, T golden, T seed, T mix1, T mix2) {
 """
 
 
-def fused(source: str, *tensors: torch.Tensor, **scalars: int) -> torch.Tensor:
+def fused(source: str, tensors: Sequence[torch.Tensor], scalars: Mapping[str, int]) -> torch.Tensor:
     """Call a function of CUDA C++ for every element: one pass over memory instead of one per operation.
 
     Args:
         source: a template of one function, which takes an element of each tensor, then the scalars.
         tensors: int64, of one shape and GPU.
-        scalars: int64.
+        scalars: by the names of the function's arguments, in their order; 64 bits, signed.
 
     Returns:
-        int64, of their shape.
+        int64, of their shape; queued in torch's current stream.
     """
     kernel = _kernel(source, tuple(scalars))
-    result: torch.Tensor = kernel(*tensors, **scalars)
-    return result
+    return kernel(*tensors, **scalars)
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import mmap
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from typing import final
@@ -37,7 +38,7 @@ class HostCopies:
         self._device = memories[0].device
         total = sum(memory.nbytes for memory in memories)
         pages = mmap.mmap(-1, max(1, total))
-        if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # of a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE)  # a fault per 2 MiB and not per 4 KiB
         host = torch.frombuffer(pages, dtype=torch.uint8)
         self._pairs: list[_Pair] = []

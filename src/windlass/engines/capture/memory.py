@@ -125,7 +125,8 @@ def fingerprint(memory: torch.Tensor) -> int:
         part = words[begin : begin + _CHUNK].to(torch.int64)
         places = torch.arange(begin, begin + len(part), device=part.device)
         if part.is_cuda:
-            total += int(fused(_MIXED, part, places, weight=_WEIGHT, step=_STEP).sum())
+            mixed = fused(_MIXED, [part, places], {"weight": _WEIGHT, "step": _STEP})
+            total += int(mixed.sum())
             continue
         mixed = (part + 1).mul_(_WEIGHT).add_(places.mul_(_STEP))
         mixed.bitwise_xor_(mixed >> 29).mul_(_STEP)
