@@ -147,7 +147,7 @@ def _words_of(memory: torch.Tensor) -> torch.Tensor:
     """Its bytes as integers: of 8 bytes where that many fill it, else of its elements' size."""
     if memory.nbytes % 8 or memory.element_size() == 8:
         return bits_of(memory)
-    if memory.storage_offset() * memory.element_size() % 8:
+    if memory.storage_offset() * memory.element_size() % 8 or memory.data_ptr() % 8:
         memory = memory.clone()
     return memory.view(torch.int64)
 
