@@ -158,7 +158,7 @@ def serve(role: Role, rank: int, transport_name: str, store: str, pipe: Connecti
         "connect_engine": receiver.connect,
         "connect_trainer": sender.connect,
         "prepare": sender.prepare,
-        "write": lambda peers: sender.write(peers, DEADLINE_S),
+        "write": lambda peers: sender.write(0, peers, DEADLINE_S),
         "verify": receiver.verify,
         "apply": receiver.apply,
         "fill": lambda run: fill(me, run),

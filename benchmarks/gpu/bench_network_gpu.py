@@ -26,7 +26,7 @@ from tools.plan.topology import parse_topology
 from windlass.config import UpdateMode
 from windlass.planning.plan import TransferPlan
 from windlass.transfer.bindings import DestinationBinding
-from windlass.transfer.device_receiver import DeviceReceiver
+from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transports.base import OneSidedTransport, RemoteRegion, WriteBatch
 from windlass.transports.registry import create_transport, parse_transport
@@ -53,10 +53,7 @@ class NetworkRank(Rank):
     def connect_engine(self, encoded: bytes) -> DestinationBinding:
         addresses = [self.address + offset for offset in self.offsets]
         self.wired = self.wire.register(self.address, self.nbytes)
-        gpu = self.transport.gpu
-        self.receiver = DeviceReceiver(
-            gpu, self.wire, self.manifest, addresses, (self.wired,), lands=True, notified=False
-        )
+        self.receiver = Receiver(self.wire, self.manifest, addresses, (self.wired,))
         return self.receiver.connect(TransferPlan.decode(encoded), UpdateMode.IN_PLACE)
 
     def connect_trainer(self, encoded: bytes, bindings: list[DestinationBinding]) -> int:
@@ -81,7 +78,7 @@ class NetworkRank(Rank):
         began = time.perf_counter()
         self.wired_sender.prepare()
         self.spent.append(time.perf_counter() - began)
-        sent = self.wired_sender.write(destinations, DEADLINE_S)
+        sent = self.wired_sender.write(0, destinations, DEADLINE_S)
         for link in sent.links:
             if link.error:
                 raise RuntimeError(link.error)

@@ -41,8 +41,8 @@ from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import DestinationBinding
-from windlass.transfer.device_receiver import DeviceReceiver
 from windlass.transfer.device_sender import DeviceSender
+from windlass.transfer.receiver import Receiver
 from windlass.transports.base import MappedRegion, RemoteRegion
 from windlass.transports.cuda_ipc import CudaIpcTransport
 
@@ -220,15 +220,7 @@ class Rank:
 
     def connect_engine(self, encoded: bytes) -> DestinationBinding:
         addresses = [self.address + offset for offset in self.offsets]
-        self.receiver = DeviceReceiver(
-            self.transport.gpu,
-            self.transport,
-            self.manifest,
-            addresses,
-            (self.region,),
-            lands=False,
-            notified=True,
-        )
+        self.receiver = Receiver(self.transport, self.manifest, addresses, (self.region,))
         return self.receiver.connect(TransferPlan.decode(encoded), UpdateMode.IN_PLACE)
 
     def connect_trainer(self, encoded: bytes, bindings: list[DestinationBinding]) -> int:

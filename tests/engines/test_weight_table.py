@@ -225,8 +225,8 @@ def test_parameters_of_another_process_are_written_in_place_and_verified_as_copi
     )
     digest = new_digest()
     digest.update(copies.numpy().tobytes())
-    assert receiver.verify({"t/0": digest.hexdigest()}) == ()
+    assert receiver.verify(0, {"t/0": digest.hexdigest()}) == ()
     assert there.num_fetched == 1
     copies[3] = 9
-    assert receiver.verify({"t/0": digest.hexdigest()}) == ("t/0",)
+    assert receiver.verify(0, {"t/0": digest.hexdigest()}) == ("t/0",)
     transport.close()

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from numpy_gpu import OneProcess, numpy_gpu
+from numpy_gpu import KernelTransport, OneProcess, numpy_gpu
 from offers import GPU_TRAITS
 from safetensors.torch import save_file
 
@@ -22,7 +22,6 @@ from windlass.memory.cuda import sources
 from windlass.memory.cuda.driver import MemoryKind
 from windlass.planning.planner import plan_transfer
 from windlass.transfer.base import ParameterMemory
-from windlass.transfer.device_receiver import DeviceReceiver
 from windlass.transfer.device_sender import DeviceSender
 from windlass.transfer.push import PushReceiver
 from windlass.transfer.receiver import Receiver
@@ -62,25 +61,12 @@ class Fleet:
         size = SHAPE[0] * SHAPE[1]
         self.trained = [np.arange(i * size, (i + 1) * size, dtype="<f4") for i in range(3)]
         self.served = [np.zeros(size, "<f2") for _ in range(3)]
-        on_gpu = way != "host"
-        kind = GpuMemoryTransport if on_gpu else MemoryTransport
+        kind = MemoryTransport if way == "host" else GpuMemoryTransport
         fabric = MemoryFabric()
-        theirs = kind(fabric)
+        theirs = KernelTransport() if way == "cuda_ipc" else kind(fabric)
         regions = [theirs.register(b.ctypes.data, b.nbytes) for b in self.served]
         addresses = [int(b.ctypes.data) for b in self.served]
-        receiver = (
-            DeviceReceiver(
-                numpy_gpu(),
-                theirs,
-                ENGINE,
-                addresses,
-                regions,
-                lands=way == "network",
-                notified=way != "network",
-            )
-            if on_gpu
-            else Receiver(theirs, ENGINE, addresses, regions)
-        )
+        receiver = Receiver(theirs, ENGINE, addresses, regions)
         binding = receiver.connect(PLAN.for_destination("engine/0"), UpdateMode.IN_PLACE)
         memory = [ParameterMemory(int(b.ctypes.data), b.nbytes) for b in self.trained]
         self.sender: DeviceSender | Sender
@@ -98,13 +84,8 @@ class Fleet:
 
     def update(self, version: int) -> str:
         """The link's error; empty if there is none."""
-        self.sender.prepare(version) if isinstance(
-            self.sender, DeviceSender
-        ) else self.sender.prepare()
-        if isinstance(self.sender, DeviceSender):
-            (link,) = self.sender.write(version, ["engine/0"], 20.0).links
-        else:
-            (link,) = self.sender.write(["engine/0"], 20.0).links
+        self.sender.prepare(version)
+        (link,) = self.sender.write(version, ["engine/0"], 20.0).links
         return link.error
 
 

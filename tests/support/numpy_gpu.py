@@ -6,7 +6,9 @@ import ctypes
 from collections.abc import Iterable
 from typing import cast
 
+import msgspec
 import numpy as np
+from offers import GPU_TRAITS
 
 from windlass.errors import TransferFailed, TransferOutcomeUnknown
 from windlass.layout.dtypes import CASTS, DType
@@ -15,9 +17,10 @@ from windlass.memory.cuda.kernels import PIECE, PieceTable, put_kernel
 from windlass.memory.position_digest import PositionDigest
 from windlass.memory.quantize import pack_quantized
 from windlass.planning.plan import Transform
-from windlass.transports.base import MappedRegion, RemoteRegion
+from windlass.transports.base import MappedRegion, PeerMapper, RemoteRegion
+from windlass.transports.memory import MemoryFabric, MemoryTransport
 
-__all__ = ["OneProcess", "numpy_gpu"]
+__all__ = ["KernelTransport", "OneProcess", "numpy_gpu"]
 
 _CASTS = {put_kernel(*pair): pair for pair in CASTS}
 
@@ -139,8 +142,8 @@ def numpy_gpu() -> Gpu:
 class OneProcess:
     """What `CudaIpcTransport` offers its sender, where all memory is this process's."""
 
-    def __init__(self) -> None:
-        self.gpu = numpy_gpu()
+    def __init__(self, gpu: Gpu | None = None) -> None:
+        self.gpu = numpy_gpu() if gpu is None else gpu
 
     def map_region(self, region: RemoteRegion) -> MappedRegion:
         """As it lies."""
@@ -149,6 +152,20 @@ class OneProcess:
     def keep_mapped(self, regions: Iterable[RemoteRegion]) -> None:
         """Nothing is unmapped."""
         list(regions)
+
+
+class KernelTransport(MemoryTransport):  # type: ignore[misc]
+    """Says of itself what `cuda_ipc` does, where all memory is this process's."""
+
+    traits = msgspec.structs.replace(GPU_TRAITS, strided_stores=True, notifies=True)
+
+    def __init__(self, gpu: Gpu | None = None) -> None:
+        super().__init__(MemoryFabric())
+        self._mapper = OneProcess(gpu)
+
+    @property
+    def mapper(self) -> PeerMapper:
+        return self._mapper
 
 
 def _pieces_of(table: PieceTable, part: range | None) -> np.ndarray:

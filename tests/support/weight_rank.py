@@ -192,11 +192,12 @@ class RankSettings:
 
 
 def made_transport(settings: RankSettings, like: torch.Tensor) -> OneSidedTransport:
-    """What writes are counted and spoilt in; on a GPU, where kernels store, they are neither."""
+    """What writes are counted and spoilt in; where kernels store they are neither."""
     transport = create_transport(
         parse_transport(settings.transport), memory_at=like.data_ptr() if like.is_cuda else 0
     )
-    return transport if like.is_cuda else FaultyWrites(transport, settings.fault)
+    stores = transport.traits.strided_stores
+    return transport if stores else FaultyWrites(transport, settings.fault)
 
 
 def written(transport: OneSidedTransport) -> int:

@@ -11,7 +11,7 @@ from typing import Any, final
 import msgspec
 import numpy as np
 import pytest
-from numpy_gpu import OneProcess, numpy_gpu
+from numpy_gpu import KernelTransport, OneProcess, numpy_gpu
 from offers import GPU_TRAITS
 
 import windlass
@@ -31,6 +31,7 @@ from windlass.memory.cuda import driver, range_copy, sources
 from windlass.memory.cuda.driver import MemoryKind
 from windlass.memory.cuda.gpu import Gpu
 from windlass.memory.cuda.links import DeviceLink, load_link
+from windlass.memory.cuda.ops import CudaMemory
 from windlass.memory.cuda.pinned_arena import PinnedArena
 from windlass.planning.planner import plan_transfer
 from windlass.testing.resting_engine import RestingEngine
@@ -38,9 +39,8 @@ from windlass.trainers.client import TrainerClient
 from windlass.transfer import device_sender
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import LinkOutcome, LinkStatus
-from windlass.transfer.device_arena import DeviceMemory
-from windlass.transfer.device_receiver import DeviceReceiver
 from windlass.transfer.device_sender import DeviceSender
+from windlass.transfer.receiver import Receiver
 from windlass.transfer.replica import Replica
 from windlass.transfer.replica_memory import GpuCopies
 from windlass.transfer.sender import Sender
@@ -135,7 +135,7 @@ def copies(gpu: Gpu, place: ReplicaPlace) -> GpuCopies:
     """Most parameters are a kernel's here, the largest a copy engine's."""
     if place is ReplicaPlace.HOST:
         return GpuCopies(gpu, lambda n: PinnedArena(gpu.device, n), 4000)
-    return GpuCopies(gpu, lambda n: DeviceMemory(gpu.device, n), 4000)
+    return GpuCopies(gpu, CudaMemory(gpu).allocate, 4000)
 
 
 class Pair:
@@ -145,20 +145,12 @@ class Pair:
         self.weights, self.served = Weights(), Served()
         ours, theirs = trainer_manifest(), engine_manifest()
         self.plan = plan_transfer([ours], [theirs])
-        self.memory = MemoryTransport(MemoryFabric())
+        self.memory = KernelTransport()
         regions = [
             self.memory.register(a, b.nbytes)
             for a, b in zip(self.served.addresses(), self.served.buffers, strict=True)
         ]
-        self.receiver = DeviceReceiver(
-            numpy_gpu(),
-            self.memory,
-            theirs,
-            self.served.addresses(),
-            regions,
-            lands=False,
-            notified=True,
-        )
+        self.receiver = Receiver(self.memory, theirs, self.served.addresses(), regions)
         binding = self.receiver.connect(self.plan.for_destination("engine/0"), UpdateMode.IN_PLACE)
         transport = OneProcess()
         self.gpu = transport.gpu
@@ -469,7 +461,7 @@ class HeldWrites:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     found = numpy_gpu()
-    for name in ("transfer.replica_memory", "transfer.backends", "memory.cuda.gpu"):
+    for name in ("transfer.replica_memory", "memory.cuda.gpu"):
         monkeypatch.setattr(f"windlass.{name}.shared_gpu", lambda _: found)
     return found
 

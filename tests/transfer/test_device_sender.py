@@ -9,7 +9,7 @@ from typing import cast
 
 import numpy as np
 import pytest
-from numpy_gpu import OneProcess, numpy_gpu
+from numpy_gpu import KernelTransport, OneProcess
 
 from windlass.config import UpdateMode
 from windlass.errors import RoundAborted, TransferFailed, TransferOutcomeUnknown
@@ -22,9 +22,8 @@ from windlass.memory.cuda.gpu import Gpu
 from windlass.planning.planner import plan_transfer
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import LinkStatus
-from windlass.transfer.device_receiver import DeviceReceiver
 from windlass.transfer.device_sender import DeviceSender
-from windlass.transports.memory import MemoryFabric, MemoryTransport
+from windlass.transfer.receiver import Receiver
 from windlass.transports.processes import own_endpoint
 
 SHAPE = (48, 16)
@@ -46,17 +45,9 @@ class Pair:
         self.served = np.zeros_like(self.trained)
         ours, theirs = manifest("trainer/0", Role.TRAINER), manifest("engine/0", Role.ENGINE)
         self.plan = plan_transfer([ours], [theirs])
-        self.memory = MemoryTransport(MemoryFabric())
+        self.memory = KernelTransport()
         region = self.memory.register(self.served.ctypes.data, self.served.nbytes)
-        self.receiver = DeviceReceiver(
-            numpy_gpu(),
-            self.memory,
-            theirs,
-            [self.served.ctypes.data],
-            [region],
-            lands=False,
-            notified=True,
-        )
+        self.receiver = Receiver(self.memory, theirs, [self.served.ctypes.data], [region])
         binding = self.receiver.connect(self.plan.for_destination("engine/0"), UpdateMode.IN_PLACE)
         self.transport = OneProcess()
         self.gpu = self.transport.gpu

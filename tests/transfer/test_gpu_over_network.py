@@ -7,6 +7,8 @@ tests/updates/test_live_update.py.
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,17 +28,18 @@ from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.memory.cuda import kernels
 from windlass.memory.cuda import pieces as blocks
-from windlass.memory.cuda.pieces import cut_ops, store_packed
+from windlass.memory.cuda.ops import CudaMemory
+from windlass.memory.cuda.pieces import cut_ops, payload_parts, store_packed
 from windlass.planning.plan import CopyMode, TransferPlan, Transform
 from windlass.planning.planner import plan_transfer
 from windlass.planning.program import BoundOp, DirectRuns, LinkProgram
+from windlass.planning.relay import RelayGroup
 from windlass.testing.resting_engine import RestingEngine
 from windlass.transfer.backends import receiver_for
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import DestinationBinding, LinkStatus
-from windlass.transfer.device_packer import payload_parts
-from windlass.transfer.device_receiver import DeviceReceiver
 from windlass.transfer.receiver import Receiver
+from windlass.transfer.relay_node import RelayNode
 from windlass.transfer.sender import Sender
 from windlass.transports.base import MemoryRegion, WriteBatch
 from windlass.transports.memory import MemoryFabric, MemoryTransport
@@ -66,7 +69,7 @@ class World:
     def __init__(
         self, fleet: Fleet, mode: UpdateMode, arena_nbytes: int, exact: Fleet | None = None
     ) -> None:
-        self.fleet, self.gpu = fleet, numpy_gpu()
+        self.fleet = fleet
         fabric = MemoryFabric()
         self.plan = plan_transfer(fleet.sources, fleet.destinations)
         values = distinct_values((*fleet.sources, *fleet.destinations))
@@ -81,15 +84,14 @@ class World:
             m.worker: [np.full(p.nbytes, 0xAA, np.uint8) for p in m.parameters]
             for m in fleet.destinations
         }
-        self.receivers: dict[str, DeviceReceiver] = {}
+        self.receivers: dict[str, Receiver] = {}
         bindings: list[DestinationBinding] = []
         for manifest in fleet.destinations:
             transport = GpuMemoryTransport(fabric)
             buffers = self.live[manifest.worker]
-            receiver = DeviceReceiver(
-                self.gpu, transport, manifest, [b.ctypes.data for b in buffers],
+            receiver = Receiver(
+                transport, manifest, [b.ctypes.data for b in buffers],
                 [transport.register(b.ctypes.data, b.nbytes) for b in buffers if b.nbytes],
-                lands=True, notified=False,
             )  # fmt: skip
             bindings.append(receiver.connect(self.plan.for_destination(manifest.worker), mode))
             self.receivers[manifest.worker] = receiver
@@ -120,7 +122,7 @@ class World:
             sources = self.plan.sources
             peers = [link.dst for link in self.plan.links() if sources[link.src] == name]
             sender.prepare()
-            for link in sender.write([self.plan.destinations[p] for p in peers], 20.0).links:
+            for link in sender.write(0, [self.plan.destinations[p] for p in peers], 20.0).links:
                 assert link.status is LinkStatus.OK, link
                 expected[link.destination][name] = link.digest
         for name, receiver in self.receivers.items():
@@ -142,7 +144,6 @@ class World:
 @pytest.fixture(autouse=True)
 def _small_pieces_on_no_real_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("windlass.memory.cuda.gpu.shared_gpu", lambda _: numpy_gpu())
-    monkeypatch.setattr("windlass.transfer.backends.shared_gpu", lambda _: numpy_gpu())
     monkeypatch.setattr(blocks, "MAX_PIECE_NBYTES", 64)  # so that small tensors are many pieces
 
 
@@ -229,7 +230,7 @@ def test_a_changed_byte_is_found() -> None:
     expected: dict[str, str] = {}
     for name, sender in world.senders.items():
         sender.prepare()
-        (outcome, *_) = sender.write(["engine/0"], 20.0).links
+        (outcome, *_) = sender.write(0, ["engine/0"], 20.0).links
         expected[name] = outcome.digest
     world.live["engine/0"][0][5] ^= 1
     assert world.receivers["engine/0"].verify(0, expected) == ("trainer/0",)
@@ -249,6 +250,73 @@ def test_weights_in_host_memory_and_weights_on_a_gpu_do_not_mix() -> None:
         world.connect(MemoryFabric(), world.fleet.sources[0], 0, bindings)
     host.close()
     world.close()
+
+
+@pytest.mark.parametrize("kind", [MemoryTransport, GpuMemoryTransport])
+@pytest.mark.parametrize("mode", list(UpdateMode))
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
+def test_an_engine_passes_on_what_it_verified_in_the_memory_it_lies_in(
+    kind: type[MemoryTransport], mode: UpdateMode, dtype: DType
+) -> None:
+    """Two trainer ranks feed one engine, which feeds its copy; ops that are staged there too."""
+    exact, fabric, seconds = dense_to_fused(DType.FLOAT32), MemoryFabric(), 20.0
+    fleet, place = dense_to_fused(dtype), (1, 1)
+    leader = fleet.destinations[0]
+    plan = plan_transfer(fleet.sources, [leader])
+    assert plan.landing_nbytes[0] > 0
+    values = distinct_values((*exact.sources, *exact.destinations))
+    held = {m.worker: fill(m, values, background=0xEE) for m in exact.sources}
+    wanted = fill(exact.destinations[0], values, background=0xAA)
+    for buffer in itertools.chain(*held.values(), wanted):
+        buffer.view("<f4")[:] = buffer.view("<u4").astype("<f4")
+    live, receivers, nodes, bindings = {}, {}, {}, []
+    part = plan.for_destination(leader.worker)
+    for name in ("a/0", "b/0"):
+        manifest = replace(leader, worker=name)
+        live[name] = [np.full(p.nbytes, 0xAA, np.uint8) for p in manifest.parameters]
+        transport = kind(fabric)
+        regions = [transport.register(b.ctypes.data, b.nbytes) for b in live[name]]
+        addresses = [b.ctypes.data for b in live[name]]
+        receivers[name] = Receiver(transport, manifest, addresses, regions)
+        own = part.for_replica(leader.worker, manifest)
+        bindings.append(receivers[name].connect(own, mode))
+        nodes[name] = RelayNode(receivers[name], "127.0.0.1")
+    listening = [node.open() for node in nodes.values()]
+    group = RelayGroup(members=("a/0", "b/0"), stripes=((-1, 0),), chunk_nbytes=300)
+    for node in nodes.values():
+        node.connect(group, bindings, listening)
+    senders = []
+    for source in fleet.sources:
+        memory = [ParameterMemory(b.ctypes.data, b.nbytes) for b in held[source.worker]]
+        sender = Sender(kind(fabric), source, lambda memory=memory: memory)  # type: ignore[misc]
+        first = replace(leader, worker="a/0")
+        sources = copy_of_destination(plan.for_source(source.worker), first)
+        sender.connect(sources, bindings[:1])
+        sender.connect_relay([group], bindings, listening)
+        sender.prepare(0)
+        senders.append(sender)
+    with ThreadPoolExecutor() as threads:
+        parts = [threads.submit(node.run, place, seconds) for node in nodes.values()]
+        fed = [threads.submit(s.relay_write, place, group.members, seconds) for s in senders]
+    assert all(not job.result().missing for job in parts)
+    for name, receiver in receivers.items():
+        links = [link for job in fed for link in job.result().links if link.destination == name]
+        expected = {s.worker: link.digest for s, link in zip(fleet.sources, links, strict=True)}
+        assert receiver.verify(0, expected) == ()
+        receiver.apply()
+        for got, want, spec in zip(live[name], wanted, leader.parameters, strict=True):
+            assert (got == cast_to(want, spec.dtype)).all()
+    for node in nodes.values():
+        node.close()
+    for sender in senders:
+        sender.close()
+    for receiver in receivers.values():
+        receiver.close()
+
+
+def copy_of_destination(part: TransferPlan, manifest: ShardManifest) -> TransferPlan:
+    """The part of a source, for a destination of another name."""
+    return replace(part, destinations=(manifest.worker,), destination_digests=(manifest.digest(),))
 
 
 def quantised_op(rows: int, cols: int, *, scales: bool) -> BoundOp:
@@ -365,9 +433,9 @@ def test_a_link_that_just_fits_is_written_again_after_an_unknown_outcome(
     sender.connect(plan.for_source("trainer/0"), [binding])
     sender.prepare()
     lose_one_write(sender)
-    assert [x.status for x in sender.write(["engine/0"], 20.0).links] == [LinkStatus.UNKNOWN]
+    assert [x.status for x in sender.write(0, ["engine/0"], 20.0).links] == [LinkStatus.UNKNOWN]
     served[:] = 0
-    (link,) = sender.write(["engine/0"], 20.0).links  # in the same round: packed as in a ring
+    (link,) = sender.write(0, ["engine/0"], 20.0).links  # in the same round: packed as in a ring
     assert link.status is LinkStatus.OK, link.error
     assert receiver.verify(0, {"trainer/0": link.digest}) == ()
     assert (served.view(np.uint8) == cast_to(trained.view(np.uint8), DType.BFLOAT16)).all()
@@ -388,10 +456,10 @@ def test_an_unknown_outcome_is_told_even_where_no_memory_is_left(
         raise TransferFailed("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr("windlass.transfer.device_packer.DeviceArena", refuse)
-        (link,) = sender.write(["engine/0"], 20.0).links
+        patch.setattr("windlass.transfer.packer.Arena", refuse)
+        (link,) = sender.write(0, ["engine/0"], 20.0).links
     assert link.status is LinkStatus.UNKNOWN
-    (link,) = sender.write(["engine/0"], 20.0).links
+    (link,) = sender.write(0, ["engine/0"], 20.0).links
     assert link.status is LinkStatus.FAILED
     world.close()
 
@@ -400,8 +468,8 @@ def test_what_late_kernels_may_read_is_not_freed() -> None:
     world = dense_world(DType.BFLOAT16, UpdateMode.IN_PLACE)
     sender = world.senders["trainer/0"]
     gpu = numpy_gpu()
-    sender._packer._gpu = gpu  # type: ignore[attr-defined]
-    sender._packer._drop_waves()  # type: ignore[attr-defined]
+    sender._packer.memory = CudaMemory(gpu)
+    sender._packer._drop()
     sender.prepare()
     held = len(gpu.device.allocated)  # type: ignore[attr-defined]
     assert held > 0
@@ -415,7 +483,7 @@ def test_what_late_kernels_may_read_is_not_freed() -> None:
 
 def test_an_engine_that_leaves_frees_its_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = numpy_gpu()
-    monkeypatch.setattr("windlass.transfer.backends.shared_gpu", lambda _: gpu)
+    monkeypatch.setattr("windlass.memory.cuda.gpu.shared_gpu", lambda _: gpu)
     fleet = dense_to_fused(DType.FLOAT32)
     manifest = fleet.destinations[0]
     transport = GpuMemoryTransport(MemoryFabric())

@@ -15,10 +15,10 @@ from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import DestinationBinding, LinkStatus
-from windlass.transfer.device_receiver import DeviceReceiver
 from windlass.transfer.device_sender import DeviceSender
 from windlass.transfer.dtensor import describe_module, parameter_addresses
-from windlass.transfer.write_progress import Landed, LandingTeller
+from windlass.transfer.receiver import Receiver
+from windlass.transfer.write_progress import PartWritten, ProgressNotifier
 from windlass.transports.cuda_ipc import CudaIpcTransport
 
 pytestmark = [
@@ -41,7 +41,7 @@ class Pair:
     trained: torch.nn.Sequential
     served: torch.nn.Sequential
     sender: DeviceSender
-    receiver: DeviceReceiver
+    receiver: Receiver
     plan: TransferPlan
     binding: DestinationBinding
 
@@ -73,9 +73,7 @@ def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         for address, spec in zip(addresses, manifests[1].parameters, strict=True)
     ]
     plan = plan_transfer([manifests[0]], [manifests[1]])
-    receiver = DeviceReceiver(
-        theirs.gpu, theirs, manifests[1], addresses, regions, lands=False, notified=True
-    )
+    receiver = Receiver(theirs, manifests[1], addresses, regions)
     binding = receiver.connect(plan.for_destination("engine/0"), UpdateMode.IN_PLACE)
     located = [
         ParameterMemory(address, spec.nbytes)
@@ -130,20 +128,20 @@ def test_a_digest_that_is_not_the_expected_one_is_reported(pair: Pair) -> None:
 
 
 def test_hints_that_lie_cost_time_only(pair: Pair) -> None:
-    teller = LandingTeller()
+    notifier = ProgressNotifier()
     lies = [
-        Landed(SOURCE, 0, "lie", 0, 0, 1),  # before anything was written
-        Landed(SOURCE, 0, "lie", 9, 0, 1),  # no such table
-        Landed(SOURCE, 0, "lie", 0, 1, 1 << 30),  # no such pieces
-        Landed("trainer/7", 0, "lie", 0, 0, 1),
-        Landed(SOURCE, 0, "lie", 0, 0, 1),  # twice
+        PartWritten(SOURCE, 0, "lie", 0, 0, 1),  # before anything was written
+        PartWritten(SOURCE, 0, "lie", 9, 0, 1),  # no such table
+        PartWritten(SOURCE, 0, "lie", 0, 1, 1 << 30),  # no such pieces
+        PartWritten("trainer/7", 0, "lie", 0, 0, 1),
+        PartWritten(SOURCE, 0, "lie", 0, 0, 1),  # twice
     ]
     for lie in lies:
-        teller.tell(pair.binding.listener, lie)
+        notifier.notify(pair.binding.listener, lie)
     expected = pair.write(0)
     for lie in lies:  # in the midst of it, as far as the receiver can tell
-        teller.tell(pair.binding.listener, lie)
-    teller.close()
+        notifier.notify(pair.binding.listener, lie)
+    notifier.close()
     assert pair.receiver.verify(0, expected) == ()
     assert pair.receiver.late_nbytes == pair.plan.nbytes
     assert pair.is_equal()

@@ -70,9 +70,9 @@ def test_the_engine_computes_what_the_trainer_does(tmp_path: Path, mode: UpdateM
         plan = plan_transfer([trainer.manifest], [shard.manifest])
         sender.connect(plan.for_source("trainer/0"), [receiver.connect(plan, mode)])
         sender.prepare()
-        (outcome,) = sender.write(["engine/0"], 10.0).links
+        (outcome,) = sender.write(0, ["engine/0"], 10.0).links
         assert outcome.status is LinkStatus.OK, outcome.error
-        assert receiver.verify({"trainer/0": outcome.digest}) == ()
+        assert receiver.verify(0, {"trainer/0": outcome.digest}) == ()
         receiver.apply()
         ids = torch.arange(12).reshape(1, -1)
         with torch.no_grad():

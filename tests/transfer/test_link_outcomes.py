@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
 import numpy as np
 import pytest
+import torch
+from numpy_gpu import numpy_gpu
+from offers import GPU_TRAITS
 
 from windlass.config import UpdateMode
 from windlass.errors import (
@@ -20,7 +24,6 @@ from windlass.errors import (
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
-from windlass.memory.digest import new_digest
 from windlass.net.clock import Deadline
 from windlass.planning.planner import plan_transfer
 from windlass.planning.relay import RelayGroup
@@ -31,7 +34,7 @@ from windlass.transfer.bindings import DestinationBinding, LinkStatus
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.relay_node import RelayNode
 from windlass.transfer.relay_round import RelayResult
-from windlass.transfer.relay_sender import Outlet
+from windlass.transfer.relay_sender import RelaySender
 from windlass.transfer.sender import Sender
 from windlass.transports.base import WriteBatch
 from windlass.transports.memory import MemoryFabric, MemoryTransport
@@ -49,6 +52,12 @@ def manifest(worker: str, role: Role, dtype: DType) -> ShardManifest:
     builder.add_parameter("w", nbytes=COUNT * dtype.itemsize, dtype=dtype)
     builder.add_shard("w", (COUNT,), Box((0,), (COUNT,)), "w")
     return builder.build()
+
+
+class GpuMemoryTransport(MemoryTransport):  # type: ignore[misc]
+    """Says that its memory is a GPU's."""
+
+    traits = GPU_TRAITS
 
 
 class Scripted(WrappedTransport):
@@ -74,7 +83,9 @@ class Scripted(WrappedTransport):
 class Fleet:
     """One trainer rank and three engine ranks; what is sent is cast, and so packed."""
 
-    def __init__(self, arena_nbytes: int = 0) -> None:
+    def __init__(
+        self, arena_nbytes: int = 0, kind: type[MemoryTransport] = MemoryTransport
+    ) -> None:
         fabric = MemoryFabric()
         ours = manifest("trainer/0", Role.TRAINER, DType.FLOAT32)
         theirs = [manifest(name, Role.ENGINE, DType.BFLOAT16) for name in ENGINES]
@@ -86,13 +97,13 @@ class Fleet:
         self.bindings: list[DestinationBinding] = []
         for target in theirs:
             name, memory = target.worker, self.served[target.worker]
-            transport = self.transports[name] = Scripted(MemoryTransport(fabric, name))
+            transport = self.transports[name] = Scripted(kind(fabric, name))
             region = transport.register(memory.ctypes.data, memory.nbytes)
             receiver = Receiver(transport, target, [memory.ctypes.data], [region])
             self.receivers[name] = receiver
             part = self.plan.for_destination(name)
             self.bindings.append(receiver.connect(part, UpdateMode.IN_PLACE))
-        self.transport = Scripted(MemoryTransport(fabric, "trainer"))
+        self.transport = Scripted(kind(fabric, "trainer"))
         where = [ParameterMemory(self.trained.ctypes.data, self.trained.nbytes)]
         self.sender = Sender(self.transport, ours, lambda: where, arena_nbytes=arena_nbytes)
         self.sender.connect(self.plan.for_source("trainer/0"), self.bindings)
@@ -104,7 +115,7 @@ class Fleet:
         return self.transport.script
 
     def write(self) -> dict[str, LinkStatus]:
-        sent = self.sender.write(ENGINES, SECONDS)
+        sent = self.sender.write(0, ENGINES, SECONDS)
         return {link.destination: link.status for link in sent.links}
 
     def close(self) -> None:
@@ -259,8 +270,8 @@ def test_a_ring_that_cannot_be_packed_on_tells_what_is_on_the_wire(
 class Chain:
     """The trainer feeds the first engine, which feeds the other two."""
 
-    def __init__(self) -> None:
-        self.fleet = Fleet()
+    def __init__(self, kind: type[MemoryTransport]) -> None:
+        self.fleet = Fleet(kind=kind)
         group = RelayGroup(members=ENGINES, stripes=((-1, 0, 0),), chunk_nbytes=256)
         nodes = {name: RelayNode(self.fleet.receivers[name], "127.0.0.1") for name in ENGINES}
         self.nodes = nodes
@@ -281,7 +292,7 @@ class Chain:
         threads = [threading.Thread(target=take_part, args=(name,)) for name in ENGINES]
         for thread in threads:
             thread.start()
-        sent = self.fleet.sender.feed(PLACE, ENGINES, SECONDS)
+        sent = self.fleet.sender.relay_write(PLACE, ENGINES, SECONDS)
         for thread in threads:
             thread.join(SECONDS)
         return {link.destination: link.status for link in sent.links}, parts
@@ -292,9 +303,11 @@ class Chain:
         self.fleet.close()
 
 
-@pytest.fixture
-def chain() -> Iterator[Chain]:
-    found = Chain()
+@pytest.fixture(params=[MemoryTransport, GpuMemoryTransport], ids=["host", "gpu"])
+def chain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Chain]:
+    """In host memory, and by kernels that numpy plays."""
+    monkeypatch.setattr("windlass.memory.cuda.gpu.shared_gpu", lambda _: numpy_gpu())
+    found = Chain(request.param)
     yield found
     found.close()
 
@@ -303,9 +316,8 @@ def test_a_relay_in_order_brings_every_byte_everywhere(chain: Chain) -> None:
     links, parts = chain.run()
     assert set(links.values()) == {LinkStatus.OK}
     assert not any(part.missing or part.unknown_to or part.unknown_from for part in parts.values())
-    assert all(
-        (held == chain.fleet.served["engine-a/0"]).all() for held in chain.fleet.served.values()
-    )
+    trained = torch.from_numpy(chain.fleet.trained).to(torch.bfloat16).view(torch.int16).numpy()
+    assert all((held == trained.view("<u2")).all() for held in chain.fleet.served.values())
 
 
 def test_an_engine_that_meets_what_nobody_foresaw_says_whom_it_may_still_write(
@@ -360,27 +372,28 @@ def test_a_link_that_cannot_be_begun_does_not_hide_what_became_of_a_root(
     part = threading.Thread(target=node.run, args=(PLACE, SECONDS))
     part.start()
     with pytest.raises(told):
-        chain.fleet.sender.feed(PLACE, ENGINES, SECONDS)
+        chain.fleet.sender.relay_write(PLACE, ENGINES, SECONDS)
     part.join(SECONDS)
 
 
 def test_a_last_chunk_that_could_not_be_verified_is_missing(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = [0]
-
-    def refuse() -> object:
-        made[0] += 1
-        if made[0] == chain.nodes["engine-a/0"]._bound.payloads["trainer/0"].num_chunks:  # type: ignore[union-attr]
-            raise MemoryError("none left")
-        return new_digest()
-
     node, found = chain.nodes["engine-a/0"], list[RelayResult]()
+    assert node._bound is not None
+    digests, num_taken = node._bound.digests["trainer/0"], itertools.count(1)
+    take, num_chunks = digests.take, node._bound.payloads["trainer/0"].num_chunks
+
+    def refuse(chunks: Sequence[int], deadline_s: float) -> list[str]:
+        if next(num_taken) == num_chunks:
+            raise MemoryError("none left")
+        return take(chunks, deadline_s)
+
     part = threading.Thread(target=lambda: found.append(node.run(PLACE, SECONDS)))
     with monkeypatch.context() as patch:
-        patch.setattr("windlass.transfer.relay_round.new_digest", refuse)
+        patch.setattr(digests, "take", refuse)
         part.start()
-        chain.fleet.sender.feed(PLACE, ENGINES, SECONDS)
+        chain.fleet.sender.relay_write(PLACE, ENGINES, SECONDS)
         part.join(SECONDS)
     assert found[0].missing == ("trainer/0",)
 
@@ -391,10 +404,10 @@ def die_in_mid_relay(chain: Chain, *, with_a_word: bool) -> RelayResult:
     found: list[RelayResult] = []
     part = threading.Thread(target=lambda: found.append(node.run(PLACE, SECONDS)))
     part.start()
-    outlet = Outlet(node.open(), "trainer/0", PLACE, Deadline.after(SECONDS, "test"))
+    sender = RelaySender(node.open(), "trainer/0", PLACE, Deadline.after(SECONDS, "test"))
     if with_a_word:
-        outlet.end(unknown=False)
-    outlet.close()
+        sender.end(unknown=False)
+    sender.close()
     part.join(SECONDS)
     return found[0]
 
@@ -421,7 +434,7 @@ def test_an_engine_fences_before_it_trusts_what_a_dead_upstream_wrote(
         if refused.pop():
             raise TransferFailed(f"a reader holds a connection after {deadline_s} s")
 
-    def verify(_: object, expected: dict[str, str]) -> tuple[str, ...]:
+    def verify(_version: int, _: object, expected: dict[str, str]) -> tuple[str, ...]:
         happened.append("verify")
         return tuple(expected)
 

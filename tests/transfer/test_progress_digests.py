@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from numpy_gpu import numpy_gpu
+from numpy_gpu import KernelTransport, numpy_gpu
 
 from windlass.config import UpdateMode
 from windlass.errors import TransferFailed, TransferOutcomeUnknown
@@ -23,9 +23,8 @@ from windlass.memory.cuda.pieces import block_tables
 from windlass.planning.planner import plan_transfer
 from windlass.planning.program import bind_links
 from windlass.transfer import write_progress as landings
-from windlass.transfer.device_receiver import DeviceReceiver
-from windlass.transfer.write_progress import Landed, LandingListener, LandingTeller
-from windlass.transports.memory import MemoryFabric, MemoryTransport
+from windlass.transfer.receiver import Receiver
+from windlass.transfer.write_progress import PartWritten, ProgressListener, ProgressNotifier
 
 ROWS, COLS = 64, 16
 SOURCE, ENGINE = "trainer/0", "engine/0"
@@ -57,19 +56,19 @@ class Pair:
         ours = manifest(SOURCE, Role.TRAINER, DType.FLOAT32)
         theirs = manifest(ENGINE, Role.ENGINE, DType.BFLOAT16)
         self.plan = plan_transfer([ours], [theirs])
-        self.transport = MemoryTransport(MemoryFabric())
-        self.receiver = DeviceReceiver(
-            self.gpu, self.transport, theirs, [b.ctypes.data for b in self.served],
-            [self.transport.register(b.ctypes.data, b.nbytes) for b in self.served], lands=False, notified=True,
+        self.transport = KernelTransport(self.gpu)
+        self.receiver = Receiver(
+            self.transport, theirs, [b.ctypes.data for b in self.served],
+            [self.transport.register(b.ctypes.data, b.nbytes) for b in self.served],
         )  # fmt: skip
-        self.teller = LandingTeller()
+        self.notifier = ProgressNotifier()
         self.connect()
 
     def connect(self) -> None:
         part = self.plan.for_destination(ENGINE)
         self.binding = self.receiver.connect(part, UpdateMode.IN_PLACE)
 
-    def write(self, version: int, name: str) -> tuple[str, list[Landed]]:
+    def write(self, version: int, name: str) -> tuple[str, list[PartWritten]]:
         """Store everything; the digest, and what there is to tell of it."""
         (program,) = bind_links(self.plan.for_source(SOURCE), sending=True)
         sources = np.array([b.ctypes.data for b in self.trained], np.uint64)
@@ -80,17 +79,17 @@ class Pair:
         for number, table in enumerate(link.tables):
             for part in table.parts:
                 self.gpu.kernels.put(table, self.gpu.stream, link.digest, part)
-                told.append(Landed(SOURCE, version, name, number, part.start, part.stop))
+                told.append(PartWritten(SOURCE, version, name, number, part.start, part.stop))
         digest = read_digest(self.gpu, link.digest)
         unload_links(self.gpu, {SOURCE: link})
         return digest, told
 
-    def tell(self, told: list[Landed]) -> None:
+    def tell(self, told: list[PartWritten]) -> None:
         for landed in told:
-            self.teller.tell(self.binding.listener, landed)
+            self.notifier.notify(self.binding.listener, landed)
 
     def close(self) -> None:
-        self.teller.close()
+        self.notifier.close()
         self.receiver.close()
         self.transport.close()
 
@@ -124,7 +123,7 @@ def test_hints_that_are_not_what_they_should_be_cost_time_and_nothing_else(
             "out of order": told[::-1],
             "doubled": [landed for landed in told for _ in range(2)],
             "lost": told[:1] + told[2:],
-            "of another write": [*told, Landed(SOURCE, 4, "x", 0, 0, 1)],
+            "of another write": [*told, PartWritten(SOURCE, 4, "x", 0, 0, 1)],
             "none": [],
         }[what]
     )
@@ -159,11 +158,11 @@ def test_hints_that_come_while_a_plan_is_bound_do_no_harm(pair: Pair) -> None:
     address = pair.binding.listener
 
     def go_on_telling() -> None:
-        teller = LandingTeller()
+        notifier = ProgressNotifier()
         while not stop.is_set():
             for landed in told:
-                teller.tell(address, landed)
-        teller.close()
+                notifier.notify(address, landed)
+        notifier.close()
 
     thread = threading.Thread(target=go_on_telling)
     thread.start()
@@ -190,21 +189,21 @@ def test_a_hint_in_no_known_encoding_does_not_end_an_update(pair: Pair) -> None:
 
 def test_somebody_who_tells_without_end_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(landings, "MAX_AT_ONCE", 8)
-    teller, heard = LandingTeller(), list[Landed]()
+    notifier, heard = ProgressNotifier(), list[PartWritten]()
     may_start = threading.Event()
 
-    def deliver(landed: Landed) -> None:
+    def deliver(landed: PartWritten) -> None:
         heard.append(landed)
-        teller.tell(listener.address, landed)  # there is always one more
+        notifier.notify(listener.address, landed)  # there is always one more
 
-    monkeypatch.setattr(LandingListener, "_listen", lambda _: may_start.wait(20.0))
-    listener = LandingListener(deliver)
-    teller.tell(listener.address, Landed(SOURCE, 0, "w", 0, 0, 1))
+    monkeypatch.setattr(ProgressListener, "_listen", lambda _: may_start.wait(20.0))
+    listener = ProgressListener(deliver)
+    notifier.notify(listener.address, PartWritten(SOURCE, 0, "w", 0, 0, 1))
     listener.drain()
     assert len(heard) == 8
     may_start.set()
     listener.close()
-    teller.close()
+    notifier.close()
 
 
 def test_without_a_socket_for_hints_an_engine_hashes_in_the_end(
@@ -216,7 +215,7 @@ def test_without_a_socket_for_hints_an_engine_hashes_in_the_end(
     monkeypatch.setattr(landings, "_name_of", refuse)
     found = Pair()
     assert found.binding.listener == ""
-    assert not [thread for thread in threading.enumerate() if thread.name == "landings"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "write-progress"]
     digest, _ = found.write(0, "w")
     assert found.receiver.verify(0, {SOURCE: digest}) == ()
     found.close()

@@ -168,11 +168,11 @@ def update(
             part = plan.for_source(rank.manifest.worker)
             sender.connect(part, bindings)
             sender.prepare()
-            for outcome in sender.write(sorted({plan.destinations[link.dst] for link in part.links()}), 10.0).links:  # fmt: skip
+            for outcome in sender.write(0, sorted({plan.destinations[link.dst] for link in part.links()}), 10.0).links:  # fmt: skip
                 assert outcome.status is LinkStatus.OK, outcome.error
                 digests[outcome.destination][rank.manifest.worker] = outcome.digest
         for worker, receiver in receivers.items():
-            assert receiver.verify(digests[worker]) == ()
+            assert receiver.verify(0, digests[worker]) == ()
             receiver.apply()
     finally:
         for sender in senders:
@@ -290,7 +290,7 @@ def test_a_declaration_with_scales_of_another_shape_is_refused() -> None:
 
 def test_an_arena_smaller_than_a_row_of_blocks_is_refused() -> None:
     trainers = by_rows(1, weights(torch.bfloat16), DType.BFLOAT16)
-    with pytest.raises(PlanError, match="must hold one row of blocks"):
+    with pytest.raises(PlanError, match="half of it must hold one piece, or one row of blocks"):
         update(trainers, [engine(0, 1)], UpdateMode.IN_PLACE, 40_000)
 
 

@@ -346,10 +346,10 @@ class Links:
         self.sender.connect(self.plan, self.bindings)
 
     def deliver(self, name: str, version: int) -> None:
-        (link,) = self.sender.write([name], 10.0).links
+        (link,) = self.sender.write(0, [name], 10.0).links
         assert link.status is LinkStatus.OK, link.error
         receiver = self.receivers[name]
-        assert receiver.verify({"trainer/0": link.digest}) == ()
+        assert receiver.verify(0, {"trainer/0": link.digest}) == ()
         receiver.apply()
         self.engines[name].check(version)
 
@@ -420,13 +420,13 @@ def test_nothing_is_sent_that_was_copied_too_late_or_never() -> None:
         links.sender.prepare(0)
         links.memory.refill(1)
         links.sender.end_version()  # it was copied while its owner gave it up
-        (link,) = links.sender.write(["a/0"], 10.0).links
+        (link,) = links.sender.write(0, ["a/0"], 10.0).links
         assert (link.status, link.error.split(":")[0]) == (LinkStatus.FAILED, "replica")
         links.sender.begin_version(lambda: None, version=1)
         links.sender.prepare(1)
         links.deliver("a/0", 1)
         links.sender.connect(links.plan, links.bindings)
-        (link,) = links.sender.write(["a/0"], 10.0).links  # nothing is copied for these bindings
+        (link,) = links.sender.write(0, ["a/0"], 10.0).links  # nothing is copied for these bindings
         assert link.status is LinkStatus.FAILED
     finally:
         links.close()
@@ -439,7 +439,7 @@ def test_memory_under_a_write_of_unknown_outcome_is_read_again_and_never_written
         links.sender.begin_version(lambda: None)
         links.sender.prepare()
         links.memory.destroy()
-        (link,) = links.sender.write(["a/0"], 10.0).links
+        (link,) = links.sender.write(0, ["a/0"], 10.0).links
         assert link.status is LinkStatus.UNKNOWN
         held = links.sender.replica
         assert held is not None
@@ -468,7 +468,7 @@ def test_without_memory_for_another_replica_nothing_in_doubt_is_used_and_the_nex
         links.memory.refill(0)
         links.sender.begin_version(lambda: None)
         links.sender.prepare()
-        (link,) = links.sender.write(["a/0"], 10.0).links
+        (link,) = links.sender.write(0, ["a/0"], 10.0).links
         assert link.status is LinkStatus.UNKNOWN
         arena, replica = links.sender._packer.arena, links.sender.replica
         assert replica is not None
@@ -499,7 +499,7 @@ def test_without_memory_for_another_arena_nothing_is_taken_and_the_next_version_
         links.memory.refill(0)
         links.sender.begin_version(lambda: None)
         links.sender.prepare()
-        (link,) = links.sender.write(["a/0"], 10.0).links
+        (link,) = links.sender.write(0, ["a/0"], 10.0).links
         assert link.status is LinkStatus.UNKNOWN
         nbytes = links.sender.arena_nbytes
         links.memory.refill(1)

@@ -150,7 +150,7 @@ class Fleet:
             peers = sorted(
                 self.plan.destinations[link.dst] for link in self.plan.for_source(worker).links()
             )
-            for outcome in sender.write(peers, 10.0).links:
+            for outcome in sender.write(0, peers, 10.0).links:
                 assert outcome.status is LinkStatus.OK, outcome.error
                 digests[outcome.destination][worker] = outcome.digest
         return digests
@@ -184,7 +184,7 @@ def test_every_destination_byte_is_the_trainers(dtype: DType, mode: UpdateMode, 
         for _ in range(2):
             digests = fleet.send()
             for worker, receiver in fleet.receivers.items():
-                assert receiver.verify(digests[worker]) == ()
+                assert receiver.verify(0, digests[worker]) == ()
                 receiver.apply()
             for index, engine in enumerate(fleet.engines):
                 for got, want in zip(engine.memory, expected(index, 2, dtype, full), strict=True):
@@ -213,10 +213,10 @@ def test_a_wrong_byte_is_found_named_and_healed_by_writing_again() -> None:
         digests = fleet.send()
         receiver = fleet.receivers["engine/1"]
         fleet.engines[1].memory[0].view(torch.uint8).view(-1)[5] ^= 1
-        found = receiver.verify(digests["engine/1"])
+        found = receiver.verify(0, digests["engine/1"])
         assert len(found) == 1
-        fleet.senders[found[0]].write(["engine/1"], 10.0)
-        assert receiver.verify(digests["engine/1"]) == ()
+        fleet.senders[found[0]].write(0, ["engine/1"], 10.0)
+        assert receiver.verify(0, digests["engine/1"]) == ()
         receiver.apply()
         want = expected(1, 2, DType.FLOAT32, full)
         assert all(map(torch.equal, fleet.engines[1].memory, want))
@@ -249,16 +249,16 @@ def test_what_is_read_wrongly_for_a_moment_is_found_and_healed_by_writing_again(
                 wrong = trainer.memory[number].view(torch.int32).view(-1)
                 peers = [p for p in fleet.plan.destinations if p in fleet.receivers]
                 wrong[::3] ^= 1 << 22
-                sent = sender.write(peers, 10.0)
+                sent = sender.write(0, peers, 10.0)
                 wrong[::3] ^= 1 << 22
                 digests = {link.destination: {worker: link.digest} for link in sent.links}
-                found = [p for p in peers if fleet.receivers[p].verify(digests[p])]
+                found = [p for p in peers if fleet.receivers[p].verify(0, digests[p])]
                 # Digests are of what was right: what was packed before is, everything else is found.
                 assert found or (dtype is DType.BFLOAT16 and arena_nbytes == 0) or name == "down"
-                for link in sender.write(found, 10.0).links if found else ():
+                for link in sender.write(0, found, 10.0).links if found else ():
                     assert link.status is LinkStatus.OK, link.error
                     assert link.digest == digests[link.destination][worker]
-                assert not any(fleet.receivers[p].verify(digests[p]) for p in peers)
+                assert not any(fleet.receivers[p].verify(0, digests[p]) for p in peers)
             for receiver in fleet.receivers.values():
                 receiver.apply()
             assert served_is_right(fleet, dtype, full)
@@ -277,12 +277,12 @@ def test_a_bit_that_flipped_in_the_arena_is_healed_by_writing_again(dtype: DType
             assert isinstance(arena, Arena)
             arena.bytes[3] ^= 1  # of the first link
             peers = sorted(fleet.receivers)
-            sent = {link.destination: link.digest for link in sender.write(peers, 10.0).links}
-            wrong = [p for p in peers if fleet.receivers[p].verify({worker: sent[p]})]
+            sent = {link.destination: link.digest for link in sender.write(0, peers, 10.0).links}
+            wrong = [p for p in peers if fleet.receivers[p].verify(0, {worker: sent[p]})]
             assert len(wrong) == 1
-            again = sender.write(wrong, 10.0).links
+            again = sender.write(0, wrong, 10.0).links
             assert [link.digest for link in again] == [sent[wrong[0]]]
-            assert not fleet.receivers[wrong[0]].verify({worker: sent[wrong[0]]})
+            assert not fleet.receivers[wrong[0]].verify(0, {worker: sent[wrong[0]]})
         for receiver in fleet.receivers.values():
             receiver.apply()
         assert served_is_right(fleet, dtype, full)
@@ -300,10 +300,10 @@ def test_weights_that_are_others_when_they_are_written_again_are_never_confirmed
         (worker, sender), trainer = next(iter(fleet.senders.items())), fleet.trainers[0]
         for tensor in trainer.memory:
             tensor.mul_(-2.0)
-        (link,) = sender.write(["engine/0"], 10.0).links
+        (link,) = sender.write(0, ["engine/0"], 10.0).links
         if link.status is LinkStatus.OK:
             assert link.digest == digests["engine/0"][worker]
-            assert fleet.receivers["engine/0"].verify({worker: link.digest}) == (worker,)
+            assert fleet.receivers["engine/0"].verify(0, {worker: link.digest}) == (worker,)
         else:
             assert "the weights have changed since this version was prepared" in link.error
     finally:
@@ -345,7 +345,7 @@ def test_any_grid_reaches_any_grid(
     try:
         digests = fleet.send()
         for worker, receiver in fleet.receivers.items():
-            assert receiver.verify(digests[worker]) == ()
+            assert receiver.verify(0, digests[worker]) == ()
             receiver.apply()
         for box, engine in zip(boxes, engines, strict=True):
             want = full["t"][slices(box)].permute(*order).to(TORCH[dtype])

@@ -13,32 +13,32 @@ from hypothesis import strategies as st
 
 from windlass.memory.cuda import kernels
 from windlass.memory.cuda.kernels import cut_parts
-from windlass.transfer.write_progress import Landed, LandingListener, LandingTeller
+from windlass.transfer.write_progress import PartWritten, ProgressListener, ProgressNotifier
 
 SECONDS = 20.0
 
 
-def landed(number: int) -> Landed:
-    return Landed("trainer/3", 7, "w", number, 10 * number, 10 * number + 10)
+def landed(number: int) -> PartWritten:
+    return PartWritten("trainer/3", 7, "w", number, 10 * number, 10 * number + 10)
 
 
 def tell(address: str, count: int) -> None:
-    teller = LandingTeller()
+    notifier = ProgressNotifier()
     for number in range(count):
-        teller.tell(address, landed(number))
-    teller.close()
+        notifier.notify(address, landed(number))
+    notifier.close()
 
 
 def test_what_another_process_tells_is_delivered_in_order() -> None:
-    heard: list[Landed] = []
+    heard: list[PartWritten] = []
     all_heard = threading.Event()
 
-    def deliver(message: Landed) -> None:
+    def deliver(message: PartWritten) -> None:
         heard.append(message)
         if len(heard) == 5:
             all_heard.set()
 
-    listener = LandingListener(deliver)
+    listener = ProgressListener(deliver)
     process = mp.get_context("spawn").Process(target=tell, args=(listener.address, 5))
     process.start()
     assert all_heard.wait(SECONDS)
@@ -49,8 +49,8 @@ def test_what_another_process_tells_is_delivered_in_order() -> None:
 
 def test_draining_delivers_all_that_was_told_before() -> None:
     for _ in range(50):
-        heard: list[Landed] = []
-        listener = LandingListener(heard.append)
+        heard: list[PartWritten] = []
+        listener = ProgressListener(heard.append)
         tell(listener.address, 3)
         listener.drain()
         assert heard == [landed(number) for number in range(3)]
@@ -60,11 +60,11 @@ def test_draining_delivers_all_that_was_told_before() -> None:
 def test_a_full_queue_holds_nobody_up() -> None:
     busy, go_on = threading.Event(), threading.Event()
 
-    def deliver(_: Landed) -> None:
+    def deliver(_: PartWritten) -> None:
         busy.set()
         assert go_on.wait(SECONDS)
 
-    listener = LandingListener(deliver)
+    listener = ProgressListener(deliver)
     tell(listener.address, 1)
     assert busy.wait(SECONDS)
     tell(listener.address, 5000)  # would block for ever if it waited for room
@@ -73,17 +73,17 @@ def test_a_full_queue_holds_nobody_up() -> None:
 
 
 def test_a_listener_that_is_gone_or_never_was_is_no_error() -> None:
-    listener = LandingListener(lambda _: None)
+    listener = ProgressListener(lambda _: None)
     listener.close()
     listener.close()
     tell(listener.address, 1)
     tell("never was", 1)
-    assert not [thread for thread in threading.enumerate() if thread.name == "landings"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "write-progress"]
 
 
 def test_what_is_no_message_is_passed_over() -> None:
-    heard: list[Landed] = []
-    listener = LandingListener(heard.append)
+    heard: list[PartWritten] = []
+    listener = ProgressListener(heard.append)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
         for junk in (b"\xc1", b"", b"\x93\x01\x02\x03", b"x" * 9000):
             stranger.sendto(junk, f"\0windlass-{listener.address}")

@@ -17,10 +17,10 @@ import pytest
 from numpy_gpu import numpy_gpu
 
 from windlass.errors import PeerUnreachable, RegionError, TransferFailed, TransferOutcomeUnknown
+from windlass.memory.cuda.ops import CudaMemory
 from windlass.net.clock import Deadline
 from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.transfer.arena import Arena
-from windlass.transfer.device_arena import DeviceArena
 from windlass.transports import cuda_ipc as ipc
 from windlass.transports import deferred_free
 from windlass.transports.base import MemoryRegion, PeerEndpoint, RemoteRegion, WriteBatch
@@ -69,7 +69,7 @@ def test_an_arena_leaves_its_memory_to_the_transport() -> None:
 
 def test_an_arena_on_a_gpu_leaves_its_memory_to_the_transport() -> None:
     transport, gpu = Deferring(), numpy_gpu()
-    arena = DeviceArena(gpu.device, transport, NBYTES)
+    arena = Arena(transport, NBYTES, CudaMemory(gpu))
     held = gpu.device.allocated  # type: ignore[attr-defined]
     arena.close()
     arena.close()

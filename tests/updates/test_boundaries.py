@@ -29,7 +29,7 @@ from windlass.rollout.directory import StaticEngines
 from windlass.rollout.journal import RolloutJournal
 from windlass.transfer import disk
 from windlass.transfer.base import ParameterMemory
-from windlass.transfer.relay_receiver import ACCEPT_AGAIN_S, RelayInlet
+from windlass.transfer.relay_receiver import ACCEPT_AGAIN_S, RelayReceiver
 from windlass.updates.client import AgentChannel
 from windlass.updates.journal import JournalEntry, JournalKind
 from windlass.updates.messages import RoundOutcome
@@ -240,11 +240,11 @@ def test_a_relay_that_cannot_take_a_visitor_does_not_ask_without_end(
         return accept(listener)
 
     monkeypatch.setattr(socket.socket, "accept", scarce)
-    inlet = RelayInlet("a/0", "127.0.0.1")
+    listener = RelayReceiver("a/0", "127.0.0.1")
     try:
         began = time.monotonic()
         with socket.create_connection(
-            ("127.0.0.1", inlet.address.port), timeout=WITHIN_S
+            ("127.0.0.1", listener.address.port), timeout=WITHIN_S
         ) as visitor:
             for _ in range(4):
                 assert asked.acquire(timeout=WITHIN_S)
@@ -253,4 +253,4 @@ def test_a_relay_that_cannot_take_a_visitor_does_not_ask_without_end(
             visitor.sendall(b"\xff" * 64)  # no frame: whoever reads it closes
             assert visitor.recv(1) == b""
     finally:
-        inlet.close()
+        listener.close()

@@ -11,7 +11,7 @@ from windlass.errors import ConfigError
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.addresses import check_url, own_address
 from windlass.transfer.base import ParameterMemory
-from windlass.transfer.receiver import Elsewhere, Receiver
+from windlass.transfer.receiver import Receiver, RemoteMemory
 from windlass.transfer.sender import Sender
 from windlass.transports.base import MemoryRegion, OneSidedTransport, TransportOffer
 from windlass.updates.agents import EngineAgent
@@ -42,9 +42,9 @@ class EngineClient:
         world_size: ranks of the engine.
         url: where the engine serves requests; given by rank 0.
         can_send: whether other engines may be brought up, or relayed to, from this one; not where
-            the parameters are elsewhere.
+            the parameters are in another process.
         connect_deadline_s: how long to wait for the controller.
-        elsewhere: the live parameters are another process's, and `addresses` are copies of them.
+        remote: the live parameters are another process's, and `addresses` are copies of them.
         intercept: stands between channel and agent, for tests that inject faults.
 
     Attributes:
@@ -73,7 +73,7 @@ class EngineClient:
         can_send: bool = True,
         connect_deadline_s: float = 60.0,
         register_s: float = 0.0,
-        elsewhere: Elsewhere | None = None,
+        remote: RemoteMemory | None = None,
         intercept: Callable[[EngineAgent], CommandHandler] | None = None,
     ) -> None:
         self._transport = transport
@@ -84,7 +84,7 @@ class EngineClient:
                 ParameterMemory(address, parameter.nbytes)
                 for address, parameter in zip(addresses, manifest.parameters, strict=True)
             )
-            self._receiver = Receiver(transport, manifest, addresses, regions, elsewhere)
+            self._receiver = Receiver(transport, manifest, addresses, regions, remote)
             undo.callback(self._receiver.close)
             self._sender = Sender(transport, manifest, lambda: memory, registered=regions)
             undo.callback(self._sender.close)
@@ -96,7 +96,7 @@ class EngineClient:
             )
             undo.callback(agent.close)
             encoded, incarnation = manifest.encode(), os.urandom(8).hex()
-            offers = _offers_for(transport, regions, elsewhere)
+            offers = _offers_for(transport, regions, remote)
             registered = Registered(
                 len(regions), sum(region.nbytes for region in regions), register_s
             )
@@ -155,16 +155,16 @@ class EngineClient:
 
 
 def _offers_for(
-    transport: OneSidedTransport, regions: Sequence[MemoryRegion], elsewhere: Elsewhere | None
+    transport: OneSidedTransport, regions: Sequence[MemoryRegion], remote: RemoteMemory | None
 ) -> tuple[TransportOffer, ...]:
     """The ways in which all of the live parameters can be written.
 
     Raises:
         ConfigError: there is none: each of several transports refuses some region.
     """
-    if elsewhere is not None:
-        return (TransportOffer(elsewhere.endpoint, transport.traits, transport.report()),)
-    published = [{remote.endpoint for remote in region.remotes} for region in regions]
+    if remote is not None:
+        return (TransportOffer(remote.endpoint, transport.traits, transport.report()),)
+    published = [{exported.endpoint for exported in region.remotes} for region in regions]
     found = tuple(
         offer
         for offer in transport.offers()

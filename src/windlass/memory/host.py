@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
+import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, final
 
 import numpy as np
@@ -14,8 +19,15 @@ from windlass.errors import PlanError
 from windlass.layout.dtypes import DType
 from windlass.layout.quantization import BLOCK, scale_shape
 from windlass.memory.digest import hash_strided, new_digest
-from windlass.memory.ops import ALIGNMENT, StridedCopy, UInt64Array
-from windlass.memory.packing import copy_strided, row_major_blocks, strided_view
+from windlass.memory.ops import (
+    ALIGNMENT,
+    Int64Array,
+    PackedPart,
+    StridedCopy,
+    UInt64Array,
+    aligned,
+)
+from windlass.memory.packing import bytes_at, copy_strided, row_major_blocks, strided_view
 from windlass.memory.quantize import pack_quantized
 from windlass.planning.plan import Transform
 from windlass.planning.program import BoundOp, DigestKind, LinkProgram
@@ -23,7 +35,9 @@ from windlass.planning.program import BoundOp, DigestKind, LinkProgram
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HostMemory", "hash_link", "least_half", "pack_op", "split_op"]
+    from windlass.memory.cuda.links import DeviceLink
+
+__all__ = ["HostBuffer", "HostMemory", "hash_link", "least_half", "pack_op", "split_op"]
 
 SCRATCH_NBYTES = 1 << 20
 """For casting before hashing: small enough to stay in cache in between."""
@@ -36,9 +50,9 @@ class HostMemory:
     ordinal = -1
     digest_kind = DigestKind.XXH3
 
-    def allocate(self, nbytes: int) -> _HostBuffer:
+    def allocate(self, nbytes: int) -> HostBuffer:
         """See `MemoryOps.allocate`."""
-        return _HostBuffer(nbytes)
+        return HostBuffer(nbytes)
 
     def prepare(
         self,
@@ -55,10 +69,30 @@ class HostMemory:
         addresses: UInt64Array,
         *,
         at_source: bool,
-        landing_address: int = 0,
+        staging_address: int = 0,
     ) -> _HostDigests:
         """See `MemoryOps.digests`."""
-        return _HostDigests(programs, addresses, at_source, landing_address)
+        return _HostDigests(programs, addresses, at_source, staging_address)
+
+    def chunk_digests(
+        self, addresses: UInt64Array, nbytes: Int64Array, chunk_start: Int64Array
+    ) -> _HostChunks:
+        """See `MemoryOps.chunk_digests`."""
+        return _HostChunks(addresses, nbytes, chunk_start)
+
+    def least_pack_nbytes(self, program: LinkProgram) -> int:
+        """See `MemoryOps.least_pack_nbytes`."""
+        return least_half(program)
+
+    def pack_link(
+        self,
+        program: LinkProgram,
+        addresses: UInt64Array,
+        places: Sequence[int],
+        capacity_nbytes: int,
+    ) -> _HostPack:
+        """See `MemoryOps.pack_link`."""
+        return _HostPack(program, addresses, places, capacity_nbytes)
 
     def view(
         self, address: int, sizes: Sequence[int], strides_bytes: Sequence[int], dtype: DType
@@ -74,17 +108,23 @@ class HostMemory:
 
 
 @final
-class _HostBuffer:
-    """Anonymous memory, mapped when it is touched."""
+class HostBuffer:
+    """Zeroed pages, mapped when they are touched; unmapped when their last view is gone.
+
+    Attributes:
+        bytes: (nbytes,) uint8; empty once closed.
+    """
 
     def __init__(self, nbytes: int) -> None:
+        mapping = mmap.mmap(-1, nbytes)
+        with contextlib.suppress(OSError):  # a kernel without huge pages works as well
+            mapping.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to fault in and to pin
         self.nbytes = nbytes
-        self._memory: npt.NDArray[np.uint8] = np.empty(nbytes + ALIGNMENT, np.uint8)
-        start = int(self._memory.ctypes.data)
-        self.address = start + -start % ALIGNMENT
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(mapping, np.uint8)
+        self.address = int(self.bytes.ctypes.data)
 
     def close(self) -> None:
-        self._memory = np.empty(0, np.uint8)
+        self.bytes = np.empty(0, np.uint8)
 
 
 @final
@@ -114,19 +154,29 @@ class _HostCopies:
 
 @final
 class _HostDigests:
+    links: Mapping[str, DeviceLink] = MappingProxyType({})
+
     def __init__(
         self,
         programs: Mapping[str, LinkProgram],
         addresses: UInt64Array,
         at_source: bool,
-        landing_address: int,
+        staging_address: int,
     ) -> None:
         self._programs, self._addresses = programs, addresses
-        self._at_source, self._landing = at_source, landing_address
+        self._at_source, self._staging = at_source, staging_address
 
-    def take(self, peers: Iterable[str], deadline_s: float) -> dict[str, str]:  # noqa: ARG002
+    def take(
+        self,
+        peers: Iterable[str],
+        deadline_s: float,  # noqa: ARG002
+        threads: Executor | None = None,
+    ) -> dict[str, str]:
         of = self._at_the_source if self._at_source else self._at_the_destination
-        return {peer: of(self._programs[peer]) for peer in peers}
+        wanted = list(peers)
+        programs = [self._programs[peer] for peer in wanted]
+        found = map(of, programs) if threads is None else threads.map(of, programs)
+        return dict(zip(wanted, found, strict=True))
 
     def close(self) -> None:
         """Nothing is held."""
@@ -137,8 +187,8 @@ class _HostDigests:
     def _at_the_destination(self, program: LinkProgram) -> str:
         digest = new_digest()
         for op in program.ops:
-            if op.lands and self._landing:
-                address, strides = self._landing + op.landing_offset, op.packed_strides
+            if op.lands and self._staging:
+                address, strides = self._staging + op.landing_offset, op.packed_strides
             else:
                 address = int(self._addresses[op.dst_parameter]) + op.dst_offset
                 strides = op.dst_strides
@@ -150,6 +200,82 @@ class _HostDigests:
                 dtype=op.dst_dtype,
             )
         return digest.hexdigest()
+
+
+@final
+class _HostChunks:
+    def __init__(self, addresses: UInt64Array, nbytes: Int64Array, chunk_start: Int64Array) -> None:
+        self._pieces = list(zip(addresses.tolist(), nbytes.tolist(), strict=True))
+        self._start = chunk_start.tolist()
+
+    def take(self, chunks: Sequence[int], deadline_s: float) -> list[str]:  # noqa: ARG002
+        return [self._digest(chunk) for chunk in chunks]
+
+    def _digest(self, chunk: int) -> str:
+        digest = new_digest()
+        for address, nbytes in self._pieces[self._start[chunk] : self._start[chunk + 1]]:
+            digest.update(bytes_at(address, nbytes))
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+@final
+class _HostPack:
+    def __init__(
+        self,
+        program: LinkProgram,
+        addresses: UInt64Array,
+        places: Sequence[int],
+        capacity_nbytes: int,
+    ) -> None:
+        self._program, self._addresses = program, addresses
+        self.turns: list[list[PackedPart]] = [[]]
+        self._ops: list[list[BoundOp]] = [[]]
+        used = 0
+        for index, op in enumerate(program.ops):
+            start = 0
+            for part in () if op.is_direct else split_op(op, capacity_nbytes):
+                if used + aligned(part.nbytes) > capacity_nbytes:
+                    self.turns.append([])
+                    self._ops.append([])
+                    used = 0
+                address = places[(len(self.turns) - 1) % len(places)] + used
+                self.turns[-1].append(PackedPart(index, start, address, part.nbytes))
+                self._ops[-1].append(part)
+                used += aligned(part.nbytes)
+                start += part.nbytes
+
+    def pack(self, turn: int, deadline_s: float) -> None:  # noqa: ARG002
+        for op, part in zip(self._ops[turn], self.turns[turn], strict=True):
+            pack_op(op, int(self._addresses[op.src_parameter]), part.address)
+
+    def pack_and_hash(self, deadline_s: float) -> str:  # noqa: ARG002
+        """Hashes while what was packed is in the cache."""
+        digest = new_digest()
+        packed = itertools.chain.from_iterable(
+            zip(ops, parts, strict=True) for ops, parts in zip(self._ops, self.turns, strict=True)
+        )
+        following = next(packed, None)
+        for index, op in enumerate(self._program.ops):
+            if op.is_direct:
+                hash_strided(
+                    digest,
+                    address=int(self._addresses[op.src_parameter]) + op.src_offset,
+                    sizes=op.sizes,
+                    strides_bytes=op.src_strides,
+                    dtype=op.src_dtype,
+                )
+            while following is not None and following[1].op == index:
+                cut, part = following
+                pack_op(cut, int(self._addresses[cut.src_parameter]), part.address)
+                digest.update(bytes_at(part.address, part.nbytes))
+                following = next(packed, None)
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 def least_half(program: LinkProgram) -> int:
@@ -228,7 +354,7 @@ def hash_link(program: LinkProgram, sources: UInt64Array) -> str:
 def split_op(op: BoundOp, limit: int) -> Iterator[BoundOp]:
     """Cut an op whose payload is one run at the destination into parts of at most `limit` bytes.
 
-    PACKED and landing ops are such by construction, so a part's bytes follow those of the part
+    PACKED and staged ops are such by construction, so a part's bytes follow those of the part
     before.
     """
     if op.nbytes <= limit:

@@ -7,8 +7,9 @@ and is the same code for both. `tests/memory/test_ops.py` is the conformance sui
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,14 +23,19 @@ if TYPE_CHECKING:
     import torch
 
     from windlass.memory.cuda.gpu import Gpu
+    from windlass.memory.cuda.links import DeviceLink
 
 __all__ = [
     "ALIGNMENT",
     "aligned",
     "aligned_offsets",
     "OWN_WORK_S",
+    "PackedPart",
     "Buffer",
+    "ChunkDigests",
+    "Int64Array",
     "LinkDigests",
+    "LinkPack",
     "MemoryOps",
     "PreparedCopies",
     "StridedCopy",
@@ -41,6 +47,7 @@ __all__ = [
 OWN_WORK_S = 60.0
 """Deadline of work on memory of one's own, which takes milliseconds."""
 UInt64Array = npt.NDArray[np.uint64]
+Int64Array = npt.NDArray[np.int64]
 ALIGNMENT = 64
 """Bytes; whatever shares an arena begins at a multiple of it."""
 
@@ -120,14 +127,25 @@ class PreparedCopies(Protocol):
 
 
 class LinkDigests(Protocol):
-    """The digests of links at one of their ends, to be taken any number of times."""
+    """The digests of links at one of their ends, to be taken any number of times.
 
-    def take(self, peers: Iterable[str], deadline_s: float) -> dict[str, str]:
+    Attributes:
+        links: at the destination, on a GPU: by peer, the tables of its pieces, for whoever hashes them
+            part by part; they go with `close`. Empty elsewhere.
+    """
+
+    @property
+    def links(self) -> Mapping[str, DeviceLink]: ...
+
+    def take(
+        self, peers: Iterable[str], deadline_s: float, threads: Executor | None = None
+    ) -> dict[str, str]:
         """Read the links' elements as they are now, and wait for the result.
 
         Args:
             peers: which links, by the worker at their other end.
             deadline_s: of all of them.
+            threads: run what can run side by side.
 
         Returns:
             peer -> digest, hex.
@@ -140,6 +158,64 @@ class LinkDigests(Protocol):
 
     def close(self) -> None:
         """Free what was prepared. Idempotent."""
+        ...
+
+
+class ChunkDigests(Protocol):
+    """The digests of chunks of bytes, to be taken any number of times."""
+
+    def take(self, chunks: Sequence[int], deadline_s: float) -> list[str]:
+        """Read these chunks as they are now; hex, in the order of `chunks`.
+
+        Raises:
+            TransferOutcomeUnknown: not within `deadline_s`, for all of them.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free what was prepared, unless late kernels may still use it. Idempotent."""
+        ...
+
+
+class PackedPart(NamedTuple):
+    """Bytes [start, start + nbytes) of the payload of an op that is packed. `op`: its index in the link."""
+
+    op: int
+    start: int
+    address: int
+    nbytes: int
+
+
+class LinkPack(Protocol):
+    """The payload of a link's ops that do not go as they lie, packed into fixed memory any number of times.
+
+    Attributes:
+        turns: what is packed at once, in the order of the payload; later turns go over earlier ones.
+    """
+
+    @property
+    def turns(self) -> Sequence[Sequence[PackedPart]]: ...
+
+    def pack(self, turn: int, deadline_s: float) -> None:
+        """Gather, cast or quantise one turn, and wait for it.
+
+        Raises:
+            TransferFailed: in host memory, a cast overflows.
+            TransferOutcomeUnknown: not within `deadline_s`.
+        """
+        ...
+
+    def pack_and_hash(self, deadline_s: float) -> str:
+        """Pack all turns; the digest of the link, of ops that go as they lie too.
+
+        Raises:
+            TransferFailed: a cast overflows.
+            TransferOutcomeUnknown: not within `deadline_s`.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free what was prepared, unless late kernels may still use it. Idempotent."""
         ...
 
 
@@ -184,7 +260,7 @@ class MemoryOps(Protocol):
         addresses: UInt64Array,
         *,
         at_source: bool,
-        landing_address: int = 0,
+        staging_address: int = 0,
     ) -> LinkDigests:
         """Digests of what links deliver, in the destination's dtype, in plan order.
 
@@ -192,9 +268,51 @@ class MemoryOps(Protocol):
             programs: by peer.
             addresses: (num_parameters,) where this rank's parameters begin.
             at_source: this rank sends; elements are cast as they are read, nothing is stored.
-            landing_address: at the destination: where the payload of ops that land is packed.
+            staging_address: at the destination: where peers write the payload of ops that are staged; 0: where each
+                element belongs.
 
         Raises:
+            TransferFailed: a GPU without room for its tables.
+            UnsupportedLayout: on a GPU, quantised rows with gaps.
+        """
+        ...
+
+    def chunk_digests(
+        self, addresses: UInt64Array, nbytes: Int64Array, chunk_start: Int64Array
+    ) -> ChunkDigests:
+        """Digests of chunks that lie in pieces; equal wherever pieces of the same sizes hold the same bytes.
+
+        Args:
+            addresses: (n,) of the pieces.
+            nbytes: (n,) of each, >= 1.
+            chunk_start: (num_chunks + 1,) first piece of each chunk, and n.
+
+        Raises:
+            TransferFailed: a GPU without room for its tables.
+        """
+        ...
+
+    def least_pack_nbytes(self, program: LinkProgram) -> int:
+        """What the memory of one turn of `pack_link` must hold at least."""
+        ...
+
+    def pack_link(
+        self,
+        program: LinkProgram,
+        addresses: UInt64Array,
+        places: Sequence[int],
+        capacity_nbytes: int,
+    ) -> LinkPack:
+        """Prepare to pack a link at its source.
+
+        Args:
+            program: of the link.
+            addresses: (num_parameters,) where this rank's parameters begin.
+            places: addresses that turns are packed at, in rotation.
+            capacity_nbytes: at each of them; every op begins at a multiple of `ALIGNMENT`.
+
+        Raises:
+            PlanError: less than `least_pack_nbytes`, where it is needed.
             TransferFailed: a GPU without room for its tables.
             UnsupportedLayout: on a GPU, quantised rows with gaps.
         """

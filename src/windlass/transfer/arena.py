@@ -8,77 +8,81 @@ never invalidates its registration.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import functools
 import mmap
 from collections.abc import Callable
-from typing import final
+from typing import Generic, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
 
 from windlass.errors import ConfigError
+from windlass.memory.host import HostBuffer, HostMemory
+from windlass.memory.ops import Buffer, MemoryOps
 from windlass.transports.base import MemoryAllocator, MemoryRegion, OneSidedTransport
 
-__all__ = ["Arena"]
+__all__ = ["Arena", "ArenaSlot", "keep_mapped", "memory_of"]
+
+
+def memory_of(transport: OneSidedTransport) -> MemoryOps:
+    """The memory that `transport` registers.
+
+    Raises:
+        TransportUnavailable: a GPU whose kernels cannot be compiled.
+    """
+    if transport.traits.gpu < 0:
+        return HostMemory()
+    from windlass.memory.cuda.gpu import shared_gpu
+    from windlass.memory.cuda.ops import CudaMemory
+
+    mapper = transport.mapper
+    return CudaMemory(shared_gpu(transport.traits.gpu) if mapper is None else mapper.gpu)
 
 
 @final
 class Arena:
-    """Page-aligned, pre-touched, registered memory.
+    """Registered memory: page-aligned, pre-touched and zeroed in host memory; not cleared on a GPU.
 
     Memory: owned by the arena from construction to `close`; peers may write it in between.
 
     Args:
         transport: registers the memory, and allocates it where it must.
         nbytes: capacity, >= 1.
+        memory: where it lies; in host memory by default.
 
     Raises:
         ConfigError: `nbytes` < 1.
+        TransferFailed: the GPU has not so much memory.
         RegionError: the transport refuses to register.
     """
 
-    def __init__(self, transport: OneSidedTransport, nbytes: int) -> None:
+    def __init__(
+        self, transport: OneSidedTransport, nbytes: int, memory: MemoryOps | None = None
+    ) -> None:
         if nbytes < 1:
             raise ConfigError(f"Arena: nbytes must be >= 1, got {nbytes}")
-        self._transport, self._allocator = transport, transport.allocator
-        self._closed = False
-        if self._allocator is not None:
-            self._address = self._allocator.allocate(nbytes)
-            raw = (ctypes.c_uint8 * nbytes).from_address(self._address)
-            self._bytes: npt.NDArray[np.uint8] = np.ctypeslib.as_array(raw)
+        self._transport, self.nbytes = transport, nbytes
+        self._bytes: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+        buffer: Buffer
+        if memory is not None and memory.ordinal >= 0:
+            buffer = memory.allocate(nbytes)
         else:
-            mapping = mmap.mmap(-1, nbytes)
-            with contextlib.suppress(OSError):  # a kernel without huge pages works as well
-                mapping.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to fault in and to pin
-            self._bytes = np.frombuffer(mapping, np.uint8)  # unmapped when its last view is gone
-            self._address = int(self._bytes.ctypes.data)
-        self._bytes[:: mmap.PAGESIZE] = 0  # first touch costs up to 3 s per GiB: pay it here
+            allocator = transport.allocator
+            buffer = HostBuffer(nbytes) if allocator is None else _Allocated(allocator, nbytes)
+            self._bytes = buffer.bytes
+            self._bytes[:: mmap.PAGESIZE] = 0  # first touch costs up to 3 s per GiB: pay it here
+        self._buffer: Buffer | None = buffer
+        self.address = buffer.address
         try:
-            self._region = transport.register(self._address, nbytes)
+            self.region: MemoryRegion = transport.register(self.address, nbytes)
         except BaseException:  # whatever it is: the memory must not outlive the attempt
-            self._detach()()
+            self._bytes = np.empty(0, np.uint8)
+            buffer.close()
             raise
 
     @property
-    def address(self) -> int:
-        """Virtual address of the first byte."""
-        return self._address
-
-    @property
-    def nbytes(self) -> int:
-        """Capacity in bytes."""
-        return len(self._bytes)
-
-    @property
-    def region(self) -> MemoryRegion:
-        """The registration."""
-        return self._region
-
-    @property
     def bytes(self) -> npt.NDArray[np.uint8]:
-        """The memory as a uint8 array; valid until `close`."""
+        """Host memory as a uint8 array, valid until `close`; empty on a GPU."""
         return self._bytes
 
     def close(self) -> None:
@@ -88,15 +92,10 @@ class Arena:
         touch it any more. Views of `bytes` taken earlier stay readable where the arena mapped the
         memory itself, and are dangling where the transport allocated it.
         """
-        if self._closed:
-            return
-        self._closed = True
-        self._transport.unregister(self._region, self._detach())
-
-    def _detach(self) -> Callable[[], None]:
-        """What frees the memory; until it is called or dropped the memory is there."""
-        held, self._bytes = self._bytes, np.empty(0, np.uint8)
-        return functools.partial(_free, self._allocator, self._address, held)
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            self._bytes, self.nbytes = np.empty(0, np.uint8), 0
+            self._transport.unregister(self.region, buffer.close)
 
     def __enter__(self) -> Arena:
         return self
@@ -105,7 +104,88 @@ class Arena:
         self.close()
 
 
-def _free(allocator: MemoryAllocator | None, address: int, _: npt.NDArray[np.uint8]) -> None:
-    """Release what the transport allocated; what was mapped is unmapped with its array's last reference."""
-    if allocator is not None:
-        allocator.release(address)
+@final
+class _Allocated:
+    """Host memory of a transport that can expose no other."""
+
+    def __init__(self, allocator: MemoryAllocator, nbytes: int) -> None:
+        self._allocator, self.nbytes = allocator, nbytes
+        self.address = allocator.allocate(nbytes)
+        raw = (ctypes.c_uint8 * nbytes).from_address(self.address)
+        self.bytes: npt.NDArray[np.uint8] = np.ctypeslib.as_array(raw)
+
+    def close(self) -> None:
+        address, self.address = self.address, 0
+        if address:
+            self.bytes = np.empty(0, np.uint8)
+            self._allocator.release(address)
+
+
+_ABANDONED: list[Buffer] = []
+"""Memory that a write of unknown outcome may still read: mapped until the process ends."""
+
+BufferT = TypeVar("BufferT", bound=Buffer)
+
+
+def keep_mapped(buffer: Buffer) -> None:
+    """Keep memory that a write of unknown outcome may still read until the process ends."""
+    _ABANDONED.append(buffer)
+
+
+@final
+class ArenaSlot(Generic[BufferT]):
+    """An arena or none. Not thread-safe.
+
+    Args:
+        make: allocates and registers one of so many bytes.
+        limit_nbytes: the most that it may have; 0 for as much as one update needs.
+
+    Attributes:
+        arena: what is packed into; None where nothing is.
+    """
+
+    def __init__(self, make: Callable[[int], BufferT], limit_nbytes: int) -> None:
+        self._make = make
+        self.limit_nbytes = limit_nbytes
+        self.arena: BufferT | None = None
+
+    @property
+    def address(self) -> int:
+        """Of its first byte; 0 where there is none."""
+        return self.arena.address if self.arena is not None else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated now."""
+        return self.arena.nbytes if self.arena is not None else 0
+
+    def capacity_for(self, needed_nbytes: int) -> int:
+        """Of an arena for an update that packs so many bytes."""
+        return min(needed_nbytes, self.limit_nbytes) if self.limit_nbytes else needed_nbytes
+
+    def fit(self, capacity: int) -> None:
+        """Have at least `capacity` bytes; nothing where that is 0.
+
+        Raises:
+            RegionError: memory cannot be registered.
+        """
+        if self.arena is not None and (self.arena.nbytes < capacity or not capacity):
+            self.arena.close()
+            self.arena = None
+        if self.arena is None and capacity:
+            self.arena = self._make(capacity)
+
+    def abandon(self, *, renew: bool) -> None:
+        """Leave the memory mapped and untouched until the process ends; `renew`: have other."""
+        if self.arena is not None:
+            nbytes = self.arena.nbytes
+            keep_mapped(self.arena)
+            self.arena = None
+            if renew:
+                self.arena = self._make(nbytes)
+
+    def close(self) -> None:
+        """Free the arena. Idempotent."""
+        if self.arena is not None:
+            self.arena.close()
+            self.arena = None

@@ -16,17 +16,13 @@ from windlass.config import (
     find_backend,
 )
 from windlass.errors import ConfigError
-from windlass.memory.cuda.gpu import shared_gpu
 from windlass.transfer.base import ReceiverBackend, SenderBackend
 from windlass.transfer.collective import CollectiveReceiver, CollectiveSender
-from windlass.transfer.device_receiver import DeviceReceiver
 from windlass.transfer.device_sender import DeviceSender
 from windlass.transfer.disk import DiskReceiver, DiskSender
-from windlass.transfer.one_sided import OneSidedReceiver, OneSidedSender
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transfer.split_sender import SplitSender
-from windlass.transports.base import MemoryType
 
 __all__ = ["Backend", "receiver_for", "sender_for"]
 
@@ -69,8 +65,8 @@ def sender_for(config: UpdateBackend, sender: Sender, host: str) -> SenderBacken
                     return stores
                 offers = sender.transport.offers()
                 by_kernels = [o.transport for o in offers if o.traits.strided_stores]
-                return SplitSender(stores, OneSidedSender(sender), by_kernels)
-            return OneSidedSender(sender)
+                return SplitSender(stores, sender, by_kernels)
+            return sender
         case XcclBackend():
             return CollectiveSender(config, sender.manifest, sender.parameters, host)
         case DiskBackend():
@@ -89,7 +85,7 @@ def receiver_for(config: UpdateBackend, receiver: Receiver, host: str) -> Receiv
     """
     match config:
         case P2pBackend():
-            return _p2p_receiver(receiver)
+            return receiver
         case XcclBackend():
             return CollectiveReceiver(config, receiver.manifest, receiver.live_addresses, host)
         case DiskBackend():
@@ -98,19 +94,3 @@ def receiver_for(config: UpdateBackend, receiver: Receiver, host: str) -> Receiv
             return _registered(config.name).receiver(config.options, receiver, host)
         case _:
             assert_never(config)
-
-
-def _p2p_receiver(receiver: Receiver) -> ReceiverBackend:
-    transport = receiver.transport
-    traits, mapper = transport.traits, transport.mapper
-    if traits.memory is MemoryType.HOST:
-        return OneSidedReceiver(receiver)
-    return DeviceReceiver(
-        shared_gpu(traits.gpu) if mapper is None else mapper.gpu,
-        receiver.transport,
-        receiver.manifest,
-        receiver.live_addresses,
-        receiver.regions,
-        lands=not traits.strided_stores,
-        notified=any(offer.traits.notifies for offer in transport.offers()),
-    )

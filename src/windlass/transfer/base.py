@@ -1,21 +1,29 @@
 """The seam between the transaction and how bytes travel.
 
 A backend is a pair: what a trainer rank does (`SenderBackend`) and what an engine rank does
-(`ReceiverBackend`). The round machine drives every pair through the same phases; what verifies
-is always a digest per link, over the link's ops in plan order in the destination's dtype.
+(`ReceiverBackend`). Backends whose ranks form groups are `GroupMember`s
+besides. The round machine drives every pair through the same phases; what verifies is always a digest per link, over the link's ops in plan order in the destination's dtype.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from windlass.config import UpdateMode
 from windlass.planning.plan import TransferPlan
 from windlass.transfer.bindings import DestinationBinding, GroupOffer, LinkOutcome
 
-__all__ = ["LINKS_AT_ONCE", "ParameterMemory", "ReceiverBackend", "SendResult", "SenderBackend"]
+__all__ = [
+    "LINKS_AT_ONCE",
+    "GroupMember",
+    "GroupReceiver",
+    "ParameterMemory",
+    "ReceiverBackend",
+    "SendResult",
+    "SenderBackend",
+]
 
 LINKS_AT_ONCE = 16
 """Links that a trainer rank has on the wire at a time: with fewer, ranks wait for the same receivers.
@@ -55,15 +63,6 @@ class SenderBackend(Protocol):
         """
         ...
 
-    def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:
-        """Enter the groups that this rank belongs to.
-
-        Raises:
-            PlanError: another member means to send or receive something else.
-            PeerTimeout: a member did not come within `deadline_s`.
-        """
-        ...
-
     def prepare(self, version: int) -> None:
         """Do what can be done while engines still generate. The weights stand still from here on."""
         ...
@@ -92,18 +91,6 @@ class ReceiverBackend(Protocol):
         """
         ...
 
-    def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:
-        """See `SenderBackend.join`."""
-        ...
-
-    def receive(self, groups: Mapping[str, Sequence[str]], deadline_s: float) -> None:
-        """The receiving half of a collective write: source -> all destinations that enter.
-
-        Raises:
-            TransferError: some group did not deliver; `verify` says which links lack bytes.
-        """
-        ...
-
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:
         """Sources whose bytes do not have the expected digest, or that send nothing here."""
         ...
@@ -114,4 +101,35 @@ class ReceiverBackend(Protocol):
 
     def close(self) -> None:
         """Free what the backend holds. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class GroupMember(Protocol):
+    """What either half of a backend also has whose ranks move bytes together."""
+
+    def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:
+        """Enter the groups that this rank belongs to.
+
+        Raises:
+            PlanError: another member means to send or receive something else.
+            PeerTimeout: a member did not come within `deadline_s`.
+        """
+        ...
+
+
+@runtime_checkable
+class GroupReceiver(GroupMember, Protocol):
+    """What the engine's half of such a backend has."""
+
+    def receive(self, groups: Mapping[str, Sequence[str]], deadline_s: float) -> None:
+        """Receive what a collective write brings.
+
+        Args:
+            groups: source -> all destinations that enter.
+            deadline_s: for all of them.
+
+        Raises:
+            TransferError: some group did not deliver; `verify` says which links lack bytes.
+        """
         ...

@@ -73,25 +73,25 @@ def bind_peers(
 
 
 def check_binding(
-    program: LinkProgram, binding: DestinationBinding, *, landing: bool = True
+    program: LinkProgram, binding: DestinationBinding, *, staged: bool = True
 ) -> None:
     """Check every address that the link will write, before anything is paused.
 
     Args:
         program: of the link.
         binding: what the destination offers.
-        landing: whether SCATTER ops go to the landing region; kernels that store
+        staged: whether SCATTER ops go to staging memory; kernels that store
             strided need none.
 
     Raises:
-        PlanError: a parameter or a landing region that the destination did not offer.
+        PlanError: a parameter or staging memory that the destination did not offer.
         RegionError: bytes outside the regions that the destination published.
     """
     starts, extents = [], []
     for op in program.ops:
-        lands = op.lands and landing
+        lands = op.lands and staged
         if lands and not binding.landing_address:
-            raise PlanError(f"connect: {binding.worker} offers no landing region")
+            raise PlanError(f"connect: {binding.worker} offers no staging memory")
         if op.dst_parameter >= len(binding.parameter_addresses):
             raise PlanError(
                 f"connect: {binding.worker}: dst_parameter must be < "

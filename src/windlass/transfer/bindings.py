@@ -45,7 +45,7 @@ class DestinationBinding(msgspec.Struct, frozen=True):
         regions: registered regions that every write must lie in.
         parameter_addresses: per parameter of its manifest: address of the live parameter
             (`in_place`) or of its shadow (`staged`).
-        landing_address: address of the landing region for scatter and loader ops; 0 without one.
+        landing_address: address of staging memory for scatter and loader ops; 0 without one.
     """
 
     worker: str

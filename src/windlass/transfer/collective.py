@@ -31,7 +31,7 @@ from windlass.transfer.bindings import (
 from windlass.transfer.buckets import cut_buckets, loads_of, signature_of_offer
 from windlass.transfer.collective_group import Rendezvous, TorchBroadcastGroup, join_group
 from windlass.transfer.destination import Destination
-from windlass.transfer.source import SourceMemory, failed_links
+from windlass.transfer.source import SourceMemory, failed_links, refuse_transforms
 from windlass.transports.base import PeerEndpoint
 
 __all__ = ["CollectiveReceiver", "CollectiveSender"]
@@ -41,7 +41,7 @@ STORE_DEADLINE_S = 60.0
 
 @final
 class CollectiveSender:
-    """`SenderBackend` of `xccl`.
+    """`SenderBackend` and `GroupMember` of `xccl`.
 
     Args:
         config: buckets and fabric.
@@ -95,7 +95,7 @@ class CollectiveSender:
         return self._offer
 
     def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:
-        """See `SenderBackend.join`: the one group that was offered."""
+        """See `GroupMember.join`: the one group that was offered."""
         if self._offer is None or tuple(offers) != (self._offer,):
             raise ProtocolError(f"{self._source.manifest.worker}: asked to join a foreign group")
         self._group = join_group(
@@ -194,7 +194,7 @@ class CollectiveSender:
 
 @final
 class CollectiveReceiver:
-    """`ReceiverBackend` of `xccl`.
+    """`ReceiverBackend` and `GroupReceiver` of `xccl`.
 
     Args:
         config: as the sender's.
@@ -215,7 +215,8 @@ class CollectiveReceiver:
     def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:
         """See `ReceiverBackend.connect`."""
         self._leave()
-        self._destination.bind(plan, shadow=mode is UpdateMode.STAGED)
+        refuse_transforms(self._destination.manifest.worker, plan)
+        self._destination.bind(plan, shadow=mode is UpdateMode.STAGED, staged=False)
         self._source_digests = dict(zip(plan.sources, plan.source_digests, strict=True))
         self._plan_tables = _plan_tables(plan)
         worker = self._destination.manifest.worker
@@ -228,7 +229,7 @@ class CollectiveReceiver:
         )
 
     def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:
-        """See `SenderBackend.join`."""
+        """See `GroupMember.join`."""
         deadline = Deadline.after(deadline_s, "join")
         worker = self._destination.manifest.worker
         missing = sorted(set(self._destination.programs) - {offer.source for offer in offers})
@@ -260,7 +261,7 @@ class CollectiveReceiver:
             )
 
     def receive(self, groups: Mapping[str, Sequence[str]], deadline_s: float) -> None:
-        """See `ReceiverBackend.receive`. What one group fails to bring does not keep back the rest."""
+        """See `GroupReceiver.receive`. What one group fails to bring does not keep back the rest."""
         deadline = Deadline.after(deadline_s, "receive")
         failed = []
         for source in sorted(groups):

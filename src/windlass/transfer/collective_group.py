@@ -7,12 +7,13 @@ registry, so the user's default group and its numbering are untouched.
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, final
 
 from windlass.config import CollectiveFabric
+from windlass.envs import temporary_values
 from windlass.errors import ConfigError, PeerTimeout, PlanError, TransferError, TransferFailed
 from windlass.net.addresses import listen
 from windlass.net.clock import Deadline
@@ -27,10 +28,10 @@ __all__ = ["Rendezvous", "TorchBroadcastGroup", "join_group"]
 
 MIN_TIMEOUT_S = 0.05
 BACKLOG = 1024
-ABORT_S = 10.0
+ABORT_S = 2.0
 """For kernels to end once their communicator is aborted."""
 _KEPT: list[object] = []
-"""Buffers that kernels which do not end may still write: never given back."""
+"""What kernels that do not end may still use, buffers and communicators: never given back."""
 
 
 @final
@@ -188,28 +189,12 @@ def _connect(
 
     nccl = ProcessGroupNCCL.Options()
     nccl._timeout = timeout
-    with _no_error_handling():
+    # By itself NCCL's watchdog ends the trainer when an engine does; here deadlines end the group.
+    with temporary_values({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}):
         group = ProcessGroupNCCL(store, rank, size, nccl)
     # By itself NCCL connects in the first broadcast, when engines stand still already.
     group.eager_connect_single_device(torch.device("cuda", _ordinal(gpu)))
     return group
-
-
-@contextlib.contextmanager
-def _no_error_handling() -> Iterator[None]:
-    """A group that is made within leaves its process alive: by itself NCCL's watchdog ends the trainer
-    when an engine does. Whoever waits has deadlines of its own, and aborts the group.
-    """
-    variable = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    was = os.environ.get(variable)
-    os.environ[variable] = "0"
-    try:
-        yield
-    finally:
-        if was is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = was
 
 
 def _ordinal(gpu: Gpu | None) -> int:
@@ -342,28 +327,38 @@ class TorchBroadcastGroup:
         """
         if self._gpu is None:
             return
+        left_s = max(deadline_s - 2 * ABORT_S, deadline_s / 2)  # to abort, and to say so
         try:
-            self._gpu.wait_or_leave(self._gpu.stream.record(), deadline_s)
+            self._gpu.wait_or_leave(self._gpu.stream.record(), left_s)
         except TransferFailed:
             self.abort()
             raise
 
     def abort(self) -> None:
-        """Close every connection, so that the other members notice. Idempotent."""
+        """Close every connection, so that the other members notice. Idempotent.
+
+        A communicator of NCCL that does not end in time takes its GPU along: nothing here uses that again.
+        """
         if self._broken:
             return
         self._broken = True
         self._works = [None] * len(self._works)
-        with contextlib.suppress(RuntimeError):  # of a communicator that has failed already
-            self._process_group.abort()
-        # The last reference: its sockets close, and the other members notice.
+        held = (self._process_group, self._store, self._wire, self._buffers)
+        # The last references: sockets close, and the other members notice.
         self._process_group = self._store = None
+        if not self._is_nccl:
+            held[0].abort()
+        elif not _has_ended(held[0].abort, ABORT_S):
+            _KEPT.append(held)
+            if self._gpu is not None:
+                self._gpu.distrust(f"group {self._name}: NCCL did not end within {ABORT_S} s")
+            return
         if self._gpu is None:
             return
         try:
             self._gpu.finish(ABORT_S)  # NCCL's kernels end with their communicator
         except TransferError:
-            _KEPT.append((self._wire, self._buffers))
+            _KEPT.append(held)
 
     def _stream(self) -> contextlib.AbstractContextManager[Any]:
         """What torch queues within goes where kernels of `gpu` go, or to the GPU's current stream."""
@@ -378,6 +373,19 @@ class TorchBroadcastGroup:
         stream = torch.cuda.ExternalStream(handle, device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         return torch.cuda.stream(stream)
+
+
+def _has_ended(abort: Callable[[], None], deadline_s: float) -> bool:
+    """Call `abort` in a thread that holds nobody up; whether it returned in time."""
+    ended = threading.Event()
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):  # of a communicator that has failed already
+            abort()
+        ended.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    return ended.wait(deadline_s)
 
 
 def _first_line(error: Exception) -> str:

@@ -1,16 +1,18 @@
-"""An engine rank's parameters, for backends that bring the bytes themselves.
+"""An engine rank's parameters as bytes are brought to them: where they go, whether they came, making them live.
 
-Live memory, or a shadow of the same layout that nobody else writes: it is not registered.
-Ops go straight to where they belong; nothing is staged. In host memory and on a GPU alike.
+Bytes go to the live parameters or into a shadow copy of the same layout; ops whose elements are strided
+there may be written packed, into staging memory. `apply` copies over what is not live yet. In host memory
+and on a GPU alike, whoever brings the bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import final
 
 import numpy as np
 
+from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ShardManifest
 from windlass.memory.ops import (
     ALIGNMENT,
@@ -25,34 +27,43 @@ from windlass.memory.ops import (
 )
 from windlass.planning.plan import TransferPlan
 from windlass.planning.program import BoundOp, DigestKind, LinkProgram, bind_links
+from windlass.transfer.arena import Arena
 from windlass.transfer.bind import check_part
-from windlass.transfer.source import refuse_transforms
+from windlass.transports.base import MemoryRegion, OneSidedTransport
 
 __all__ = ["Destination", "ShadowCopy"]
 
 
 @final
 class ShadowCopy:
-    """A copy of all parameters, that becomes live as a whole. Owned by this object.
+    """Memory of the layout of a rank's parameters, that nobody reads. Owned by this object.
 
     Args:
         memory: that the parameters are in.
         manifest: of the rank.
         live: addresses of the live parameters, in manifest order.
+        allocate: allocates so many bytes; by default from `memory`.
 
     Attributes:
+        buffer: all of it.
         addresses: of the copies, in manifest order; they hold nothing yet.
 
     Raises:
         TransferFailed: there is no memory for it.
     """
 
-    def __init__(self, memory: MemoryOps, manifest: ShardManifest, live: Sequence[int]) -> None:
+    def __init__(
+        self,
+        memory: MemoryOps,
+        manifest: ShardManifest,
+        live: Sequence[int],
+        allocate: Callable[[int], Buffer] | None = None,
+    ) -> None:
         offsets, total = aligned_offsets(p.nbytes for p in manifest.parameters)
         self._memory, self._manifest, self._live = memory, manifest, tuple(live)
-        self._buffer: Buffer = memory.allocate(max(total, ALIGNMENT))
+        self.buffer: Buffer = (allocate or memory.allocate)(max(total, ALIGNMENT))
         self._flip: PreparedCopies | None = None
-        self.addresses = tuple(self._buffer.address + offset for offset in offsets)
+        self.addresses = tuple(self.buffer.address + offset for offset in offsets)
 
     def copy_over(self) -> None:
         """Make every element of every shard live, and wait for it; padding stays as it is. Idempotent.
@@ -70,7 +81,7 @@ class ShadowCopy:
         if self._flip is not None:
             self._flip.close()
             self._flip = None
-        self._buffer.close()
+        self.buffer.close()
 
     def _copies(self) -> Iterable[StridedCopy]:
         positions = {p.name: i for i, p in enumerate(self._manifest.parameters)}
@@ -95,21 +106,34 @@ class Destination:
 
     Args:
         manifest: of this rank.
-        addresses: of the live parameters, in manifest order; they never move.
+        live: addresses of the live parameters, in manifest order; they never move.
+        memory: that they are in; None to ask where they lie.
+        transport: what is allocated here is registered with it, for peers to write; None where
+            nobody else writes. Stays open.
 
     Attributes:
         programs: by source, as bound by the last `bind`.
-        addresses: where parameters are to be written: live, or in the shadow.
+        addresses: where parameters are to be written: live, or in the shadow copy.
+        staging_address: where staged ops are to be written; 0 where there are none.
+        digests: of what lies where it was written; None before `bind`.
     """
 
-    def __init__(self, manifest: ShardManifest, addresses: Sequence[int]) -> None:
+    def __init__(
+        self,
+        manifest: ShardManifest,
+        live: Sequence[int],
+        memory: MemoryOps | None = None,
+        transport: OneSidedTransport | None = None,
+    ) -> None:
         self.manifest = manifest
         self.programs: dict[str, LinkProgram] = {}
-        self._live = tuple(addresses)
-        self.addresses = self._live
-        self._memory: MemoryOps | None = None
+        self.addresses = self._live = tuple(live)
+        self.staging_address = 0
+        self.digests: LinkDigests | None = None
+        self._memory, self._transport = memory, transport
         self._shadow: ShadowCopy | None = None
-        self._digests: LinkDigests | None = None
+        self._staging: Buffer | None = None
+        self._flip: PreparedCopies | None = None
 
     @property
     def memory(self) -> MemoryOps:
@@ -127,20 +151,46 @@ class Destination:
         """Of the digests that `verify` compares."""
         return self.memory.digest_kind
 
-    def bind(self, plan: TransferPlan, *, shadow: bool) -> None:
-        """Take a plan part (`TransferPlan.for_destination`); allocates the shadow once.
+    @property
+    def regions(self) -> tuple[MemoryRegion, ...]:
+        """Of what is allocated and registered here."""
+        shadow = None if self._shadow is None else self._shadow.buffer
+        return tuple(b.region for b in (shadow, self._staging) if isinstance(b, Arena))
+
+    def bind(self, plan: TransferPlan, *, shadow: bool, staged: bool) -> None:
+        """Bind a plan part (`TransferPlan.for_destination`).
+
+        The shadow copy and the staging memory that it needs are allocated once.
+
+        Args:
+            plan: part of this rank.
+            shadow: nothing is written to live memory before `apply`.
+            staged: SCATTER ops are written packed, as peers store no strided elements.
 
         Raises:
-            PlanError: the plan is for another layout, or it quantises.
-            TransferFailed: there is no memory for the shadow.
+            PlanError: the plan is for another layout.
+            TransferFailed: there is no memory.
+            RegionError: memory cannot be registered.
+            TransferOutcomeUnknown: earlier kernels may still go on.
         """
-        check_part(self.manifest, plan.destinations, plan.destination_digests, "destinations")
-        refuse_transforms(self.manifest.worker, plan)
-        self._drop_digests()
-        self.programs = {p.peer: p for p in bind_links(plan, sending=False)}
+        index = check_part(
+            self.manifest, plan.destinations, plan.destination_digests, "destinations"
+        )
+        self.memory.finish(OWN_WORK_S)  # nothing reads what is freed now
+        self._unbind()
+        programs = {p.peer: p for p in bind_links(plan, sending=False)}
         if shadow and self._shadow is None:
-            self._shadow = ShadowCopy(self.memory, self.manifest, self._live)
+            self._shadow = ShadowCopy(self.memory, self.manifest, self._live, self._allocate)
         self.addresses = self._shadow.addresses if shadow and self._shadow else self._live
+        self.staging_address = self._stage(plan.landing_nbytes[index] if staged else 0)
+        self.digests = self.memory.digests(
+            programs,
+            np.array(self.addresses, np.uint64),
+            at_source=False,
+            staging_address=self.staging_address,
+        )
+        self.programs = programs
+        self._flip = self.memory.prepare(list(self._not_live()))
 
     def fill(self, ops: Iterable[tuple[BoundOp, int]]) -> PreparedCopies:
         """Copies and casts of ops whose source parameter's byte 0 lies at the address beside each."""
@@ -161,37 +211,125 @@ class Destination:
             beside_transfers=True,
         )
 
-    def verify(self, expected: Mapping[str, str]) -> tuple[str, ...]:
+    def verify(
+        self, expected: Mapping[str, str], hashed: Mapping[str, str] | None = None
+    ) -> tuple[str, ...]:
         """Sources whose bytes do not have the expected digest, or that send nothing here.
+
+        Args:
+            expected: source -> digest.
+            hashed: digests taken already; one that differs is taken again.
 
         Raises:
             TransferOutcomeUnknown: kernels do not end.
         """
-        if self._digests is None:
-            addresses = np.array(self.addresses, np.uint64)
-            self._digests = self.memory.digests(self.programs, addresses, at_source=False)
-        known = [source for source in expected if source in self.programs]
-        found = self._digests.take(known, OWN_WORK_S)
+        found = dict(hashed or {})
+        late = [s for s in expected if s in self.programs and found.get(s) != expected[s]]
+        if self.digests is not None:
+            found |= self.digests.take(late, OWN_WORK_S)
         return tuple(sorted(s for s, digest in expected.items() if found.get(s) != digest))
 
     def apply(self) -> None:
-        """Copy the shadow over. Idempotent; nothing to do where bytes went to live memory.
+        """Make what was written live. Idempotent; nothing to do where bytes went to live memory.
 
         Raises:
             TransferOutcomeUnknown: kernels do not end.
         """
-        if self._shadow is not None and self.addresses is self._shadow.addresses:
-            self._shadow.copy_over()
+        if self._flip is not None:
+            self._flip.run()
+            self.memory.finish(OWN_WORK_S)
 
     def close(self) -> None:
-        """Free the shadow. Idempotent."""
-        self._drop_digests()
+        """Free shadow copy and staging memory: no peer may write after this. Idempotent.
+
+        What kernels that outlived a deadline may still use stays allocated.
+        """
+        self._unbind()
         if self._shadow is not None:
             self._shadow.close()
             self._shadow = None
-        self.addresses, self.programs = self._live, {}
+        if self._staging is not None:
+            self._staging.close()
+            self._staging = None
+        self.addresses = self._live
 
-    def _drop_digests(self) -> None:
-        if self._digests is not None:
-            self._digests.close()
-            self._digests = None
+    def _allocate(self, nbytes: int) -> Buffer:
+        if self._transport is None:
+            return self.memory.allocate(nbytes)
+        return Arena(self._transport, nbytes, self.memory)
+
+    def _stage(self, nbytes: int) -> int:
+        """Have so many bytes of staging memory; its address, 0 where none are needed."""
+        if not nbytes:
+            return 0
+        if self._staging is not None and self._staging.nbytes < nbytes:
+            self._staging.close()
+            self._staging = None
+        if self._staging is None:
+            self._staging = self._allocate(nbytes)
+        return self._staging.address
+
+    def _unbind(self) -> None:
+        if self.digests is not None:
+            self.digests.close()
+            self.digests = None
+        if self._flip is not None:
+            self._flip.close()
+            self._flip = None
+        self.programs, self.staging_address = {}, 0
+
+    def _not_live(self) -> Iterator[StridedCopy]:
+        """From where peers write to the live parameters, for what is not written there.
+
+        Padding, which belongs to no tensor, is left out: a shadow copy holds nothing for it.
+        """
+        rows: list[tuple[int, int, int]] = []
+        for program in self.programs.values():
+            for op in program.ops:
+                if op.lands and self.staging_address:
+                    address = self.staging_address + op.landing_offset
+                    yield self._copy(op, address, op.packed_strides)
+                elif self.addresses is self._live or op.is_direct:
+                    continue
+                elif op.dst_strides == op.packed_strides:
+                    rows.append((op.dst_parameter, op.dst_offset, op.nbytes))
+                else:
+                    address = self.addresses[op.dst_parameter] + op.dst_offset
+                    yield self._copy(op, address, op.dst_strides)
+            if self.addresses is not self._live:
+                runs = program.direct
+                columns = (runs.dst_parameter, runs.dst_offset, runs.nbytes)
+                rows.extend(zip(*(column.tolist() for column in columns), strict=True))
+        for parameter, offset, nbytes in _joined(rows):
+            yield StridedCopy(
+                sizes=(nbytes,),
+                src_address=self.addresses[parameter] + offset,
+                src_strides=(1,),
+                src_dtype=DType.UINT8,
+                dst_address=self._live[parameter] + offset,
+                dst_strides=(1,),
+                dst_dtype=DType.UINT8,
+            )
+
+    def _copy(self, op: BoundOp, address: int, strides: Sequence[int]) -> StridedCopy:
+        return StridedCopy(
+            sizes=op.sizes,
+            src_address=address,
+            src_strides=tuple(strides),
+            src_dtype=op.dst_dtype,
+            dst_address=self._live[op.dst_parameter] + op.dst_offset,
+            dst_strides=op.dst_strides,
+            dst_dtype=op.dst_dtype,
+            tensor=op.tensor,
+        )
+
+
+def _joined(rows: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """(parameter, offset, bytes), sorted, joined where adjacent."""
+    joined: list[tuple[int, int, int]] = []
+    for parameter, offset, nbytes in sorted(rows):
+        if joined and joined[-1][0] == parameter and sum(joined[-1][1:]) == offset:
+            joined[-1] = (parameter, joined[-1][1], joined[-1][2] + nbytes)
+        else:
+            joined.append((parameter, offset, nbytes))
+    return joined

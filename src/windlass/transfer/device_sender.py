@@ -1,6 +1,6 @@
 """The trainer's half on GPUs of one host: kernels store every op straight into its place.
 
-No arena, no landing region, no copy at either end: the kernels read the parameters where they lie,
+No arena, no staging memory, no copy at either end: the kernels read the parameters where they lie,
 cast or quantise in registers, hash what they store, and store it through NVLink into the engine.
 """
 
@@ -18,7 +18,6 @@ import numpy as np
 
 from windlass.errors import (
     PeerUnreachable,
-    ProtocolError,
     RegionError,
     TransferFailed,
     TransferOutcomeUnknown,
@@ -42,7 +41,7 @@ from windlass.transfer.bindings import (
 )
 from windlass.transfer.parameters import check_described
 from windlass.transfer.replica import Replica
-from windlass.transfer.write_progress import Landed, LandingTeller
+from windlass.transfer.write_progress import PartWritten, ProgressNotifier
 from windlass.transports.base import PeerMapper
 from windlass.transports.processes import check_alive
 
@@ -86,7 +85,7 @@ class DeviceSender:
         self._replica = replica
         self._reached = np.zeros(0, np.uint64)
         self._lock = threading.Lock() if replica is None else replica.lock
-        self._teller = LandingTeller()
+        self._notifier = ProgressNotifier()
 
     def connect(
         self, plan: TransferPlan, bindings: Sequence[DestinationBinding]
@@ -104,7 +103,7 @@ class DeviceSender:
             self._mapper.keep_mapped(r for binding in bindings for r in binding.regions)
             self._shift = check_part(self._manifest, plan.sources, plan.source_digests, "sources")
             links = bind_links(plan, sending=True)
-            bound = bind_peers(links, bindings, partial(check_binding, landing=False))
+            bound = bind_peers(links, bindings, partial(check_binding, staged=False))
             programs = {
                 program.peer: (program, self._reach(program, bound[program.peer]))
                 for program in links
@@ -114,10 +113,6 @@ class DeviceSender:
                 self._replica.fit(sorted({op.src_parameter for op in ops}))
             self._bindings, self._programs = bound, programs
             return None
-
-    def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:  # noqa: ARG002
-        """No groups here."""
-        raise ProtocolError("p2p: one-sided writes have no groups to join")
 
     def prepare(self, version: int) -> None:
         """Look where the parameters lie; cut the ops and upload the tables if that is news.
@@ -240,10 +235,10 @@ class DeviceSender:
         write = secrets.token_hex(8)
         try:
             queued = [
-                (self._bindings[name].listener, landed, event)
+                (self._bindings[name].listener, part, event)
                 for name in (*destinations[shift:], *destinations[:shift])
                 if name not in gone
-                for landed, event in self._queue(name, version, write)
+                for part, event in self._queue(name, version, write)
             ]
         # Whatever stops it half way: what was queued before must be over, or it is not known.
         except Exception as error:
@@ -254,8 +249,8 @@ class DeviceSender:
         outcomes = tuple(self._outcome(name, gone.get(name, ""), late) for name in destinations)
         return SendResult(outcomes, 0.0, wire_s)
 
-    def _queue(self, name: str, version: int, write: str) -> list[tuple[Landed, Event]]:
-        """Queue the stores of a link; what has landed when each event is reached."""
+    def _queue(self, name: str, version: int, write: str) -> list[tuple[PartWritten, Event]]:
+        """Queue the stores of a link; what is written when each event is reached."""
         gpu, stream, link = self._gpu, self._gpu.stream, self._links[name]
         listens, source = bool(self._bindings[name].listener), self._manifest.worker
         gpu.device.clear(link.digest, WORDS_NBYTES, stream)
@@ -263,17 +258,17 @@ class DeviceSender:
         for number, table in enumerate(link.tables):
             for part in table.parts if listens else (range(table.num_pieces),):
                 gpu.kernels.put(table, stream, link.digest, part)
-                landed = Landed(source, version, write, number, part.start, part.stop)
-                queued.append((landed, stream.record()))
+                written = PartWritten(source, version, write, number, part.start, part.stop)
+                queued.append((written, stream.record()))
         return queued
 
-    def _follow(self, queued: Sequence[tuple[str, Landed, Event]], deadline: float) -> str:
-        """Tell the peers as parts land; empty, or why it is not known whether all have."""
+    def _follow(self, queued: Sequence[tuple[str, PartWritten, Event]], deadline: float) -> str:
+        """Notify the peers as parts are written; empty, or why it is not known whether all have."""
         try:
-            for listener, landed, event in queued:
+            for listener, part, event in queued:
                 self._gpu.wait(event, max(deadline - time.perf_counter(), 0.0))
                 if listener:
-                    self._teller.tell(listener, landed)
+                    self._notifier.notify(listener, part)
         except TransferOutcomeUnknown as error:
             return str(error)
         return ""
@@ -304,7 +299,7 @@ class DeviceSender:
         Waits for a running `write`. What late kernels may still read stays until the process ends.
         """
         with self._lock:
-            self._teller.close()
+            self._notifier.close()
             if not self._gpu.is_late:
                 self._drop()
                 self._mapper.keep_mapped(())

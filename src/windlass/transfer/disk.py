@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import final
 
 from windlass.config import DiskBackend, UpdateMode
-from windlass.errors import ProtocolError, TransferFailed
+from windlass.errors import TransferFailed
 from windlass.layout.manifest import ShardManifest
 from windlass.planning.plan import TransferPlan
 from windlass.transfer.base import ParameterMemory, SendResult
@@ -27,7 +27,7 @@ from windlass.transfer.disk_files import (
     write_shards,
 )
 from windlass.transfer.disk_read import read_boxes
-from windlass.transfer.source import SourceMemory, failed_links
+from windlass.transfer.source import SourceMemory, failed_links, refuse_transforms
 from windlass.transports.base import PeerEndpoint
 
 __all__ = ["DiskReceiver", "DiskSender"]
@@ -65,10 +65,6 @@ class DiskSender:
         except OSError as error:
             raise TransferFailed(f"disk: {self._folder}: {error}") from error
         return None
-
-    def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:  # noqa: ARG002
-        """No groups here."""
-        raise ProtocolError("disk: files have no groups to join")
 
     def prepare(self, version: int) -> None:
         """Hash every link, and make room."""
@@ -123,7 +119,8 @@ class DiskReceiver:
 
     def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:  # noqa: ARG002
         """See `ReceiverBackend.connect`."""
-        self._destination.bind(plan, shadow=True)
+        refuse_transforms(self._destination.manifest.worker, plan)
+        self._destination.bind(plan, shadow=True, staged=False)
         worker = self._destination.manifest.worker
         return DestinationBinding(
             worker,
@@ -132,14 +129,6 @@ class DiskReceiver:
             (),
             digest_kind=self._destination.digest_kind,
         )
-
-    def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:  # noqa: ARG002
-        """No groups here."""
-        raise ProtocolError("disk: files have no groups to join")
-
-    def receive(self, groups: Mapping[str, Sequence[str]], deadline_s: float) -> None:  # noqa: ARG002
-        """Nothing to receive: `verify` reads."""
-        raise ProtocolError("disk: files have no receiving half")
 
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:
         """Read the boxes of `expected` sources into the shadow, and compare digests there."""

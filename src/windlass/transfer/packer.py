@@ -1,4 +1,4 @@
-"""Stage 5 in host memory: the bytes of a link that cannot go as they lie, packed into the arena and hashed.
+"""Stage 5: the bytes of a link that cannot go as they lie, packed into an arena and hashed.
 
 In come a `LinkProgram` and where the parameters of both sides lie; `Pieces` go out: an address here,
 one at the peer, and bytes, for one-sided writes. The link's digest is taken on the way, over all ops
@@ -7,26 +7,31 @@ in plan order, those that go as they lie included.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import final
 
 import numpy as np
-import xxhash
 
 from windlass.errors import PlanError
-from windlass.memory.digest import hash_strided, new_digest
-from windlass.memory.host import hash_link, least_half, pack_op, split_op
-from windlass.memory.ops import ALIGNMENT, aligned
+from windlass.memory.ops import (
+    ALIGNMENT,
+    OWN_WORK_S,
+    LinkDigests,
+    LinkPack,
+    MemoryOps,
+    PackedPart,
+    aligned,
+)
 from windlass.planning.program import BoundOp, DigestKind, LinkProgram
-from windlass.transfer.arena import Arena
+from windlass.transfer.arena import Arena, ArenaSlot
 from windlass.transfer.bindings import DestinationBinding
-from windlass.transfer.pack_arena import ArenaSlot, PackArena
 from windlass.transfer.pieces import Pieces, UInt64Array, batches, direct_pieces, packed_capacity
 from windlass.transports.base import OneSidedTransport
 
-__all__ = ["HostPacker", "PackedLink", "Packer", "Peer", "as_pieces"]
+__all__ = ["PackedLink", "Packer", "Peer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,205 +61,201 @@ class PackedLink:
     digest: str
 
 
-class Packer(Protocol):
+@final
+class Packer:
     """The arena of one rank, in the memory that its parameters are in. Not thread-safe.
 
+    What is prepared for a link is kept until a parameter or the arena moves.
+
+    Args:
+        transport: registers the arena.
+        memory: that the parameters are in.
+        limit_nbytes: capacity of the arena; 0 for as much as one update needs.
+
     Attributes:
-        sources: where the parameters lie, in manifest order; the owner keeps it up to date.
-        digest_kind: of the digests it takes.
+        memory: as given.
     """
 
-    digest_kind: DigestKind
-    sources: UInt64Array
+    def __init__(
+        self, transport: OneSidedTransport, memory: MemoryOps, limit_nbytes: int = 0
+    ) -> None:
+        self.memory = memory
+        self._slot = ArenaSlot(lambda nbytes: Arena(transport, nbytes, memory), limit_nbytes)
+        self._sources: UInt64Array = np.zeros(0, np.uint64)
+        self._packs: dict[tuple[str, int], LinkPack] = {}
+        self._digests: LinkDigests | None = None
+        self._hashed: tuple[LinkProgram, ...] = ()
 
     @property
-    def arena(self) -> PackArena | None:
+    def digest_kind(self) -> DigestKind:
+        """Of the digests it takes."""
+        return self.memory.digest_kind
+
+    @property
+    def sources(self) -> UInt64Array:
+        """Where the parameters lie, in manifest order; the owner keeps it up to date."""
+        return self._sources
+
+    @sources.setter
+    def sources(self, addresses: UInt64Array) -> None:
+        if not np.array_equal(addresses, self._sources):
+            self._drop()
+        self._sources = addresses
+
+    @property
+    def arena(self) -> Arena | None:
         """What is packed into; None where nothing is."""
-        ...
+        return self._slot.arena
 
     @property
     def nbytes(self) -> int:
         """Bytes of arena allocated now."""
-        ...
+        return self._slot.nbytes
 
     def holds(self, programs: Sequence[LinkProgram]) -> bool:
         """Whether the packed bytes of all these links fit at once."""
-        ...
+        return packed_capacity(programs) <= self.nbytes
 
     def fit(self, programs: Sequence[LinkProgram]) -> None:
         """Have an arena that is large enough for these links, within the limit.
 
         Raises:
+            PlanError: half of it does not hold what cannot be cut.
             RegionError: memory cannot be registered.
+            TransferFailed: a GPU has not so much memory.
+            TransferOutcomeUnknown: earlier kernels may still go on.
         """
-        ...
+        self.memory.finish(OWN_WORK_S)  # nothing reads what is freed now
+        self._drop()
+        needed = packed_capacity(programs)
+        capacity = self._slot.capacity_for(needed)
+        least = 2 * max(map(self._least, programs), default=0)
+        if capacity < min(needed, least):
+            raise PlanError(
+                f"arena_nbytes: must be 0 or at least {least}, got {self._slot.limit_nbytes}: half of "
+                "it must hold one piece, or one row of blocks"
+            )
+        self._slot.fit(capacity)
 
     def abandon(self, *, renew: bool = True) -> None:
-        """Bytes may still leave the arena: never reuse or unmap it.
+        """Never reuse or unmap the arena: bytes may still leave it.
 
-        `renew`: have a new one, for what follows.
-        """
-        ...
-
-    def close(self) -> None:
-        """Free the arena. Idempotent."""
-        ...
-
-    def hash_links(
-        self, links: Sequence[tuple[LinkProgram, Peer]], pool: Executor
-    ) -> tuple[str, ...]:
-        """Digests of what links are to deliver, hex, from the parameters as they are.
-
-        The arena may be used; what was packed is gone. `pool`: runs what can run side by side.
+        Args:
+            renew: have a new one, for what follows.
 
         Raises:
-            TransferFailed: a cast overflows.
+            RegionError, TransferFailed: there is no memory for it.
         """
-        ...
+        try:
+            if self._slot.arena is not None:
+                self._drop()
+        finally:  # a table that cannot be freed must not leave the arena in use
+            self._slot.abandon(renew=renew)
+
+    def close(self) -> None:
+        """Free the arena, unless late kernels may still use it. Idempotent."""
+        self._drop()
+        self._slot.close()
+
+    def hash_links(self, programs: Sequence[LinkProgram], threads: Executor) -> dict[str, str]:
+        """Digests of what links are to deliver, by peer, from the parameters as they are; nothing is packed.
+
+        Args:
+            programs: of the links.
+            threads: run what can run side by side.
+
+        Raises:
+            TransferFailed: a cast overflows, or the owner's work does not end.
+            TransferOutcomeUnknown: kernels do not end.
+        """
+        self.memory.settle(OWN_WORK_S)
+        if self._digests is None or self._hashed != tuple(programs):
+            self._drop_digests()
+            links = {program.peer: program for program in programs}
+            self._digests = self.memory.digests(links, self._sources, at_source=True)
+            self._hashed = tuple(programs)
+        return self._digests.take([program.peer for program in programs], OWN_WORK_S, threads)
 
     def pack_link(self, program: LinkProgram, peer: Peer, offset: int) -> tuple[PackedLink, int]:
-        """Pack and hash a whole link at `offset` of the arena; returns where the next one may begin."""
-        ...
+        """Pack and hash a whole link at `offset` of the arena; returns where the next one may begin.
 
-    def pack_ops(self, program: LinkProgram, offset: int) -> tuple[dict[int, int], int]:
-        """Pack a link at `offset` without hashing it.
+        Raises:
+            TransferFailed: a cast overflows, or the owner's work does not end.
+            TransferOutcomeUnknown: kernels do not end.
+        """
+        pack = self._whole(program, offset)
+        digest = pack.pack_and_hash(OWN_WORK_S)
+        packed = [batches(_as_pieces(program, peer, turn)) for turn in pack.turns]
+        direct = batches(self._direct(program, peer))
+        found = (*direct, *itertools.chain.from_iterable(packed))
+        return PackedLink(found, digest), offset + packed_capacity((program,))
+
+    def pack_ops(self, program: LinkProgram, offset: int) -> tuple[dict[int, int], str, int]:
+        """As `pack_link`, for who writes the payload in pieces of its own.
 
         Returns:
-            (op -> address of its payload, where the next link may begin).
+            (op -> address of its payload, digest, where the next link may begin).
         """
-        ...
+        pack = self._whole(program, offset)
+        digest = pack.pack_and_hash(OWN_WORK_S)
+        packed = {part.op: part.address for turn in pack.turns for part in turn}
+        return packed, digest, offset + packed_capacity((program,))
 
     def ring(self, program: LinkProgram, peer: Peer) -> Iterator[Pieces]:
         """Batches that use the two halves in turn; at most one may be in flight between two.
 
         They are not hashed: what `hash_links` saw before anything was sent is what must arrive.
         """
-        ...
-
-
-@final
-class HostPacker:
-    """The arena of one rank in host memory. See `Packer`.
-
-    Args:
-        transport: registers the arena.
-        limit_nbytes: capacity of the arena; 0 for as much as one update needs.
-    """
-
-    digest_kind = DigestKind.XXH3
-
-    def __init__(self, transport: OneSidedTransport, limit_nbytes: int) -> None:
-        self._slot = ArenaSlot(lambda nbytes: Arena(transport, nbytes), limit_nbytes)
-        self.sources: UInt64Array = np.zeros(0, np.uint64)
-
-    @property
-    def arena(self) -> Arena | None:
-        """See `Packer`."""
-        return self._slot.arena
-
-    @property
-    def nbytes(self) -> int:
-        """See `Packer`."""
-        return self._slot.nbytes
-
-    def holds(self, programs: Sequence[LinkProgram]) -> bool:
-        """See `Packer`."""
-        return packed_capacity(programs) <= self.nbytes
-
-    def fit(self, programs: Sequence[LinkProgram]) -> None:
-        """See `Packer`."""
-        needed = packed_capacity(programs)
-        capacity = self._slot.capacity_for(needed)
-        half_nbytes = capacity // 2 & -ALIGNMENT
-        least = max((least_half(program) for program in programs), default=0)
-        if half_nbytes < least and capacity < needed:
-            raise PlanError(
-                f"arena_nbytes: half of it must hold one row of blocks, {least} bytes, got {half_nbytes}"
-            )
-        self._slot.fit(capacity)
-
-    def abandon(self, *, renew: bool = True) -> None:
-        """See `Packer`."""
-        self._slot.abandon(renew=renew)
-
-    def close(self) -> None:
-        """See `Packer`."""
-        self._slot.close()
-
-    def hash_links(
-        self, links: Sequence[tuple[LinkProgram, Peer]], pool: Executor
-    ) -> tuple[str, ...]:
-        """See `Packer`."""
-        return tuple(pool.map(lambda link: hash_link(link[0], self.sources), links))
-
-    def pack_link(self, program: LinkProgram, peer: Peer, offset: int) -> tuple[PackedLink, int]:
-        """See `Packer`."""
-        digest = new_digest()
-        packed = []
-        for op in program.ops:
-            if op.is_direct:
-                self._hash_source(digest, op)
-            else:
-                packed.append((self._pack(op, offset, digest), peer.address_of(op), op.nbytes))
-                offset += aligned(op.nbytes)
-        found = (*batches(self._direct(program, peer)), *batches(as_pieces(packed)))
-        return PackedLink(found, digest.hexdigest()), offset
-
-    def pack_ops(self, program: LinkProgram, offset: int) -> tuple[dict[int, int], int]:
-        """See `Packer`."""
-        packed = {}
-        for index, op in enumerate(program.ops):
-            if not op.is_direct:
-                packed[index] = self._pack(op, offset, None)
-                offset += aligned(op.nbytes)
-        return packed, offset
-
-    def ring(self, program: LinkProgram, peer: Peer) -> Iterator[Pieces]:
-        """See `Packer`."""
+        self.memory.settle(OWN_WORK_S)
         yield from batches(self._direct(program, peer))
-        half_nbytes = self.nbytes // 2 & -ALIGNMENT
-        if half_nbytes < least_half(program) and self.holds((program,)):
-            half_nbytes = (
-                self.nbytes
-            )  # of a link that is written again: all of it is the first half
-        half, used = 0, 0
-        packed: list[tuple[int, int, int]] = []
-        for op in program.ops:
-            if op.is_direct:
-                continue
-            for part in split_op(op, half_nbytes):
-                if used + aligned(part.nbytes) > half_nbytes:
-                    yield from batches(as_pieces(packed))
-                    packed, half, used = [], 1 - half, 0
-                address = self._pack(part, half * half_nbytes + used, None)
-                packed.append((address, peer.address_of(part), part.nbytes))
-                used += aligned(part.nbytes)
-        yield from batches(as_pieces(packed))
+        pack = self._in_turns(program)
+        for turn, parts in enumerate(pack.turns):
+            pack.pack(turn, OWN_WORK_S)
+            yield from batches(_as_pieces(program, peer, parts))
+
+    def _whole(self, program: LinkProgram, offset: int) -> LinkPack:
+        self.memory.settle(OWN_WORK_S)
+        key = program.peer, offset
+        if key not in self._packs:
+            self._packs[key] = self.memory.pack_link(
+                program, self._sources, (self._address + offset,), packed_capacity((program,))
+            )
+        return self._packs[key]
+
+    def _in_turns(self, program: LinkProgram) -> LinkPack:
+        key = program.peer, -1
+        if key not in self._packs:
+            nbytes = self.nbytes // 2 & -ALIGNMENT
+            places: tuple[int, ...] = (self._address, self._address + nbytes)
+            if nbytes < self._least(program) and self.holds((program,)):
+                nbytes, places = self.nbytes, places[:1]  # of a link that is written again
+            self._packs[key] = self.memory.pack_link(program, self._sources, places, nbytes)
+        return self._packs[key]
+
+    @property
+    def _address(self) -> int:
+        return 0 if self._slot.arena is None else self._slot.arena.address
+
+    def _least(self, program: LinkProgram) -> int:
+        return aligned(self.memory.least_pack_nbytes(program))
 
     def _direct(self, program: LinkProgram, peer: Peer) -> Pieces:
-        return direct_pieces(program.direct, self.sources, peer.targets)
+        return direct_pieces(program.direct, self._sources, peer.targets)
 
-    def _hash_source(self, digest: xxhash.xxh3_128, op: BoundOp) -> None:
-        hash_strided(
-            digest,
-            address=int(self.sources[op.src_parameter]) + op.src_offset,
-            sizes=op.sizes,
-            strides_bytes=op.src_strides,
-            dtype=op.src_dtype,
-        )
+    def _drop(self) -> None:
+        packs, self._packs = self._packs, {}
+        self._drop_digests()
+        for pack in packs.values():
+            pack.close()
 
-    def _pack(self, op: BoundOp, offset: int, digest: xxhash.xxh3_128 | None) -> int:
-        """Pack an op at `offset` of the arena and hash it, if asked to; returns its address."""
-        if self._slot.arena is None:
-            raise PlanError("pack: the sender has no arena; connect first")
-        address = self._slot.arena.address + offset
-        pack_op(op, int(self.sources[op.src_parameter]), address)
-        if digest is not None:
-            digest.update(self._slot.arena.bytes[offset : offset + op.nbytes].data)
-        return address
+    def _drop_digests(self) -> None:
+        digests, self._digests = self._digests, None
+        if digests is not None:
+            digests.close()
 
 
-def as_pieces(rows: Sequence[tuple[int, int, int]]) -> Pieces:
-    """Writes from rows of local address, remote address, bytes."""
+def _as_pieces(program: LinkProgram, peer: Peer, parts: Sequence[PackedPart]) -> Pieces:
+    """Writes of what is packed."""
+    rows = [(p.address, peer.address_of(program.ops[p.op]) + p.start, p.nbytes) for p in parts]
     table = np.array(rows, np.uint64).reshape(-1, 3)
     return Pieces(table[:, 0].copy(), table[:, 1].copy(), table[:, 2].copy())

@@ -1,27 +1,21 @@
 """A link's payload as pieces in the order of its digest, cut into chunks; the same at both ends.
 
-A piece is contiguous at the destination, in its parameter or in the landing region, and at the source,
+A piece is contiguous at the destination, in its parameter or in staging memory, and at the source,
 in a parameter or where the op's payload was packed. Chunks are what an engine verifies and passes on;
 where they begin and end follows from the plan alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
-from windlass.memory.digest import new_digest
-from windlass.memory.packing import bytes_at
+from windlass.memory.ops import ChunkDigests, Int64Array, MemoryOps, UInt64Array
 from windlass.planning.program import LinkProgram
 
-__all__ = ["Payload", "hash_chunks", "payload_of"]
-
-Int64Array = npt.NDArray[np.int64]
-UInt64Array = npt.NDArray[np.uint64]
+__all__ = ["Payload", "payload_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +27,9 @@ class Payload:
         packed: (n,) whether the source packs the op first.
         src_parameter: (n,) of the source; meaningless where packed.
         src_offset: (n,) bytes from the start of that parameter, or of the op's packed payload.
-        lands: (n,) whether it goes to the landing region.
+        lands: (n,) whether it goes to staging memory.
         dst_parameter: (n,) of the destination; meaningless where it lands.
-        dst_offset: (n,) bytes from the start of that parameter, or of the landing region.
+        dst_offset: (n,) bytes from the start of that parameter, or of staging memory.
         nbytes: (n,) at most one chunk.
         chunk_start: (num_chunks + 1,) first piece of each chunk.
     """
@@ -63,10 +57,18 @@ class Payload:
         """Bytes of a chunk."""
         return int(self.nbytes[self.pieces_of(chunk)].sum())
 
-    def at_destination(self, targets: UInt64Array, landing: int) -> UInt64Array:
-        """(n,) addresses, given where parameters and the landing region begin."""
+    def digests(self, memory: MemoryOps, addresses: UInt64Array) -> ChunkDigests:
+        """Of its chunks, where the pieces lie at (n,) `addresses` of `memory`.
+
+        Raises:
+            TransferFailed: a GPU without room for its tables.
+        """
+        return memory.chunk_digests(addresses, self.nbytes, self.chunk_start)
+
+    def at_destination(self, targets: UInt64Array, staging_address: int) -> UInt64Array:
+        """(n,) addresses, given where parameters and staging memory begin."""
         parameter = np.where(self.lands, 0, self.dst_parameter)
-        base = np.where(self.lands, np.uint64(landing), targets[parameter])
+        base = np.where(self.lands, np.uint64(staging_address), targets[parameter])
         return base + self.dst_offset.astype(np.uint64)
 
 
@@ -110,25 +112,3 @@ def payload_of(program: LinkProgram, chunk_nbytes: int) -> Payload:
     chunk = begin // chunk_nbytes
     first = np.flatnonzero(np.r_[True, chunk[1:] != chunk[:-1]]) if len(chunk) else chunk
     return Payload(**cut, chunk_start=np.append(first, len(chunk)))
-
-
-def hash_chunks(
-    payload: Payload, addresses: UInt64Array, whole: xxhash.xxh3_128 | None = None
-) -> Iterator[str]:
-    """The digest of every chunk in turn.
-
-    Args:
-        payload: of the link.
-        addresses: (n,) where its pieces lie, in host memory.
-        whole: is given every byte as well: the link's digest.
-    """
-    starts, sizes = addresses.tolist(), payload.nbytes.tolist()
-    for chunk in range(payload.num_chunks):
-        digest = new_digest()
-        pieces = payload.pieces_of(chunk)
-        for index in range(pieces.start, pieces.stop):
-            piece = bytes_at(starts[index], sizes[index])
-            digest.update(piece)
-            if whole is not None:
-                whole.update(piece)
-        yield digest.hexdigest()

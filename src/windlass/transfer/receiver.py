@@ -1,30 +1,28 @@
-"""Stages 8 and 9, the engine's half: where writes land, whether the right bytes did, making them live.
+"""Stages 8 and 9, the engine's half of one-sided writes: the addresses that peers write, and what came there.
 
 In come a plan part (once) and the digests that the senders took (per version); out go a
 `DestinationBinding`, with the addresses that peers write, and the names of sources whose bytes differ.
-
-While bytes arrive this code does nothing: writes are one-sided. `in_place` writes land in the
-live parameters; `staged` ones in a shadow of the same layout, and `apply` copies it over. Ops
-whose destination is strided land packed in a landing region and are unpacked by `apply`.
+While bytes arrive this code does nothing, except where the source's kernels tell of what they have written:
+then it is hashed while later parts are under way.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from typing import Protocol, final
 
 from windlass.config import UpdateMode
 from windlass.errors import PlanError
 from windlass.layout.manifest import ShardManifest
-from windlass.memory.digest import hash_strided, new_digest
-from windlass.memory.ops import ALIGNMENT, aligned_offsets
-from windlass.memory.packing import copy_strided
+from windlass.memory.ops import OWN_WORK_S
 from windlass.planning.plan import TransferPlan
-from windlass.planning.program import BoundOp, LinkProgram, bind_links
-from windlass.transfer.arena import Arena
+from windlass.transfer.arena import memory_of
 from windlass.transfer.bind import check_part
 from windlass.transfer.bindings import DestinationBinding
+from windlass.transfer.destination import Destination
+from windlass.transfer.progress_digests import ProgressDigests
+from windlass.transfer.write_progress import ProgressListener, listen_if_possible
 from windlass.transports.base import (
     MemoryRegion,
     OneSidedTransport,
@@ -32,11 +30,11 @@ from windlass.transports.base import (
     RemoteRegion,
 )
 
-__all__ = ["Elsewhere", "Receiver"]
+__all__ = ["Receiver", "RemoteMemory"]
 
 
-class Elsewhere(Protocol):
-    """Live parameters of another process, which runs no code of ours; here are copies of them.
+class RemoteMemory(Protocol):
+    """Live parameters of another process of this host, which runs no code of ours; here are copies of them.
 
     Attributes:
         endpoint: of the other process. regions: what it has registered.
@@ -58,231 +56,159 @@ class Elsewhere(Protocol):
 
 @final
 class Receiver:
-    """One engine rank.
+    """`ReceiverBackend` of `p2p`: one engine rank that peers write. Thread-safe.
+
+    `in_place` writes go to the live parameters, `staged` ones to a shadow copy of the same layout. Ops
+    whose elements are strided at the destination go to staging memory, unless peers store strided.
 
     Args:
         transport: the live parameters are registered with it. Stays open; the caller closes it.
         manifest: of this rank.
-        parameter_addresses: of the live parameters, in manifest order; they never move.
+        addresses: of the live parameters, in manifest order; they never move.
         regions: registered regions that contain every live parameter.
-        elsewhere: peers write these, and `parameter_addresses` are the copies that are verified.
+        remote: peers write these, and `addresses` are the copies that are verified.
+
+    Attributes:
+        transport, manifest, regions: as given.
+        live_addresses: of the live parameters, in manifest order.
+        late_nbytes: what the last `verify` still had to hash; the rest was hashed as it was written.
     """
 
     def __init__(
         self,
         transport: OneSidedTransport,
         manifest: ShardManifest,
-        parameter_addresses: Sequence[int],
+        addresses: Sequence[int],
         regions: Sequence[MemoryRegion],
-        elsewhere: Elsewhere | None = None,
+        remote: RemoteMemory | None = None,
     ) -> None:
-        if len(parameter_addresses) != len(manifest.parameters):
+        if len(addresses) != len(manifest.parameters):
             raise PlanError(
-                f"{manifest.worker}: {len(parameter_addresses)} addresses for "
+                f"{manifest.worker}: {len(addresses)} addresses for "
                 f"{len(manifest.parameters)} parameters"
             )
-        self._transport = transport
-        self._manifest = manifest
-        self._live = tuple(parameter_addresses)
-        self._regions = tuple(regions)
-        self._elsewhere = elsewhere
-        self._targets = self._live
-        self._shadow: Arena | None = None
-        self._landing: Arena | None = None
-        self._programs: dict[str, LinkProgram] = {}
-        self._written: tuple[tuple[int, int, int], ...] = ()
+        self.transport, self.manifest = transport, manifest
+        self.live_addresses, self.regions = tuple(addresses), tuple(regions)
+        self.late_nbytes = 0
+        self._remote = remote
+        self._lock = threading.Lock()
+        self._bound: Destination | None = None
+        self._progress: ProgressDigests | None = None
+        self._listener: ProgressListener | None = None
 
     @property
-    def transport(self) -> OneSidedTransport:
-        """What the live parameters are registered with."""
-        return self._transport
-
-    @property
-    def regions(self) -> tuple[MemoryRegion, ...]:
-        """Registered regions that contain every live parameter."""
-        return self._regions
-
-    @property
-    def is_elsewhere(self) -> bool:
+    def is_remote(self) -> bool:
         """Whether the live parameters are another process's; only one-sided writes reach those."""
-        return self._elsewhere is not None
+        return self._remote is not None
 
     @property
-    def manifest(self) -> ShardManifest:
-        """What this rank holds."""
-        return self._manifest
+    def destination(self) -> Destination:
+        """What peers write; allocates nothing before `connect`.
 
-    @property
-    def programs(self) -> Mapping[str, LinkProgram]:
-        """Source -> its link, as bound by the last `connect`."""
-        return self._programs
-
-    @property
-    def target_addresses(self) -> tuple[int, ...]:
-        """Of the memory that is written, in manifest order: live parameters or their shadow."""
-        return self._targets
-
-    @property
-    def landing_address(self) -> int:
-        """Of the landing region; 0 without one."""
-        return self._landing.address if self._landing is not None else 0
-
-    @property
-    def live_addresses(self) -> tuple[int, ...]:
-        """Of the live parameters, in manifest order."""
-        return self._live
+        Raises:
+            TransportUnavailable: a GPU whose kernels cannot be compiled.
+        """
+        if self._bound is None:
+            memory = memory_of(self.transport)
+            self._bound = Destination(self.manifest, self.live_addresses, memory, self.transport)
+        return self._bound
 
     def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:
         """Bind a plan part (`TransferPlan.for_destination`).
 
-        Allocates the shadow and the landing region that the plan and the mode need, once.
+        Allocates the shadow copy and the staging memory that the plan and the mode need, once.
 
         Raises:
             PlanError: the plan is for another layout, or asks for the engine's own loader.
             RegionError: memory cannot be registered.
+            TransferFailed: there is no memory.
+            TransferOutcomeUnknown: earlier kernels may still go on.
         """
-        index = check_part(
-            self._manifest, plan.destinations, plan.destination_digests, "destinations"
-        )
-        self._programs = {p.peer: p for p in bind_links(plan, sending=False)}
-        if self._elsewhere is not None:
-            return self._bind_elsewhere(self._elsewhere, mode, plan.landing_nbytes[index])
-        self._prepare_shadow(mode)
-        self._written = _written_ranges(self._programs.values())
-        self._prepare_landing(plan.landing_nbytes[index])
-        arenas = [a for a in (self._shadow, self._landing) if a is not None]
-        return DestinationBinding(
-            worker=self._manifest.worker,
-            endpoint=self._transport.endpoint(),
-            regions=_remotes((*self._regions, *(arena.region for arena in arenas))),
-            parameter_addresses=self._targets,
-            landing_address=self.landing_address,
-        )
+        with self._lock:
+            found, remote = self.destination, self._remote
+            shadow, staged = mode is UpdateMode.STAGED, not self.transport.traits.strided_stores
+            if remote is not None:
+                _refuse_allocating(self.manifest, plan, mode)
+            found.memory.finish(OWN_WORK_S)  # before what late kernels read is freed
+            self._listen()
+            if self._progress is not None:
+                self._progress.load({})
+            found.bind(plan, shadow=shadow, staged=staged and remote is None)
+            if self._progress is not None and found.digests is not None:
+                self._progress.load(found.digests.links)
+            regions = (*self.regions, *found.regions)
+            return DestinationBinding(
+                worker=self.manifest.worker,
+                endpoint=self.transport.endpoint() if remote is None else remote.endpoint,
+                regions=(
+                    tuple(exported for region in regions for exported in region.remotes)
+                    if remote is None
+                    else remote.regions
+                ),
+                parameter_addresses=found.addresses if remote is None else remote.addresses,
+                landing_address=found.staging_address,
+                listener="" if self._listener is None else self._listener.address,
+                digest_kind=found.digest_kind,
+            )
 
-    def verify(self, expected: Mapping[str, str]) -> tuple[str, ...]:
-        """Sources whose bytes do not have the expected digest, or that send nothing here."""
-        if self._elsewhere is not None:
-            self._elsewhere.fetch()
-        mismatched = []
-        for source, digest in sorted(expected.items()):
-            program = self._programs.get(source)
-            if program is None or self._digest(program) != digest:
-                mismatched.append(source)
-        return tuple(mismatched)
+    def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:
+        """Sources whose bytes do not have the expected digest, or that send nothing here.
+
+        Links that were hashed as they were written are only compared; one that differs is hashed again.
+
+        Raises:
+            TransferOutcomeUnknown: kernels do not end.
+        """
+        with self._lock:
+            if self._remote is not None:
+                self._remote.fetch()
+            hashed: dict[str, str] = {}
+            if self._listener is not None and self._progress is not None:
+                self._listener.drain()
+                hashed = self._progress.take(version, expected, OWN_WORK_S)
+            programs = self.destination.programs
+            late = {s for s in expected if s in programs and hashed.get(s) != expected[s]}
+            self.late_nbytes = sum(programs[source].nbytes for source in late)
+            return self.destination.verify(expected, hashed)
 
     def apply(self) -> None:
-        """Make verified bytes live: copy the shadow over, unpack the landing region. Idempotent.
-
-        The engine must be at rest.
-        """
-        if self._targets is not self._live:
-            for index, offset, nbytes in self._written:
-                ctypes.memmove(self._live[index] + offset, self._targets[index] + offset, nbytes)
-        for program in self._programs.values():
-            for op in program.ops:
-                if op.lands:
-                    self._unpack(op)
+        """See `Destination.apply`. The engine must be at rest."""
+        with self._lock:
+            self.destination.apply()
 
     def close(self) -> None:
-        """Free shadow and landing region. No peer may write after this. Idempotent."""
-        for arena in (self._shadow, self._landing):
-            if arena is not None:
-                arena.close()
-        self._shadow = self._landing = None
+        """Free what `connect` has allocated. No peer may write after this. Idempotent.
 
-    def _bind_elsewhere(
-        self, elsewhere: Elsewhere, mode: UpdateMode, landing_nbytes: int
-    ) -> DestinationBinding:
-        worker = self._manifest.worker
-        if mode is not UpdateMode.IN_PLACE:
-            raise PlanError(f"{worker}: mode must be in_place, as no shadow fits there, got {mode}")
-        if landing_nbytes:
-            raise PlanError(
-                f"{worker}: {landing_nbytes} bytes are strided there and would have to land in a "
-                "buffer of that process: use a trainer layout that cuts no columns, or the engine's "
-                "tensor-parallel size"
-            )
-        return DestinationBinding(
-            worker=worker,
-            endpoint=elsewhere.endpoint,
-            regions=elsewhere.regions,
-            parameter_addresses=elsewhere.addresses,
+        Where kernels may still go on, what they may use stays until the process ends. `connect` may
+        follow.
+        """
+        with self._lock:
+            if self._listener is not None:
+                self._listener.close()
+            if self._progress is not None:
+                self._progress.load({})
+            self._listener = self._progress = None
+            if self._bound is not None:
+                self._bound.close()
+
+    def _listen(self) -> None:
+        """Hash as it is written what peers may tell of."""
+        mapper = self.transport.mapper
+        notifies = any(offer.traits.notifies for offer in self.transport.offers())
+        if mapper is not None and notifies and self._progress is None:
+            self._progress = ProgressDigests(mapper.gpu)
+            self._listener = listen_if_possible(self._progress.add)
+
+
+def _refuse_allocating(manifest: ShardManifest, plan: TransferPlan, mode: UpdateMode) -> None:
+    """Refuse what needs memory that the other process has not."""
+    worker = manifest.worker
+    if mode is not UpdateMode.IN_PLACE:
+        raise PlanError(f"{worker}: mode must be in_place, as no shadow fits there, got {mode}")
+    index = check_part(manifest, plan.destinations, plan.destination_digests, "destinations")
+    if nbytes := plan.landing_nbytes[index]:
+        raise PlanError(
+            f"{worker}: {nbytes} bytes are strided there and would have to be staged in a "
+            "buffer of that process: use a trainer layout that cuts no columns, or the engine's "
+            "tensor-parallel size"
         )
-
-    def _prepare_shadow(self, mode: UpdateMode) -> None:
-        if mode is UpdateMode.IN_PLACE:
-            self._targets = self._live
-            return
-        offsets, total = aligned_offsets(p.nbytes for p in self._manifest.parameters)
-        if self._shadow is None:
-            self._shadow = Arena(self._transport, max(total, ALIGNMENT))
-        self._targets = tuple(self._shadow.address + offset for offset in offsets)
-
-    def _prepare_landing(self, nbytes: int) -> None:
-        if self._landing is not None and self._landing.nbytes < nbytes:
-            self._landing.close()
-            self._landing = None
-        if self._landing is None and nbytes:
-            self._landing = Arena(self._transport, nbytes)
-
-    def _digest(self, program: LinkProgram) -> str:
-        digest = new_digest()
-        for op in program.ops:
-            if op.lands:
-                address, strides = self._landing_address(op), op.packed_strides
-            else:
-                address = self._targets[op.dst_parameter] + op.dst_offset
-                strides = op.dst_strides
-            hash_strided(
-                digest,
-                address=address,
-                sizes=op.sizes,
-                strides_bytes=strides,
-                dtype=op.dst_dtype,
-            )
-        return digest.hexdigest()
-
-    def _unpack(self, op: BoundOp) -> None:
-        copy_strided(
-            sizes=op.sizes,
-            src_address=self._landing_address(op),
-            src_strides=op.packed_strides,
-            src_dtype=op.dst_dtype,
-            dst_address=self._live[op.dst_parameter] + op.dst_offset,
-            dst_strides=op.dst_strides,
-            dst_dtype=op.dst_dtype,
-        )
-
-    def _landing_address(self, op: BoundOp) -> int:
-        if self._landing is None:
-            raise PlanError(f"{self._manifest.worker}: the plan asked for no landing region")
-        return self._landing.address + op.landing_offset
-
-
-def _remotes(regions: Iterable[MemoryRegion]) -> tuple[RemoteRegion, ...]:
-    return tuple(remote for region in regions for remote in region.remotes)
-
-
-def _written_ranges(programs: Iterable[LinkProgram]) -> tuple[tuple[int, int, int], ...]:
-    """(parameter, offset, bytes) of what is written into parameters, joined where adjacent.
-
-    What belongs to no tensor (padding) and what is unpacked from the landing region is left out:
-    a shadow holds nothing for it.
-    """
-    rows: list[tuple[int, int, int]] = []
-    for program in programs:
-        rows.extend(
-            (op.dst_parameter, op.dst_offset, op.nbytes)
-            for op in program.ops
-            if not op.lands and not op.is_direct
-        )
-        runs = program.direct
-        columns = (runs.dst_parameter.tolist(), runs.dst_offset.tolist(), runs.nbytes.tolist())
-        rows.extend(zip(*columns, strict=True))
-    joined: list[tuple[int, int, int]] = []
-    for parameter, offset, nbytes in sorted(rows):
-        if joined and joined[-1][0] == parameter and sum(joined[-1][1:]) == offset:
-            joined[-1] = (parameter, joined[-1][1], joined[-1][2] + nbytes)
-        else:
-            joined.append((parameter, offset, nbytes))
-    return tuple(joined)

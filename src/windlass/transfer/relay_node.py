@@ -2,7 +2,7 @@
 
 A chunk counts once its bytes in this rank's memory have the digest that the trainer computed; only
 then is it written to the next engines, by one-sided writes from where it lies. Only writers that the
-inlet has let in write here, and the round's answer is given when each of them has ended: so it settles
+listener has let in write here, and the round's answer is given when each of them has ended: so it settles
 whether bytes may still land.
 """
 
@@ -27,8 +27,8 @@ from windlass.transfer.relay_receiver import (
     Arrived,
     Ended,
     Interrupted,
-    LaneEnded,
-    RelayInlet,
+    RelayReceiver,
+    StripeEnded,
 )
 from windlass.transfer.relay_round import BoundGroup, RelayResult, RelayRound
 from windlass.transfer.relay_wire import Place, RelayAddress
@@ -38,7 +38,7 @@ __all__ = ["RelayNode"]
 _log = logging.getLogger(__name__)
 
 PATIENCE_SPREAD = 0.25
-"""Of the time for a relay: between the ends of the patience of the first and the last in a lane."""
+"""Of the time for a relay: between the ends of the patience of the first and the last in a stripe."""
 
 
 @final
@@ -53,16 +53,16 @@ class RelayNode:
     def __init__(self, receiver: Receiver, host: str) -> None:
         self._receiver, self._host = receiver, host
         self._lock = threading.Lock()
-        self._inlet: RelayInlet | None = None
+        self._listener: RelayReceiver | None = None
         self._bound: BoundGroup | None = None
         self._running: Place | None = None
 
     def open(self) -> RelayAddress:
         """Listen, once; the same address every time."""
         with self._lock:
-            if self._inlet is None:
-                self._inlet = RelayInlet(self._receiver.manifest.worker, self._host)
-            return self._inlet.address
+            if self._listener is None:
+                self._listener = RelayReceiver(self._receiver.manifest.worker, self._host)
+            return self._listener.address
 
     def connect(
         self,
@@ -79,11 +79,12 @@ class RelayNode:
         worker = self._receiver.manifest.worker
         if worker not in group.members:
             raise PlanError(f"relay: {worker} is not one of the group's members")
-        programs = self._receiver.programs
+        destination = self._receiver.destination
+        programs = destination.programs
         children = children_of(group, worker)
         bound = {binding.worker: binding for binding in bindings}
         known = {address.worker: address for address in addresses}
-        for child in {name for lane in children for name in lane}:
+        for child in {name for stripe in children for name in stripe}:
             if child not in bound or child not in known:
                 raise PlanError(f"relay: {child} has no binding or no address")
             for program in programs.values():
@@ -91,12 +92,15 @@ class RelayNode:
         payloads = {
             source: payload_of(program, group.chunk_nbytes) for source, program in programs.items()
         }
-        targets = np.array(self._receiver.target_addresses, np.uint64)
-        landing = self._receiver.landing_address
+        targets = np.array(destination.addresses, np.uint64)
+        staging = destination.staging_address
+        local = {s: p.at_destination(targets, staging) for s, p in payloads.items()}
         index = group.members.index(worker)
+        self._unbind()
         self._bound = BoundGroup(
             payloads=payloads,
-            local={s: p.at_destination(targets, landing) for s, p in payloads.items()},
+            local=local,
+            digests={s: p.digests(destination.memory, local[s]) for s, p in payloads.items()},
             upstream=tuple("" if p[index] < 0 else group.members[p[index]] for p in group.stripes),
             children=children,
             patience=tuple(
@@ -113,11 +117,11 @@ class RelayNode:
         Raises:
             PlanError: no group is bound.
         """
-        bound, inlet = self._bound, self._inlet
-        if bound is None or inlet is None:
+        bound, listener = self._bound, self._listener
+        if bound is None or listener is None:
             raise PlanError("relay: no group is bound; connect first")
         deadline = Deadline.after(deadline_s, "relay")
-        events = inlet.begin(place)
+        events = listener.begin(place)
         self._running = place
         round_ = RelayRound(self._receiver, bound, place, deadline)
         try:
@@ -126,13 +130,13 @@ class RelayNode:
                 try:
                     event = events.get(timeout=max(round_.patience_s, 0.001))
                 except queue.Empty:
-                    round_.lose_patience(inlet.joined(place))
+                    round_.lose_patience(listener.joined(place))
                     continue
                 match event:
                     case Arrived():
                         round_.on_chunk(event.upstream, event.landed)
-                    case LaneEnded():
-                        round_.on_lane_end(event.upstream, event.lane)
+                    case StripeEnded():
+                        round_.on_stripe_end(event.upstream, event.stripe)
                     case Ended():
                         round_.on_end(
                             event.upstream, unknown=event.unknown, wordless=event.wordless
@@ -146,23 +150,29 @@ class RelayNode:
             _log.exception("%s: the relay stops here", self._receiver.manifest.worker)
         finally:
             self._running = None
-            round_.finish(inlet.end(place))
+            round_.finish(listener.end(place))
         return round_.result()
 
     def refuse(self, place: Place, upstream: str) -> None:
         """`upstream` will not come any more in the round at `place`, or must not."""
-        if self._inlet is not None:
-            self._inlet.refuse(place, upstream)
+        if self._listener is not None:
+            self._listener.refuse(place, upstream)
 
     def interrupt(self, place: Place | None = None) -> None:
         """End a running `run`, or the one of `place` as soon as it begins."""
         place = self._running if place is None else place
-        if self._inlet is not None and place is not None:
-            self._inlet.interrupt(place)
+        if self._listener is not None and place is not None:
+            self._listener.interrupt(place)
 
     def close(self) -> None:
-        """Stop listening. Idempotent."""
+        """Stop listening, and free what was prepared; `run` is over. Idempotent."""
         with self._lock:
-            if self._inlet is not None:
-                self._inlet.close()
-                self._inlet = None
+            self._unbind()
+            if self._listener is not None:
+                self._listener.close()
+                self._listener = None
+
+    def _unbind(self) -> None:
+        bound, self._bound = self._bound, None
+        if bound is not None:
+            bound.close()

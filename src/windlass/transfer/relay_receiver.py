@@ -20,13 +20,13 @@ from windlass.transfer.relay_wire import (
     End,
     Frame,
     FrameBuffer,
-    LaneEnd,
     Open,
     Place,
     RelayAddress,
+    StripeEnd,
 )
 
-__all__ = ["Arrived", "Ended", "Interrupted", "LaneEnded", "RelayEvent", "RelayInlet"]
+__all__ = ["Arrived", "Ended", "Interrupted", "StripeEnded", "RelayEvent", "RelayReceiver"]
 
 MAX_CONNECTIONS = 4096
 READ_NBYTES = 1 << 16
@@ -42,11 +42,11 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
-class LaneEnded:
-    """`upstream` brings no more chunks of a lane."""
+class StripeEnded:
+    """`upstream` brings no more chunks of a stripe."""
 
     upstream: str
-    lane: int
+    stripe: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Interrupted:
     """The round is over for this rank."""
 
 
-RelayEvent = Arrived | LaneEnded | Ended | Interrupted
+RelayEvent = Arrived | StripeEnded | Ended | Interrupted
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ class _Round:
 
 
 @final
-class RelayInlet:
+class RelayReceiver:
     """Listens from construction to `close`. Thread-safe.
 
     A writer is let in for the newest round or a later one that has not been closed, and only with
@@ -237,8 +237,8 @@ class RelayInlet:
             case ChunkLanded():
                 self._post(connection, Arrived(connection.upstream, frame))
                 return True
-            case LaneEnd():
-                self._post(connection, LaneEnded(connection.upstream, frame.lane))
+            case StripeEnd():
+                self._post(connection, StripeEnded(connection.upstream, frame.stripe))
                 return True
             case End():
                 self._post(connection, Ended(connection.upstream, frame.unknown))

@@ -16,15 +16,14 @@ from typing import final
 import numpy as np
 
 from windlass.errors import TransferError
-from windlass.memory.digest import new_digest
-from windlass.memory.packing import bytes_at
+from windlass.memory.ops import OWN_WORK_S, ChunkDigests, UInt64Array
 from windlass.net.clock import Deadline
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transfer.outcomes import is_unknown, submit
-from windlass.transfer.payload import Payload, UInt64Array
+from windlass.transfer.payload import Payload
 from windlass.transfer.receiver import Receiver
-from windlass.transfer.relay_sender import WRITES_AT_ONCE, Outlet, write_chunk
-from windlass.transfer.relay_wire import ChunkLanded, LaneEnd, Place, RelayAddress
+from windlass.transfer.relay_sender import WRITES_AT_ONCE, RelaySender, write_chunk
+from windlass.transfer.relay_wire import ChunkLanded, Place, RelayAddress, StripeEnd
 
 __all__ = ["BoundGroup", "RelayResult", "RelayRound"]
 
@@ -64,7 +63,7 @@ class _Child:
     pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(WRITES_AT_ONCE, "windlass-relay-out")
     )
-    outlet: Outlet | None = None
+    sender: RelaySender | None = None
     given_up: bool = False
     unknown: bool = False
     unreached: bool = False
@@ -90,21 +89,28 @@ class BoundGroup:
     """What this rank does in every round of a binding.
 
     Attributes:
-        payloads: source -> what its link delivers. local: source -> where the pieces lie here.
-        upstream: per lane the member that writes it; empty for the lanes that trainers write.
-        children: per lane whom it is passed on to.
-        patience: per lane how much of the time for the relay to wait: those in front give up first,
+        payloads: source -> what its link delivers.
+        local: source -> where the pieces lie here. digests: source -> of the chunks there.
+        upstream: per stripe the member that writes it; empty for the stripes that trainers write.
+        children: per stripe whom it is passed on to.
+        patience: per stripe how much of the time for the relay to wait: those in front give up first,
             so that who merely waits for a rank that stands still is not taken for one.
         bindings, addresses: of the children.
     """
 
     payloads: Mapping[str, Payload]
     local: Mapping[str, UInt64Array]
+    digests: Mapping[str, ChunkDigests]
     upstream: tuple[str, ...]
     children: tuple[tuple[str, ...], ...]
     patience: tuple[float, ...]
     bindings: Mapping[str, DestinationBinding]
     addresses: Mapping[str, RelayAddress]
+
+    def close(self) -> None:
+        """Free what was prepared. Idempotent."""
+        for digests in self.digests.values():
+            digests.close()
 
     def remote(self, child: str) -> dict[str, UInt64Array]:
         """Source -> where the pieces of its link lie at a child."""
@@ -126,27 +132,27 @@ class RelayRound:
         self._worker = receiver.manifest.worker
         self._transport = receiver.transport
         self._bound, self._place, self._deadline = bound, place, deadline
-        num_lanes = len(bound.upstream)
+        num_stripes = len(bound.upstream)
         self._left: dict[str, set[tuple[str, int]]] = {}
         for source, payload in bound.payloads.items():
             for chunk in range(payload.num_chunks):
-                writer = bound.upstream[chunk % num_lanes] or source
+                writer = bound.upstream[chunk % num_stripes] or source
                 self._left.setdefault(writer, set()).add((source, chunk))
-        self._lanes_of: dict[str, set[int]] = {}
+        self._stripes_of: dict[str, set[int]] = {}
         for writer, keys in self._left.items():
-            self._lanes_of[writer] = {chunk % num_lanes for _, chunk in keys}
+            self._stripes_of[writer] = {chunk % num_stripes for _, chunk in keys}
         self._deadlines = {
             writer: Deadline.after(
-                deadline.seconds * max(bound.patience[lane] for lane in lanes), "relay"
+                deadline.seconds * max(bound.patience[stripe] for stripe in stripes), "relay"
             )
-            for writer, lanes in self._lanes_of.items()
+            for writer, stripes in self._stripes_of.items()
         }
         self._missing: set[str] = set()
         self._unknown: set[str] = set()
         self._wordless: set[str] = set()
         self._first_s = self._last_s = 0.0
         self._nbytes = 0
-        names = dict.fromkeys(name for lane in bound.children for name in lane)
+        names = dict.fromkeys(name for stripe in bound.children for name in stripe)
         self._children = {
             name: _Child(bound.bindings[name], bound.addresses[name], bound.remote(name))
             for name in names
@@ -169,22 +175,16 @@ class RelayRound:
         if left is None or key not in left:
             return
         self._first_s = self._first_s or time.perf_counter()
-        payload = self._bound.payloads[landed.source]
-        local = self._bound.local[landed.source]
-        digest, pieces = new_digest(), payload.pieces_of(landed.chunk)
-        for address, nbytes in zip(
-            local[pieces].tolist(), payload.nbytes[pieces].tolist(), strict=True
-        ):
-            digest.update(bytes_at(address, nbytes))
+        (digest,) = self._bound.digests[landed.source].take([landed.chunk], OWN_WORK_S)
         self._last_s = time.perf_counter()
         left.discard(key)  # until here it counts as missing, whatever stops this
         if not left:
             del self._left[upstream]
-        if digest.hexdigest() != landed.digest:
+        if digest != landed.digest:
             self._missing.add(landed.source)
             return
-        lane = landed.chunk % len(self._bound.upstream)
-        for name in self._bound.children[lane]:
+        stripe = landed.chunk % len(self._bound.upstream)
+        for name in self._bound.children[stripe]:
             child = self._children[name]
             child.submit(partial(self._pass_on, child, landed))
 
@@ -198,27 +198,27 @@ class RelayRound:
         for writer in [w for w in self._left if not self._deadlines[w].remaining_s]:
             self.on_end(writer, unknown=writer in joined)
 
-    def on_lane_end(self, upstream: str, lane: int) -> None:
-        """An upstream brings nothing more of one lane; nor will this rank."""
-        num_lanes = len(self._bound.upstream)
+    def on_stripe_end(self, upstream: str, stripe: int) -> None:
+        """An upstream brings nothing more of one stripe; nor will this rank."""
+        num_stripes = len(self._bound.upstream)
         left = self._left.get(upstream, set())
-        gone = {key for key in left if key[1] % num_lanes == lane}
+        gone = {key for key in left if key[1] % num_stripes == stripe}
         if not gone:
             return
         self._missing |= {source for source, _ in gone}
         left -= gone
         if not left:
             del self._left[upstream]
-        for name in self._bound.children[lane]:
+        for name in self._bound.children[stripe]:
             child = self._children[name]
-            child.submit_last(partial(self._end_lane, child, lane))
+            child.submit_last(partial(self._end_stripe, child, stripe))
 
     def on_end(self, upstream: str, *, unknown: bool, wordless: bool = False) -> None:
         """An upstream writes nothing more."""
         if wordless and upstream in self._left:
             self._wordless.add(upstream)
-        for lane in self._lanes_of.get(upstream, ()):
-            self.on_lane_end(upstream, lane)
+        for stripe in self._stripes_of.get(upstream, ()):
+            self.on_stripe_end(upstream, stripe)
         if unknown:
             self._unknown.add(upstream)
 
@@ -245,8 +245,8 @@ class RelayRound:
             _log.error("%s: relaying to %s failed", self._worker, name, exc_info=error)
             if is_unknown(error):
                 child.unknown = True
-        if child.outlet is not None:
-            child.outlet.close()
+        if child.sender is not None:
+            child.sender.close()
         return nbytes
 
     def result(self) -> RelayResult:
@@ -266,13 +266,13 @@ class RelayRound:
 
     def _open(self, child: _Child) -> int:
         try:
-            child.outlet = Outlet(child.address, self._worker, self._place, self._deadline)
+            child.sender = RelaySender(child.address, self._worker, self._place, self._deadline)
         except TransferError:
             child.given_up = child.unreached = True
         return 0
 
     def _pass_on(self, child: _Child, landed: ChunkLanded) -> int:
-        if child.jobs[0].exception() is not None or child.given_up or child.outlet is None:
+        if child.jobs[0].exception() is not None or child.given_up or child.sender is None:
             return 0
         payload = self._bound.payloads[landed.source]
         try:
@@ -285,7 +285,7 @@ class RelayRound:
                 child.remote[landed.source],
                 self._deadline,
             )
-            child.outlet.send(landed)
+            child.sender.send(landed)
         except TransferError as error:
             if is_unknown(error):
                 child.unknown = True
@@ -296,16 +296,16 @@ class RelayRound:
         self._last_s = time.perf_counter()
         return payload.chunk_nbytes(landed.chunk)
 
-    def _end_lane(self, child: _Child, lane: int) -> int:
-        if child.given_up or child.outlet is None:
+    def _end_stripe(self, child: _Child, stripe: int) -> int:
+        if child.given_up or child.sender is None:
             return 0
         try:
-            child.outlet.send(LaneEnd(lane))
+            child.sender.send(StripeEnd(stripe))
         except TransferError:
             child.given_up = True  # the end of the connection says more
         return 0
 
     def _close(self, child: _Child) -> int:
-        if child.outlet is not None:
-            child.outlet.end(unknown=child.unknown)
+        if child.sender is not None:
+            child.sender.end(unknown=child.unknown)
         return 0

@@ -9,9 +9,10 @@ from typing import final
 import numpy as np
 
 from windlass.errors import PeerUnreachable
+from windlass.memory.ops import UInt64Array
 from windlass.net.clock import Deadline
 from windlass.transfer.bindings import DestinationBinding
-from windlass.transfer.payload import Payload, UInt64Array
+from windlass.transfer.payload import Payload
 from windlass.transfer.relay_wire import (
     ACCEPTED,
     End,
@@ -23,14 +24,14 @@ from windlass.transfer.relay_wire import (
 )
 from windlass.transports.base import OneSidedTransport, WriteBatch
 
-__all__ = ["WRITES_AT_ONCE", "Outlet", "write_chunk"]
+__all__ = ["WRITES_AT_ONCE", "RelaySender", "write_chunk"]
 
 WRITES_AT_ONCE = 4
 """Chunks on their way to one engine: the next one is written while the last is acknowledged."""
 
 
 @final
-class Outlet:
+class RelaySender:
     """The writer's end of one connection.
 
     Raises:

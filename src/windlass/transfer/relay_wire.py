@@ -21,7 +21,7 @@ __all__ = [
     "End",
     "Frame",
     "FrameBuffer",
-    "LaneEnd",
+    "StripeEnd",
     "Open",
     "Place",
     "RelayAddress",
@@ -62,10 +62,10 @@ class ChunkLanded(msgspec.Struct, frozen=True, tag="chunk"):
     digest: str
 
 
-class LaneEnd(msgspec.Struct, frozen=True, tag="lane_end"):
-    """Chunks of this lane that are missing by now will not come from here."""
+class StripeEnd(msgspec.Struct, frozen=True, tag="lane_end"):
+    """Chunks of this stripe that are missing by now will not come from here."""
 
-    lane: int
+    stripe: int
 
 
 class End(msgspec.Struct, frozen=True, tag="end"):
@@ -74,7 +74,7 @@ class End(msgspec.Struct, frozen=True, tag="end"):
     unknown: bool = False
 
 
-Frame = Open | ChunkLanded | LaneEnd | End
+Frame = Open | ChunkLanded | StripeEnd | End
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Frame)
 

@@ -1,4 +1,4 @@
-"""The trainer's part of a relay: the roots of a group are fed, each with the chunks of its lanes.
+"""The trainer's part of a relay: the roots of a group are written, each with the chunks of its stripes.
 
 The plan names one member of each group; the links to the others have the same ops, the same packed
 bytes and the same digest. A trainer can write any member directly: so it completes the links that the
@@ -16,25 +16,25 @@ from typing import final
 import numpy as np
 
 from windlass.errors import PlanError
-from windlass.memory.digest import new_digest
+from windlass.memory.ops import OWN_WORK_S, ChunkDigests, MemoryOps, UInt64Array
 from windlass.net.clock import Deadline
 from windlass.planning.program import LinkProgram
 from windlass.planning.relay import RelayGroup
 from windlass.transfer.bind import check_binding
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transfer.outcomes import is_unknown, submit
-from windlass.transfer.payload import Payload, UInt64Array, hash_chunks, payload_of
+from windlass.transfer.payload import Payload, payload_of
 from windlass.transfer.pieces import Pieces
-from windlass.transfer.relay_sender import WRITES_AT_ONCE, Outlet, write_chunk
+from windlass.transfer.relay_sender import WRITES_AT_ONCE, RelaySender, write_chunk
 from windlass.transfer.relay_wire import ChunkLanded, Place, RelayAddress
 from windlass.transports.base import OneSidedTransport
 
-__all__ = ["Feed", "Feeds", "bind_feed"]
+__all__ = ["GroupWrite", "RelayWrites", "bind_group"]
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
-    """One group that a trainer rank feeds.
+class GroupWrite:
+    """One group whose roots a trainer rank writes.
 
     Attributes:
         group: who is in it. program: of the link to its first member.
@@ -47,8 +47,8 @@ class Feed:
     payload: Payload
     addresses: Mapping[str, RelayAddress]
 
-    def lanes_of(self, root: str) -> tuple[int, ...]:
-        """The lanes whose root it is."""
+    def stripes_of(self, root: str) -> tuple[int, ...]:
+        """The stripes whose root it is."""
         return tuple(i for i, name in enumerate(self.group.roots()) if name == root)
 
     def copies(self) -> dict[str, LinkProgram]:
@@ -58,19 +58,19 @@ class Feed:
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """A feed that is packed and hashed: (n,) addresses, a digest per chunk, the link's."""
+    """A relayed that is packed and hashed: (n,) addresses, a digest per chunk, the link's."""
 
     local: UInt64Array
     chunks: tuple[str, ...]
     digest: str
 
 
-def bind_feed(
+def bind_group(
     group: RelayGroup,
     program: LinkProgram,
     bindings: Mapping[str, DestinationBinding],
     addresses: Sequence[RelayAddress],
-) -> Feed:
+) -> GroupWrite:
     """Check that every member can be written directly, and the roots by chunks.
 
     Raises:
@@ -85,7 +85,7 @@ def bind_feed(
     for root in group.roots():
         if root not in known:
             raise PlanError(f"relay: root {root} has no address")
-    return Feed(
+    return GroupWrite(
         group,
         program,
         payload_of(program, group.chunk_nbytes),
@@ -94,19 +94,27 @@ def bind_feed(
 
 
 @final
-class Feeds:
-    """All feeds of a trainer rank, by the name of any member."""
+class RelayWrites:
+    """All relays of a trainer rank, by the name of any member."""
 
     def __init__(self) -> None:
-        self._feeds: dict[str, Feed] = {}
+        self._relays: dict[str, GroupWrite] = {}
         self._ready: dict[str, _Ready] = {}
+        self._digests: dict[str, tuple[UInt64Array, ChunkDigests]] = {}
+
+    def close(self) -> None:
+        """Free what was prepared. Idempotent."""
+        self.forget()
+        for _, digests in self._digests.values():
+            digests.close()
+        self._digests = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._feeds
+        return name in self._relays
 
-    def add(self, feed: Feed) -> None:
+    def add(self, relayed: GroupWrite) -> None:
         """Serve its members."""
-        self._feeds |= dict.fromkeys(feed.group.members, feed)
+        self._relays |= dict.fromkeys(relayed.group.members, relayed)
 
     def forget(self) -> None:
         """What was packed is there no more."""
@@ -114,46 +122,65 @@ class Feeds:
 
     def planned_for(self, name: str) -> str:
         """The link of the plan that delivers what `name` gets: all members get what the first does."""
-        return self._feeds[name].group.members[0] if name in self._feeds else name
+        return self._relays[name].group.members[0] if name in self._relays else name
 
     def roots(self) -> tuple[str, ...]:
-        """Members that are fed."""
-        return tuple(name for name, feed in self._feeds.items() if name in feed.group.roots())
+        """Members that trainers write."""
+        return tuple(
+            name for name, relayed in self._relays.items() if name in relayed.group.roots()
+        )
 
-    def keep(self, leader: str, sources: UInt64Array, packed: Mapping[int, int]) -> None:
-        """Hash a feed that has been packed.
+    def keep(
+        self,
+        memory: MemoryOps,
+        leader: str,
+        sources: UInt64Array,
+        packed: Mapping[int, int],
+        digest: str,
+    ) -> None:
+        """Hash a relayed that has been packed.
 
         Args:
+            memory: that the parameters are in, and what is packed.
             leader: first member of the group.
             sources: where the parameters lie.
             packed: op -> address of its packed payload.
+            digest: of the link.
+
+        Raises:
+            TransferFailed: a GPU without room for its tables.
+            TransferOutcomeUnknown: kernels do not end.
         """
-        feed = self._feeds[leader]
-        payload = feed.payload
+        relayed = self._relays[leader]
+        payload = relayed.payload
         parameter = np.where(payload.packed, 0, payload.src_parameter)
-        at = np.array([packed.get(op, 0) for op in range(len(feed.program.ops))], np.uint64)
+        at = np.array([packed.get(op, 0) for op in range(len(relayed.program.ops))], np.uint64)
         base = np.where(payload.packed, at[payload.op], sources[parameter])
         local = base + payload.src_offset.astype(np.uint64)
-        whole = new_digest()
-        chunks = tuple(hash_chunks(payload, local, whole))
-        self._ready[leader] = _Ready(local, chunks, whole.hexdigest())
+        known = self._digests.get(leader)
+        if known is None or not np.array_equal(known[0], local):
+            if known is not None:
+                known[1].close()
+            known = self._digests[leader] = local, payload.digests(memory, local)
+        chunks = known[1].take(range(payload.num_chunks), OWN_WORK_S)
+        self._ready[leader] = _Ready(local, tuple(chunks), digest)
 
     def digest_of(self, name: str) -> str:
         """Of the link to a member; empty when it is not packed."""
-        ready = self._ready.get(self._feeds[name].group.members[0])
+        ready = self._ready.get(self._relays[name].group.members[0])
         return ready.digest if ready is not None else ""
 
     def pieces_to(self, binding: DestinationBinding) -> Pieces:
-        """All of a packed feed, for a direct write to one member."""
-        feed = self._feeds[binding.worker]
+        """All of a packed relayed, for a direct write to one member."""
+        relayed = self._relays[binding.worker]
         targets = np.array(binding.parameter_addresses, np.uint64)
         return Pieces(
-            self._ready[feed.group.members[0]].local,
-            feed.payload.at_destination(targets, binding.landing_address),
-            feed.payload.nbytes.astype(np.uint64),
+            self._ready[relayed.group.members[0]].local,
+            relayed.payload.at_destination(targets, binding.landing_address),
+            relayed.payload.nbytes.astype(np.uint64),
         )
 
-    def feed_root(
+    def write_root(
         self,
         transport: OneSidedTransport,
         worker: str,
@@ -161,7 +188,7 @@ class Feeds:
         place: Place,
         deadline: Deadline,
     ) -> int:
-        """Write the chunks of a root's lanes, a few at a time; returns bytes.
+        """Write the chunks of a root's stripes, a few at a time; returns bytes.
 
         What is not packed is not written: the root is told that nothing comes.
 
@@ -176,31 +203,33 @@ class Feeds:
             TransferError: the root was not reached, or a write failed.
             TransferOutcomeUnknown: bytes may still land.
         """
-        feed = self._feeds[binding.worker]
-        ready = self._ready.get(feed.group.members[0])
-        outlet = Outlet(feed.addresses[binding.worker], worker, place, deadline)
+        relayed = self._relays[binding.worker]
+        ready = self._ready.get(relayed.group.members[0])
+        sender = RelaySender(relayed.addresses[binding.worker], worker, place, deadline)
         targets = np.array(binding.parameter_addresses, np.uint64)
-        remote = feed.payload.at_destination(targets, binding.landing_address)
+        remote = relayed.payload.at_destination(targets, binding.landing_address)
         failed = threading.Event()
 
         def write(chunk: int) -> int:
             if ready is None or failed.is_set():
                 return 0
             try:
-                write_chunk(transport, binding, feed.payload, chunk, ready.local, remote, deadline)
-                outlet.send(ChunkLanded(worker, chunk, ready.chunks[chunk]))
+                write_chunk(
+                    transport, binding, relayed.payload, chunk, ready.local, remote, deadline
+                )
+                sender.send(ChunkLanded(worker, chunk, ready.chunks[chunk]))
             except BaseException:  # whatever it is, the root waits for no more
                 failed.set()
                 raise
-            return feed.payload.chunk_nbytes(chunk)
+            return relayed.payload.chunk_nbytes(chunk)
 
-        lanes, num_lanes = feed.lanes_of(binding.worker), len(feed.group.stripes)
-        mine = [c for c in range(feed.payload.num_chunks) if c % num_lanes in lanes]
-        with ThreadPoolExecutor(WRITES_AT_ONCE, "windlass-feed") as pool:
+        stripes, num_stripes = relayed.stripes_of(binding.worker), len(relayed.group.stripes)
+        mine = [c for c in range(relayed.payload.num_chunks) if c % num_stripes in stripes]
+        with ThreadPoolExecutor(WRITES_AT_ONCE, "windlass-relay-write") as pool:
             written = [submit(pool, write, chunk) for chunk in mine]
         errors = [error for job in written if (error := job.exception()) is not None]
         unknown = [error for error in errors if is_unknown(error)]
-        outlet.end(unknown=bool(unknown))
+        sender.end(unknown=bool(unknown))
         for error in (*unknown, *errors):
             raise error
         return sum(job.result() for job in written)

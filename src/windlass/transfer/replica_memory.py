@@ -13,13 +13,12 @@ from windlass.config import ReplicaPlace, take_name
 from windlass.errors import ConfigError
 from windlass.memory.cuda.driver import Event
 from windlass.memory.cuda.gpu import Gpu, shared_gpu
+from windlass.memory.cuda.ops import CudaMemory
 from windlass.memory.cuda.pinned_arena import PinnedArena
 from windlass.memory.cuda.range_copy import COPY_ENGINE_NBYTES, RangeCopy
-from windlass.memory.ops import OWN_WORK_S
-from windlass.transfer.arena import Arena
+from windlass.memory.ops import OWN_WORK_S, Buffer
+from windlass.transfer.arena import Arena, ArenaSlot
 from windlass.transfer.base import LINKS_AT_ONCE
-from windlass.transfer.device_arena import DeviceArena, DeviceMemory
-from windlass.transfer.pack_arena import ArenaSlot
 from windlass.transfer.pieces import UInt64Array
 from windlass.transfer.replica import ReplicaMemory
 from windlass.transports.base import MemoryType, OneSidedTransport
@@ -70,7 +69,7 @@ def replica_memory(
                 "memory it writes ('host' needs cuda_ipc), got 'host'"
             )
         gpu = shared_gpu(traits.gpu)
-        return GpuCopies(gpu, lambda nbytes: DeviceArena(gpu.device, transport, nbytes))
+        return GpuCopies(gpu, lambda nbytes: Arena(transport, nbytes, CudaMemory(gpu)))
     if place is ReplicaPlace.DEVICE:
         raise ConfigError(
             f"replica: must be 'host' with {name}, which writes out of host memory, got 'device'"
@@ -82,7 +81,7 @@ def _beside(gpu: Gpu, place: ReplicaPlace) -> ReplicaMemory:
     """For kernels that store out of it themselves: nothing is registered."""
     if place is ReplicaPlace.HOST:
         return GpuCopies(gpu, lambda nbytes: PinnedArena(gpu.device, nbytes), PCIE_ENGINE_NBYTES)
-    return GpuCopies(gpu, lambda nbytes: DeviceMemory(gpu.device, nbytes))
+    return GpuCopies(gpu, CudaMemory(gpu).allocate)
 
 
 @final
@@ -150,7 +149,7 @@ class GpuCopies:
     def __init__(
         self,
         gpu: Gpu,
-        make: Callable[[int], DeviceArena | DeviceMemory | PinnedArena],
+        make: Callable[[int], Buffer],
         engine_nbytes: int = COPY_ENGINE_NBYTES,
     ) -> None:
         self._gpu, self._engine_nbytes = gpu, engine_nbytes

@@ -27,11 +27,12 @@ import numpy as np
 
 from windlass.errors import ConfigError, PlanError, TransferOutcomeUnknown, WindlassError
 from windlass.layout.manifest import ShardManifest
-from windlass.memory.ops import ALIGNMENT
+from windlass.memory.ops import ALIGNMENT, Buffer
 from windlass.net.clock import Deadline
 from windlass.planning.plan import TransferPlan
 from windlass.planning.program import LinkProgram, bind_links
 from windlass.planning.relay import RelayGroup
+from windlass.transfer.arena import memory_of
 from windlass.transfer.base import LINKS_AT_ONCE, ParameterMemory, SendResult
 from windlass.transfer.bind import (
     bind_peers,
@@ -40,15 +41,13 @@ from windlass.transfer.bind import (
     check_digest_kind,
     check_part,
 )
-from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus
+from windlass.transfer.bindings import DestinationBinding, GroupOffer, LinkOutcome, LinkStatus
 from windlass.transfer.outcomes import is_unknown, status_of, submit
-from windlass.transfer.pack_arena import PackArena
-from windlass.transfer.packer import PackedLink, Peer
-from windlass.transfer.packers import packer_for
+from windlass.transfer.packer import PackedLink, Packer, Peer
 from windlass.transfer.parameters import LocatedParameters, SourceParameters
 from windlass.transfer.pieces import Pieces, batches, packed_capacity
 from windlass.transfer.relay_wire import Place, RelayAddress
-from windlass.transfer.relay_write import Feeds, bind_feed
+from windlass.transfer.relay_write import RelayWrites, bind_group
 from windlass.transfer.replica import CopyTimes, Replica
 from windlass.transfer.replica_memory import replica_memory
 from windlass.transports.base import MemoryRegion, OneSidedTransport, WriteBatch
@@ -97,7 +96,7 @@ class Sender:
         self._parameters = SourceParameters(transport, manifest, parameters, registered)
         self._pool = ThreadPoolExecutor(LINKS_AT_ONCE, "windlass-writer")
         memory = replica_memory(replica, transport, self._pool)
-        self._packer = packer_for(transport, arena_nbytes)
+        self._packer = Packer(transport, memory_of(transport), arena_nbytes)
         self._replica = None if memory is None else Replica(manifest, memory)
         self._lock = threading.Lock() if self._replica is None else self._replica.lock
         self._programs: dict[str, LinkProgram] = {}
@@ -108,7 +107,7 @@ class Sender:
         self._digests: dict[str, str] = {}
         self._offsets: dict[str, int] = {}
         self._sent: set[str] = set()
-        self._feeds = Feeds()
+        self._relays = RelayWrites()
         self._pack_s = 0.0
 
     @property
@@ -171,8 +170,13 @@ class Sender:
                 # The weights may have changed while the last of them was copied and packed.
                 self._forget()
 
-    def connect(self, plan: TransferPlan, bindings: Sequence[DestinationBinding]) -> None:
+    def connect(
+        self, plan: TransferPlan, bindings: Sequence[DestinationBinding]
+    ) -> GroupOffer | None:
         """Bind a plan part (`TransferPlan.for_source`); allocates and registers the arena.
+
+        Returns:
+            None: nobody joins a group.
 
         Raises:
             PlanError: the plan was made for another layout, a destination has no binding, or a
@@ -182,7 +186,8 @@ class Sender:
         """
         with self._lock:
             self._settle_doubt()
-            self._programs, self._feeds = {}, Feeds()
+            self._relays.close()
+            self._programs, self._relays = {}, RelayWrites()
             self._forget()
             index = check_part(self._manifest, plan.sources, plan.source_digests, "sources")
             programs = {program.peer: program for program in bind_links(plan, sending=True)}
@@ -201,6 +206,7 @@ class Sender:
                 self._replica.fit(self._read_in_place)
             self._programs = programs
             self._first_link = index
+        return None
 
     def connect_relay(
         self,
@@ -220,11 +226,11 @@ class Sender:
                 program = self._programs.get(group.members[0])
                 if program is None:
                     continue  # this rank holds nothing that the group wants
-                feed = bind_feed(group, program, known, addresses)
-                for name, copy in feed.copies().items():
+                relayed = bind_group(group, program, known, addresses)
+                for name, copy in relayed.copies().items():
                     self._peers[name] = Peer.bound_to(known[name])
                     self._programs[name] = copy
-                self._feeds.add(feed)
+                self._relays.add(relayed)
 
     def prepare(self, version: int | None = None) -> None:
         """Hash every link, and pack them where the arena holds all at once; nothing is sent.
@@ -247,7 +253,7 @@ class Sender:
             self._settle_doubt()
             self._forget()
             programs = tuple(
-                p for p in self._programs.values() if self._feeds.planned_for(p.peer) == p.peer
+                p for p in self._programs.values() if self._relays.planned_for(p.peer) == p.peer
             )
             if self._packer.arena is None and not self._packer.holds(programs):
                 self._packer.fit(programs)  # it was parted with, and there was no room for another
@@ -263,7 +269,12 @@ class Sender:
             if replica is not None:
                 replica.taken(version)
 
-    def write(self, destinations: Sequence[str], deadline_s: float) -> SendResult:
+    def write(
+        self,
+        version: int,  # noqa: ARG002
+        destinations: Sequence[str],
+        deadline_s: float,
+    ) -> SendResult:
         """Write the links to `destinations`. Idempotent.
 
         What is written for a second time is packed again first, unless from a replica: the weights must
@@ -280,7 +291,9 @@ class Sender:
             check_destinations(self._programs, destinations)
             return self._write(destinations, Deadline.after(deadline_s, "write"))
 
-    def feed(self, place: Place, destinations: Sequence[str], deadline_s: float) -> SendResult:
+    def relay_write(
+        self, place: Place, destinations: Sequence[str], deadline_s: float
+    ) -> SendResult:
         """As `write`, but groups that are bound for it are relayed: only their roots are written.
 
         The outcome of a member that this rank does not write is that of the digest: OK once it
@@ -294,11 +307,11 @@ class Sender:
             check_destinations(self._programs, destinations)
             deadline = Deadline.after(deadline_s, "write")
             began, arena = time.perf_counter(), self._packer.arena
-            digests = {n: self._feeds.digest_of(n) for n in destinations if n in self._feeds}
+            digests = {n: self._relays.digest_of(n) for n in destinations if n in self._relays}
             self._sent.update(digests)
             roots = {
-                root: submit(self._pool, self._feed_root, root, place, deadline)
-                for root in self._feeds.roots()
+                root: submit(self._pool, self._write_root, root, place, deadline)
+                for root in self._relays.roots()
             }
             try:
                 sent = self._write([n for n in destinations if n not in digests], deadline)
@@ -311,7 +324,7 @@ class Sender:
                 wait(roots.values())
             outcomes = {link.destination: link for link in sent.links}
             for name, digest in digests.items():
-                outcomes[name] = self._fed_outcome(name, roots.get(name), digest, arena)
+                outcomes[name] = self._relayed_outcome(name, roots.get(name), digest, arena)
             wire_s = max(time.perf_counter() - began, sent.wire_s)
             return SendResult(tuple(outcomes[n] for n in destinations), sent.pack_s, wire_s)
 
@@ -325,7 +338,8 @@ class Sender:
             self._settle_doubt(renew=False)
             if self._replica is not None:
                 self._replica.close()
-            self._programs, self._feeds = {}, Feeds()
+            self._relays.close()
+            self._programs, self._relays = {}, RelayWrites()
             self._forget()
             self._packer.close()
             self._parameters.close()
@@ -334,7 +348,7 @@ class Sender:
         check_digest_kind(self._packer.digest_kind, binding)
         check_binding(program, binding)
 
-    # --- links and feeds ---------------------------------------------------------------------
+    # --- links and relays --------------------------------------------------------------------
 
     def _write(self, destinations: Sequence[str], deadline: Deadline) -> SendResult:
         shift = self._first_link % max(len(destinations), 1)
@@ -362,18 +376,18 @@ class Sender:
         return SendResult(tuple(outcomes[name] for name in destinations), pack_s, wire_s)
 
     def _find_ready(self, name: str) -> PackedLink | None:
-        if name not in self._feeds:
+        if name not in self._relays:
             return self._ready.get(name)
-        digest = self._feeds.digest_of(name)
+        digest = self._relays.digest_of(name)
         if not digest:
             return None
-        pieces = self._feeds.pieces_to(self._peers[name].binding)
+        pieces = self._relays.pieces_to(self._peers[name].binding)
         return PackedLink(tuple(batches(pieces)), digest)
 
     def _forget(self) -> None:
         """Nothing is prepared."""
         self._ready, self._digests, self._offsets, self._sent = {}, {}, {}, set()
-        self._feeds.forget()
+        self._relays.forget()
 
     def _pack_all(self, programs: Sequence[LinkProgram]) -> None:
         offset = 0
@@ -384,17 +398,15 @@ class Sender:
     def _pack(self, program: LinkProgram, offset: int) -> tuple[str, int]:
         """Pack and hash a link at `offset`; its digest, and where the next one may begin."""
         peer = program.peer
-        if peer in self._feeds:
-            packed, after = self._packer.pack_ops(program, offset)
-            self._feeds.keep(peer, self._packer.sources, packed)
-            return self._feeds.digest_of(peer), after
+        if peer in self._relays:
+            packed, digest, after = self._packer.pack_ops(program, offset)
+            self._relays.keep(self._packer.memory, peer, self._packer.sources, packed, digest)
+            return self._relays.digest_of(peer), after
         self._ready[peer], after = self._packer.pack_link(program, self._peers[peer], offset)
         return self._ready[peer].digest, after
 
     def _hash_all(self, programs: Sequence[LinkProgram]) -> None:
-        links = [(program, self._peers[program.peer]) for program in programs]
-        digests = self._packer.hash_links(links, self._pool)
-        self._digests.update(zip((p.peer for p in programs), digests, strict=True))
+        self._digests |= self._packer.hash_links(programs, self._pool)
 
     def _pack_again(self, names: Iterable[str]) -> dict[str, LinkOutcome]:
         """Before links are written again; outcomes of those whose parameters are others than before."""
@@ -403,7 +415,7 @@ class Sender:
             return lost
         found: dict[str, str] = {}
         for name in names:
-            planned = self._feeds.planned_for(name)
+            planned = self._relays.planned_for(name)
             if planned in self._offsets and planned not in found:
                 found[planned], _ = self._pack(self._programs[planned], self._offsets[planned])
             if planned in found and found[planned] != self._digests[planned]:
@@ -411,13 +423,13 @@ class Sender:
                 lost[name] = LinkOutcome(name, LinkStatus.FAILED, 0, "", reason)
         return lost
 
-    def _feed_root(self, root: str, place: Place, deadline: Deadline) -> int:
+    def _write_root(self, root: str, place: Place, deadline: Deadline) -> int:
         """In a thread of the pool."""
         worker, binding = self._manifest.worker, self._peers[root].binding
-        return self._feeds.feed_root(self._transport, worker, binding, place, deadline)
+        return self._relays.write_root(self._transport, worker, binding, place, deadline)
 
-    def _fed_outcome(
-        self, name: str, written: Future[int] | None, digest: str, arena: PackArena | None
+    def _relayed_outcome(
+        self, name: str, written: Future[int] | None, digest: str, arena: Buffer | None
     ) -> LinkOutcome:
         if written is not None and (error := written.exception()) is not None:
             return self._failed(name, error, arena)
@@ -453,7 +465,7 @@ class Sender:
 
     def _stream(self, name: str, deadline: Deadline) -> tuple[LinkOutcome, float, float]:
         """Pack one half of the arena while the other half is on the wire."""
-        digest = self._digests.get(self._feeds.planned_for(name))
+        digest = self._digests.get(self._relays.planned_for(name))
         if digest is None:
             reason = "not prepared: nothing says what the weights of this version are"
             return LinkOutcome(name, LinkStatus.FAILED, 0, "", reason), 0.0, 0.0
@@ -508,7 +520,7 @@ class Sender:
     def _succeeded(self, name: str, digest: str) -> LinkOutcome:
         return LinkOutcome(name, LinkStatus.OK, self._programs[name].nbytes, digest)
 
-    def _failed(self, name: str, error: BaseException, arena: PackArena | None) -> LinkOutcome:
+    def _failed(self, name: str, error: BaseException, arena: Buffer | None) -> LinkOutcome:
         status, reason = status_of(error), f"{type(error).__name__}: {error}"
         if not isinstance(error, WindlassError):
             _log.error("writing to %s failed", name, exc_info=error)
@@ -524,14 +536,14 @@ class Sender:
             finally:  # no memory for another replica: the arena is in doubt all the same
                 self._packer.abandon(renew=renew)
 
-    def _abandon(self, arena: PackArena | None) -> None:
+    def _abandon(self, arena: Buffer | None) -> None:
         if self._replica is not None:
             # It may be read again in this round, since nothing writes to it before the next.
             self._replica.doubt()
             return
         if arena is not None and arena is self._packer.arena:
             self._ready, self._offsets = {}, {}
-            self._feeds.forget()
+            self._relays.forget()
             try:
                 self._packer.abandon()
             except (WindlassError, OSError, MemoryError):  # the outcome counts: links find no arena

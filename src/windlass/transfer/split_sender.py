@@ -6,7 +6,6 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import final
 
-from windlass.errors import ProtocolError
 from windlass.planning.plan import TransferPlan
 from windlass.transfer.base import SenderBackend, SendResult
 from windlass.transfer.bindings import DestinationBinding, GroupOffer
@@ -21,7 +20,7 @@ class SplitSender:
 
     Args:
         stores: of links whose transport is one of `stored_by`. Closed with this one.
-        writes: of all other links. Closed with this one.
+        writes: of all other links. The caller closes it.
         stored_by: names of transports.
     """
 
@@ -42,10 +41,6 @@ class SplitSender:
         self._stores.connect(plan.for_destinations(self._stored), near)
         others = frozenset(plan.destinations) - self._stored
         return self._writes.connect(plan.for_destinations(others), far)
-
-    def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:  # noqa: ARG002
-        """No groups here."""
-        raise ProtocolError("p2p: one-sided writes have no groups to join")
 
     def prepare(self, version: int) -> None:
         """See `SenderBackend.prepare`."""
@@ -89,4 +84,3 @@ class SplitSender:
         """See `SenderBackend.close`."""
         self._thread.shutdown(wait=True)
         self._stores.close()
-        self._writes.close()

@@ -1,4 +1,4 @@
-"""Which parts of a link have landed, told by the writer to the rank whose memory it writes.
+"""Which parts of a link have been written, as the writer notifies the rank whose memory it writes.
 
 A one-sided write says nothing to its target, so a rank that waits for the whole update hashes it
 when the wire is silent already. With these datagrams it hashes each part while later ones are under
@@ -21,7 +21,7 @@ import msgspec
 
 from windlass.errors import DECODE_ERRORS
 
-__all__ = ["Landed", "LandingListener", "LandingTeller", "listen_if_possible"]
+__all__ = ["PartWritten", "ProgressListener", "ProgressNotifier", "listen_if_possible"]
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ MAX_AT_ONCE = 1024
 """Messages: more than a queue holds, so that somebody who sends without end holds nobody up."""
 
 
-class Landed(msgspec.Struct, frozen=True, array_like=True):
+class PartWritten(msgspec.Struct, frozen=True, array_like=True):
     """Pieces [start, stop) of one table of a link lie in their places.
 
     Attributes:
@@ -50,13 +50,13 @@ class Landed(msgspec.Struct, frozen=True, array_like=True):
 
 
 @final
-class LandingTeller:
+class ProgressNotifier:
     """The writer's end. Not thread-safe."""
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
 
-    def tell(self, listener: str, landed: Landed) -> None:
+    def notify(self, listener: str, part: PartWritten) -> None:
         """Send and forget.
 
         A listener that is gone, has a full queue or is in another network namespace hashes by itself.
@@ -65,7 +65,7 @@ class LandingTeller:
             if self._socket is None:
                 kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
                 self._socket = socket.socket(socket.AF_UNIX, kind)
-            self._socket.sendto(msgspec.msgpack.encode(landed), _name_of(listener))
+            self._socket.sendto(msgspec.msgpack.encode(part), _name_of(listener))
 
     def close(self) -> None:
         """Idempotent."""
@@ -73,37 +73,37 @@ class LandingTeller:
             self._socket.close()
 
 
-def listen_if_possible(deliver: Callable[[Landed], None]) -> LandingListener | None:
-    """A listener, or None where none is to be had: what landed is hashed in the end then."""
+def listen_if_possible(deliver: Callable[[PartWritten], None]) -> ProgressListener | None:
+    """A listener, or None where none is to be had: all is hashed in the end then."""
     try:
-        return LandingListener(deliver)
+        return ProgressListener(deliver)
     except (OSError, RuntimeError) as error:
-        _log.warning("parts are not hashed as they land: %s", error)
+        _log.warning("parts are not hashed as they are written: %s", error)
         return None
 
 
 @final
-class LandingListener:
+class ProgressListener:
     """The rank's end: a socket in Linux's abstract namespace and a thread that sleeps on it.
 
     Args:
         deliver: called with each message, by the thread or by `drain`, never by both at once.
 
     Attributes:
-        address: for the writers' `tell`.
+        address: for the writers' `notify`.
 
     Raises:
         OSError, RuntimeError: there is no socket or no thread to be had.
     """
 
-    def __init__(self, deliver: Callable[[Landed], None]) -> None:
+    def __init__(self, deliver: Callable[[PartWritten], None]) -> None:
         self._deliver = deliver
-        self._decoder = msgspec.msgpack.Decoder(Landed)
+        self._decoder = msgspec.msgpack.Decoder(PartWritten)
         self._lock = threading.Lock()
         self._closed = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self.address = secrets.token_hex(16)
-        self._thread = threading.Thread(target=self._listen, name="landings", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="write-progress", daemon=True)
         try:
             self._socket.bind(_name_of(self.address))
             self._thread.start()
@@ -112,7 +112,7 @@ class LandingListener:
             raise
 
     def drain(self) -> None:
-        """Deliver what was told before this call."""
+        """Deliver what was sent before this call."""
         with self._lock:
             for _ in range(MAX_AT_ONCE):
                 if self._closed or (message := self._next()) is None:

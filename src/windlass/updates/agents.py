@@ -12,10 +12,14 @@ from windlass.config import P2pBackend, UpdateBackend, UpdateMode
 from windlass.errors import ConfigError, PeerUnreachable, ProtocolError, RoundAborted, WindlassError
 from windlass.planning.plan import TransferPlan
 from windlass.transfer.backends import receiver_for, sender_for
-from windlass.transfer.base import ReceiverBackend, SenderBackend, SendResult
+from windlass.transfer.base import (
+    GroupMember,
+    GroupReceiver,
+    ReceiverBackend,
+    SenderBackend,
+    SendResult,
+)
 from windlass.transfer.bindings import BindingsRefused, LinkOutcome, LinkStatus
-from windlass.transfer.device_receiver import DeviceReceiver
-from windlass.transfer.one_sided import OneSidedReceiver, OneSidedSender
 from windlass.transfer.push import PushReceiver
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.relay_node import RelayNode
@@ -122,6 +126,8 @@ class TrainerAgent:
                 if offer is not None:
                     return Offered(offer)
             case JoinGroups():
+                if not isinstance(self._sender, GroupMember):
+                    raise ProtocolError(f"{type(self._sender).__name__} joins no groups")
                 self._sender.join(command.offers, command.deadline_s)
             case Prepare():
                 with self._one_sided.parameters.once():
@@ -137,7 +143,9 @@ class TrainerAgent:
                 self._relaying().connect_relay(groups, bindings, command.addresses)
             case RelayWrite():
                 round_id = epoch, round_number
-                sent = self._relaying().feed(round_id, command.destinations, command.deadline_s)
+                sent = self._relaying().relay_write(
+                    round_id, command.destinations, command.deadline_s
+                )
                 return self._written(sent)
             case Abort():
                 pass  # nothing to undo: the sender keeps no state of a round but packed bytes
@@ -181,15 +189,15 @@ class TrainerAgent:
             )
         return Written(links, sent.pack_s, sent.wire_s)
 
-    def _relaying(self) -> OneSidedSender:
-        if not isinstance(self._sender, OneSidedSender):
+    def _relaying(self) -> Sender:
+        if not isinstance(self._sender, Sender):
             raise ProtocolError(f"{type(self._sender).__name__} cannot write to a relay")
         return self._sender
 
     def close(self) -> None:
         """Leave groups; the one-sided sender belongs to the caller. Idempotent."""
         self._replicated.close()
-        self._sender.close()
+        self._leave()
 
     def _choose(self, backend: UpdateBackend) -> None:
         if self._one_sided.has_replica and not backend.traits.one_sided:
@@ -197,9 +205,13 @@ class TrainerAgent:
                 f"replica: backend {type(backend).__name__} reads parameters where they lie; use p2p"
             )
         if backend != self._backend:
-            self._sender.close()
+            self._leave()
             self._sender = sender_for(backend, self._one_sided, self._host)
             self._backend = backend
+
+    def _leave(self) -> None:
+        if self._sender is not self._one_sided:
+            self._sender.close()
 
 
 @final
@@ -289,9 +301,9 @@ class EngineAgent:
                 self._hooks.pause(pause_id, command.mode, command.deadline_s)
                 self._open_to_writes |= self._mode is UpdateMode.IN_PLACE
             case JoinGroups():
-                self._receiver.join(command.offers, command.deadline_s)
+                self._grouped().join(command.offers, command.deadline_s)
             case Receive():
-                self._receiver.receive(command.groups, command.deadline_s)
+                self._grouped().receive(command.groups, command.deadline_s)
             case Verify():
                 return self._verify(command)
             case Apply():
@@ -327,9 +339,9 @@ class EngineAgent:
         return Verified(self._delivery.verify(command.version, command.expected))
 
     def _relay_part(self, command: RelayCommand) -> Result:
-        if not isinstance(self._receiver, OneSidedReceiver):
+        if not isinstance(self._receiver, Receiver):
             raise ProtocolError(f"{type(self._receiver).__name__} cannot take part in a relay")
-        self._refuse_elsewhere("a relay")
+        self._refuse_remote("a relay")
         match command:
             case OpenRelay():
                 return RelayOpened(self._relay.open())
@@ -357,8 +369,7 @@ class EngineAgent:
         """Stop listening for relays; free what was allocated on a GPU. Idempotent."""
         self._relay.close()
         self._push.close()
-        if isinstance(self._receiver, DeviceReceiver):
-            self._receiver.close()
+        self._receiver.close()
         if self._source is not None:
             self._source.close()
 
@@ -397,7 +408,7 @@ class EngineAgent:
 
     def _choose(self, backend: UpdateBackend) -> None:
         if not backend.traits.one_sided:
-            self._refuse_elsewhere(f"backend {type(backend).__name__}")
+            self._refuse_remote(f"backend {type(backend).__name__}")
         if backend != self._backend:
             self._receiver.close()
             self._receiver = receiver_for(backend, self._one_sided, self._host)
@@ -406,9 +417,10 @@ class EngineAgent:
 
     def _begin_push(self) -> None:
         """The next update that comes by a plan binds it anew."""
-        self._refuse_elsewhere("an update that the trainer drives")
-        self._receiver.close()
-        self._receiver = receiver_for(self._backend, self._one_sided, self._host)
+        self._refuse_remote("an update that the trainer drives")
+        if self._receiver is not self._one_sided:  # into its memory late writes may still come
+            self._receiver.close()
+            self._receiver = receiver_for(self._backend, self._one_sided, self._host)
         self._delivery = self._push
         self._mode = UpdateMode.STAGED  # nothing touches live memory before `Apply`
         self._push.begin()
@@ -426,8 +438,13 @@ class EngineAgent:
             case _:
                 assert_never(command)
 
-    def _refuse_elsewhere(self, what: str) -> None:
-        if self._one_sided.is_elsewhere:
+    def _grouped(self) -> GroupReceiver:
+        if not isinstance(self._receiver, GroupReceiver):
+            raise ProtocolError(f"{type(self._receiver).__name__} joins no groups")
+        return self._receiver
+
+    def _refuse_remote(self, what: str) -> None:
+        if self._one_sided.is_remote:
             raise ProtocolError(
                 f"{what} cannot reach this engine: its parameters are in a process without an "
                 "agent; use the backend p2p"

@@ -152,7 +152,7 @@ async def bind_fleet(
         RoundAborted: a trainer did not bind the plan, or did not answer within `deadline_s`.
     """
     destinations = [manifest for engine in engines for manifest in engine.manifests]
-    relay = plan_relay(engines, backend)
+    relay = plan_relay(trainers, engines, backend)
     engine_of = {worker: engine.name for engine in engines for worker in engine.workers}
     # Taken before the first await: whoever joins meanwhile is no part of this binding.
     signature, workers = signature_of([trainers, *engines]), trainers.workers

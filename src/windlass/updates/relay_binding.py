@@ -10,7 +10,6 @@ from windlass.layout.manifest import ShardManifest
 from windlass.planning.relay import RelayGroup, children_of, find_replicas, stripes_of
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transfer.relay_wire import RelayAddress
-from windlass.transports.base import MemoryType
 from windlass.updates.fleet import Group
 from windlass.updates.messages import ConnectRelay, OpenRelay
 
@@ -81,25 +80,26 @@ class RelayPlan:
         return found | dict.fromkeys(trainers, feeding)
 
 
-def plan_relay(engines: Sequence[Group], backend: UpdateBackend) -> RelayPlan:
+def plan_relay(trainers: Group, engines: Sequence[Group], backend: UpdateBackend) -> RelayPlan:
     """Which engines pass on to which others.
 
-    Only engines that can send, whose memory the host can read, and whose ranks hold the same boxes at the same places, box for box.
+    Only engines that can send, and whose ranks hold the same boxes at the same places, box for box; on GPUs
+    those that a network writes. Kernels that store into peers relay nothing.
 
     Args:
-        engines: that will be bound.
+        trainers: that will be bound.
+        engines: likewise.
         backend: says whether and how.
     """
+    if _stores_by_kernels(trainers):
+        return RelayPlan()
     if not isinstance(backend, P2pBackend) or backend.relay is RelayShape.OFF:
         return RelayPlan()
     able = {
         engine.name: engine
         for engine in engines
-        if all(
-            agent.hello.can_send and offer.traits.memory is MemoryType.HOST
-            for agent in engine.agents.values()
-            for offer in agent.hello.offers
-        )
+        if not _stores_by_kernels(engine)
+        and all(agent.hello.can_send for agent in engine.agents.values())
     }
     groups = []
     for names in find_replicas({name: engine.manifests for name, engine in able.items()}):
@@ -109,3 +109,11 @@ def plan_relay(engines: Sequence[Group], backend: UpdateBackend) -> RelayPlan:
             for members in zip(*(able[name].workers for name in names), strict=True)
         ]
     return RelayPlan(tuple(groups))
+
+
+def _stores_by_kernels(group: Group) -> bool:
+    return any(
+        offer.traits.strided_stores
+        for agent in group.agents.values()
+        for offer in agent.hello.offers
+    )

@@ -3,26 +3,47 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
 
 from windlass.errors import TransferFailed
 from windlass.layout.dtypes import DType
 from windlass.memory.cuda.gpu import Gpu
 from windlass.memory.cuda.kernels import PieceTable
-from windlass.memory.cuda.links import WORDS_NBYTES, load_table, read_digest, read_sent, read_words
+from windlass.memory.cuda.links import (
+    WORDS_NBYTES,
+    DeviceLink,
+    load_link,
+    load_table,
+    read_digest,
+    read_sent,
+    read_words,
+    unload_links,
+)
 from windlass.memory.cuda.pieces import (
     MAX_PIECE_NBYTES,
     PieceArray,
     PieceKind,
     cut_copy,
     cut_ops,
+    cut_ranges,
     join_tables,
     kind_of,
+    least_packed_nbytes,
+    payload_parts,
     store_packed,
 )
-from windlass.memory.ops import StridedCopy, UInt64Array
+from windlass.memory.ops import (
+    Int64Array,
+    PackedPart,
+    StridedCopy,
+    UInt64Array,
+    aligned,
+)
 from windlass.memory.packing import overflow_text
 from windlass.planning.plan import Transform
 from windlass.planning.program import DigestKind, LinkProgram
@@ -86,10 +107,30 @@ class CudaMemory:
         addresses: UInt64Array,
         *,
         at_source: bool,
-        landing_address: int = 0,
+        staging_address: int = 0,
     ) -> _CudaDigests:
         """See `MemoryOps.digests`."""
-        return _CudaDigests(self._gpu, programs, addresses, at_source, landing_address)
+        return _CudaDigests(self._gpu, programs, addresses, at_source, staging_address)
+
+    def chunk_digests(
+        self, addresses: UInt64Array, nbytes: Int64Array, chunk_start: Int64Array
+    ) -> _CudaChunks:
+        """See `MemoryOps.chunk_digests`."""
+        return _CudaChunks(self._gpu, addresses, nbytes, chunk_start)
+
+    def least_pack_nbytes(self, program: LinkProgram) -> int:
+        """See `MemoryOps.least_pack_nbytes`."""
+        return least_packed_nbytes(program)
+
+    def pack_link(
+        self,
+        program: LinkProgram,
+        addresses: UInt64Array,
+        places: Sequence[int],
+        capacity_nbytes: int,
+    ) -> _CudaPack:
+        """See `MemoryOps.pack_link`."""
+        return _CudaPack(self._gpu, program, addresses, places, capacity_nbytes)
 
     def view(
         self, address: int, sizes: Sequence[int], strides_bytes: Sequence[int], dtype: DType
@@ -199,81 +240,223 @@ class _CudaDigests:
         programs: Mapping[str, LinkProgram],
         addresses: UInt64Array,
         at_source: bool,
-        landing_address: int,
+        staging_address: int,
     ) -> None:
         gpu.refuse_late()
-        self._gpu, self._programs = gpu, programs
-        self._at_source = at_source
-        self._hashed: dict[str, list[PieceTable]] = {}
+        self._gpu, self._at_source = gpu, at_source
+        self._links: dict[str, DeviceLink] = {}
         self._cast: dict[str, list[PieceTable]] = {}
-        self._words: dict[str, int] = {}
         self._scratch = 0
         with ExitStack() as undo:
+            undo.callback(self.close)
             for peer, program in programs.items():
-                hashed: list[tuple[PieceKind, PieceArray]] = []
-                cast: list[tuple[PieceKind, PieceArray]] = []
-                for op, position, pieces in cut_ops(program, at_source=at_source):
-                    kind = kind_of(op)
-                    if not at_source:
-                        if op.lands and landing_address:
-                            store_packed(pieces, position, landing_address + op.landing_offset)
-                        else:
-                            pieces["dst"] += addresses[op.dst_parameter]
-                        hashed.append((_as_it_lies(kind.dst_dtype), pieces))
-                        continue
-                    pieces["src"] += addresses[op.src_parameter]
-                    if kind == _as_it_lies(kind.src_dtype):
-                        pieces["dst"], pieces["dst_pitch"] = pieces["src"], pieces["src_pitch"]
-                        hashed.append((kind, pieces))
-                    else:
-                        cast.append((kind, pieces))
+                if at_source:
+                    hashed, cast = _split_source(program, addresses)
+                else:
+                    hashed, cast = list(_delivered(program, addresses, staging_address)), []
+                self._links[peer] = load_link(gpu, program, join_tables(hashed))
+                self._cast[peer] = []
                 if cast and not self._scratch:
                     self._scratch = gpu.device.allocate(MAX_PIECE_NBYTES)
-                    undo.callback(gpu.device.free, self._scratch)
                 for _, pieces in cast:
                     # Digests are of what threads hold: what they store over each other is never read.
                     pieces["dst"], pieces["dst_pitch"] = self._scratch, pieces["pos_pitch"]
-                for tables, found in ((self._hashed, hashed), (self._cast, cast)):
-                    tables[peer] = []
-                    for kind, pieces in join_tables(found).items():
-                        tables[peer].append(load_table(gpu, kind, pieces))
-                        undo.callback(tables[peer][-1].close)
-                self._words[peer] = gpu.device.allocate(WORDS_NBYTES)
-                undo.callback(gpu.device.free, self._words[peer])
+                for kind, pieces in join_tables(cast).items():
+                    self._cast[peer].append(load_table(gpu, kind, pieces))
             undo.pop_all()
 
-    def take(self, peers: Iterable[str], deadline_s: float) -> dict[str, str]:
+    @property
+    def links(self) -> Mapping[str, DeviceLink]:
+        return {} if self._at_source else self._links
+
+    def take(
+        self,
+        peers: Iterable[str],
+        deadline_s: float,
+        threads: Executor | None = None,  # noqa: ARG002
+    ) -> dict[str, str]:
         gpu, wanted = self._gpu, list(peers)
         for peer in wanted:
-            words = self._words[peer]
-            gpu.device.clear(words, WORDS_NBYTES, gpu.stream)
-            for table in self._hashed[peer]:
-                gpu.kernels.hash(table, gpu.stream, words)
+            link = self._links[peer]
+            gpu.device.clear(link.digest, WORDS_NBYTES, gpu.stream)
+            for table in link.tables:
+                gpu.kernels.hash(table, gpu.stream, link.digest)
             for table in self._cast[peer]:
-                gpu.kernels.put(table, gpu.stream, words)
+                gpu.kernels.put(table, gpu.stream, link.digest)
         if wanted:
             gpu.finish(deadline_s)
-        return {peer: self._read(peer) for peer in wanted}
+        return {peer: self._read(self._links[peer]) for peer in wanted}
 
-    def _read(self, peer: str) -> str:
+    def _read(self, link: DeviceLink) -> str:
         if not self._at_source:
-            return read_digest(self._gpu, self._words[peer])
-        digest, overflow = read_sent(self._gpu, self._words[peer], self._programs[peer])
+            return read_digest(self._gpu, link.digest)
+        digest, overflow = read_sent(self._gpu, link.digest, link.program)
         if overflow:
             raise TransferFailed(overflow)
         return digest
 
     def close(self) -> None:
-        tables = [*itertools.chain(*self._hashed.values(), *self._cast.values())]
-        words = [*self._words.values(), *([self._scratch] if self._scratch else [])]
-        self._hashed, self._cast, self._words, self._scratch = {}, {}, {}, 0
+        links, cast, scratch = self._links, self._cast, self._scratch
+        self._links, self._cast, self._scratch = {}, {}, 0
         if self._gpu.is_late:
             return  # kernels may still read the tables
-        for table in tables:
+        unload_links(self._gpu, links)
+        for table in itertools.chain.from_iterable(cast.values()):
             table.close()
-        for address in words:
-            self._gpu.device.free(address)
+        if scratch:
+            self._gpu.device.free(scratch)
+
+
+@final
+class _CudaChunks:
+    """One table of raw bytes, in the order of the chunks; words for each chunk."""
+
+    def __init__(
+        self, gpu: Gpu, addresses: UInt64Array, nbytes: Int64Array, chunk_start: Int64Array
+    ) -> None:
+        gpu.refuse_late()
+        self._gpu = gpu
+        pieces, first = cut_ranges(addresses, nbytes)
+        self._first = first[chunk_start]
+        begin = np.append(0, np.cumsum(nbytes))[chunk_start[:-1]]
+        counts = np.diff(self._first)
+        pieces["pos"] -= np.repeat(begin, counts).astype(np.uint64)
+        with ExitStack() as undo:
+            self._table = load_table(gpu, _as_it_lies(DType.UINT8), pieces)
+            undo.callback(self._table.close)
+            self._words = gpu.device.allocate(max(len(begin), 1) * WORDS_NBYTES)
+            undo.pop_all()
+
+    def take(self, chunks: Sequence[int], deadline_s: float) -> list[str]:
+        gpu = self._gpu
+        for chunk in chunks:
+            gpu.device.clear(self._at(chunk), WORDS_NBYTES, gpu.stream)
+            part = range(int(self._first[chunk]), int(self._first[chunk + 1]))
+            gpu.kernels.hash(self._table, gpu.stream, self._at(chunk), part)
+        if chunks:
+            gpu.finish(deadline_s)
+        return [read_digest(gpu, self._at(chunk)) for chunk in chunks]
+
+    def _at(self, chunk: int) -> int:
+        return self._words + chunk * WORDS_NBYTES
+
+    def close(self) -> None:
+        words, self._words = self._words, 0
+        if words and not self._gpu.is_late:
+            self._table.close()
+            self._gpu.device.free(words)
 
 
 def _as_it_lies(dtype: DType) -> PieceKind:
     return PieceKind(Transform.NONE, dtype, dtype)
+
+
+@final
+class _CudaPack:
+    """Tables per turn. Both ends cut ops alike, because a digest by position depends on how rows are cut."""
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        program: LinkProgram,
+        addresses: UInt64Array,
+        places: Sequence[int],
+        capacity_nbytes: int,
+    ) -> None:
+        gpu.refuse_late()
+        self._gpu, self._program = gpu, program
+        self.turns: list[list[PackedPart]] = [[]]
+        packed: list[list[tuple[PieceKind, PieceArray]]] = [[]]
+        direct: list[tuple[PieceKind, PieceArray]] = []
+        self._packed: list[list[PieceTable]] = []
+        self._direct: list[PieceTable] = []
+        self._words = used = 0
+        for index, found in enumerate(cut_ops(program, at_source=True)):
+            op, pieces = found.op, found.pieces
+            pieces["src"] += addresses[op.src_parameter]
+            if op.is_direct:
+                pieces["dst"], pieces["dst_pitch"] = pieces["src"], pieces["src_pitch"]
+                direct.append((kind_of(op), pieces))
+                continue
+            for part in payload_parts(found, capacity_nbytes):
+                if used + aligned(part.nbytes) > capacity_nbytes:
+                    self.turns.append([])
+                    packed.append([])
+                    used = 0
+                address = places[(len(self.turns) - 1) % len(places)] + used
+                store_packed(part.pieces, found.position + part.start, address)
+                packed[-1].append((kind_of(op), part.pieces))
+                self.turns[-1].append(PackedPart(index, part.start, address, part.nbytes))
+                used += aligned(part.nbytes)
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            self._words = gpu.device.allocate(WORDS_NBYTES)
+            for tables, cut in ((self._direct, direct), *((self._turn(), c) for c in packed)):
+                for kind, pieces in join_tables(cut).items():
+                    tables.append(load_table(gpu, kind, pieces))
+            undo.pop_all()
+
+    def _turn(self) -> list[PieceTable]:
+        self._packed.append([])
+        return self._packed[-1]
+
+    def pack(self, turn: int, deadline_s: float) -> None:
+        self._queue(turn)
+        self._gpu.finish(deadline_s)
+
+    def pack_and_hash(self, deadline_s: float) -> str:
+        gpu = self._gpu
+        gpu.device.clear(self._words, WORDS_NBYTES, gpu.stream)
+        for table in self._direct:
+            gpu.kernels.hash(table, gpu.stream, self._words)
+        for turn in range(len(self.turns)):
+            self._queue(turn)
+        gpu.finish(deadline_s)
+        digest, overflow = read_sent(gpu, self._words, self._program)
+        if overflow:
+            raise TransferFailed(overflow)
+        return digest
+
+    def _queue(self, turn: int) -> None:
+        for table in self._packed[turn]:
+            self._gpu.kernels.put(table, self._gpu.stream, self._words)
+
+    def close(self) -> None:
+        tables = [*self._direct, *itertools.chain.from_iterable(self._packed)]
+        words, self._words = self._words, 0
+        self._direct, self._packed = [], []
+        if self._gpu.is_late:
+            return  # kernels may still read the tables
+        for table in tables:
+            table.close()
+        if words:
+            self._gpu.device.free(words)
+
+
+def _delivered(
+    program: LinkProgram, addresses: UInt64Array, staging_address: int
+) -> Iterator[tuple[PieceKind, PieceArray]]:
+    """Where the elements of a link are written."""
+    for op, position, pieces in cut_ops(program, at_source=False):
+        if op.lands and staging_address:
+            store_packed(pieces, position, staging_address + op.landing_offset)
+        else:
+            pieces["dst"] += addresses[op.dst_parameter]
+        yield kind_of(op), pieces
+
+
+def _split_source(
+    program: LinkProgram, addresses: UInt64Array
+) -> tuple[list[tuple[PieceKind, PieceArray]], list[tuple[PieceKind, PieceArray]]]:
+    """What is hashed as it lies, and what is cast or quantised first."""
+    hashed: list[tuple[PieceKind, PieceArray]] = []
+    cast: list[tuple[PieceKind, PieceArray]] = []
+    for op, _, pieces in cut_ops(program, at_source=True):
+        kind = kind_of(op)
+        pieces["src"] += addresses[op.src_parameter]
+        if op.transform is Transform.NONE and op.src_dtype is op.dst_dtype:
+            pieces["dst"], pieces["dst_pitch"] = pieces["src"], pieces["src_pitch"]
+            hashed.append((kind, pieces))
+        else:
+            cast.append((kind, pieces))
+    return hashed, cast

@@ -8,29 +8,34 @@ they store strided and cast on the way. Where a NIC carries the bytes, pieces ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple, assert_never
 
 import numpy as np
 import numpy.typing as npt
 
-from windlass.errors import UnsupportedLayout
+from windlass.errors import PlanError, UnsupportedLayout
 from windlass.layout.dtypes import DType, can_overflow
 from windlass.layout.quantization import BLOCK
 from windlass.memory.cuda.kernels import PIECE
-from windlass.memory.ops import StridedCopy
+from windlass.memory.ops import Int64Array, StridedCopy
 from windlass.planning.plan import Transform
 from windlass.planning.program import BoundOp, LinkProgram
 
 __all__ = [
     "OpPieces",
+    "PayloadPart",
     "PieceKind",
     "MAX_PIECE_NBYTES",
     "PieceArray",
     "block_tables",
     "cut_copy",
     "cut_ops",
+    "cut_ranges",
     "join_tables",
     "kind_of",
+    "least_packed_nbytes",
+    "payload_parts",
     "store_packed",
 ]
 
@@ -96,6 +101,28 @@ def cut_ops(program: LinkProgram, *, at_source: bool) -> Iterator[OpPieces]:
 def kind_of(op: BoundOp) -> PieceKind:
     """What a kernel does with its pieces."""
     return PieceKind(op.transform, op.src_dtype, op.dst_dtype)
+
+
+def cut_ranges(addresses: UInt64Array, nbytes: Int64Array) -> tuple[PieceArray, Int64Array]:
+    """Pieces of raw bytes, hashed where they lie.
+
+    Args:
+        addresses: (n,) of ranges, in the order of the payload.
+        nbytes: (n,) of each, >= 1.
+
+    Returns:
+        The pieces, and (n + 1,) which of them is the first of each range, and how many there are.
+    """
+    count = -(-nbytes // MAX_PIECE_NBYTES)
+    first = np.append(0, np.cumsum(count))
+    row = np.repeat(np.arange(len(nbytes)), count)
+    step = (np.arange(len(row)) - first[row]) * MAX_PIECE_NBYTES
+    pieces = np.zeros(len(row), PIECE)
+    pieces["src"] = pieces["dst"] = addresses[row] + step.astype(np.uint64)
+    pieces["pos"] = (np.cumsum(nbytes) - nbytes)[row] + step
+    pieces["rows"] = 1
+    pieces["row_elems"] = np.minimum(nbytes[row] - step, MAX_PIECE_NBYTES)
+    return pieces, first
 
 
 def join_tables(found: Iterable[tuple[PieceKind, PieceArray]]) -> dict[PieceKind, PieceArray]:
@@ -214,3 +241,69 @@ def cut_copy(copy: StridedCopy, position: int) -> PieceArray:
     pieces["rows"] = np.minimum(rows - row, rows_at_once)
     pieces["row_elems"] = np.minimum(run - col, elems_at_once)
     return pieces.reshape(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadPart:
+    """Pieces whose payload is bytes [start, start + nbytes) of their op's."""
+
+    start: int
+    nbytes: int
+    pieces: PieceArray
+
+
+def payload_parts(found: OpPieces, limit: int) -> Iterator[PayloadPart]:
+    """Cut an op between pieces, so that a part has at most `limit` bytes, none left out.
+
+    Raises:
+        PlanError: pieces that lie between each other (a row of blocks) are more than that.
+    """
+    op, pieces = found.op, found.pieces
+    if op.nbytes <= limit:
+        yield PayloadPart(0, op.nbytes, pieces)
+        return
+    pieces = pieces[np.argsort(pieces["pos"], kind="stable")]
+    starts = pieces["pos"].astype(np.int64) - found.position
+    cuts = _closed_ends(found, pieces, starts)
+    first = 0
+    while first < len(pieces):
+        begin = int(starts[first])
+        fitting = cuts[(cuts > first) & (_ends_at(cuts, starts, op.nbytes) - begin <= limit)]
+        if not len(fitting):
+            needed = int(_ends_at(cuts[cuts > first][:1], starts, op.nbytes)[0]) - begin
+            raise PlanError(f"arena_nbytes: half of it must hold {needed} bytes, got {limit}")
+        stop = int(fitting[-1])
+        end = op.nbytes if stop == len(pieces) else int(starts[stop])
+        yield PayloadPart(begin, end - begin, pieces[first:stop].copy())
+        first = stop
+
+
+def _closed_ends(
+    found: OpPieces, pieces: PieceArray, starts: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Numbers of pieces after which no earlier one reaches further: (n,), ascending."""
+    itemsize = found.op.dst_dtype.itemsize
+    if found.op.transform is Transform.FP8_BLOCK_SCALES:  # a block at the source, one scale here
+        reach = starts + itemsize
+    else:
+        rows = (pieces["rows"].astype(np.int64) - 1) * pieces["pos_pitch"].astype(np.int64)
+        reach = starts + rows + pieces["row_elems"].astype(np.int64) * itemsize
+    closed = np.maximum.accumulate(reach)[:-1] <= starts[1:]
+    return np.append(np.flatnonzero(closed) + 1, len(pieces))
+
+
+def _ends_at(
+    cuts: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], nbytes: int
+) -> npt.NDArray[np.int64]:
+    """Where the payload of the pieces before each cut ends."""
+    return np.append(starts, nbytes)[cuts]
+
+
+def least_packed_nbytes(program: LinkProgram) -> int:
+    """Bytes that hold any piece of a link, or row of blocks that is quantised, which are not cut."""
+    rows_of_blocks = (
+        BLOCK * op.packed_strides[0]
+        for op in program.ops
+        if op.transform is Transform.FP8_BLOCK_VALUES
+    )
+    return max((MAX_PIECE_NBYTES, *rows_of_blocks))

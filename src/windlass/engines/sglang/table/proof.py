@@ -23,7 +23,7 @@ from windlass.transports.base import MemoryRegion, WriteBatch
 from windlass.transports.mooncake.config import MooncakeConfig
 from windlass.transports.mooncake.session import MooncakeSession
 
-__all__ = ["Mirror", "TableRank", "check_agreement"]
+__all__ = ["RemoteCopies", "TableRank", "check_agreement"]
 
 READ_DEADLINE_S = 60.0
 CHECK_DEADLINE_S = 60.0
@@ -65,8 +65,8 @@ def check_agreement(
 
 
 @final
-class Mirror:
-    """`Elsewhere` of one rank: copies of its parameters, in manifest order."""
+class RemoteCopies:
+    """`RemoteMemory` of one rank: copies of its parameters, in manifest order."""
 
     def __init__(
         self, session: MooncakeSession, local: Sequence[int], there: Sequence[Entry]
@@ -79,7 +79,7 @@ class Mirror:
         self.addresses = tuple(entry.address for entry in there)
 
     def fetch(self) -> None:
-        """See `Elsewhere.fetch`."""
+        """See `RemoteMemory.fetch`."""
         read_back(self._session, self._local, self.addresses, self._nbytes)
 
 
@@ -139,7 +139,7 @@ class TableRank:
             )
         )
         there = [entries[p.name] for p in captured.manifest.parameters]
-        self.mirror = Mirror(self.session, captured.addresses, there)
+        self.copies = RemoteCopies(self.session, captured.addresses, there)
         self._is_cross_checked = False
         self._paused = False
 

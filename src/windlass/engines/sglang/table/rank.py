@@ -101,7 +101,7 @@ def _join(order: RankOrder, rank: TableRank) -> EngineClient:
         url=order.url if order.rank == 0 else "",
         can_send=False,
         connect_deadline_s=CONNECT_DEADLINE_S,
-        elsewhere=rank.mirror,
+        remote=rank.copies,
     )
 
 
