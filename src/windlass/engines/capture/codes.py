@@ -9,9 +9,8 @@ lies there.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -333,46 +332,7 @@ def _ordinary(numbers: torch.Tensor, seed: int, dtype: DType) -> torch.Tensor:
 
 def _bits24(numbers: torch.Tensor, seed: int) -> torch.Tensor:
     """(n,) int64 of the caller's own."""
-    if numbers.is_cuda:
-        scalars = {"golden": _GOLDEN, "seed": seed, "mix1": _MIX_1, "mix2": _MIX_2}
-        return fused(_BITS24, [numbers], scalars)
     state = (numbers + 1).mul_(_GOLDEN).add_(seed)
     state.bitwise_xor_(state >> 30).mul_(_MIX_1)
     state.bitwise_xor_(state >> 27).mul_(_MIX_2)
     return state.bitwise_xor_(state >> 31).bitwise_right_shift_(20).bitwise_and_(0xFFFFFF)
-
-
-_BITS24 = """
-template <typename T> T bits24(T n, T golden, T seed, T mix1, T mix2) {
-    unsigned long long s = (unsigned long long)(n + 1) * golden + seed;
-    s = (s ^ (unsigned long long)((T)s >> 30)) * mix1;
-    s = (s ^ (unsigned long long)((T)s >> 27)) * mix2;
-    s = s ^ (unsigned long long)((T)s >> 31);
-    return (T)((s >> 20) & 0xFFFFFF);
-}
-"""
-
-
-def fused(source: str, tensors: Sequence[torch.Tensor], scalars: Mapping[str, int]) -> torch.Tensor:
-    """Call a function of CUDA C++ for every element: one pass over memory instead of one per operation.
-
-    Args:
-        source: a template of one function, which takes an element of each tensor, then the scalars.
-        tensors: int64, of one shape and GPU.
-        scalars: by the names of the function's arguments, in their order; 64 bits, signed.
-
-    Returns:
-        int64, of their shape; queued in torch's current stream.
-    """
-    kernel = _kernel(source, tuple(scalars))
-    return kernel(*tensors, **scalars)
-
-
-@functools.cache
-def _kernel(source: str, scalars: tuple[str, ...]) -> Callable[..., torch.Tensor]:
-    from torch.cuda import jiterator
-
-    made: Callable[..., torch.Tensor] = jiterator._create_jit_fn(
-        source, **dict.fromkeys(scalars, 0)
-    )
-    return made

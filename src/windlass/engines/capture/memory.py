@@ -8,7 +8,7 @@ from enum import StrEnum
 
 import torch
 
-from windlass.engines.capture.codes import bits_of, fused
+from windlass.engines.capture.codes import bits_of
 
 __all__ = [
     "Held",
@@ -124,23 +124,10 @@ def fingerprint(memory: torch.Tensor) -> int:
     for begin in range(0, len(words), _CHUNK):
         part = words[begin : begin + _CHUNK].to(torch.int64)
         places = torch.arange(begin, begin + len(part), device=part.device)
-        if part.is_cuda:
-            mixed = fused(_MIXED, [part, places], {"weight": _WEIGHT, "step": _STEP})
-            total += int(mixed.sum())
-            continue
         mixed = (part + 1).mul_(_WEIGHT).add_(places.mul_(_STEP))
         mixed.bitwise_xor_(mixed >> 29).mul_(_STEP)
         total += int(mixed.bitwise_xor_(mixed >> 32).sum())
     return total % (1 << 64)
-
-
-_MIXED = """
-template <typename T> T mixed(T word, T place, T weight, T step) {
-    unsigned long long s = (unsigned long long)(word + 1) * weight + (unsigned long long)place * step;
-    s = (s ^ (unsigned long long)((T)s >> 29)) * step;
-    return (T)(s ^ (unsigned long long)((T)s >> 32));
-}
-"""
 
 
 def _words_of(memory: torch.Tensor) -> torch.Tensor:
