@@ -18,7 +18,7 @@ from windlass.net import rpc
 from windlass.net.rpc_client import ReplyStore
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.lifecycle import Lifecycle
-from windlass.transfer.receiver import Receiver
+from windlass.transfer.destination import Destination
 from windlass.transfer.sender import Sender
 from windlass.updates.agents import EngineAgent
 from windlass.updates.coordinator import Coordinator
@@ -74,7 +74,7 @@ BUGS = (
         "False",
         9,
     ),
-    Bug("every digest is right", Receiver, "verify", "self._digest(program) != digest", "False", 9),
+    Bug("every digest is right", Destination, "verify", "found.get(s) != digest", "False", 9),
     Bug(
         "a repeated command is carried out again",
         ReplyStore,
@@ -105,7 +105,7 @@ BUGS = (
         "refusal",
         "if version <= newest:",
         "if False:",
-        1,
+        0,
     ),
     Bug(
         "a write of unknown outcome counts as failed",
@@ -113,7 +113,7 @@ BUGS = (
         "_failed",
         "LinkOutcome(name, status,",
         "LinkOutcome(name, LinkStatus.FAILED if status is LinkStatus.UNKNOWN else status,",
-        6,
+        8,
     ),
     Bug(
         "published before it is on disk",
@@ -137,7 +137,7 @@ BUGS = (
         "writable_engines",
         "not g.quarantined",
         "True",
-        6,
+        8,
     ),
     Bug(
         "mixed engines are forgotten at the end of a round",
@@ -169,7 +169,7 @@ BUGS = (
         "_carry_out",
         "return await self._carry_out(self._machine.handle(blocked))",
         "raise",
-        0,
+        52,
     ),
     Bug(
         "an agent whose frame was garbled is sent away for good",
@@ -193,7 +193,7 @@ BUGS = (
         "end_attempt",
         "if self._policy.throws_away(outcome.versions()):",
         "if False:",
-        1,
+        2101,
     ),
     Bug(
         "buffered answers do not grow stale",

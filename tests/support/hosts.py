@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import final
 
 import msgspec
+import wire
 from wire import Line, Order
 
 from windlass.errors import PeerTimeout, PeerUnreachable, TransportUnavailable
@@ -241,7 +242,7 @@ class Network:
     def _start_wire(self, devices: dict[str, list[tuple[int, tuple[str, ...]]]]) -> None:
         setup = msgspec.json.encode({"hosts": devices, "seed": self._seed}).decode()
         self._wire = subprocess.Popen(
-            [sys.executable, "-m", "wire", setup],
+            [sys.executable, wire.__file__, setup],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[descriptor for rails in devices.values() for descriptor, _ in rails],
