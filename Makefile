@@ -10,16 +10,17 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup demo test engine chaos test-megatron engines test-engines lint types imports unit bench clean test-nixl test-relay test-clusters test-rdma
+.PHONY: help setup demo lint types imports unit engine test test-all test-long test-megatron engines test-engines \
+  test-truth test-clusters test-hosts test-rdma bench clean
 
 help:
 	@echo "make demo [ARGS='--steps 40 --transport cma --mode staged']   asynchronous GRPO on this machine"
 	@echo "make test                                                   lint, types, import contracts, tests, a live vLLM"
+	@echo "make test-all                                               that and everything below"
+	@echo "make test-long [ARGS=tests/updates/test_chaos.py]           generated faults, kills, relays, whole jobs"
+	@echo "make test-megatron | test-engines | test-truth              Megatron-core, live vLLM and SGLang: installed first"
+	@echo "make test-hosts | test-clusters | test-rdma                 several hosts (root), Slurm and Ray, verbs in a guest"
 	@echo "make bench [ARGS='planner update']                            benchmarks, into benchmarks/results/local"
-	@echo "make chaos | test-faults | test-relay | test-hosts            longer: generated faults, kills, relays, several hosts"
-	@echo "make test-megatron | test-nixl | test-clusters                longer: more layouts, wires, schedulers"
-	@echo "make test-truth                                               live engines, caches on, equal to fresh ones"
-	@echo "make test-engines | test-rdma                                 longer: live vLLM and SGLang, true verbs in a guest"
 
 setup: $(STAMP)
 
@@ -58,11 +59,16 @@ engine: setup
 
 test: lint types imports unit engine
 
+# Everything that takes long and needs nothing more than `make test` does: ten thousand simulated rounds and
+# every planted bug, every kind of process killed in every phase, relays, NIXL's TCP, whole jobs.
+test-long: setup
+	$(BIN)/pytest -m "long and not engines and not cluster" $(or $(ARGS),tests --ignore tests/trainers)
+
 # More Megatron-core layouts on four processes, trained steps of every family with transformers as the
 # oracle of their logits, and mbridge as an independent converter.
 test-megatron: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target build/converter mbridge==0.15.1 einops==0.8.2
-	PYTHONPATH=build/converter $(BIN)/pytest -m megatron tests/trainers
+	PYTHONPATH=build/converter $(BIN)/pytest -m long tests/trainers $(ARGS)
 
 # Unmodified vLLM and SGLang for CPUs, each in an environment of its own; about 3 minutes each.
 # WINDLASS_VLLM_VENV and WINDLASS_SGLANG_VENV name environments that are there already.
@@ -77,24 +83,21 @@ test-engines: engines
 	  $(BIN)/pytest -m engines tests/engines $(ARGS)
 	$(BIN)/python tools/render_capabilities.py
 
-# What an update promises, with the settings that users run: prefix caches on, overlapped gathers. Answers
-# of updated servers, in every pause mode, are those of fresh ones. About 15 minutes on two cores; the
-# closing line counts what was compared.
-.PHONY: test-truth
+# The part of it, and of test-megatron, that shows what an update promises with the settings that users run:
+# prefix caches on, overlapped gathers. Answers of updated servers, in every pause mode, are those of fresh
+# ones. About 15 minutes on two cores; the closing line counts what was compared.
 test-truth: engines
-	$(BIN)/pytest -m truth tests/engines tests/trainers $(ARGS)
-
-# The transport conformance suite over NIXL with every wire of a machine without a NIC.
-test-nixl: setup
-	$(BIN)/pytest -m "nixl or not nixl" tests/transports/test_nixl.py
+	$(BIN)/pytest -m "engines or not engines" tests/engines/test_vllm_encoders.py tests/engines/test_vllm_caches.py \
+	  tests/engines/test_sglang_caches.py tests/trainers/test_whole.py $(ARGS)
 
 # Whole jobs on a one-node Slurm cluster (Debian's packages, root) and on a Ray cluster.
 test-clusters: setup
 	bash tools/install_slurm.sh
-	$(BIN)/pytest -m clusters tests/jobs
+	$(BIN)/pytest -m cluster tests/jobs $(ARGS)
 
-test-relay: setup
-	$(BIN)/pytest -m "relay or not relay" tests/transfer/test_relay.py tests/updates/test_relay_rounds.py tests/planning/test_relay_planning.py
+# Processes on hosts of their own: network namespaces, slow and lossy lines, partitions (root).
+test-hosts: setup
+	$(BIN)/pytest -m cluster tests/updates $(ARGS)
 
 # True verbs: a guest machine with two soft-RoCE devices. Emulated, so it takes many minutes.
 # RDMA_TESTS='-k Mooncake' for a part of it.
@@ -103,19 +106,7 @@ test-rdma: setup
 	$(BIN)/python tools/rdma/guest.py --machine build/rdma --deadline-s 5400 -- \
 	  bash tools/rdma/guest_network.sh bash tools/rdma/guest_tests.sh $(VENV) $(RDMA_TESTS)
 
-# Processes on hosts of their own: network namespaces, slow and lossy lines, partitions (root).
-.PHONY: test-hosts
-test-hosts: setup
-	$(BIN)/pytest -m hosts tests/updates
-
-# Every kind of process killed in every phase of an update, on every backend; about 15 minutes.
-.PHONY: test-faults
-test-faults: setup
-	$(BIN)/pytest -m "faults or not faults" tests/updates/test_faults.py
-
-# Ten thousand simulated rounds, every planted bug, and real processes that are killed and stopped.
-chaos: setup
-	$(BIN)/pytest -m chaos -s tests/updates
+test-all: test test-long test-megatron test-hosts test-clusters test-engines test-rdma
 
 bench: setup
 	$(BIN)/windlass bench $(ARGS)

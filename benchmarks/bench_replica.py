@@ -19,7 +19,7 @@ import torch
 
 import windlass
 from harness import Row, median_p95, parser, report
-from windlass.config import ControlConfig, UpdateMode
+from windlass.config import ControlConfig, ReplicaPlace, UpdateMode
 from windlass.engines.client import EngineClient
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
@@ -88,7 +88,7 @@ def run_trainer(pipe: Connection, url: str, count: int, replica: bool) -> None:
         transport=create_transport(CmaConfig()),
         controller=url,
         token=TOKEN,
-        replica=replica,
+        replica=ReplicaPlace.AUTO if replica else ReplicaPlace.OFF,
     ) as trainer:
         pipe.send("ready")
         while (version := pipe.recv()) is not None:

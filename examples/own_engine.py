@@ -23,12 +23,9 @@ import torch
 import transformers
 
 import windlass
-from windlass.errors import PeerTimeout
-from windlass.layout.manifest import Role
-from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS
-from windlass.transfer.arena import Arena
-from windlass.transfer.dtensor import describe_module, parameter_addresses
-from windlass.transports.registry import create_transport, parse_transport
+from windlass.engines import describe_module, parameter_addresses
+from windlass.layout import TRANSFORMERS_EXPERTS, Role
+from windlass.transports import Arena, create_transport, parse_transport
 
 
 class Served:
@@ -46,7 +43,7 @@ class Served:
             if mode is not windlass.PauseMode.IN_PLACE:
                 self._num_aborts += 1
             if not self._changed.wait_for(lambda: self._num_steps == 0, deadline_s):
-                raise PeerTimeout(f"pause: a step runs on after {deadline_s} s")
+                raise windlass.PeerTimeout(f"pause: a step runs on after {deadline_s} s")
 
     def resume(self, deadline_s: float) -> None:  # noqa: ARG002
         """Steps may begin."""

@@ -1,6 +1,6 @@
 """Ranks of tests are forked from one server process that has imported, once, what they need.
 
-What tests of `make test-truth` compared is counted, and is the closing line of the run.
+What live engines and trainers were compared with is counted, and is the closing line of the run.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import windlass
 from harness import Row, median_p95, parser, report, save
 from tools.plan.synthesis import engine_manifests, trainer_manifests
 from tools.plan.topology import parse_topology
-from windlass.config import ControlConfig, UpdateMode
+from windlass.config import ControlConfig, ReplicaPlace, UpdateMode
 from windlass.engines.client import EngineClient
 from windlass.testing.resting_engine import RestingEngine
 from windlass.trainers.client import TrainerClient
@@ -50,7 +50,7 @@ class ReplicaRank(Rank):
             ),
             controller=url,
             token=TOKEN,
-            replica="" if replica == NO_REPLICA else replica,
+            replica=ReplicaPlace.OFF if replica == NO_REPLICA else ReplicaPlace(replica),
             step_stream=lambda: int(torch.cuda.current_stream().cuda_stream),
         )
         self.replica = replica

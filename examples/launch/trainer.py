@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from windlass.jobs.fsdp_engine import FsdpEngine, Samples
-from windlass.jobs.train_worker import run_train_worker
+import windlass
+from windlass.jobs import FsdpEngine, Samples, run_train_worker
 
 
 def build_model() -> torch.nn.Module:
@@ -47,6 +47,6 @@ if __name__ == "__main__":
             loss=loss,
             units=lambda model: list(model.get_submodule("model.layers").children()),
             transport=os.environ["WINDLASS_TRANSPORT"],
-            replica=os.environ["WINDLASS_REPLICA"],
+            replica=windlass.ReplicaPlace(os.environ["WINDLASS_REPLICA"]),
         )
     )

@@ -9,105 +9,86 @@ Controller side:
 
     async with windlass.Controller(token=token) as controller:
         await controller.wait_for_fleet(num_trainers=2, engines=("engine-a",), deadline_s=60)
+
+All public names are in `docs/api.md`: here what most users need, and in `windlass.trainers`, `windlass.rollout`,
+`windlass.engines`, `windlass.transports`, `windlass.jobs`, `windlass.layout`, `windlass.planning`,
+`windlass.cli` and `windlass.testing` what a part of them needs. Every other module is internal.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from windlass.lazy import public
+
 if TYPE_CHECKING:
-    from windlass.config import (
-        ControlConfig,
-        DiskBackend,
-        P2pBackend,
-        PauseMode,
-        PhaseDeadlines,
-        UpdateMode,
-        XcclBackend,
-    )
-    from windlass.controller import Controller
-    from windlass.engines.client import EngineClient
-    from windlass.errors import WindlassError
-    from windlass.rollout.client import BatchClient
-    from windlass.rollout.messages import SamplingParams, TrainingBatch, TrainingSample
-    from windlass.rollout.staleness import OnStale, StalenessPolicy
-    from windlass.trainers.callback import RolloutCallback, WeightGroup
-    from windlass.trainers.client import PendingUpdate, TrainerClient, connect_trainer
-    from windlass.updates.hooks import EngineHooks
-    from windlass.updates.messages import RoundOutcome, UpdateReport
+    from windlass.config import CollectiveFabric as CollectiveFabric
+    from windlass.config import ControlConfig as ControlConfig
+    from windlass.config import DiskBackend as DiskBackend
+    from windlass.config import P2pBackend as P2pBackend
+    from windlass.config import PauseMode as PauseMode
+    from windlass.config import PhaseDeadlines as PhaseDeadlines
+    from windlass.config import PluginBackend as PluginBackend
+    from windlass.config import RelayShape as RelayShape
+    from windlass.config import ReplicaPlace as ReplicaPlace
+    from windlass.config import UpdateMode as UpdateMode
+    from windlass.config import XcclBackend as XcclBackend
+    from windlass.controller import Controller as Controller
+    from windlass.engines.client import EngineClient as EngineClient
+    from windlass.errors import AuthenticationError as AuthenticationError
+    from windlass.errors import ConfigError as ConfigError
+    from windlass.errors import EngineRefused as EngineRefused
+    from windlass.errors import IncompleteCoverage as IncompleteCoverage
+    from windlass.errors import ManifestError as ManifestError
+    from windlass.errors import PeerTimeout as PeerTimeout
+    from windlass.errors import PeerUnreachable as PeerUnreachable
+    from windlass.errors import PlanError as PlanError
+    from windlass.errors import ProtocolError as ProtocolError
+    from windlass.errors import RegionError as RegionError
+    from windlass.errors import RolloutError as RolloutError
+    from windlass.errors import RoundAborted as RoundAborted
+    from windlass.errors import RoundError as RoundError
+    from windlass.errors import StaleMessage as StaleMessage
+    from windlass.errors import TrainerError as TrainerError
+    from windlass.errors import TransferError as TransferError
+    from windlass.errors import TransferFailed as TransferFailed
+    from windlass.errors import TransferOutcomeUnknown as TransferOutcomeUnknown
+    from windlass.errors import TransportUnavailable as TransportUnavailable
+    from windlass.errors import UnsupportedLayout as UnsupportedLayout
+    from windlass.errors import WindlassError as WindlassError
+    from windlass.rollout.client import BatchClient as BatchClient
+    from windlass.rollout.handles import RolloutConfig as RolloutConfig
+    from windlass.rollout.messages import SamplingParams as SamplingParams
+    from windlass.rollout.messages import TrainingBatch as TrainingBatch
+    from windlass.rollout.messages import TrainingSample as TrainingSample
+    from windlass.rollout.staleness import OnStale as OnStale
+    from windlass.rollout.staleness import StalenessPolicy as StalenessPolicy
+    from windlass.trainers.callback import RolloutCallback as RolloutCallback
+    from windlass.trainers.callback import WeightGroup as WeightGroup
+    from windlass.trainers.client import PendingUpdate as PendingUpdate
+    from windlass.trainers.client import TrainerClient as TrainerClient
+    from windlass.trainers.client import connect_trainer as connect_trainer
+    from windlass.updates.hooks import EngineHooks as EngineHooks
+    from windlass.updates.messages import RoundOutcome as RoundOutcome
+    from windlass.updates.messages import UpdateReport as UpdateReport
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "BatchClient",
-    "ControlConfig",
-    "Controller",
-    "DiskBackend",
-    "EngineClient",
-    "EngineHooks",
-    "OnStale",
-    "P2pBackend",
-    "PauseMode",
-    "PendingUpdate",
-    "PhaseDeadlines",
-    "RolloutCallback",
-    "RoundOutcome",
-    "SamplingParams",
-    "StalenessPolicy",
-    "TrainerClient",
-    "TrainingBatch",
-    "TrainingSample",
-    "UpdateMode",
-    "UpdateReport",
-    "WeightGroup",
-    "WindlassError",
-    "XcclBackend",
-    "connect_trainer",
-]
-
-# Each name is imported when it is first used: a process that only moves bytes needs no web server.
-_HOMES = {
-    "ControlConfig": "windlass.config",
-    "DiskBackend": "windlass.config",
-    "P2pBackend": "windlass.config",
-    "XcclBackend": "windlass.config",
-    "PauseMode": "windlass.config",
-    "PhaseDeadlines": "windlass.config",
-    "UpdateMode": "windlass.config",
-    "RoundOutcome": "windlass.updates.messages",
-    "UpdateReport": "windlass.updates.messages",
-    "Controller": "windlass.controller",
-    "EngineClient": "windlass.engines.client",
-    "EngineHooks": "windlass.updates.hooks",
-    "WindlassError": "windlass.errors",
-    "BatchClient": "windlass.rollout.client",
-    "SamplingParams": "windlass.rollout.messages",
-    "TrainingBatch": "windlass.rollout.messages",
-    "TrainingSample": "windlass.rollout.messages",
-    "StalenessPolicy": "windlass.rollout.staleness",
-    "OnStale": "windlass.rollout.staleness",
-    "RolloutCallback": "windlass.trainers.callback",
-    "WeightGroup": "windlass.trainers.callback",
-    "PendingUpdate": "windlass.trainers.client",
-    "TrainerClient": "windlass.trainers.client",
-    "connect_trainer": "windlass.trainers.client",
-}
-
 if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
-
-    def __getattr__(name: str) -> object:
-        """Import a public name.
-
-        Raises:
-            AttributeError: there is no such name.
-        """
-        if name not in _HOMES:
-            raise AttributeError(f"module 'windlass' has no attribute {name!r}")
-        value = vars(import_module(_HOMES[name]))[name]
-        globals()[name] = value
-        return value
-
-    def __dir__() -> list[str]:
-        """With the names that are not imported yet."""
-        return sorted({*globals(), *__all__})
+    __all__, __getattr__, __dir__ = public(
+        __name__,
+        {
+            "windlass.config": "CollectiveFabric ControlConfig DiskBackend P2pBackend PauseMode PhaseDeadlines PluginBackend RelayShape ReplicaPlace UpdateMode XcclBackend",
+            "windlass.controller": "Controller",
+            "windlass.engines.client": "EngineClient",
+            "windlass.errors": "AuthenticationError ConfigError EngineRefused IncompleteCoverage ManifestError PeerTimeout PeerUnreachable PlanError ProtocolError RegionError RolloutError RoundAborted RoundError StaleMessage TrainerError TransferError TransferFailed TransferOutcomeUnknown TransportUnavailable UnsupportedLayout WindlassError",
+            "windlass.rollout.client": "BatchClient",
+            "windlass.rollout.handles": "RolloutConfig",
+            "windlass.rollout.messages": "SamplingParams TrainingBatch TrainingSample",
+            "windlass.rollout.staleness": "OnStale StalenessPolicy",
+            "windlass.trainers.callback": "RolloutCallback WeightGroup",
+            "windlass.trainers.client": "PendingUpdate TrainerClient connect_trainer",
+            "windlass.updates.hooks": "EngineHooks",
+            "windlass.updates.messages": "RoundOutcome UpdateReport",
+        },
+    )

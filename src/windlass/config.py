@@ -108,9 +108,12 @@ class UpdateMode(StrEnum):
 class ReplicaPlace(StrEnum):
     """Where the copy lies that a trainer rank sends from.
 
-    HOST: host memory, pinned where weights are on a GPU. DEVICE: the memory of the weights' GPU.
+    OFF: there is none, parameters are read where they lie. AUTO: in memory of the weights' kind.
+    HOST: in host memory, pinned where weights are on a GPU. DEVICE: in the memory of the weights' GPU.
     """
 
+    OFF = "off"
+    AUTO = "auto"
     HOST = "host"
     DEVICE = "device"
 

@@ -8,49 +8,28 @@ import importlib
 import inspect
 import re
 import shlex
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pages import PAGES, blocks, tree_of
 
 import windlass
 from windlass.cli import COMMANDS, Command
 from windlass.cli import main as cli
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks/README.md"])
 PLACEHOLDERS = re.compile(r"\s*\[(?:SUITE \.\.\.|[^\[\]]*options)\]|\.\.\.$")
-
-
-def blocks(page: Path) -> Iterator[str]:
-    """Fenced Python, and indented paragraphs whose first line is Python."""
-    text = page.read_text()
-    for fenced in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-        yield textwrap.dedent(fenced)
-    outside = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-    for indented in re.findall(r"(?<=\n\n)((?:    .*\n|\n(?=    ))+)", outside):
-        code = textwrap.dedent(indented).strip("\n")
-        if re.match(r"(from|import|async with|with|class) |windlass\.|\w+ = |\w+\(", code):
-            yield code
-
-
-def tree_of(code: str) -> ast.Module:
-    """The block, as the body of a coroutine: pages await."""
-    code = code.replace("(model, ..., name_map", "(model, controller=url, token=token, name_map")
-    if code.rstrip().endswith(":"):  # the first line of something
-        code += "\n    pass"
-    return ast.parse("async def page():\n" + textwrap.indent(code, "    "))
 
 
 def check_imports(tree: ast.Module) -> dict[str, object]:
     found: dict[str, object] = {"windlass": windlass}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("windlass"):
-            if "megatron" in (node.module or ""):  # seconds, and warnings of its own
-                continue
             module = importlib.import_module(node.module or "")
             for alias in node.names:
+                if "megatron" in alias.name:  # seconds, and warnings of its own
+                    continue
                 assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
                 found[alias.asname or alias.name] = getattr(module, alias.name)
     return found

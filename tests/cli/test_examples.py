@@ -27,7 +27,7 @@ def start(stack: ExitStack, *command: str) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_controller_engine_worker_and_torchrun_train_three_steps(tmp_path: Path) -> None:
     model = EXAMPLES / "launch" / "model.json"

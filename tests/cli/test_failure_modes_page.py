@@ -7,6 +7,8 @@ import re
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -32,9 +34,33 @@ def test_every_test_that_a_page_names_exists() -> None:
         assert not named - there, page
 
 
-def test_a_test_that_is_named_with_its_file_is_in_that_file() -> None:
+@pytest.mark.parametrize(("page", "num_pairs"), [("failure-modes.md", 30), ("backends.md", 17)])
+def test_a_test_that_is_named_with_its_file_is_in_that_file(page: str, num_pairs: int) -> None:
     known = names_by_file()
-    text = (ROOT / "docs" / "failure-modes.md").read_text()
+    text = (ROOT / "docs" / page).read_text()
     pairs = re.findall(r"`(test_\w+)`[^`|;]*\(`(tests/[\w/]+\.py)`\)", text)
-    assert len(pairs) > 30
+    assert len(pairs) >= num_pairs
     assert not [(name, file) for name, file in pairs if name not in known[file]]
+
+
+def test_every_feature_on_every_memory_names_its_test_or_says_that_there_is_none() -> None:
+    text = (ROOT / "docs" / "backends.md").read_text()
+    table = text.partition("| feature | host memory | GPU memory |\n")[2].partition("\n\n")[0]
+    rows = [line.strip("|").split("|") for line in table.splitlines()[1:]]
+    features = " ".join(row[0] for row in rows)
+    for feature in (
+        "p2p",
+        "gloo",
+        "NCCL",
+        "disk",
+        "trainer-driven",
+        "relay",
+        "catch-up",
+        "replica",
+    ):
+        assert feature in features
+    for feature, *cells in rows:
+        assert len(cells) == 2, feature
+        for cell in cells:
+            shown = re.match(r" `test_\w+` \(`tests/", cell)
+            assert shown or cell.startswith((" no test:", " not there yet:")), (feature, cell)

@@ -10,6 +10,7 @@ from http_answers import answering
 from windlass.cli.main import main
 
 OVERVIEW = {
+    "links": [],
     "published_version": 3,
     "epoch": 1,
     "mode": "in_place",

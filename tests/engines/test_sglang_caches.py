@@ -47,7 +47,6 @@ from windlass.trainers.client import TrainerClient
 
 pytestmark = [
     pytest.mark.engines,
-    pytest.mark.truth,
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]

@@ -38,7 +38,7 @@ from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
 from windlass.rollout.generate import generate
 from windlass.rollout.messages import EngineTarget, OnAbort, Partial, RolloutTask, SamplingParams
 
-pytestmark = [pytest.mark.engines, pytest.mark.truth, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
 
 KIND = "long"
 CONFIGS[KIND] = {**CONFIGS["dense"], "max_position_embeddings": 2048}

@@ -25,7 +25,7 @@ from test_vllm_caches import vocabulary
 import windlass
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
 
-pytestmark = [pytest.mark.engines, pytest.mark.truth, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 MODEL = "model"
 SIDE, PATCH = 56, 14

@@ -10,10 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from needs import need_transport
 from slurm_cluster import missing_reason, slurm_cluster
-
-from windlass.errors import TransportUnavailable
-from windlass.transports.registry import create_transport, parse_transport
 
 STEPS = 8
 FEW_STEPS = 4
@@ -54,6 +52,7 @@ def check(measured: dict[str, object], steps: int = STEPS) -> None:
     assert sorted(updates_by_last) == ["engine-a", "engine-b"]
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_a_demo_without_a_word(tmp_path: Path) -> None:
     command = (
         *(sys.executable, "-m", "windlass.cli.main", "demo", "--plain"),
@@ -71,7 +70,7 @@ def test_ctrl_c_ends_a_demo_without_a_word(tmp_path: Path) -> None:
     assert "never retrieved" not in after, after
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_an_engine_killed_in_mid_update_catches_up_over_cma_in_place(tmp_path: Path) -> None:
     measured = run_demo(tmp_path, "--kill-engine-at", "3")
@@ -81,20 +80,15 @@ def test_an_engine_killed_in_mid_update_catches_up_over_cma_in_place(tmp_path: P
     assert "engine-b" in updates[3]["left_out"]
 
 
-@pytest.mark.slow
-@pytest.mark.mooncake
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_staged_updates_over_mooncake(tmp_path: Path) -> None:
-    try:
-        create_transport(parse_transport("mooncake")).close()
-    except TransportUnavailable as error:
-        pytest.skip(str(error))
+    need_transport("mooncake")
     options = ("--transport", "mooncake", "--mode", "staged")
     check(run_demo(tmp_path, *options, steps=FEW_STEPS), steps=FEW_STEPS)
 
 
-@pytest.mark.clusters
-@pytest.mark.slurm
+@pytest.mark.cluster
 @pytest.mark.skipif(bool(missing_reason()), reason=missing_reason())
 @pytest.mark.timeout(300)
 def test_every_process_as_a_step_of_a_slurm_job(
@@ -106,8 +100,7 @@ def test_every_process_as_a_step_of_a_slurm_job(
         check(run_demo(tmp_path, "--scheduler", "slurm", steps=FEW_STEPS), steps=FEW_STEPS)
 
 
-@pytest.mark.clusters
-@pytest.mark.ray
+@pytest.mark.cluster
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 @pytest.mark.timeout(300)
 def test_every_process_in_a_ray_placement_group(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import windlass
-from windlass.config import ControlConfig, UpdateMode
+from windlass.config import ControlConfig, ReplicaPlace, UpdateMode
 from windlass.engines.client import EngineClient
 from windlass.errors import RoundAborted, TransferFailed
 from windlass.jobs.fsdp_engine import FsdpEngine
@@ -54,7 +54,7 @@ def trained(url: str) -> Iterator[FsdpEngine]:
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.5),
         loss=lambda model, _: model(torch.ones(3, 24)).sum(),
         max_grad_norm=0,
-        replica="host",
+        replica=ReplicaPlace.HOST,
     )
     try:
         engine.setup(

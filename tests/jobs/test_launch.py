@@ -111,7 +111,6 @@ def check_example(tmp_path: Path, config: Path, **environment: str) -> None:
     assert rollouts["completed"] >= 2 * 32
 
 
-@pytest.mark.slow
 def test_the_example_trains_publishes_saves_and_leaves_nothing_behind(tmp_path: Path) -> None:
     recipe = tmp_path / "declining.py"
     recipe.write_text(DECLINING)
@@ -192,7 +191,7 @@ def check_logs(tmp_path: Path) -> None:
     assert set(rounds) <= {line["round"] for line in commands}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("goes_on", [True, False], ids=["it_ends", "it_is_given_up"])
 def test_sigterm_in_an_update_waits_for_it_within_a_bound_and_ends_everything(
     tmp_path: Path, goes_on: bool
@@ -221,7 +220,7 @@ def test_sigterm_in_an_update_waits_for_it_within_a_bound_and_ends_everything(
     assert found["outcomes"] == ["published"] * (done + 1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_last_version_that_was_not_published_fails_the_job(tmp_path: Path) -> None:
     config = write(
         tmp_path,
@@ -263,8 +262,7 @@ def test_a_trainer_that_dies_fails_the_job_with_its_log(tmp_path: Path) -> None:
     assert "no such optimizer" in printed
 
 
-@pytest.mark.clusters
-@pytest.mark.slurm
+@pytest.mark.cluster
 @pytest.mark.skipif(bool(missing_reason()), reason=missing_reason())
 def test_the_example_runs_as_slurm_jobs(tmp_path: Path) -> None:
     (tmp_path / "slurm").mkdir()
@@ -274,8 +272,7 @@ def test_the_example_runs_as_slurm_jobs(tmp_path: Path) -> None:
         check_example(tmp_path, config, SLURM_CONF=str(conf))
 
 
-@pytest.mark.clusters
-@pytest.mark.ray
+@pytest.mark.cluster
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 def test_the_example_runs_in_ray_placement_groups(tmp_path: Path) -> None:
     scheduler = ('kind = "local"', 'kind = "ray"\nnum_cpus = 6')

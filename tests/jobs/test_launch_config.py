@@ -51,7 +51,7 @@ def test_tables_choose_scheduler_backend_and_update_policy(tmp_path: Path) -> No
 def test_a_replica_is_named_beside_the_transport_and_needs_p2p(tmp_path: Path) -> None:
     asked = ('transport = "cma"', 'transport = "cma"\nreplica = "host"')
     assert load_config(write(tmp_path, asked)).replica == "host"
-    assert load_config(EXAMPLE).replica == ""
+    assert load_config(EXAMPLE).replica == "off"
     with pytest.raises(ConfigError, match=r"backend must be p2p with one, got XcclBackend"):
         load_config(write(tmp_path, asked, ('type = "p2p"', 'type = "xccl"')))
 

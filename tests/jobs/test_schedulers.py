@@ -26,9 +26,8 @@ from windlass.jobs.schedulers.slurm import slurm_scheduler
 
 NO_SLURM = missing_reason()
 NO_RAY = "" if importlib.util.find_spec("ray") else "ray is not installed"
-SLURM = [pytest.mark.slurm, pytest.mark.skipif(bool(NO_SLURM), reason=NO_SLURM)]
+SLURM = [pytest.mark.skipif(bool(NO_SLURM), reason=NO_SLURM)]
 RAY = [
-    pytest.mark.ray,
     pytest.mark.skipif(bool(NO_RAY), reason=NO_RAY),
     # Ray leaves its own sockets and files to the collector.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -38,7 +37,7 @@ RAY = [
 ]
 LOCAL_AND_SLURM = ("local", pytest.param("slurm", marks=SLURM))
 KINDS = (*LOCAL_AND_SLURM, pytest.param("ray", marks=RAY))
-KILLED = (*LOCAL_AND_SLURM, pytest.param("ray", marks=[*RAY, pytest.mark.clusters]))
+KILLED = (*LOCAL_AND_SLURM, pytest.param("ray", marks=[*RAY, pytest.mark.cluster]))
 
 
 @pytest.fixture(scope="module", params=KINDS)

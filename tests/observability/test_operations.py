@@ -258,7 +258,6 @@ async def browser(profile: Path) -> AsyncIterator[Browser]:
         await process.communicate()
 
 
-@pytest.mark.browser
 @pytest.mark.skipif(not BROWSER, reason="no chromium on PATH")
 async def test_a_real_browser_shows_rounds_and_staleness_and_follows_them(
     controller: windlass.Controller, tmp_path: Path

@@ -18,7 +18,7 @@ from windlass.transports.mooncake.config import MooncakeConfig, MooncakeProtocol
 from windlass.transports.nixl.config import NixlConfig, NixlWire
 from windlass.transports.registry import create_transport
 
-pytestmark = [pytest.mark.rdma, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 VerbsConfig = MooncakeConfig | NixlConfig
 

@@ -19,7 +19,7 @@ from windlass.transports.mooncake.transport import REQUEST_NBYTES
 from windlass.transports.nixl.config import NixlConfig, NixlWire
 from windlass.transports.registry import create_transport
 
-pytestmark = [pytest.mark.rdma, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 FIRST_S = 60.0
 NBYTES = 8 << 20

@@ -23,7 +23,7 @@ from verbs_launch import CONFIG, NUM_VERSIONS, launch_engine, launch_trainer
 import windlass
 from windlass.config import ControlConfig, PhaseDeadlines, UpdateMode
 
-pytestmark = [pytest.mark.rdma, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 TOKEN = "secret of the test"
 NUM_TRAINERS = 2

@@ -55,7 +55,7 @@ def start(stack: ExitStack, *command: str) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_conversations_go_on_across_weight_updates_and_none_is_lost(
     stack: ExitStack, tmp_path: Path

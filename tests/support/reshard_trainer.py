@@ -65,13 +65,13 @@ def run(pipe: Connection, settings: TrainerSettings) -> None:
     torch.manual_seed(99)
     model = transformers.AutoModelForCausalLM.from_config(config)
     shard(model, settings.layout)
-    replica = settings.layout == "hsdp"
+    has_replica = settings.layout == "hsdp"
     with windlass.connect_trainer(
         model,
         controller=settings.url,
         token=settings.token,
         transport=settings.transport,
-        replica=replica,
+        replica=windlass.ReplicaPlace.AUTO if has_replica else windlass.ReplicaPlace.OFF,
     ) as trainer:
         for version in range(2):
             with torch.no_grad():
@@ -85,7 +85,7 @@ def run(pipe: Connection, settings: TrainerSettings) -> None:
                 torch.save(
                     {n: t.detach().clone() for n, t in truth.items()}, folder / f"{version}.pt"
                 )
-            if not replica:
+            if not has_replica:
                 trainer.publish(version)
                 continue
             pending = trainer.begin_publish(version)

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from sglang_fresh import LoadAfresh
@@ -378,12 +379,14 @@ def serving(
 
     flags: come after `FLAGS`, and win. tokenizes: the model's folder has a tokenizer.
     """
+    if not (python := VENVS[engine] / "bin/python").exists():
+        pytest.skip(f"no {python}: make engines installs {engine}")
     own = [f for f in FLAGS[engine] if not tokenizes or f != "--skip-tokenizer-init"]
     port = free_port()
     with log.open("w") as stream:
         process = subprocess.Popen(
             [
-                *(str(VENVS[engine] / "bin/python"), "-m", f"windlass.engines.{engine}"),
+                *(str(python), "-m", f"windlass.engines.{engine}"),
                 *("--name", "engine", "--model", str(model), "--port", str(port)),
                 *layout.options(engine),
                 *("--controller", controller, "--transport", transport),

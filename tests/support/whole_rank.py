@@ -13,6 +13,8 @@ from megatron_rank import Case, build, start_parallel
 from real_step import RealTraining
 from trained_rank import NUM_TOKENS, bytes_at, scatter
 
+from windlass.config import ReplicaPlace
+
 NUM_VERSIONS = 2
 
 
@@ -91,7 +93,7 @@ def published(row: Row, url: str, token: str) -> dict[str, Any]:
         vocab_size=row.case.spec.vocab_size,
         controller=url,
         token=token,
-        replica=row.way == "begin_publish",
+        replica=ReplicaPlace.AUTO if row.way == "begin_publish" else ReplicaPlace.OFF,
     ) as trainer:
         if row.unsynced:
             trainer._make_whole = None

@@ -21,7 +21,7 @@ from transformers import (
 from windlass.layout.naming.place import Coords, Geometry, place
 from windlass.layout.naming.tables import FAMILIES
 
-pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
 HIDDEN, GROUPS, QUERIES, HEAD, INNER, EXPERTS, VOCAB = 32, 2, 2, 8, 12, 4, 40
 COMMON = {"hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": GROUPS * QUERIES, "num_key_value_heads": GROUPS, "vocab_size": VOCAB}  # fmt: skip

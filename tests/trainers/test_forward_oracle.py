@@ -26,7 +26,7 @@ from windlass.layout.manifest import ShardManifest
 
 pytest.importorskip("megatron.core")
 
-pytestmark = [pytest.mark.megatron, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 COMMON: dict[str, Any] = {
     **SMALL,

@@ -66,14 +66,14 @@ def running(*command: str) -> Iterator[subprocess.Popen[bytes]]:
         process.stdout.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("config", "layout", "mode"),
     [
         (DENSE, {"tp": 2}, UpdateMode.STAGED),
         *(
-            pytest.param(config, layout, mode, marks=pytest.mark.megatron)
+            pytest.param(config, layout, mode, marks=pytest.mark.long)
             for config, layout, mode in (
                 (SPARSE, {"ep": 2}, UpdateMode.IN_PLACE),
                 (DENSE, {"cp": 2}, UpdateMode.STAGED),

@@ -108,7 +108,7 @@ def test_engine_bytes_equal_the_checkpoint_that_two_ranks_were_cut_from(
     check(case, 2, two_ranks)
 
 
-@pytest.mark.megatron
+@pytest.mark.long
 @pytest.mark.parametrize("case", FOUR_RANKS, ids=lambda case: case.name)
 def test_engine_bytes_equal_the_checkpoint_that_four_ranks_were_cut_from(
     case: Case, four_ranks: Path

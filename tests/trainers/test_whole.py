@@ -26,7 +26,7 @@ from windlass.transports.registry import create_transport, parse_transport
 
 pytest.importorskip("megatron.core")
 
-pytestmark = [pytest.mark.truth, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 TOKEN = "secret of the test"
 CONFIG: dict[str, Any] = {

@@ -466,10 +466,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return found
 
 
-@pytest.mark.parametrize("replica", [True, "device", ReplicaPlace.DEVICE])
+@pytest.mark.parametrize("replica", [ReplicaPlace.AUTO, ReplicaPlace.DEVICE])
 @pytest.mark.parametrize("mode", list(UpdateMode))
 async def test_a_trainer_goes_on_while_its_copy_is_published_over_a_network(
-    gpu: Gpu, mode: UpdateMode, replica: bool | str
+    gpu: Gpu, mode: UpdateMode, replica: ReplicaPlace
 ) -> None:
     fabric, served, held = MemoryFabric(), Served(), Weights()
     go, streams = threading.Event(), iter(range(1, 100))
@@ -526,14 +526,14 @@ async def test_a_trainer_goes_on_while_its_copy_is_published_over_a_network(
     [
         (GpuMemoryTransport, "host", "must be 'device' with memory and weights on a GPU"),
         (MemoryTransport, "device", "must be 'host' with memory, which writes out of host memory"),
-        (MemoryTransport, "gpu", r"replica must be one of \['host', 'device'\], got 'gpu'"),
+        (MemoryTransport, "gpu", r"replica must be one of .*'host', 'device'\], got 'gpu'"),
     ],
 )
 def test_a_place_that_a_transport_cannot_send_from_is_refused(
     gpu: Gpu, kind: type[MemoryTransport], replica: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        Sender(kind(MemoryFabric()), trainer_manifest(), Weights(), replica=replica)
+        Sender(kind(MemoryFabric()), trainer_manifest(), Weights(), replica=replica)  # type: ignore[arg-type]
     assert gpu.device.allocated == {}  # type: ignore[attr-defined]
 
 

@@ -13,7 +13,14 @@ import pytest
 import torch
 
 import windlass
-from windlass.config import ControlConfig, DiskBackend, UpdateBackend, UpdateMode, XcclBackend
+from windlass.config import (
+    ControlConfig,
+    DiskBackend,
+    ReplicaPlace,
+    UpdateBackend,
+    UpdateMode,
+    XcclBackend,
+)
 from windlass.engines.client import EngineClient
 from windlass.errors import RoundAborted
 from windlass.layout.manifest import Role
@@ -147,7 +154,7 @@ def connect(
         transport=create_transport(CmaConfig()),
         controller=url,
         token=TOKEN,
-        replica=setting.replica,
+        replica=ReplicaPlace.AUTO if setting.replica else ReplicaPlace.OFF,
         arena_nbytes=setting.arena_nbytes,
         intercept=lambda agent: BeforeWrite(agent, act),
     )

@@ -6,6 +6,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
+from needs import need_transport
 from weight_fleet import running_fleet
 from weight_rank import model_nbytes
 
@@ -45,10 +46,10 @@ def fleet_of(
     ("shape", "mode", "num_engines"),
     [
         (RelayShape.TREE, UpdateMode.STAGED, 5),
-        pytest.param(RelayShape.CHAIN, UpdateMode.IN_PLACE, 2, marks=pytest.mark.relay),
-        pytest.param(RelayShape.CHAIN, UpdateMode.STAGED, 3, marks=pytest.mark.relay),
-        pytest.param(RelayShape.TREE, UpdateMode.IN_PLACE, 2, marks=pytest.mark.relay),
-        pytest.param(RelayShape.AUTO, UpdateMode.IN_PLACE, 8, marks=pytest.mark.relay),
+        pytest.param(RelayShape.CHAIN, UpdateMode.IN_PLACE, 2, marks=pytest.mark.long),
+        pytest.param(RelayShape.CHAIN, UpdateMode.STAGED, 3, marks=pytest.mark.long),
+        pytest.param(RelayShape.TREE, UpdateMode.IN_PLACE, 2, marks=pytest.mark.long),
+        pytest.param(RelayShape.AUTO, UpdateMode.IN_PLACE, 8, marks=pytest.mark.long),
     ],
 )
 async def test_trainers_send_one_copy_and_every_engine_has_every_byte(
@@ -67,8 +68,8 @@ async def test_trainers_send_one_copy_and_every_engine_has_every_byte(
         assert await fleet.relayed() == 2 * (num_engines - 1) * NBYTES
 
 
-@pytest.mark.mooncake
 async def test_a_relay_over_mooncake() -> None:
+    need_transport("mooncake")
     async with fleet_of(RelayShape.TREE, UpdateMode.STAGED, 3, transport="mooncake") as fleet:
         fleet.add_trainers()
         for i in range(3):
@@ -80,7 +81,7 @@ async def test_a_relay_over_mooncake() -> None:
                 assert await fleet.held(f"engine{i}") == [(version, str(version), False)]
 
 
-@pytest.mark.relay
+@pytest.mark.long
 async def test_engines_of_another_layout_are_written_by_the_trainers() -> None:
     async with fleet_of(RelayShape.CHAIN, UpdateMode.STAGED, 5) as fleet:
         fleet.add_trainers()
@@ -96,7 +97,7 @@ async def test_engines_of_another_layout_are_written_by_the_trainers() -> None:
 
 
 @pytest.mark.parametrize(
-    "mode", [UpdateMode.IN_PLACE, pytest.param(UpdateMode.STAGED, marks=pytest.mark.relay)]
+    "mode", [UpdateMode.IN_PLACE, pytest.param(UpdateMode.STAGED, marks=pytest.mark.long)]
 )
 async def test_a_relay_that_is_killed_in_mid_update_takes_nobody_with_it(mode: UpdateMode) -> None:
     async with fleet_of(RelayShape.CHAIN, mode, 4) as fleet:
@@ -126,7 +127,7 @@ async def test_bytes_that_were_spoilt_on_the_way_are_not_passed_on() -> None:
             assert await fleet.held(f"engine{i}") == [(0, "0", False)]
 
 
-@pytest.mark.relay
+@pytest.mark.long
 async def test_a_relay_that_stands_still_is_left_out_and_so_is_whom_it_may_still_write() -> None:
     async with fleet_of(RelayShape.CHAIN, UpdateMode.STAGED, 3, write_s=8.0) as fleet:
         fleet.add_trainers()
@@ -140,7 +141,7 @@ async def test_a_relay_that_stands_still_is_left_out_and_so_is_whom_it_may_still
         assert await fleet.held(last) == [(0, "0", False)]
 
 
-@pytest.mark.relay
+@pytest.mark.long
 async def test_an_arena_that_is_too_small_to_relay_still_delivers() -> None:
     async with fleet_of(RelayShape.CHAIN, UpdateMode.STAGED, 2) as fleet:
         fleet.add_trainers(arena_nbytes=1024)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import windlass
-from windlass.config import ControlConfig, UpdateMode, XcclBackend
+from windlass.config import ControlConfig, ReplicaPlace, UpdateMode, XcclBackend
 from windlass.engines.client import EngineClient
 from windlass.errors import ConfigError, PeerTimeout, PlanError, RegionError, RoundAborted
 from windlass.layout.box import Box
@@ -165,7 +165,7 @@ def connect(
     go: threading.Event,
     *,
     transport: Counting | None = None,
-    replica: bool = True,
+    replica: ReplicaPlace = ReplicaPlace.AUTO,
     arena_nbytes: int = 0,
     error: str = "",
 ) -> TrainerClient:
@@ -277,8 +277,8 @@ async def test_what_cannot_have_a_replica_says_so_and_waits_for_nothing() -> Non
         memory = Memory(0, 1)
         memory.refill(0)
         engine, served = connect_engine(url)
-        with engine, connect(url, memory, go, replica=False) as trainer:
-            with pytest.raises(ConfigError, match="needs replica=True when connecting, got False"):
+        with engine, connect(url, memory, go, replica=ReplicaPlace.OFF) as trainer:
+            with pytest.raises(ConfigError, match="needs a replica when connecting"):
                 trainer.begin_publish(0)
             trainer.publish(0)
             served.check(0)
@@ -342,7 +342,7 @@ class Links:
             part = whole.for_destination(target.worker)
             self.bindings.append(receiver.connect(part, UpdateMode.IN_PLACE))
         self.transport = FaultyTransport(create_transport(CmaConfig()), faults or {})
-        self.sender = Sender(self.transport, manifest, self.memory, replica=True)
+        self.sender = Sender(self.transport, manifest, self.memory, replica=ReplicaPlace.AUTO)
         self.sender.connect(self.plan, self.bindings)
 
     def deliver(self, name: str, version: int) -> None:
@@ -522,7 +522,11 @@ def test_an_arena_that_is_too_small_is_found_before_anything_is_copied() -> None
     links = Links()
     try:
         small = Sender(
-            links.transport, trainer_manifest(0, 1), links.memory, arena_nbytes=128, replica=True
+            links.transport,
+            trainer_manifest(0, 1),
+            links.memory,
+            arena_nbytes=128,
+            replica=ReplicaPlace.AUTO,
         )
         with pytest.raises(PlanError, match="with a replica it must be 0 or at least"):
             small.connect(links.plan, links.bindings)

@@ -16,7 +16,7 @@ from live_fleet import ENGINES, NUM_TRAINERS, TOKEN, WIRES, Fleet, build, needs
 from torch.distributed.tensor import DTensor
 
 import windlass
-from windlass.config import ControlConfig, UpdateMode
+from windlass.config import ControlConfig, ReplicaPlace, UpdateMode
 from windlass.errors import ConfigError
 from windlass.transports.base import TransportConfig
 
@@ -34,7 +34,7 @@ CUDA: Any = torch.cuda
 
 
 def train(
-    rank: int, url: str, store: str, wire: TransportConfig, replica: str, pipe: Connection
+    rank: int, url: str, store: str, wire: TransportConfig, replica: ReplicaPlace, pipe: Connection
 ) -> None:
     from torch.distributed.fsdp import fully_shard
 
@@ -68,7 +68,7 @@ def train(
                 was_running = not stepped.query()
                 pending = trainer.begin_publish(version)
                 kept = _keep(model)
-                _overwrite(model, free=replica == "host")
+                _overwrite(model, free=replica is ReplicaPlace.HOST)
                 CUDA._sleep(NEXT_STEP_CYCLES)
                 ended = CUDA.Event()
                 ended.record()
@@ -124,22 +124,22 @@ def _restore(model: torch.nn.Module, kept: Sequence[tuple[torch.Tensor, int]]) -
 @pytest.mark.parametrize(
     ("wire", "replica", "mode"),
     [
-        ("cuda_ipc", "host", UpdateMode.IN_PLACE),
-        ("cuda_ipc", "host", UpdateMode.STAGED),
-        ("cuda_ipc", "device", UpdateMode.IN_PLACE),
-        ("cuda_ipc", "device", UpdateMode.STAGED),
-        ("nixl", "device", UpdateMode.STAGED),
-        ("mooncake over TCP", "device", UpdateMode.STAGED),
+        ("cuda_ipc", ReplicaPlace.HOST, UpdateMode.IN_PLACE),
+        ("cuda_ipc", ReplicaPlace.HOST, UpdateMode.STAGED),
+        ("cuda_ipc", ReplicaPlace.DEVICE, UpdateMode.IN_PLACE),
+        ("cuda_ipc", ReplicaPlace.DEVICE, UpdateMode.STAGED),
+        ("nixl", ReplicaPlace.DEVICE, UpdateMode.STAGED),
+        ("mooncake over TCP", ReplicaPlace.DEVICE, UpdateMode.STAGED),
     ],
 )
 def test_engines_hold_the_copy_whatever_became_of_the_weights(
-    tmp_path: object, wire: str, replica: str, mode: UpdateMode
+    tmp_path: object, wire: str, replica: ReplicaPlace, mode: UpdateMode
 ) -> None:
     needs(wire)
     asyncio.run(run(str(tmp_path), wire, replica, mode))
 
 
-async def run(folder: str, wire: str, replica: str, mode: UpdateMode) -> None:
+async def run(folder: str, wire: str, replica: ReplicaPlace, mode: UpdateMode) -> None:
     config = ControlConfig(mode=mode, min_engines=2)
     trainers = [f"trainer{rank}" for rank in range(NUM_TRAINERS)]
     async with windlass.Controller(token=TOKEN, config=config) as controller:
@@ -186,5 +186,5 @@ def test_a_copy_in_host_memory_is_refused_where_bytes_leave_from_the_gpu(wire: s
             controller="http://127.0.0.1:1",
             token=TOKEN,
             transport=WIRES[wire],
-            replica="host",
+            replica=ReplicaPlace.HOST,
         )

@@ -73,14 +73,13 @@ async def generate(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
     return answer
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("layout", "num_trainers", "transport", "mode"),
     [
         ("fsdp", 3, "cma", UpdateMode.IN_PLACE),
-        ("tp_fsdp", 4, "shm", UpdateMode.STAGED),
-        ("hsdp", 4, "cma", UpdateMode.STAGED),
+        pytest.param("tp_fsdp", 4, "shm", UpdateMode.STAGED, marks=pytest.mark.long),
+        pytest.param("hsdp", 4, "cma", UpdateMode.STAGED, marks=pytest.mark.long),
     ],
 )
 async def test_engines_serve_the_full_tensors_of_the_trainers(
@@ -100,7 +99,7 @@ async def test_engines_serve_the_full_tensors_of_the_trainers(
             await check(http, controller, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(240)
 async def test_engines_that_join_late_are_brought_up_by_a_peer_without_a_trainer(
     tmp_path: Path,

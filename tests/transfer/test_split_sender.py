@@ -14,7 +14,7 @@ import pytest
 from numpy_gpu import OneProcess, numpy_gpu
 from offers import GPU_TRAITS
 
-from windlass.config import P2pBackend, UpdateMode
+from windlass.config import P2pBackend, ReplicaPlace, UpdateMode
 from windlass.errors import ConfigError, TransferFailed, TransferOutcomeUnknown
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
@@ -150,7 +150,7 @@ def test_a_replica_of_weights_on_a_gpu_wants_one_transport() -> None:
         both(MemoryFabric()) as sending,
         pytest.raises(ConfigError, match=r"needs one transport .* \['cuda_ipc', 'memory'\]"),
     ):
-        Sender(sending, TRAINER, tuple, replica=True)
+        Sender(sending, TRAINER, tuple, replica=ReplicaPlace.AUTO)
 
 
 class Scripted:

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+from needs import need_transport
 
 from windlass.errors import RegionError, TransportUnavailable
 from windlass.testing.transport_conformance import ProcessConformance
@@ -57,8 +58,8 @@ def test_where_the_kernel_refuses_cma_shared_memory_takes_its_place(
     transport.close()
 
 
-@pytest.mark.mooncake
 def test_a_rank_with_peers_on_other_hosts_offers_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    need_transport("mooncake")
     monkeypatch.setattr(auto, "is_loopback", lambda _: False)
     transport = create_transport(parse_transport("auto"), towards="http://127.0.0.1:8000")
     offers = transport.offers()

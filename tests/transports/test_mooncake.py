@@ -38,8 +38,6 @@ try:
 except TransportUnavailable as error:
     pytest.skip(str(error), allow_module_level=True)
 
-pytestmark = pytest.mark.mooncake
-
 
 class TestMooncakeTcp(ProcessConformance):
     config: ClassVar[MooncakeConfig] = TCP

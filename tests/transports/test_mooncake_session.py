@@ -37,8 +37,6 @@ try:
 except TransportUnavailable as error:
     pytest.skip(str(error), allow_module_level=True)
 
-pytestmark = pytest.mark.mooncake
-
 SENDER = """
 import sys
 import msgspec

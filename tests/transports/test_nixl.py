@@ -323,7 +323,7 @@ def test_closing_beside_a_write_ends_it_and_what_is_on_its_way_arrives_whole(
         deadline.check_before_more()
 
 
-@pytest.mark.nixl
+@pytest.mark.long
 class TestNixlTcp(ProcessConformance):
     config: ClassVar[NixlConfig] = TCP
 

@@ -98,7 +98,7 @@ def test_a_failing_schedule_is_made_small_and_fails_again() -> None:
 REAL = (("cma", "in_place", 20), ("cma", "staged", 16), ("shm", "in_place", 16))
 
 
-@pytest.mark.chaos
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_real_processes_break_no_invariant() -> None:
     script = str(Path(__file__).parents[1] / "support" / "chaos_real.py")
@@ -126,7 +126,7 @@ def test_real_processes_break_no_invariant() -> None:
     assert sum(rounds for _, _, rounds in REAL) >= 50
 
 
-@pytest.mark.chaos
+@pytest.mark.long
 @pytest.mark.timeout(1150)
 def test_ten_thousand_rounds_break_no_invariant() -> None:
     results = []
@@ -153,14 +153,14 @@ def searches() -> dict[str, Found]:
     return found
 
 
-@pytest.mark.chaos
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name.replace(" ", "-"))
 def test_every_planted_bug_is_found(bug: Bug, searches: dict[str, Found]) -> None:
     assert searches[bug.name].violation, describe(searches[bug.name])
 
 
-@pytest.mark.chaos
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_what_is_printed_of_a_failing_schedule_is_small_and_fails_again() -> None:
     bug = next(bug for bug in BUGS if bug.name == "publish without verify")

@@ -235,7 +235,7 @@ def named(case: tuple[str, UpdateMode, str, tuple[str, ...]]) -> str:
     "case",
     [
         *(pytest.param(case, id=named(case)) for case in IN_DEFAULT_SUITE),
-        *(pytest.param(case, id=named(case), marks=pytest.mark.faults) for case in P2P + OTHERS),
+        *(pytest.param(case, id=named(case), marks=pytest.mark.long) for case in P2P + OTHERS),
     ],
 )
 async def test_a_kill_in_any_phase_loses_no_rollout_serves_no_mixture_and_the_next_update_works(
@@ -248,7 +248,7 @@ async def test_a_kill_in_any_phase_loses_no_rollout_serves_no_mixture_and_the_ne
         await drain(fleet)
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.timeout(400)
 async def test_each_kind_of_process_killed_among_a_thousand_rollouts_loses_none(
     tmp_path: Path,

@@ -1,6 +1,6 @@
 """Bytes that other versions of Windlass read: a change here needs a higher schema or protocol version.
 
-After a change that is meant: `python tests/updates/test_golden_wire.py` writes the file anew.
+After a change that is meant: `PYTHONPATH=tests/support python tests/updates/test_golden_wire.py` writes the file anew.
 """
 
 from __future__ import annotations

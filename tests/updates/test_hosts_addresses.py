@@ -9,7 +9,7 @@ from hosts import Network, why_no_hosts
 from windlass.config import ControlConfig
 
 pytestmark = [
-    pytest.mark.hosts,
+    pytest.mark.cluster,
     pytest.mark.timeout(200),
     pytest.mark.skipif(bool(why_no_hosts()), reason=f"hosts: {why_no_hosts()}"),
 ]

@@ -7,7 +7,7 @@ from host_fleet import HOSTS, Fleet, Refused, fleet_on
 from hosts import Line, Network, why_no_hosts
 
 pytestmark = [
-    pytest.mark.hosts,
+    pytest.mark.cluster,
     pytest.mark.timeout(300),
     pytest.mark.skipif(bool(why_no_hosts()), reason=f"hosts: {why_no_hosts()}"),
 ]

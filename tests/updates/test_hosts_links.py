@@ -14,7 +14,7 @@ from hosts import Host, Line, Network, why_no_hosts
 from windlass.config import UpdateMode
 
 pytestmark = [
-    pytest.mark.hosts,
+    pytest.mark.cluster,
     pytest.mark.timeout(300),
     pytest.mark.skipif(bool(why_no_hosts()), reason=f"hosts: {why_no_hosts()}"),
 ]

@@ -12,7 +12,7 @@ from hosts import Host, Network, why_no_hosts
 from windlass.config import UpdateMode
 
 pytestmark = [
-    pytest.mark.hosts,
+    pytest.mark.cluster,
     pytest.mark.timeout(500),
     pytest.mark.skipif(bool(why_no_hosts()), reason=f"hosts: {why_no_hosts()}"),
 ]

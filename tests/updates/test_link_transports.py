@@ -8,6 +8,7 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
+from needs import need_transport
 
 import windlass
 from windlass.layout.box import Box
@@ -75,11 +76,11 @@ def publish(url: str, names: Sequence[str], undo: ExitStack) -> UpdateReport:
     return client.publish(0, deadline_s=DEADLINE_S)
 
 
-@pytest.mark.mooncake
 async def test_links_within_a_host_and_between_hosts_take_what_is_fastest_for_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`far` says that it is on another host; `network` is near and has no transport but mooncake."""
+    need_transport("mooncake")
     both = ("cma", "mooncake")
     with ExitStack() as undo:
         async with windlass.Controller(token=TOKEN) as controller:

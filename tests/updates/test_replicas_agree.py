@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import windlass
-from windlass.config import ControlConfig
+from windlass.config import ControlConfig, ReplicaPlace
 from windlass.engines.client import EngineClient
 from windlass.errors import RoundAborted
 from windlass.layout.manifest import Role
@@ -76,7 +76,7 @@ class Fleet:
                 job="agreeing",
                 rank=rank,
                 world_size=len(modules),
-                replica=replica,
+                replica=ReplicaPlace.AUTO if replica else ReplicaPlace.OFF,
             )
             for rank, module in enumerate(modules)
         ]

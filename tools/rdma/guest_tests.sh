@@ -12,6 +12,6 @@ export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 export MC_GID_INDEX=1 # the RoCE v2 address that stands for an IPv4 one; 0 is link-local
 # In this order: after errors Mooncake's threads stay busy, which an emulated processor feels.
 exec "$VENV/bin/python" -u -m pytest -p pytest_timeout -p pytest_asyncio.plugin -p no:cacheprovider \
-  --color=no --tb=short --durations=12 -v -m rdma \
+  --color=no --tb=short --durations=12 -v -m cluster \
   tests/rdma/test_verbs_update.py tests/rdma/test_verbs_conformance.py \
   tests/rdma/test_verbs_failures.py tests/rdma/test_verbs_nics.py "$@"

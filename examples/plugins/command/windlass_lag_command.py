@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from windlass.cli import Command
-from windlass.cli.controller import add_controller, overview
+from windlass.cli import Command, add_controller, overview
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,11 +1,11 @@
 """The family `gyre`: a dense decoder whose checkpoints name their attention and embeddings otherwise.
 
-`windlass.connect_megatron_trainer(model, family="gyre", ...)` publishes its weights under these names.
+`windlass.trainers.connect_megatron_trainer(model, family="gyre", ...)` publishes its weights under these names.
 """
 
 from __future__ import annotations
 
-from windlass.layout.naming.rules import Cut, Family, Rule
+from windlass.layout import Cut, Family, Rule
 
 _LAYER, _AT = "decoder.layers.{layer}", "gyre.blocks.{layer}"
 

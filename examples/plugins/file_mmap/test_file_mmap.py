@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from windlass_file_mmap import FileMmapConfig
 
-from windlass.testing.transport_conformance import ProcessConformance
+from windlass.testing import ProcessConformance
 
 
 class TestFileMmap(ProcessConformance):

@@ -16,19 +16,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, final
 
-from windlass.errors import RegionError, TransportUnavailable
-from windlass.net.clock import Deadline
-from windlass.transports.base import (
+from windlass import RegionError, TransportUnavailable
+from windlass.transports import (
+    Deadline,
+    LocalTransport,
     MemoryAllocator,
     OneSidedTransport,
+    OwnProcess,
+    PeerProcesses,
     RemoteRegion,
     TransportConfig,
     TransportTraits,
     WireReport,
     WriteBatch,
+    check_alive,
 )
-from windlass.transports.local import LocalTransport
-from windlass.transports.processes import OwnProcess, PeerProcesses, check_alive
 
 NAME = "file_mmap"
 _KEY = re.compile(r"(windlass-file-mmap-(\d+)-[0-9a-f]{16}):(\d{1,19})")

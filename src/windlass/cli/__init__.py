@@ -9,10 +9,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from windlass.lazy import public
 from windlass.plugins import Registry
 
-__all__ = ["COMMANDS", "Command"]
+if TYPE_CHECKING:
+    from windlass.cli.controller import add_controller as add_controller
+    from windlass.cli.controller import overview as overview
+
+__all__ = ["COMMANDS", "Command", "add_controller", "overview"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +44,8 @@ COMMANDS: Registry[Command] = Registry(
     group="windlass.commands",
 )
 """All commands, by name."""
+
+if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
+    _, __getattr__, __dir__ = public(
+        __name__, {"windlass.cli.controller": "add_controller overview"}
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol, final
 
 from windlass.config import PauseMode
@@ -18,10 +18,12 @@ from windlass.engines.client import EngineClient
 from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.engines.spec import AgentSettings
 from windlass.errors import ProtocolError, WindlassError
+from windlass.memory.cuda.driver import gpu_of
+from windlass.memory.cuda.gpu import shared_gpu
 from windlass.transports.base import MemoryRegion, OneSidedTransport
 from windlass.transports.registry import create_transport, parse_transport
 
-__all__ = ["Attachment", "EngineApi", "RankHooks", "attach", "stretches"]
+__all__ = ["Attachment", "EngineApi", "RankHooks", "allocation_of", "attach", "stretches"]
 
 logger = logging.getLogger(__name__)
 CONNECT_DEADLINE_S = 60.0
@@ -183,11 +185,15 @@ def attach(
         towards=settings.controller,
         memory_at=captured.addresses[0] if captured.addresses else 0,
     )
+    begun = time.perf_counter()
+    regions = _register(transport, captured)
+    register_s = time.perf_counter() - begun
     # Repacked parameters are read from their buffers, which hold what was last received.
     client = EngineClient(
         manifest=captured.manifest,
         addresses=captured.addresses,
-        regions=_register(transport, captured),
+        regions=regions,
+        register_s=register_s,
         transport=transport,
         hooks=hooks,
         controller=settings.controller,
@@ -206,19 +212,42 @@ def _register(transport: OneSidedTransport, captured: Captured) -> tuple[MemoryR
         (address, parameter.nbytes)
         for address, parameter in zip(captured.addresses, captured.manifest.parameters, strict=True)
     )
-    return tuple(transport.register(address, nbytes) for address, nbytes in stretches(spans))
+    return tuple(
+        transport.register(address, nbytes) for address, nbytes in stretches(spans, allocation_of)
+    )
 
 
-def stretches(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def allocation_of(address: int) -> tuple[int, int] | None:
+    """Start and bytes of the GPU allocation around an address; None for host memory."""
+    gpu = gpu_of(address)
+    return None if gpu < 0 else shared_gpu(gpu).device.allocation(address)
+
+
+def stretches(
+    spans: Iterable[tuple[int, int]],
+    allocation: Callable[[int], tuple[int, int] | None] | None = None,
+) -> list[tuple[int, int]]:
     """(address, nbytes) of what is registered at once: spans that overlap share a stretch.
 
-    Those that only touch do not: on GPUs they may belong to different allocations.
+    Registration takes time per region and not per byte, so that with `allocation` spans of one
+    allocation share a stretch as well, with what lies between them.
+
+    Args:
+        spans: (address, nbytes) of parameters.
+        allocation: of this process's memory, see `allocation_of`; host memory is one where spans
+            touch. Without it nothing is known of the memory, and only what overlaps is joined.
     """
     joined: list[tuple[int, int]] = []
+    end = room = 0  # of the last stretch, and of the allocation that it begins in
     for begin, nbytes in sorted(spans):
-        if joined and begin < sum(joined[-1]):
+        if joined and (begin < end or begin + nbytes <= room or (begin == end and room < 0)):
             first = joined[-1][0]
-            joined[-1] = first, max(sum(joined[-1]), begin + nbytes) - first
-        else:
-            joined.append((begin, nbytes))
+            end = max(end, begin + nbytes)
+            joined[-1] = first, end - first
+            continue
+        joined.append((begin, nbytes))
+        end = begin + nbytes
+        if allocation is not None:
+            around = allocation(begin)
+            room = -1 if around is None else sum(around)
     return joined

@@ -17,7 +17,7 @@ from windlass.transports.base import MemoryRegion, OneSidedTransport, TransportO
 from windlass.updates.agents import EngineAgent
 from windlass.updates.client import AgentChannel, CommandHandler
 from windlass.updates.hooks import EngineHooks
-from windlass.updates.messages import PROTOCOL_VERSION, Hello
+from windlass.updates.messages import PROTOCOL_VERSION, Hello, Registered
 
 __all__ = ["EngineClient"]
 
@@ -32,6 +32,7 @@ class EngineClient:
         manifest: of this rank.
         addresses: of the live parameters, in manifest order; they never move.
         regions: registered regions that contain every live parameter.
+        register_s: what it took to register them, for `/v1/status`.
         transport: they are registered with it. Closed with this client.
         hooks: stop, resume and stamp this rank.
         controller: address of the controller.
@@ -71,6 +72,7 @@ class EngineClient:
         url: str = "",
         can_send: bool = True,
         connect_deadline_s: float = 60.0,
+        register_s: float = 0.0,
         remote: RemoteMemory | None = None,
         intercept: Callable[[EngineAgent], CommandHandler] | None = None,
     ) -> None:
@@ -95,6 +97,9 @@ class EngineClient:
             undo.callback(agent.close)
             encoded, incarnation = manifest.encode(), os.urandom(8).hex()
             offers = _offers_for(transport, regions, remote)
+            registered = Registered(
+                len(regions), sum(region.nbytes for region in regions), register_s
+            )
 
             def hello() -> Hello:
                 epoch, round_number = agent.round_id
@@ -115,6 +120,7 @@ class EngineClient:
                     round=round_number,
                     mixed_weights=agent.mixed_weights,
                     can_send=can_send,
+                    registered=registered,
                 )
 
             self._channel = AgentChannel(

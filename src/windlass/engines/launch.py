@@ -124,6 +124,10 @@ def _own_words(args: argparse.Namespace) -> list[str]:
     for name in ("tp", "pp", "dp"):
         if vars(args)[name] < 1:
             raise ConfigError(f"--{name} must be 1 or more, got {vars(args)[name]}")
+    if not 0 < args.join_deadline_s < float("inf"):
+        raise ConfigError(
+            f"--join-deadline-s must be finite and above 0, got {args.join_deadline_s}"
+        )
     return [
         *(["--adapter"] if args.adapter else []),
         *(["--pipeline-parallel-size"] if args.pp > 1 else []),
@@ -155,6 +159,12 @@ def arguments(program: str, description: str | None) -> argparse.ArgumentParser:
         type=float,
         default=3600.0,
         help="for the engine's server to load its model and serve",
+    )
+    parser.add_argument(
+        "--join-deadline-s",
+        type=float,
+        default=600.0,
+        help="for the engine's ranks to capture their layouts, and again to join the fleet",
     )
     parser.add_argument(
         "--attach",
@@ -222,6 +232,7 @@ def _settings(args: argparse.Namespace, url: str, *, loaded: bool = True) -> Age
         world_size=args.tp * args.pp * args.dp,
         loaded=loaded or adapter is not None,  # an adapter is always read from its folder
         adapter="" if adapter is None else adapter.name,
+        join_deadline_s=args.join_deadline_s,
     )
 
 

@@ -151,6 +151,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         loaded: whether the engine started with the weights of `checkpoint`; if not, nothing can be
             compared with them.
         world_size: ranks of this engine.
+        join_deadline_s: for all ranks to capture their layouts, and again for all to join.
     """
 
     name: str
@@ -161,6 +162,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     loaded: bool = True
     adapter: str = ""
+    join_deadline_s: float = 600.0
 
     def reference(self) -> Callable[[], Iterator[tuple[str, torch.Tensor]]] | None:
         """Return what reads the weights that the engine holds now; None where nobody knows them."""

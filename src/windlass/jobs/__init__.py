@@ -1,9 +1,46 @@
-"""A whole job from one file: `windlass launch CONFIG.toml`."""
+"""Whole jobs: from one file by `windlass launch CONFIG.toml`, or trainers started and called by a script."""
 
 from __future__ import annotations
 
-from windlass.jobs.config import LaunchConfig, load_config
-from windlass.jobs.launch import JobSummary, run_job
-from windlass.jobs.recipe import Recipe, Task
+from typing import TYPE_CHECKING
 
-__all__ = ["JobSummary", "LaunchConfig", "Recipe", "Task", "load_config", "run_job"]
+from windlass.lazy import public
+
+if TYPE_CHECKING:
+    from windlass.jobs.config import LaunchConfig as LaunchConfig
+    from windlass.jobs.config import load_config as load_config
+    from windlass.jobs.fsdp_engine import FsdpEngine as FsdpEngine
+    from windlass.jobs.fsdp_engine import Samples as Samples
+    from windlass.jobs.launch import JobSummary as JobSummary
+    from windlass.jobs.launch import run_job as run_job
+    from windlass.jobs.recipe import Recipe as Recipe
+    from windlass.jobs.recipe import Task as Task
+    from windlass.jobs.schedulers.base import ProcessSpec as ProcessSpec
+    from windlass.jobs.schedulers.base import ProcessStatus as ProcessStatus
+    from windlass.jobs.schedulers.base import Scheduler as Scheduler
+    from windlass.jobs.schedulers.configs import LocalSchedulerConfig as LocalSchedulerConfig
+    from windlass.jobs.schedulers.configs import RaySchedulerConfig as RaySchedulerConfig
+    from windlass.jobs.schedulers.configs import SlurmSchedulerConfig as SlurmSchedulerConfig
+    from windlass.jobs.schedulers.configs import create_scheduler as create_scheduler
+    from windlass.jobs.schedulers.local import LocalScheduler as LocalScheduler
+    from windlass.jobs.train_controller import StepResult as StepResult
+    from windlass.jobs.train_controller import TrainController as TrainController
+    from windlass.jobs.train_worker import TrainContext as TrainContext
+    from windlass.jobs.train_worker import TrainEngine as TrainEngine
+    from windlass.jobs.train_worker import run_train_worker as run_train_worker
+
+if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
+    __all__, __getattr__, __dir__ = public(
+        __name__,
+        {
+            "windlass.jobs.config": "LaunchConfig load_config",
+            "windlass.jobs.fsdp_engine": "FsdpEngine Samples",
+            "windlass.jobs.launch": "JobSummary run_job",
+            "windlass.jobs.recipe": "Recipe Task",
+            "windlass.jobs.schedulers.base": "ProcessSpec ProcessStatus Scheduler",
+            "windlass.jobs.schedulers.configs": "LocalSchedulerConfig RaySchedulerConfig SlurmSchedulerConfig create_scheduler",
+            "windlass.jobs.schedulers.local": "LocalScheduler",
+            "windlass.jobs.train_controller": "StepResult TrainController",
+            "windlass.jobs.train_worker": "TrainContext TrainEngine run_train_worker",
+        },
+    )

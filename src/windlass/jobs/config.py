@@ -167,7 +167,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
         steps: optimiser steps, each followed by a published version.
         output_dir: logs, checkpoints, `summary.json`.
         transport: of engines; trainers find it in WINDLASS_TRANSPORT.
-        replica: "host", "device" or "": what trainers find in WINDLASS_REPLICA, for `connect_trainer`.
+        replica: name of a `ReplicaPlace`: what trainers find in WINDLASS_REPLICA, for `connect_trainer`.
         update: mode, backend, deadlines: `windlass.ControlConfig`.
         environment: of every process.
         start_deadline_s: until all processes have connected.
@@ -181,7 +181,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
     rollout: RolloutSection
     output_dir: str
     transport: str = "auto"
-    replica: str = ""
+    replica: str = ReplicaPlace.OFF.value
     scheduler: SchedulerConfig = LocalSchedulerConfig()
     controller: ControllerSection = ControllerSection()
     update: ControlConfig = ControlConfig()
@@ -197,11 +197,10 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"engines: needs at least one, with different names, got {names}")
         parse_transport(self.transport)
-        if self.replica:
-            take_name("replica", self.replica, ReplicaPlace)
-            if not self.update.backend.traits.one_sided:
-                kind = type(self.update.backend).__name__
-                raise ConfigError(f"replica: update.backend must be p2p with one, got {kind}")
+        place = take_name("replica", self.replica, ReplicaPlace)
+        if place is not ReplicaPlace.OFF and not self.update.backend.traits.one_sided:
+            kind = type(self.update.backend).__name__
+            raise ConfigError(f"replica: update.backend must be p2p with one, got {kind}")
 
 
 def load_config(path: Path) -> LaunchConfig:

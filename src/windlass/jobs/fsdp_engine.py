@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
+from windlass.config import ReplicaPlace, take_name
 from windlass.errors import ConfigError
 from windlass.jobs.train_worker import TrainContext, TrainEngine
 from windlass.net.clock import Deadline
@@ -18,14 +19,15 @@ from windlass.rollout.messages import TrainingSample
 from windlass.trainers.client import PendingUpdate, TrainerClient, connect_trainer
 from windlass.transports.base import TransportConfig
 
-__all__ = ["FsdpEngine"]
+__all__ = ["FsdpEngine", "Samples"]
 
 Samples = Sequence[Sequence[TrainingSample]]
+"""What a training step of one rank gets: its groups, each with its samples."""
 
 
 @final
 class FsdpEngine(TrainEngine):
-    """See the module. Every rank is its own data-parallel rank.
+    """The `TrainEngine` of an FSDP2 rank; every rank is its own data-parallel rank.
 
     Args:
         model: builds the module; called after the process group exists, seeded alike on all ranks.
@@ -52,13 +54,13 @@ class FsdpEngine(TrainEngine):
         max_grad_norm: float = 1.0,
         publish_to_fleet: bool = True,
         transport: str | TransportConfig = "auto",
-        replica: bool | str = False,
+        replica: ReplicaPlace = ReplicaPlace.OFF,
     ) -> None:
         self._build, self._build_optimizer, self._loss = model, optimizer, loss
         self._units = units
         self._backend, self._seed, self._max_grad_norm = backend, seed, max_grad_norm
         self._publish_to_fleet, self._transport = publish_to_fleet, transport
-        self._replica = replica
+        self._replica = take_name("replica", replica, ReplicaPlace)
         self._pending: PendingUpdate | None = None
         self._publish_deadline_s = 0.0
         self._is_served = False
@@ -122,7 +124,7 @@ class FsdpEngine(TrainEngine):
     def publish(self, version: int, *, deadline_s: float) -> None:
         if self._client is None:
             raise ConfigError("FsdpEngine: publish needs publish_to_fleet=True, got False")
-        if not self._replica:
+        if self._replica is ReplicaPlace.OFF:
             self._client.publish(version, deadline_s=deadline_s)
             return
         deadline = Deadline.after(deadline_s, "publish")

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, final
 
 import msgspec
 
+from windlass.config import ReplicaPlace
 from windlass.controller import Controller
 from windlass.engines.spec import ENGINES, EngineOptions
 from windlass.envs import environment_value
@@ -199,7 +200,11 @@ class _Job:
                 task.cancel()
             await asyncio.gather(work, asked, *guards, return_exceptions=True)
             # With a replica the last update may still be on its way when all else has ended.
-            grace_s = max(10.0, self.config.shutdown_s) if self.config.replica else 10.0
+            grace_s = (
+                max(10.0, self.config.shutdown_s)
+                if self.config.replica != ReplicaPlace.OFF
+                else 10.0
+            )
             await self.trainers.close(grace_s=0.5 if in_step else grace_s)
             await controller.rollouts.close()
             # The controller is still there, so that workers and engines leave it in peace.

@@ -1,1 +1,37 @@
-"""WHERE bytes live: boxes, manifests and topologies. No torch, no I/O."""
+"""WHERE bytes live: boxes, manifests, names of parameters. No torch, no I/O."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from windlass.lazy import public
+
+if TYPE_CHECKING:
+    from windlass.layout.box import Box as Box
+    from windlass.layout.dtypes import DType as DType
+    from windlass.layout.manifest import ManifestBuilder as ManifestBuilder
+    from windlass.layout.manifest import ParameterSpec as ParameterSpec
+    from windlass.layout.manifest import Role as Role
+    from windlass.layout.manifest import Shard as Shard
+    from windlass.layout.manifest import ShardManifest as ShardManifest
+    from windlass.layout.manifest import TensorSpec as TensorSpec
+    from windlass.layout.naming.rules import Cut as Cut
+    from windlass.layout.naming.rules import Family as Family
+    from windlass.layout.naming.rules import Rule as Rule
+    from windlass.layout.naming.stacked import TORCHTITAN_EXPERTS as TORCHTITAN_EXPERTS
+    from windlass.layout.naming.stacked import TRANSFORMERS_EXPERTS as TRANSFORMERS_EXPERTS
+    from windlass.layout.naming.stacked import StackedRule as StackedRule
+    from windlass.layout.naming.tables import FAMILIES as FAMILIES
+
+if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
+    __all__, __getattr__, __dir__ = public(
+        __name__,
+        {
+            "windlass.layout.box": "Box",
+            "windlass.layout.dtypes": "DType",
+            "windlass.layout.manifest": "ManifestBuilder ParameterSpec Role Shard ShardManifest TensorSpec",
+            "windlass.layout.naming.rules": "Cut Family Rule",
+            "windlass.layout.naming.stacked": "StackedRule TORCHTITAN_EXPERTS TRANSFORMERS_EXPERTS",
+            "windlass.layout.naming.tables": "FAMILIES",
+        },
+    )

@@ -2,55 +2,50 @@
 
 from __future__ import annotations
 
-from windlass.rollout.batches import BatchQueue, training_samples
-from windlass.rollout.client import BatchClient
-from windlass.rollout.controller import RolloutController
-from windlass.rollout.directory import EngineDirectory, StaticEngines
-from windlass.rollout.handles import (
-    GroupHandle,
-    Recovered,
-    Rollout,
-    RolloutConfig,
-    RolloutGroup,
-    RolloutHandle,
-    RolloutStats,
-)
-from windlass.rollout.messages import (
-    OnAbort,
-    SamplingParams,
-    TrainingBatch,
-    TrainingSample,
-    Turn,
-)
-from windlass.rollout.runner import run_rollout_worker
-from windlass.rollout.service import mount_rollout_routes
-from windlass.rollout.staleness import OnStale, StalenessPolicy
-from windlass.rollout.workflows import Reject, Workflow, WorkflowContext
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "BatchClient",
-    "BatchQueue",
-    "RolloutConfig",
-    "EngineDirectory",
-    "GroupHandle",
-    "OnAbort",
-    "OnStale",
-    "Recovered",
-    "Reject",
-    "Rollout",
-    "RolloutController",
-    "RolloutGroup",
-    "RolloutHandle",
-    "RolloutStats",
-    "SamplingParams",
-    "StalenessPolicy",
-    "StaticEngines",
-    "TrainingBatch",
-    "TrainingSample",
-    "Turn",
-    "Workflow",
-    "WorkflowContext",
-    "mount_rollout_routes",
-    "run_rollout_worker",
-    "training_samples",
-]
+from windlass.lazy import public
+
+if TYPE_CHECKING:
+    from windlass.rollout.batches import BatchQueue as BatchQueue
+    from windlass.rollout.batches import training_samples as training_samples
+    from windlass.rollout.client import BatchClient as BatchClient
+    from windlass.rollout.controller import RolloutController as RolloutController
+    from windlass.rollout.directory import EngineDirectory as EngineDirectory
+    from windlass.rollout.directory import StaticEngines as StaticEngines
+    from windlass.rollout.handles import GroupHandle as GroupHandle
+    from windlass.rollout.handles import Recovered as Recovered
+    from windlass.rollout.handles import Rollout as Rollout
+    from windlass.rollout.handles import RolloutConfig as RolloutConfig
+    from windlass.rollout.handles import RolloutGroup as RolloutGroup
+    from windlass.rollout.handles import RolloutHandle as RolloutHandle
+    from windlass.rollout.handles import RolloutStats as RolloutStats
+    from windlass.rollout.messages import OnAbort as OnAbort
+    from windlass.rollout.messages import SamplingParams as SamplingParams
+    from windlass.rollout.messages import TrainingBatch as TrainingBatch
+    from windlass.rollout.messages import TrainingSample as TrainingSample
+    from windlass.rollout.messages import Turn as Turn
+    from windlass.rollout.runner import run_rollout_worker as run_rollout_worker
+    from windlass.rollout.service import mount_rollout_routes as mount_rollout_routes
+    from windlass.rollout.staleness import OnStale as OnStale
+    from windlass.rollout.staleness import StalenessPolicy as StalenessPolicy
+    from windlass.rollout.workflows import Reject as Reject
+    from windlass.rollout.workflows import Workflow as Workflow
+    from windlass.rollout.workflows import WorkflowContext as WorkflowContext
+
+if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
+    __all__, __getattr__, __dir__ = public(
+        __name__,
+        {
+            "windlass.rollout.batches": "BatchQueue training_samples",
+            "windlass.rollout.client": "BatchClient",
+            "windlass.rollout.controller": "RolloutController",
+            "windlass.rollout.directory": "EngineDirectory StaticEngines",
+            "windlass.rollout.handles": "GroupHandle Recovered Rollout RolloutConfig RolloutGroup RolloutHandle RolloutStats",
+            "windlass.rollout.messages": "OnAbort SamplingParams TrainingBatch TrainingSample Turn",
+            "windlass.rollout.runner": "run_rollout_worker",
+            "windlass.rollout.service": "mount_rollout_routes",
+            "windlass.rollout.staleness": "OnStale StalenessPolicy",
+            "windlass.rollout.workflows": "Reject Workflow WorkflowContext",
+        },
+    )

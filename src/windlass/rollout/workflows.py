@@ -117,6 +117,10 @@ class WorkflowContext:
 
 
 Workflow = Callable[[WorkflowContext], Awaitable[object]]
+"""One attempt of one rollout: generates through its context and returns a msgpack-plain value.
+
+It raises `Reject` for an attempt that must not count; any other error fails the attempt, which is tried again.
+"""
 
 
 class AttemptResult(msgspec.Struct, frozen=True):

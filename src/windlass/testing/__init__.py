@@ -1,1 +1,29 @@
-"""Shipped test kit: fakes, faults and conformance suites."""
+"""Shipped test kit: faults, and the conformance suite of transports."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from windlass.lazy import public
+
+if TYPE_CHECKING:
+    from windlass.testing.faulty_transport import Fault as Fault
+    from windlass.testing.faulty_transport import FaultKind as FaultKind
+    from windlass.testing.faulty_transport import FaultyTransport as FaultyTransport
+    from windlass.testing.peer_process import PeerProcess as PeerProcess
+    from windlass.testing.transport_conformance import Peer as Peer
+    from windlass.testing.transport_conformance import ProcessConformance as ProcessConformance
+    from windlass.testing.transport_conformance import Rig as Rig
+    from windlass.testing.transport_conformance import TransportConformance as TransportConformance
+    from windlass.testing.wrapped_transport import WrappedTransport as WrappedTransport
+
+if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
+    __all__, __getattr__, __dir__ = public(
+        __name__,
+        {
+            "windlass.testing.faulty_transport": "Fault FaultKind FaultyTransport",
+            "windlass.testing.peer_process": "PeerProcess",
+            "windlass.testing.transport_conformance": "Peer ProcessConformance Rig TransportConformance",
+            "windlass.testing.wrapped_transport": "WrappedTransport",
+        },
+    )

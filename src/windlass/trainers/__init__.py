@@ -1,1 +1,33 @@
 """Trainer adapters and the client that a trainer rank holds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from windlass.lazy import public
+
+if TYPE_CHECKING:
+    from windlass.layout.naming.adapters import adapter_names as adapter_names
+    from windlass.trainers.callback import RolloutCallback as RolloutCallback
+    from windlass.trainers.callback import WeightGroup as WeightGroup
+    from windlass.trainers.client import PendingUpdate as PendingUpdate
+    from windlass.trainers.client import TrainerClient as TrainerClient
+    from windlass.trainers.client import connect_trainer as connect_trainer
+    from windlass.trainers.megatron import check_whole as check_whole
+    from windlass.trainers.megatron import connect_megatron_trainer as connect_megatron_trainer
+    from windlass.trainers.megatron import make_whole as make_whole
+    from windlass.transfer.base import ParameterMemory as ParameterMemory
+    from windlass.transfer.replica import CopyTimes as CopyTimes
+
+if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
+    __all__, __getattr__, __dir__ = public(
+        __name__,
+        {
+            "windlass.layout.naming.adapters": "adapter_names",
+            "windlass.trainers.callback": "RolloutCallback WeightGroup",
+            "windlass.trainers.client": "PendingUpdate TrainerClient connect_trainer",
+            "windlass.trainers.megatron": "check_whole connect_megatron_trainer make_whole",
+            "windlass.transfer.base": "ParameterMemory",
+            "windlass.transfer.replica": "CopyTimes",
+        },
+    )

@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, final
 
+from windlass.config import ReplicaPlace
 from windlass.envs import environment_value
 from windlass.errors import ConfigError, PeerTimeout, RoundAborted, WindlassError
 from windlass.layout.manifest import Role, ShardManifest
@@ -162,7 +163,7 @@ class TrainerClient:
         world_size: int = 1,
         arena_nbytes: int = 0,
         registered: Sequence[MemoryRegion] = (),
-        replica: bool | str = False,
+        replica: ReplicaPlace = ReplicaPlace.OFF,
         make_whole: Callable[[], None] | None = None,
         step_stream: Callable[[], int] | None = None,
         connect_deadline_s: float = 60.0,
@@ -279,7 +280,7 @@ class TrainerClient:
         """
         version = version_number(version, "begin_publish")
         if not self._sender.has_replica:
-            raise ConfigError("begin_publish: needs replica=True when connecting, got False")
+            raise ConfigError("begin_publish: needs a replica when connecting, got replica=off")
         began, copied = time.perf_counter(), threading.Event()
         with ExitStack() as undo:
             self._take_turn("begin_publish", version, undo)
@@ -356,7 +357,7 @@ def connect_trainer(
     name_map: Callable[[str], str | None] | None = None,
     stacked: Sequence[StackedRule] = TRANSFORMERS_EXPERTS,
     group: str = "trainer",
-    replica: bool | str = False,
+    replica: ReplicaPlace = ReplicaPlace.OFF,
     connect_deadline_s: float = 60.0,
 ) -> TrainerClient:
     """Connect this rank of a PyTorch trainer (FSDP2, tensor parallel, both, or neither).
@@ -377,9 +378,9 @@ def connect_trainer(
         stacked: experts that the framework stacks; other rules for models of other frameworks.
         group: name of the trainer job.
         replica: keep a copy of what is sent as it lies, as large as that, so that `begin_publish` need
-            not wait for the fleet, and parameters are never registered. "host": in host memory, pinned
-            where weights are on a GPU (`cuda_ipc`); "device": on the weights' GPU; True: the one of the
-            weights' kind; False or "": none.
+            not wait for the fleet, and parameters are never registered. HOST: in host memory, pinned
+            where weights are on a GPU (`cuda_ipc`). DEVICE: on the weights' GPU. AUTO: the one of the
+            weights' kind. OFF: none. A place or its name.
         connect_deadline_s: how long to wait for the controller.
 
     Raises:
@@ -412,7 +413,7 @@ def connect_described(
     token: str,
     group: str,
     arena_nbytes: int,
-    replica: bool | str,
+    replica: ReplicaPlace,
     connect_deadline_s: float,
 ) -> TrainerClient:
     """Connect a rank whose parameters an adapter has described; the arguments are `connect_trainer`'s."""

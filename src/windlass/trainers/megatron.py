@@ -21,6 +21,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from windlass.config import ReplicaPlace
 from windlass.errors import ConfigError, ManifestError, UnsupportedLayout
 from windlass.layout.manifest import ManifestBuilder, Role
 from windlass.layout.naming.place import Coords, Geometry, place
@@ -58,7 +59,7 @@ def connect_megatron_trainer(
     use_main_params: bool = False,
     ignore: Sequence[str] = (),
     group: str = "trainer",
-    replica: bool | str = False,
+    replica: ReplicaPlace = ReplicaPlace.OFF,
     connect_deadline_s: float = 60.0,
 ) -> TrainerClient:
     """Connect this rank of a Megatron-core trainer.

@@ -34,27 +34,26 @@ PCIE_ENGINE_NBYTES = 1 << 20
 
 
 def replica_memory(
-    asked: bool | str, transport: OneSidedTransport, threads: Executor
+    asked: ReplicaPlace, transport: OneSidedTransport, threads: Executor
 ) -> ReplicaMemory | None:
     """What `replica` of `connect_trainer` asks for, where `transport` can send from it.
 
     Args:
-        asked: True for where the transport takes weights from: GPU memory where that is a GPU's;
-            False or "" for none.
+        asked: a place or its name. AUTO for where the transport takes weights from: GPU memory where
+            that is a GPU's.
         transport: writes.
         threads: copy host memory.
 
     Raises:
         ConfigError: no such place, or the transport cannot write out of it.
     """
-    if asked is False or asked == "":
+    place = take_name("replica", asked, ReplicaPlace)
+    if place is ReplicaPlace.OFF:
         return None
     traits, name = transport.traits, transport.endpoint().transport
-    if asked is True:
+    if place is ReplicaPlace.AUTO:
         on_gpu = traits.memory is MemoryType.CUDA
         place = ReplicaPlace.DEVICE if on_gpu else ReplicaPlace.HOST
-    else:
-        place = take_name("replica", asked, ReplicaPlace)
     if transport.mapper is not None and not traits.strided_stores:
         names = [offer.transport for offer in transport.offers()]
         raise ConfigError(

@@ -25,6 +25,7 @@ from typing import final
 
 import numpy as np
 
+from windlass.config import ReplicaPlace
 from windlass.errors import ConfigError, PlanError, TransferOutcomeUnknown, WindlassError
 from windlass.layout.manifest import ShardManifest
 from windlass.memory.ops import ALIGNMENT, Buffer
@@ -85,7 +86,7 @@ class Sender:
         *,
         arena_nbytes: int = 0,
         registered: Sequence[MemoryRegion] = (),
-        replica: bool | str = False,
+        replica: ReplicaPlace = ReplicaPlace.OFF,
     ) -> None:
         if arena_nbytes != 0 and arena_nbytes < 2 * ALIGNMENT:
             raise ConfigError(

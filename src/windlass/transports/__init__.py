@@ -1,1 +1,62 @@
-"""HOW bytes move: one-sided writes behind one protocol."""
+"""HOW bytes move: one-sided writes behind one protocol, and update backends of other packages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from windlass.lazy import public
+
+if TYPE_CHECKING:
+    from windlass.config import BackendTraits as BackendTraits
+    from windlass.net.clock import Deadline as Deadline
+    from windlass.transfer.arena import Arena as Arena
+    from windlass.transfer.backends import Backend as Backend
+    from windlass.transports.auto import AutoConfig as AutoConfig
+    from windlass.transports.base import MappedRegion as MappedRegion
+    from windlass.transports.base import MemoryAllocator as MemoryAllocator
+    from windlass.transports.base import MemoryRegion as MemoryRegion
+    from windlass.transports.base import MemoryType as MemoryType
+    from windlass.transports.base import OneSidedTransport as OneSidedTransport
+    from windlass.transports.base import PeerEndpoint as PeerEndpoint
+    from windlass.transports.base import PeerMapper as PeerMapper
+    from windlass.transports.base import RemoteRegion as RemoteRegion
+    from windlass.transports.base import TransportConfig as TransportConfig
+    from windlass.transports.base import TransportOffer as TransportOffer
+    from windlass.transports.base import TransportTraits as TransportTraits
+    from windlass.transports.base import WireReport as WireReport
+    from windlass.transports.base import WriteBatch as WriteBatch
+    from windlass.transports.cma import CmaConfig as CmaConfig
+    from windlass.transports.cuda_ipc import CudaIpcConfig as CudaIpcConfig
+    from windlass.transports.local import LocalTransport as LocalTransport
+    from windlass.transports.memory import MemoryConfig as MemoryConfig
+    from windlass.transports.mooncake.config import MooncakeConfig as MooncakeConfig
+    from windlass.transports.nixl.config import NixlConfig as NixlConfig
+    from windlass.transports.processes import OwnProcess as OwnProcess
+    from windlass.transports.processes import PeerProcesses as PeerProcesses
+    from windlass.transports.processes import check_alive as check_alive
+    from windlass.transports.registry import create_transport as create_transport
+    from windlass.transports.registry import parse_transport as parse_transport
+    from windlass.transports.registry import transport_names as transport_names
+    from windlass.transports.shm import ShmConfig as ShmConfig
+
+if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
+    __all__, __getattr__, __dir__ = public(
+        __name__,
+        {
+            "windlass.config": "BackendTraits",
+            "windlass.net.clock": "Deadline",
+            "windlass.transfer.arena": "Arena",
+            "windlass.transfer.backends": "Backend",
+            "windlass.transports.auto": "AutoConfig",
+            "windlass.transports.base": "MappedRegion MemoryAllocator MemoryRegion MemoryType OneSidedTransport PeerEndpoint PeerMapper RemoteRegion TransportConfig TransportOffer TransportTraits WireReport WriteBatch",
+            "windlass.transports.cma": "CmaConfig",
+            "windlass.transports.cuda_ipc": "CudaIpcConfig",
+            "windlass.transports.local": "LocalTransport",
+            "windlass.transports.memory": "MemoryConfig",
+            "windlass.transports.mooncake.config": "MooncakeConfig",
+            "windlass.transports.nixl.config": "NixlConfig",
+            "windlass.transports.processes": "OwnProcess PeerProcesses check_alive",
+            "windlass.transports.registry": "create_transport parse_transport transport_names",
+            "windlass.transports.shm": "ShmConfig",
+        },
+    )

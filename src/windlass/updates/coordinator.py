@@ -405,8 +405,15 @@ class Coordinator:
             self._published, self._fleet.lineage = version, hello.lineage
             self._reserved = max(self._reserved, version)
 
-    async def admitted(self, session: AgentSession) -> None:  # noqa: ARG002
+    async def admitted(self, session: AgentSession) -> None:
         """See `rpc.Owner`."""
+        hello = session.agent.hello
+        if hello.registered.num_regions:
+            _log.info(
+                "%s joins with %d bytes in %d regions, registered in %.3f s",
+                *(hello.worker, hello.registered.nbytes),
+                *(hello.registered.num_regions, hello.registered.seconds),
+            )
         self._changes.notify()
         self.settle_soon()
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from windlass.errors import ManifestError, ProtocolError
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.messages import MustWait
@@ -420,6 +422,10 @@ class Fleet:
                 "refused": g.refused,
                 "not_resumed": g.not_resumed,
                 "routable": g.name in routable,
+                "registered": [
+                    msgspec.structs.asdict(g.agents[rank].hello.registered)
+                    for rank in sorted(g.agents)
+                ],
             }
             for g in self.engines()
         ]

@@ -75,6 +75,7 @@ __all__ = [
     "Refused",
     "Relay",
     "RelayCommand",
+    "Registered",
     "RelayOpened",
     "RelayWrite",
     "Relayed",
@@ -117,6 +118,19 @@ class FailureKind(StrEnum):
 # --- agent -> controller -----------------------------------------------------------------
 
 
+class Registered(msgspec.Struct, frozen=True):
+    """Memory that a rank has registered with its transports before it connects.
+
+    Attributes:
+        num_regions: of memory. nbytes: of all of them, gaps between parameters included.
+        seconds: that it took.
+    """
+
+    num_regions: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """First frame of an agent.
 
@@ -142,6 +156,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
         mixed_weights: whether live weights may be of two versions.
         can_send: whether an engine rank can hand its weights on to another engine.
         not_resumed: see `Done`.
+        registered: by an engine rank.
     """
 
     protocol_version: int
@@ -163,6 +178,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     not_resumed: str = ""
     lineage: str = ""
     job: str = ""
+    registered: Registered = Registered()
 
 
 class CannotJoin(msgspec.Struct, frozen=True, tag="cannot_join"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from windlass.engines.spec import EngineSpec, Rule
+from windlass.engines import EngineSpec, Rule
 
 ENGINE = EngineSpec(
     name="tiny",

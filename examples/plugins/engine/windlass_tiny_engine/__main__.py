@@ -16,11 +16,8 @@ from pathlib import Path
 import numpy as np
 
 import windlass
-from windlass.errors import PeerTimeout
-from windlass.layout.box import Box
-from windlass.layout.dtypes import DType
-from windlass.layout.manifest import ManifestBuilder, Role
-from windlass.transports.registry import create_transport, parse_transport
+from windlass.layout import Box, DType, ManifestBuilder, Role
+from windlass.transports import create_transport, parse_transport
 
 
 class Bigrams:
@@ -36,7 +33,7 @@ class Bigrams:
         """Return when no answer reads the weights any more."""
         self._may_run.clear()
         if not self._running.acquire(timeout=deadline_s):
-            raise PeerTimeout(f"pause {pause_id}: an answer runs on after {deadline_s} s")
+            raise windlass.PeerTimeout(f"pause {pause_id}: an answer runs on after {deadline_s} s")
         self._running.release()
 
     def resume(self, deadline_s: float) -> None:  # noqa: ARG002

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -66,6 +67,8 @@ def boxes_of(
     Raises:
         TooManyBoxes: there would be more than `limit`.
     """
+    if (whole := _whole(shape, Line(1, 1), flat, place)) is not None:
+        return (whole,)
     found: list[PlacedBox] = []
     for copy_flat, copy_place in _copies(flat, place):
         found.extend(_boxes_of_one_copy(shape, copy_flat, copy_place, limit))
@@ -91,6 +94,8 @@ def boxes_of_lines(
     """
     if line.length == 1:
         return boxes_of(shape, flat, place, limit=limit)
+    if (whole := _whole(shape, line, flat, place)) is not None:
+        return (whole,)
     dim = _dim_of(shape, line, flat)
     found: list[PlacedBox] = []
     for copy_flat, copy_place in _copies(flat, place):
@@ -101,6 +106,41 @@ def boxes_of_lines(
         if len(found) > limit:
             raise TooManyBoxes
     return tuple(found)
+
+
+def _whole(
+    shape: tuple[int, ...], line: Line, flat: Int64Array, place: Int64Array
+) -> PlacedBox | None:
+    """The box of a whole tensor whose elements lie in order, as most do; None for others.
+
+    Steps of 1 in lines of the last dim, and of one stride between the lines.
+    """
+    width = shape[-1] if shape else 1
+    rows = math.prod(shape[:-1])
+    if not len(flat):
+        return None
+    if line.length == 1:
+        if len(flat) != rows * width or (np.diff(flat) != 1).any():
+            return None
+        lines = place.reshape(rows, width)
+        if (np.diff(lines) != 1).any():
+            return None
+        place = lines[:, 0]
+    elif line != Line(width, 1) or len(flat) != rows or (np.diff(flat) != width).any():
+        return None
+    steps = np.diff(place)
+    step = int(steps[0]) if len(steps) else 0
+    if int(flat[0]) != 0 or (len(steps) and (step < 1 or (steps != step).any())):
+        return None
+    strides = [1] * len(shape)
+    for dim in reversed(range(len(shape) - 1)):
+        strides[dim] = step
+        step *= shape[dim]
+    return PlacedBox(
+        Box.full(shape),
+        int(place[0]),
+        tuple(0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True)),
+    )
 
 
 def _dim_of(shape: tuple[int, ...], line: Line, flat: Int64Array) -> int:

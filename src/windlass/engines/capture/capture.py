@@ -81,7 +81,7 @@ def capture(
     before = Snapshot(model, ignored, copies=True)
     try:
         factors = factors_of(codes, guarded, held) if multiplied else {}
-        start = before.copies if reference is not None else {}
+        start = before.prints if reference is not None else {}
         loads = _Loads(codes, guarded, held, factors, start)
         seen, part = _observed(loads, worker, exact_numel, recompute=recompute)
         if reference is not None:
@@ -115,14 +115,14 @@ def capture(
 class _Loads:
     """What is loaded, how, and what the model holds now.
 
-    `start` is what it held at its start, if that is the loader's work.
+    `start`: fingerprints of what it held at its start, if that is the loader's work.
     """
 
     codes: Codes
     load: Load
     held: Held
     factors: Mapping[str, float]
-    start: Mapping[str, torch.Tensor]
+    start: Mapping[str, int]
 
 
 def _observed(
@@ -157,7 +157,7 @@ def _described(seen: Seen, codes: Codes, worker: str, part: Recompute | None) ->
 def _observe(loads: _Loads, exact_numel: int, scattered: frozenset[str]) -> Seen:
     """Load digits, from which the places are read, and then ordinary values, which prove them."""
     codes, load = loads.codes, loads.load
-    load(codes.random(0))
+    load(codes.digits(0))
     held = loads.held()
     prints = {name: fingerprint(h.memory()) for name, h in held.items()}
     places = {name: h.address for name, h in held.items()}
@@ -188,7 +188,7 @@ def _observe(loads: _Loads, exact_numel: int, scattered: frozenset[str]) -> Seen
         and held[n].reach <= MAX_EXACT_NUMEL
     )
     # What random values do not change, but the checkpoint of the start did, depends on it too.
-    hidden = {n for n in constants if n in loads.start and not _is(held[n], loads.start[n])}
+    hidden = {n for n in constants if n in loads.start and prints[n] != loads.start[n]}
     return Seen(
         holdings=held,
         numbers={n: numbers[n] for n in changing if n in right or n in unproven},
@@ -202,13 +202,14 @@ def _observe(loads: _Loads, exact_numel: int, scattered: frozenset[str]) -> Seen
 def _read_digits(
     loads: _Loads, held: Mapping[str, Holding], exact_numel: int, scattered: frozenset[str]
 ) -> dict[str, ElementIds]:
-    """Which checkpoint element lies at each place of what is `held`."""
+    """Which checkpoint element lies at each place of what is `held`, which has the first digits."""
     numbers = {
         name: _numbers_for(h, MAX_EXACT_NUMEL if name in scattered else exact_numel)
         for name, h in held.items()
     }
     for position in range(loads.codes.num_digits):
-        loads.load(loads.codes.digits(position))
+        if position:
+            loads.load(loads.codes.digits(position))
         for name, holding in loads.held().items():
             if name in numbers and holding.reach == held[name].reach:
                 factor = loads.factors.get(name, 1.0)
@@ -264,12 +265,14 @@ class _Proof:
         memory = bits_of(holding.memory())
         for begin, numbers in self._numbers.chunks():
             found = memory[begin : begin + len(numbers)]
-            empty = numbers < 0
-            if len(found) != len(numbers) or bool((numbers >= end).any()):
+            least, most = (int(bound) for bound in torch.stack(numbers.aminmax()).tolist())
+            if len(found) != len(numbers) or most >= end:
                 return False
-            copied = self._codes.expected(numbers.clamp(min=0), seed, dtype)
+            empty = None if least >= 0 else numbers < 0
+            places = numbers if empty is None else numbers.clamp(min=0)
+            copied = self._codes.expected(places, seed, dtype)
             expected = bits_of(scaled(copied, self._factor))
-            if bool(empty.any()):
+            if empty is not None:
                 padding = found[empty]
                 if not torch.equal(self._padding.setdefault(begin, padding), padding):
                     return False
@@ -289,12 +292,8 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-def _is(holding: Holding, memory: torch.Tensor) -> bool:
-    return _same(holding.memory().to(memory.device), memory)
-
-
-def _require_repeated(held: Mapping[str, Holding], before: Mapping[str, torch.Tensor]) -> None:
-    changed = [n for n, h in held.items() if n in before and not _is(h, before[n])]
+def _require_repeated(held: Mapping[str, Holding], before: Mapping[str, int]) -> None:
+    changed = [n for n, h in held.items() if n in before and fingerprint(h.memory()) != before[n]]
     if changed:
         raise UnsupportedLayout(
             f"{changed}: loading the engine's own checkpoint again gives other bytes than its start "

@@ -44,7 +44,10 @@ LOUDNESS = 16.0
 """Of values that must show in a maximum over others too."""
 
 CHUNK = 1 << 26
-"""Elements that are computed at a time: numbers take 8 bytes each."""
+"""Elements that are compared at a time: numbers take 8 bytes each."""
+
+BATCH = 1 << 22
+"""Elements of a load that are made at a time: enough to keep a GPU busy, few enough for its cache."""
 
 # splitmix64 (Steele, Lea and Flood, 2014), as signed numbers
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -187,12 +190,16 @@ class Codes:
         """One load: the digit at `position` of every element, tensor by tensor."""
         shift, mask = self.digit_bits * position, (1 << self.digit_bits) - 1
         # By float32, from which every type of a checkpoint has a conversion.
-        return self._load(lambda numbers, _: (((numbers >> shift) & mask) + 1).float())
+        return self._load(
+            lambda numbers, _dtype, _chosen: (
+                numbers.bitwise_right_shift_(shift).bitwise_and_(mask).add_(1).float()
+            )
+        )
 
     def constant(self, value: float) -> Iterator[tuple[str, torch.Tensor]]:
         """One load of the same value everywhere."""
         return self._load(
-            lambda numbers, _: torch.full(numbers.shape, value, device=numbers.device)
+            lambda numbers, _dtype, _chosen: torch.full(numbers.shape, value, device=numbers.device)
         )
 
     def random(self, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -200,20 +207,20 @@ class Codes:
 
         Uniform, below 0.125; in float8 each of the 254 patterns that are a number.
         """
-        return self._load(lambda numbers, spec: _ordinary(numbers, seed, spec.dtype))
+        return self._load(lambda numbers, dtype, _chosen: _ordinary(numbers, seed, dtype))
 
     def some(self, chosen: frozenset[str], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Part of a load: the tensors named `chosen`, of larger values, below 2."""
-        return self._load(lambda numbers, spec: _loud(numbers, seed, spec.dtype), chosen)
+        specs = [at for at, spec in enumerate(self.specs) if spec.name in chosen]
+        return self._load(lambda numbers, dtype, _chosen: _loud(numbers, seed, dtype), specs)
 
     def mixed(self, chosen: frozenset[str], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
         """One load: `chosen` as in `some`, the others as in `random(0)`."""
         return self._load(
-            lambda numbers, spec: (
-                _loud(numbers, seed, spec.dtype)
-                if spec.name in chosen
-                else _ordinary(numbers, 0, spec.dtype)
-            )
+            lambda numbers, dtype, is_chosen: (
+                _loud(numbers, seed, dtype) if is_chosen else _ordinary(numbers, 0, dtype)
+            ),
+            chosen=chosen,
         )
 
     def expected(
@@ -250,19 +257,51 @@ class Codes:
 
     def _load(
         self,
-        values: Callable[[torch.Tensor, CheckpointSpec], torch.Tensor],
-        chosen: frozenset[str] | None = None,
+        values: Callable[[torch.Tensor, DType, bool], torch.Tensor],
+        specs: Sequence[int] | None = None,
+        chosen: frozenset[str] = frozenset(),
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        for spec, start in zip(self.specs, self.starts[:-1].tolist(), strict=True):
-            if chosen is not None and spec.name not in chosen:
+        """Tensors of `values(numbers, dtype, is_chosen)`, which may write over the numbers.
+
+        A model has thousands of tensors (experts), so that values are made for many at once.
+        """
+        for batch in self._batches(range(len(self.specs)) if specs is None else specs, chosen):
+            spec = self.specs[batch[0]]
+            first, last = int(self.starts[batch[0]]), int(self.starts[batch[-1] + 1])
+            dtype, is_chosen = torch_dtype(spec.dtype), spec.name in chosen
+            if len(batch) == 1:
+                tensor = torch.empty(spec.numel, dtype=dtype, device=self.device)
+                for begin in range(first, last, BATCH):
+                    numbers = torch.arange(begin, min(last, begin + BATCH), device=self.device)
+                    part = tensor[begin - first : begin - first + len(numbers)]
+                    part.copy_(values(numbers, spec.dtype, is_chosen))
+                yield spec.name, tensor.reshape(spec.shape)
                 continue
-            tensor = torch.empty(spec.numel, dtype=torch_dtype(spec.dtype), device=self.device)
-            for begin in range(0, spec.numel, CHUNK):
-                part = tensor[begin : begin + CHUNK]
-                first = start + begin
-                numbers = torch.arange(first, first + len(part), device=self.device)
-                part.copy_(values(numbers, spec))
-            yield spec.name, tensor.reshape(spec.shape)
+            numbers = torch.arange(first, last, device=self.device)
+            made = values(numbers, spec.dtype, is_chosen).to(dtype)
+            sizes = [self.specs[index].numel for index in batch]
+            for index, part in zip(batch, torch.split(made, sizes), strict=True):
+                # Each is the loader's own: it may keep one, and read it as another type.
+                yield self.specs[index].name, part.clone().reshape(self.specs[index].shape)
+
+    def _batches(self, specs: Iterable[int], chosen: frozenset[str]) -> Iterator[list[int]]:
+        """Indices of tensors that follow each other and are made alike, of `BATCH` elements in all."""
+        batch: list[int] = []
+        numel = 0
+        for index in specs:
+            spec = self.specs[index]
+            if batch:
+                first = self.specs[batch[0]]
+                alike = spec.dtype is first.dtype and (spec.name in chosen) == (
+                    first.name in chosen
+                )
+                if index != batch[-1] + 1 or not alike or numel + spec.numel > BATCH:
+                    yield batch
+                    batch, numel = [], 0
+            batch.append(index)
+            numel += spec.numel
+        if batch:
+            yield batch
 
 
 def bits_of(memory: torch.Tensor) -> torch.Tensor:
@@ -283,12 +322,17 @@ def _loud(numbers: torch.Tensor, seed: int, dtype: DType) -> torch.Tensor:
 
 def _ordinary(numbers: torch.Tensor, seed: int, dtype: DType) -> torch.Tensor:
     """A value of `dtype` for each number, the same on every device: 24 bits of splitmix64."""
-    state = (numbers + 1) * _GOLDEN + _signed(seed * _MIX_1)
-    state = (state ^ (state >> 30)) * _MIX_1
-    state = (state ^ (state >> 27)) * _MIX_2
-    bits = ((state ^ (state >> 31)) >> 20) & 0xFFFFFF
+    bits = _bits24(numbers, _signed(seed * _MIX_1))
     if dtype is DType.FLOAT8_E4M3:
-        pattern = bits % 254
+        pattern = bits.remainder_(254)
         pattern += pattern >= 127  # 127 and 255 are no numbers
         return pattern.to(torch.uint8).view(torch.float8_e4m3fn)
-    return ((bits - (1 << 23)).to(torch.float32) * 2.0**-26).to(torch_dtype(dtype))
+    return (bits.sub_(1 << 23).to(torch.float32) * 2.0**-26).to(torch_dtype(dtype))
+
+
+def _bits24(numbers: torch.Tensor, seed: int) -> torch.Tensor:
+    """(n,) int64 of the caller's own."""
+    state = (numbers + 1).mul_(_GOLDEN).add_(seed)
+    state.bitwise_xor_(state >> 30).mul_(_MIX_1)
+    state.bitwise_xor_(state >> 27).mul_(_MIX_2)
+    return state.bitwise_xor_(state >> 31).bitwise_right_shift_(20).bitwise_and_(0xFFFFFF)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -190,6 +190,7 @@ class Seen:
     Attributes:
         unproven: their rows mislead: they are to be read place by place.
         computed: no copy of checkpoint elements; not in `numbers`.
+        found: boxes, by name, that were found already.
     """
 
     holdings: Mapping[str, Holding]
@@ -198,6 +199,16 @@ class Seen:
     constants: tuple[str, ...]
     unproven: frozenset[str]
     computed: frozenset[str]
+    found: dict[str, Parts | None] = field(default_factory=dict)
+
+    def boxes_of(self, name: str, codes: Codes) -> Parts | None:
+        """The boxes of one tensor; None if they are too many."""
+        if name not in self.found:
+            try:
+                self.found[name] = self.numbers[name].parts(codes, MAX_BOXES)
+            except TooManyBoxes:
+                self.found[name] = None
+        return self.found[name]
 
 
 def describe(
@@ -219,7 +230,7 @@ def describe(
             continue
         holding = seen.holdings[name]
         factor = seen.factors.get(name, 1.0)
-        copied = _boxes(numbers, codes) if factor == 1.0 else None
+        copied = seen.boxes_of(name, codes) if factor == 1.0 else None
         if copied is not None:
             parts, memory = copied, holding.memory()
             dtype = _received_dtype(name, holding, parts)
@@ -333,13 +344,6 @@ def _add_buffers(builder: ManifestBuilder, recompute: Recompute) -> list[int]:
         builder.add_parameter(parameter, nbytes=buffer.nbytes, dtype=spec.dtype)
         builder.add_shard(spec.name, spec.shape, Box.full(spec.shape), parameter)
     return [buffer.data_ptr() for _, buffer in recompute.buffers]
-
-
-def _boxes(numbers: ElementIds, codes: Codes) -> Parts | None:
-    try:
-        return numbers.parts(codes, MAX_BOXES)
-    except TooManyBoxes:
-        return None
 
 
 def _repack(

@@ -8,6 +8,7 @@ ordinary values, which visits every place, turns it into knowledge.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, final
@@ -104,14 +105,26 @@ class Exact:
 
 def parts_of(codes: Codes, numbers: Int64Array, places: Int64Array, limit: int) -> Parts:
     """Boxes of `numbers` that lie at `places`, tensor by tensor."""
-    tensors = codes.tensor_of(numbers)
     parts: Parts = []
-    for index in np.unique(tensors).tolist():
-        chosen = tensors == index
-        spec = codes.specs[index]
-        flat = numbers[chosen] - codes.starts[index]
-        parts.append((spec, boxes_of(spec.shape, flat, places[chosen], limit=limit)))
+    for spec, flat, lies in _by_tensor(codes, numbers, places):
+        parts.append((spec, boxes_of(spec.shape, flat, lies, limit=limit)))
     return parts
+
+
+def _by_tensor(
+    codes: Codes, numbers: Int64Array, places: Int64Array
+) -> Iterator[tuple[CheckpointSpec, Int64Array, Int64Array]]:
+    """(tensor, indices in it, places) of every tensor that is met, in the order of the checkpoint."""
+    tensors = codes.tensor_of(numbers)
+    if (tensors[1:] < tensors[:-1]).any():
+        order = np.argsort(tensors, kind="stable")
+        tensors, numbers, places = tensors[order], numbers[order], places[order]
+    bounds = [0, *(np.flatnonzero(np.diff(tensors)) + 1).tolist(), len(tensors)]
+    for begin, end in itertools.pairwise(bounds):
+        if begin < end:
+            index = int(tensors[begin])
+            flat = numbers[begin:end] - codes.starts[index]
+            yield codes.specs[index], flat, places[begin:end]
 
 
 def rows_of(holding: Holding) -> Rows | None:
@@ -211,15 +224,8 @@ class Rows:
 def _parts_of_lines(
     codes: Codes, line: Line, numbers: Int64Array, places: Int64Array, limit: int
 ) -> Iterator[tuple[CheckpointSpec, tuple[PlacedBox, ...]]]:
-    tensors = codes.tensor_of(numbers)
-    order = np.argsort(tensors, kind="stable")
-    tensors = tensors[order]
-    bounds = np.flatnonzero(np.diff(tensors)) + 1
-    for chosen in np.split(order, bounds):
-        index = int(codes.tensor_of(numbers[chosen[:1]])[0])
-        spec = codes.specs[index]
-        flat = numbers[chosen] - codes.starts[index]
-        yield spec, boxes_of_lines(spec.shape, line, flat, places[chosen], limit=limit)
+    for spec, flat, lies in _by_tensor(codes, numbers, places):
+        yield spec, boxes_of_lines(spec.shape, line, flat, lies, limit=limit)
 
 
 def _pieces(pattern: Int64Array, limit: int) -> list[_Piece]:

@@ -107,7 +107,7 @@ def tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, Kind
                 yield f"{path}.{attribute}" if path else attribute, value, Kind.ATTRIBUTE
 
 
-_CHUNK = 1 << 26
+_CHUNK = 1 << 24
 # odd constants of splitmix64, as signed numbers
 _WEIGHT = 0xBF58476D1CE4E5B9 - (1 << 64)
 _STEP = 0x94D049BB133111EB - (1 << 64)
@@ -119,15 +119,24 @@ def fingerprint(memory: torch.Tensor) -> int:
     Args:
         memory: (n,) contiguous.
     """
-    words = bits_of(memory)
+    words = _words_of(memory)
     total = 0
     for begin in range(0, len(words), _CHUNK):
         part = words[begin : begin + _CHUNK].to(torch.int64)
         places = torch.arange(begin, begin + len(part), device=part.device)
-        mixed = (part + 1) * _WEIGHT + places * _STEP
-        mixed = (mixed ^ (mixed >> 29)) * _STEP
-        total += int((mixed ^ (mixed >> 32)).sum())
+        mixed = (part + 1).mul_(_WEIGHT).add_(places.mul_(_STEP))
+        mixed.bitwise_xor_(mixed >> 29).mul_(_STEP)
+        total += int(mixed.bitwise_xor_(mixed >> 32).sum())
     return total % (1 << 64)
+
+
+def _words_of(memory: torch.Tensor) -> torch.Tensor:
+    """Its bytes as integers: of 8 bytes where that many fill it, else of its elements' size."""
+    if memory.nbytes % 8 or memory.element_size() == 8:
+        return bits_of(memory)
+    if memory.storage_offset() * memory.element_size() % 8 or memory.data_ptr() % 8:
+        memory = memory.clone()
+    return memory.view(torch.int64)
 
 
 def fingerprints(held: Mapping[str, Holding]) -> dict[str, str]:

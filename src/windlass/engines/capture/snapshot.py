@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from windlass.engines.capture.codes import Load
-from windlass.engines.capture.memory import Holding, Kind, distinct, tensors_of
+from windlass.engines.capture.host_copies import HostCopies
+from windlass.engines.capture.memory import Holding, Kind, distinct, fingerprint, tensors_of
 
 __all__ = ["Snapshot", "undone_if_it_fails"]
 
@@ -53,7 +54,7 @@ class Snapshot:
         model: of this rank. `restore` may be called in any thread and in any inference mode.
         ignored: addresses of storages whose bytes are not kept (key-value caches).
         copies: whether bytes are kept, too: a copy of every tensor that the model reaches, on its
-            device where that has room, else on the host.
+            device where that has room, else on the host. What a GPU still holds is not written again.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Snapshot:
         self._empty: list[_Container] = []
         for item, kind in _reached(model, self._empty):
             self._keep(item, kind)
-        self._bytes: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        held: Mapping[str, Holding] = {}
         if copies:
             others = (
                 (f"#{number}", kept.tensor, Kind.ATTRIBUTE)
@@ -75,7 +76,7 @@ class Snapshot:
                 if kept.data is not None
             )
             held = distinct((*tensors_of(model), *others), ignored)
-            self._bytes = _copies(held)
+        self._bytes = _KeptBytes(held)
 
     def _keep(self, item: object, kind: _Kind) -> None:
         if kind.has_dict:
@@ -95,9 +96,9 @@ class Snapshot:
             self._sets.append((item, set(item)))
 
     @property
-    def copies(self) -> Mapping[str, torch.Tensor]:
-        """By the names of `held_by`, the bytes that tensors had: (reach,) each."""
-        return {name: copy for name, (_, copy) in self._bytes.items()}
+    def prints(self) -> Mapping[str, int]:
+        """By the names of `held_by`, fingerprints of what tensors held; empty without copies."""
+        return self._bytes.prints
 
     def restore(self) -> None:
         """Put everything back. Idempotent."""
@@ -121,15 +122,7 @@ class Snapshot:
                     member.__set__(item, value)
         for tensor in self._tensors:
             tensor.restore()
-        self._restore_bytes()
-
-    def _restore_bytes(self) -> None:
-        # Tensors that were made in inference mode are written in it only; others may be.
-        with torch.inference_mode():
-            for memory, copy in self._bytes.values():
-                memory.copy_(copy)
-        if any(memory.is_cuda for memory, _ in self._bytes.values()):
-            torch.cuda.synchronize()  # the engine's next step may run on another stream
+        self._bytes.restore()
 
 
 def undone_if_it_fails(load: Load, model: torch.nn.Module) -> Load:
@@ -146,11 +139,46 @@ def undone_if_it_fails(load: Load, model: torch.nn.Module) -> Load:
     return guarded
 
 
-def _copies(held: Mapping[str, Holding]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    nbytes = sum(holding.nbytes for holding in held.values() if holding.tensor.is_cuda)
-    roomy = not nbytes or nbytes < torch.cuda.mem_get_info()[0] // 2
-    memories = {name: holding.memory() for name, holding in held.items()}
-    return {n: (m, m.clone() if roomy else m.cpu()) for n, m in memories.items()}
+@final
+class _KeptBytes:
+    """Copies of tensors' memory, and their fingerprints.
+
+    Large memory of a GPU that has no room for copies goes to the host by way of pinned memory.
+    """
+
+    def __init__(self, held: Mapping[str, Holding]) -> None:
+        self._memories = {name: holding.memory() for name, holding in held.items()}
+        self.prints = {name: fingerprint(memory) for name, memory in self._memories.items()}
+        on_gpus = [memory for memory in self._memories.values() if memory.is_cuda]
+        nbytes = sum(memory.nbytes for memory in on_gpus)
+        roomy = not nbytes or nbytes < torch.cuda.mem_get_info()[0] // 2
+        self._moved: dict[torch.device, list[str]] = {}
+        self._copies: dict[str, torch.Tensor] = {}
+        for name, memory in self._memories.items():
+            if roomy or not memory.is_cuda:
+                self._copies[name] = memory.clone()
+            else:
+                self._moved.setdefault(memory.device, []).append(name)
+        self._on_host = {
+            device: HostCopies([self._memories[name] for name in names])
+            for device, names in self._moved.items()
+        }
+
+    def restore(self) -> None:
+        """Write what has another fingerprint, and wait for it."""
+        # Tensors that were made in inference mode are written in it only; others may be.
+        with torch.inference_mode():
+            for name, copy in self._copies.items():
+                self._memories[name].copy_(copy)
+        for device, names in self._moved.items():
+            changed = [
+                index
+                for index, name in enumerate(names)
+                if fingerprint(self._memories[name]) != self.prints[name]
+            ]
+            self._on_host[device].restore(changed)
+        if any(memory.is_cuda for memory in self._memories.values()):
+            torch.cuda.synchronize()  # the engine's next step may run on another stream
 
 
 @dataclass(frozen=True, slots=True)

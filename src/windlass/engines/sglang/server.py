@@ -16,7 +16,6 @@ from windlass.engines.spec import AgentSettings, ServerCommand
 
 __all__ = ["HOOK", "SglangServer"]
 
-CONNECT_DEADLINE_S = 600.0
 HOOK = "windlass.engines.sglang.hook.run"
 
 
@@ -52,7 +51,7 @@ class SglangServer:
             settings.url,
             lambda folder: Capture(settings, folder, num_stages),
             settings.world_size,
-            CONNECT_DEADLINE_S,
+            settings.join_deadline_s,
         )
 
     def join(self, settings: AgentSettings) -> None:
@@ -63,5 +62,5 @@ class SglangServer:
             settings.url,
             lambda folder: Join(settings, folder),
             settings.world_size,
-            CONNECT_DEADLINE_S,
+            settings.join_deadline_s,
         )

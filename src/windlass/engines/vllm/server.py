@@ -23,7 +23,6 @@ from windlass.errors import ConfigError, PeerUnreachable
 
 __all__ = ["REFUSED", "VllmServer", "adapter_options"]
 
-CONNECT_DEADLINE_S = 600.0
 EXTENSION = "windlass.engines.vllm.extension.WindlassExtension"
 ROUTE = "windlass.engines.vllm.generate_route.GenerateRoute"
 REFUSED = ".refused"
@@ -135,9 +134,9 @@ def _ask_ranks(settings: AgentSettings, method: str) -> Sequence[bytes]:
     """
     encoded = msgspec.json.encode(settings).decode()
     with tempfile.TemporaryDirectory() as folder:
-        body = {"method": method, "args": [encoded, folder], "timeout": CONNECT_DEADLINE_S}
+        body = {"method": method, "args": [encoded, folder], "timeout": settings.join_deadline_s}
         try:
-            answer = post(settings.url, "/collective_rpc", body, CONNECT_DEADLINE_S)
+            answer = post(settings.url, "/collective_rpc", body, settings.join_deadline_s)
         except PeerUnreachable as error:
             _raise_refusal(folder, error)
             raise

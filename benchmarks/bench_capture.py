@@ -1,0 +1,169 @@
+"""How long it takes to capture the layout of an engine with many stacked experts.
+
+The model has the tensors of Qwen3-30B-A3B (18 867 in the checkpoint), with the widths of the arguments:
+small ones show the time per tensor, those of the real model (`--hidden 2048 --inter 768 --vocab 151936
+--heads 32 --device cuda`) the time per byte as well. The ceilings, measured in the same run: the loads that
+capture needs at least, of tensors that are there already, and one copy of the model's bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from harness import Row, parser, report
+from windlass.engines.capture.capture import capture
+from windlass.engines.capture.codes import CheckpointSpec, Codes
+from windlass.engines.capture.memory import fingerprint, held_by
+from windlass.layout.dtypes import DType
+
+HEAD, KV_HEADS = 128, 4
+
+
+class Layer(torch.nn.Module):
+    """Attention with fused projections, and experts in two stacked tensors."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__()
+        head = min(HEAD, args.hidden)
+        q, kv = args.heads * head, KV_HEADS * head
+        self.sizes = {"q": (0, q), "k": (q, kv), "v": (q + kv, kv)}
+        shapes = {
+            "qkv": (q + 2 * kv, args.hidden),
+            "o": (args.hidden, q),
+            "q_norm": (head,),
+            "k_norm": (head,),
+            "before": (args.hidden,),
+            "after": (args.hidden,),
+            "gate": (args.experts, args.hidden),
+            "w13": (args.experts, 2 * args.inter, args.hidden),
+            "w2": (args.experts, args.hidden, args.inter),
+        }
+        for name, shape in shapes.items():
+            made = torch.zeros(shape, dtype=torch.bfloat16, device=args.device)
+            self.register_parameter(name, torch.nn.Parameter(made, requires_grad=False))
+
+
+class Model(torch.nn.Module):
+    """An engine's rank that holds the whole model."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__()
+        self.rows = [Layer(args) for _ in range(args.layers)]
+        self.layers = torch.nn.ModuleList(self.rows)
+        shapes = {"embed": (args.vocab, args.hidden), "head": (args.vocab, args.hidden)}
+        for name, shape in {**shapes, "norm": (args.hidden,)}.items():
+            made = torch.zeros(shape, dtype=torch.bfloat16, device=args.device)
+            self.register_parameter(name, torch.nn.Parameter(made, requires_grad=False))
+        self.inter = args.inter
+
+    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """As engines do: each checkpoint tensor to its part of a parameter."""
+        layers = self.rows
+        for name, tensor in weights:
+            match name.split("."):
+                case [own]:
+                    self.get_parameter(own).copy_(tensor)
+                case [layer, "q" | "k" | "v" as part]:
+                    begin, rows = layers[int(layer)].sizes[part]
+                    fused = layers[int(layer)].get_parameter("qkv")
+                    fused.narrow(0, begin, rows).copy_(tensor)
+                case [layer, own]:
+                    layers[int(layer)].get_parameter(own).copy_(tensor)
+                case [layer, expert, "down"]:
+                    layers[int(layer)].get_parameter("w2")[int(expert)].copy_(tensor)
+                case [layer, expert, part]:
+                    memory = layers[int(layer)].get_parameter("w13")[int(expert)]
+                    begin = self.inter if part == "up" else 0
+                    memory.narrow(0, begin, self.inter).copy_(tensor)
+                case _:
+                    raise AssertionError(name)
+
+
+def specs_of(args: argparse.Namespace) -> list[CheckpointSpec]:
+    """The checkpoint."""
+    head = min(HEAD, args.hidden)
+    q, kv = args.heads * head, KV_HEADS * head
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed": (args.vocab, args.hidden),
+        "head": (args.vocab, args.hidden),
+        "norm": (args.hidden,),
+    }
+    for layer in range(args.layers):
+        of_layer = {
+            "q": (q, args.hidden),
+            "k": (kv, args.hidden),
+            "v": (kv, args.hidden),
+            "o": (args.hidden, q),
+            "q_norm": (head,),
+            "k_norm": (head,),
+            "before": (args.hidden,),
+            "after": (args.hidden,),
+            "gate": (args.experts, args.hidden),
+        }
+        for expert in range(args.experts):
+            of_layer[f"{expert}.gate"] = of_layer[f"{expert}.up"] = (args.inter, args.hidden)
+            of_layer[f"{expert}.down"] = (args.hidden, args.inter)
+        shapes |= {f"{layer}.{name}": shape for name, shape in of_layer.items()}
+    return [CheckpointSpec(name, shape, DType.BFLOAT16) for name, shape in sorted(shapes.items())]
+
+
+def seconds(work: Callable[[], object], device: str) -> float:
+    """What `work` takes, with all that it queues."""
+    begun = time.perf_counter()
+    work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begun
+
+
+def main() -> None:
+    args_of = parser(__doc__ or "")
+    args_of.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    for name, value in (("layers", 48), ("experts", 128), ("hidden", 32), ("inter", 16)):
+        args_of.add_argument(f"--{name}", type=int, default=value)
+    args_of.add_argument("--vocab", type=int, default=1000)
+    args_of.add_argument("--heads", type=int, default=4)
+    args_of.add_argument(
+        "--reference", action="store_true", help="compare with the checkpoint that was loaded first"
+    )
+    args = args_of.parse_args()
+    specs, model = specs_of(args), Model(args)
+    codes = Codes(specs, args.device)
+    model.load(codes.random(9))
+    before = {name: fingerprint(h.memory()) for name, h in held_by(model).items()}
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    loads = 0
+
+    def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        nonlocal loads
+        loads += 1
+        model.load(weights)
+
+    reference = (lambda: codes.random(9)) if args.reference else None
+    capture_s = seconds(
+        lambda: capture(model, specs, load, worker="engine/0", reference=reference), args.device
+    )
+    after = {name: fingerprint(h.memory()) for name, h in held_by(model).items()}
+    assert after == before, "capture must leave the weights as they were"
+    # Tensors of one shape share one: what a load takes without what it takes to make them.
+    made = {s.shape: torch.zeros(s.shape, dtype=torch.bfloat16, device=args.device) for s in specs}
+    load_s = seconds(lambda: model.load((s.name, made[s.shape]) for s in specs), args.device)
+    size = min(nbytes, 1 << 30)
+    one, other = (torch.zeros(size, dtype=torch.uint8, device=args.device) for _ in range(2))
+    other.copy_(one)
+    copy_s = seconds(lambda: other.copy_(one), args.device) * nbytes / size
+    case = f"{args.device}, {len(specs)} tensors, {nbytes / 1e9:.3g} GB"
+    rows = [
+        Row(case=case, metric="capture", value=capture_s, unit="s", reference=reference_name,
+            reference_value=value, ratio=capture_s / value)
+        for reference_name, value in ((f"its {loads} loads alone", loads * load_s), ("one memcpy", copy_s))
+    ]  # fmt: skip
+    report(rows, args.json, "Capture of a layout")
+
+
+if __name__ == "__main__":
+    main()

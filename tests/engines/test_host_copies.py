@@ -1,0 +1,68 @@
+"""Copies of a GPU's memory in host memory, and back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from windlass.engines.capture.codes import CheckpointSpec, Codes
+from windlass.engines.capture.host_copies import CHUNK_NBYTES, HostCopies
+from windlass.engines.capture.memory import fingerprint
+from windlass.engines.capture.snapshot import Snapshot
+from windlass.layout.dtypes import DType
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_what_was_copied_is_put_back() -> None:
+    sizes = (5, 3 * CHUNK_NBYTES + 7, 20 * CHUNK_NBYTES)
+    memories = [torch.randint(0, 255, (n,), dtype=torch.uint8, device="cuda") for n in sizes]
+    before = [memory.clone() for memory in memories]
+    copies = HostCopies(memories)
+    for memory in memories:
+        memory.fill_(1)
+    copies.restore([0, 2])
+    assert torch.equal(memories[0], before[0])
+    assert bool((memories[1] == 1).all()), "nobody has asked for it"
+    assert torch.equal(memories[2], before[2])
+    copies.restore([1])
+    assert torch.equal(memories[1], before[1])
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_model_that_fills_its_gpu_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
+    with torch.inference_mode():
+        model = torch.nn.Linear(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    before = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    snapshot = Snapshot(model, copies=True)
+    with torch.inference_mode():
+        model.weight.mul_(2)
+    snapshot.restore()
+    for name, tensor in model.named_parameters():
+        assert torch.equal(tensor, before[name])
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT8_E4M3])
+def test_a_gpu_makes_the_values_that_the_host_makes(dtype: DType) -> None:
+    specs = [CheckpointSpec(str(n), (n, 3), dtype) for n in (1, 5, 1000)]
+    made = {device: dict(Codes(specs, device).random(1)) for device in ("cpu", "cuda")}
+    for name, tensor in made["cpu"].items():
+        found = made["cuda"][name].cpu()
+        assert torch.equal(tensor.view(torch.uint8), found.view(torch.uint8))
+        assert fingerprint(tensor.view(-1)) == fingerprint(made["cuda"][name].view(-1))
+
+
+def test_a_fingerprint_tells_values_and_places() -> None:
+    memory = torch.arange(64, dtype=torch.int16)
+    swapped = memory.clone()
+    swapped[[0, 5]] = memory[[5, 0]]
+    prints = {fingerprint(memory), fingerprint(swapped), fingerprint(memory[:63])}
+    assert len(prints) == 3
+    shifted = torch.cat([memory[:1], memory])[1:]
+    assert fingerprint(shifted) == fingerprint(memory), "whatever it is aligned to"

@@ -1,0 +1,18 @@
+"""What a machine may lack: the test that needs it is skipped, and says what is missing."""
+
+from __future__ import annotations
+
+import pytest
+
+from windlass.errors import TransportUnavailable
+from windlass.transports.registry import create_transport, parse_transport
+
+__all__ = ["need_transport"]
+
+
+def need_transport(name: str) -> None:
+    """Skip the test that runs if the transport of this name does not start here."""
+    try:
+        create_transport(parse_transport(name)).close()
+    except TransportUnavailable as error:
+        pytest.skip(str(error))
