@@ -48,6 +48,7 @@ class HostMemory:
     """See `MemoryOps`. What it is asked to do is done on return."""
 
     ordinal = -1
+    gpu = None
     digest_kind = DigestKind.XXH3
 
     def allocate(self, nbytes: int) -> HostBuffer:

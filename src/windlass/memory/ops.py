@@ -40,8 +40,8 @@ __all__ = [
     "PreparedCopies",
     "StridedCopy",
     "UInt64Array",
-    "gpu_at",
     "memory_at",
+    "memory_on",
 ]
 
 OWN_WORK_S = 60.0
@@ -230,6 +230,11 @@ class MemoryOps(Protocol):
     ordinal: int
     digest_kind: DigestKind
 
+    @property
+    def gpu(self) -> Gpu | None:
+        """In whose stream its work is queued; None for host memory."""
+        ...
+
     def allocate(self, nbytes: int) -> Buffer:
         """Memory of `nbytes` >= 1, aligned to 64 bytes, not cleared; the caller closes it.
 
@@ -360,7 +365,15 @@ def memory_at(addresses: Iterable[int], worker: str) -> MemoryOps:
             f"{worker}: its weights must be on one GPU or in host memory, got GPUs {sorted(ordinals)} "
             "(-1 is host memory)"
         )
-    ordinal = ordinals.pop() if ordinals else -1
+    return memory_on(ordinals.pop() if ordinals else -1)
+
+
+def memory_on(ordinal: int) -> MemoryOps:
+    """The memory of the GPU of this process that is `ordinal`; host memory for -1.
+
+    Raises:
+        TransportUnavailable: a GPU whose kernels cannot be compiled.
+    """
     if ordinal < 0:
         from windlass.memory.host import HostMemory
 
@@ -369,12 +382,3 @@ def memory_at(addresses: Iterable[int], worker: str) -> MemoryOps:
     from windlass.memory.cuda.ops import CudaMemory
 
     return CudaMemory(shared_gpu(ordinal))
-
-
-def gpu_at(memory: MemoryOps) -> Gpu | None:
-    """The GPU that `memory` is on; None for host memory."""
-    if memory.ordinal < 0:
-        return None
-    from windlass.memory.cuda.gpu import shared_gpu
-
-    return shared_gpu(memory.ordinal)

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from windlass.errors import ConfigError
-from windlass.memory.host import HostBuffer, HostMemory
-from windlass.memory.ops import Buffer, MemoryOps
+from windlass.memory.host import HostBuffer
+from windlass.memory.ops import Buffer, MemoryOps, memory_on
 from windlass.transports.base import MemoryAllocator, MemoryRegion, OneSidedTransport
 
 __all__ = ["Arena", "ArenaSlot", "keep_mapped", "memory_of"]
@@ -30,13 +30,11 @@ def memory_of(transport: OneSidedTransport) -> MemoryOps:
     Raises:
         TransportUnavailable: a GPU whose kernels cannot be compiled.
     """
-    if transport.traits.gpu < 0:
-        return HostMemory()
-    from windlass.memory.cuda.gpu import shared_gpu
+    if transport.mapper is None:
+        return memory_on(transport.traits.gpu)
     from windlass.memory.cuda.ops import CudaMemory
 
-    mapper = transport.mapper
-    return CudaMemory(shared_gpu(transport.traits.gpu) if mapper is None else mapper.gpu)
+    return CudaMemory(transport.mapper.gpu)
 
 
 @final
@@ -121,15 +119,19 @@ class _Allocated:
             self._allocator.release(address)
 
 
-_ABANDONED: list[Buffer] = []
-"""Memory that a write of unknown outcome may still read: mapped until the process ends."""
+_ABANDONED: list[object] = []
+"""What a write or a kernel of unknown outcome may still use: kept until the process ends."""
 
 BufferT = TypeVar("BufferT", bound=Buffer)
 
 
-def keep_mapped(buffer: Buffer) -> None:
-    """Keep memory that a write of unknown outcome may still read until the process ends."""
-    _ABANDONED.append(buffer)
+def keep_mapped(held: object) -> None:
+    """Keep memory that a write or a kernel of unknown outcome may still use until the process ends.
+
+    Args:
+        held: owns the memory.
+    """
+    _ABANDONED.append(held)
 
 
 @final

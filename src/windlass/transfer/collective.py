@@ -19,7 +19,7 @@ from windlass.config import UpdateMode, XcclBackend
 from windlass.errors import PlanError, ProtocolError, TransferError, TransferFailed
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ShardManifest
-from windlass.memory.ops import PreparedCopies, StridedCopy, gpu_at
+from windlass.memory.ops import PreparedCopies, StridedCopy
 from windlass.net.clock import Deadline
 from windlass.planning.plan import TransferPlan
 from windlass.transfer.base import ParameterMemory, SendResult
@@ -63,7 +63,7 @@ class CollectiveSender:
         self._plan_tables = ""
         self._buckets: tuple[tuple[BucketPart, ...], ...] = ()
         self._group: TorchBroadcastGroup | None = None
-        self._packed: tuple[PreparedCopies, ...] = ()
+        self._packs: tuple[PreparedCopies, ...] = ()
         self._pack_s = 0.0
 
     def connect(
@@ -109,14 +109,16 @@ class CollectiveSender:
             host=self._host,
             deadline=Deadline.after(deadline_s, "join"),
             hosted=self._rendezvous,
-            gpu=gpu_at(self._source.memory),
+            gpu=self._source.memory.gpu,
         )
 
     def prepare(self, version: int) -> None:  # noqa: ARG002
-        """Hash every link."""
+        """Hash every link, and cut what packs the buckets, unless nothing has moved since."""
         began = time.perf_counter()
         if self._source.locate():
             self._forget_packs()
+        if self._group is not None and not self._packs:
+            self._packs = self._prepare_packs(self._group)
         self._source.hash_links()
         self._pack_s = time.perf_counter() - began
 
@@ -156,7 +158,7 @@ class CollectiveSender:
             slot = bucket % group.num_buffers
             group.finish(slot, deadline.remaining_s)
             began = time.perf_counter()
-            self._packs(group)[bucket].run()
+            self._packs[bucket].run()
             packed_s += time.perf_counter() - began
             deadline.check_before_more()
             group.start(
@@ -167,29 +169,27 @@ class CollectiveSender:
         group.drain(deadline.remaining_s)
         return packed_s
 
-    def _packs(self, group: TorchBroadcastGroup) -> tuple[PreparedCopies, ...]:
+    def _prepare_packs(self, group: TorchBroadcastGroup) -> tuple[PreparedCopies, ...]:
         """From the parameters into the group's buffers, bucket by bucket."""
-        if not self._packed:
-            self._packed = tuple(
-                self._source.memory.prepare(
-                    [
-                        _raw(
-                            int(self._source.addresses[part.parameter]) + part.start,
-                            group.buffer(bucket % group.num_buffers) + part.offset,
-                            part.stop - part.start,
-                        )
-                        for part in parts
-                    ],
-                    beside_transfers=True,
-                )
-                for bucket, parts in enumerate(self._buckets)
+        return tuple(
+            self._source.memory.prepare(
+                [
+                    _raw(
+                        int(self._source.addresses[part.parameter]) + part.start,
+                        group.buffer(bucket % group.num_buffers) + part.offset,
+                        part.stop - part.start,
+                    )
+                    for part in parts
+                ],
+                beside_transfers=True,
             )
-        return self._packed
+            for bucket, parts in enumerate(self._buckets)
+        )
 
     def _forget_packs(self) -> None:
-        for packed in self._packed:
-            packed.close()
-        self._packed = ()
+        for pack in self._packs:
+            pack.close()
+        self._packs = ()
 
 
 @final
@@ -248,7 +248,7 @@ class CollectiveReceiver:
                 ),
                 host=self._host,
                 deadline=deadline,
-                gpu=gpu_at(self._destination.memory),
+                gpu=self._destination.memory.gpu,
             )
             self._groups[offer.source] = (offer, group)
             loads = loads_of(self._destination.programs[offer.source], offer)

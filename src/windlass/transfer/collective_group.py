@@ -17,6 +17,7 @@ from windlass.envs import temporary_values
 from windlass.errors import ConfigError, PeerTimeout, PlanError, TransferError, TransferFailed
 from windlass.net.addresses import listen
 from windlass.net.clock import Deadline
+from windlass.transfer.arena import keep_mapped
 from windlass.transfer.bindings import GroupOffer
 
 if TYPE_CHECKING:
@@ -30,8 +31,6 @@ MIN_TIMEOUT_S = 0.05
 BACKLOG = 1024
 ABORT_S = 2.0
 """For kernels to end once their communicator is aborted."""
-_KEPT: list[object] = []
-"""What kernels that do not end may still use, buffers and communicators: never given back."""
 
 
 @final
@@ -349,7 +348,7 @@ class TorchBroadcastGroup:
         if not self._is_nccl:
             held[0].abort()
         elif not _has_ended(held[0].abort, ABORT_S):
-            _KEPT.append(held)
+            keep_mapped(held)
             if self._gpu is not None:
                 self._gpu.distrust(f"group {self._name}: NCCL did not end within {ABORT_S} s")
             return
@@ -358,7 +357,7 @@ class TorchBroadcastGroup:
         try:
             self._gpu.finish(ABORT_S)  # NCCL's kernels end with their communicator
         except TransferError:
-            _KEPT.append(held)
+            keep_mapped(held)
 
     def _stream(self) -> contextlib.AbstractContextManager[Any]:
         """What torch queues within goes where kernels of `gpu` go, or to the GPU's current stream."""

@@ -17,7 +17,7 @@ from windlass.config import CollectiveFabric
 from windlass.errors import PlanError, ProtocolError, TransferFailed
 from windlass.layout.dtypes import cast_refusal
 from windlass.layout.manifest import Shard, ShardManifest, contiguous_strides
-from windlass.memory.ops import MemoryOps, StridedCopy, aligned_offsets, gpu_at, memory_at
+from windlass.memory.ops import MemoryOps, StridedCopy, aligned_offsets, memory_at
 from windlass.net.clock import Deadline
 from windlass.transfer.bindings import GroupOffer, WireTensor
 from windlass.transfer.collective_group import TorchBroadcastGroup, join_group
@@ -95,7 +95,7 @@ class PushReceiver:
             signature=signature_of_group(offer, fabric),
             host=self._host,
             deadline=Deadline.after(deadline_s, "join"),
-            gpu=gpu_at(self._begun()[0]),
+            gpu=self._begun()[0].gpu,
         )
 
     def receive_bucket(self, name: str, tensors: Sequence[WireTensor], deadline_s: float) -> None:

@@ -64,16 +64,11 @@ class Gpu:
         """As `wait`, but what is late is the caller's to end: the GPU is trusted as before.
 
         Raises:
-            TransferFailed: queued work failed, or `event` was not reached within `deadline_s`.
+            TransferFailed: queued work failed, `event` was not reached within `deadline_s`, or no thread
+                is to be had that waits.
             TransferOutcomeUnknown: kernels outlived an earlier deadline.
         """
-        self.refuse_late()
-        try:
-            _waits.submit(event.wait).result(deadline_s)
-        except FutureTimeout:
-            raise TransferFailed(
-                f"GPU {self.device.ordinal}: what was queued is not over within {deadline_s} s"
-            ) from None
+        self._wait_for(event.wait, deadline_s, "what was queued was")
 
     def settle(self, deadline_s: float, step: Event | None = None) -> float:
         """Wait for what this process has queued on the GPU by whatever library, such as a step.
@@ -90,20 +85,24 @@ class Gpu:
                 or it failed.
             TransferOutcomeUnknown: kernels outlived an earlier deadline.
         """
+        wait = self.device.synchronize if step is None else step.wait
+        return self._wait_for(wait, deadline_s, "work of this process was", "; nothing was sent")
+
+    def _wait_for(
+        self, wait: Callable[[], None], deadline_s: float, what: str, hence: str = ""
+    ) -> float:
         self.refuse_late()
         try:
-            wait = self.device.synchronize if step is None else step.wait
             return _waits.submit(wait).result(deadline_s)
         except FutureTimeout:
             raise TransferFailed(
-                f"GPU {self.device.ordinal}: work of this process was not over within {deadline_s} s; "
-                "nothing was sent"
+                f"GPU {self.device.ordinal}: {what} not over within {deadline_s} s{hence}"
             ) from None
         except RuntimeError as error:
             if isinstance(error, WindlassError):
                 raise
             raise TransferFailed(
-                f"GPU {self.device.ordinal}: nobody can wait for it: {error}; nothing was sent"
+                f"GPU {self.device.ordinal}: nobody can wait for it: {error}{hence}"
             ) from error
 
     def distrust(self, reason: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
@@ -224,10 +225,7 @@ class _CudaCopies:
 
 
 def _nbytes_of(copy: StridedCopy) -> int:
-    numel = 1
-    for size in copy.sizes:
-        numel *= size
-    return numel * copy.dst_dtype.itemsize
+    return math.prod(copy.sizes) * copy.dst_dtype.itemsize
 
 
 @final
