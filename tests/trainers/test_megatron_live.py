@@ -5,11 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +13,7 @@ import aiohttp
 import pytest
 import torch
 import transformers
+from child_process import running
 from hf_settings import SMALL, SMALL_LATENT, spec_of
 from live_trainer import NUM_TOKENS
 from megatron_rank import checkpoint
@@ -45,25 +42,6 @@ SPARSE = {
     "norm_topk_prob": True,
 }
 LATENT = {**DENSE, **SMALL_LATENT, "rms_norm_eps": 1e-6}
-
-
-@contextmanager
-def running(*command: str) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(
-        (sys.executable, *command),
-        env={**os.environ, "WINDLASS_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait(30)
-        process.stdin.close()
-        process.stdout.close()
 
 
 @pytest.mark.long
@@ -112,6 +90,7 @@ async def test_the_engine_computes_the_loss_that_megatron_reached(
                     *("-m", "windlass.engines.embedded", "--name", "one", "--tp", "1"),
                     *("--model", str(tmp_path / "config.json"), "--dtype", "float32"),
                     *("--controller", controller.url, "--seed", "5"),
+                    token=TOKEN,
                 )
             )
             for rank in range(2):
@@ -119,6 +98,7 @@ async def test_the_engine_computes_the_loss_that_megatron_reached(
                     running(
                         *(str(TRAINER), str(rank), "2", str(tmp_path / "store")),
                         *(json.dumps(layout), controller.url, str(tmp_path)),
+                        token=TOKEN,
                     )
                 )
             await controller.wait_for_version(1, deadline_s=150)

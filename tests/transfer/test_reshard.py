@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +13,7 @@ import pytest
 import reshard_trainer
 import torch
 import transformers
+from child_process import running
 from weight_fleet import TOKEN, Rank
 
 import windlass
@@ -38,25 +35,6 @@ CONFIG = {
 PROMPT = [5, 9, 33]
 ENGINES = {"whole": (1, "bfloat16"), "halves": (2, "float32")}
 """Tensor parallel size and dtype."""
-
-
-@contextmanager
-def running(*command: str) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(
-        (sys.executable, *command),
-        env={**os.environ, "WINDLASS_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait(30)
-        process.stdin.close()
-        process.stdout.close()
 
 
 async def get(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
@@ -139,6 +117,7 @@ def start_engines(
                 *("--tp", str(tensor_parallel_size), "--dtype", dtype),
                 *("--model", str(folder / "config.json"), "--seed", "5"),
                 *("--controller", url, "--transport", transport),
+                token=TOKEN,
             )
         )
 
