@@ -96,7 +96,7 @@ class ReceiverBackend(Protocol):
         ...
 
     def apply(self) -> None:
-        """Make verified bytes live. Idempotent. The engine must be at rest."""
+        """Make verified bytes live. Idempotent. The engine must be quiesced."""
         ...
 
     def close(self) -> None:

@@ -172,7 +172,7 @@ class Receiver:
             return self.destination.verify(expected, hashed)
 
     def apply(self) -> None:
-        """See `Destination.apply`. The engine must be at rest."""
+        """See `Destination.apply`. The engine must be quiesced."""
         with self._lock:
             self.destination.apply()
 

@@ -4,10 +4,9 @@ Takes a `WriteBatch` and returns once its bytes are in the peer's memory (cross 
 Truly one-sided: the target may be stopped while the write completes, and it needs nothing but
 memory. The kernel checks no bounds beyond mapped pages, so pieces are checked against the published
 regions first. A peer is a process that has proven to be the one behind its endpoint
-(`processes.py`). The kernel copies through the cache and looks every page up: a thread takes 2.0 times the
-processor time of memcpy with calls of 64 MiB on huge pages, 2.2 on small ones, and 2.9 with calls of 256 KiB
-(AMD EPYC guest, 2026-11-23). So one thread reaches half of memcpy whatever the calls' size, and a large
-batch is copied by several threads.
+(`processes.py`). The kernel copies through the cache and looks every page up, so that one thread stays
+below memcpy whatever the calls' size (`benchmarks/bench_transports.py`), and a large batch is copied by
+several threads.
 """
 
 from __future__ import annotations

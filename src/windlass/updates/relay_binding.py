@@ -33,9 +33,9 @@ class RelayPlan:
 
     @property
     def children(self) -> dict[str, tuple[str, ...]]:
-        """Every member -> those that it passes on to, in any lane."""
+        """Every member -> those that it passes on to, in any stripe."""
         return {
-            member: tuple(dict.fromkeys(c for lane in children_of(group, member) for c in lane))
+            member: tuple(dict.fromkeys(c for stripe in children_of(group, member) for c in stripe))
             for group in self.groups
             for member in group.members
         }
@@ -64,7 +64,7 @@ class RelayPlan:
         found: dict[str, ConnectRelay] = {}
         for group in self.groups:
             for member in group.members:
-                names = dict.fromkeys(c for lane in children_of(group, member) for c in lane)
+                names = dict.fromkeys(c for stripe in children_of(group, member) for c in stripe)
                 found[member] = ConnectRelay(
                     (group,),
                     tuple(bindings[name] for name in names),
