@@ -356,7 +356,9 @@ def publish_into_filling(
 
 
 def flush(server: Server) -> None:
-    urllib.request.urlopen(f"{server.url}/flush_cache", timeout=DEADLINE_S).close()
+    """Empty the cache, once the scheduler has let go of what it answered a moment ago."""
+    url = f"{server.url}/flush_cache?timeout={DEADLINE_S / 2:.0f}"
+    urllib.request.urlopen(url, timeout=DEADLINE_S).close()
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2)], ids=str)
