@@ -14,16 +14,20 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-from windlass.net import rpc
+from windlass.net import rpc, server
+from windlass.net.access import AccessGate
+from windlass.net.listener import Listener
 from windlass.net.rpc_client import ReplyStore
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.lifecycle import Lifecycle
 from windlass.transfer.destination import Destination
 from windlass.transfer.sender import Sender
+from windlass.updates import binding, coordinator, session
 from windlass.updates.agents import EngineAgent
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.driver import RoundDriver
 from windlass.updates.fleet import Fleet
+from windlass.updates.link_transports import LinkTransports
 from windlass.updates.links import LinkLedger
 from windlass.updates.rounds import RoundMachine
 
@@ -204,6 +208,209 @@ BUGS = (
         3,
     ),
 )
+
+INTRUDER_BUGS = (
+    Bug("strangers stay", Listener, "_drop", "stranger.transport.abort()", "pass"),
+    Bug(
+        "there may be any number of strangers",
+        Listener,
+        "_make_protocol",
+        "if len(self._strangers) >= self._max_strangers:",
+        "if False:",
+    ),
+    Bug(
+        "any token will do",
+        AccessGate,
+        "role_of",
+        "hmac.compare_digest(given, expected) and found is None",
+        "found is None",
+    ),
+    Bug("a token opens every route", server, "refusal_of", "if role in roles:", "if True:"),
+    Bug(
+        "a session need not begin",
+        rpc,
+        "_first_frame",
+        "socket.receive(timeout=deadline_s)",
+        "socket.receive()",
+    ),
+    Bug(
+        "a name may forge lines of a log",
+        session,
+        "check_name",
+        "not name.isprintable()",
+        "False",
+    ),
+    Bug(
+        "a name may be of any length",
+        session,
+        "check_name",
+        "len(name.encode()) > MAX_NAME_NBYTES",
+        "False",
+    ),
+    Bug(
+        "a rank has any name",
+        coordinator,
+        "check_first",
+        'if first.worker != f"{first.group}/{first.rank}":',
+        "if False:",
+    ),
+    Bug(
+        "an engine's token makes trainers",
+        session,
+        "_check_role",
+        "access.value != role.value",
+        "False",
+    ),
+    Bug(
+        "an engine's URL leads anywhere",
+        coordinator,
+        "check_published",
+        'check_url(hello.url, f"{hello.worker}: url")',
+        "pass",
+    ),
+    Bug(
+        "a Hello has numbers of any size",
+        Coordinator,
+        "_check_past",
+        "if not least <= value <= MAX_COUNT:",
+        "if False:",
+    ),
+    Bug(
+        "a Hello names any epoch",
+        Coordinator,
+        "_check_past",
+        "if hello.epoch > self.epoch + MAX_EPOCHS_AHEAD:",
+        "if False:",
+    ),
+    Bug(
+        "trainers of another run train this one",
+        Coordinator,
+        "_check_past",
+        "if hello.role is Role.TRAINER and not ours and self._journal.is_kept:",
+        "if False:",
+    ),
+    Bug(
+        "an engine says what is published",
+        Coordinator,
+        "_note_served",
+        "version <= self._reserved and not hello.mixed_weights",
+        "not hello.mixed_weights",
+    ),
+    Bug(
+        "refused engines are remembered without bound",
+        Coordinator,
+        "_note_refusal",
+        "if len(self._refusals) > KEPT_LATE:",
+        "if False:",
+    ),
+    Bug(
+        "one that never binds is asked for ever",
+        Coordinator,
+        "_part_with",
+        "if self._late[session.agent.identity] > MAX_LATE:",
+        "if False:",
+    ),
+    Bug(
+        "versions of another run count",
+        Fleet,
+        "serving",
+        "if g.lineage == self.lineage",
+        "if True",
+    ),
+    Bug(
+        "the ranks of an engine may be of two runs",
+        Fleet,
+        "_insert",
+        "if group.lineage != hello.lineage:",
+        "if False:",
+    ),
+    Bug("two starts of a job train together", Fleet, "_check_job", "if rivals:", "if False:"),
+    Bug(
+        "two ranks have one endpoint",
+        Fleet,
+        "admit",
+        "if any(offer.endpoint in taken for offer in hello.offers):",
+        "if False:",
+    ),
+    Bug(
+        "two processes have one name",
+        Fleet,
+        "admit",
+        "if self.find(hello.worker) is not None:",
+        "if False:",
+    ),
+    Bug(
+        "an engine takes the trainers' name",
+        Fleet,
+        "admit",
+        "if hello.role is Role.ENGINE and hello.group == self._trainer_group:",
+        "if False:",
+    ),
+    Bug(
+        "an engine may bind the memory of another",
+        LinkTransports,
+        "owns",
+        "return binding.worker == worker and owners <=",
+        "return binding.worker == worker or owners <=",
+    ),
+    Bug(
+        "what one engine binds ends the binding for all",
+        binding,
+        "_bind_sources",
+        "case NotBound() if result.reasons.keys() <= engine_of.keys():",
+        "case NotBound() if False:",
+    ),
+    Bug(
+        "anybody answers any call",
+        RoundMachine,
+        "handle",
+        "if command is None or worker != event.worker:",
+        "if command is None:",
+    ),
+    Bug(
+        "an answer of another type will do",
+        RoundMachine,
+        "_on_result",
+        "if not self._links.verify(worker, result.mismatched):",
+        "if False:",
+    ),
+    Bug(
+        "an engine that never verifies ends the round",
+        RoundMachine,
+        "_write_again",
+        "if self._spec.mode is UpdateMode.STAGED and len(incomplete) == len(self._active()):",
+        "if self._spec.mode is UpdateMode.STAGED:",
+    ),
+    Bug(
+        "an answer of an earlier round counts",
+        RoundDriver,
+        "on_reply",
+        "if reply.round_id == self.round_id:",
+        "if True:",
+    ),
+    Bug(
+        "anybody reports writes to a predecessor",
+        Fleet,
+        "_settle_for_predecessor",
+        "if writer is None or not 0 < round_id.epoch <= writer.hello.epoch:",
+        "if writer is None:",
+    ),
+    Bug(
+        "an outcome of another attempt counts",
+        Lifecycle,
+        "find_running",
+        "or record.attempt != attempt",
+        "",
+    ),
+    Bug(
+        "a worker that was replaced comes back",
+        RolloutController,
+        "register_worker",
+        "if (hello.name, hello.incarnation) in self._replaced:",
+        "if False:",
+    ),
+)
+"""Of what intruders, other runs and misfits try: searched for among seeds from `ATTACKED_FROM` on."""
 
 RARE_BUGS = (
     Bug(

@@ -60,6 +60,15 @@ FOUND = {
         '{"seed":9,"mode":"staged","duration_s":4.0,"events":[{"at_s":2.1371,"kind":"message",'
         '"who":"controller","other":"trainer/0","fault":"corrupt"}]}'
     ),
+    "a rank of an earlier start, which comes while all others are away, sends them away for good": (
+        '{"seed":100092,"mode":"staged","duration_s":5.8056,"events":['
+        '{"at_s":3.9179,"kind":"rival","who":"trainer/1","fault":"run","amount":3.416},'
+        '{"at_s":5.3056,"kind":"rival","who":"trainer/0","fault":"start","amount":2.203}]}'
+    ),
+    "a rollout worker has any name, and the controller sends requests to any URL of it": (
+        '{"seed":100007,"mode":"in_place","duration_s":2.4288,"events":['
+        '{"at_s":1.9288,"kind":"intrude","who":"","fault":"worker"}]}'
+    ),
 }
 
 

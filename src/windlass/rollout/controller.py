@@ -21,6 +21,8 @@ import aiohttp
 
 from windlass.errors import ConfigError, PeerTimeout, RolloutError, StaleMessage
 from windlass.net.access import Access, role_token
+from windlass.net.addresses import check_url
+from windlass.net.messages import check_name
 from windlass.rollout.connection import (
     LocalWorker,
     RemoteWorker,
@@ -464,13 +466,16 @@ class RolloutController:
 
         Raises:
             RolloutError: the controller is closed; its successor may take the worker.
-            ConfigError: the worker takes no work.
+            ConfigError: the worker takes no work, or its URL is not that of a server.
+            ProtocolError: its name cannot be printed, or is too long.
             StaleMessage: another process took over this worker's name.
         """
         if self._closed or self._session is None:
             raise RolloutError(
                 "rollout controller: registration needs an open controller, got closed"
             )
+        check_name(hello.name, "worker: name")
+        check_url(hello.url, f"worker {hello.name}: url")
         if hello.name == LOCAL_WORKER:
             raise ConfigError(f"worker: name must not be {LOCAL_WORKER}, it is the controller's")
         if hello.max_concurrent < 1:

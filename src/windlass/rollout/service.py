@@ -13,7 +13,13 @@ from typing import Protocol
 import msgspec
 from aiohttp import web
 
-from windlass.errors import ConfigError, PeerTimeout, RolloutError, StaleMessage
+from windlass.errors import (
+    ConfigError,
+    PeerTimeout,
+    ProtocolError,
+    RolloutError,
+    StaleMessage,
+)
 from windlass.rollout.batches import BatchQueue
 from windlass.rollout.connection import ConnectionRoutes, read_body, reply
 from windlass.rollout.controller import RolloutController
@@ -73,10 +79,10 @@ class _Routes:
         hello = await read_body(request, WorkerHello)
         try:
             return reply(self._controller.register_worker(hello))
-        except ConfigError as error:
-            raise web.HTTPBadRequest(text=str(error)) from error
         except StaleMessage as error:
             raise web.HTTPConflict(text=str(error)) from error
+        except (ConfigError, ProtocolError) as error:
+            raise web.HTTPBadRequest(text=str(error)) from error
         except RolloutError as error:
             raise web.HTTPServiceUnavailable(text=str(error)) from error
 
