@@ -18,7 +18,6 @@ from windlass.engines.attach import EngineApi
 from windlass.engines.http import post
 from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.engines.sglang.api import SglangApi
-from windlass.engines.sglang.table.routes import TableRoutes
 from windlass.engines.vllm.extension import VllmApi
 from windlass.errors import PeerTimeout
 from windlass.net.server import ControlServer
@@ -130,10 +129,9 @@ async def test_an_engine_whose_server_hangs_is_published_and_rests_until_it_answ
         await server.close()
 
 
-APIS: dict[str, Callable[[str], EngineApi | TableRoutes]] = {
+APIS: dict[str, Callable[[str], EngineApi]] = {
     "vllm": lambda url: VllmApi(url, can_block=False),
     "sglang": lambda url: SglangApi(url, 1, QuiesceGate(), blocks=False),
-    "table": lambda url: TableRoutes(url, 1),
 }
 
 

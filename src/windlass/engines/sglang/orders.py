@@ -96,32 +96,24 @@ class _Answer(msgspec.Struct, frozen=True):
     message: str = ""
 
 
-def order_ranks(
-    url: str, order: msgspec.Struct, world_size: int, deadline_s: float, *, hook: str = HOOK
-) -> None:
+def order_ranks(url: str, order: Order, world_size: int, deadline_s: float) -> None:
     """Have every rank carry out an order in its main loop; return once those of the first stage have.
 
     Args:
         url: of the server.
-        order: an `Order`, or what another `hook` understands.
+        order: what they are to do.
         world_size: ranks.
         deadline_s: of every request.
-        hook: the custom weight loader that the order is for.
 
     Raises:
         PeerUnreachable: the server refused, or a rank failed. PeerTimeout: no answer in time.
     """
     with session(url, deadline_s) as selector:
-        send_order(url, order, selector, world_size, deadline_s, hook=hook)
+        send_order(url, order, selector, world_size, deadline_s)
 
 
 def ask_ranks(
-    url: str,
-    order: Callable[[str], msgspec.Struct],
-    world_size: int,
-    deadline_s: float,
-    *,
-    hook: str = HOOK,
+    url: str, order: Callable[[str], Order], world_size: int, deadline_s: float
 ) -> list[bytes]:
     """Have every rank, of every stage, carry out an order that it answers; what they reported, by rank.
 
@@ -130,14 +122,13 @@ def ask_ranks(
         order: makes it for the folder of the answers.
         world_size: ranks.
         deadline_s: of every request, and of the answers after them.
-        hook: see `order_ranks`.
 
     Raises:
         PeerUnreachable: besides, a rank reports why it could not. PeerTimeout.
     """
     with Answers(world_size) as answers:
         try:
-            order_ranks(url, order(answers.folder), world_size, deadline_s, hook=hook)
+            order_ranks(url, order(answers.folder), world_size, deadline_s)
         except PeerUnreachable:
             # SGLang ends with the rank that failed, and its answer tells nothing of why.
             with suppress(PeerTimeout):
@@ -172,19 +163,17 @@ def session(url: str, deadline_s: float) -> Iterator[Mapping[str, str]]:
 
 def send_order(
     url: str,
-    order: msgspec.Struct,
+    order: Order,
     selector: Mapping[str, str],
     world_size: int,
     deadline_s: float | None,
-    *,
-    hook: str = HOOK,
 ) -> None:
     """As `order_ranks`, within a session; `deadline_s` is None for an order that lasts as long as a pause."""
     name = msgspec.json.encode(order).decode()
     payload = ForkingPickler.dumps([(name, _Empty())])  # what SGLang's own serialiser does
     body = {
         "serialized_named_tensors": [base64.b64encode(payload).decode()] * world_size,
-        "load_format": hook,
+        "load_format": HOOK,
         "flush_cache": False,
         **selector,
     }

@@ -41,12 +41,6 @@ RELEASES = EngineReleases(
             needed=True,
         ),
         Feature(
-            "table of its transfer engine (`/get_remote_instance_transfer_engine_info`)",
-            since=(0, 5, 7),
-            missing_in=(0, 5, 6),
-            without="it can be updated through its own hook only",
-        ),
-        Feature(
             "weight version per token",
             since=(0, 5, 19),
             missing_in=(0, 5, 18),
