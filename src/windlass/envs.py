@@ -13,6 +13,7 @@ __all__ = [
     "check_token",
     "control_token",
     "environment_value",
+    "forget_tokens",
     "inherited_environment",
     "set_defaults",
     "temporary_values",
@@ -49,6 +50,12 @@ def control_token() -> str:
     if not token:
         raise ConfigError(f"{TOKEN_VARIABLE} must be set to the controller's token, got ''")
     return check_token(token, TOKEN_VARIABLE)
+
+
+def forget_tokens() -> None:
+    """Take the tokens, once they are read, out of the environment, so that no child inherits them."""
+    for name in (TOKEN_VARIABLE, ENGINE_TOKEN_VARIABLE):
+        os.environ.pop(name, None)
 
 
 def inherited_environment() -> dict[str, str]:

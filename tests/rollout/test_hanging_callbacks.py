@@ -17,6 +17,7 @@ import pytest
 from fake_engine import FakeEngine
 
 from windlass.engines import launch
+from windlass.engines.rank_reports import Secrets
 from windlass.engines.spec import ServerCommand
 from windlass.errors import PeerTimeout
 from windlass.jobs.launch import _Job
@@ -174,6 +175,7 @@ def serve(program: str, *options: str) -> int:
         ServerCommand((sys.executable, "-c", program)),
         ready_line="never said",
         join=lambda _settings: None,
+        secrets=Secrets(),
     )
 
 

@@ -406,7 +406,6 @@ class EngineAgent:
                 raise PeerUnreachable(f"the engine did not go on: {self._not_resumed}")
 
     def _choose(self, backend: UpdateBackend) -> None:
-        if not backend.traits.one_sided:
         if backend != self._backend:
             self._receiver.close()
             self._receiver = receiver_for(backend, self._one_sided, self._host)

@@ -18,6 +18,7 @@ from functools import partial
 from typing import final
 
 import torch
+import torch.distributed as dist
 
 from windlass.engines.capture.codes import CheckpointSpec, Codes, Load, bits_of
 from windlass.engines.capture.description import Captured, Repack, Seen, describe
@@ -26,9 +27,10 @@ from windlass.engines.capture.factors import factors_of, scaled
 from windlass.engines.capture.memory import Held, Holding, Kind, fingerprint, held_by
 from windlass.engines.capture.recompute import Recompute, plan_recompute
 from windlass.engines.capture.snapshot import Snapshot, undone_if_it_fails
+from windlass.engines.rank_reports import RefusedElsewhere
 from windlass.errors import UnsupportedLayout, WindlassError
 
-__all__ = ["Captured", "Load", "Repack", "capture"]
+__all__ = ["Captured", "Load", "Repack", "all_ranks", "capture", "capture_on_every_rank"]
 
 EXACT_NUMEL = 1 << 20
 MAX_EXACT_NUMEL = 1 << 30
@@ -109,6 +111,44 @@ def capture(
     if part is not None:
         part.fix_addresses()
     return _described(replace(seen, holdings=now), codes, worker, part)
+
+
+def capture_on_every_rank(
+    capture: Callable[[], Captured], is_on_every_rank: Callable[[bool], bool]
+) -> Captured:
+    """Capture a layout, unless another rank could not: a retry captures on every rank then.
+
+    Loaders of tensor-parallel ranks may wait for each other, so that one must not load alone.
+
+    Args:
+        capture: of this rank; the others are in the same call.
+        is_on_every_rank: collective; whether what this rank says of itself is so on all of them.
+
+    Raises:
+        RefusedElsewhere: another rank could not.
+        UnsupportedLayout: see `capture`.
+    """
+    try:
+        captured = capture()
+    except BaseException:
+        is_on_every_rank(False)
+        raise
+    if not is_on_every_rank(True):
+        raise RefusedElsewhere("another rank of this engine could not capture its layout")
+    return captured
+
+
+def all_ranks(mine: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
+    """Return whether `mine` is true on every rank of a group, each of which is in the same call.
+
+    Args:
+        mine: of this rank.
+        device: one whose tensors the group reduces.
+        group: None for all of the world. Its timeout is the deadline.
+    """
+    least = torch.tensor([int(mine)], device=device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    return bool(least.item())
 
 
 @dataclass(frozen=True, slots=True)
