@@ -5,12 +5,12 @@ from __future__ import annotations
 import http.client
 from dataclasses import dataclass, field
 from typing import final
-from urllib.parse import urlsplit
 
 import msgspec
 
 from windlass.engines.private_routes import KEY_HEADER
 from windlass.errors import PeerTimeout, PeerUnreachable
+from windlass.net.sockets import open_connection
 
 __all__ = ["EngineHttp", "NoSuchRoute"]
 
@@ -60,10 +60,8 @@ class EngineHttp:
         headers = {"Content-Type": "application/json", KEY_HEADER: self.key}
         if api_key:
             headers["Authorization"] = f"Bearer {api_key}"
-        parts, what = urlsplit(self.url), f"{method} {self.url}{path}"
-        connection = http.client.HTTPConnection(
-            parts.hostname or "", parts.port, timeout=deadline_s
-        )
+        what = f"{method} {self.url}{path}"
+        connection = open_connection(self.url, deadline_s)
         try:
             connection.request(method, path, body, headers)
             response = connection.getresponse()

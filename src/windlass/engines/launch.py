@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import msgspec
 
@@ -34,11 +35,14 @@ from windlass.engines.spec import (
 )
 from windlass.engines.versions import check_installed
 from windlass.envs import (
+    TLS_CERTIFICATE_VARIABLE,
+    TLS_KEY_VARIABLE,
     TOKEN_VARIABLE,
     control_token,
     environment_value,
-    forget_tokens,
+    has_certificate,
     inherited_environment,
+    secret_value,
 )
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
 from windlass.net.addresses import own_address, published_host, url_of
@@ -119,15 +123,18 @@ def _secrets(controller: str, rest: Sequence[str]) -> Secrets:
     Raises:
         ConfigError: there is a controller and no token.
     """
-    token = control_token() if controller else environment_value(TOKEN_VARIABLE)
-    forget_tokens()
+    token = control_token() if controller else secret_value(TOKEN_VARIABLE)
     own = {"--api-key": "", "--admin-api-key": ""}
     for word, following in pairwise([*rest, ""]):
         option, equals, value = word.partition("=")
         if (option := option.replace("_", "-")) in own:
             own[option] = value if equals else following
     api_key = own["--api-key"] or environment_value("VLLM_API_KEY")
-    return Secrets(token, key_of(token), api_key, own["--admin-api-key"])
+    secret = token
+    if not token and has_certificate():  # then its key is what this process alone knows
+        file = environment_value(TLS_KEY_VARIABLE) or environment_value(TLS_CERTIFICATE_VARIABLE)
+        secret = Path(file).read_text()
+    return Secrets(token, key_of(secret), api_key, own["--admin-api-key"])
 
 
 def join_fleet(server: EngineServer, settings: AgentSettings, secrets: Secrets) -> None:

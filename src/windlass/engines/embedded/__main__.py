@@ -20,14 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from windlass.engines.embedded.rank import run_rank
 from windlass.engines.embedded.settings import EngineSettings
 from windlass.engines.embedded.steps import IDLE_TIMEOUT
-from windlass.envs import (
-    ENGINE_TOKEN_VARIABLE,
-    TOKEN_VARIABLE,
-    control_token,
-    environment_value,
-    forget_tokens,
-    inherited_environment,
-)
+from windlass.envs import control_token, inherited_environment
 from windlass.errors import WindlassError
 from windlass.layout.dtypes import DType
 from windlass.net.addresses import own_address
@@ -83,12 +76,10 @@ def main() -> int:
 
 def _lead(settings: EngineSettings) -> int:
     token = control_token()
-    clients = environment_value(ENGINE_TOKEN_VARIABLE)
-    forget_tokens()
     if settings.tensor_parallel_size > 1:
         rendezvous = Rendezvous("127.0.0.1", STORE_DEADLINE_S)
         for rank in range(1, settings.tensor_parallel_size):
-            _start_follower(settings, rank, rendezvous.port, token)
+            _start_follower(settings, rank, rendezvous.port)
         dist.init_process_group(
             "gloo",
             store=rendezvous.store,
@@ -96,11 +87,11 @@ def _lead(settings: EngineSettings) -> int:
             world_size=settings.tensor_parallel_size,
             timeout=IDLE_TIMEOUT,
         )
-    run_rank(settings, 0, token, clients)
+    run_rank(settings, 0, token)
     return 0
 
 
-def _start_follower(settings: EngineSettings, rank: int, store_port: int, token: str) -> None:
+def _start_follower(settings: EngineSettings, rank: int, store_port: int) -> None:
     command = [
         sys.executable,
         "-m",
@@ -114,7 +105,7 @@ def _start_follower(settings: EngineSettings, rank: int, store_port: int, token:
         str(store_port),
         msgspec.json.encode(settings).decode(),
     ]
-    environment = {**inherited_environment(), TOKEN_VARIABLE: token}
+    environment = inherited_environment(with_tokens=True)
     follower = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
 
     def watch() -> None:
@@ -127,7 +118,6 @@ def _start_follower(settings: EngineSettings, rank: int, store_port: int, token:
 
 def _follow(rank: int, store_port: int, encoded: str) -> int:
     settings, token = msgspec.json.decode(encoded, type=EngineSettings), control_token()
-    forget_tokens()
 
     def watch() -> None:
         sys.stdin.buffer.read()  # end of file: rank 0 is gone

@@ -20,6 +20,7 @@ from windlass.engines.embedded.scheduler import Scheduler
 from windlass.engines.embedded.server import EngineServer
 from windlass.engines.embedded.settings import EngineSettings
 from windlass.engines.embedded.steps import StepChannel, StepKind
+from windlass.envs import ENGINE_TOKEN_VARIABLE, secret_value
 from windlass.errors import ConfigError, PeerTimeout
 from windlass.transports.base import OneSidedTransport
 from windlass.transports.registry import create_transport, parse_transport
@@ -91,7 +92,7 @@ class _Rank:
         )
 
 
-def run_rank(settings: EngineSettings, rank: int, token: str, engine_token: str = "") -> None:
+def run_rank(settings: EngineSettings, rank: int, token: str) -> None:
     """Run one rank until it is told to stop. `torch.distributed` is initialised if needed.
 
     Raises:
@@ -120,12 +121,12 @@ def run_rank(settings: EngineSettings, rank: int, token: str, engine_token: str 
         peers=StepChannel(settings.tensor_parallel_size),
     )
     if rank == 0:
-        _lead(this, engine_token)
+        _lead(this)
     else:
         _follow(this)
 
 
-def _lead(this: _Rank, engine_token: str) -> None:
+def _lead(this: _Rank) -> None:
     settings, shard = this.settings, this.shard
     scheduler = Scheduler(
         num_slots=settings.max_batch,
@@ -140,7 +141,7 @@ def _lead(this: _Rank, engine_token: str) -> None:
         vocab_size=int(shard.config.vocab_size),
         eos_token_ids=_eos_token_ids(shard.config.eos_token_id),
         read_weight=lambda name: _read_weight(shard, name),
-        engine_token=engine_token,
+        engine_token=secret_value(ENGINE_TOKEN_VARIABLE),
     )
     server.start()
     this.join_fleet(scheduler, url=server.url)
