@@ -217,6 +217,11 @@ class Server:
     model: Path
     adapter: Path | None = None
 
+    @property
+    def http(self) -> EngineHttp:
+        """Of the server, private routes included."""
+        return EngineHttp(self.url, key_of(TOKEN))
+
     def post(self, path: str, body: object, **headers: str) -> Any:
         request = urllib.request.Request(
             self.url + path,
@@ -252,9 +257,9 @@ class Server:
 
     def _reported(self, order: Callable[[str], msgspec.Struct], hook: str) -> list[dict[str, str]]:
         """By SGLang's ranks."""
-        http, ranks = EngineHttp(self.url, key_of(TOKEN)), self.layout.world_size
-        with RankReports(ranks) as reports, session(http, HTTP_S) as selector:
-            send_order(http, order(reports.folder), selector, ranks, HTTP_S, hook=hook)
+        ranks = self.layout.world_size
+        with RankReports(ranks) as reports, session(self.http, HTTP_S) as selector:
+            send_order(self.http, order(reports.folder), selector, ranks, HTTP_S, hook=hook)
             return [json.loads(report) for report in reports.gather(HTTP_S)]
 
     def _written(self, checkpoint: str) -> list[dict[str, str]]:

@@ -22,8 +22,7 @@ import torch.distributed as dist
 
 from windlass.engines.capture.codes import CheckpointSpec, Codes, Load, bits_of
 from windlass.engines.capture.description import Captured, Repack, Seen, describe
-from windlass.engines.capture.element_ids import ElementIds, Exact, Rows, rows_of
-from windlass.engines.capture.factors import factors_of, scaled
+from windlass.engines.capture.element_ids import ElementIds, Exact, Rows, rows_of, scaled
 from windlass.engines.capture.memory import Held, Holding, Kind, fingerprint, held_by
 from windlass.engines.capture.recompute import Recompute, plan_recompute
 from windlass.engines.capture.snapshot import Snapshot, undone_if_it_fails
@@ -46,7 +45,7 @@ def capture(
     ignored: frozenset[int] = frozenset(),
     reference: Callable[[], Iterator[tuple[str, torch.Tensor]]] | None = None,
     exact_numel: int = EXACT_NUMEL,
-    multiplied: bool = False,
+    factors: Sequence[float] = (),
     recompute: bool = True,
 ) -> Captured:
     """Capture the layout of a model, which then holds what it held before, in whatever way this ends.
@@ -67,8 +66,8 @@ def capture(
             bytes after it are not those of the first load, the layout is refused.
         exact_numel: tensors of more elements are read row by row first, and place by place (8
             bytes each) only if that does not prove right. The proof visits every place of all.
-        multiplied: look for tensors that the engine multiplies by a factor of their own; those
-            are received in a buffer and multiplied by `finalise`. A few loads more.
+        factors: by one of which the engine may multiply a tensor while it loads it; those that it
+            does are received in a buffer and multiplied by `finalise`. One load more.
         recompute: have `finalise` call `load` with the checkpoint tensors from which the engine
             computes others, for as long as the engine lives; if not, computed tensors are refused.
 
@@ -82,9 +81,8 @@ def capture(
     guarded = undone_if_it_fails(load, model)
     before = Snapshot(model, ignored, copies=True)
     try:
-        factors = factors_of(codes, guarded, held) if multiplied else {}
         start = before.prints if reference is not None else {}
-        loads = _Loads(codes, guarded, held, factors, start)
+        loads = _Loads(codes, guarded, held, _multiplied(codes, guarded, held, factors), start)
         seen, part = _observed(loads, worker, exact_numel, recompute=recompute)
         if reference is not None:
             guarded(reference() if part is None else part.filling(reference()))
@@ -165,6 +163,22 @@ class _Loads:
     start: Mapping[str, int]
 
 
+def _multiplied(codes: Codes, load: Load, held: Held, factors: Sequence[float]) -> dict[str, float]:
+    """Return the factor of every tensor that shows one of `factors`; the proof decides."""
+    found: dict[str, float] = {}
+    if others := [factor for factor in factors if factor != 1.0]:
+        load(codes.constant(1.0))
+        for name, holding in held().items():
+            memory = holding.memory()
+            if not memory.is_floating_point() or memory.element_size() < 2:
+                continue
+            for factor in others:
+                product = scaled(torch.ones_like(memory[:1]), factor)
+                if (memory == product).any() and ((memory == product) | (memory == 0)).all():
+                    found.setdefault(name, factor)
+    return found
+
+
 def _observed(
     loads: _Loads, worker: str, exact_numel: int, *, recompute: bool
 ) -> tuple[Seen, Recompute | None]:
@@ -182,9 +196,7 @@ def _observed(
         raise UnsupportedLayout(
             f"{sorted(seen.computed)}: tensors that the engine computes from the checkpoint"
         )
-    return seen, plan_recompute(
-        seen.computed, seen.numbers, seen.factors, loads.codes, loads.load, loads.held
-    )
+    return seen, plan_recompute(seen.computed, seen.numbers, loads.codes, loads.load, loads.held)
 
 
 def _described(seen: Seen, codes: Codes, worker: str, part: Recompute | None) -> Captured:
