@@ -70,7 +70,7 @@ from windlass.updates.messages import (
     decode_controller_frame,
     encode,
 )
-from windlass.updates.round_types import Phase
+from windlass.updates.rounds import Phase
 
 BOTH = pytest.mark.parametrize("mode", UpdateMode)
 

@@ -31,7 +31,7 @@ from windlass.updates.messages import (
     Verify,
 )
 from windlass.updates.push import PushUpdates
-from windlass.updates.round_types import Phase
+from windlass.updates.rounds import Phase
 
 WITHIN_S = 20.0
 

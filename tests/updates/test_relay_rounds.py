@@ -26,7 +26,7 @@ from windlass.updates.messages import (
     Write,
     Written,
 )
-from windlass.updates.round_types import (
+from windlass.updates.rounds import (
     AgentLost,
     DeadlinePassed,
     EngineOutcome,
@@ -35,10 +35,10 @@ from windlass.updates.round_types import (
     Instruction,
     Phase,
     Replied,
+    RoundMachine,
     RoundSpec,
     Send,
 )
-from windlass.updates.rounds import RoundMachine
 
 ENGINES = ("a", "b", "c")
 CHAIN = {"a/0": ("b/0",), "b/0": ("c/0",), "c/0": ()}

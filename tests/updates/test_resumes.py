@@ -23,7 +23,7 @@ from windlass.updates.fleet import PROBE_SEQ
 from windlass.updates.journal import JournalKind
 from windlass.updates.messages import Abort, Apply, Done, Envelope, Probe, Result, RoundOutcome
 from windlass.updates.recovery import MAX_ATTEMPTS, Resumes
-from windlass.updates.round_types import reply_budget_s
+from windlass.updates.rounds import reply_budget_s
 
 WITHIN_S = 30.0
 TOLD_S = [1, 3, 7, 15, 31, 61, 91, 121]

@@ -40,7 +40,7 @@ from windlass.updates.messages import (
     Write,
     Written,
 )
-from windlass.updates.round_types import (
+from windlass.updates.rounds import (
     AgentLost,
     DeadlinePassed,
     EngineOutcome,
@@ -50,12 +50,12 @@ from windlass.updates.round_types import (
     Instruction,
     Phase,
     Replied,
+    RoundMachine,
     RoundSpec,
     Send,
     Sent,
     reply_budget_s,
 )
-from windlass.updates.rounds import RoundMachine
 
 TRAINERS = ("trainer/0", "trainer/1")
 ENGINES = {"a": ("a/0", "a/1"), "b": ("b/0",), "c": ("c/0",)}

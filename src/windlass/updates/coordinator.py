@@ -67,7 +67,7 @@ from windlass.updates.messages import (
 from windlass.updates.publish_requests import KEPT_REPORTS, PendingPublish, PublishRequests
 from windlass.updates.push import PushUpdates
 from windlass.updates.recovery import CatchUps, Resumes
-from windlass.updates.round_types import (
+from windlass.updates.rounds import (
     AgentLost,
     EngineOutcome,
     Phase,

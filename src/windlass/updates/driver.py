@@ -25,7 +25,7 @@ from windlass.updates.messages import (
     RoundId,
     UpdateReport,
 )
-from windlass.updates.round_types import (
+from windlass.updates.rounds import (
     AgentLost,
     DeadlinePassed,
     EngineOutcome,
@@ -36,11 +36,11 @@ from windlass.updates.round_types import (
     Instruction,
     Phase,
     Replied,
+    RoundMachine,
     RoundSpec,
     Send,
     Sent,
 )
-from windlass.updates.rounds import RoundMachine
 from windlass.updates.session import AgentSession
 
 __all__ = ["RoundDriver", "RoundResult", "push_spec_of", "spec_of"]

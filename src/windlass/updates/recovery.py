@@ -38,7 +38,7 @@ from windlass.updates.messages import (
     Result,
     RoundOutcome,
 )
-from windlass.updates.round_types import reply_budget_s
+from windlass.updates.rounds import reply_budget_s
 from windlass.updates.session import AgentSession
 
 if TYPE_CHECKING:
