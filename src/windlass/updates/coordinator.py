@@ -41,7 +41,6 @@ from windlass.updates.binding import (
     EnginesUnbound,
     Planner,
     bind_fleet,
-    find_unplannable,
     signature_of,
 )
 from windlass.updates.changes import Changes, tell
@@ -491,7 +490,7 @@ class Coordinator:
             binding = await self._bind(donor, (newcomer,), lambda _sources, _destinations: plan)
         except EnginesUnbound as error:
             # What it refuses of a peer it may take from the trainers.
-            await self._part_with(EnginesUnbound({}, error.late, ""))
+            await self._part_with(EnginesUnbound({}, error.late))
             raise
         report = await self._run_round(self._published, self._fleet.lineage, binding)
         self._changes.notify()
@@ -513,12 +512,6 @@ class Coordinator:
         self._binding = None
         try:
             self._binding = await self._bind(trainers, engines, self._planner)
-        except PlanError:
-            refused = await find_unplannable(trainers, engines, self._planner)
-            if len(refused) in {0, len(engines)}:
-                raise  # trainers that fit nobody are told so; the engines wait for others
-            await self._part_with(EnginesUnbound(refused, {}, ""))
-            return await self._ensure_bound()
         except EnginesUnbound as error:
             await self._part_with(error)
             return await self._ensure_bound()
@@ -655,7 +648,7 @@ class Coordinator:
             return _failed(version, f"trainer ranks came or went since they announced: {moved}")
         report = await self._run_round(version, self._lineage, binding)
         if report.outcome is RoundOutcome.PUBLISHED:
-            self._published_by = binding.sources
+            self._published_by = binding.identities_of(binding.trainers)
         return report
 
     def refusal(self, version: int) -> str:
@@ -668,7 +661,8 @@ class Coordinator:
     async def _run_round(self, version: int, lineage: str, binding: Binding) -> UpdateReport:
         comparison = None
         if binding.replicated is not None:
-            comparison = self._comparisons.begin(version, binding.sources)
+            sources = binding.identities_of(binding.trainers)
+            comparison = self._comparisons.begin(version, sources)
         spec = spec_of(version, lineage, binding, self._config, comparison)
         driver = self._start_round(spec, binding, self._config.deadlines)
         return await self._finish_round(driver, spec, binding)
@@ -832,7 +826,7 @@ class Coordinator:
         """Who serves what, who may hold two versions, and whose bytes are still under way."""
         finish, fleet = result.finish, self._fleet
         for name, outcome in finish.engines.items():
-            bound = binding.identities_of(name)
+            bound = binding.identities_of(binding.engines[name])
             if outcome is EngineOutcome.QUARANTINED:
                 fleet.quarantine(bound)
             group = fleet.group_of(name)
@@ -847,7 +841,9 @@ class Coordinator:
                     agent.num_late = 0
         incarnations = dict(binding.signature)
         for source, engines in finish.unsettled.items():
-            reached = frozenset[Identity]().union(*(binding.identities_of(e) for e in engines))
+            reached = binding.identities_of(
+                w for engine in engines for w in binding.engines[engine]
+            )
             fleet.hold((source, incarnations[source]), round_id, reached)
         for late in result.late:
             if late.worker in finish.unsettled:
