@@ -23,20 +23,18 @@ import msgspec
 from aiohttp import web
 
 from windlass.errors import DECODE_ERRORS, RoundAborted, WindlassError
-from windlass.updates.callback_messages import (
+from windlass.updates.driver import RoundDriver
+from windlass.updates.messages import (
     CallbackAnswer,
     CallbackRequest,
     ContinueCall,
     DiskCall,
     DistributedCall,
+    Done,
     GroupCall,
+    JoinPushGroup,
     MembersCall,
     PauseCall,
-)
-from windlass.updates.driver import RoundDriver
-from windlass.updates.messages import (
-    Done,
-    JoinPushGroup,
     PushCommand,
     ReadFiles,
     ReceiveTensors,

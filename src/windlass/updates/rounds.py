@@ -40,7 +40,7 @@ from typing import assert_never, final
 
 import numpy as np
 
-from windlass.config import BackendTraits, P2pBackend, PauseMode, UpdateMode
+from windlass.config import BackendTraits, ControlConfig, P2pBackend, UpdateMode
 from windlass.errors import ProtocolError
 from windlass.planning.replicated import DIGESTED, Replicated, decode_digested
 from windlass.transfer.bindings import LinkOutcome, LinkStatus
@@ -136,13 +136,11 @@ class RoundSpec:
 
     Attributes:
         version: to publish; -1 until the trainer names it, where it drives the update.
-        mode: where writes land. pause_mode: what happens to running requests.
+        config: mode, deadlines, rewrites.
         trainers: source workers.
         engines: engine name -> its rank workers.
         links: (source, destination) workers that exchange bytes.
-        max_rewrites: how often a failed or mismatched link is written again.
-        pause_s, write_s, publish_s: deadlines passed on to the agents.
-        traits: of the backend. `driven_by_trainer`: the trainer's own calls fill the Write phase,
+        traits: of how bytes travel. `driven_by_trainer`: the trainer's own calls fill the Write phase,
             which ends with `Sent`; trainers and links are empty, and every engine verifies.
         relay: member of a relay group -> those that it passes on to; empty without a relay.
         replicated: what trainers hold in common and must agree about; None if this round compares
@@ -152,15 +150,10 @@ class RoundSpec:
     """
 
     version: int
-    mode: UpdateMode
-    pause_mode: PauseMode
-    trainers: tuple[str, ...]
+    config: ControlConfig
     engines: Mapping[str, tuple[str, ...]]
-    links: frozenset[tuple[str, str]]
-    max_rewrites: int = 2
-    pause_s: float = 30.0
-    write_s: float = 120.0
-    publish_s: float = 30.0
+    trainers: tuple[str, ...] = ()
+    links: frozenset[tuple[str, str]] = frozenset()
     traits: BackendTraits = P2pBackend.traits
     relay: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     replicated: Replicated | None = None
@@ -453,7 +446,7 @@ class RoundMachine:
     """One round. Call `start` once, then `handle` for every event until `Finish` comes out."""
 
     def __init__(self, spec: RoundSpec) -> None:
-        self._spec = spec
+        self._spec, self._config = spec, spec.config
         self._version = spec.version
         self._engines = {name: _Engine(workers) for name, workers in spec.engines.items()}
         self._engine_of = {w: name for name, workers in spec.engines.items() for w in workers}
@@ -468,7 +461,7 @@ class RoundMachine:
         self._digested = {worker: np.zeros(0, DIGESTED) for worker in parts}
         self._lost_trainers: set[str] = set()
         self._silent: set[str] = set()
-        self._rewrites_left = spec.max_rewrites
+        self._rewrites_left = spec.config.max_rewrites
         self._wrote = False
         self._all_sent = not spec.traits.driven_by_trainer
         self._digest_ok = True
@@ -497,7 +490,7 @@ class RoundMachine:
     @property
     def _go_on_s(self) -> float:
         """An engine that hangs must be able to say by the deadline that it does not go on."""
-        return reply_budget_s(self._spec.publish_s)
+        return reply_budget_s(self._config.deadlines.publish_s)
 
     def start(self) -> list[Instruction]:
         """Begin."""
@@ -507,7 +500,7 @@ class RoundMachine:
             self._send(trainer, Prepare(self._version, self._spec.turn, period))
         if self._spec.traits.driven_by_trainer:
             self._send_engines(BeginPush())
-        if self._spec.mode is UpdateMode.IN_PLACE:
+        if self._config.mode is UpdateMode.IN_PLACE:
             self._send_pauses()
         self._advance()
         return self._pop_instructions()
@@ -704,7 +697,7 @@ class RoundMachine:
             self._enter(Phase.VERIFY)
             for worker in unverified:
                 self._send(worker, Verify(self._version, self._links.expected(worker)))
-        elif self._spec.mode is UpdateMode.STAGED:
+        elif self._config.mode is UpdateMode.STAGED:
             self._enter(Phase.PAUSE)
             self._send_pauses()
         else:
@@ -719,7 +712,7 @@ class RoundMachine:
             self._send_receives(links)
         relayed = self._relay.begin(self._active_workers())
         # Less than the phase has: one link that is stuck must not cost the answer about the others.
-        within_s = reply_budget_s(self._spec.write_s)
+        within_s = reply_budget_s(self._config.deadlines.write_s)
         if relayed:
             for worker in self._relay.members:
                 self._send(worker, Relay(self._version, reply_budget_s(within_s)))
@@ -735,7 +728,7 @@ class RoundMachine:
             for worker in destinations:
                 groups.setdefault(worker, {})[source] = destinations
         for worker, of_worker in groups.items():
-            within_s = reply_budget_s(self._spec.write_s)
+            within_s = reply_budget_s(self._config.deadlines.write_s)
             command = Receive(self._version, of_worker, within_s)
             self._send(worker, command, expects_reply=False)
 
@@ -753,14 +746,14 @@ class RoundMachine:
             f": {error}" if error else ""
         )
         incomplete = {self._engine_of[d] for names in missing.values() for d in names}
-        if self._spec.mode is UpdateMode.STAGED and len(incomplete) == len(self._active()):
+        if self._config.mode is UpdateMode.STAGED and len(incomplete) == len(self._active()):
             self._give_up(reason)
             return
         for engine in sorted(incomplete):
             self._drop(engine, reason)
 
     def _send_pauses(self) -> None:
-        self._send_engines(Pause(self._spec.pause_mode, self._spec.pause_s))
+        self._send_engines(Pause(self._config.pause_mode, self._config.deadlines.pause_s))
 
     # --- endings -----------------------------------------------------------------------------
 
@@ -792,7 +785,7 @@ class RoundMachine:
 
     def _may_be_mixed(self) -> bool:
         """Whether an engine that leaves now may hold bytes of two versions in live memory."""
-        if self._spec.mode is UpdateMode.IN_PLACE and self._spec.traits.lands_live:
+        if self._config.mode is UpdateMode.IN_PLACE and self._spec.traits.lands_live:
             return self._wrote
         return self._phase in {Phase.APPLY, Phase.PUBLISH}
 
