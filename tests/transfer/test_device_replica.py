@@ -41,8 +41,7 @@ from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import LinkOutcome, LinkStatus
 from windlass.transfer.device_sender import DeviceSender
 from windlass.transfer.receiver import Receiver
-from windlass.transfer.replica import Replica
-from windlass.transfer.replica_memory import GpuCopies
+from windlass.transfer.replica import Replica, ReplicaMemory
 from windlass.transfer.sender import Sender
 from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.transports.processes import own_endpoint
@@ -131,11 +130,11 @@ class Served:
         return not any(buffer.any() for buffer in self.buffers)
 
 
-def copies(gpu: Gpu, place: ReplicaPlace) -> GpuCopies:
+def copies(gpu: Gpu, place: ReplicaPlace) -> ReplicaMemory:
     """Most parameters are a kernel's here, the largest a copy engine's."""
     if place is ReplicaPlace.HOST:
-        return GpuCopies(gpu, lambda n: PinnedArena(gpu.device, n), 4000)
-    return GpuCopies(gpu, CudaMemory(gpu).allocate, 4000)
+        return ReplicaMemory(lambda n: PinnedArena(gpu.device, n), gpu, engine_nbytes=4000)
+    return ReplicaMemory(CudaMemory(gpu).allocate, gpu, engine_nbytes=4000)
 
 
 class Pair:
@@ -461,7 +460,7 @@ class HeldWrites:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     found = numpy_gpu()
-    for name in ("transfer.replica_memory", "memory.cuda.gpu"):
+    for name in ("transfer.replica", "memory.cuda.gpu"):
         monkeypatch.setattr(f"windlass.{name}.shared_gpu", lambda _: found)
     return found
 

@@ -86,7 +86,7 @@ LINKS = {"near/0": "cuda_ipc", "far/0": "memory"}
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     found = numpy_gpu()
-    for name in ("transfer.replica_memory", "memory.cuda.gpu"):
+    for name in ("transfer.replica", "memory.cuda.gpu"):
         monkeypatch.setattr(f"windlass.{name}.shared_gpu", lambda _: found)
     monkeypatch.setattr(sources, "memory_kind", lambda _: driver.MemoryKind.DEVICE)
     monkeypatch.setattr(sources, "pointer_device", lambda _: 0)

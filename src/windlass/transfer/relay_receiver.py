@@ -2,63 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import queue
 import secrets
-import selectors
 import socket
 import threading
-import time
 from dataclasses import dataclass, field
-from typing import assert_never, final
+from typing import final
 
 from windlass.errors import ProtocolError
 from windlass.transfer.relay_wire import (
     ACCEPTED,
     ChunkLanded,
     End,
-    Frame,
-    FrameBuffer,
     Open,
     Place,
     RelayAddress,
     StripeEnd,
+    read_frame,
 )
 
-__all__ = ["Arrived", "Ended", "Interrupted", "StripeEnded", "RelayEvent", "RelayReceiver"]
+__all__ = ["Disconnected", "Interrupted", "RelayEvents", "RelayReceiver"]
 
 MAX_CONNECTIONS = 4096
-READ_NBYTES = 1 << 16
 ACCEPT_AGAIN_S = 0.1
+OPEN_S = 10.0
+"""For the first frame of a connection: whoever has no token holds it for no longer."""
+CLOSE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
-    """`upstream` has written a chunk."""
-
-    upstream: str
-    landed: ChunkLanded
-
-
-@dataclass(frozen=True, slots=True)
-class StripeEnded:
-    """`upstream` brings no more chunks of a stripe."""
-
-    upstream: str
-    stripe: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """`upstream` writes nothing more in this round, or never will.
-
-    `wordless`: its connection ended without a word, so what its kernel holds may still come.
-    """
-
-    upstream: str
-    unknown: bool
-    wordless: bool = False
+class Disconnected:
+    """A connection ended without `End`: what the kernel of its peer holds may still come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +43,15 @@ class Interrupted:
     """The round is over for this rank."""
 
 
-RelayEvent = Arrived | StripeEnded | Ended | Interrupted
-
-
-@dataclass(slots=True)
-class _Connection:
-    socket: socket.socket
-    frames: FrameBuffer = field(default_factory=FrameBuffer)
-    upstream: str = ""
-    place: Place | None = None
+RelayEvents = queue.SimpleQueue[
+    tuple[str, ChunkLanded | StripeEnd | End | Disconnected | Interrupted]
+]
+"""Upstreams, and what each of them has written or said; see `RelayReceiver`."""
 
 
 @dataclass(slots=True)
 class _Round:
-    events: queue.SimpleQueue[RelayEvent] = field(default_factory=queue.SimpleQueue)
+    events: RelayEvents = field(default_factory=queue.SimpleQueue)
     joined: set[str] = field(default_factory=set)
     refused: set[str] = field(default_factory=set)
     closed: bool = False
@@ -90,8 +62,7 @@ class RelayReceiver:
     """Listens from construction to `close`. Thread-safe.
 
     A writer is let in for the newest round or a later one that has not been closed, and only with
-    the right secret. Whoever was let in is followed by `Ended` in the events of its round, by its
-    own word or by the end of its connection.
+    the right secret. Whoever was let in is followed by `End` or `Disconnected` in the events of its round.
 
     Args:
         worker: this rank. host: address to bind; the port is chosen by the system.
@@ -107,14 +78,9 @@ class RelayReceiver:
         self._lock = threading.Lock()
         self._rounds: dict[Place, _Round] = {}
         self._oldest: Place = (0, 0)
-        self._connections: dict[int, _Connection] = {}
-        self._selector = selectors.DefaultSelector()
-        self._wake, self._woken = socket.socketpair()
-        self._listens_from: float | None = None
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._serve, name="windlass-relay", daemon=True)
-        self._closed = False
+        self._loop = asyncio.new_event_loop()
+        self._serving = self._loop.create_task(self._serve())
+        self._thread = threading.Thread(target=self._run, name="windlass-relay", daemon=True)
         self._thread.start()
 
     @property
@@ -122,162 +88,106 @@ class RelayReceiver:
         """What writers need."""
         return self._address
 
-    def begin(self, place: Place) -> queue.SimpleQueue[RelayEvent]:
-        """The events of a round, also of those who came before this call; older rounds are over."""
+    def begin(self, place: Place) -> RelayEvents:
+        """Return the events of a round, also of those who came before this call; older rounds are over."""
         with self._lock:
             self._oldest = max(self._oldest, place)
             self._rounds = {p: r for p, r in self._rounds.items() if p >= place}
             return self._rounds.setdefault(place, _Round()).events
 
     def joined(self, place: Place) -> frozenset[str]:
-        """Who was let into the round so far."""
+        """Return who was let into the round so far."""
         with self._lock:
             of_round = self._rounds.get(place)
             return frozenset(of_round.joined if of_round is not None else ())
 
     def end(self, place: Place) -> frozenset[str]:
-        """Let nobody into the round any more; returns who was let in."""
+        """Let nobody into the round any more; return who was let in."""
         with self._lock:
             of_round = self._rounds.setdefault(place, _Round())
             of_round.closed = True
             return frozenset(of_round.joined)
 
     def refuse(self, place: Place, upstream: str) -> None:
-        """`upstream` will not come, or must not: `Ended`, unless it is in already."""
+        """Let `upstream`, which will not come or must not, not into the round: that is its `End` there."""
         with self._lock:
             if place < self._oldest:
                 return
             of_round = self._rounds.setdefault(place, _Round())
             of_round.refused.add(upstream)
             if upstream not in of_round.joined:
-                of_round.events.put(Ended(upstream, unknown=False))
+                of_round.events.put((upstream, End()))
 
     def interrupt(self, place: Place) -> None:
         """Wake whoever reads the events of the round."""
         with self._lock:
             if place >= self._oldest:
-                self._rounds.setdefault(place, _Round()).events.put(Interrupted())
+                self._rounds.setdefault(place, _Round()).events.put(("", Interrupted()))
 
     def close(self) -> None:
         """Close every connection and end the thread. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        self._wake.close()
-        self._thread.join(10.0)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._serving.cancel)
+        self._thread.join(CLOSE_S)
 
     # --- in the thread ---------------------------------------------------------------------------
 
-    def _serve(self) -> None:
-        try:
+    def _run(self) -> None:
+        cancelled = contextlib.suppress(asyncio.CancelledError)
+        with self._listener, contextlib.closing(self._loop), cancelled:
+            self._loop.run_until_complete(self._serving)
+
+    async def _serve(self) -> None:
+        async with asyncio.TaskGroup() as connections:
+            num_open = asyncio.Semaphore(MAX_CONNECTIONS)
             while True:
-                for key, _ in self._selector.select(self._listen_again()):
-                    if key.fileobj is self._woken:
-                        return
-                    if key.fileobj is self._listener:
-                        self._accept()
-                    else:
-                        self._read(self._connections[key.fd])
-        finally:
-            for connection in list(self._connections.values()):
-                self._drop(connection)
-            self._listener.close()
-            self._woken.close()
-            self._selector.close()
+                await num_open.acquire()
+                try:
+                    accepted, _ = await self._loop.sock_accept(self._listener)
+                except OSError:
+                    # Too many open files: the listener stays readable, and must not be asked without end.
+                    num_open.release()
+                    await asyncio.sleep(ACCEPT_AGAIN_S)
+                    continue
+                connection = connections.create_task(self._read(accepted))
+                connection.add_done_callback(lambda _: num_open.release())
 
-    def _listen_again(self) -> float | None:
-        """Ask the listener again if it has rested; seconds that it still rests, None if it does not."""
-        if self._listens_from is None:
-            return None
-        rest_s = self._listens_from - time.monotonic()
-        if rest_s > 0:
-            return rest_s
-        self._listens_from = None
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        return None
+    async def _read(self, accepted: socket.socket) -> None:
+        with accepted, contextlib.suppress(OSError, EOFError, ProtocolError):
+            stream, writer = await asyncio.open_connection(sock=accepted)
+            try:
+                async with asyncio.timeout(OPEN_S):
+                    opened = await read_frame(stream)
+                if isinstance(opened, Open) and (events := self._let_in(opened)) is not None:
+                    last: End | Disconnected = Disconnected()
+                    try:
+                        writer.write(ACCEPTED)
+                        last = await self._follow(stream, opened.upstream, events)
+                    finally:  # the process behind it has ended, or gave up: it is past its last write
+                        events.put((opened.upstream, last))
+            finally:
+                writer.close()
+                await writer.wait_closed()
 
-    def _accept(self) -> None:
-        try:
-            accepted, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionError):
-            return  # it went away before we looked
-        except OSError:
-            # Too many open files: the listener stays readable, and must not be asked without end,
-            # nor hold up those who are in.
-            self._selector.unregister(self._listener)
-            self._listens_from = time.monotonic() + ACCEPT_AGAIN_S
-            return
-        if len(self._connections) >= MAX_CONNECTIONS:
-            accepted.close()
-            return
-        accepted.setblocking(False)
-        self._connections[accepted.fileno()] = _Connection(accepted)
-        self._selector.register(accepted, selectors.EVENT_READ)
+    @staticmethod
+    async def _follow(stream: asyncio.StreamReader, upstream: str, events: RelayEvents) -> End:
+        while True:
+            frame = await read_frame(stream)
+            if isinstance(frame, End):
+                return frame
+            if isinstance(frame, Open):
+                raise ProtocolError("relay: a connection is opened once")
+            events.put((upstream, frame))
 
-    def _read(self, connection: _Connection) -> None:
-        try:
-            data = connection.socket.recv(READ_NBYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        try:
-            frames = connection.frames.feed(data) if data else []
-            kept = bool(data) and all(self._take(connection, frame) for frame in frames)
-        except ProtocolError:
-            kept = False
-        if not kept:
-            self._drop(connection)
-
-    def _take(self, connection: _Connection, frame: Frame) -> bool:
-        """Whether the connection is still wanted."""
-        if connection.place is None:
-            return isinstance(frame, Open) and self._let_in(connection, frame)
-        match frame:
-            case ChunkLanded():
-                self._post(connection, Arrived(connection.upstream, frame))
-                return True
-            case StripeEnd():
-                self._post(connection, StripeEnded(connection.upstream, frame.stripe))
-                return True
-            case End():
-                self._post(connection, Ended(connection.upstream, frame.unknown))
-                connection.place = None
-                return False
-            case Open():
-                return False
-            case _:
-                assert_never(frame)
-
-    def _let_in(self, connection: _Connection, frame: Open) -> bool:
+    def _let_in(self, frame: Open) -> RelayEvents | None:
         if not hmac.compare_digest(frame.token.encode(), self._address.token.encode()):
-            return False
+            return None
         place = frame.epoch, frame.round
         with self._lock:
             if place < self._oldest:
-                return False
+                return None
             of_round = self._rounds.setdefault(place, _Round())
             if of_round.closed or frame.upstream in of_round.refused | of_round.joined:
-                return False
-            try:
-                connection.socket.send(ACCEPTED)
-            except OSError:
-                return False
+                return None
             of_round.joined.add(frame.upstream)
-        connection.upstream, connection.place = frame.upstream, place
-        return True
-
-    def _post(self, connection: _Connection, event: RelayEvent) -> None:
-        with self._lock:
-            of_round = None if connection.place is None else self._rounds.get(connection.place)
-            if of_round is not None:
-                of_round.events.put(event)
-
-    def _drop(self, connection: _Connection) -> None:
-        # The process behind it has ended, or gave up: it is past its last write.
-        if connection.place is not None:
-            self._post(connection, Ended(connection.upstream, unknown=False, wordless=True))
-        self._connections.pop(connection.socket.fileno(), None)
-        with contextlib.suppress(KeyError):
-            self._selector.unregister(connection.socket)
-        connection.socket.close()
+            return of_round.events

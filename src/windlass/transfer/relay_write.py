@@ -23,10 +23,9 @@ from windlass.planning.relay import RelayGroup
 from windlass.transfer.bind import check_binding
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transfer.outcomes import is_unknown, submit
-from windlass.transfer.payload import Payload, payload_of
+from windlass.transfer.payload import WRITES_AT_ONCE, Payload, payload_of
 from windlass.transfer.pieces import Pieces
-from windlass.transfer.relay_sender import WRITES_AT_ONCE, RelaySender, write_chunk
-from windlass.transfer.relay_wire import ChunkLanded, Place, RelayAddress
+from windlass.transfer.relay_wire import ChunkLanded, Place, RelayAddress, RelaySender
 from windlass.transports.base import OneSidedTransport
 
 __all__ = ["GroupWrite", "RelayWrites", "bind_group"]
@@ -214,9 +213,7 @@ class RelayWrites:
             if ready is None or failed.is_set():
                 return 0
             try:
-                write_chunk(
-                    transport, binding, relayed.payload, chunk, ready.local, remote, deadline
-                )
+                relayed.payload.write(transport, binding, chunk, ready.local, remote, deadline)
                 sender.send(ChunkLanded(worker, chunk, ready.chunks[chunk]))
             except BaseException:  # whatever it is, the root waits for no more
                 failed.set()

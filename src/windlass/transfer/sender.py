@@ -49,8 +49,7 @@ from windlass.transfer.parameters import LocatedParameters, SourceParameters
 from windlass.transfer.pieces import Pieces, batches, packed_capacity
 from windlass.transfer.relay_wire import Place, RelayAddress
 from windlass.transfer.relay_write import RelayWrites, bind_group
-from windlass.transfer.replica import CopyTimes, Replica
-from windlass.transfer.replica_memory import replica_memory
+from windlass.transfer.replica import CopyTimes, Replica, replica_memory
 from windlass.transports.base import MemoryRegion, OneSidedTransport, WriteBatch
 
 __all__ = ["Sender"]

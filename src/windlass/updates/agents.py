@@ -349,7 +349,7 @@ class EngineAgent:
                 self._relay.connect(command.groups[0], command.bindings, command.addresses)
             case Relay():
                 done = self._relay.run(self._round_id, command.deadline_s)
-                self._fence_is_due |= bool(done.wordless)
+                self._fence_is_due |= bool(done.disconnected)
                 self._may_be_written |= self._fence_is_due
                 return Relayed(
                     missing=done.missing,
