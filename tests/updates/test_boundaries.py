@@ -240,9 +240,9 @@ def test_a_relay_that_cannot_take_a_visitor_does_not_ask_without_end(
         return accept(listener)
 
     monkeypatch.setattr(socket.socket, "accept", scarce)
+    began = time.monotonic()
     listener = RelayReceiver("a/0", "127.0.0.1")
     try:
-        began = time.monotonic()
         with socket.create_connection(
             ("127.0.0.1", listener.address.port), timeout=WITHIN_S
         ) as visitor:
