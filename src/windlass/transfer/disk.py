@@ -28,7 +28,8 @@ from windlass.transfer.disk_files import (
     version_folder,
     write_shards,
 )
-from windlass.transfer.source import SourceMemory, failed_links, refuse_transforms
+from windlass.transfer.outcomes import failed_links
+from windlass.transfer.source import SourceMemory, refuse_transforms
 from windlass.transports.base import PeerEndpoint
 
 __all__ = ["DiskReceiver", "DiskSender"]

@@ -96,18 +96,28 @@ class SourceParameters:
         """Asks the owner."""
         return self._parameters
 
-    def locate(self, read_in_place: Sequence[int]) -> npt.NDArray[np.uint64]:
-        """Ask where parameters lie, and register those that are read in place and have moved.
-
-        Args:
-            read_in_place: indices of the parameters that writes read from.
+    def locate(self) -> tuple[ParameterMemory, ...]:
+        """Ask where parameters lie, in manifest order.
 
         Raises:
             PlanError: another number of them, or other sizes, than described.
-            RegionError: memory cannot be registered.
         """
         now = self._parameters()
         check_described(self._manifest, now)
+        return now
+
+    def register(
+        self, now: Sequence[ParameterMemory], read_in_place: Sequence[int]
+    ) -> npt.NDArray[np.uint64]:
+        """Register those that are read in place and have moved; all addresses.
+
+        Args:
+            now: see `locate`.
+            read_in_place: indices of the parameters that writes read from.
+
+        Raises:
+            RegionError: memory cannot be registered.
+        """
         wanted = _union(now[i] for i in read_in_place if not self._is_registered(now[i]))
         for address, region in list(self._registered.items()):
             if wanted.get(address) != region.nbytes:

@@ -10,7 +10,6 @@ one is cut as the trainer is.
 from __future__ import annotations
 
 import ctypes
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -87,9 +86,8 @@ def replica_memory(
     if transport.mapper is not None:  # kernels store out of it themselves: nothing is registered
         gpu = transport.mapper.gpu
         if place is ReplicaPlace.DEVICE:
-            return ReplicaMemory(CudaMemory(gpu).allocate, gpu)
-        pinned = partial(PinnedArena, gpu.device)
-        return ReplicaMemory(pinned, gpu, engine_nbytes=PCIE_ENGINE_NBYTES)
+            return ReplicaMemory(CudaMemory(gpu).allocate, gpu, COPY_ENGINE_NBYTES)
+        return ReplicaMemory(partial(PinnedArena, gpu.device), gpu, PCIE_ENGINE_NBYTES)
     if on_gpu and place is ReplicaPlace.HOST:
         raise ConfigError(
             f"replica: must be 'device' with {name} and weights on a GPU, out of whose "
@@ -102,7 +100,8 @@ def replica_memory(
     if not on_gpu:
         return ReplicaMemory(lambda nbytes: Arena(transport, nbytes), threads)
     gpu = shared_gpu(traits.gpu)
-    return ReplicaMemory(lambda nbytes: Arena(transport, nbytes, CudaMemory(gpu)), gpu)
+    memory = CudaMemory(gpu)
+    return ReplicaMemory(lambda n: Arena(transport, n, memory), gpu, COPY_ENGINE_NBYTES)
 
 
 @final
@@ -121,8 +120,7 @@ class ReplicaMemory:
         self,
         make: Callable[[int], Buffer],
         copier: Gpu | Executor,
-        *,
-        engine_nbytes: int = COPY_ENGINE_NBYTES,
+        engine_nbytes: int = 0,
     ) -> None:
         self._copier, self._engine_nbytes = copier, engine_nbytes
         self._gpu = None if isinstance(copier, Executor) else copier
@@ -221,18 +219,16 @@ class ReplicaMemory:
 
 @final
 class Replica:
-    """See the module. Not thread-safe; `lock` guards it.
+    """See the module. Not thread-safe.
 
     Args:
         manifest: of the rank. memory: owned from here on.
 
     Attributes:
-        lock: shared by all that send from this replica.
         times: of the last copy.
     """
 
     def __init__(self, manifest: ShardManifest, memory: ReplicaMemory) -> None:
-        self.lock = threading.Lock()
         self.times = CopyTimes()
         self._memory = memory
         self._sizes = [parameter.nbytes for parameter in manifest.parameters]

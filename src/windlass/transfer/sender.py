@@ -1,7 +1,8 @@
 """Stages 5 and 7, the trainer's half: pack what must be packed, write every link, hash what was sent.
 
 In come a plan part and the destinations' bindings (once), `prepare` and `write` (per version);
-`WriteBatch`es go to the transport, and a `LinkOutcome` with the link's digest to the coordinator.
+`WriteBatch`es go to the transport, and a `LinkOutcome` with the link's digest to the coordinator. Links to
+peers whose memory a GPU maps are stored by its kernels (`transfer/stored_links.py`).
 
 Two ways through the arena, chosen by its capacity alone. When everything that needs packing fits,
 `prepare` packs and hashes before the pause and `write` only writes. Otherwise `prepare` hashes what is
@@ -26,7 +27,13 @@ from typing import final
 import numpy as np
 
 from windlass.config import ReplicaPlace
-from windlass.errors import ConfigError, PlanError, TransferOutcomeUnknown, WindlassError
+from windlass.errors import (
+    ConfigError,
+    PlanError,
+    ProtocolError,
+    TransferOutcomeUnknown,
+    WindlassError,
+)
 from windlass.layout.manifest import ShardManifest
 from windlass.memory.ops import ALIGNMENT, Buffer
 from windlass.net.clock import Deadline
@@ -43,13 +50,20 @@ from windlass.transfer.bind import (
     check_part,
 )
 from windlass.transfer.bindings import DestinationBinding, GroupOffer, LinkOutcome, LinkStatus
-from windlass.transfer.outcomes import is_unknown, status_of, submit
+from windlass.transfer.outcomes import (
+    failed_links,
+    is_unknown,
+    joined_results,
+    status_of,
+    submit,
+)
 from windlass.transfer.packer import PackedLink, Packer, Peer
 from windlass.transfer.parameters import LocatedParameters, SourceParameters
 from windlass.transfer.pieces import Pieces, batches, packed_capacity
 from windlass.transfer.relay_wire import Place, RelayAddress
 from windlass.transfer.relay_write import RelayWrites, bind_group
 from windlass.transfer.replica import CopyTimes, Replica, replica_memory
+from windlass.transfer.stored_links import StoredLinks
 from windlass.transports.base import MemoryRegion, OneSidedTransport, WriteBatch
 
 __all__ = ["Sender"]
@@ -61,10 +75,11 @@ _log = logging.getLogger(__name__)
 class Sender:
     """One trainer rank. Methods may be called from any thread; they run one at a time.
 
-    Memory: the parameters must not change between `prepare` and the end of the round.
+    Memory: the parameters must not change between `prepare` and the end of the round, unless there
+    is a replica: with it they are read in `prepare` only, and everything is sent from the copy.
 
     Args:
-        transport: writes. Stays open; the caller closes it.
+        transport: writes, or maps memory for kernels that store. Stays open; the caller closes it.
         manifest: of this rank.
         parameters: where the parameters lie now, in manifest order; asked at every `prepare` and
             at no other time, because a trainer that is bound in mid-step may have gathered them.
@@ -98,7 +113,12 @@ class Sender:
         memory = replica_memory(replica, transport, self._pool)
         self._packer = Packer(transport, memory_of(transport), arena_nbytes)
         self._replica = None if memory is None else Replica(manifest, memory)
-        self._lock = threading.Lock() if self._replica is None else self._replica.lock
+        self._lock = threading.Lock()
+        mapper, self._writes = transport.mapper, not transport.traits.strided_stores
+        self._stores = None if mapper is None else StoredLinks(mapper, manifest.worker)
+        self._stored_by = frozenset(
+            offer.transport for offer in transport.offers() if offer.traits.strided_stores
+        )
         self._programs: dict[str, LinkProgram] = {}
         self._peers: dict[str, Peer] = {}
         self._read_in_place: tuple[int, ...] = ()
@@ -142,7 +162,7 @@ class Sender:
 
     @property
     def replica(self) -> Replica | None:
-        """What is sent instead of the parameters; its `lock` guards it."""
+        """What is sent instead of the parameters."""
         return self._replica
 
     @property
@@ -185,6 +205,9 @@ class Sender:
             RegionError: memory cannot be registered.
         """
         with self._lock:
+            near = {b.worker for b in bindings if self._is_stored(b)}
+            if self._stores is not None:
+                self._stores.unbind(b for b in bindings if b.worker in near)
             self._settle_doubt()
             self._relays.close()
             self._programs, self._relays = {}, RelayWrites()
@@ -192,18 +215,25 @@ class Sender:
             index = check_part(self._manifest, plan.sources, plan.source_digests, "sources")
             programs = {program.peer: program for program in bind_links(plan, sending=True)}
             known = bind_peers(programs.values(), bindings, self._check_binding)
-            self._peers = {peer: Peer.bound_to(binding) for peer, binding in known.items()}
-            self._packer.fit(tuple(programs.values()))
+            written = tuple(program for peer, program in programs.items() if peer not in near)
+            self._peers = {p.peer: Peer.bound_to(known[p.peer]) for p in written}
+            if self._stores is not None:
+                self._stores.bind([programs[peer] for peer in programs if peer in near], known)
+            if self._writes:
+                self._packer.fit(written)
             self._read_in_place = tuple(
-                {i for p in programs.values() for i in np.unique(p.direct.src_parameter).tolist()}
+                {i for p in written for i in np.unique(p.direct.src_parameter).tolist()}
             )
             if self._replica is not None:
-                if not self._packer.holds(tuple(programs.values())):
+                if not self._packer.holds(written):
                     raise PlanError(
                         "arena_nbytes: with a replica it must be 0 or at least "
-                        f"{packed_capacity(tuple(programs.values()))}, got {self._packer.nbytes}"
+                        f"{packed_capacity(written)}, got {self._packer.nbytes}"
                     )
-                self._replica.fit(self._read_in_place)
+                stored = {
+                    op.src_parameter for p in programs.values() if p.peer in near for op in p.ops
+                }
+                self._replica.fit((*self._read_in_place, *sorted(stored)))
             self._programs = programs
             self._first_link = index
         return None
@@ -217,9 +247,12 @@ class Sender:
         """After `connect`: links to all members of groups whose first member it was given.
 
         Raises:
+            ProtocolError: kernels of this rank store.
             PlanError: a member has no binding, or a root no address.
             RegionError: a write would leave the published regions.
         """
+        if self._stores is not None:
+            raise ProtocolError("kernels that store into peers cannot write to a relay")
         with self._lock:
             known = {binding.worker: binding for binding in bindings}
             for group in groups:
@@ -246,32 +279,43 @@ class Sender:
                 weights may be others.
         """
         with self._lock:
+            if self._stores is not None:
+                self._stores.gpu.refuse_late()
             replica = self._replica
             if replica is not None and replica.is_taken(version):
                 return
             began = time.perf_counter()
             self._settle_doubt()
             self._forget()
-            programs = tuple(
-                p for p in self._programs.values() if self._relays.planned_for(p.peer) == p.peer
-            )
-            if self._packer.arena is None and not self._packer.holds(programs):
-                self._packer.fit(programs)  # it was parted with, and there was no room for another
-            if replica is None:
-                self._packer.sources = self._parameters.locate(self._read_in_place)
-            else:
-                self._packer.sources = replica.take(self._parameters.locate(()))
-            if self._packer.holds(programs):
-                self._pack_all(programs)
-            else:
-                self._hash_all(programs)
+            located = self._parameters.locate()
+            if self._stores is not None:
+                self._stores.prepare(located, replica)
+            if self._writes:
+                self._pack_or_hash(located)
             self._pack_s = time.perf_counter() - began
             if replica is not None:
                 replica.taken(version)
 
+    def _pack_or_hash(self, located: Sequence[ParameterMemory]) -> None:
+        programs = tuple(
+            p
+            for p in self._programs.values()
+            if p.peer in self._peers and self._relays.planned_for(p.peer) == p.peer
+        )
+        if self._packer.arena is None and not self._packer.holds(programs):
+            self._packer.fit(programs)  # it was parted with, and there was no room for another
+        if self._replica is None:
+            self._packer.sources = self._parameters.register(located, self._read_in_place)
+        else:
+            self._packer.sources = self._replica.take(self._parameters.register(located, ()))
+        if self._packer.holds(programs):
+            self._pack_all(programs)
+        else:
+            self._digests |= self._packer.hash_links(programs, self._pool)
+
     def write(
         self,
-        version: int,  # noqa: ARG002
+        version: int,
         destinations: Sequence[str],
         deadline_s: float,
     ) -> SendResult:
@@ -286,10 +330,23 @@ class Sender:
 
         Raises:
             RoundAborted: a destination that this rank does not send to.
+            TransferFailed: a GPU reports an error; nothing more can be done with it.
+            TransferOutcomeUnknown: it does, and what was queued before may still go on.
         """
         with self._lock:
             check_destinations(self._programs, destinations)
-            return self._write(destinations, Deadline.after(deadline_s, "write"))
+            deadline = Deadline.after(deadline_s, "write")
+            stores, far = self._stores, [name for name in destinations if name in self._peers]
+            if stores is None or len(far) == len(destinations):
+                return self._write(far, deadline)
+            near = [name for name in destinations if name not in self._peers]
+            if not far:
+                return self._store(stores, version, near, deadline)
+            return joined_results(
+                destinations,
+                submit(self._pool, self._write, far, deadline),
+                lambda: self._store(stores, version, near, deadline),
+            )
 
     def relay_write(
         self, place: Place, destinations: Sequence[str], deadline_s: float
@@ -335,6 +392,8 @@ class Sender:
         """
         with self._lock:
             self._pool.shutdown(wait=True)
+            if self._stores is not None:
+                self._stores.close()
             self._settle_doubt(renew=False)
             if self._replica is not None:
                 self._replica.close()
@@ -344,15 +403,38 @@ class Sender:
             self._packer.close()
             self._parameters.close()
 
+    def _is_stored(self, binding: DestinationBinding) -> bool:
+        return not self._writes or binding.endpoint.transport in self._stored_by
+
     def _check_binding(self, program: LinkProgram, binding: DestinationBinding) -> None:
-        check_digest_kind(self._packer.digest_kind, binding)
-        check_binding(program, binding)
+        is_stored = self._is_stored(binding)
+        if not is_stored:
+            check_digest_kind(self._packer.digest_kind, binding)
+        check_binding(program, binding, staged=not is_stored)
+
+    # --- links that kernels store ------------------------------------------------------------
+
+    def _store(
+        self, stores: StoredLinks, version: int, destinations: Sequence[str], deadline: Deadline
+    ) -> SendResult:
+        check_destinations(stores, destinations)
+        if self._replica is not None and not self._replica.holds(version):
+            reason = "replica: this version is not copied, and the weights may have changed"
+            return SendResult(failed_links(destinations, reason), 0.0, 0.0)
+        settled = self._replica is not None
+        order = self._in_turn(destinations)
+        links, wire_s = stores.write(version, order, deadline, settled=settled)
+        return SendResult(tuple(links[name] for name in destinations), 0.0, wire_s)
+
+    def _in_turn(self, destinations: Sequence[str]) -> tuple[str, ...]:
+        """Each rank begins with another one."""
+        shift = self._first_link % max(len(destinations), 1)
+        return (*destinations[shift:], *destinations[:shift])
 
     # --- links and relays --------------------------------------------------------------------
 
     def _write(self, destinations: Sequence[str], deadline: Deadline) -> SendResult:
-        shift = self._first_link % max(len(destinations), 1)
-        order = (*destinations[shift:], *destinations[:shift])
+        order = self._in_turn(destinations)
         pack_s, self._pack_s = self._pack_s, 0.0
         lost = self._pack_again(name for name in order if name in self._sent)
         self._sent.update(order)
@@ -404,9 +486,6 @@ class Sender:
             return self._relays.digest_of(peer), after
         self._ready[peer], after = self._packer.pack_link(program, self._peers[peer], offset)
         return self._ready[peer].digest, after
-
-    def _hash_all(self, programs: Sequence[LinkProgram]) -> None:
-        self._digests |= self._packer.hash_links(programs, self._pool)
 
     def _pack_again(self, names: Iterable[str]) -> dict[str, LinkOutcome]:
         """Before links are written again; outcomes of those whose parameters are others than before."""

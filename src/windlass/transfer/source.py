@@ -22,7 +22,7 @@ from windlass.transfer.bind import (
 from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus
 from windlass.transfer.parameters import check_described
 
-__all__ = ["SourceMemory", "failed_links", "refuse_transforms"]
+__all__ = ["SourceMemory", "refuse_transforms"]
 
 
 def refuse_transforms(worker: str, plan: TransferPlan) -> None:
@@ -36,11 +36,6 @@ def refuse_transforms(worker: str, plan: TransferPlan) -> None:
             f"connect: {worker}: the plan quantises, and this backend sends parameters as they lie: "
             "quantised engines need one-sided writes"
         )
-
-
-def failed_links(destinations: Sequence[str], reason: str) -> tuple[LinkOutcome, ...]:
-    """What is said of links that fail together."""
-    return tuple(LinkOutcome(name, LinkStatus.FAILED, 0, "", reason) for name in destinations)
 
 
 @final

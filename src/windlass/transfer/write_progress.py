@@ -37,7 +37,7 @@ class PartWritten(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         source: the writing worker.
         version: of the weights.
-        write: names one call of `DeviceSender.write`; a link that is written again starts anew.
+        write: names one call of `StoredLinks.write`; a link that is written again starts anew.
         table, start, stop: see `DeviceLink`.
     """
 
