@@ -23,8 +23,8 @@ from windlass.planning.relay import RelayGroup
 from windlass.transfer.bind import check_binding
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transfer.outcomes import is_unknown, submit
+from windlass.transfer.packer import PackedLink, batches_to
 from windlass.transfer.payload import WRITES_AT_ONCE, Payload, payload_of
-from windlass.transfer.pieces import Pieces
 from windlass.transfer.relay_wire import ChunkLanded, Place, RelayAddress, RelaySender
 from windlass.transports.base import OneSidedTransport
 
@@ -169,15 +169,16 @@ class RelayWrites:
         ready = self._ready.get(self._relays[name].group.members[0])
         return ready.digest if ready is not None else ""
 
-    def pieces_to(self, binding: DestinationBinding) -> Pieces:
-        """All of a packed relayed, for a direct write to one member."""
+    def packed_link(self, binding: DestinationBinding) -> PackedLink | None:
+        """Return all that one member gets, for direct writes; None where it is not packed."""
         relayed = self._relays[binding.worker]
+        ready = self._ready.get(relayed.group.members[0])
+        if ready is None:
+            return None
         targets = np.array(binding.parameter_addresses, np.uint64)
-        return Pieces(
-            self._ready[relayed.group.members[0]].local,
-            relayed.payload.at_destination(targets, binding.landing_address),
-            relayed.payload.nbytes.astype(np.uint64),
-        )
+        remote = relayed.payload.at_destination(targets, binding.landing_address)
+        nbytes = relayed.payload.nbytes.astype(np.uint64)
+        return PackedLink(tuple(batches_to(binding, ready.local, remote, nbytes)), ready.digest)
 
     def write_root(
         self,

@@ -27,10 +27,9 @@ from windlass.memory.cuda.gpu import Gpu, shared_gpu
 from windlass.memory.cuda.ops import CudaMemory
 from windlass.memory.cuda.pinned_arena import PinnedArena
 from windlass.memory.cuda.range_copy import COPY_ENGINE_NBYTES, RangeCopy
-from windlass.memory.ops import OWN_WORK_S, Buffer, aligned_offsets
+from windlass.memory.ops import OWN_WORK_S, Buffer, UInt64Array, aligned_offsets
 from windlass.transfer.arena import Arena, ArenaSlot
 from windlass.transfer.base import LINKS_AT_ONCE
-from windlass.transfer.pieces import UInt64Array
 from windlass.transports.base import MemoryType, OneSidedTransport
 from windlass.transports.sharing import share
 

@@ -57,12 +57,11 @@ from windlass.transfer.outcomes import (
     status_of,
     submit,
 )
-from windlass.transfer.packer import PackedLink, Packer, Peer
-from windlass.transfer.parameters import LocatedParameters, SourceParameters
-from windlass.transfer.pieces import Pieces, batches, packed_capacity
+from windlass.transfer.packer import PackedLink, Packer, Peer, packed_capacity
 from windlass.transfer.relay_wire import Place, RelayAddress
 from windlass.transfer.relay_write import RelayWrites, bind_group
 from windlass.transfer.replica import CopyTimes, Replica, replica_memory
+from windlass.transfer.source import LocatedParameters, RegisteredMemory, addresses_of
 from windlass.transfer.stored_links import StoredLinks
 from windlass.transports.base import MemoryRegion, OneSidedTransport, WriteBatch
 
@@ -88,6 +87,11 @@ class Sender:
         replica: copy what is sent as it lies, so that parameters may change and move after `prepare`;
             see `connect_trainer`.
 
+    Attributes:
+        transport, manifest: as given.
+        parameters: where they lie now, in manifest order.
+        replica: what is sent instead of the parameters, if anything is.
+
     Raises:
         ConfigError: `arena_nbytes` is neither 0 nor at least 128, or there can be no such replica.
     """
@@ -106,13 +110,13 @@ class Sender:
             raise ConfigError(
                 f"arena_nbytes: must be 0 or at least {2 * ALIGNMENT}, got {arena_nbytes}"
             )
-        self._transport = transport
-        self._manifest = manifest
-        self._parameters = SourceParameters(transport, manifest, parameters, registered)
+        self.transport, self.manifest = transport, manifest
+        self.parameters = LocatedParameters(manifest, parameters)
+        self._registered = RegisteredMemory(transport, registered)
         self._pool = ThreadPoolExecutor(LINKS_AT_ONCE, "windlass-writer")
         memory = replica_memory(replica, transport, self._pool)
         self._packer = Packer(transport, memory_of(transport), arena_nbytes)
-        self._replica = None if memory is None else Replica(manifest, memory)
+        self.replica = None if memory is None else Replica(manifest, memory)
         self._lock = threading.Lock()
         mapper, self._writes = transport.mapper, not transport.traits.strided_stores
         self._stores = None if mapper is None else StoredLinks(mapper, manifest.worker)
@@ -131,21 +135,6 @@ class Sender:
         self._pack_s = 0.0
 
     @property
-    def transport(self) -> OneSidedTransport:
-        """What it writes with."""
-        return self._transport
-
-    @property
-    def manifest(self) -> ShardManifest:
-        """What this rank holds."""
-        return self._manifest
-
-    @property
-    def parameters(self) -> LocatedParameters:
-        """Where it lies now, in manifest order."""
-        return self._parameters.memory
-
-    @property
     def nbytes(self) -> int:
         """Bytes that this rank sends in one update."""
         return sum(program.nbytes for program in self._programs.values())
@@ -156,19 +145,9 @@ class Sender:
         return self._packer.nbytes
 
     @property
-    def has_replica(self) -> bool:
-        """Whether parameters are read in `prepare` only."""
-        return self._replica is not None
-
-    @property
-    def replica(self) -> Replica | None:
-        """What is sent instead of the parameters."""
-        return self._replica
-
-    @property
     def copy_times(self) -> CopyTimes:
         """Of the replica's last copy."""
-        return CopyTimes() if self._replica is None else self._replica.times
+        return CopyTimes() if self.replica is None else self.replica.times
 
     def begin_version(
         self,
@@ -178,15 +157,15 @@ class Sender:
         stream: int | None = None,
     ) -> None:
         """Before `version` is announced; see `Replica.begin`. Without a replica nothing."""
-        if self._replica is not None:
+        if self.replica is not None:
             with self._lock:
-                self._replica.begin(on_taken, version, stream)
+                self.replica.begin(on_taken, version, stream)
 
     def end_version(self) -> None:
         """Nobody waits for the version any more; see `Replica.end`. Waits for a copy under way."""
-        if self._replica is not None:
+        if self.replica is not None:
             with self._lock:
-                self._replica.end()
+                self.replica.end()
                 # The weights may have changed while the last of them was copied and packed.
                 self._forget()
 
@@ -212,7 +191,7 @@ class Sender:
             self._relays.close()
             self._programs, self._relays = {}, RelayWrites()
             self._forget()
-            index = check_part(self._manifest, plan.sources, plan.source_digests, "sources")
+            index = check_part(self.manifest, plan.sources, plan.source_digests, "sources")
             programs = {program.peer: program for program in bind_links(plan, sending=True)}
             known = bind_peers(programs.values(), bindings, self._check_binding)
             written = tuple(program for peer, program in programs.items() if peer not in near)
@@ -224,7 +203,7 @@ class Sender:
             self._read_in_place = tuple(
                 {i for p in written for i in np.unique(p.direct.src_parameter).tolist()}
             )
-            if self._replica is not None:
+            if self.replica is not None:
                 if not self._packer.holds(written):
                     raise PlanError(
                         "arena_nbytes: with a replica it must be 0 or at least "
@@ -233,7 +212,7 @@ class Sender:
                 stored = {
                     op.src_parameter for p in programs.values() if p.peer in near for op in p.ops
                 }
-                self._replica.fit((*self._read_in_place, *sorted(stored)))
+                self.replica.fit((*self._read_in_place, *sorted(stored)))
             self._programs = programs
             self._first_link = index
         return None
@@ -281,13 +260,13 @@ class Sender:
         with self._lock:
             if self._stores is not None:
                 self._stores.gpu.refuse_late()
-            replica = self._replica
+            replica = self.replica
             if replica is not None and replica.is_taken(version):
                 return
             began = time.perf_counter()
             self._settle_doubt()
             self._forget()
-            located = self._parameters.locate()
+            located = self.parameters()
             if self._stores is not None:
                 self._stores.prepare(located, replica)
             if self._writes:
@@ -304,10 +283,12 @@ class Sender:
         )
         if self._packer.arena is None and not self._packer.holds(programs):
             self._packer.fit(programs)  # it was parted with, and there was no room for another
-        if self._replica is None:
-            self._packer.sources = self._parameters.register(located, self._read_in_place)
+        sources = addresses_of(located)
+        if self.replica is None:
+            self._registered.cover(located[i] for i in self._read_in_place)
         else:
-            self._packer.sources = self._replica.take(self._parameters.register(located, ()))
+            sources = self.replica.take(sources)
+        self._packer.sources = sources
         if self._packer.holds(programs):
             self._pack_all(programs)
         else:
@@ -395,13 +376,13 @@ class Sender:
             if self._stores is not None:
                 self._stores.close()
             self._settle_doubt(renew=False)
-            if self._replica is not None:
-                self._replica.close()
+            if self.replica is not None:
+                self.replica.close()
             self._relays.close()
             self._programs, self._relays = {}, RelayWrites()
             self._forget()
             self._packer.close()
-            self._parameters.close()
+            self._registered.cover(())
 
     def _is_stored(self, binding: DestinationBinding) -> bool:
         return not self._writes or binding.endpoint.transport in self._stored_by
@@ -418,10 +399,10 @@ class Sender:
         self, stores: StoredLinks, version: int, destinations: Sequence[str], deadline: Deadline
     ) -> SendResult:
         check_destinations(stores, destinations)
-        if self._replica is not None and not self._replica.holds(version):
+        if self.replica is not None and not self.replica.holds(version):
             reason = "replica: this version is not copied, and the weights may have changed"
             return SendResult(failed_links(destinations, reason), 0.0, 0.0)
-        settled = self._replica is not None
+        settled = self.replica is not None
         order = self._in_turn(destinations)
         links, wire_s = stores.write(version, order, deadline, settled=settled)
         return SendResult(tuple(links[name] for name in destinations), 0.0, wire_s)
@@ -446,7 +427,7 @@ class Sender:
         outcomes, wire_s = self._write_ready(ready, deadline)
         outcomes |= lost
         for name in order:
-            if name not in outcomes and self._replica is not None:
+            if name not in outcomes and self.replica is not None:
                 reason = (
                     "replica: nothing is packed for this link, and the weights may have changed"
                 )
@@ -458,13 +439,9 @@ class Sender:
         return SendResult(tuple(outcomes[name] for name in destinations), pack_s, wire_s)
 
     def _find_ready(self, name: str) -> PackedLink | None:
-        if name not in self._relays:
-            return self._ready.get(name)
-        digest = self._relays.digest_of(name)
-        if not digest:
-            return None
-        pieces = self._relays.pieces_to(self._peers[name].binding)
-        return PackedLink(tuple(batches(pieces)), digest)
+        if name in self._relays:
+            return self._relays.packed_link(self._peers[name].binding)
+        return self._ready.get(name)
 
     def _forget(self) -> None:
         """Nothing is prepared."""
@@ -490,7 +467,7 @@ class Sender:
     def _pack_again(self, names: Iterable[str]) -> dict[str, LinkOutcome]:
         """Before links are written again; outcomes of those whose parameters are others than before."""
         lost: dict[str, LinkOutcome] = {}
-        if self._replica is not None:
+        if self.replica is not None:
             return lost
         found: dict[str, str] = {}
         for name in names:
@@ -504,8 +481,8 @@ class Sender:
 
     def _write_root(self, root: str, place: Place, deadline: Deadline) -> int:
         """In a thread of the pool."""
-        worker, binding = self._manifest.worker, self._peers[root].binding
-        return self._relays.write_root(self._transport, worker, binding, place, deadline)
+        worker, binding = self.manifest.worker, self._peers[root].binding
+        return self._relays.write_root(self.transport, worker, binding, place, deadline)
 
     def _relayed_outcome(
         self, name: str, written: Future[int] | None, digest: str, arena: Buffer | None
@@ -525,7 +502,7 @@ class Sender:
         """Write packed links side by side; outcomes, and seconds from first to last."""
         began, arena = time.perf_counter(), self._packer.arena
         writes = {
-            name: submit(self._pool, self._write_batches, name, link.batches, deadline)
+            name: submit(self._pool, self._write_batches, link.batches, deadline)
             for name, link in ready.items()
         }
         wait(writes.values())
@@ -558,7 +535,7 @@ class Sender:
                     wire_s += in_flight.result()
                     waited += time.perf_counter() - paused
                 if batch is not None:
-                    in_flight = submit(self._pool, self._write_batches, name, (batch,), deadline)
+                    in_flight = submit(self._pool, self._write_batches, (batch,), deadline)
             outcome = self._succeeded(name, digest)
         # The boundary of a link: whatever it meets, the outcomes of the other links must be told.
         except Exception as error:  # noqa: BLE001
@@ -578,22 +555,12 @@ class Sender:
 
     # --- both --------------------------------------------------------------------------------
 
-    def _write_batches(self, name: str, parts: Sequence[Pieces], deadline: Deadline) -> float:
+    def _write_batches(self, batches: Sequence[WriteBatch], deadline: Deadline) -> float:
         """In a thread of the pool; returns seconds."""
-        binding = self._peers[name].binding
         began = time.perf_counter()
-        for part in parts:
+        for batch in batches:
             deadline.check_before_more()
-            self._transport.write(
-                WriteBatch(
-                    endpoint=binding.endpoint,
-                    local_addresses=part.local,
-                    remote_addresses=part.remote,
-                    nbytes=part.nbytes,
-                    regions=binding.regions,
-                ),
-                deadline_s=max(deadline.remaining_s, 0.001),
-            )
+            self.transport.write(batch, deadline_s=max(deadline.remaining_s, 0.001))
         return time.perf_counter() - began
 
     def _succeeded(self, name: str, digest: str) -> LinkOutcome:
@@ -609,16 +576,16 @@ class Sender:
 
     def _settle_doubt(self, *, renew: bool = True) -> None:
         """With a replica: part with memory that a write of unknown outcome may still read."""
-        if self._replica is not None and self._replica.in_doubt:
+        if self.replica is not None and self.replica.in_doubt:
             try:
-                self._replica.settle(renew=renew)
+                self.replica.settle(renew=renew)
             finally:  # no memory for another replica: the arena is in doubt all the same
                 self._packer.abandon(renew=renew)
 
     def _abandon(self, arena: Buffer | None) -> None:
-        if self._replica is not None:
+        if self.replica is not None:
             # It may be read again in this round, since nothing writes to it before the next.
-            self._replica.doubt()
+            self.replica.doubt()
             return
         if arena is not None and arena is self._packer.arena:
             self._ready, self._offsets = {}, {}
@@ -626,4 +593,4 @@ class Sender:
             try:
                 self._packer.abandon()
             except (WindlassError, OSError, MemoryError):  # the outcome counts: links find no arena
-                _log.exception("%s: no memory for another arena", self._manifest.worker)
+                _log.exception("%s: no memory for another arena", self.manifest.worker)
