@@ -32,8 +32,8 @@ from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import DestinationBinding, LinkStatus
 from windlass.transfer.receiver import Receiver
+from windlass.transfer.relay_connection import RelaySender
 from windlass.transfer.relay_node import RelayNode, RelayResult
-from windlass.transfer.relay_wire import RelaySender
 from windlass.transfer.sender import Sender
 from windlass.transports.base import WriteBatch
 from windlass.transports.memory import MemoryFabric, MemoryTransport

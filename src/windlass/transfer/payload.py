@@ -98,6 +98,11 @@ class Payload:
             deadline_s=max(deadline.remaining_s, 0.001),
         )
 
+    def at(self, binding: DestinationBinding) -> UInt64Array:
+        """(n,) addresses at a peer."""
+        targets = np.array(binding.parameter_addresses, np.uint64)
+        return self.at_destination(targets, binding.landing_address)
+
     def at_destination(self, targets: UInt64Array, staging_address: int) -> UInt64Array:
         """(n,) addresses, given where parameters and staging memory begin."""
         parameter = np.where(self.lands, 0, self.dst_parameter)

@@ -29,13 +29,17 @@ from windlass.transfer.bindings import DestinationBinding
 from windlass.transfer.outcomes import is_unknown, submit
 from windlass.transfer.payload import WRITES_AT_ONCE, Payload, payload_of
 from windlass.transfer.receiver import Receiver
-from windlass.transfer.relay_receiver import Disconnected, Interrupted, RelayReceiver
+from windlass.transfer.relay_connection import (
+    Disconnected,
+    Interrupted,
+    RelayReceiver,
+    RelaySender,
+)
 from windlass.transfer.relay_wire import (
     ChunkLanded,
     End,
     Place,
     RelayAddress,
-    RelaySender,
     StripeEnd,
 )
 
@@ -129,15 +133,6 @@ class BoundGroup:
         for digests in self.digests.values():
             digests.close()
 
-    def remote(self, child: str) -> dict[str, UInt64Array]:
-        """Source -> where the pieces of its link lie at a child."""
-        binding = self.bindings[child]
-        targets = np.array(binding.parameter_addresses, np.uint64)
-        return {
-            source: payload.at_destination(targets, binding.landing_address)
-            for source, payload in self.payloads.items()
-        }
-
 
 @final
 class RelayRound:
@@ -171,7 +166,11 @@ class RelayRound:
         self._nbytes = 0
         names = dict.fromkeys(name for stripe in bound.children for name in stripe)
         self._children = {
-            name: _Child(bound.bindings[name], bound.addresses[name], bound.remote(name))
+            name: _Child(
+                bound.bindings[name],
+                bound.addresses[name],
+                {s: payload.at(bound.bindings[name]) for s, payload in bound.payloads.items()},
+            )
             for name in names
         }
 

@@ -59,7 +59,7 @@ from windlass.transfer.outcomes import (
 )
 from windlass.transfer.packer import PackedLink, Packer, Peer, packed_capacity
 from windlass.transfer.relay_wire import Place, RelayAddress
-from windlass.transfer.relay_write import RelayWrites, bind_group
+from windlass.transfer.relay_write import GroupWrite
 from windlass.transfer.replica import CopyTimes, Replica, replica_memory
 from windlass.transfer.source import LocatedParameters, RegisteredMemory, addresses_of
 from windlass.transfer.stored_links import StoredLinks
@@ -131,7 +131,7 @@ class Sender:
         self._digests: dict[str, str] = {}
         self._offsets: dict[str, int] = {}
         self._sent: set[str] = set()
-        self._relays = RelayWrites()
+        self._relays: dict[str, GroupWrite] = {}
         self._pack_s = 0.0
 
     @property
@@ -188,9 +188,7 @@ class Sender:
             if self._stores is not None:
                 self._stores.unbind(b for b in bindings if b.worker in near)
             self._settle_doubt()
-            self._relays.close()
-            self._programs, self._relays = {}, RelayWrites()
-            self._forget()
+            self._unbind()
             index = check_part(self.manifest, plan.sources, plan.source_digests, "sources")
             programs = {program.peer: program for program in bind_links(plan, sending=True)}
             known = bind_peers(programs.values(), bindings, self._check_binding)
@@ -234,15 +232,16 @@ class Sender:
             raise ProtocolError("kernels that store into peers cannot write to a relay")
         with self._lock:
             known = {binding.worker: binding for binding in bindings}
+            roots = {address.worker: address for address in addresses}
             for group in groups:
                 program = self._programs.get(group.members[0])
                 if program is None:
                     continue  # this rank holds nothing that the group wants
-                relayed = bind_group(group, program, known, addresses)
+                relayed = GroupWrite(group, program, known, roots)
                 for name, copy in relayed.copies().items():
                     self._peers[name] = Peer.bound_to(known[name])
                     self._programs[name] = copy
-                self._relays.add(relayed)
+                self._relays |= dict.fromkeys(group.members, relayed)
 
     def prepare(self, version: int | None = None) -> None:
         """Hash every link, and pack them where the arena holds all at once; nothing is sent.
@@ -279,7 +278,7 @@ class Sender:
         programs = tuple(
             p
             for p in self._programs.values()
-            if p.peer in self._peers and self._relays.planned_for(p.peer) == p.peer
+            if p.peer in self._peers and self._planned_for(p.peer) == p.peer
         )
         if self._packer.arena is None and not self._packer.holds(programs):
             self._packer.fit(programs)  # it was parted with, and there was no room for another
@@ -345,11 +344,12 @@ class Sender:
             check_destinations(self._programs, destinations)
             deadline = Deadline.after(deadline_s, "write")
             began, arena = time.perf_counter(), self._packer.arena
-            digests = {n: self._relays.digest_of(n) for n in destinations if n in self._relays}
+            digests = {n: self._relays[n].digest for n in destinations if n in self._relays}
             self._sent.update(digests)
             roots = {
-                root: submit(self._pool, self._write_root, root, place, deadline)
-                for root in self._relays.roots()
+                name: submit(self._pool, self._write_root, name, place, deadline)
+                for name, relayed in self._relays.items()
+                if name in relayed.roots
             }
             try:
                 sent = self._write([n for n in destinations if n not in digests], deadline)
@@ -378,9 +378,7 @@ class Sender:
             self._settle_doubt(renew=False)
             if self.replica is not None:
                 self.replica.close()
-            self._relays.close()
-            self._programs, self._relays = {}, RelayWrites()
-            self._forget()
+            self._unbind()
             self._packer.close()
             self._registered.cover(())
 
@@ -440,13 +438,28 @@ class Sender:
 
     def _find_ready(self, name: str) -> PackedLink | None:
         if name in self._relays:
-            return self._relays.packed_link(self._peers[name].binding)
+            return self._relays[name].packed_link(self._peers[name].binding)
         return self._ready.get(name)
+
+    def _planned_for(self, name: str) -> str:
+        """The link of the plan that delivers what `name` gets: all members get what the first does."""
+        return self._relays[name].leader if name in self._relays else name
+
+    def _unbind(self) -> None:
+        for relayed in self._relays.values():
+            relayed.close()
+        self._programs, self._relays = {}, {}
+        self._forget()
 
     def _forget(self) -> None:
         """Nothing is prepared."""
-        self._ready, self._digests, self._offsets, self._sent = {}, {}, {}, set()
-        self._relays.forget()
+        self._digests, self._sent = {}, set()
+        self._forget_packed()
+
+    def _forget_packed(self) -> None:
+        self._ready, self._offsets = {}, {}
+        for relayed in self._relays.values():
+            relayed.forget()
 
     def _pack_all(self, programs: Sequence[LinkProgram]) -> None:
         offset = 0
@@ -459,8 +472,8 @@ class Sender:
         peer = program.peer
         if peer in self._relays:
             packed, digest, after = self._packer.pack_ops(program, offset)
-            self._relays.keep(self._packer.memory, peer, self._packer.sources, packed, digest)
-            return self._relays.digest_of(peer), after
+            self._relays[peer].keep(self._packer.memory, self._packer.sources, packed, digest)
+            return digest, after
         self._ready[peer], after = self._packer.pack_link(program, self._peers[peer], offset)
         return self._ready[peer].digest, after
 
@@ -471,7 +484,7 @@ class Sender:
             return lost
         found: dict[str, str] = {}
         for name in names:
-            planned = self._relays.planned_for(name)
+            planned = self._planned_for(name)
             if planned in self._offsets and planned not in found:
                 found[planned], _ = self._pack(self._programs[planned], self._offsets[planned])
             if planned in found and found[planned] != self._digests[planned]:
@@ -482,7 +495,7 @@ class Sender:
     def _write_root(self, root: str, place: Place, deadline: Deadline) -> int:
         """In a thread of the pool."""
         worker, binding = self.manifest.worker, self._peers[root].binding
-        return self._relays.write_root(self.transport, worker, binding, place, deadline)
+        return self._relays[root].write_root(self.transport, worker, binding, place, deadline)
 
     def _relayed_outcome(
         self, name: str, written: Future[int] | None, digest: str, arena: Buffer | None
@@ -521,7 +534,7 @@ class Sender:
 
     def _stream(self, name: str, deadline: Deadline) -> tuple[LinkOutcome, float, float]:
         """Pack one half of the arena while the other half is on the wire."""
-        digest = self._digests.get(self._relays.planned_for(name))
+        digest = self._digests.get(self._planned_for(name))
         if digest is None:
             reason = "not prepared: nothing says what the weights of this version are"
             return LinkOutcome(name, LinkStatus.FAILED, 0, "", reason), 0.0, 0.0
@@ -588,8 +601,7 @@ class Sender:
             self.replica.doubt()
             return
         if arena is not None and arena is self._packer.arena:
-            self._ready, self._offsets = {}, {}
-            self._relays.forget()
+            self._forget_packed()
             try:
                 self._packer.abandon()
             except (WindlassError, OSError, MemoryError):  # the outcome counts: links find no arena

@@ -1,4 +1,4 @@
-"""The listening end of a relay: one thread that turns connections into events of a round."""
+"""Both ends of a relay's connections: a writer's, and the listener's, whose thread turns them into events."""
 
 from __future__ import annotations
 
@@ -12,25 +12,107 @@ import threading
 from dataclasses import dataclass, field
 from typing import final
 
-from windlass.errors import ProtocolError
+from windlass.errors import PeerUnreachable, ProtocolError
+from windlass.net.clock import Deadline
 from windlass.transfer.relay_wire import (
     ACCEPTED,
+    LENGTH,
+    MAX_FRAME_NBYTES,
     ChunkLanded,
     End,
+    Frame,
     Open,
     Place,
     RelayAddress,
     StripeEnd,
-    read_frame,
+    decode_frame,
+    encode_frame,
 )
 
-__all__ = ["Disconnected", "Interrupted", "RelayEvents", "RelayReceiver"]
+__all__ = ["Disconnected", "Interrupted", "RelayEvents", "RelayReceiver", "RelaySender"]
 
 MAX_CONNECTIONS = 4096
 ACCEPT_AGAIN_S = 0.1
 OPEN_S = 10.0
 """For the first frame of a connection: whoever has no token holds it for no longer."""
 CLOSE_S = 10.0
+
+
+@final
+class RelaySender:
+    """The writer's end of one connection.
+
+    Raises:
+        PeerUnreachable: nobody listens there, or it does not take part in this round.
+    """
+
+    def __init__(
+        self, address: RelayAddress, upstream: str, place: Place, deadline: Deadline
+    ) -> None:
+        self._peer = address.worker
+        self._lock = threading.Lock()
+        self._deadline = deadline
+        try:
+            self._socket = socket.create_connection(
+                (address.host, address.port), timeout=self._left_s()
+            )
+        except OSError as error:
+            raise PeerUnreachable(f"relay: {self._peer} does not listen: {error}") from error
+        try:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.send(Open(address.token, upstream, *place))
+            answer = self._socket.recv(1)
+        except OSError as error:
+            self.close()
+            raise PeerUnreachable(f"relay: {self._peer} did not answer: {error}") from error
+        except PeerUnreachable:
+            self.close()
+            raise
+        if answer != ACCEPTED:
+            self.close()
+            raise PeerUnreachable(f"relay: {self._peer} takes no part in round {place}")
+
+    def send(self, frame: Frame) -> None:
+        """Send one frame. Thread-safe.
+
+        Raises:
+            PeerUnreachable: the connection is gone or the deadline has passed.
+        """
+        try:
+            with self._lock:
+                self._socket.settimeout(self._left_s())
+                self._socket.sendall(encode_frame(frame))
+        except OSError as error:
+            raise PeerUnreachable(f"relay: {self._peer} is gone: {error}") from error
+
+    def end(self, *, unknown: bool) -> None:
+        """Say that nothing more will be written, and close."""
+        try:
+            self.send(End(unknown))
+        except PeerUnreachable:
+            pass  # the end of the connection says the same, but for `unknown`, which is reported
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        self._socket.close()
+
+    def _left_s(self) -> float:
+        return max(self._deadline.remaining_s, 0.01)
+
+
+async def _read_frame(stream: asyncio.StreamReader) -> Frame:
+    """Read the next frame.
+
+    Raises:
+        ProtocolError: it is longer than 4096 bytes or is none.
+        OSError, EOFError: the connection has ended.
+    """
+    (nbytes,) = LENGTH.unpack(await stream.readexactly(LENGTH.size))
+    if nbytes > MAX_FRAME_NBYTES:
+        raise ProtocolError(f"relay: a frame has at most {MAX_FRAME_NBYTES} bytes, got {nbytes}")
+    return decode_frame(await stream.readexactly(nbytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +239,7 @@ class RelayReceiver:
             stream, writer = await asyncio.open_connection(sock=accepted)
             try:
                 async with asyncio.timeout(OPEN_S):
-                    opened = await read_frame(stream)
+                    opened = await _read_frame(stream)
                 if isinstance(opened, Open) and (events := self._let_in(opened)) is not None:
                     last: End | Disconnected = Disconnected()
                     try:
@@ -172,7 +254,7 @@ class RelayReceiver:
     @staticmethod
     async def _follow(stream: asyncio.StreamReader, upstream: str, events: RelayEvents) -> End:
         while True:
-            frame = await read_frame(stream)
+            frame = await _read_frame(stream)
             if isinstance(frame, End):
                 return frame
             if isinstance(frame, Open):
