@@ -203,12 +203,15 @@ def test_a_link_for_which_no_thread_is_to_be_had_hides_nothing(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submit, refused = fleet.sender._pool.submit, threading.Event()
+    last = next(b.endpoint for b in fleet.bindings if b.worker == "engine-c/0")
 
-    def refuse(job: Callable[..., float], *args: object) -> Future[float]:
-        if args[0] == "engine-c/0":
+    def refuse(
+        job: Callable[..., float], batches: Sequence[WriteBatch], *args: object
+    ) -> Future[float]:
+        if batches[0].endpoint == last:
             refused.set()
             raise RuntimeError("can't start new thread")
-        return submit(job, *args)
+        return submit(job, batches, *args)
 
     def lose(_: Callable[[], None]) -> None:
         assert refused.wait(SECONDS)

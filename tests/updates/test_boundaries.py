@@ -27,7 +27,7 @@ from windlass.rollout import RolloutConfig, SamplingParams
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.directory import StaticEngines
 from windlass.rollout.journal import RolloutJournal
-from windlass.transfer import disk
+from windlass.transfer import disk, relay_connection
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.relay_connection import ACCEPT_AGAIN_S, RelayReceiver
 from windlass.updates.client import AgentChannel
