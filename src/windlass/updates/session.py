@@ -97,6 +97,14 @@ def check_first(first: AgentFrame) -> Hello | CannotJoin:
                 raise ProtocolError(
                     f"{first.worker}: worker must be group/rank, '{first.group}/{first.rank}'"
                 )
+            check_name(first.incarnation, f"{first.worker}: incarnation")
+            for what, name in (
+                ("host", first.host),
+                ("lineage", first.lineage),
+                ("job", first.job),
+            ):
+                if name:
+                    check_name(name, f"{first.worker}: {what}")
             _check_role(first.worker, first.role)
         case _:
             raise ProtocolError(f"the first frame must be Hello, got {type(first).__name__}")
@@ -122,7 +130,8 @@ def check_published(hello: Hello, host: str) -> None:
     if not hello.url:
         return
     try:
-        check_url(hello.url, f"{hello.worker}: url")
+        # An engine's server may be somebody else's, who decides whether it speaks TLS.
+        check_url(hello.url, f"{hello.worker}: url", may_be_plain=True)
     except ConfigError as error:
         raise ProtocolError(str(error)) from error
     named = urlsplit(hello.url).hostname or ""
