@@ -176,7 +176,7 @@ class TrainerAgent:
     def _written(self, sent: SendResult) -> Written:
         """Links count as failed if a parameter changed meanwhile: digests show only that what was read arrived."""
         links = sent.links
-        if not self._one_sided.has_replica and (name := self._changed()):
+        if self._one_sided.replica is None and (name := self._changed()):
             reason = f"parameter {name!r} changed while its version was published"
             links = tuple(
                 LinkOutcome(link.destination, LinkStatus.FAILED, 0, "", reason)
@@ -197,7 +197,7 @@ class TrainerAgent:
         self._leave()
 
     def _choose(self, backend: UpdateBackend) -> None:
-        if self._one_sided.has_replica and not backend.traits.one_sided:
+        if self._one_sided.replica is not None and not backend.traits.one_sided:
             raise ConfigError(
                 f"replica: backend {type(backend).__name__} reads parameters where they lie; use p2p"
             )
@@ -353,7 +353,7 @@ class EngineAgent:
                 self._relay.connect(command.groups[0], command.bindings, command.addresses)
             case Relay():
                 done = self._relay.run(self._round_id, command.deadline_s)
-                self._fence_is_due |= bool(done.wordless)
+                self._fence_is_due |= bool(done.disconnected)
                 self._may_be_written |= self._fence_is_due
                 return Relayed(
                     missing=done.missing,
