@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import os
 import subprocess
@@ -31,7 +32,7 @@ TOOLS = {
     "squeue": "exit 0",
     "scancel": "exit 0",
     # The job's script with its arguments, as the node would run it.
-    "sbatch": 'env >"$RECORDED/sbatch"; echo 7; while [ "${1#*slurm-lease.sh}" = "$1" ]; do shift; done; exec sh "$@"',
+    "sbatch": 'env >"$RECORDED/sbatch"; echo 7; while [ "${1#*slurm-lease.sh}" = "$1" ]; do shift; done; echo "$3 $4" >"$RECORDED/lease"; exec sh "$@"',
     "srun": 'env >"$RECORDED/srun"; while [ "$1" != "--" ]; do shift; done; shift; exec "$@"',
 }
 
@@ -60,6 +61,11 @@ def check(said: str) -> None:
     assert SECRET not in said
 
 
+def lease_address(recorded: Path) -> tuple[str, int]:
+    host, port = (recorded / "lease").read_text().split()
+    return host, int(port)
+
+
 async def test_a_slurm_job_gets_the_token_of_its_role_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,6 +77,14 @@ async def test_a_slurm_job_gets_the_token_of_its_role_alone(
     monkeypatch.setenv("RECORDED", str(tmp_path))
     async with slurm_scheduler(tmp_path / "logs", host="127.0.0.1") as scheduler:
         check((await shown(scheduler)).partition(" b'")[0])
+        script = (tmp_path / "logs" / "slurm-lease.sh").read_text()
+        assert SECRET not in script
+        for line in (b"0" * 32, b"\xff" * (1 << 17), b""):
+            reader, writer = await asyncio.open_connection(*lease_address(tmp_path))
+            writer.write(line + b"\n")
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), 30) == b""
+            writer.close()
     batch, step = ((tmp_path / name).read_text() for name in ("sbatch", "srun"))
     assert not any(name in batch for name in NAMES)
     assert SECRET not in batch + step
