@@ -27,9 +27,7 @@ from windlass.updates.agents import EngineAgent
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.driver import RoundDriver
 from windlass.updates.fleet import Fleet
-from windlass.updates.link_transports import LinkTransports
-from windlass.updates.links import LinkLedger
-from windlass.updates.rounds import RoundMachine
+from windlass.updates.rounds import LinkLedger, RoundMachine
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,13 +208,14 @@ BUGS = (
 )
 
 INTRUDER_BUGS = (
-    Bug("strangers stay", Listener, "_drop", "stranger.transport.abort()", "pass"),
+    Bug("strangers stay", Listener, "_drop", "transport.abort()", "pass", 100013),
     Bug(
         "there may be any number of strangers",
         Listener,
-        "_make_protocol",
+        "_on_accepted",
         "if len(self._strangers) >= self._max_strangers:",
         "if False:",
+        100013,
     ),
     Bug(
         "any token will do",
@@ -224,14 +223,16 @@ INTRUDER_BUGS = (
         "role_of",
         "hmac.compare_digest(given, expected) and found is None",
         "found is None",
+        100005,
     ),
-    Bug("a token opens every route", server, "refusal_of", "if role in roles:", "if True:"),
+    Bug("a token opens every route", server, "refusal_of", "if role in roles:", "if True:", 100005),
     Bug(
         "a session need not begin",
         rpc,
         "_first_frame",
         "socket.receive(timeout=deadline_s)",
         "socket.receive()",
+        100005,
     ),
     Bug(
         "a name may forge lines of a log",
@@ -239,6 +240,7 @@ INTRUDER_BUGS = (
         "check_name",
         "not name.isprintable()",
         "False",
+        100014,
     ),
     Bug(
         "a name may be of any length",
@@ -246,6 +248,7 @@ INTRUDER_BUGS = (
         "check_name",
         "len(name.encode()) > MAX_NAME_NBYTES",
         "False",
+        100014,
     ),
     Bug(
         "a rank has any name",
@@ -253,6 +256,7 @@ INTRUDER_BUGS = (
         "check_first",
         'if first.worker != f"{first.group}/{first.rank}":',
         "if False:",
+        100014,
     ),
     Bug(
         "an engine's token makes trainers",
@@ -260,13 +264,15 @@ INTRUDER_BUGS = (
         "_check_role",
         "access.value != role.value",
         "False",
+        100092,
     ),
     Bug(
         "an engine's URL leads anywhere",
         coordinator,
         "check_published",
-        'check_url(hello.url, f"{hello.worker}: url")',
+        'check_url(hello.url, f"{hello.worker}: url", may_be_plain=True)',
         "pass",
+        100014,
     ),
     Bug(
         "a Hello has numbers of any size",
@@ -274,6 +280,7 @@ INTRUDER_BUGS = (
         "_check_past",
         "if not least <= value <= MAX_COUNT:",
         "if False:",
+        100014,
     ),
     Bug(
         "a Hello names any epoch",
@@ -281,6 +288,7 @@ INTRUDER_BUGS = (
         "_check_past",
         "if hello.epoch > self.epoch + MAX_EPOCHS_AHEAD:",
         "if False:",
+        100014,
     ),
     Bug(
         "trainers of another run train this one",
@@ -295,20 +303,23 @@ INTRUDER_BUGS = (
         "_note_served",
         "version <= self._reserved and not hello.mixed_weights",
         "not hello.mixed_weights",
+        100001,
     ),
     Bug(
         "refused engines are remembered without bound",
         Coordinator,
         "_note_refusal",
-        "if len(self._refusals) > KEPT_LATE:",
+        "if len(self._refusals) > KEPT_REFUSALS:",
         "if False:",
+        100002,
     ),
     Bug(
         "one that never binds is asked for ever",
         Coordinator,
         "_part_with",
-        "if self._late[session.agent.identity] > MAX_LATE:",
+        "if session.agent.num_late > MAX_LATE:",
         "if False:",
+        100145,
     ),
     Bug(
         "versions of another run count",
@@ -316,6 +327,7 @@ INTRUDER_BUGS = (
         "serving",
         "if g.lineage == self.lineage",
         "if True",
+        100025,
     ),
     Bug(
         "the ranks of an engine may be of two runs",
@@ -323,14 +335,18 @@ INTRUDER_BUGS = (
         "_insert",
         "if group.lineage != hello.lineage:",
         "if False:",
+        100071,
     ),
-    Bug("two starts of a job train together", Fleet, "_check_job", "if rivals:", "if False:"),
+    Bug(
+        "two starts of a job train together", Fleet, "_check_job", "if rivals:", "if False:", 100022
+    ),
     Bug(
         "two ranks have one endpoint",
         Fleet,
         "admit",
         "if any(offer.endpoint in taken for offer in hello.offers):",
         "if False:",
+        100014,
     ),
     Bug(
         "two processes have one name",
@@ -338,6 +354,7 @@ INTRUDER_BUGS = (
         "admit",
         "if self.find(hello.worker) is not None:",
         "if False:",
+        100014,
     ),
     Bug(
         "an engine takes the trainers' name",
@@ -345,20 +362,23 @@ INTRUDER_BUGS = (
         "admit",
         "if hello.role is Role.ENGINE and hello.group == self._trainer_group:",
         "if False:",
+        100675,
     ),
     Bug(
         "an engine may bind the memory of another",
-        LinkTransports,
+        binding._LinkTransports,
         "owns",
-        "return binding.worker == worker and owners <=",
-        "return binding.worker == worker or owners <=",
+        "return binding.worker == worker and owners <= own",
+        "return binding.worker == worker",
+        100005,
     ),
     Bug(
         "what one engine binds ends the binding for all",
-        binding,
+        binding._Binder,
         "_bind_sources",
-        "case NotBound() if result.reasons.keys() <= engine_of.keys():",
+        "case NotBound() if result.reasons.keys() <= self._engine_of.keys():",
         "case NotBound() if False:",
+        100010,
     ),
     Bug(
         "anybody answers any call",
@@ -366,6 +386,7 @@ INTRUDER_BUGS = (
         "handle",
         "if command is None or worker != event.worker:",
         "if command is None:",
+        100008,
     ),
     Bug(
         "an answer of another type will do",
@@ -373,20 +394,22 @@ INTRUDER_BUGS = (
         "_on_result",
         "if not self._links.verify(worker, result.mismatched):",
         "if False:",
+        100000,
     ),
     Bug(
         "an engine that never verifies ends the round",
         RoundMachine,
         "_write_again",
-        "if self._spec.mode is UpdateMode.STAGED and len(incomplete) == len(self._active()):",
-        "if self._spec.mode is UpdateMode.STAGED:",
+        "if self._config.mode is UpdateMode.STAGED and len(incomplete) == len(self._active()):",
+        "if self._config.mode is UpdateMode.STAGED:",
+        100011,
     ),
     Bug(
         "an answer of an earlier round counts",
         RoundDriver,
         "on_reply",
-        "if reply.round_id == self.round_id:",
-        "if True:",
+        "if reply.round_id == self.round_id and self.sessions.get(worker) is session:",
+        "if self.sessions.get(worker) is session:",
     ),
     Bug(
         "anybody reports writes to a predecessor",

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from chaos_controller import HEARTBEAT_S
 from chaos_processes import TOKEN
-from chaos_schedule import ENGINES, Intrusion, Misfit
+from chaos_schedule import CONTROLLER, ENGINES, Intrusion, Misfit
 from chaos_weights import engine_manifest, trainer_manifest
 from simulated_network import SimulatedHost
 
@@ -454,7 +454,9 @@ class Intruder:
         return fresh[:16]
 
     async def _reply_to_a_predecessor(self) -> None:
-        """Of a controller before this one, in whose rounds it took part by what it says itself."""
+        """Of a controller before this one, in whose rounds it took no part."""
+        self.world.kill_soon(CONTROLLER, 0.5)
+        await asyncio.sleep(1.0)
 
         async def report(socket: aiohttp.ClientWebSocketResponse) -> None:
             for epoch in range(4):
@@ -483,9 +485,11 @@ class Intruder:
             for hello in wrong:
                 body = rollout.encode(hello)
                 await self._expect(http, "POST", "/v1/workers", headers, {400}, body)
-            for hello in self.world.replaced_workers():
-                body = rollout.encode(hello)
-                await self._expect(http, "POST", "/v1/workers", headers, {409}, body)
+            for _ in range(20):  # for a while, in which workers may be killed
+                for hello in self.world.replaced_workers():
+                    body = rollout.encode(hello)
+                    await self._expect(http, "POST", "/v1/workers", headers, {409}, body)
+                await asyncio.sleep(0.4)
 
     async def _complete_for_others(self) -> None:
         """Outcomes of the attempt before, and of the one after, with tokens that nobody made."""

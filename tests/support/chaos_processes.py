@@ -219,6 +219,7 @@ class TrainerProcess(Process):
         worker = f"trainer/{index}"
         super().__init__(world, f"rival/{index}" if rival else worker)
         self.index, self.is_rival = index, bool(rival)
+        self.is_foreign = self.is_rival and rival != OF_THIS_RUN
         rows = trainer_rows(index)
         self.weights = np.ascontiguousarray(values(0)[rows])
         self.transport = transport = ChaosTransport(world, self.host)

@@ -46,8 +46,8 @@ class Intrusion(StrEnum):
     without a token, with a wrong one, with that of another role. LURK: a session without a first frame.
     HELLO: every Hello that breaks one rule. FIRST: every first frame that is no Hello. ROLE: a trainer's
     name with an engine's token, while that rank is away. FUTURE: an engine that serves a
-    version of this run which does not exist. REPLIES: a member answers for others. PREDECESSOR: a member
-    reports writes to a controller that never was. CANNOT_JOIN: notices of engines that do not exist.
+    version of this run which does not exist. REPLIES: a member answers for others. PREDECESSOR: the controller is
+    killed, and a member reports to the next one what it wrote for the one before. CANNOT_JOIN: notices of engines that do not exist.
     WORKER: registrations that break a rule, and old ones again. COMPLETIONS: outcomes of attempts that are
     over, or never began.
     """
@@ -135,6 +135,11 @@ class Schedule(msgspec.Struct, frozen=True):
     @property
     def only_intruders(self) -> bool:
         """Nothing is wrong with anybody who belongs here: every version must be published to all."""
+        return self.keeps_writes and all(e.fault != Intrusion.PREDECESSOR for e in self.events)
+
+    @property
+    def keeps_writes(self) -> bool:
+        """No write can have an unknown outcome, so that nobody may be quarantined."""
         return all(event.kind is Kind.INTRUDE for event in self.events)
 
 

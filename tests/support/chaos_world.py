@@ -60,7 +60,7 @@ UNDISTURBED_S = 60.0
 """Of a version, from its announcement to its report, where intruders are all that is wrong."""
 MAX_EPOCH = 1 << 26
 """No schedule has so many bindings, nor so many intruders that may name an epoch."""
-KEPT_LATE = 40
+KEPT_REFUSALS = 40
 CALM_ATTEMPTS = 8
 _PLANS: dict[tuple[str, ...], TransferPlan] = {}
 _CONTENTS: dict[tuple[int, int], dict[bytes, int]] = {}
@@ -186,7 +186,7 @@ class World:
         limits = journal.COMPACT_AFTER, journal.KEPT_ENTRIES
         # So that every few rounds are compacted.
         journal.COMPACT_AFTER, journal.KEPT_ENTRIES = 23, 7
-        kept_late, coordinator_module.KEPT_LATE = coordinator_module.KEPT_LATE, KEPT_LATE
+        kept, coordinator_module.KEPT_REFUSALS = coordinator_module.KEPT_REFUSALS, KEPT_REFUSALS
 
         def write_all(descriptor: int, data: bytes) -> None:
             self.journal_changed = True
@@ -201,7 +201,7 @@ class World:
             yield
         finally:
             lines._write_all = original
-            coordinator_module.KEPT_LATE = kept_late
+            coordinator_module.KEPT_REFUSALS = kept
             journal.COMPACT_AFTER, journal.KEPT_ENTRIES = limits
 
     def note(self, text: str) -> None:
@@ -321,6 +321,8 @@ class World:
             self.violate(f"published version fell from {controller.last_update} to {published}")
         controller.last_update = published
         controller.trainers_were_there |= coordinator._fleet.trainers() is not None
+        if self.schedule.keeps_writes and (wrong := coordinator._fleet.quarantined):
+            self.violate(f"with nothing wrong but intruders these are quarantined: {wrong}")
         if coordinator.epoch > MAX_EPOCH:
             self.violate(f"epoch {coordinator.epoch}")
         self._check_engines(None if in_round else published)
@@ -604,9 +606,11 @@ class World:
         self._calm = True
         self.network.calm()
         self.disk_full = 0
-        for name in [name for name in self.processes if name.startswith("rival/")]:
-            self.kill(name)
-            del self.processes[name]
+        for rival in [p for p in self.processes.values() if isinstance(p, TrainerProcess)]:
+            if rival.is_rival:
+                self._check_rival(rival)
+                self.kill(rival.name)
+                del self.processes[rival.name]
         for process in self.processes.values():
             if process.transport is not None:
                 process.transport.faults.clear()
@@ -640,6 +644,13 @@ class World:
             return
         await self._rollouts_end(deadline_s)
         self._check_bounded()
+
+    def _check_rival(self, rival: TrainerProcess) -> None:
+        """One of another run is never let in, nor told that it may be later."""
+        welcomed, said = rival.conversation.welcomed, rival.conversation.last_error
+        let_in = welcomed.done() and welcomed.exception() is None
+        if rival.is_foreign and (let_in or "must wait" in said):
+            self.violate(f"{rival.name} of another run may train: {said}")
 
     async def _rest(self) -> None:
         """Nobody publishes for a while: who is routed goes on without a next round."""
@@ -699,7 +710,7 @@ class World:
         ours = [s for s in coordinator._sessions.values() if not s.worker.startswith("intruder")]
         num_agents += sum(event.kind is Kind.INTRUDE for event in self.schedule.events)
         counts = {
-            "refusals": (len(coordinator._refusals), KEPT_LATE),
+            "refusals": (len(coordinator._refusals), KEPT_REFUSALS),
             "sessions": (len(coordinator._sessions), num_agents),
             "tasks": (len(coordinator._tasks), 4),
             "holds": (len(coordinator._fleet._holds), 0),

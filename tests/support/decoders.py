@@ -27,18 +27,19 @@ from windlass.rollout import messages as rollout
 from windlass.rollout.persisted import Entry as RolloutEntry
 from windlass.rollout.persisted import PersistedState, Started
 from windlass.transfer.disk_files import DiskEntry, DiskIndex, read_index
-from windlass.transfer.relay_wire import ChunkLanded, End, FrameBuffer, Open, encode_frame
+from windlass.transfer.relay_wire import LENGTH, ChunkLanded, End, Open, decode_frame, encode_frame
 from windlass.transports.base import PeerEndpoint, RemoteRegion
 from windlass.transports.nixl.peer import NixlKey, decode_keys, encode_keys
-from windlass.updates.callback_messages import CallbackRequest, PauseCall
-from windlass.updates.journal import Journal
+from windlass.updates.journal import Journal, JournalEntry, JournalKind
 from windlass.updates.messages import (
     Abort,
     Announce,
+    CallbackRequest,
     Done,
     Envelope,
     Failure,
     FailureKind,
+    PauseCall,
     Reply,
     Verified,
     Verify,
@@ -119,8 +120,7 @@ def _read_journal(data: bytes) -> object:
         path.write_bytes(data)
         journal = Journal(path)
         try:
-            journal.start()
-            return journal.published_version, journal.lineage, journal.quarantined
+            return journal.start()
         finally:
             journal.close()
 
@@ -246,15 +246,21 @@ DECODERS = {
         train.RANK_FRAMES.decode, (encode(train.Joined(1, 0, 1, "i", operations=("f",))),)
     ),
     "relay frame": Decoder(
-        lambda data: FrameBuffer().feed(data),
-        tuple(encode_frame(f) for f in (Open("t", "u", 1, 2), ChunkLanded("s", 1, "00"), End())),
+        decode_frame,
+        tuple(
+            encode_frame(frame)[LENGTH.size :]
+            for frame in (Open("t", "u", 1, 2), ChunkLanded("s", 1, "00"), End())
+        ),
     ),
     "disk index": Decoder(_read_index, (msgspec.json.encode(INDEX),)),
     "journal": Decoder(
         _read_journal,
         (
-            b'{"kind":"started","epoch":1,"round":0,"version":-1,"lineage":"a"}\n'
-            b'{"kind":"publishing","epoch":1,"round":1,"version":3}\n',
+            _lines(
+                JournalEntry(JournalKind.STARTED, 1, 0, -1, lineage="a"),
+                JournalEntry(JournalKind.PUBLISHING, 1, 1, 3),
+                JournalEntry(JournalKind.QUARANTINED, 1, 1, 3, ("a/0",), "x"),
+            ),
         ),
     ),
     "rollout journal": Decoder(_read_rollouts, (_lines(STARTED),)),

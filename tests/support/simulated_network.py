@@ -12,6 +12,7 @@ import asyncio
 import errno
 import os
 import random
+import socket
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -132,6 +133,22 @@ class _Socket:
         return ("127.0.0.1", self._port)
 
 
+class _ConnectedSocket:
+    """What is asked of the socket of a connection: which one it is, and that it ends."""
+
+    family = socket.AF_UNIX  # so that nobody sets options of TCP
+
+    def __init__(self, reset: Callable[[], None]) -> None:
+        self._reset = reset
+
+    def setsockopt(self, *_: object) -> None:
+        """Nothing is to be set."""
+
+    def shutdown(self, _how: int) -> None:
+        """The connection is cut."""
+        self._reset()
+
+
 @final
 class SimulatedServer:
     """Returned by `SimulatedLoop.create_server`."""
@@ -172,6 +189,7 @@ class _Transport(asyncio.Transport):
         self._under_way: deque[bytes | BaseException | None] = deque()
         self._in_flight: deque[bytes | BaseException | None] = deque()
         self._last_arrival_s = 0.0
+        self._socket = _ConnectedSocket(self.reset)
         self.sent: deque[bytes] = deque(maxlen=KEPT_FRAMES)
         host.transports[self] = None
 
@@ -184,6 +202,8 @@ class _Transport(asyncio.Transport):
         return self._protocol
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
+        if name == "socket":
+            return self._socket
         return ("127.0.0.1", 0) if name in {"peername", "sockname"} else default
 
     def is_closing(self) -> bool:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from windlass.config import (
-    BackendTraits,
     DiskBackend,
     P2pBackend,
     PluginBackend,
+    RegisteredBackend,
     UpdateBackend,
     XcclBackend,
     find_backend,
@@ -18,26 +18,22 @@ from windlass.config import (
 from windlass.errors import ConfigError
 from windlass.transfer.base import ReceiverBackend, SenderBackend
 from windlass.transfer.collective import CollectiveReceiver, CollectiveSender
-from windlass.transfer.device_sender import DeviceSender
 from windlass.transfer.disk import DiskReceiver, DiskSender
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
-from windlass.transfer.split_sender import SplitSender
 
 __all__ = ["Backend", "receiver_for", "sender_for"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Backend:
+class Backend(RegisteredBackend):
     """What an entry point of `windlass.backends` leads to: a backend of another package.
 
     Attributes:
-        traits: what the control plane must know of it.
         sender: from `PluginBackend.options`, the rank's sender and its own host address to the
             trainer's half. receiver: likewise to the engine's half.
     """
 
-    traits: BackendTraits
     sender: Callable[[Mapping[str, object], Sender, str], SenderBackend]
     receiver: Callable[[Mapping[str, object], Receiver, str], ReceiverBackend]
 
@@ -59,13 +55,6 @@ def sender_for(config: UpdateBackend, sender: Sender, host: str) -> SenderBacken
     """
     match config:
         case P2pBackend():
-            if (mapper := sender.transport.mapper) is not None:
-                stores = DeviceSender(mapper, sender.manifest, sender.parameters, sender.replica)
-                if sender.transport.traits.strided_stores:
-                    return stores
-                offers = sender.transport.offers()
-                by_kernels = [o.transport for o in offers if o.traits.strided_stores]
-                return SplitSender(stores, sender, by_kernels)
             return sender
         case XcclBackend():
             return CollectiveSender(config, sender.manifest, sender.parameters, host)

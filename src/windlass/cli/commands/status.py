@@ -11,6 +11,7 @@ from rich.table import Table
 
 from windlass.cli import Command
 from windlass.cli.controller import add_controller, overview
+from windlass.net.logs import printable
 from windlass.updates.measures import Measure
 
 __all__ = ["COMMAND"]
@@ -31,8 +32,19 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(msgspec.json.encode(view).decode())
         return 0
-    _show(view, Console(markup=False))
+    _show(_printable(view), Console(markup=False))
     return 0
+
+
+def _printable(value: Any) -> Any:
+    """What peers say of themselves stands in it: their control characters must not reach a terminal."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, list):
+        return [_printable(each) for each in value]
+    if isinstance(value, dict):
+        return {printable(key): _printable(each) for key, each in value.items()}
+    return value
 
 
 def _show(view: dict[str, Any], console: Console) -> None:
@@ -42,7 +54,7 @@ def _show(view: dict[str, Any], console: Console) -> None:
         f"mode {view['mode']}{now}",
         highlight=False,
     )
-    engines = Table("engine", "version", "ranks", "state", "address", box=None)
+    engines = Table("engine", "version", "ranks", "state", "why", "address", box=None)
     for each in view["engines"]:
         state = (
             "serving"
@@ -55,9 +67,11 @@ def _show(view: dict[str, Any], console: Console) -> None:
         )
         ranks = f"{each['ranks']}/{each['world_size']}"
         engines.add_row(
-            each["name"], str(each["version"]), ranks, each["refused"] or state, each["url"]
+            each["name"], str(each["version"]), ranks, state, each["reason"], each["url"]
         )
     console.print(engines)
+    for who, reason in view["refused"].items():
+        console.print(f"refused: {who}: {reason}", highlight=False)
     links = Table("from", "to", "transport", "why", box=None)
     for each in view["links"][:MAX_LINKS]:
         links.add_row(each["source"], each["destination"], each["transport"], each["reason"])
