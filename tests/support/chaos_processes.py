@@ -396,7 +396,6 @@ class WorkerProcess(Process):
             )
             runner = WorkerRunner(settings, hello, towards_controller, towards_engines)
             app.add_routes(runner.routes())
-            self.world.note_worker(hello)
             self.runners.append(http)
             await http.setup()
             await web.TCPSite(http, "127.0.0.1", port).start()

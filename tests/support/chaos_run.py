@@ -12,13 +12,12 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import msgspec
-from chaos_bugs import BUGS, INTRUDER_BUGS, RARE_BUGS, Bug
+from chaos_bugs import ALL_BUGS, INTRUDER_BUGS, RARE_BUGS, Bug
 from chaos_minimise import minimise
 from chaos_schedule import ATTACKED_FROM, Schedule, generate
 from chaos_world import Result, run_schedule
 
 SCHEDULES_PER_TASK = 10
-ALL_BUGS = (*BUGS, *INTRUDER_BUGS, *RARE_BUGS)
 MAX_SCHEDULES = 120
 """In which a planted bug must be found."""
 
@@ -36,15 +35,16 @@ def run_seeds(seeds: tuple[int, ...]) -> list[Result]:
 
 
 def run_rounds(num_rounds: int, *, first_seed: int, num_processes: int) -> Iterable[Result]:
-    """Results of one schedule after another until there were so many rounds."""
+    """Results of one schedule after another until there were so many rounds; half with intruders."""
     done = 0
     with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
         seed = first_seed
         while done < num_rounds:
             tasks = []
             for _ in range(2 * num_processes):
-                tasks.append(tuple(range(seed, seed + SCHEDULES_PER_TASK)))
-                seed += SCHEDULES_PER_TASK
+                seeds = range(seed, seed + SCHEDULES_PER_TASK // 2)
+                tasks.append((*seeds, *(ATTACKED_FROM + each for each in seeds)))
+                seed = seeds.stop
             for results in pool.map(run_seeds, tasks):
                 for result in results:
                     done += result.num_rounds

@@ -42,7 +42,6 @@ from windlass.net.addresses import free_port
 from windlass.net.listener import STRANGER_S
 from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
-from windlass.rollout.messages import WorkerHello
 from windlass.transports.memory import MemoryFabric
 from windlass.updates import coordinator as coordinator_module
 from windlass.updates import journal
@@ -121,7 +120,6 @@ class World:
         self._published_reports: dict[int, int] = {}
         self._last_round_s = 0.0
         self._calm = False
-        self._worker_hellos: list[WorkerHello] = []
         self._foreign: set[str] = set()
 
     # --- small things for the processes --------------------------------------------------------
@@ -166,15 +164,6 @@ class World:
         found = self.processes[name]
         assert isinstance(found, EngineProcess)
         return found
-
-    def note_worker(self, hello: WorkerHello) -> None:
-        """A rollout worker begins to register with this."""
-        self._worker_hellos.append(hello)
-
-    def replaced_workers(self) -> list[WorkerHello]:
-        """Processes whose name another one has taken over, as the running controller knows."""
-        replaced = self.controller.rollouts._replaced
-        return [h for h in self._worker_hellos if (h.name, h.incarnation) in replaced]
 
     def ranks_of(self, group: str) -> list[EngineProcess]:
         return self._groups.get(group, [])
@@ -321,8 +310,10 @@ class World:
             self.violate(f"published version fell from {controller.last_update} to {published}")
         controller.last_update = published
         controller.trainers_were_there |= coordinator._fleet.trainers() is not None
-        if self.schedule.keeps_writes and (wrong := coordinator._fleet.quarantined):
-            self.violate(f"with nothing wrong but intruders these are quarantined: {wrong}")
+        if self.schedule.keeps_writes:
+            quarantined = {worker for worker, _ in coordinator._fleet.quarantined}
+            if wrong := quarantined & {rank.name for rank in self.engines}:
+                self.violate(f"with nothing wrong but intruders these are quarantined: {wrong}")
         if coordinator.epoch > MAX_EPOCH:
             self.violate(f"epoch {coordinator.epoch}")
         self._check_engines(None if in_round else published)
