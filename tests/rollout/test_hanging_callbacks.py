@@ -22,8 +22,9 @@ from windlass.engines.sglang.table.wire import RankOrder
 from windlass.engines.spec import ServerCommand
 from windlass.errors import PeerTimeout
 from windlass.jobs.launch import _Job
-from windlass.jobs.schedulers import local as local_scheduler
+from windlass.jobs.schedulers import base
 from windlass.jobs.schedulers import ray as ray_scheduler
+from windlass.jobs.schedulers.local import LocalScheduler
 from windlass.rollout import (
     RolloutController,
     SamplingParams,
@@ -243,15 +244,22 @@ def test_a_rank_beside_an_sglang_server_that_says_nothing_is_named_by_its_deadli
 
 
 async def test_a_killed_process_that_does_not_end_is_not_waited_for_for_ever(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(local_scheduler, "KILL_DEADLINE_S", 0.1)
+    monkeypatch.setattr(base, "END_DEADLINE_S", 0.1)
     above_all_numbers = 1 << 30
     stuck = SimpleNamespace(
         pid=above_all_numbers, returncode=None, wait=lambda: asyncio.Event().wait()
     )
+
+    async def create(*_: object, **__: object) -> SimpleNamespace:
+        return stuck
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", create)
+    scheduler = LocalScheduler(tmp_path)
     async with asyncio.timeout(DEADLINE_S):
-        await local_scheduler._end([cast("Any", stuck)], 0.05)
+        await scheduler.start(base.ProcessSpec(name="stuck", command=("program",)))
+        await scheduler.close(grace_s=0.05)
 
 
 async def test_an_actor_that_does_not_answer_is_a_named_error() -> None:
