@@ -82,7 +82,7 @@ class Lifecycle:
         self.first_attempt = 0
         self.table = RolloutTable()
         self.ready = asyncio.Event()
-        self.journal.when_broken(self.ready.set)
+        self.journal.on_change(self.ready.set)
         self.identity = self._prefix = uuid.uuid4().hex[:12]
         self._next_task = self._next_group = 0
         self._sampling: SamplingParams | None = None
