@@ -6,14 +6,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
-from importlib.metadata import entry_points
 from operator import attrgetter
 from pathlib import Path
-from typing import ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import ClassVar, TypeVar
 
 import msgspec
 
 from windlass.errors import ConfigError
+from windlass.plugins import Registry
 
 __all__ = [
     "PUSH_TRAITS",
@@ -21,11 +21,11 @@ __all__ = [
     "CollectiveFabric",
     "ControlConfig",
     "DiskBackend",
-    "HasTraits",
     "P2pBackend",
     "PluginBackend",
     "PauseMode",
     "PhaseDeadlines",
+    "RegisteredBackend",
     "RelayShape",
     "ReplicaPlace",
     "UpdateBackend",
@@ -36,9 +36,6 @@ __all__ = [
     "take_name",
     "take_names",
 ]
-
-BACKENDS = "windlass.backends"
-"""The group of entry points in which packages register backends."""
 
 NameT = TypeVar("NameT", bound=StrEnum)
 
@@ -290,36 +287,31 @@ class PluginBackend(msgspec.Struct, frozen=True, tag="plugin", omit_defaults=Tru
         return find_backend(self.name).traits
 
 
-@runtime_checkable
-class HasTraits(Protocol):
-    """What an entry point of `windlass.backends` leads to; see `transfer.backends.Backend`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegisteredBackend:
+    """What an entry point of `windlass.backends` leads to; see `transfer.backends.Backend`.
 
-    @property
-    def traits(self) -> BackendTraits:
-        """What the control plane must know of it."""
-        ...
+    Attributes:
+        traits: what the control plane must know of it.
+    """
+
+    traits: BackendTraits
+
+
+BACKENDS: Registry[RegisteredBackend] = Registry(
+    noun="backend", kind=RegisteredBackend, group="windlass.backends"
+)
+"""Backends of other packages, by name."""
 
 
 @cache
-def find_backend(name: str) -> HasTraits:
-    """The backend that an installed package has registered under this name.
+def find_backend(name: str) -> RegisteredBackend:
+    """Return the backend that an installed package has registered under this name.
 
     Raises:
         ConfigError: none has, or it is not usable.
     """
-    registered = entry_points(group=BACKENDS)
-    if name not in registered.names:
-        raise ConfigError(
-            f"backend: name must be an entry point of {BACKENDS}, {sorted(registered.names)}, "
-            f"got {name!r}"
-        )
-    try:
-        found = registered[name].load()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"backend: entry point {name!r} of {BACKENDS}: {error}") from error
-    if not isinstance(found, HasTraits) or not isinstance(found.traits, BackendTraits):
-        raise ConfigError(f"backend: entry point {name!r} of {BACKENDS} leads to no backend")
-    return found
+    return BACKENDS.find(name)
 
 
 UpdateBackend = P2pBackend | XcclBackend | DiskBackend | PluginBackend

@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from windlass import config
+from windlass import plugins
 from windlass.config import (
     BACKENDS,
     BackendTraits,
@@ -18,6 +18,7 @@ from windlass.config import (
     PluginBackend,
     UpdateMode,
     XcclBackend,
+    find_backend,
 )
 from windlass.errors import ConfigError
 from windlass.transfer.backends import Backend, receiver_for, sender_for
@@ -52,14 +53,14 @@ PIGEONS = Backend(traits=TRAITS, sender=send, receiver=receive)
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     found = EntryPoints(
-        EntryPoint(name, f"{__name__}:{what}", BACKENDS)
+        EntryPoint(name, f"{__name__}:{what}", BACKENDS.group)
         for name, what in {"pigeons": "PIGEONS", "wrong": "HALF", "torn": "NOTHING"}.items()
     )
-    monkeypatch.setattr(config, "entry_points", lambda *, group: found.select(group=group))
-    config.find_backend.cache_clear()
+    monkeypatch.setattr(plugins, "entry_points", lambda **wanted: found.select(**wanted))
+    find_backend.cache_clear()
     asked.clear()
     yield
-    config.find_backend.cache_clear()
+    find_backend.cache_clear()
 
 
 def test_a_registered_backend_states_its_traits_and_travels_to_both_halves() -> None:
@@ -84,8 +85,8 @@ def test_a_registered_backend_states_its_traits_and_travels_to_both_halves() -> 
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("ravens", r"must be an entry point of windlass.backends, \['pigeons', 'torn', 'wrong'\]"),
-        ("wrong", "leads to no backend"),
+        ("ravens", "must be one of pigeons, torn, wrong, or be added by"),
+        ("wrong", "must be a windlass.config.RegisteredBackend"),
         ("torn", "NOTHING"),
     ],
 )

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
@@ -12,6 +15,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from windlass.envs import inherited_environment
 from windlass.errors import (
     ConfigError,
     PeerUnreachable,
@@ -65,6 +69,41 @@ class TestNixlCma(ProcessConformance):
     def test_a_host_that_is_not_this_one_is_refused(self) -> None:
         with pytest.raises(TransportUnavailable, match="must be an address of this machine"):
             create_transport(NixlConfig(host="192.0.2.77"))
+
+
+PLANTED = """
+import os, sys
+os.symlink("victim", f"windlass-ucx.{os.getpid()}.log")
+from windlass.transports.nixl.config import NixlConfig, NixlWire
+transport = NixlConfig(host="127.0.0.1", wire=NixlWire.CMA).create()
+print(len(os.listdir(".")))
+for name in os.listdir("."):
+    if os.path.isdir(name):
+        print(oct(os.stat(name).st_mode & 0o777), os.listdir(name))
+transport.close()
+"""
+
+
+def test_a_link_that_was_planted_in_the_shared_folder_leads_ucx_to_no_file_of_the_user(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "victim").write_text("precious")
+    environment = inherited_environment() | {"TMPDIR": str(tmp_path)}
+    environment.pop("UCX_LOG_FILE", None)
+    found = subprocess.run(
+        [sys.executable, "-c", PLANTED],
+        env=environment,
+        cwd=tmp_path,
+        timeout=60,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (tmp_path / "victim").read_text() == "precious"
+    num_entries, folder = found.stdout.splitlines()
+    assert num_entries == "3"
+    assert folder.startswith("0o700 ['ucx."), "nobody else can enter it"
+    assert len(list(tmp_path.iterdir())) == 2, "it goes with the process"
 
 
 def test_peers_that_have_ended_hold_no_descriptor_once_another_is_written() -> None:

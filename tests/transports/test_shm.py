@@ -2,15 +2,17 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
-from pathlib import Path
-from typing import ClassVar
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, ClassVar
 
 import msgspec
 import numpy as np
 import pytest
 
-from windlass.errors import RegionError, TransportUnavailable
+from windlass.errors import PeerUnreachable, RegionError, TransportUnavailable
 from windlass.testing.peer_process import PeerProcess
 from windlass.testing.transport_conformance import NBYTES, ProcessConformance, Rig
 from windlass.transfer.arena import Arena
@@ -19,8 +21,9 @@ from windlass.transports.shm import ShmConfig, ShmTransport
 
 
 def segments_of(pid: int) -> list[str]:
-    pattern = re.compile(rf"windlass-\d+-{pid}-\d+-[0-9a-f]+")
-    return [name for name in os.listdir("/dev/shm") if pattern.fullmatch(name)]
+    """Segments that a process holds open or mapped."""
+    with open(f"/proc/{pid}/maps", encoding="ascii") as maps:
+        return sorted({line.split()[4] for line in maps if "/memfd:windlass-" in line})
 
 
 def one_piece(
@@ -46,7 +49,7 @@ class TestShm(ProcessConformance):
         assert "not allocated" in message
 
     @pytest.mark.parametrize(
-        "key", ["x", "../../etc/passwd:0", "windlass-1-1-1-0123456789abcdef:0", ":", "a:b"]
+        "key", ["x", "../../etc/passwd:0", "0:0123456789abcdef:0", "9999:0123456789abcdef:0", "::"]
     )
     def test_a_forged_key_opens_nothing(self, rig: Rig, key: str) -> None:
         forged = msgspec.structs.replace(rig.peer.region, key=key)
@@ -68,13 +71,11 @@ class TestShm(ProcessConformance):
         sender.close()
         receiver.close()
 
-    def test_segments_are_private_zeroed_and_gone_after_close(self) -> None:
+    def test_segments_are_zeroed_and_gone_after_close(self) -> None:
         transport = ShmTransport()
         before = len(segments_of(os.getpid()))
         with Arena(transport, 10_000) as arena:
             assert not arena.bytes.any()
-            (name,) = {n.partition(":")[0] for n in [arena.region.remote.key]}
-            assert (Path("/dev/shm") / name).stat().st_mode & 0o777 == 0o600
             assert len(segments_of(os.getpid())) == before + 1
             with pytest.raises(RegionError, match="unregistered first"):
                 transport.release(arena.address)
@@ -83,26 +84,26 @@ class TestShm(ProcessConformance):
         transport.close()
         assert len(segments_of(os.getpid())) == before
 
-    def test_segments_of_a_killed_owner_are_removed_by_the_next_transport(self) -> None:
+    def test_a_segment_of_a_killed_owner_is_unmapped_by_the_next_write(self) -> None:
+        transport = ShmTransport()
+        source = Arena(transport, 4096)
+        before = len(segments_of(os.getpid()))
         with PeerProcess(ShmConfig(), 4096) as peer:
-            assert len(segments_of(peer.pid)) == 1
+            batch = one_piece(source, 0, peer.region, 0, 16)
+            transport.write(batch, deadline_s=5.0)
+            assert len(segments_of(os.getpid())) == before + 1
             peer.kill()
-            assert len(segments_of(peer.pid)) == 1
-            ShmTransport().close()
-            assert segments_of(peer.pid) == []
-
-    def test_a_process_that_ends_by_itself_leaves_no_segment(self) -> None:
-        with PeerProcess(ShmConfig(), 4096) as peer:
-            assert len(segments_of(peer.pid)) == 1
-            peer.close()
-            assert segments_of(peer.pid) == []
+            with pytest.raises(PeerUnreachable):
+                transport.write(batch, deadline_s=5.0)
+        assert len(segments_of(os.getpid())) == before
+        source.close()
+        transport.close()
 
     def test_more_than_there_is_room_for_is_an_error_and_no_bus_error(self) -> None:
         before = segments_of(os.getpid())
         transport = ShmTransport()
-        room = os.statvfs("/dev/shm")
-        with pytest.raises(TransportUnavailable, match="shm-size"):
-            transport.allocate(room.f_blocks * room.f_frsize * 2)
+        with pytest.raises(TransportUnavailable, match="bytes are available"):
+            transport.allocate(1 << 50)
         transport.close()
         assert segments_of(os.getpid()) == before
 
@@ -121,3 +122,103 @@ class TestShm(ProcessConformance):
         source.close()
         sender.close()
         receiver.close()
+
+
+ENGINE = """
+import os, sys
+import msgspec
+from windlass.transfer.arena import Arena
+from windlass.transports.shm import ShmTransport
+
+transport = ShmTransport()
+arena = Arena(transport, 8 << 20)
+print(msgspec.json.encode(arena.region.remote).decode(), flush=True)
+sys.stdin.readline()
+mine = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+mine += [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if f"-{os.getpid()}-" in name]
+for path in mine:
+    try:
+        if "windlass-" in os.path.realpath(path):
+            os.truncate(path, 0)
+    except OSError:
+        pass
+print("shrunk", flush=True)
+sys.stdin.readline()
+"""
+TRAINER = """
+import sys
+import msgspec
+import numpy as np
+from windlass.errors import RegionError
+from windlass.transfer.arena import Arena
+from windlass.transports.base import RemoteRegion, WriteBatch
+from windlass.transports.shm import ShmTransport
+
+transport = ShmTransport()
+arena = Arena(transport, 8 << 20)
+region = msgspec.json.decode(sys.stdin.readline(), type=RemoteRegion)
+columns = [np.array([n], np.uint64) for n in (arena.address, region.address, region.nbytes)]
+batch = WriteBatch(endpoint=region.endpoint, local_addresses=columns[0], remote_addresses=columns[1],
+                   nbytes=columns[2], regions=(region,))
+for _ in range(2):
+    try:
+        transport.write(batch, deadline_s=30.0)
+    except RegionError as error:
+        print("refused", error, flush=True)
+    else:
+        print("written", flush=True)
+    sys.stdin.readline()
+"""
+
+
+class Script:
+    """A process of its own, spoken to by lines."""
+
+    def __init__(self, process: subprocess.Popen[str], to: IO[str], of: IO[str]) -> None:
+        self.process, self._to, self._of = process, to, of
+
+    def ask(self, line: str = "") -> str:
+        self._to.write(line + "\n")
+        self._to.flush()
+        return self.said()
+
+    def said(self) -> str:
+        return self._of.readline().strip()
+
+    def end(self) -> int:
+        self.process.communicate("\n", timeout=30)
+        return self.process.returncode
+
+
+@contextmanager
+def started(script: str) -> Iterator[Script]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        yield Script(process, process.stdin, process.stdout)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_an_engine_that_shrinks_its_segments_does_not_end_a_trainer_that_has_mapped_them() -> None:
+    with started(ENGINE) as engine, started(TRAINER) as trainer:
+        assert trainer.ask(engine.said()) == "written"
+        assert engine.ask() == "shrunk"
+        assert trainer.ask() == "written"
+        assert trainer.end() == 0
+        assert engine.end() == 0
+
+
+def test_a_segment_that_could_shrink_is_refused() -> None:
+    unsealed = ENGINE.replace(
+        "transport = ", "import fcntl; fcntl.F_ADD_SEALS = fcntl.F_GET_SEALS; transport = "
+    )
+    with started(unsealed) as engine, started(TRAINER) as trainer:
+        assert "sealed" in trainer.ask(engine.said())
+        assert engine.ask() == "shrunk"
+        assert "sealed" in trainer.ask()
+        assert trainer.end() == 0

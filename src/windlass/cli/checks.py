@@ -187,7 +187,7 @@ def _shared_memory() -> Finding:
         return Finding(
             name,
             Status.LIMITED,
-            f"{found}: shm holds whole shards there, engines talk through it",
+            f"{found}: engines talk through it",
             "--shm-size for a container, or mount -o remount,size=50% /dev/shm",
         )
     return Finding(name, Status.WORKS, found)

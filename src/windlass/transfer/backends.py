@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from windlass.config import (
-    BackendTraits,
     DiskBackend,
     P2pBackend,
     PluginBackend,
+    RegisteredBackend,
     UpdateBackend,
     XcclBackend,
     find_backend,
@@ -28,16 +28,14 @@ __all__ = ["Backend", "receiver_for", "sender_for"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Backend:
+class Backend(RegisteredBackend):
     """What an entry point of `windlass.backends` leads to: a backend of another package.
 
     Attributes:
-        traits: what the control plane must know of it.
         sender: from `PluginBackend.options`, the rank's sender and its own host address to the
             trainer's half. receiver: likewise to the engine's half.
     """
 
-    traits: BackendTraits
     sender: Callable[[Mapping[str, object], Sender, str], SenderBackend]
     receiver: Callable[[Mapping[str, object], Receiver, str], ReceiverBackend]
 

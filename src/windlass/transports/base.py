@@ -11,7 +11,7 @@ The local right to use memory (`MemoryRegion`) and the remote right to write it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar, Protocol
@@ -24,6 +24,7 @@ from windlass.errors import ConfigError
 from windlass.memory.cuda.gpu import Gpu
 
 __all__ = [
+    "CEILING_BYTES_PER_S",
     "MappedRegion",
     "MemoryAllocator",
     "MemoryType",
@@ -38,6 +39,18 @@ __all__ = [
     "WireReport",
     "WriteBatch",
 ]
+
+CEILING_BYTES_PER_S: Mapping[str, float] = {
+    "cuda-ipc": 397e9,  # copy engine from one H200 to another, benchmarks/gpu/bench_nvlink.py
+    "rdma": 50e9,  # a NIC of 400 Gbit/s
+    "memory": 9e9,  # memcpy by one thread of a 2-core EPYC guest, as the next three
+    "posix-shm": 8.6e9,  # 0.95 of memcpy, benchmarks/bench_transports.py
+    "process_vm_writev": 6e9,  # 0.66 of memcpy
+    "process_vm_writev-ucx": 3e9,  # one thread copies
+    "tcp": 1.2e9,  # a NIC of 10 Gbit/s
+}
+"""What one link can reach at best, by wire: the order counts, not the last digit. A transport of
+another distribution states its own number."""
 
 
 class MemoryType(StrEnum):
@@ -145,7 +158,7 @@ class TransportTraits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     Attributes:
         same_host: peers are processes of this host, one namespace of pids and one of networks.
         one_sided: the target's process may be stopped while a write completes.
-        ceiling_bytes_per_s: what one link can reach at best; see `ceilings.py`.
+        ceiling_bytes_per_s: what one link can reach at best; see `CEILING_BYTES_PER_S`.
         gpu: ordinal of the GPU whose memory it registers; -1 for host memory.
         strided_stores: the source's kernels store where each element belongs, so that nothing
             lands packed.

@@ -32,6 +32,7 @@ from windlass.errors import (
 from windlass.memory.ranges import Pieces, merge_adjacent, split_pieces
 from windlass.net.clock import Deadline
 from windlass.transports.base import (
+    CEILING_BYTES_PER_S,
     OneSidedTransport,
     PeerEndpoint,
     TransportConfig,
@@ -39,7 +40,6 @@ from windlass.transports.base import (
     WireReport,
     WriteBatch,
 )
-from windlass.transports.ceilings import CEILING_BYTES_PER_S
 from windlass.transports.local import LocalTransport
 from windlass.transports.processes import OwnProcess, PeerProcesses, check_alive
 from windlass.transports.sharing import share

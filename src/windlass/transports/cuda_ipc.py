@@ -18,6 +18,7 @@ from windlass.memory.cuda.driver import IPC_HANDLE_NBYTES, Device, pointer_devic
 from windlass.memory.cuda.gpu import Gpu, end_queued
 from windlass.memory.cuda.range_copy import RangeCopy
 from windlass.transports.base import (
+    CEILING_BYTES_PER_S,
     MappedRegion,
     MemoryRegion,
     MemoryType,
@@ -30,7 +31,6 @@ from windlass.transports.base import (
     WireReport,
     WriteBatch,
 )
-from windlass.transports.ceilings import CEILING_BYTES_PER_S
 from windlass.transports.deferred_free import DeferredFree
 from windlass.transports.processes import OwnProcess, PeerProcesses, check_alive, is_own_process
 from windlass.transports.regions import RegionTable, check_batch

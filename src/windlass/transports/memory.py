@@ -15,6 +15,7 @@ from typing import ClassVar, final
 from windlass.errors import ConfigError, PeerUnreachable
 from windlass.net.clock import Deadline
 from windlass.transports.base import (
+    CEILING_BYTES_PER_S,
     OneSidedTransport,
     PeerEndpoint,
     TransportConfig,
@@ -22,7 +23,6 @@ from windlass.transports.base import (
     WireReport,
     WriteBatch,
 )
-from windlass.transports.ceilings import CEILING_BYTES_PER_S
 from windlass.transports.local import LocalTransport
 from windlass.transports.regions import check_inside
 

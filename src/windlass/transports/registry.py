@@ -1,28 +1,23 @@
 """Finds a transport by the name of its configuration: built in, or installed beside Windlass.
 
 A distribution that brings a transport names its configuration in the entry point group
-`windlass.transports`:
+`windlass.transports`; the name of the entry point is the tag of the struct:
 
     [project.entry-points."windlass.transports"]
     file_mmap = "windlass_file_mmap:FileMmapConfig"
-
-The name of the entry point is the tag of the struct. Names come from users of this machine, and
-what they stand for from distributions that are installed on it: a peer's message never says what
-to import.
 """
 
 from __future__ import annotations
-
-from importlib.metadata import EntryPoint, entry_points
 
 import msgspec
 
 from windlass.errors import ConfigError, TransportUnavailable
 from windlass.memory.cuda.driver import gpu_of
+from windlass.plugins import Registry
 from windlass.transports.base import MemoryType, OneSidedTransport, TransportConfig
 
 __all__ = [
-    "GROUP",
+    "TRANSPORTS",
     "config_type",
     "create_transport",
     "decode_transport",
@@ -30,19 +25,22 @@ __all__ = [
     "transport_names",
 ]
 
-GROUP = "windlass.transports"
-_BUILT_IN = {
-    name: EntryPoint(name, f"windlass.transports.{place}", GROUP)
-    for name, place in {
-        "auto": "auto:AutoConfig",
-        "cma": "cma:CmaConfig",
-        "cuda_ipc": "cuda_ipc:CudaIpcConfig",
-        "memory": "memory:MemoryConfig",
-        "mooncake": "mooncake.config:MooncakeConfig",
-        "nixl": "nixl.config:NixlConfig",
-        "shm": "shm:ShmConfig",
-    }.items()
-}
+TRANSPORTS: Registry[object] = Registry(
+    noun="transport",
+    kind=object,
+    group="windlass.transports",
+    built_in={
+        "auto": "windlass.transports.auto:AutoConfig",
+        "cma": "windlass.transports.cma:CmaConfig",
+        "cuda_ipc": "windlass.transports.cuda_ipc:CudaIpcConfig",
+        "memory": "windlass.transports.memory:MemoryConfig",
+        "mooncake": "windlass.transports.mooncake.config:MooncakeConfig",
+        "nixl": "windlass.transports.nixl.config:NixlConfig",
+        "shm": "windlass.transports.shm:ShmConfig",
+    },
+    unavailable=TransportUnavailable,
+)
+"""The configurations of all transports, by name."""
 
 
 class _Tagged(msgspec.Struct, frozen=True):
@@ -50,42 +48,30 @@ class _Tagged(msgspec.Struct, frozen=True):
 
 
 def transport_names() -> tuple[str, ...]:
-    """The names that `config_type` knows, in alphabetical order."""
-    return tuple(sorted(_BUILT_IN.keys() | {point.name for point in entry_points(group=GROUP)}))
+    """Return the names that `config_type` knows."""
+    return TRANSPORTS.names()
 
 
 def config_type(name: str) -> type[TransportConfig]:
-    """The configuration of the transport called `name`.
+    """Return the configuration of the transport called `name`.
 
     Raises:
         ConfigError: there is no such transport, there are several, or what its distribution names is
             no configuration of that name.
         TransportUnavailable: its distribution is installed and cannot be imported.
     """
-    installed = tuple(entry_points(group=GROUP, name=name))
-    found = ((_BUILT_IN[name],) if name in _BUILT_IN else ()) + installed
-    if not found:
-        raise ConfigError(f"transport must be one of {list(transport_names())}, got {name!r}")
-    if len({point.value for point in found}) > 1:
+    found = TRANSPORTS.find(name)
+    if not (isinstance(found, type) and issubclass(found, TransportConfig)):
+        raise ConfigError(f"transport {name!r}: must be a TransportConfig, got {found!r}")
+    if found.__struct_config__.tag != name:
         raise ConfigError(
-            f"transport {name!r}: must be of one distribution, got "
-            f"{', '.join(_described(point) for point in found)}"
+            f"transport {name!r}: its tag must be {name!r}, got {found.__struct_config__.tag!r}"
         )
-    try:
-        loaded: object = found[0].load()
-    except (ImportError, AttributeError) as error:
-        raise TransportUnavailable(f"{_described(found[0])} cannot be loaded: {error}") from error
-    if not (isinstance(loaded, type) and issubclass(loaded, TransportConfig)):
-        raise ConfigError(f"{_described(found[0])}: must be a TransportConfig, got {loaded!r}")
-    if loaded.__struct_config__.tag != name:
-        raise ConfigError(
-            f"{_described(found[0])}: its tag must be {name!r}, got {loaded.__struct_config__.tag!r}"
-        )
-    return loaded
+    return found
 
 
 def parse_transport(name: str | TransportConfig) -> TransportConfig:
-    """The default configuration of the transport called `name`, or the one that it spells out.
+    """Return the default configuration of the transport called `name`, or the one that it spells out.
 
     Args:
         name: `mooncake`, or JSON: `{"type": "mooncake", "host": "192.0.2.1", "protocol": "rdma"}`;
@@ -103,7 +89,7 @@ def parse_transport(name: str | TransportConfig) -> TransportConfig:
 
 
 def decode_transport(text: str | bytes) -> TransportConfig:
-    """A configuration from its JSON, by the transport's own struct.
+    """Return a configuration from its JSON, by the transport's own struct.
 
     Raises:
         ConfigError, TransportUnavailable: see `parse_transport`.
@@ -138,9 +124,3 @@ def create_transport(
             f"{gpu}, got {config.name}, which moves host memory"
         )
     return config.create(towards=towards, gpu=gpu)
-
-
-def _described(point: EntryPoint) -> str:
-    dist = point.dist
-    owner = "" if dist is None else f" of {dist.name}"
-    return f"transport {point.name!r}{owner} ({point.value})"

@@ -1,21 +1,35 @@
-"""POSIX shared memory: this process allocates it, peers map it and copy.
+"""Shared memory: this process allocates it, peers map it and copy.
 
 One-sided like `cma`, and it needs no ptrace permission; in exchange only memory that
 came from `allocate` can be written by peers. Other memory may be registered as a source.
+
+A segment is a file without a name (memfd), sealed against shrinking: a peer that had mapped one which
+then shrank would end with SIGBUS in the middle of a copy. Peers open it as a descriptor of the
+owner's process, which the kernel grants to processes of the same user, and it ends with its owner.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
+import mmap
+import os
+import re
+import secrets
+import threading
+from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, final
 
 import numpy as np
 import numpy.typing as npt
 
-from windlass.errors import PeerUnreachable, RegionError
+from windlass.errors import PeerUnreachable, RegionError, TransportUnavailable
 from windlass.memory.ranges import merge_adjacent, split_pieces
 from windlass.net.clock import Deadline
 from windlass.transports.base import (
+    CEILING_BYTES_PER_S,
     MemoryAllocator,
     OneSidedTransport,
     RemoteRegion,
@@ -24,18 +38,8 @@ from windlass.transports.base import (
     WireReport,
     WriteBatch,
 )
-from windlass.transports.ceilings import CEILING_BYTES_PER_S
 from windlass.transports.local import LocalTransport
 from windlass.transports.processes import OwnProcess, PeerProcesses, check_alive
-from windlass.transports.segments import (
-    MappedSegment,
-    OwnedSegment,
-    PeerSegments,
-    create_segment,
-    parse_key,
-    remove_stale_segments,
-    segment_key,
-)
 
 __all__ = ["ShmConfig", "ShmTransport"]
 
@@ -45,6 +49,7 @@ libc copies past the cache, nearly twice as fast."""
 SMALL_NBYTES = 128 << 10
 """Pieces below it are copied with the interpreter lock held: taking the lock back after each
 piece would cost more than the copy when another Python thread is busy."""
+_KEY = re.compile(r"(\d{1,9}):([0-9a-f]{16}):(\d{1,19})", re.ASCII)
 
 UInt64Array = npt.NDArray[np.uint64]
 
@@ -54,9 +59,9 @@ _memmove_holding_lock = ctypes.PYFUNCTYPE(
 
 
 class ShmConfig(TransportConfig, frozen=True, tag="shm"):
-    """POSIX shared memory that the transport allocates; for hosts that refuse `cma`."""
+    """Shared memory that the transport allocates; for hosts that refuse `cma`."""
 
-    remedy: ClassVar[str] = "mount a tmpfs at /dev/shm"
+    remedy: ClassVar[str] = "a kernel with memfd_create"
 
     def create(self, *, towards: str = "", gpu: int = -1) -> OneSidedTransport:  # noqa: ARG002
         return ShmTransport()
@@ -64,12 +69,10 @@ class ShmConfig(TransportConfig, frozen=True, tag="shm"):
 
 @final
 class ShmTransport(LocalTransport):
-    """`OneSidedTransport` over files in /dev/shm, and the `MemoryAllocator` of them.
+    """`OneSidedTransport` over sealed memory files, and the `MemoryAllocator` of them.
 
-    Memory that it did not allocate can be registered as a source only.
-
-    Segments are removed at `release`, at `close`, at interpreter exit, and, after a death
-    without either, by the next `ShmTransport` of the same user or the first peer that notices.
+    Memory that it did not allocate can be registered as a source only. Segments are freed at
+    `release`, at `close`, and with the process.
     """
 
     traits = TransportTraits(
@@ -80,11 +83,10 @@ class ShmTransport(LocalTransport):
     )
 
     def __init__(self) -> None:
-        remove_stale_segments()
         self._own, self._processes = OwnProcess("shm"), PeerProcesses()
         super().__init__(self._own.endpoint)
-        self._segments: dict[int, OwnedSegment] = {}
-        self._peers = PeerSegments()
+        self._segments: dict[int, _OwnedSegment] = {}
+        self._peers = _PeerSegments()
 
     @property
     def allocator(self) -> MemoryAllocator:
@@ -98,9 +100,9 @@ class ShmTransport(LocalTransport):
 
         Raises:
             RegionError: `nbytes` < 1.
-            TransportUnavailable: /dev/shm is missing, not writable, or has no room.
+            TransportUnavailable: the host has no room, or no memory files.
         """
-        segment = create_segment(nbytes)
+        segment = _OwnedSegment(nbytes)
         with self._lock:
             self._segments[segment.address] = segment
         return segment.address
@@ -115,7 +117,7 @@ class ShmTransport(LocalTransport):
                 if start < address + segment.nbytes and address < start + nbytes:
                     raise RegionError(f"release: memory at {address:#x} must be unregistered first")
             del self._segments[address]
-        segment.remove()
+        segment.close()
 
     def close(self) -> None:
         self._own.close()
@@ -124,13 +126,13 @@ class ShmTransport(LocalTransport):
             segments, self._segments = list(self._segments.values()), {}
         self._peers.close()
         for segment in segments:
-            segment.remove()
+            segment.close()
 
     def _key_of(self, address: int, nbytes: int) -> str:
         for segment in self._segments.values():
             offset = address - segment.address
             if offset >= 0 and offset + nbytes <= segment.nbytes:
-                return segment_key(segment.name, offset)
+                return f"{segment.descriptor}:{segment.token}:{offset}"
         return ""
 
     def _copy(self, batch: WriteBatch, deadline: Deadline) -> None:
@@ -141,25 +143,24 @@ class ShmTransport(LocalTransport):
             del mapped  # alive until here: another thread may drop the segment from the cache
             check_alive(batch.endpoint)
         except PeerUnreachable:
-            self._peers.forget_dead()
+            self._peers.forget_released()
             raise
 
-    def _translate(self, batch: WriteBatch) -> tuple[UInt64Array, list[MappedSegment]]:
-        """Addresses of the pieces in this process's mapping of the peer's segments."""
-        regions = sorted(batch.regions, key=_region_address)
+    def _translate(self, batch: WriteBatch) -> tuple[UInt64Array, list[_MappedSegment]]:
+        """Return where the pieces lie in this process's mapping of the peer's segments."""
+        regions = sorted(batch.regions, key=_address_of)
         starts = np.array([r.address for r in regions], np.uint64)
         slot = np.searchsorted(starts, batch.remote_addresses, side="right") - 1
-        mapped: list[MappedSegment] = []
+        mapped: list[_MappedSegment] = []
         bases = np.zeros(len(regions), np.uint64)
         for index in np.unique(slot).tolist():
-            region = regions[index]
-            name, offset = parse_key(region)
-            mapped.append(self._peers.map(region.endpoint, name, offset + region.nbytes))
-            bases[index] = mapped[-1].address + offset
+            segment, offset = self._peers.map(regions[index])
+            mapped.append(segment)
+            bases[index] = segment.address + offset
         return bases[slot] + (batch.remote_addresses - starts[slot]), mapped
 
 
-def _region_address(region: RemoteRegion) -> int:
+def _address_of(region: RemoteRegion) -> int:
     return region.address
 
 
@@ -171,3 +172,156 @@ def _copy(local: UInt64Array, target: UInt64Array, nbytes: UInt64Array, deadline
             _memmove_holding_lock(to, source, count)
         else:
             ctypes.memmove(to, source, count)
+
+
+@final
+class _OwnedSegment:
+    """Zeroed memory of this process that only this user's processes can open.
+
+    Attributes:
+        descriptor: of the file; peers open it by this number for as long as it is open here.
+        token: random part of the file's name, which tells it from a later file of that number.
+        address: of its first byte in this process.
+
+    Raises:
+        RegionError: `nbytes` < 1.
+        TransportUnavailable: the host has no room, or no memory files.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        if nbytes < 1:
+            raise RegionError(f"allocate: nbytes must be >= 1, got {nbytes}")
+        # Asked, because the kernel gives a memory file what it does not have and then ends processes.
+        available = _available_nbytes()
+        if nbytes > available:
+            raise TransportUnavailable(
+                f"shm: {available} bytes are available on this host, got nbytes {nbytes}"
+            )
+        self.nbytes, self.token = nbytes, secrets.token_hex(8)
+        try:
+            self.descriptor = os.memfd_create(
+                f"windlass-{self.token}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+            )
+        except OSError as error:
+            raise TransportUnavailable(f"shm: no memory file can be made: {error}") from error
+        try:
+            os.posix_fallocate(self.descriptor, 0, nbytes)  # takes the pages now
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals)
+            self._mapping: mmap.mmap | None = mmap.mmap(self.descriptor, nbytes)
+        except OSError as error:
+            os.close(self.descriptor)
+            raise TransportUnavailable(f"shm: no room for {nbytes} bytes: {error}") from error
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+
+    def close(self) -> None:
+        """Free it once no peer has it mapped."""
+        os.close(self.descriptor)
+        self._mapping = None
+
+
+def _available_nbytes() -> int:
+    fields = Path("/proc/meminfo").read_text(encoding="ascii").partition("MemAvailable:")[2]
+    return int(fields.split(maxsplit=1)[0]) * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _MappedSegment:
+    """A peer's segment in this process; unmapped when the last reference to it goes.
+
+    Attributes:
+        path: of the owner's descriptor. target: what that refers to for as long as the owner has not
+            released it. address: of its first byte in this process.
+    """
+
+    path: str
+    target: str
+    mapping: mmap.mmap
+    address: int
+
+    @property
+    def is_released(self) -> bool:
+        return not _refers_to(self.path, self.target)
+
+
+@final
+class _PeerSegments:
+    """Mappings of peers' segments, made at first use and kept; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._mapped: dict[tuple[str, str], _MappedSegment] = {}
+
+    def map(self, region: RemoteRegion) -> tuple[_MappedSegment, int]:
+        """Return the segment of a region, mapped for as long as the object lives, and the region's offset in it.
+
+        Trusts nothing in the region but its endpoint.
+
+        Raises:
+            PeerUnreachable: the owner is gone.
+            RegionError: not allocated by the transport, not sealed, released, or smaller than the region.
+        """
+        pid = region.endpoint.address
+        if not region.key:
+            raise RegionError(
+                f"shm: region at {region.address:#x} of pid {pid} was not allocated by the transport, "
+                "so peers cannot write it"
+            )
+        match = _KEY.fullmatch(region.key)
+        if match is None:
+            raise RegionError(f"shm: region key must name a segment, got {region.key[:80]!r}")
+        path = f"/proc/{pid}/fd/{match[1]}"
+        target, offset = f"/memfd:windlass-{match[2]} (deleted)", int(match[3])
+        with self._lock:
+            found = self._mapped.get((path, target))
+            if found is None or found.is_released:
+                self._forget_released()  # the only moment at which mappings can pile up
+                check_alive(region.endpoint)
+                found = self._mapped[path, target] = _open(path, target)
+        if offset + region.nbytes > len(found.mapping):
+            raise RegionError(
+                f"shm: segment at {path} must have {offset + region.nbytes} bytes, has "
+                f"{len(found.mapping)}"
+            )
+        return found, offset
+
+    def forget_released(self) -> None:
+        """Unmap what its owners have released, by ending too."""
+        with self._lock:
+            self._forget_released()
+
+    def close(self) -> None:
+        """Unmap everything."""
+        with self._lock:
+            self._mapped.clear()
+
+    def _forget_released(self) -> None:
+        # A copy under way in another thread holds a reference, so nothing is unmapped under it.
+        self._mapped = {k: mapped for k, mapped in self._mapped.items() if not mapped.is_released}
+
+
+def _refers_to(path: str, target: str) -> bool:
+    with contextlib.suppress(OSError):
+        return os.readlink(path) == target
+    return False
+
+
+def _open(path: str, target: str) -> _MappedSegment:
+    if not _refers_to(path, target):
+        raise RegionError(f"shm: the segment at {path} was released by its owner")
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise RegionError(f"shm: the segment at {path} cannot be opened: {error}") from error
+    try:
+        if not fcntl.fcntl(handle, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise RegionError(f"shm: the segment at {path} must be sealed against shrinking")
+        # One pass over the page tables now instead of a fault per page in the first write.
+        mapping = mmap.mmap(handle, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    except (OSError, ValueError) as error:
+        raise RegionError(f"shm: the segment at {path} cannot be mapped: {error}") from error
+    finally:
+        os.close(handle)
+    return _MappedSegment(
+        path, target, mapping, ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    )

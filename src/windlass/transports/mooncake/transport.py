@@ -25,13 +25,13 @@ from windlass.memory.ranges import calls, split_pieces
 from windlass.net.addresses import join_host_port
 from windlass.net.clock import Deadline
 from windlass.transports.base import (
+    CEILING_BYTES_PER_S,
     MemoryRegion,
     PeerEndpoint,
     TransportTraits,
     WireReport,
     WriteBatch,
 )
-from windlass.transports.ceilings import CEILING_BYTES_PER_S
 from windlass.transports.inbound import cut_inbound
 from windlass.transports.liveness import LivenessListener
 from windlass.transports.mooncake.config import MooncakeConfig

@@ -6,10 +6,15 @@ may take, and asked to log its choice (`UCX_PROTO_INFO`), which is read back fro
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
+import logging
 import os
 import re
+import shutil
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -21,7 +26,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from windlass.envs import set_defaults, temporary_values
+from windlass.envs import environment_value, set_defaults, temporary_values
 from windlass.errors import TransportUnavailable
 from windlass.transports.inbound import new_mark
 from windlass.transports.nixl.config import NixlConfig, NixlWire
@@ -59,7 +64,8 @@ _PROGRESS_REST_US = 100
 TCP_MARK = new_mark()
 """On every TCP connection of UCX in this process, whoever opened it."""
 _BUILDS = ("nixl_cu12", "nixl_cu13")
-_LOG_NAME = "windlass-ucx"
+_STARTING = threading.Lock()
+"""Around the start of an agent: UCX opens its log when the first one is made."""
 _HEADER = re.compile(r"\| (\S+) .*cfg#\d+ +\|")
 _COMPLAINT = re.compile(r"\bUCX +(?:ERROR|FATAL|WARN|DIAG) +(.*)")
 _NUM_COMPLAINTS = 3
@@ -210,21 +216,11 @@ def start_agent(config: NixlConfig, name: str) -> tuple[NativeAgent, WireLog, st
         raise TransportUnavailable(
             "nixl: not installed; pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1"
         ) from error
-    directory = Path(tempfile.gettempdir())
-    settings = {
-        "UCX_PROTO_INFO": "y",
-        "UCX_LOG_FILE": str(directory / f"{_LOG_NAME}.%p.log"),
-        "NIXL_LOG_LEVEL": "ERROR",
-    }
+    settings = {"UCX_PROTO_INFO": "y", "NIXL_LOG_LEVEL": "ERROR"}
     if not _has_nics():
         # The wheel's own libnl-route, which this module brings in, crashes when the process ends.
         settings["UCX_MODULES"] = "^ib"
-    values = set_defaults(settings)
-    try:
-        api = _module("_api")
-    except ImportError as error:
-        raise TransportUnavailable(f"nixl: cannot be loaded ({error})") from error
-    _quiet()
+    set_defaults(settings)
     # NIXL's own parameter for UCX settings stops at the first comma.
     wires = _TLS[config.wire]
     if config.gpu >= 0:
@@ -235,8 +231,22 @@ def start_agent(config: NixlConfig, name: str) -> tuple[NativeAgent, WireLog, st
         settings["UCX_MAX_RMA_RAILS"] = str(config.device.count(",") + 1)
     if config.wire is NixlWire.AUTO:
         del settings["UCX_TLS"]
+    with _STARTING:
+        path = settings["UCX_LOG_FILE"] = _log_file()
+        with temporary_values(settings):
+            agent = _native_agent(config, name)
+    return agent, WireLog(name, Path(path.replace("%p", str(os.getpid())))), detail
+
+
+def _native_agent(config: NixlConfig, name: str) -> NativeAgent:
     try:
-        with temporary_values(settings), _patient_progress():
+        api = _module("_api")
+    except ImportError as error:
+        raise TransportUnavailable(f"nixl: cannot be loaded ({error})") from error
+    for logger in (logging.getLogger("nixl"), api.logger):  # it tells of every agent that it starts
+        logger.setLevel(logging.WARNING)
+    try:
+        with _patient_progress():
             agent = cast("NativeAgent", api.nixl_agent(name, api.nixl_agent_config(backends=[])))
             agent.create_backend("UCX", {})
     except native_errors() as error:
@@ -244,8 +254,25 @@ def start_agent(config: NixlConfig, name: str) -> tuple[NativeAgent, WireLog, st
             f"nixl: UCX does not start with wire {config.wire.value} and device "
             f"{config.device or 'any'!r}: {error}"
         ) from error
-    log = WireLog(name, Path(values["UCX_LOG_FILE"].replace("%p", str(os.getpid()))))
-    return agent, log, detail
+    return agent
+
+
+@functools.cache
+def _log_file() -> str:
+    """Return where UCX logs in this process, by the user's choice or in a folder that nobody else can enter.
+
+    In a folder of everybody's a name could be a link that leads to a file of this user's.
+    """
+    if chosen := environment_value("UCX_LOG_FILE"):
+        return chosen
+    folder = tempfile.mkdtemp(prefix="windlass-")
+    atexit.register(_remove_folder, folder, os.getpid())
+    return str(Path(folder, "ucx.%p.log"))
+
+
+def _remove_folder(folder: str, owner: int) -> None:
+    if os.getpid() == owner:  # and not a child that it has forked
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def memory_kind(gpu: int) -> str:
@@ -294,14 +321,6 @@ def _patient_progress() -> Iterator[None]:
         yield
     finally:
         bindings.nixlAgentConfig = original
-
-
-def _quiet() -> None:
-    """NIXL's own logger tells of every agent it starts."""
-    import logging
-
-    logging.getLogger("nixl").setLevel(logging.WARNING)
-    _module("_api").logger.setLevel(logging.WARNING)
 
 
 def _module(name: str) -> Any:

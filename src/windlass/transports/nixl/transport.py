@@ -34,13 +34,13 @@ from windlass.memory.ranges import calls, split_pieces
 from windlass.net.addresses import join_host_port
 from windlass.net.clock import Deadline
 from windlass.transports.base import (
+    CEILING_BYTES_PER_S,
     MemoryRegion,
     PeerEndpoint,
     TransportTraits,
     WireReport,
     WriteBatch,
 )
-from windlass.transports.ceilings import CEILING_BYTES_PER_S
 from windlass.transports.liveness import INCARNATION_NBYTES, LivenessListener, PeerLiveness
 from windlass.transports.lockable import check_lockable
 from windlass.transports.network import NetworkTransport
