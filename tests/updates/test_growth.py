@@ -122,7 +122,7 @@ def test_three_hundred_engines_that_come_and_go_leave_nothing_in_the_coordinator
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recovery, "KEPT_ATTEMPTS", 4)
-    monkeypatch.setattr(control, "KEPT_LATE", 2)
+    monkeypatch.setattr(control, "KEPT_REFUSALS", 2)
     monkeypatch.setattr(fleet, "MAX_QUARANTINED", 2)
     monkeypatch.setattr(journal, "MAX_QUARANTINED", 2)
 

@@ -699,6 +699,21 @@ def test_a_failure_of_one_engine_while_publishing_does_not_unpublish_the_others(
     ]
 
 
+@pytest.mark.parametrize("phase", STAGED_PHASES)
+def test_an_answer_counts_only_from_who_was_asked(phase: Phase) -> None:
+    script = Script(make_spec(UpdateMode.STAGED))
+    waiting = script.run_to(phase)
+    asked = script.machine.waiting_for
+    assert asked
+    for send in waiting:
+        for other in {*TRAINERS, *ENGINE_OF} - {send.worker}:
+            for result in (script.good(send), Failure(FailureKind.FAILED, "forged")):
+                event = Replied(other, send.seq, result)
+                assert script.machine.handle(event) == []
+    assert script.machine.waiting_for == asked
+    assert script.finish_well(waiting).outcome is RoundOutcome.PUBLISHED
+
+
 def test_prepare_and_pause_begin_together_in_place_and_not_staged() -> None:
     for mode in UpdateMode:
         first = RoundMachine(make_spec(mode)).start()

@@ -34,6 +34,8 @@ from windlass.updates.messages import (
     ConnectEngine,
     ConnectTrainer,
     Done,
+    Failure,
+    FailureKind,
     JoinGroups,
     NotBound,
     Offered,
@@ -203,7 +205,7 @@ async def bind_fleet(
         for w, part in compiled.source_parts.items()
     }
     offers = await _bind_sources(caller, parts, engine_of, deadline_s)
-    await _form_groups(caller, offers, deadline_s)
+    await _form_groups(caller, offers, engine_of, deadline_s)
     await _bind_relay(caller, relay, workers, bindings, engine_of, transports, deadline_s)
     return Binding(
         signature=signature,
@@ -327,11 +329,17 @@ def _unbound(
     return EnginesUnbound(refusals, late, gone)
 
 
-async def _form_groups(caller: RankCaller, offers: Sequence[GroupOffer], deadline_s: float) -> None:
+async def _form_groups(
+    caller: RankCaller,
+    offers: Sequence[GroupOffer],
+    engine_of: Mapping[str, str],
+    deadline_s: float,
+) -> None:
     """All members at once, each in the order of the sources' names, so that none waits in a ring.
 
     Raises:
-        RoundAborted: some member is not in. Who is to blame shows when the fleet is bound anew.
+        EnginesUnbound: one engine is not in, and nobody else is to blame.
+        RoundAborted: others are not.
     """
     ordered = sorted(offers, key=lambda offer: offer.source)
     members = dict.fromkeys(worker for offer in ordered for worker in offer.members)
@@ -345,7 +353,16 @@ async def _form_groups(caller: RankCaller, offers: Sequence[GroupOffer], deadlin
         },
         deadline_s,
     )
-    if failed := failures_of(joined, Done):
+    failed = failures_of(joined, Done)
+    to_blame = {
+        worker: result
+        for worker, result in failed.items()
+        if not (isinstance(result, Failure) and result.kind is FailureKind.TIMED_OUT)
+    }
+    engines = {engine_of.get(worker) for worker in to_blame}
+    if len(engines) == 1 and None not in engines:
+        raise _unbound(to_blame, engine_of, "did not join")
+    if failed:
         raise RoundAborted("; ".join(f"{w} did not join: {describe(r)}" for w, r in failed.items()))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from windlass.errors import (
     WindlassError,
 )
 from windlass.layout.manifest import Role
-from windlass.net.logs import log_fields
+from windlass.net.logs import log_fields, printable
 from windlass.net.messages import Garbled
 from windlass.net.rpc import host_of, serve
 from windlass.net.server import ControlServer
@@ -47,7 +47,7 @@ from windlass.updates.binding import (
 from windlass.updates.changes import Changes, tell
 from windlass.updates.comparisons import Comparisons
 from windlass.updates.driver import RoundDriver, RoundResult, push_spec_of, spec_of
-from windlass.updates.fleet import EngineInfo, Fleet, Group, Identity, MustWait
+from windlass.updates.fleet import PROBE_SEQ, EngineInfo, Fleet, Group, Identity, MustWait
 from windlass.updates.journal import Journal, JournalEntry, JournalKind
 from windlass.updates.messages import (
     AGENT_FRAMES,
@@ -86,7 +86,8 @@ __all__ = ["Coordinator", "EngineInfo"]
 
 _log = logging.getLogger(__name__)
 MAX_LATE = 2
-KEPT_LATE = 1024
+"""Times that an engine may not answer when it is bound; one that is late again is refused."""
+KEPT_REFUSALS = 1024
 MAX_REASON_LENGTH = 2000
 """Of what an engine says why it cannot join."""
 MAX_EPOCHS_AHEAD = 1 << 20
@@ -132,7 +133,6 @@ class Coordinator:
         self._binding: Binding | None = None
         self._catch_ups = CatchUps(self, self._fleet, config, planner)
         self._resumes = Resumes(self, self._sessions, config.deadlines)
-        self._late = Counter[Identity]()
         self._comparisons = Comparisons(config.compare_share)
         self._refusals: dict[str, tuple[str, str]] = {}
         self._unbindable = ""
@@ -187,6 +187,7 @@ class Coordinator:
             "published_version": self._published,
             "mode": self._config.mode.value,
             "engines": self._fleet.describe(self._published),
+            "refused": {who: printable(reason) for who, (_, reason) in self._refusals.items()},
             "trainers": list(t.workers) if (t := self._fleet.trainers()) is not None else [],
             "in_round": self._driver is not None,
             "updates": self.num_updates,
@@ -259,7 +260,7 @@ class Coordinator:
     def _note_refusal(self, who: str, engine: str, reason: str) -> None:
         """`who` is a rank or the engine; until it comes anew."""
         self._refusals[who] = engine, reason
-        if len(self._refusals) > KEPT_LATE:
+        if len(self._refusals) > KEPT_REFUSALS:
             del self._refusals[next(iter(self._refusals))]
         self._changes.notify()
 
@@ -425,7 +426,11 @@ class Coordinator:
                 if self._resumes.heard(session.agent, frame):
                     self._changes.notify()
                 if self._driver is not None:
-                    self._driver.on_reply(session.worker, frame)
+                    self._driver.on_reply(session, frame)
+                if frame.seq == PROBE_SEQ and session.agent.silent:
+                    session.agent.silent = ""
+                    self._changes.notify()
+                    self.settle_soon()
                 identity, result = session.agent.identity, frame.result
                 if self._fleet.settle(identity, frame.round_id, frame.seq, result):
                     self._record_quarantine()
@@ -482,7 +487,12 @@ class Coordinator:
             WindlassError: somebody did not bind.
         """
         self._binding = None  # the newcomer's memory is bound to another plan now
-        binding = await self._bind(donor, (newcomer,), lambda _sources, _destinations: plan)
+        try:
+            binding = await self._bind(donor, (newcomer,), lambda _sources, _destinations: plan)
+        except EnginesUnbound as error:
+            # What it refuses of a peer it may take from the trainers.
+            await self._part_with(EnginesUnbound({}, error.late, ""))
+            raise
         report = await self._run_round(self._published, self._fleet.lineage, binding)
         self._changes.notify()
         return report
@@ -507,7 +517,7 @@ class Coordinator:
             refused = await find_unplannable(trainers, engines, self._planner)
             if len(refused) in {0, len(engines)}:
                 raise  # trainers that fit nobody are told so; the engines wait for others
-            await self._refuse(refused)
+            await self._part_with(EnginesUnbound(refused, {}, ""))
             return await self._ensure_bound()
         except EnginesUnbound as error:
             await self._part_with(error)
@@ -535,42 +545,40 @@ class Coordinator:
         return self._round_id
 
     async def _part_with(self, unbound: EnginesUnbound) -> None:
-        """Who was late may come back over another connection; who said no is refused."""
+        """Who was late takes part again once it answers, but not for ever; who said no is refused."""
         refused = unbound.refusals
         for worker, reason in unbound.late.items():
             session = self._sessions.get(worker)
             if session is None:
                 continue
-            self._late[session.agent.identity] += 1
-            if len(self._late) > KEPT_LATE:
-                del self._late[next(iter(self._late))]
-            if self._late[session.agent.identity] > MAX_LATE:
+            session.agent.num_late += 1
+            if session.agent.num_late > MAX_LATE:
                 refused.setdefault(session.agent.hello.group, reason)
             else:
-                await self.lost(session, reason)
-                self._spawn(session.close())
-        await self._refuse(refused)
-
-    async def _refuse(self, reasons: dict[str, str]) -> None:
-        for name, reason in reasons.items():
+                self._set_aside(session, reason)
+        for name, reason in refused.items():
             group = self._fleet.group_of(name)
-            if group is None:
-                continue
-            group.refused = reason
-            _log.error("engine %s refused: %s", name, reason)
-            await self._send_away(group.workers, reason)
-            self._note_refusal(name, name, reason)
+            if group is not None:
+                _log.error("engine %s refused: %s", name, reason)
+                await self._send_away(group.workers, reason)
+                self._note_refusal(name, name, reason)
+
+    def _set_aside(self, session: AgentSession, reason: str) -> None:
+        """Nothing waits for this engine rank again before it has answered."""
+        _log.warning("%s", reason)
+        session.agent.silent = reason
+        self._changes.notify()
+        self._spawn(session.probe(self._round_id))
 
     async def _send_away(self, workers: Sequence[str], reason: str) -> None:
-        for worker in workers:
-            session = self._sessions.get(worker)
-            if session is None:
-                continue
+        found = [self._sessions[worker] for worker in workers if worker in self._sessions]
+        for session in found:
+            await self.lost(session, reason)  # all of them, before anything is waited for
+        for session in found:
             try:
                 await session.send(Refused(reason))
             except PeerUnreachable:
-                _log.info("%s is gone before it was refused", worker)
-            await self.lost(session, reason)
+                _log.info("%s is gone before it was refused", session.worker)
             self._spawn(session.close())
 
     # --- the second clock ----------------------------------------------------------------------
@@ -683,10 +691,8 @@ class Coordinator:
         try:
             left_s = pause_s - (time.monotonic() - began_s)
             driver, spec, binding = self._start_push(left_s, session_s)
-        except BaseException as error:
+        except BaseException:
             self._lock.release()
-            if isinstance(error, OSError):
-                raise RoundAborted(f"the round cannot be recorded: {error}") from error
             raise
         report = asyncio.create_task(self._finish_push(driver, spec, binding))
         self._tasks.add(report)
@@ -732,10 +738,13 @@ class Coordinator:
         """Put a round on record and make it the running one.
 
         Raises:
-            OSError: it cannot be recorded.
+            RoundAborted: it cannot be recorded.
         """
         self._round_id = self._round_id.next_round()
-        self._journal_round(JournalKind.ROUND_BEGAN, spec.version, tuple(binding.engines))
+        try:
+            self._journal_round(JournalKind.ROUND_BEGAN, spec.version, tuple(binding.engines))
+        except OSError as error:
+            raise RoundAborted(f"the round cannot be recorded: {error}") from error
         # Of a push no bytes are live before APPLY: what cannot be recorded then changes nothing.
         pushed = spec.traits.driven_by_trainer
         reserves_in = Phase.APPLY if pushed else Phase.PUBLISH
@@ -760,6 +769,11 @@ class Coordinator:
         # A copy of another run's version is no news, and a job of this run may have come meanwhile.
         if published and spec.lineage == self._lineage:
             self._published, self._fleet.lineage = result.finish.version, spec.lineage
+        for worker in sorted(result.finish.silent):
+            session = driver.sessions[worker]
+            if self._sessions.get(worker) is session:
+                reason = result.finish.reasons[session.agent.hello.group]
+                self._set_aside(session, reason)
         return self._conclude(driver.round_id, spec.lineage, binding, result)
 
     def _on_phase(self, version: int, phase: Phase, reserves_in: Phase) -> None:
@@ -826,8 +840,11 @@ class Coordinator:
             if group is None or group.identities != bound:
                 continue
             group.mixed_weights |= name in finish.mixed
+            group.left_out = finish.reasons.get(name, "")
             if outcome is EngineOutcome.PUBLISHED:
                 group.version, group.lineage, group.mixed_weights = finish.version, lineage, False
+                for agent in group.agents.values():
+                    agent.num_late = 0
         incarnations = dict(binding.signature)
         for source, engines in finish.unsettled.items():
             reached = frozenset[Identity]().union(*(binding.identities_of(e) for e in engines))

@@ -216,9 +216,10 @@ class RoundDriver:
         """Queue an event."""
         self._events.put_nowait(event)
 
-    def on_reply(self, worker: str, reply: Reply[Result]) -> None:
-        """Queue a reply if it belongs to this round."""
-        if reply.round_id == self.round_id:
+    def on_reply(self, session: AgentSession, reply: Reply[Result]) -> None:
+        """Queue a reply if it belongs to this round, and its sender does."""
+        worker = session.worker
+        if reply.round_id == self.round_id and self.sessions.get(worker) is session:
             if (worker, reply.seq) in self._publishing and worker in self._pause_began:
                 paused_s = self._clock() - self._pause_began[worker]
                 self._pause_s = max(self._pause_s, paused_s)

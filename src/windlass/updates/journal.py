@@ -19,6 +19,7 @@ import msgspec
 
 from windlass.errors import ConfigError
 from windlass.net.line_file import LineFile
+from windlass.net.messages import MAX_NAME_NBYTES
 from windlass.updates.messages import MAX_COUNT
 
 __all__ = ["Journal", "JournalEntry", "JournalKind"]
@@ -35,6 +36,7 @@ MAX_QUARANTINED = 4096
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 _Version = Annotated[int, msgspec.Meta(ge=-1, le=MAX_COUNT)]
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_NBYTES)]
 
 
 class JournalKind(StrEnum):
@@ -50,7 +52,7 @@ class JournalKind(StrEnum):
 
 
 class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line. Numbers out of bounds are no entry: they could not be sent, or grow no more.
+    """One line. What could not have been said on the wire is no entry: numbers out of bounds, long names.
 
     Attributes:
         kind: what happened. epoch, round: when.
@@ -65,9 +67,9 @@ class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     epoch: _Count
     round: _Count
     version: _Version
-    engines: tuple[str, ...] = ()
+    engines: tuple[_Name, ...] = ()
     detail: str = ""
-    lineage: str = ""
+    lineage: Annotated[str, msgspec.Meta(max_length=MAX_NAME_NBYTES)] = ""
 
 
 @dataclass(slots=True)
@@ -199,9 +201,13 @@ class Journal:
         The first one gives the run its lineage, at random.
 
         Raises:
-            ConfigError: it cannot be written; the journal is closed, so that another may try.
+            ConfigError: it cannot be written, or there is no higher epoch; the journal is closed, so
+                that another may try.
         """
         epoch = self.last_epoch + 1
+        if epoch > MAX_COUNT:
+            self.close()
+            raise ConfigError(f"journal: epoch must be < 2^53, got {epoch}")
         started = JournalEntry(
             JournalKind.STARTED,
             epoch,

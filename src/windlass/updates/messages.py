@@ -108,11 +108,15 @@ they could not write, is in the log and in the trainers' report, and no engine's
 
 
 class FailureKind(StrEnum):
-    """What an agent's failure means for the round."""
+    """What an agent's failure means for the round.
+
+    TIMED_OUT: the rank waited for others in vain, when it entered a group.
+    """
 
     FAILED = "failed"
     UNKNOWN = "unknown"
     STALE = "stale"
+    TIMED_OUT = "timed_out"
 
 
 # --- agent -> controller -----------------------------------------------------------------

@@ -192,6 +192,7 @@ class Finish:
         mixed: engines whose live weights may be of two versions, quarantined or not.
         unsettled: workers that were told to write and did not answer, and the engines that their
             bytes may still reach.
+        silent: engine ranks that did not answer by a deadline.
         measures: what ranks reported.
         digest_ok: no engine reported a wrong digest in the end.
     """
@@ -203,6 +204,7 @@ class Finish:
     reasons: Mapping[str, str]
     mixed: frozenset[str]
     unsettled: Mapping[str, tuple[str, ...]]
+    silent: frozenset[str]
     measures: Mapping[Measure, float]
     digest_ok: bool
 

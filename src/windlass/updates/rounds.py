@@ -116,6 +116,7 @@ class RoundMachine:
         parts = () if spec.replicated is None else spec.replicated.parts
         self._digested = {worker: np.zeros(0, DIGESTED) for worker in parts}
         self._lost_trainers: set[str] = set()
+        self._silent: set[str] = set()
         self._rewrites_left = spec.max_rewrites
         self._wrote = False
         self._all_sent = not spec.traits.driven_by_trainer
@@ -299,6 +300,7 @@ class RoundMachine:
         if trainers:
             self._give_up(f"{', '.join(trainers)}: {reason}")
             return
+        self._silent.update(late)
         for worker in late:
             self._drop(self._engine_of[worker], f"{worker}: {reason}")
 
@@ -485,6 +487,7 @@ class RoundMachine:
                     source: tuple(sorted({self._engine_of[d] for d in destinations}))
                     for source, destinations in self._writing().items()
                 },
+                silent=frozenset(self._silent),
                 measures={m: m.of_ranks(values) for m, values in self._measured.items()},
                 digest_ok=self._digest_ok,
             )

@@ -97,6 +97,14 @@ def check_first(first: AgentFrame) -> Hello | CannotJoin:
                 raise ProtocolError(
                     f"{first.worker}: worker must be group/rank, '{first.group}/{first.rank}'"
                 )
+            check_name(first.incarnation, f"{first.worker}: incarnation")
+            for what, name in (
+                ("host", first.host),
+                ("lineage", first.lineage),
+                ("job", first.job),
+            ):
+                if name:
+                    check_name(name, f"{first.worker}: {what}")
             _check_role(first.worker, first.role)
         case _:
             raise ProtocolError(f"the first frame must be Hello, got {type(first).__name__}")
