@@ -36,8 +36,8 @@ from windlass.net.sockets import open_http
 from windlass.net.tls import client_context
 from windlass.rollout import RolloutController, SamplingParams, StalenessPolicy, StaticEngines
 from windlass.rollout.batches import BatchQueue
-from windlass.rollout.client import BatchClient
-from windlass.rollout.service import mount_rollout_routes
+from windlass.rollout import BatchClient
+from windlass.rollout import mount_rollout_routes
 from windlass.updates.client import AgentChannel
 
 NO_FILES = {"WINDLASS_TLS_CA": "", "WINDLASS_TLS_CERT": "", "WINDLASS_TLS_KEY": ""}

@@ -23,10 +23,9 @@ from windlass.rollout import (
     SamplingParams,
     StalenessPolicy,
 )
-from windlass.rollout.journal import RolloutJournal
+from windlass.rollout.journal import Entry, PersistedState, RolloutJournal
 from windlass.rollout.lifecycle import Lifecycle
 from windlass.rollout.messages import OutcomeStatus, Partial, RolloutOutcome, Work
-from windlass.rollout.persisted import Entry, PersistedState
 from windlass.rollout.table import Record, State
 from windlass.rollout.workflows import encode_value
 
@@ -42,7 +41,6 @@ def outcome(task_id: str, attempt: int, status: OutcomeStatus, version: int) -> 
     return RolloutOutcome(
         task_id=task_id,
         attempt=attempt,
-        seq=1,
         status=status,
         result=Partial((7,), (-0.5,), (version,)),
         engine="engine",

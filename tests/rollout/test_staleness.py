@@ -218,7 +218,6 @@ def outcome(task_id: str, attempt: int, status: OutcomeStatus, version: int) -> 
     return RolloutOutcome(
         task_id=task_id,
         attempt=attempt,
-        seq=1,
         status=status,
         result=Partial((7,), (-0.5,), (version,)),
         engine="engine",

@@ -15,7 +15,7 @@ from windlass.rollout.batches import BatchQueue
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.handles import Rollout, RolloutConfig, RolloutGroup
 from windlass.rollout.messages import OnAbort, SamplingParams
-from windlass.rollout.service import mount_rollout_routes
+from windlass.rollout import mount_rollout_routes
 from windlass.rollout.staleness import StalenessPolicy
 from windlass.updates.coordinator import Coordinator
 

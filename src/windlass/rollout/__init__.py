@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from windlass.lazy import public
 
 if TYPE_CHECKING:
+    from windlass.rollout.batches import BatchClient as BatchClient
     from windlass.rollout.batches import BatchQueue as BatchQueue
     from windlass.rollout.batches import training_samples as training_samples
-    from windlass.rollout.batches import BatchClient as BatchClient
     from windlass.rollout.controller import RolloutController as RolloutController
     from windlass.rollout.controller import mount_rollout_routes as mount_rollout_routes
     from windlass.rollout.directory import EngineDirectory as EngineDirectory
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from windlass.rollout.messages import TrainingBatch as TrainingBatch
     from windlass.rollout.messages import TrainingSample as TrainingSample
     from windlass.rollout.messages import Turn as Turn
-    from windlass.rollout.worker import run_rollout_worker as run_rollout_worker
     from windlass.rollout.staleness import OnStale as OnStale
     from windlass.rollout.staleness import StalenessPolicy as StalenessPolicy
+    from windlass.rollout.worker import run_rollout_worker as run_rollout_worker
     from windlass.rollout.workflows import Reject as Reject
     from windlass.rollout.workflows import Workflow as Workflow
     from windlass.rollout.workflows import WorkflowContext as WorkflowContext

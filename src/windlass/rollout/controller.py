@@ -20,7 +20,7 @@ from typing import Self, final
 import msgspec
 from aiohttp import web
 
-from windlass.errors import ConfigError, PeerTimeout, RolloutError
+from windlass.errors import ConfigError, PeerTimeout
 from windlass.net.messages import PROTOCOL_VERSION
 from windlass.net.server import ControlServer
 from windlass.rollout.batches import BatchQueue

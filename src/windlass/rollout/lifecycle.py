@@ -19,7 +19,6 @@ import msgspec
 
 from windlass.errors import DECODE_ERRORS, ConfigError, PeerTimeout, RolloutError
 from windlass.net.logs import log_fields
-from windlass.rollout.deadlines import Deadlines
 from windlass.rollout.handles import (
     GroupHandle,
     Recovered,
@@ -28,7 +27,7 @@ from windlass.rollout.handles import (
     RolloutGroup,
     RolloutHandle,
 )
-from windlass.rollout.journal import RolloutJournal
+from windlass.rollout.journal import PersistedState, PersistedTask, RolloutJournal
 from windlass.rollout.messages import (
     LOCAL_WORKER,
     OnAbort,
@@ -38,9 +37,8 @@ from windlass.rollout.messages import (
     SamplingParams,
     Work,
 )
-from windlass.rollout.persisted import PersistedState, PersistedTask
 from windlass.rollout.staleness import StalenessPolicy
-from windlass.rollout.table import NOTHING, Group, Record, RolloutTable, State
+from windlass.rollout.table import NOTHING, Deadlines, Group, Record, RolloutTable, State
 
 __all__ = ["Lifecycle"]
 

@@ -373,7 +373,7 @@ async def decode_outcomes(batch: CompletionBatch) -> list[RolloutOutcome]:
     Raises:
         ProtocolError: one of them is no outcome.
     """
-    if sum(map(len, batch.outcomes)) <= SMALL_FRAME_NBYTES:  # type: ignore[arg-type]  # Raw has a length
+    if sum(map(len, batch.outcomes)) <= SMALL_FRAME_NBYTES:
         return [decode_outcome(raw) for raw in batch.outcomes]
     return await asyncio.to_thread(_decode_all, batch.outcomes)
 

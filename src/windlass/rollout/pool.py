@@ -17,7 +17,7 @@ from typing import final
 
 from aiohttp import web
 
-from windlass.errors import ConfigError, PeerUnreachable, ProtocolError, RolloutError
+from windlass.errors import ProtocolError, RolloutError
 from windlass.net.access import Access, role_token
 from windlass.net.messages import PROTOCOL_VERSION, Garbled, MustWait, Reply, check_name
 from windlass.net.rpc import Session, serve
