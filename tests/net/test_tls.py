@@ -97,13 +97,16 @@ async def test_a_client_believes_its_authority_and_nobody_else(
             with pytest.raises(PeerUnreachable, match="CERTIFICATE"):
                 await fetch_overview(url, TOKEN, 10.0)
         # Its own authority is believed, and it is none of the server's.
-        with environment(stranger.issue("owner", believes=authority)):
-            with pytest.raises(PeerUnreachable):
-                await fetch_overview(url, TOKEN, 10.0)
+        believing = stranger.issue("owner", believes=authority)
+        with environment(believing), pytest.raises(PeerUnreachable):
+            await fetch_overview(url, TOKEN, 10.0)
     for files in (authority.issue(expired=True), authority.issue(host="other.example")):
-        with served(files) as url, environment(authority.issue()):
-            with pytest.raises(PeerUnreachable, match="CERTIFICATE"):
-                await fetch_overview(url, TOKEN, 10.0)
+        with (
+            served(files) as url,
+            environment(authority.issue()),
+            pytest.raises(PeerUnreachable, match="CERTIFICATE"),
+        ):
+            await fetch_overview(url, TOKEN, 10.0)
 
 
 async def test_a_blocking_client_and_an_agent_verify_the_server_too(
