@@ -15,7 +15,6 @@ from typing import Any, cast
 import aiohttp
 import pytest
 from fake_engine import FakeEngine
-from windlass.rollout.runner import WorkerSettings
 
 from windlass.engines import launch
 from windlass.engines.sglang.table import __main__ as table
@@ -25,6 +24,7 @@ from windlass.errors import PeerTimeout
 from windlass.jobs.launch import _Job
 from windlass.jobs.schedulers import local as local_scheduler
 from windlass.jobs.schedulers import ray as ray_scheduler
+from windlass.net.messages import Envelope
 from windlass.rollout import (
     RolloutController,
     SamplingParams,
@@ -33,7 +33,8 @@ from windlass.rollout import (
     WorkflowContext,
     pool,
 )
-from windlass.rollout.messages import EngineTarget, RolloutTask
+from windlass.rollout.messages import EngineTarget, RolloutTask, TaskBatch
+from windlass.rollout.worker import RolloutWorker, WorkerSettings
 from windlass.transports.mooncake.config import MooncakeConfig
 
 DEADLINE_S = 20.0

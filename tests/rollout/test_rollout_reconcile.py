@@ -97,6 +97,8 @@ class PlayedWorker:
                         self.cancelled.put_nowait(key)
                     if self.answers:
                         await socket.send_bytes(encode(Reply(epoch, number, seq, None)))
+                case frame:
+                    raise AssertionError(frame)
 
     async def task(self) -> RolloutTask:
         return await asyncio.wait_for(self.tasks.get(), WITHIN_S)

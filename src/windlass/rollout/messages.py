@@ -69,8 +69,8 @@ SMALL_VALUE_NBYTES = 4096
 SMALL_FRAME_NBYTES = 256 << 10
 """Of outcomes that are decoded in the event loop."""
 
-_Tokens = Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_TOKENS)]
-_Logprobs = Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_TOKENS)]
+TokenIds = Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_TOKENS)]
+Logprobs = Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_TOKENS)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_NBYTES)]
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
@@ -144,9 +144,9 @@ class EngineTarget(msgspec.Struct, frozen=True, gc=False):
 class Partial(msgspec.Struct, frozen=True, gc=False):
     """Tokens that are already there: ids, logprobs and weight versions, of equal length."""
 
-    output_ids: _Tokens = ()
-    logprobs: _Logprobs = ()
-    versions: _Tokens = ()
+    output_ids: TokenIds = ()
+    logprobs: Logprobs = ()
+    versions: TokenIds = ()
 
     def __post_init__(self) -> None:
         if not len(self.output_ids) == len(self.logprobs) == len(self.versions):
@@ -159,7 +159,7 @@ class Partial(msgspec.Struct, frozen=True, gc=False):
 class Turn(msgspec.Struct, frozen=True, gc=False):
     """One call of an engine by a workflow: what it was given, and what it answered."""
 
-    prompt_ids: _Tokens
+    prompt_ids: TokenIds
     output: Partial
     finish_reason: str
 

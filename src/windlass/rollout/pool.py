@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 MAX_REPLACED = 4096
 """Processes whose name another one has: the newest are known when they come back."""
 CALL_DEADLINE_S = 10.0
-RECONNECT_S = 1.0
+RECONNECT_S = 3.0
 """For a worker that has closed its connection to open another one; one that has ended never does."""
 STOP_DEADLINE_S = 5.0
 # Few enough to stay in the cache of the core that decodes and uses them; the loop is free again soon.
@@ -434,7 +434,8 @@ class WorkerPool:
         worker.assigned.clear()
         self._remove(worker)
         name = worker.hello.name
-        logger.warning("worker %s lost with %d rollouts: %s", name, len(keys), reason)
+        level = logging.WARNING if keys else logging.INFO
+        logger.log(level, "worker %s lost with %d rollouts: %s", name, len(keys), reason)
         self._on_lost(keys, f"worker {name}: {reason}")
 
     def _remove(self, worker: Worker) -> None:

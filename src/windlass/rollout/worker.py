@@ -84,11 +84,11 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 class _InLoop(concurrent.futures.Executor):
     """Does at once what it is given: calls of a worker only start attempts."""
 
-    def submit(
-        self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    def submit(  # type: ignore[override]  # the loop gives no arguments by name
+        self, fn: Callable[..., Any], /, *args: Any
     ) -> concurrent.futures.Future[Any]:
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        future.set_result(fn(*args, **kwargs))
+        future.set_result(fn(*args))
         return future
 
 

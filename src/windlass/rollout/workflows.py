@@ -149,9 +149,10 @@ def encode_value(what: str, value: object) -> bytes:
     """
     try:
         encoded = msgspec.msgpack.encode(value)
-        check_value(what, encoded)
     except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{what}: must be msgpack-plain, got {type(value).__name__}") from error
+    try:
+        check_value(what, encoded)
     except ProtocolError as error:
         raise ConfigError(str(error)) from error
     return encoded
