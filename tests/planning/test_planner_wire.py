@@ -32,7 +32,7 @@ def test_bytes_that_are_no_plan_are_refused(data: bytes) -> None:
         TransferPlan.decode(data)
 
 
-@pytest.mark.parametrize("column", ["src", "mode", "sizes", "landing_offset"])
+@pytest.mark.parametrize("column", ["src", "mode", "sizes", "staging_offset"])
 def test_a_column_that_is_cut_or_absent_is_refused(column: str) -> None:
     whole = payload()
     assert len(TransferPlan.decode(msgspec.msgpack.encode(whole)).ops) == 1

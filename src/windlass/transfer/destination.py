@@ -182,7 +182,7 @@ class Destination:
         if shadow and self._shadow is None:
             self._shadow = ShadowCopy(self.memory, self.manifest, self._live, self._allocate)
         self.addresses = self._shadow.addresses if shadow and self._shadow else self._live
-        self.staging_address = self._stage(plan.landing_nbytes[index] if staged else 0)
+        self.staging_address = self._stage(plan.staging_nbytes[index] if staged else 0)
         self.digests = self.memory.digests(
             programs,
             np.array(self.addresses, np.uint64),
@@ -287,7 +287,7 @@ class Destination:
         for program in self.programs.values():
             for op in program.ops:
                 if op.lands and self.staging_address:
-                    address = self.staging_address + op.landing_offset
+                    address = self.staging_address + op.staging_offset
                     yield self._copy(op, address, op.packed_strides)
                 elif self.addresses is self._live or op.is_direct:
                     continue

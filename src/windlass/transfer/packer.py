@@ -71,7 +71,7 @@ class Peer:
     def address_of(self, op: BoundOp) -> int:
         """Where the payload of a packed op goes."""
         if op.lands:
-            return self.binding.landing_address + op.landing_offset
+            return self.binding.staging_address + op.staging_offset
         return self.binding.parameter_addresses[op.dst_parameter] + op.dst_offset
 
 

@@ -101,7 +101,7 @@ class Payload:
     def at(self, binding: DestinationBinding) -> UInt64Array:
         """(n,) addresses at a peer."""
         targets = np.array(binding.parameter_addresses, np.uint64)
-        return self.at_destination(targets, binding.landing_address)
+        return self.at_destination(targets, binding.staging_address)
 
     def at_destination(self, targets: UInt64Array, staging_address: int) -> UInt64Array:
         """(n,) addresses, given where parameters and staging memory begin."""
@@ -121,7 +121,7 @@ def payload_of(program: LinkProgram, chunk_nbytes: int) -> Payload:
     source = runs.op, runs.src_parameter, runs.src_offset
     direct = *source, runs.dst_parameter, runs.dst_offset, runs.nbytes
     packed = [
-        (i, 0, 0, op.dst_parameter, op.landing_offset if op.lands else op.dst_offset, op.nbytes)
+        (i, 0, 0, op.dst_parameter, op.staging_offset if op.lands else op.dst_offset, op.nbytes)
         for i, op in enumerate(ops)
         if not op.is_direct
     ]

@@ -149,7 +149,7 @@ class Receiver:
                     else remote.regions
                 ),
                 parameter_addresses=found.addresses if remote is None else remote.addresses,
-                landing_address=found.staging_address,
+                staging_address=found.staging_address,
                 listener="" if self._listener is None else self._listener.address,
                 digest_kind=found.digest_kind,
             )
@@ -209,7 +209,7 @@ def _refuse_allocating(manifest: ShardManifest, plan: TransferPlan, mode: Update
     if mode is not UpdateMode.IN_PLACE:
         raise PlanError(f"{worker}: mode must be in_place, as no shadow fits there, got {mode}")
     index = check_part(manifest, plan.destinations, plan.destination_digests, "destinations")
-    if nbytes := plan.landing_nbytes[index]:
+    if nbytes := plan.staging_nbytes[index]:
         raise PlanError(
             f"{worker}: {nbytes} bytes are strided there and would have to be staged in a "
             "buffer of that process: use a trainer layout that cuts no columns, or the engine's "

@@ -392,7 +392,7 @@ def _compile(
     links |= {(source, copy) for copy, of in copies.items() for source, to in links if to == of}
     passed_on = {(member, c) for member, below in relay.children.items() for c in below}
     unreached = transports.choose(links | passed_on)
-    plan = plan.without_landing(transports.strided)
+    plan = plan.without_staging(transports.strided)
     parts = {m.worker: plan.for_destination(m.worker) for m in relay.planned(destinations)}
     parts |= {
         m.worker: parts[copies[m.worker]].for_replica(copies[m.worker], m)
