@@ -70,7 +70,7 @@ from windlass.updates.messages import (
     decode_controller_frame,
     encode,
 )
-from windlass.updates.round_types import Phase
+from windlass.updates.rounds import Phase
 
 BOTH = pytest.mark.parametrize("mode", UpdateMode)
 
@@ -939,8 +939,8 @@ def test_a_torn_last_line_is_forgotten_and_stays_harmless(tmp_path: Path) -> Non
         file.write(b'{"kind":"published","epoch":3,"rou')
     for epoch in (3, 4, 5):
         journal = Journal(path)
-        assert journal.published_version == 7
-        assert journal.last_epoch == epoch - 1
+        assert journal.summary.published == 7
+        assert journal.summary.epoch == epoch - 1
         journal.append(JournalEntry(JournalKind.STARTED, epoch, 5, 7))
         journal.close()
 

@@ -143,14 +143,14 @@ def test_the_run_of_a_journal_is_made_once_and_outlives_compactions(
     for number in range(20):
         opened = Journal(path)
         opened.start()
-        found.add(opened.lineage)
+        found.add(opened.summary.lineage)
         opened.append(entry(number))
         opened.close()
     assert len(found) == 1
     others = {Journal(folder / f"other-{i}") for i in range(2)}
     for other in others:
         other.start()
-    assert len({other.lineage for other in others} | found) == 3
+    assert len({other.summary.lineage for other in others} | found) == 3
 
 
 def _held() -> int:
@@ -312,7 +312,7 @@ def test_a_controller_that_cannot_write_its_first_line_leaves_the_journal_to_the
         with pytest.raises(ConfigError, match="No space left"):
             Coordinator(ControlConfig(), journal_path=path)
     opened = Journal(path)
-    assert opened.last_epoch == 0
+    assert opened.summary.epoch == 0
     opened.close()
 
 
