@@ -70,6 +70,18 @@ class BoundOp:
         return self.staging_offset >= 0
 
     @property
+    def src_extent_nbytes(self) -> int:
+        """From the first byte that is read to the end of the last."""
+        reach = sum((n - 1) * s for n, s in zip(self.src_sizes, self.src_strides, strict=True))
+        return reach + self.src_dtype.itemsize
+
+    @property
+    def dst_extent_nbytes(self) -> int:
+        """From the first byte that belongs to the op to the end of the last."""
+        reach = sum((n - 1) * s for n, s in zip(self.sizes, self.dst_strides, strict=True))
+        return reach + self.dst_dtype.itemsize
+
+    @property
     def is_direct(self) -> bool:
         """Whether source memory goes out as it lies."""
         return self.mode is CopyMode.DIRECT

@@ -101,9 +101,8 @@ def check_binding(
             starts.append(binding.staging_address + op.staging_offset)
             extents.append(op.nbytes)
         else:
-            reach = sum((n - 1) * s for n, s in zip(op.sizes, op.dst_strides, strict=True))
             starts.append(binding.parameter_addresses[op.dst_parameter] + op.dst_offset)
-            extents.append(reach + op.dst_dtype.itemsize)
+            extents.append(op.dst_extent_nbytes)
     check_inside(
         np.array(starts, np.uint64),
         np.array(extents, np.uint64),

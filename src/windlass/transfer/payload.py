@@ -18,10 +18,7 @@ from windlass.planning.program import LinkProgram
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transports.base import OneSidedTransport, WriteBatch
 
-__all__ = ["WRITES_AT_ONCE", "Payload", "payload_of"]
-
-WRITES_AT_ONCE = 4
-"""Chunks on their way to one engine: the next one is written while the last is acknowledged."""
+__all__ = ["Payload", "payload_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -204,8 +204,7 @@ class StoredLinks:
             around.append(inside[0])
         for op in program.ops:
             start = binding.parameter_addresses[op.dst_parameter] + op.dst_offset
-            reach = sum((n - 1) * s for n, s in zip(op.sizes, op.dst_strides, strict=True))
-            if start + reach + op.dst_dtype.itemsize > around[op.dst_parameter].stop:
+            if start + op.dst_extent_nbytes > around[op.dst_parameter].stop:
                 raise RegionError(
                     f"connect: {binding.worker}: parameter {op.dst_parameter} must lie in one region"
                 )
