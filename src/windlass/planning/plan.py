@@ -208,11 +208,6 @@ class TransferPlan:
         """The part of the plan that `worker` receives; same name tables, fewer rows."""
         return self._filtered(self.ops.dst == self.destinations.index(worker))
 
-    def for_destinations(self, workers: Collection[str]) -> TransferPlan:
-        """The part of the plan that all of `workers` receive; same name tables, fewer rows."""
-        wanted = [index for index, name in enumerate(self.destinations) if name in workers]
-        return self._filtered(np.isin(self.ops.dst, wanted))
-
     def without_staging(self, links: Collection[tuple[str, str]]) -> TransferPlan:
         """The plan with every op of `links`, (source, destination), stored where it belongs.
 

@@ -1,4 +1,4 @@
-"""Collective broadcast: every trainer rank is the root of one group with the engines it feeds.
+"""Collective broadcast: every trainer rank is the root of one group with the engines that it sends to.
 
 Nothing is gathered: a rank broadcasts the bytes it owns, each of them once. Both halves hold two
 buffers, so that packing, the broadcast and loading overlap. An engine that belongs to several
@@ -70,7 +70,7 @@ class CollectiveSender:
     def connect(
         self, plan: TransferPlan, bindings: Sequence[DestinationBinding]
     ) -> GroupOffer | None:
-        """See `SenderBackend.connect`. None for a rank that feeds nobody."""
+        """See `SenderBackend.connect`. None for a rank that sends nothing."""
         self.close()
         self._source.bind(plan, bindings)
         programs = self._source.programs

@@ -145,7 +145,7 @@ def refuse_transforms(worker: str, plan: TransferPlan) -> None:
 
 @final
 class SourceMemory:
-    """Parameters of one rank, in host memory or on a GPU, and the links of the plan that they feed.
+    """Parameters of one rank, in host memory or on a GPU, and the links of the plan that carry them.
 
     Args:
         manifest: of this rank.

@@ -191,7 +191,7 @@ class StoredLinks:
         """The peer's parameter addresses as this process reaches them.
 
         Every op must stay in the region that its parameter begins in: another region of the peer
-        is mapped elsewhere here.
+        is mapped at another distance here.
         """
         mapped = [self._mapper.map_region(region) for region in binding.regions]
         around = []
