@@ -17,38 +17,25 @@ import pytest
 from fake_engine import FakeEngine
 
 from windlass.engines import launch
-from windlass.engines.sglang.table import __main__ as table
-from windlass.engines.sglang.table.wire import RankOrder
+from windlass.engines.rank_reports import Secrets
 from windlass.engines.spec import ServerCommand
 from windlass.errors import PeerTimeout
 from windlass.jobs.launch import _Job
 from windlass.jobs.schedulers import local as local_scheduler
 from windlass.jobs.schedulers import ray as ray_scheduler
+from windlass.net.messages import Envelope
 from windlass.rollout import (
     RolloutController,
     SamplingParams,
     StalenessPolicy,
     StaticEngines,
     WorkflowContext,
-    connection,
+    pool,
 )
-from windlass.rollout.messages import EngineTarget, RolloutTask, WorkerHello
-from windlass.rollout.runner import WorkerRunner, WorkerSettings
-from windlass.transports.mooncake.config import MooncakeConfig
+from windlass.rollout.messages import EngineTarget, RolloutTask, TaskBatch
+from windlass.rollout.worker import RolloutWorker, WorkerSettings
 
 DEADLINE_S = 20.0
-ORDER = RankOrder(
-    name="a",
-    url="http://127.0.0.1:9",
-    checkpoint="/m",
-    arguments=(),
-    rank=0,
-    world_size=1,
-    dist_port=0,
-    controller="",
-    transport=MooncakeConfig(),
-    device="cpu",
-)
 
 
 class Stubborn:
@@ -71,7 +58,7 @@ class Stubborn:
 async def test_closing_does_not_wait_for_a_workflow_that_ignores_its_cancellation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connection, "STOP_DEADLINE_S", 0.2)
+    monkeypatch.setattr(pool, "STOP_DEADLINE_S", 0.2)
     workflow = Stubborn()
     async with asyncio.timeout(DEADLINE_S), FakeEngine("engine-a") as engine:
         controller = RolloutController(StaticEngines([engine.entry]), StalenessPolicy.unbounded(8))
@@ -85,9 +72,6 @@ async def test_closing_does_not_wait_for_a_workflow_that_ignores_its_cancellatio
 
 async def test_a_worker_shuts_down_beside_a_workflow_that_ignores_its_cancellation() -> None:
     workflow = Stubborn()
-    hello = WorkerHello(
-        name="worker-0", url="", incarnation="first", max_concurrent=4, workflows=("stubborn",)
-    )
     task = RolloutTask(
         task_id="task-1",
         attempt=1,
@@ -100,10 +84,10 @@ async def test_a_worker_shuts_down_beside_a_workflow_that_ignores_its_cancellati
     )
     async with asyncio.timeout(DEADLINE_S), aiohttp.ClientSession() as http:
         settings = WorkerSettings(controller="http://127.0.0.1:9", name="worker-0")
-        runner = WorkerRunner(settings, hello, http, http, {"stubborn": workflow})
-        runner.accept([task])
+        worker = RolloutWorker(settings, "a-token", http, {"stubborn": workflow})
+        worker.execute(Envelope(1, 1, 0, TaskBatch((task,))))
         await workflow.begun.wait()
-        await runner.shut_down(0.2)
+        await worker.shut_down(0.2)
         workflow.release.set()
         await workflow.ended.wait()
 
@@ -189,6 +173,7 @@ def serve(program: str, *options: str) -> int:
         ServerCommand((sys.executable, "-c", program)),
         ready_line="never said",
         join=lambda _settings: None,
+        secrets=Secrets(),
     )
 
 
@@ -221,25 +206,6 @@ def test_a_launcher_ends_though_a_process_that_left_its_server_holds_the_log_ope
     for thread in threading.enumerate():
         if thread.name == "log":
             thread.join(DEADLINE_S)
-
-
-def test_a_rank_beside_an_sglang_server_that_says_nothing_is_named_by_its_deadline(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "silent_rank.py").write_text("import sys; sys.stdin.read()\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(table, "RANK", "silent_rank")
-    monkeypatch.setattr(table, "ANSWER_DEADLINE_S", 0.3)
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        with (
-            table._Ranks([ORDER]) as ranks,
-            pytest.raises(PeerTimeout, match=r"rank 0: no answer within 0\.3 s"),
-        ):
-            ranks.reports()
-    finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)
 
 
 async def test_a_killed_process_that_does_not_end_is_not_waited_for_for_ever(
