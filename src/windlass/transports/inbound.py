@@ -24,7 +24,6 @@ __all__ = [
     "connections_to",
     "cut_inbound",
     "cut_marked",
-    "dialled",
     "listening_ports",
     "new_mark",
 ]
@@ -43,15 +42,6 @@ def listening_ports() -> frozenset[int]:
         with contextlib.suppress(OSError):
             if own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 found.add(int(own.getsockname()[1]))
-    return frozenset(found)
-
-
-def dialled() -> frozenset[tuple[int, int]]:
-    """(own port, peer's port) of every TCP connection of this process, either way."""
-    found = set()
-    for own in _sockets():
-        with contextlib.suppress(OSError):  # not connected
-            found.add((int(own.getsockname()[1]), int(own.getpeername()[1])))
     return frozenset(found)
 
 

@@ -176,7 +176,7 @@ class TrainerAgent:
     def _written(self, sent: SendResult) -> Written:
         """Links count as failed if a parameter changed meanwhile: digests show only that what was read arrived."""
         links = sent.links
-        if not self._one_sided.has_replica and (name := self._changed()):
+        if self._one_sided.replica is None and (name := self._changed()):
             reason = f"parameter {name!r} changed while its version was published"
             links = tuple(
                 LinkOutcome(link.destination, LinkStatus.FAILED, 0, "", reason)
@@ -197,7 +197,7 @@ class TrainerAgent:
         self._leave()
 
     def _choose(self, backend: UpdateBackend) -> None:
-        if self._one_sided.has_replica and not backend.traits.one_sided:
+        if self._one_sided.replica is not None and not backend.traits.one_sided:
             raise ConfigError(
                 f"replica: backend {type(backend).__name__} reads parameters where they lie; use p2p"
             )
@@ -344,7 +344,6 @@ class EngineAgent:
     def _check_relays(self) -> None:
         if not isinstance(self._receiver, Receiver):
             raise ProtocolError(f"{type(self._receiver).__name__} cannot take part in a relay")
-        self._refuse_remote("a relay")
 
     def _relay_part(self, command: RelayCommand) -> Result:
         self._check_relays()
@@ -353,7 +352,7 @@ class EngineAgent:
                 self._relay.connect(command.groups[0], command.bindings, command.addresses)
             case Relay():
                 done = self._relay.run(self._round_id, command.deadline_s)
-                self._fence_is_due |= bool(done.wordless)
+                self._fence_is_due |= bool(done.disconnected)
                 self._may_be_written |= self._fence_is_due
                 return Relayed(
                     missing=done.missing,
@@ -411,8 +410,6 @@ class EngineAgent:
                 raise PeerUnreachable(f"the engine did not go on: {self._not_resumed}")
 
     def _choose(self, backend: UpdateBackend) -> None:
-        if not backend.traits.one_sided:
-            self._refuse_remote(f"backend {type(backend).__name__}")
         if backend != self._backend:
             self._receiver.close()
             self._receiver = receiver_for(backend, self._one_sided, self._host)
@@ -421,7 +418,6 @@ class EngineAgent:
 
     def _begin_push(self) -> None:
         """The next update that comes by a plan binds it anew."""
-        self._refuse_remote("an update that the trainer drives")
         if self._receiver is not self._one_sided:  # into its memory late writes may still come
             self._receiver.close()
             self._receiver = receiver_for(self._backend, self._one_sided, self._host)
@@ -446,13 +442,6 @@ class EngineAgent:
         if not isinstance(self._receiver, GroupReceiver):
             raise ProtocolError(f"{type(self._receiver).__name__} joins no groups")
         return self._receiver
-
-    def _refuse_remote(self, what: str) -> None:
-        if self._one_sided.is_remote:
-            raise ProtocolError(
-                f"{what} cannot reach this engine: its parameters are in a process without an "
-                "agent; use the backend p2p"
-            )
 
     def _publish(self, version: int, deadline_s: float) -> None:
         self._served_version, self._is_stamped = version, False

@@ -38,7 +38,6 @@ from windlass.transports.mooncake.config import MooncakeConfig
 from windlass.transports.mooncake.native import MAX_PIECES, Started, start_engine
 from windlass.transports.mooncake.peer import (
     TOKEN_NBYTES,
-    Direction,
     MooncakePeer,
     format_incarnation,
     liveness_name,
@@ -200,34 +199,20 @@ class MooncakeTransport(NetworkTransport):
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
         """See `OneSidedTransport.write`."""
-        self._move(batch, deadline_s, Direction.WRITE)
-
-    def read(self, batch: WriteBatch, *, deadline_s: float) -> None:
-        """Read the pieces of a peer's memory into local registered memory; the batch's mirror image.
-
-        Raises:
-            RegionError, PeerUnreachable, TransferFailed: as `write`.
-            TransferOutcomeUnknown: bytes may still land in the local memory.
-        """
-        self._move(batch, deadline_s, Direction.READ)
-
-    def _move(self, batch: WriteBatch, deadline_s: float, direction: Direction) -> None:
         check_batch(self._table, batch, "mooncake")
-        deadline = Deadline.after(deadline_s, f"mooncake {direction} to {batch.endpoint.address}")
+        deadline = Deadline.after(deadline_s, f"mooncake write to {batch.endpoint.address}")
         with self._peer(batch.endpoint) as peer:
             peer.confirm(deadline)
-            self._move_pieces(peer, batch, direction, deadline)
+            self._write_pieces(peer, batch, deadline)
 
-    def _move_pieces(
-        self, peer: MooncakePeer, batch: WriteBatch, direction: Direction, deadline: Deadline
-    ) -> None:
+    def _write_pieces(self, peer: MooncakePeer, batch: WriteBatch, deadline: Deadline) -> None:
         pieces = self._cut(batch, ((r.address, r.nbytes, _step_of(r.key)) for r in batch.regions))
         several = self._engines[0].started.num_nics > 1
         local, remote, nbytes = split_pieces(
             *pieces, REQUEST_NBYTES if several else MAX_CALL_NBYTES
         )
         for part in calls(nbytes, max_pieces=MAX_PIECES, max_nbytes=MAX_CALL_NBYTES):
-            peer.move(direction, (local[part], remote[part], nbytes[part]), deadline)
+            peer.write((local[part], remote[part], nbytes[part]), deadline)
 
     def fence(self, *, deadline_s: float) -> None:
         """See `OneSidedTransport.fence`: over TCP connections are cut, over RDMA there is nothing."""
