@@ -319,7 +319,7 @@ class TrainerClient:
             self._prepared.result()
         with ExitStack() as undo:
             self._take_turn("prepare_publish", version, undo)
-            copied = threading.Event() if self._sender.has_replica else None
+            copied = threading.Event() if self._sender.replica is not None else None
             stream = None if copied is None or self._step_stream is None else self._step_stream()
             then = None if copied is None else copied.set
             self._sender.begin_version(then, version=version, stream=stream)
