@@ -25,7 +25,6 @@ new_digest = xxhash.xxh3_128
 
 def hash_strided(
     digest: xxhash.xxh3_128,
-    *,
     address: int,
     sizes: Sequence[int],
     strides_bytes: Sequence[int],

@@ -19,15 +19,8 @@ from windlass.errors import PlanError
 from windlass.layout.dtypes import DType
 from windlass.layout.quantization import BLOCK, scale_shape
 from windlass.memory.digest import hash_strided, new_digest
-from windlass.memory.ops import (
-    ALIGNMENT,
-    Int64Array,
-    PackedPart,
-    StridedCopy,
-    UInt64Array,
-    aligned,
-)
-from windlass.memory.packing import bytes_at, copy_strided, row_major_blocks, strided_view
+from windlass.memory.ops import ALIGNMENT, Int64Array, StridedCopy, Turns, UInt64Array
+from windlass.memory.packing import bytes_at, copy_cast, row_major_blocks, strided_view
 from windlass.memory.quantize import pack_quantized
 from windlass.planning.plan import Transform
 from windlass.planning.program import BoundOp, DigestKind, LinkProgram
@@ -52,7 +45,6 @@ class HostMemory:
     digest_kind = DigestKind.XXH3
 
     def allocate(self, nbytes: int) -> HostBuffer:
-        """See `MemoryOps.allocate`."""
         return HostBuffer(nbytes)
 
     def prepare(
@@ -61,7 +53,6 @@ class HostMemory:
         *,
         beside_transfers: bool = False,  # noqa: ARG002
     ) -> _HostCopies:
-        """See `MemoryOps.prepare`."""
         return _HostCopies(copies)
 
     def digests(
@@ -72,17 +63,14 @@ class HostMemory:
         at_source: bool,
         staging_address: int = 0,
     ) -> _HostDigests:
-        """See `MemoryOps.digests`."""
         return _HostDigests(programs, addresses, at_source, staging_address)
 
     def chunk_digests(
         self, addresses: UInt64Array, nbytes: Int64Array, chunk_start: Int64Array
     ) -> _HostChunks:
-        """See `MemoryOps.chunk_digests`."""
         return _HostChunks(addresses, nbytes, chunk_start)
 
     def least_pack_nbytes(self, program: LinkProgram) -> int:
-        """See `MemoryOps.least_pack_nbytes`."""
         return least_half(program)
 
     def pack_link(
@@ -92,13 +80,11 @@ class HostMemory:
         places: Sequence[int],
         capacity_nbytes: int,
     ) -> _HostPack:
-        """See `MemoryOps.pack_link`."""
         return _HostPack(program, addresses, places, capacity_nbytes)
 
     def view(
         self, address: int, sizes: Sequence[int], strides_bytes: Sequence[int], dtype: DType
     ) -> torch.Tensor:
-        """See `MemoryOps.view`."""
         return strided_view(address, sizes, strides_bytes, dtype)
 
     def settle(self, deadline_s: float) -> None:
@@ -134,17 +120,10 @@ class _HostCopies:
         self._copies = tuple(copies)
 
     def run(self) -> None:
-        for copy in self._copies:
-            copy_strided(
-                sizes=copy.sizes,
-                src_address=copy.src_address,
-                src_strides=copy.src_strides,
-                src_dtype=copy.src_dtype,
-                dst_address=copy.dst_address,
-                dst_strides=copy.dst_strides,
-                dst_dtype=copy.dst_dtype,
-                tensor=copy.tensor,
-            )
+        for c in self._copies:
+            source = strided_view(c.src_address, c.sizes, c.src_strides, c.src_dtype)
+            target = strided_view(c.dst_address, c.sizes, c.dst_strides, c.dst_dtype)
+            copy_cast(target, source, c.tensor)
 
     def check(self) -> None:
         """`run` has raised already."""
@@ -193,13 +172,7 @@ class _HostDigests:
             else:
                 address = int(self._addresses[op.dst_parameter]) + op.dst_offset
                 strides = op.dst_strides
-            hash_strided(
-                digest,
-                address=address,
-                sizes=op.sizes,
-                strides_bytes=strides,
-                dtype=op.dst_dtype,
-            )
+            hash_strided(digest, address, op.sizes, strides, op.dst_dtype)
         return digest.hexdigest()
 
 
@@ -232,21 +205,17 @@ class _HostPack:
         capacity_nbytes: int,
     ) -> None:
         self._program, self._addresses = program, addresses
-        self.turns: list[list[PackedPart]] = [[]]
+        turns = Turns(places, capacity_nbytes)
         self._ops: list[list[BoundOp]] = [[]]
-        used = 0
         for index, op in enumerate(program.ops):
             start = 0
             for part in () if op.is_direct else split_op(op, capacity_nbytes):
-                if used + aligned(part.nbytes) > capacity_nbytes:
-                    self.turns.append([])
+                turns.place(index, start, part.nbytes)
+                if len(self._ops) < len(turns.parts):
                     self._ops.append([])
-                    used = 0
-                address = places[(len(self.turns) - 1) % len(places)] + used
-                self.turns[-1].append(PackedPart(index, start, address, part.nbytes))
                 self._ops[-1].append(part)
-                used += aligned(part.nbytes)
                 start += part.nbytes
+        self.turns = turns.parts
 
     def pack(self, turn: int, deadline_s: float) -> None:  # noqa: ARG002
         for op, part in zip(self._ops[turn], self.turns[turn], strict=True):
@@ -261,13 +230,8 @@ class _HostPack:
         following = next(packed, None)
         for index, op in enumerate(self._program.ops):
             if op.is_direct:
-                hash_strided(
-                    digest,
-                    address=int(self._addresses[op.src_parameter]) + op.src_offset,
-                    sizes=op.sizes,
-                    strides_bytes=op.src_strides,
-                    dtype=op.src_dtype,
-                )
+                address = int(self._addresses[op.src_parameter]) + op.src_offset
+                hash_strided(digest, address, op.sizes, op.src_strides, op.src_dtype)
             while following is not None and following[1].op == index:
                 cut, part = following
                 pack_op(cut, int(self._addresses[cut.src_parameter]), part.address)
@@ -313,16 +277,9 @@ def pack_op(op: BoundOp, src_parameter: int, address: int) -> None:
             tensor=op.tensor,
         )
         return
-    copy_strided(
-        sizes=op.sizes,
-        src_address=src_parameter + op.src_offset,
-        src_strides=op.src_strides,
-        src_dtype=op.src_dtype,
-        dst_address=address,
-        dst_strides=op.packed_strides,
-        dst_dtype=op.dst_dtype,
-        tensor=op.tensor,
-    )
+    source = strided_view(src_parameter + op.src_offset, op.sizes, op.src_strides, op.src_dtype)
+    target = strided_view(address, op.sizes, op.packed_strides, op.dst_dtype)
+    copy_cast(target, source, op.tensor)
 
 
 def hash_link(program: LinkProgram, sources: UInt64Array) -> str:
@@ -338,13 +295,8 @@ def hash_link(program: LinkProgram, sources: UInt64Array) -> str:
     for op in program.ops:
         parameter = int(sources[op.src_parameter])
         if op.transform is Transform.NONE and op.src_dtype is op.dst_dtype:
-            hash_strided(
-                digest,
-                address=parameter + op.src_offset,
-                sizes=op.sizes,
-                strides_bytes=op.src_strides,
-                dtype=op.src_dtype,
-            )
+            address = parameter + op.src_offset
+            hash_strided(digest, address, op.sizes, op.src_strides, op.src_dtype)
             continue
         for part in split_op(op, limit):
             pack_op(part, parameter, int(scratch.ctypes.data))

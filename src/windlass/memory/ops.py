@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, final
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,7 @@ __all__ = [
     "MemoryOps",
     "PreparedCopies",
     "StridedCopy",
+    "Turns",
     "UInt64Array",
     "memory_at",
     "memory_on",
@@ -184,6 +185,34 @@ class PackedPart(NamedTuple):
     start: int
     address: int
     nbytes: int
+
+
+@final
+class Turns:
+    """Places for parts of a payload, one behind the other, in memory that is packed again and again.
+
+    Args:
+        places: addresses that turns are packed at, in rotation.
+        capacity_nbytes: at each of them.
+
+    Attributes:
+        parts: by turn, in the order of the payload.
+    """
+
+    def __init__(self, places: Sequence[int], capacity_nbytes: int) -> None:
+        self._places, self._capacity = places, capacity_nbytes
+        self._used = 0
+        self.parts: list[list[PackedPart]] = [[]]
+
+    def place(self, op: int, start: int, nbytes: int) -> PackedPart:
+        """Return where a part goes: in the turn of the last one, or in another."""
+        if self._used + aligned(nbytes) > self._capacity:
+            self.parts.append([])
+            self._used = 0
+        address = self._places[(len(self.parts) - 1) % len(self._places)] + self._used
+        self._used += aligned(nbytes)
+        self.parts[-1].append(PackedPart(op, start, address, nbytes))
+        return self.parts[-1][-1]
 
 
 class LinkPack(Protocol):

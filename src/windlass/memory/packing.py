@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 __all__ = [
     "bytes_at",
     "copy_cast",
-    "copy_strided",
     "is_contiguous",
     "overflow_text",
     "row_major_blocks",
@@ -94,36 +93,6 @@ def row_major_blocks(
                 return
             start[carry] = 0
             start[carry - 1] += 1
-
-
-def copy_strided(
-    *,
-    sizes: Sequence[int],
-    src_address: int,
-    src_strides: Sequence[int],
-    src_dtype: DType,
-    dst_address: int,
-    dst_strides: Sequence[int],
-    dst_dtype: DType,
-    tensor: str = "",
-) -> None:
-    """Copy elements between two strided layouts of host memory, casting where dtypes differ.
-
-    Args:
-        sizes: elements per dim.
-        src_address: of the first element.
-        src_strides: bytes per dim, multiples of the item size.
-        src_dtype: element type.
-        dst_address: of the first element.
-        dst_strides: bytes per dim, multiples of the item size.
-        dst_dtype: element type: the same, or one of `CASTS`.
-        tensor: its name, for errors.
-
-    Raises:
-        TransferFailed: the cast overflowed; what stands at the destination must not be used.
-    """
-    source = strided_view(src_address, sizes, src_strides, src_dtype)
-    copy_cast(strided_view(dst_address, sizes, dst_strides, dst_dtype), source, tensor)
 
 
 def copy_cast(target: torch.Tensor, source: torch.Tensor, tensor: str) -> None:

@@ -44,7 +44,7 @@ class PinnedArena:
                 pass
         # Whole pages: the mapping ends with one.
         device.pin(self._start, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
-        self.address = device.host_pointer(self._start)
+        self.address = device.device_pointer(self._start)
 
     def _touch(self, at: int) -> None:
         """In a thread; releases the interpreter."""

@@ -64,7 +64,7 @@ class SourceMemory:
             return 0
         if kind is MemoryKind.DEVICE:
             return self._on_device(address)
-        return self._device.host_pointer(address)
+        return self._device.device_pointer(address)
 
     def _on_device(self, address: int) -> int:
         if (ordinal := pointer_device(address)) != self._device.ordinal:
