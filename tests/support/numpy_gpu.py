@@ -15,7 +15,7 @@ from windlass.errors import TransferFailed, TransferOutcomeUnknown
 from windlass.layout.dtypes import CASTS, DType
 from windlass.memory.cuda.gpu import Gpu
 from windlass.memory.cuda.kernels import PIECE, PieceTable, put_kernel
-from windlass.memory.quantize import pack_quantized
+from windlass.memory.host import pack_quantized
 from windlass.planning.plan import Transform
 from windlass.transports.base import MappedRegion, PeerMapper, RemoteRegion
 from windlass.transports.memory import MemoryFabric, MemoryTransport

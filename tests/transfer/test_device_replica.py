@@ -32,7 +32,7 @@ from windlass.memory.cuda.driver import MemoryKind
 from windlass.memory.cuda.gpu import Gpu
 from windlass.memory.cuda.links import DeviceLink, load_link
 from windlass.memory.cuda.ops import CudaMemory
-from windlass.memory.cuda.pinned_arena import PinnedArena
+from windlass.memory.cuda.sources import PinnedArena
 from windlass.planning.planner import plan_transfer
 from windlass.testing.resting_engine import RestingEngine
 from windlass.trainers.client import TrainerClient

@@ -15,7 +15,7 @@ from windlass.errors import PeerUnreachable, RegionError
 from windlass.layout.dtypes import DType
 from windlass.memory.cuda.kernels import PIECE, PieceTable
 from windlass.memory.cuda.pieces import block_tables
-from windlass.memory.quantize import pack_quantized
+from windlass.memory.host import pack_quantized
 from windlass.planning.plan import CopyMode, Transform
 from windlass.planning.program import BoundOp, DirectRuns, LinkProgram
 from windlass.transports.base import WriteBatch

@@ -13,8 +13,6 @@ import xxhash
 from windlass.layout.dtypes import DType
 from windlass.memory.packing import bytes_at, row_major_blocks, split_inner, strided_view
 
-__all__ = ["hash_strided", "new_digest"]
-
 RUN_NBYTES = 1024
 """Runs of this size and more are hashed where they lie; shorter ones are gathered first."""
 GATHER_NBYTES = 1 << 20

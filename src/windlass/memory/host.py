@@ -15,13 +15,18 @@ from typing import TYPE_CHECKING, final
 import numpy as np
 import numpy.typing as npt
 
-from windlass.errors import PlanError
+from windlass.errors import PlanError, TransferFailed
 from windlass.layout.dtypes import DType
 from windlass.layout.quantization import BLOCK, scale_shape
 from windlass.memory.digest import hash_strided, new_digest
 from windlass.memory.ops import ALIGNMENT, Int64Array, StridedCopy, Turns, UInt64Array
-from windlass.memory.packing import bytes_at, copy_cast, row_major_blocks, strided_view
-from windlass.memory.quantize import pack_quantized
+from windlass.memory.packing import (
+    bytes_at,
+    copy_cast,
+    overflow_text,
+    row_major_blocks,
+    strided_view,
+)
 from windlass.planning.plan import Transform
 from windlass.planning.program import BoundOp, DigestKind, LinkProgram
 
@@ -30,10 +35,10 @@ if TYPE_CHECKING:
 
     from windlass.memory.cuda.links import DeviceLink
 
-__all__ = ["HostBuffer", "HostMemory", "hash_link", "least_half", "pack_op", "split_op"]
-
 SCRATCH_NBYTES = 1 << 20
 """For casting before hashing: small enough to stay in cache in between."""
+_PER_MAX = 1.0 / 448.0
+_FLOOR = 1e-4
 
 
 @final
@@ -359,3 +364,62 @@ def _split_blocks(op: BoundOp, limit: int) -> Iterator[BoundOp]:
 
 def _dot(index: Sequence[int], strides: Sequence[int]) -> int:
     return sum(i * s for i, s in zip(index, strides, strict=True))
+
+
+def pack_quantized(
+    *,
+    transform: Transform,
+    sizes: Sequence[int],
+    src_address: int,
+    src_strides: Sequence[int],
+    src_dtype: DType,
+    dst_address: int,
+    tensor: str = "",
+) -> None:
+    """Quantise a matrix of whole blocks, by rows of blocks, so that scratch memory is some 128 rows of float32.
+
+    The values are those of `per_block_cast_to_fp8` (DeepGEMM) on the whole matrix on a GPU, bit for bit.
+
+    Args:
+        transform: values or scales.
+        sizes: rows and columns of the source.
+        src_address: of the first element, in host memory.
+        src_strides: bytes per dim.
+        src_dtype: element type.
+        dst_address: of the payload: float8 of `sizes`, or float32 of `scale_shape(sizes)`,
+            row-major.
+        tensor: its name, for errors.
+
+    Raises:
+        TransferFailed: a finite weight is too large for bfloat16.
+    """
+    import torch
+
+    rows, columns = sizes
+    source = strided_view(src_address, sizes, src_strides, src_dtype)
+    scaled = transform is Transform.FP8_BLOCK_VALUES
+    out_sizes = (rows, columns) if scaled else scale_shape((rows, columns))
+    out_dtype = DType.FLOAT8_E4M3 if scaled else DType.FLOAT32
+    step = out_dtype.itemsize
+    out = strided_view(dst_address, out_sizes, (out_sizes[1] * step, step), out_dtype)
+    for index, first in enumerate(range(0, rows, BLOCK)):
+        given = source[first : first + BLOCK]
+        part = given.to(torch.bfloat16).float()
+        scales = _scales(part)
+        if not bool(scales.isfinite().all()) and bool((part.isinf() & given.isfinite()).any()):
+            raise TransferFailed(overflow_text(tensor, src_dtype, DType.BFLOAT16))
+        if scaled:
+            factor = (1.0 / scales).repeat_interleave(BLOCK)[:columns]
+            out[first : first + BLOCK].copy_(part.mul_(factor).to(torch.float8_e4m3fn))
+        else:
+            out[index].copy_(scales)
+
+
+def _scales(part: torch.Tensor) -> torch.Tensor:
+    """Scales of one row of blocks, (columns / 128,) float32."""
+    import torch
+
+    columns = part.shape[1]
+    amax = part.abs().amax(dim=0)
+    padded = torch.nn.functional.pad(amax, (0, -columns % BLOCK))
+    return padded.view(-1, BLOCK).amax(dim=1).clamp(_FLOOR) * _PER_MAX

@@ -25,26 +25,6 @@ if TYPE_CHECKING:
     from windlass.memory.cuda.gpu import Gpu
     from windlass.memory.cuda.links import DeviceLink
 
-__all__ = [
-    "ALIGNMENT",
-    "aligned",
-    "aligned_offsets",
-    "OWN_WORK_S",
-    "PackedPart",
-    "Buffer",
-    "ChunkDigests",
-    "Int64Array",
-    "LinkDigests",
-    "LinkPack",
-    "MemoryOps",
-    "PreparedCopies",
-    "StridedCopy",
-    "Turns",
-    "UInt64Array",
-    "memory_at",
-    "memory_on",
-]
-
 OWN_WORK_S = 60.0
 """Deadline of work on memory of one's own, which takes milliseconds."""
 UInt64Array = npt.NDArray[np.uint64]

@@ -17,16 +17,6 @@ from windlass.layout.dtypes import DType, can_overflow, cast_refusal
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "bytes_at",
-    "copy_cast",
-    "is_contiguous",
-    "overflow_text",
-    "row_major_blocks",
-    "split_inner",
-    "strided_view",
-]
-
 _PYBUF_WRITE = 0x200
 # One C call: a ctypes array would make a new Python class per length, at 50 us each.
 _memoryview_from_memory = ctypes.pythonapi.PyMemoryView_FromMemory

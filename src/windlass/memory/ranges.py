@@ -7,8 +7,6 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Pieces", "calls", "cut_at_edges", "edges_of", "merge_adjacent", "split_pieces"]
-
 UInt64Array = npt.NDArray[np.uint64]
 Pieces = tuple[UInt64Array, UInt64Array, UInt64Array]
 """Local addresses, remote addresses and sizes in bytes, each (n,)."""

@@ -7,8 +7,6 @@ import torch
 from windlass.errors import UnsupportedLayout
 from windlass.layout.dtypes import DType
 
-__all__ = ["dtype_of", "torch_dtype"]
-
 _TO_TORCH = {
     DType.FLOAT64: torch.float64,
     DType.FLOAT32: torch.float32,

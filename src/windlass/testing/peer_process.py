@@ -26,8 +26,6 @@ from windlass.transfer.arena import Arena
 from windlass.transports.base import RemoteRegion, TransportConfig
 from windlass.transports.registry import create_transport, decode_transport
 
-__all__ = ["Child", "PeerProcess", "digest_of", "serve", "start_child"]
-
 ANSWER_S = 30.0
 
 

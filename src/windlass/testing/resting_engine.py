@@ -6,8 +6,6 @@ from typing import final
 
 from windlass.config import PauseMode
 
-__all__ = ["RestingEngine"]
-
 
 @final
 class RestingEngine:

@@ -39,16 +39,6 @@ from windlass.transports.base import (
 )
 from windlass.transports.registry import create_transport
 
-__all__ = [
-    "NBYTES",
-    "Peer",
-    "ProcessConformance",
-    "Rig",
-    "TransportConformance",
-    "check",
-    "scattered",
-]
-
 NBYTES = 8 << 20
 """Size of the arenas on both sides."""
 GUARD = 0xEE

@@ -31,8 +31,6 @@ from windlass.transports.base import (
 )
 from windlass.transports.registry import config_type, parse_transport, transport_names
 
-__all__ = ["AutoConfig", "TransportSet"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -23,23 +23,6 @@ import numpy.typing as npt
 from windlass.errors import ConfigError
 from windlass.memory.cuda.gpu import Gpu
 
-__all__ = [
-    "CEILING_BYTES_PER_S",
-    "MappedRegion",
-    "MemoryAllocator",
-    "MemoryType",
-    "MemoryRegion",
-    "OneSidedTransport",
-    "PeerEndpoint",
-    "PeerMapper",
-    "RemoteRegion",
-    "TransportConfig",
-    "TransportOffer",
-    "TransportTraits",
-    "WireReport",
-    "WriteBatch",
-]
-
 CEILING_BYTES_PER_S: Mapping[str, float] = {
     "cuda-ipc": 397e9,  # copy engine from one H200 to another, benchmarks/gpu/bench_nvlink.py
     "rdma": 50e9,  # a NIC of 400 Gbit/s

@@ -44,8 +44,6 @@ from windlass.transports.local import LocalTransport
 from windlass.transports.processes import OwnProcess, PeerProcesses, check_alive
 from windlass.transports.sharing import share
 
-__all__ = ["CmaConfig", "CmaTransport", "write_process_memory"]
-
 MAX_IOVECS = 1024
 MAX_CALL_NBYTES = 64 << 20
 """Bytes per system call: bounds how long one call can outlast a deadline."""

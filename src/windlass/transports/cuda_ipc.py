@@ -35,8 +35,6 @@ from windlass.transports.deferred_free import DeferredFree
 from windlass.transports.processes import OwnProcess, PeerProcesses, check_alive, is_own_process
 from windlass.transports.regions import RegionTable, check_batch
 
-__all__ = ["CudaIpcConfig", "CudaIpcTransport"]
-
 
 class CudaIpcConfig(TransportConfig, frozen=True, tag="cuda_ipc"):
     """NVLink between GPUs of one host.

@@ -8,8 +8,6 @@ from typing import final
 
 from windlass.transports.base import MemoryRegion
 
-__all__ = ["DeferredFree"]
-
 IsTouched = Callable[[MemoryRegion], bool]
 _log = logging.getLogger(__name__)
 _KEPT: list[Callable[[], None]] = []

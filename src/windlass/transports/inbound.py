@@ -19,16 +19,6 @@ from pathlib import Path
 from windlass.errors import TransferFailed
 from windlass.net.clock import Deadline
 
-__all__ = [
-    "Connection",
-    "connections_to",
-    "cut_inbound",
-    "cut_marked",
-    "dialled",
-    "listening_ports",
-    "new_mark",
-]
-
 Connection = tuple[Hashable, Hashable]
 """Own and the peer's address, as the kernel gives them."""
 

@@ -22,8 +22,6 @@ from windlass.net.addresses import is_wildcard, split_host_port
 from windlass.net.clock import Deadline
 from windlass.transports.base import PeerEndpoint
 
-__all__ = ["INCARNATION_NBYTES", "LivenessListener", "PeerLiveness"]
-
 INCARNATION_NBYTES = 16
 """Characters of an incarnation, all ASCII."""
 _MAX_CLIENTS = 4096

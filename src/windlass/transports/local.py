@@ -16,8 +16,6 @@ from windlass.transports.base import (
 )
 from windlass.transports.regions import RegionTable, check_batch
 
-__all__ = ["LocalTransport"]
-
 
 class LocalTransport(OneSidedTransport):
     """Base of transports whose writes are copied by the calling process.

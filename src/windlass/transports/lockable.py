@@ -10,8 +10,6 @@ from pathlib import Path
 
 from windlass.errors import RegionError
 
-__all__ = ["check_lockable", "locks_without_limit"]
-
 _CAP_IPC_LOCK = 14
 
 

@@ -26,8 +26,6 @@ from windlass.transports.base import (
 from windlass.transports.local import LocalTransport
 from windlass.transports.regions import check_inside
 
-__all__ = ["MemoryConfig", "MemoryFabric", "MemoryTransport"]
-
 
 class MemoryConfig(TransportConfig, frozen=True, tag="memory"):
     """All peers in one process; the reference that the others are compared with."""

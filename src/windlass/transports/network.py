@@ -27,8 +27,6 @@ from windlass.transports.base import (
 from windlass.transports.deferred_free import DeferredFree
 from windlass.transports.regions import RegionTable
 
-__all__ = ["NetworkConfig", "NetworkTransport"]
-
 
 class NetworkConfig(TransportConfig, frozen=True):
     """Settings that transports between hosts have in common.

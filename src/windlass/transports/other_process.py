@@ -13,8 +13,6 @@ from pathlib import Path
 
 from windlass.errors import TransportUnavailable
 
-__all__ = ["Connection", "connections_to", "listening_ports_of", "owner_of"]
-
 _LISTENING = "0A"
 _MAY_DELIVER = frozenset({"01", "03", "08"})
 """Established, half open, and closed by the peer with bytes that may be unread."""

@@ -16,16 +16,6 @@ from typing import final
 from windlass.errors import PeerUnreachable
 from windlass.transports.base import PeerEndpoint
 
-__all__ = [
-    "OwnProcess",
-    "PeerProcesses",
-    "check_alive",
-    "host_identity",
-    "is_own_process",
-    "own_endpoint",
-    "process_start_time",
-]
-
 PROVE_S = 5.0
 ACCEPT_AGAIN_S = 0.1
 _CREDENTIALS = struct.Struct("3i")

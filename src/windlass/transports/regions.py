@@ -16,8 +16,6 @@ import numpy.typing as npt
 from windlass.errors import RegionError
 from windlass.transports.base import MemoryRegion, WriteBatch
 
-__all__ = ["RegionTable", "check_batch", "check_extent", "check_inside", "overlaps"]
-
 MAX_ADDRESS = 1 << 63
 
 UInt64Array = npt.NDArray[np.uint64]

@@ -16,15 +16,6 @@ from windlass.memory.cuda.driver import gpu_of
 from windlass.plugins import Registry
 from windlass.transports.base import MemoryType, OneSidedTransport, TransportConfig
 
-__all__ = [
-    "TRANSPORTS",
-    "config_type",
-    "create_transport",
-    "decode_transport",
-    "parse_transport",
-    "transport_names",
-]
-
 TRANSPORTS: Registry[object] = Registry(
     noun="transport",
     kind=object,

@@ -41,8 +41,6 @@ from windlass.transports.base import (
 from windlass.transports.local import LocalTransport
 from windlass.transports.processes import OwnProcess, PeerProcesses, check_alive
 
-__all__ = ["ShmConfig", "ShmTransport"]
-
 MAX_COPY_NBYTES = 512 << 20
 """Bytes per copy: bounds how long one can outlast a deadline. Large, because from some size on
 libc copies past the cache, nearly twice as fast."""

@@ -10,25 +10,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import site
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar, final
+from typing import Any, final
 
 from windlass.errors import RegionError, TransferFailed, TransportUnavailable
-
-__all__ = [
-    "Device",
-    "Event",
-    "IPC_HANDLE_NBYTES",
-    "MemoryKind",
-    "Stream",
-    "driver",
-    "gpu_of",
-    "memory_kind",
-    "pointer_device",
-]
 
 IPC_HANDLE_NBYTES = 64
 _LAZY_PEER_ACCESS = 1
@@ -43,8 +31,6 @@ _PIN_FOR_EVERY_CONTEXT, _PIN_FOR_KERNELS = 1, 2
 _COMPUTE_MAJOR, _COMPUTE_MINOR, _MULTIPROCESSORS = 75, 76, 16
 
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 _u64, _size = ctypes.c_uint64, ctypes.c_size_t
 
 
@@ -152,8 +138,7 @@ class Stream:
     def __init__(self, device: Device) -> None:
         self._device = device
         self.handle = ctypes.c_void_p()
-        with device.current():
-            _call("cuStreamCreate", ctypes.byref(self.handle), _NON_BLOCKING)
+        device.call("cuStreamCreate", ctypes.byref(self.handle), _NON_BLOCKING)
 
     def record(self) -> Event:
         """Return an event after everything queued so far."""
@@ -182,26 +167,12 @@ class Event:
         Raises:
             TransferFailed: work before it failed, now or earlier in this process.
         """
-        with self._device.current():
-            _call("cuEventSynchronize", self._handle)
+        self._device.call("cuEventSynchronize", self._handle)
         self.close()
 
     def close(self) -> None:
         """Nobody waits for it: instead of `wait`, which does this as well."""
         driver().cuEventDestroy_v2(self._handle)
-
-
-def _within(
-    method: Callable[Concatenate[Device, _P], _T],
-) -> Callable[Concatenate[Device, _P], _T]:
-    """Let a method of `Device` run with it current, and leave the thread as it was."""
-
-    @functools.wraps(method)
-    def _run(self: Device, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        with self.current():
-            return method(self, *args, **kwargs)
-
-    return _run
 
 
 @final
@@ -228,14 +199,18 @@ class Device:
         _call("cuDeviceGetAttribute", ctypes.byref(value), name, self._device)
         return value.value
 
-    @_within
     def synchronize(self) -> None:
         """Wait for everything that this process has queued on the device, by whichever library."""
-        _call("cuCtxSynchronize")
+        self.call("cuCtxSynchronize")
 
     def record(self, stream: int) -> Event:
         """Return an event after everything queued so far in a stream of another library; 0: the default one."""
         return Event(self, ctypes.c_void_p(stream))
+
+    def call(self, name: str, *arguments: object) -> None:
+        """Call the driver with this device current; see `_call`."""
+        with self.current():
+            _call(name, *arguments)
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -246,106 +221,98 @@ class Device:
         finally:
             _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
-    @_within
     def enable_peer(self, other: Device) -> None:
         """Let kernels of this device reach memory of `other` in this process. Idempotent."""
-        code = driver().cuCtxEnablePeerAccess(other._context, 0)
+        with self.current():
+            code = driver().cuCtxEnablePeerAccess(other._context, 0)
         if code != _PEER_ALREADY_ENABLED:
             _check(code, f"cuCtxEnablePeerAccess({self.ordinal} -> {other.ordinal})")
 
-    @_within
     def allocate(self, nbytes: int) -> int:
         """Allocate by cuMemAlloc: outside every pool, never moved; the caller frees it."""
         address = ctypes.c_uint64()
-        _call("cuMemAlloc_v2", ctypes.byref(address), _size(nbytes))
+        self.call("cuMemAlloc_v2", ctypes.byref(address), _size(nbytes))
         return address.value
 
-    @_within
     def free(self, address: int) -> None:
         """Free memory from `allocate`."""
-        _call("cuMemFree_v2", _u64(address))
+        self.call("cuMemFree_v2", _u64(address))
 
-    @_within
     def upload(self, address: int, data: bytes | memoryview) -> None:
         """Copy from the host to the device, complete on return."""
         view = memoryview(data).cast("B")
         source = (ctypes.c_char * len(view)).from_buffer_copy(view)
-        _call("cuMemcpyHtoD_v2", _u64(address), source, _size(len(view)))
-        # It returns once the bytes are staged, and non-blocking streams do not wait for the rest.
-        _call("cuStreamSynchronize", None)
+        with self.current():
+            _call("cuMemcpyHtoD_v2", _u64(address), source, _size(len(view)))
+            # It returns once the bytes are staged, and non-blocking streams do not wait for the rest.
+            _call("cuStreamSynchronize", None)
 
-    @_within
     def download(self, address: int, nbytes: int, stream: Stream | None = None) -> bytes:
         """Copy to the host; with `stream` in its order, else after what the default one has queued."""
         target = (ctypes.c_char * nbytes)()
-        if stream is None:
-            _call("cuMemcpyDtoH_v2", target, _u64(address), _size(nbytes))
-        else:
-            _call("cuMemcpyDtoHAsync_v2", target, _u64(address), _size(nbytes), stream.handle)
-            _call("cuStreamSynchronize", stream.handle)
+        with self.current():
+            if stream is None:
+                _call("cuMemcpyDtoH_v2", target, _u64(address), _size(nbytes))
+            else:
+                _call("cuMemcpyDtoHAsync_v2", target, _u64(address), _size(nbytes), stream.handle)
+                _call("cuStreamSynchronize", stream.handle)
         return bytes(target)
 
-    @_within
     def clear(self, address: int, nbytes: int, stream: Stream) -> None:
         """Zero memory, in stream order."""
-        _call("cuMemsetD8Async", _u64(address), ctypes.c_ubyte(0), _size(nbytes), stream.handle)
+        self.call("cuMemsetD8Async", _u64(address), ctypes.c_ubyte(0), _size(nbytes), stream.handle)
 
-    @_within
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
         """Copy by a copy engine, in stream order; either side may be a peer's memory."""
-        _call("cuMemcpyAsync", _u64(target), _u64(source), _size(nbytes), stream.handle)
+        self.call("cuMemcpyAsync", _u64(target), _u64(source), _size(nbytes), stream.handle)
 
-    @_within
     def allocation(self, address: int) -> tuple[int, int]:
         """Return start and bytes of the allocation around `address`."""
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
-        _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), _u64(address))
+        self.call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), _u64(address))
         return base.value, size.value
 
-    @_within
     def export(self, address: int) -> bytes:
         """Return the IPC handle of the allocation that begins at `address`."""
         handle = _IpcHandle()
-        _call("cuIpcGetMemHandle", ctypes.byref(handle), _u64(address))
+        self.call("cuIpcGetMemHandle", ctypes.byref(handle), _u64(address))
         return bytes(handle.reserved)
 
-    @_within
     def open(self, handle: bytes) -> int:
         """Map a peer's allocation into this process, reachable by this device's kernels."""
         raw = _IpcHandle((ctypes.c_byte * IPC_HANDLE_NBYTES).from_buffer_copy(handle))
         address = ctypes.c_uint64()
-        _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), raw, _LAZY_PEER_ACCESS)
+        self.call("cuIpcOpenMemHandle_v2", ctypes.byref(address), raw, _LAZY_PEER_ACCESS)
         return address.value
 
-    @_within
     def close_handle(self, address: int) -> None:
         """Unmap what `open` mapped."""
-        driver().cuIpcCloseMemHandle(_u64(address))
+        with self.current():
+            driver().cuIpcCloseMemHandle(_u64(address))
 
-    @_within
     def pin(self, address: int, nbytes: int) -> None:
         """Lock pages of host memory, so that kernels can read them. Whole pages."""
         flags = ctypes.c_uint(_PIN_FOR_EVERY_CONTEXT | _PIN_FOR_KERNELS)
-        _call("cuMemHostRegister_v2", ctypes.c_void_p(address), _size(nbytes), flags)
+        self.call("cuMemHostRegister_v2", ctypes.c_void_p(address), _size(nbytes), flags)
 
-    @_within
     def unpin(self, address: int) -> None:
         """Let go of what `pin` locked."""
-        driver().cuMemHostUnregister(ctypes.c_void_p(address))
+        with self.current():
+            driver().cuMemHostUnregister(ctypes.c_void_p(address))
 
-    @_within
     def device_pointer(self, address: int) -> int:
         """Return where kernels find pinned host memory."""
         found = ctypes.c_uint64()
         flags = ctypes.c_uint(0)
-        _call("cuMemHostGetDevicePointer_v2", ctypes.byref(found), ctypes.c_void_p(address), flags)
+        self.call(
+            "cuMemHostGetDevicePointer_v2", ctypes.byref(found), ctypes.c_void_p(address), flags
+        )
         return found.value
 
-    @_within
     def load(self, image: bytes) -> ctypes.c_void_p:
         """Return a module from a compiled image."""
         module = ctypes.c_void_p()
-        _call("cuModuleLoadData", ctypes.byref(module), image)
+        self.call("cuModuleLoadData", ctypes.byref(module), image)
         return module
 
     def function(self, module: ctypes.c_void_p, name: str) -> ctypes.c_void_p:
@@ -355,7 +322,6 @@ class Device:
         _check(code, f"cuModuleGetFunction({name})")
         return found
 
-    @_within
     def launch(
         self,
         function: ctypes.c_void_p,
@@ -369,7 +335,7 @@ class Device:
             *(ctypes.cast(ctypes.pointer(value), ctypes.c_void_p) for value in arguments)
         )
         shape = (grid, 1, 1, block, 1, 1, 0)
-        _call("cuLaunchKernel", function, *shape, stream.handle, pointers, None)
+        self.call("cuLaunchKernel", function, *shape, stream.handle, pointers, None)
 
 
 def compile_source(source: str, architecture: str) -> bytes:

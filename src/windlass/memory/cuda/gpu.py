@@ -15,8 +15,6 @@ from windlass.errors import TransferFailed, TransferOutcomeUnknown, WindlassErro
 from windlass.memory.cuda.driver import Device, Event, Stream
 from windlass.memory.cuda.kernels import Kernels
 
-__all__ = ["Gpu", "end_queued", "shared_gpu"]
-
 
 @final
 class Gpu:

@@ -14,8 +14,6 @@ from windlass.errors import ConfigError
 from windlass.layout.dtypes import DType, cast_refusal
 from windlass.memory.cuda.driver import Device, Stream, compile_source
 
-__all__ = ["PIECE", "Kernels", "PieceTable", "cut_parts", "put_kernel"]
-
 PIECE = np.dtype(
     [
         ("src", np.uint64),

@@ -17,18 +17,6 @@ from windlass.memory.packing import overflow_text
 from windlass.planning.plan import Transform
 from windlass.planning.program import LinkProgram
 
-__all__ = [
-    "DIGEST_NBYTES",
-    "WORDS_NBYTES",
-    "DeviceLink",
-    "load_link",
-    "load_table",
-    "read_digest",
-    "read_sent",
-    "read_words",
-    "unload_links",
-]
-
 DIGEST_NBYTES = 16
 WORDS_NBYTES = DIGEST_NBYTES + 8
 """Of a link: a digest, and a word that says where a cast overflowed."""

@@ -45,8 +45,6 @@ from windlass.planning.program import DigestKind, LinkProgram
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CudaMemory", "DeviceMemory"]
-
 BESIDE_TRANSFERS = 16
 """Multiprocessors of copies that run while NCCL sends: all of them would take the memory from it."""
 

@@ -22,23 +22,6 @@ from windlass.memory.ops import Int64Array, StridedCopy
 from windlass.planning.plan import Transform
 from windlass.planning.program import BoundOp, LinkProgram
 
-__all__ = [
-    "OpPieces",
-    "PayloadPart",
-    "PieceKind",
-    "MAX_PIECE_NBYTES",
-    "PieceArray",
-    "block_tables",
-    "cut_copy",
-    "cut_ops",
-    "cut_ranges",
-    "join_tables",
-    "kind_of",
-    "least_packed_nbytes",
-    "payload_parts",
-    "store_packed",
-]
-
 MAX_PIECE_NBYTES = 64 << 10
 UInt64Array = npt.NDArray[np.uint64]
 PieceArray = npt.NDArray[np.void]

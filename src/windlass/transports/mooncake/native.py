@@ -28,15 +28,6 @@ from windlass.transports.inbound import listening_ports
 from windlass.transports.mooncake.config import MooncakeConfig, MooncakeProtocol
 from windlass.transports.mooncake.verbs import max_registration_nbytes
 
-__all__ = [
-    "MAX_PIECES",
-    "WITHOUT_CUDA",
-    "NativeEngine",
-    "Started",
-    "is_installed",
-    "start_engine",
-]
-
 MAX_PIECES = 1024
 """Per call. Over 2048 pieces waiting at one peer, the engine fails every later call to it, for
 good; and until then error returns leave pieces behind that land a second later."""

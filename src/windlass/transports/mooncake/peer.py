@@ -40,8 +40,6 @@ from windlass.transports.liveness import INCARNATION_NBYTES, PeerLiveness
 from windlass.transports.mooncake.native import Started
 from windlass.transports.regions import overlaps
 
-__all__ = ["TOKEN_NBYTES", "Direction", "MooncakePeer", "liveness_name", "format_incarnation"]
-
 TOKEN_NBYTES = 16
 PROMPT_S = 2.0
 """A call that returns within this has met none of the engine's timeouts, which are >= 5 s."""

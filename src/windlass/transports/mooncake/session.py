@@ -36,8 +36,6 @@ from windlass.transports.mooncake.peer import TOKEN_NBYTES, format_incarnation, 
 from windlass.transports.mooncake.transport import MooncakeTransport
 from windlass.transports.other_process import connections_to, listening_ports_of, owner_of
 
-__all__ = ["MooncakeSession"]
-
 FIRST_BACKOFF_S = 0.001
 
 

@@ -46,8 +46,6 @@ from windlass.transports.mooncake.peer import (
 from windlass.transports.network import NetworkTransport
 from windlass.transports.regions import check_batch
 
-__all__ = ["MooncakeTransport"]
-
 Page = npt.NDArray[np.uint8]
 FORGET_S = 600.0
 """Peers that were not written for longer are forgotten when another one comes."""

@@ -6,8 +6,6 @@ import ctypes
 
 from windlass.errors import TransportUnavailable
 
-__all__ = ["max_registration_nbytes"]
-
 _MAX_MR_SIZE_OFFSET = 64 + 8 + 8
 """`ibv_device_attr`: char fw_ver[64], two GUIDs of 8 bytes, then uint64 max_mr_size."""
 _DEVICE_ATTR_NBYTES = 4096  # more than it is in any version

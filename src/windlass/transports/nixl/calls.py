@@ -15,8 +15,6 @@ from windlass.transports.base import MemoryRegion, PeerEndpoint
 from windlass.transports.nixl.native import NativeAgent, NativeHandle, new_write
 from windlass.transports.nixl.peer import NixlPeer
 
-__all__ = ["GRACE_S", "NixlCalls"]
-
 GRACE_S = 0.25
 """How long after an error the kernel may take to tell that the peer's process has ended."""
 

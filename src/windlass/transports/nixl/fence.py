@@ -13,8 +13,6 @@ from typing import final
 from windlass.net.clock import Deadline
 from windlass.transports.inbound import Connection, connections_to, cut_marked, listening_ports
 
-__all__ = ["TcpFence"]
-
 _LOCK = threading.Lock()
 _OF_AGENTS_WITH_THEMSELVES: dict[TcpFence, frozenset[Connection]] = {}
 

@@ -31,19 +31,6 @@ from windlass.errors import TransportUnavailable
 from windlass.transports.inbound import new_mark
 from windlass.transports.nixl.config import NixlConfig, NixlWire
 
-__all__ = [
-    "TCP_MARK",
-    "NativeAgent",
-    "PutWire",
-    "WireLog",
-    "may_use_tcp",
-    "may_use_verbs",
-    "memory_kind",
-    "native_errors",
-    "new_write",
-    "start_agent",
-]
-
 _TLS = {
     NixlWire.AUTO: "all",
     NixlWire.CMA: "cma,tcp,self",  # cma cannot set a connection up by itself

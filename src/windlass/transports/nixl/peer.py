@@ -19,8 +19,6 @@ from windlass.transports.liveness import PeerLiveness
 from windlass.transports.nixl.native import NativeHandle
 from windlass.transports.regions import overlaps
 
-__all__ = ["NixlKey", "NixlPeer", "decode_keys", "encode_keys", "forget_ended"]
-
 _MAX_KEY_CHARS = 1 << 20
 
 

@@ -60,8 +60,6 @@ from windlass.transports.nixl.native import (
 from windlass.transports.nixl.peer import NixlKey, NixlPeer, decode_keys, encode_keys, forget_ended
 from windlass.transports.regions import check_batch
 
-__all__ = ["NixlTransport"]
-
 MAX_CALL_NBYTES = 128 << 20
 """Per native call: between calls a passed deadline is a clean failure, inside one it is unknown."""
 MAX_PIECES = 8192
