@@ -23,9 +23,8 @@ from windlass.testing.peer_process import PeerProcess, digest_of
 from windlass.transfer.arena import Arena
 from windlass.transports.base import RemoteRegion, WriteBatch
 from windlass.transports.mooncake.config import MooncakeConfig, MooncakeProtocol
-from windlass.transports.mooncake.session import MooncakeSession
+from windlass.transports.mooncake.session import MooncakeSession, owner_of
 from windlass.transports.mooncake.transport import MooncakeTransport
-from windlass.transports.other_process import owner_of
 from windlass.transports.registry import create_transport
 
 TCP = MooncakeConfig(host="127.0.0.1", protocol=MooncakeProtocol.TCP)

@@ -31,9 +31,8 @@ from windlass.transports.base import (
     WireReport,
     WriteBatch,
 )
-from windlass.transports.deferred_free import DeferredFree
 from windlass.transports.processes import OwnProcess, PeerProcesses, check_alive, is_own_process
-from windlass.transports.regions import RegionTable, check_batch
+from windlass.transports.regions import DeferredFree, RegionTable, check_batch
 
 
 class CudaIpcConfig(TransportConfig, frozen=True, tag="cuda_ipc"):

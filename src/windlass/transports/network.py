@@ -1,20 +1,30 @@
-"""What transports between hosts share: settings, registration in steps, memory that is freed late."""
+"""What transports between hosts share: settings, registration in steps, native calls, memory that is freed late."""
 
 from __future__ import annotations
 
 import contextlib
+import resource
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 from threading import Lock
 from typing import ClassVar, Self
 
 import msgspec
 
-from windlass.errors import ConfigError
-from windlass.memory.ranges import Pieces, cut_at_edges, edges_of, merge_adjacent
+from windlass.errors import ConfigError, RegionError
+from windlass.memory.ranges import (
+    Pieces,
+    calls,
+    cut_at_edges,
+    edges_of,
+    merge_adjacent,
+    split_pieces,
+)
 from windlass.net.addresses import own_address
+from windlass.net.clock import Deadline
 from windlass.transports.base import (
     MemoryRegion,
     MemoryType,
@@ -24,8 +34,9 @@ from windlass.transports.base import (
     TransportConfig,
     WriteBatch,
 )
-from windlass.transports.deferred_free import DeferredFree
-from windlass.transports.regions import RegionTable
+from windlass.transports.regions import DeferredFree, RegionTable, check_batch
+
+_CAP_IPC_LOCK = 14
 
 
 class NetworkConfig(TransportConfig, frozen=True):
@@ -107,6 +118,36 @@ class NetworkTransport(OneSidedTransport):
                 free = partial(_call_each, (unpin_late, released))
                 self._deferred.add(region, free, self._is_touched)
 
+    def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
+        self._checked(batch, "write", deadline_s, self._write)
+
+    def _checked(
+        self,
+        batch: WriteBatch,
+        verb: str,
+        deadline_s: float,
+        move: Callable[[WriteBatch, Deadline], None],
+    ) -> None:
+        """Move a batch that passes every check; then free what waited for the end of a call."""
+        name = self._endpoint.transport
+        check_batch(self._table, batch, name)
+        deadline = Deadline.after(deadline_s, f"{name} {verb} to {batch.endpoint.address}")
+        with self._current():
+            try:
+                move(batch, deadline)
+            finally:
+                if self._deferred:
+                    with self._lock:
+                        self._deferred.release(self._is_touched)
+
+    @abstractmethod
+    def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
+        """Write a checked batch; return once it is visible at the peer.
+
+        Raises:
+            PeerUnreachable, TransferFailed, TransferOutcomeUnknown: see `OneSidedTransport.write`.
+        """
+
     def _current(self) -> AbstractContextManager[None]:
         """What must be in place around native calls that concern the registered memory."""
         return contextlib.nullcontext()
@@ -134,25 +175,71 @@ class NetworkTransport(OneSidedTransport):
         """Where the steps begin in which a local region is registered."""
         return [address, *edges_of(address, nbytes, self._step_nbytes)]
 
-    def _cut(self, batch: WriteBatch, remote_steps: Iterable[tuple[int, int, int]]) -> Pieces:
-        """The pieces of a batch, none of which crosses a seam between two registrations.
+    def _calls(
+        self,
+        batch: WriteBatch,
+        remote_steps: Iterable[int],
+        max_pieces: int,
+        max_nbytes: int,
+        max_piece_nbytes: int,
+    ) -> Iterator[Pieces]:
+        """Yield what goes into one native call each; no piece crosses a seam between two registrations.
 
         Args:
             batch: what is to be written or read.
-            remote_steps: (address, nbytes, step) of every published region; step 0 for at once.
+            remote_steps: of every published region; step 0 for at once.
+            max_pieces: of one call.
+            max_nbytes: of one call.
+            max_piece_nbytes: of one piece.
         """
-        return cut_at_edges(
+        pieces = cut_at_edges(
             merge_adjacent(batch.local_addresses, batch.remote_addresses, batch.nbytes),
             local=[edge for span in self._table.spans() for edge in self._starts(*span)],
             remote=[
                 edge
-                for address, nbytes, step in remote_steps
-                for edge in (address, *edges_of(address, nbytes, step))
+                for region, step in zip(batch.regions, remote_steps, strict=True)
+                for edge in (region.address, *edges_of(region.address, region.nbytes, step))
             ],
         )
+        local, remote, nbytes = split_pieces(*pieces, max_piece_nbytes)
+        for part in calls(nbytes, max_pieces=max_pieces, max_nbytes=max_nbytes):
+            yield local[part], remote[part], nbytes[part]
 
 
 def _call_each(calls: Iterable[Callable[[], None] | None]) -> None:
     for call in calls:
         if call is not None:
             call()
+
+
+def locks_without_limit() -> bool:
+    """Return whether this process has CAP_IPC_LOCK, for which RLIMIT_MEMLOCK does not hold."""
+    return bool(int(_status("CapEff"), 16) >> _CAP_IPC_LOCK & 1)
+
+
+def check_lockable(nbytes: int, purpose: str) -> None:
+    """Refuse what the kernel would refuse: pinned memory above RLIMIT_MEMLOCK.
+
+    UCX tries again without end when the kernel refuses to pin, so the kernel is not left to refuse.
+
+    Args:
+        nbytes: bytes to be pinned beside those that are.
+        purpose: what for, at the head of the message.
+
+    Raises:
+        RegionError: the limit is too small, and this process has no CAP_IPC_LOCK.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY or locks_without_limit():
+        return
+    needed = int(_status("VmPin")) * 1024 + nbytes
+    if needed > limit:
+        raise RegionError(
+            f"{purpose}: lockable memory must be >= {needed} bytes, got {limit}; see ulimit -l"
+        )
+
+
+def _status(key: str) -> str:
+    """Return the number at `key` in what the kernel says of this process."""
+    text = Path("/proc/self/status").read_text(encoding="ascii")
+    return text.partition(f"\n{key}:")[2].split(maxsplit=1)[0]

@@ -15,13 +15,13 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 import numpy as np
 import numpy.typing as npt
 
 from windlass.errors import PeerUnreachable, RegionError, TransferFailed, TransportUnavailable
-from windlass.memory.ranges import calls, split_pieces
 from windlass.net.addresses import join_host_port
 from windlass.net.clock import Deadline
 from windlass.transports.base import (
@@ -44,7 +44,6 @@ from windlass.transports.mooncake.peer import (
     liveness_name,
 )
 from windlass.transports.network import NetworkTransport
-from windlass.transports.regions import check_batch
 
 Page = npt.NDArray[np.uint8]
 FORGET_S = 600.0
@@ -196,9 +195,8 @@ class MooncakeTransport(NetworkTransport):
     def _is_touched(self, region: MemoryRegion) -> bool:
         return any(known.peer.touches(region) for known in self._peers.values())
 
-    def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
-        """See `OneSidedTransport.write`."""
-        self._move(batch, deadline_s, Direction.WRITE)
+    def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
+        self._move(Direction.WRITE, batch, deadline)
 
     def read(self, batch: WriteBatch, *, deadline_s: float) -> None:
         """Read the pieces of a peer's memory into local registered memory; the batch's mirror image.
@@ -207,25 +205,16 @@ class MooncakeTransport(NetworkTransport):
             RegionError, PeerUnreachable, TransferFailed: as `write`.
             TransferOutcomeUnknown: bytes may still land in the local memory.
         """
-        self._move(batch, deadline_s, Direction.READ)
+        self._checked(batch, "read", deadline_s, partial(self._move, Direction.READ))
 
-    def _move(self, batch: WriteBatch, deadline_s: float, direction: Direction) -> None:
-        check_batch(self._table, batch, "mooncake")
-        deadline = Deadline.after(deadline_s, f"mooncake {direction} to {batch.endpoint.address}")
+    def _move(self, direction: Direction, batch: WriteBatch, deadline: Deadline) -> None:
+        several = self._engines[0].started.num_nics > 1
+        largest = REQUEST_NBYTES if several else MAX_CALL_NBYTES
         with self._peer(batch.endpoint) as peer:
             peer.confirm(deadline)
-            self._move_pieces(peer, batch, direction, deadline)
-
-    def _move_pieces(
-        self, peer: MooncakePeer, batch: WriteBatch, direction: Direction, deadline: Deadline
-    ) -> None:
-        pieces = self._cut(batch, ((r.address, r.nbytes, _step_of(r.key)) for r in batch.regions))
-        several = self._engines[0].started.num_nics > 1
-        local, remote, nbytes = split_pieces(
-            *pieces, REQUEST_NBYTES if several else MAX_CALL_NBYTES
-        )
-        for part in calls(nbytes, max_pieces=MAX_PIECES, max_nbytes=MAX_CALL_NBYTES):
-            peer.move(direction, (local[part], remote[part], nbytes[part]), deadline)
+            steps = [_step_of(region.key) for region in batch.regions]
+            for pieces in self._calls(batch, steps, MAX_PIECES, MAX_CALL_NBYTES, largest):
+                peer.move(direction, pieces, deadline)
 
     def fence(self, *, deadline_s: float) -> None:
         """See `OneSidedTransport.fence`: over TCP connections are cut, over RDMA there is nothing."""
@@ -269,7 +258,6 @@ class MooncakeTransport(NetworkTransport):
                 known.used_s = time.monotonic()
                 if unreachable:
                     self._forget(endpoint)
-                self._deferred.release(self._is_touched)
 
     def _use(self, endpoint: PeerEndpoint) -> _Known:
         with self._lock:

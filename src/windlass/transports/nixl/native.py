@@ -21,14 +21,21 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, final
 
 import numpy as np
 import numpy.typing as npt
 
 from windlass.envs import environment_value, set_defaults, temporary_values
 from windlass.errors import TransportUnavailable
-from windlass.transports.inbound import new_mark
+from windlass.net.clock import Deadline
+from windlass.transports.inbound import (
+    Connection,
+    connections_to,
+    cut_marked,
+    listening_ports,
+    new_mark,
+)
 from windlass.transports.nixl.config import NixlConfig, NixlWire
 
 _TLS = {
@@ -50,6 +57,8 @@ _STAGING = "cuda_copy"
 _PROGRESS_REST_US = 100
 TCP_MARK = new_mark()
 """On every TCP connection of UCX in this process, whoever opened it."""
+_FENCES = threading.Lock()
+_OF_AGENTS_WITH_THEMSELVES: dict[TcpFence, frozenset[Connection]] = {}
 _BUILDS = ("nixl_cu12", "nixl_cu13")
 _STARTING = threading.Lock()
 """Around the start of an agent: UCX opens its log when the first one is made."""
@@ -317,3 +326,46 @@ def _module(name: str) -> Any:
     """
     builds = [build for build in _BUILDS if find_spec(build) is not None]
     return import_module(f"{builds[0] if len(builds) == 1 else 'nixl'}.{name}")
+
+
+@final
+class TcpFence:
+    """Ends what NIXL agents of this process receive over TCP, but leaves each agent its own connection.
+
+    An agent connects to itself when it starts, and once only: every registration goes through that
+    connection (NIXL loads the key of what it registers as a peer would). An agent that had lost it
+    could register nothing any more, and would say no more than NIXL_ERR_BACKEND (1.5.1, 2026-11-22).
+    Made before its agent starts.
+
+    Args:
+        mark: of the agents' sockets (`new_mark`), the same for all of this process.
+    """
+
+    def __init__(self, mark: int) -> None:
+        self._mark = mark
+        self._listened = listening_ports()
+
+    def spare_own_connections(self) -> None:
+        """Once the agent has registered memory, and before a peer is told where it listens.
+
+        Both ends of such a connection are of this process. One that a peer has begun is not spared:
+        another agent of this process may have started meanwhile, and have been found already.
+        """
+        found = connections_to(listening_ports() - self._listened)
+        with _FENCES:
+            _OF_AGENTS_WITH_THEMSELVES[self] = found | {(peer, own) for own, peer in found}
+
+    def cut(self, deadline: Deadline) -> int:
+        """End every other connection of this process's agents; returns how many.
+
+        Raises:
+            TransferFailed: UCX still reads one after `deadline`.
+        """
+        with _FENCES:
+            spared = frozenset[Connection]().union(*_OF_AGENTS_WITH_THEMSELVES.values())
+        return cut_marked(self._mark, deadline, spared)
+
+    def close(self) -> None:
+        """The agent has ended. Idempotent."""
+        with _FENCES:
+            _OF_AGENTS_WITH_THEMSELVES.pop(self, None)
