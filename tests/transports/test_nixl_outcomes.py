@@ -258,7 +258,7 @@ def test_nobody_waits_for_the_door_of_a_peer_whose_connection_broke(
     held: list[bool] = []
 
     def knock(_: PeerLiveness) -> bool:
-        held.append(ends.ours._lock.locked())
+        held.append(ends.ours._agent.lock.locked())
         return False
 
     monkeypatch.setattr(PeerLiveness, "_reconnect", knock)

@@ -169,14 +169,12 @@ class TransportSet(OneSidedTransport):
         return tuple(offer for member in self._members.values() for offer in member.offers())
 
     def allocate(self, nbytes: int) -> int:
-        """See `MemoryAllocator.allocate`."""
         address = self._require_allocator().allocate(nbytes)
         with self._lock:
             self._allocated[address] = nbytes
         return address
 
     def release(self, address: int) -> None:
-        """See `MemoryAllocator.release`."""
         self._require_allocator().release(address)
         with self._lock:
             self._allocated.pop(address, None)

@@ -40,8 +40,8 @@ from windlass.transports.base import (
     WireReport,
     WriteBatch,
 )
-from windlass.transports.local import LocalTransport
 from windlass.transports.processes import OwnProcess, PeerProcesses, check_alive
+from windlass.transports.region_transport import RegionTransport
 from windlass.transports.sharing import share
 
 MAX_IOVECS = 1024
@@ -138,7 +138,7 @@ def _writev(pid: int, local_vectors: UInt64Array, remote_vectors: UInt64Array) -
 
 
 @final
-class CmaTransport(LocalTransport):
+class CmaTransport(RegionTransport):
     """`OneSidedTransport` over `process_vm_writev`.
 
     Args:
@@ -173,7 +173,7 @@ class CmaTransport(LocalTransport):
         super().close()
         self._helpers.shutdown(wait=True)
 
-    def _copy(self, batch: WriteBatch, deadline: Deadline) -> None:
+    def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
         pid = self._peers.check(batch.endpoint)
         try:
             self._copy_into(pid, batch, deadline)

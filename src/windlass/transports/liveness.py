@@ -32,6 +32,24 @@ RECONNECT_S = 1.0
 _log = logging.getLogger(__name__)
 
 
+def listen_on(host: str, transport: str) -> socket.socket:
+    """Listen on `host` at a port that the kernel picks.
+
+    Raises:
+        ConfigError: `host` is every address.
+        TransportUnavailable: `host` is no address of this machine.
+    """
+    if is_wildcard(host):
+        raise ConfigError(f"{transport}: host must be one address of this machine, got {host!r}")
+    try:
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, 0), family=family, backlog=128)
+    except OSError as error:
+        raise TransportUnavailable(
+            f"{transport}: host must be an address of this machine, got {host!r}: {error}"
+        ) from error
+
+
 @final
 class LivenessListener:
     """Listens on `host` at a port that the kernel picks, until `close`.
@@ -42,22 +60,11 @@ class LivenessListener:
         transport: registry name, for messages.
 
     Raises:
-        ConfigError: `host` is every address.
-        TransportUnavailable: `host` is no address of this machine.
+        ConfigError, TransportUnavailable: see `listen_on`.
     """
 
     def __init__(self, host: str, incarnation: str, transport: str) -> None:
-        if is_wildcard(host):
-            raise ConfigError(
-                f"{transport}: host must be one address of this machine, got {host!r}"
-            )
-        try:
-            family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-            self._listener = socket.create_server((host, 0), family=family, backlog=128)
-        except OSError as error:
-            raise TransportUnavailable(
-                f"{transport}: host must be an address of this machine, got {host!r}: {error}"
-            ) from error
+        self._listener = listen_on(host, transport)
         self.port = int(self._listener.getsockname()[1])
         self._incarnation = incarnation.encode()
         self._closed = threading.Event()

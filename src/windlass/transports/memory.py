@@ -23,7 +23,7 @@ from windlass.transports.base import (
     WireReport,
     WriteBatch,
 )
-from windlass.transports.local import LocalTransport
+from windlass.transports.region_transport import RegionTransport
 from windlass.transports.regions import check_inside
 
 
@@ -85,7 +85,7 @@ _PROCESS_FABRIC = MemoryFabric()
 
 
 @final
-class MemoryTransport(LocalTransport):
+class MemoryTransport(RegionTransport):
     """`OneSidedTransport` by `memmove` inside this process.
 
     `unregister` waits for a write into this endpoint that is under way.
@@ -133,5 +133,5 @@ class MemoryTransport(LocalTransport):
         self._fabric.leave(self._endpoint.address)
         super().close()
 
-    def _copy(self, batch: WriteBatch, deadline: Deadline) -> None:
+    def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
         self._fabric.find(batch.endpoint).receive(batch, deadline)

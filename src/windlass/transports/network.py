@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import resource
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from threading import Lock
 from typing import ClassVar, Self
@@ -24,17 +20,13 @@ from windlass.memory.ranges import (
     split_pieces,
 )
 from windlass.net.addresses import own_address
-from windlass.net.clock import Deadline
 from windlass.transports.base import (
-    MemoryRegion,
     MemoryType,
-    OneSidedTransport,
     PeerEndpoint,
-    RemoteRegion,
     TransportConfig,
     WriteBatch,
 )
-from windlass.transports.regions import DeferredFree, RegionTable, check_batch
+from windlass.transports.region_transport import RegionTransport
 
 _CAP_IPC_LOCK = 14
 
@@ -78,98 +70,20 @@ class NetworkConfig(TransportConfig, frozen=True):
         )
 
 
-class NetworkTransport(OneSidedTransport):
+class NetworkTransport(RegionTransport):
     """Base of transports whose registrations and writes are a library's.
 
-    Derived classes start the library, then call `__init__` of this class. Everything private is
-    guarded by `lock`.
+    Derived classes start the library, then call `__init__` of this class.
 
     Args:
         endpoint: of this process.
         step_nbytes: larger regions are registered in steps of this; 0 for at once.
-        lock: around every registration and every look at writes that are not over.
+        lock: see `RegionTransport`.
     """
 
     def __init__(self, endpoint: PeerEndpoint, step_nbytes: int, lock: Lock) -> None:
-        self._endpoint = endpoint
+        super().__init__(endpoint, lock)
         self._step_nbytes = step_nbytes
-        self._lock = lock
-        self._table = RegionTable()
-        self._deferred = DeferredFree(endpoint.transport)
-
-    def endpoint(self) -> PeerEndpoint:
-        return self._endpoint
-
-    def register(self, address: int, nbytes: int) -> MemoryRegion:
-        """See `OneSidedTransport.register`; over RDMA this pins the memory."""
-        with self._lock, self._current():
-            self._table.check_free(address, nbytes)  # before anything is pinned
-            key = self._pin(address, nbytes)
-            remote = RemoteRegion(self._endpoint, address, nbytes, key)
-            region = MemoryRegion(address, nbytes, remote)
-            self._table.add(region)
-        return region
-
-    def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
-        with self._lock, self._current():
-            self._table.remove(region)
-            unpin_late = self._unpin(region)
-            if unpin_late is not None or released is not None:
-                free = partial(_call_each, (unpin_late, released))
-                self._deferred.add(region, free, self._is_touched)
-
-    def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
-        self._checked(batch, "write", deadline_s, self._write)
-
-    def _checked(
-        self,
-        batch: WriteBatch,
-        verb: str,
-        deadline_s: float,
-        move: Callable[[WriteBatch, Deadline], None],
-    ) -> None:
-        """Move a batch that passes every check; then free what waited for the end of a call."""
-        name = self._endpoint.transport
-        check_batch(self._table, batch, name)
-        deadline = Deadline.after(deadline_s, f"{name} {verb} to {batch.endpoint.address}")
-        with self._current():
-            try:
-                move(batch, deadline)
-            finally:
-                if self._deferred:
-                    with self._lock:
-                        self._deferred.release(self._is_touched)
-
-    @abstractmethod
-    def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
-        """Write a checked batch; return once it is visible at the peer.
-
-        Raises:
-            PeerUnreachable, TransferFailed, TransferOutcomeUnknown: see `OneSidedTransport.write`.
-        """
-
-    def _current(self) -> AbstractContextManager[None]:
-        """What must be in place around native calls that concern the registered memory."""
-        return contextlib.nullcontext()
-
-    @abstractmethod
-    def _pin(self, address: int, nbytes: int) -> str:
-        """Register memory with the library; returns the key for peers. Holds the lock.
-
-        Raises:
-            RegionError: the library refuses it; nothing is registered.
-        """
-
-    @abstractmethod
-    def _unpin(self, region: MemoryRegion) -> Callable[[], None] | None:
-        """Take a registration back; or return what does, to be called once nothing touches it.
-
-        Holds the lock.
-        """
-
-    @abstractmethod
-    def _is_touched(self, region: MemoryRegion) -> bool:
-        """Whether a call that is not over may read or fill a byte of the region. Holds the lock."""
 
     def _starts(self, address: int, nbytes: int) -> list[int]:
         """Where the steps begin in which a local region is registered."""
@@ -204,12 +118,6 @@ class NetworkTransport(OneSidedTransport):
         local, remote, nbytes = split_pieces(*pieces, max_piece_nbytes)
         for part in calls(nbytes, max_pieces=max_pieces, max_nbytes=max_nbytes):
             yield local[part], remote[part], nbytes[part]
-
-
-def _call_each(calls: Iterable[Callable[[], None] | None]) -> None:
-    for call in calls:
-        if call is not None:
-            call()
 
 
 def locks_without_limit() -> bool:

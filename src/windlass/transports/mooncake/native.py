@@ -15,7 +15,6 @@ import fcntl
 import mmap
 import re
 import signal
-import socket
 import threading
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -24,8 +23,8 @@ from typing import Protocol, cast
 
 from windlass.envs import environment_value, set_defaults
 from windlass.errors import ConfigError, TransportUnavailable
-from windlass.net.addresses import is_wildcard
 from windlass.transports.inbound import listening_ports
+from windlass.transports.liveness import listen_on
 from windlass.transports.mooncake.config import MooncakeConfig, MooncakeProtocol
 
 MAX_PIECES = 1024
@@ -106,7 +105,8 @@ def start_engine(config: MooncakeConfig) -> Started:
             start, or it chose another wire than the one asked for.
         ConfigError: `config.protocol` is rdma and the environment forces tcp.
     """
-    _check_host(config.host)
+    # The engine starts, and returns 0, on a host name that does not exist.
+    listen_on(config.host, "mooncake").close()
     forced = config.protocol is MooncakeProtocol.TCP
     detail = _installed_version()
     chosen = {"MC_FORCE_TCP": "1"} if forced else {}
@@ -172,22 +172,6 @@ def _registration_limit(nics: list[str]) -> int:
     if asked.isdigit():
         limits.append(int(asked))
     return min((limit for limit in limits if limit >= mmap.PAGESIZE), default=0)
-
-
-def _check_host(host: str) -> None:
-    """The engine starts, and returns 0, on a host name that does not exist."""
-    if is_wildcard(host):
-        raise ConfigError(f"mooncake: host must be one address of this machine, got {host!r}")
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.bind(address)
-    except OSError as error:
-        raise TransportUnavailable(
-            f"mooncake: host must be an address of this machine, got {host!r}: {error}"
-        ) from error
 
 
 def is_installed(distribution: str) -> bool:

@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable
 from enum import StrEnum
-from typing import NoReturn, final
+from typing import final
 
 import numpy as np
 import numpy.typing as npt
@@ -80,7 +80,7 @@ def liveness_name(token: bytes) -> str:
 
 @final
 class _Call:
-    """A native call on its way through the peer's thread.
+    """A native call on its way through the peer's thread. Guarded by the peer's lock.
 
     Args:
         run: the call; returns its code.
@@ -89,31 +89,13 @@ class _Call:
     """
 
     def __init__(self, run: Callable[[], int], local: UInt64Array, nbytes: UInt64Array) -> None:
-        self._run = run
+        self.run = run
         self.local, self.nbytes = local, nbytes
-        self._lock = threading.Lock()
-        self._state = "queued"
+        self.begun = self.cancelled = False
         self.done = threading.Event()
         """It came back, or the peer's process has ended and it never may."""
         self.code = -1
         self.seconds = 0.0
-
-    def execute(self) -> None:
-        """Run unless cancelled; `done` is for the caller to set, whatever happens."""
-        with self._lock:
-            if self._state != "queued":
-                return
-            self._state = "running"
-        start = time.monotonic()
-        self.code = self._run()
-        self.seconds = time.monotonic() - start
-
-    def cancel(self) -> bool:
-        """Take it back; whether that was in time."""
-        with self._lock:
-            if self._state == "queued":
-                self._state = "cancelled"
-            return self._state == "cancelled"
 
 
 @final
@@ -208,7 +190,7 @@ class MooncakePeer:
         for _ in range(READS):
             call = self._start(self._read_token)
             if not call.done.wait(deadline.remaining_s):
-                call.cancel()  # nothing was written, so whether it was in time does not matter
+                self._cancel(call)  # nothing was written, so whether it was in time does not matter
                 self._refuse_unknown(deadline)
                 raise PeerUnreachable(
                     f"{deadline.purpose}: {self.endpoint.address} did not answer within "
@@ -254,7 +236,11 @@ class MooncakePeer:
                     f"{deadline.purpose}: other writes took the deadline of {deadline.seconds} s; "
                     "nothing more was sent"
                 )
-            self._abandon(call, deadline)
+            self._give_up(
+                call,
+                f"{deadline.purpose}: no answer from {self.endpoint.address} within "
+                f"{deadline.seconds} s; bytes may still land",
+            )
         if call.code != 0:
             self._explain(call, deadline)
 
@@ -287,18 +273,16 @@ class MooncakePeer:
             liveness_name(self._token),
         )
         liveness = PeerLiveness(endpoint, deadline)
-        if not self._keep(liveness):  # another thread was first
+        with self._lock:
+            is_first = self._liveness is None
+            if is_first:
+                self._liveness = liveness
+        if not is_first:  # another thread was
             liveness.close()
             return
         threading.Thread(
             target=self._watch, args=(liveness,), name=self._thread_name, daemon=True
         ).start()
-
-    def _keep(self, liveness: PeerLiveness) -> bool:
-        with self._lock:
-            if self._liveness is None:
-                self._liveness = liveness
-            return self._liveness is liveness
 
     def _watch(self, liveness: PeerLiveness) -> None:
         liveness.watch()
@@ -314,17 +298,6 @@ class MooncakePeer:
             for call in self._open:
                 call.done.set()
 
-    def _abandon(self, call: _Call, deadline: Deadline) -> None:
-        message = (
-            f"{deadline.purpose}: no answer from {self.endpoint.address} within "
-            f"{deadline.seconds} s; bytes may still land"
-        )
-        with self._lock:
-            if call.done.is_set() and call.code == 0:
-                return  # it came back in this very moment
-            self._unknown[call] = message
-        raise TransferOutcomeUnknown(message)
-
     def _explain(self, call: _Call, deadline: Deadline) -> None:
         """The one place where code -1 becomes an exception; see the module's docstring."""
         if self._closed:
@@ -333,6 +306,7 @@ class MooncakePeer:
             self._give_up(
                 call, f"{deadline.purpose}: the transport was closed; bytes may still land"
             )
+            return
         if self._gone or self._refuses_connections(deadline):
             raise PeerUnreachable(f"{deadline.purpose}: {self.endpoint.address} is gone")
         if self.started.ordered and call.seconds < PROMPT_S and self._drained(deadline):
@@ -347,15 +321,18 @@ class MooncakePeer:
         )
 
     def _cancel(self, call: _Call) -> bool:
-        """Whether it was in time: then it touches no memory, however long others are stuck."""
-        if not call.cancel():
-            return False
+        """Take a call back; whether that was in time. Then it touches no memory, however long others are stuck."""
         with self._lock:
-            self._open.discard(call)
-        return True
+            call.cancelled = not call.begun
+            if call.cancelled:
+                self._open.discard(call)
+            return call.cancelled
 
-    def _give_up(self, call: _Call, message: str) -> NoReturn:
+    def _give_up(self, call: _Call, message: str) -> None:
+        """Note that bytes of a call may still land, unless it has come back in this very moment."""
         with self._lock:
+            if call.done.is_set() and call.code == 0:
+                return
             self._unknown[call] = message
         raise TransferOutcomeUnknown(message)
 
@@ -450,9 +427,17 @@ class MooncakePeer:
                         return
                 continue
             try:
-                call.execute()
+                self._execute(call)
             finally:  # whoever waits gets code -1 rather than a deadline
                 self._end(call)
+
+    def _execute(self, call: _Call) -> None:
+        with self._lock:
+            call.begun = not call.cancelled
+        if call.begun:
+            start = time.monotonic()
+            call.code = call.run()
+            call.seconds = time.monotonic() - start
 
     def _end(self, call: _Call) -> None:
         with self._lock:

@@ -100,15 +100,12 @@ class MooncakeSession(OneSidedTransport):
         return self._inner.register(address, nbytes)
 
     def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
-        """See `OneSidedTransport.unregister`."""
         self._inner.unregister(region, released)
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
-        """See `OneSidedTransport.write`."""
         self._inner.write(batch, deadline_s=deadline_s)
 
     def read(self, batch: WriteBatch, *, deadline_s: float) -> None:
-        """See `MooncakeTransport.read`."""
         self._inner.read(batch, deadline_s=deadline_s)
 
     def fence(self, *, deadline_s: float) -> None:
@@ -155,13 +152,16 @@ class MooncakeSession(OneSidedTransport):
             backoff_s *= 2
 
     def _num_others(self, trust_the_living: bool) -> int:
-        """Connections to where the other engine takes bytes."""
+        """Return how many connections there are to where the other engine takes bytes."""
         listening = listening_ports_of(self._owner) - {self._session_port}
         own = {mine: theirs for mine, theirs in dialled() if theirs in listening}
+        rows = tuple(_rows())
+        of_the_living = {(row.local, row.remote) for row in rows if row.inode != "0"}
         return sum(
-            connection.port not in own and not (trust_the_living and connection.peer_lives)
-            for port in set(own.values())
-            for connection in connections_to(port)
+            _port(row.remote) not in own
+            and not (trust_the_living and (row.remote, row.local) in of_the_living)
+            for row in rows
+            if _port(row.local) in own.values() and row.state in _MAY_DELIVER
         )
 
     def _connect(self, deadline: Deadline) -> None:
@@ -188,22 +188,9 @@ def _let_go(_: object) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
-    """One that was made to a port of this host.
-
-    Attributes:
-        peer: the other end, as the kernel spells it; for comparison.
-        port: of the other end.
-        peer_lives: whether the other end is a socket of a living process of this host.
-    """
-
-    peer: str
-    port: int
-    peer_lives: bool
-
-
-@dataclass(frozen=True, slots=True)
 class _Row:
+    """A TCP socket of this host, as the kernel spells its two ends; inode 0 where no process has it."""
+
     local: str
     remote: str
     state: str
@@ -237,17 +224,6 @@ def listening_ports_of(process: int) -> frozenset[int]:
         _port(row.local)
         for row in _rows()
         if row.state == _LISTENING and f"socket:[{row.inode}]" in held
-    )
-
-
-def connections_to(port: int) -> tuple[Connection, ...]:
-    """Those to a port of this host over which bytes may still come."""
-    rows = tuple(_rows())
-    owned = {(row.local, row.remote) for row in rows if row.inode != "0"}
-    return tuple(
-        Connection(row.remote, _port(row.remote), (row.remote, row.local) in owned)
-        for row in rows
-        if _port(row.local) == port and row.state in _MAY_DELIVER
     )
 
 

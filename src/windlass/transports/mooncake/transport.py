@@ -171,7 +171,7 @@ class MooncakeTransport(NetworkTransport):
         started = self._engines[0].started
         return WireReport("mooncake", started.wire, started.detail)
 
-    def _pin(self, address: int, nbytes: int) -> str:
+    def _register(self, address: int, nbytes: int) -> str:
         done: list[_Engine] = []
         starts = self._starts(address, nbytes)
         for engine in self._engines:
@@ -187,7 +187,7 @@ class MooncakeTransport(NetworkTransport):
             done.append(engine)
         return str(self._step_nbytes) if 0 < self._step_nbytes < nbytes else ""
 
-    def _unpin(self, region: MemoryRegion) -> None:
+    def _unregister(self, region: MemoryRegion) -> None:
         """At once: later writes of peers are refused over TCP."""
         for engine in self._engines:
             engine.unpin(self._starts(region.address, region.nbytes))

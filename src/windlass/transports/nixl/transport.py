@@ -123,7 +123,7 @@ class NixlTransport(NetworkTransport):
             f"{self._detail}, wire {self._config.wire.value} asked for, devices: {devices}",
         )
 
-    def _pin(self, address: int, nbytes: int) -> str:
+    def _register(self, address: int, nbytes: int) -> str:
         native = self._register_native(address, nbytes, self._config.gpu)
         try:
             key = self._key_of(native, nbytes)
@@ -132,7 +132,7 @@ class NixlTransport(NetworkTransport):
         self._native[address] = native
         return key
 
-    def _unpin(self, region: MemoryRegion) -> Callable[[], None]:
+    def _unregister(self, region: MemoryRegion) -> Callable[[], None]:
         """Under a write it takes effect when that ends."""
         return partial(self._deregister, self._native.pop(region.address))
 
@@ -146,7 +146,7 @@ class NixlTransport(NetworkTransport):
         return any(peer.touches(region) for peer in self._peers.values())
 
     def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
-        """See `NetworkTransport._write`.
+        """See `RegionTransport._write`.
 
         Raises:
             TransportUnavailable: UCX picked another wire than the one asked for; nothing was sent.
