@@ -34,7 +34,7 @@ from tools.plan.topology import parse_topology
 from windlass.config import ControlConfig, P2pBackend, PhaseDeadlines, RelayShape, UpdateMode
 from windlass.planning.planner import plan_transfer
 from windlass.planning.relay import RelayGroup, stripes_of
-from windlass.updates.round_types import Phase
+from windlass.updates.rounds import Phase
 
 ROOT = Path(__file__).parents[1]
 TOKEN = "secret of the benchmark"

@@ -17,11 +17,11 @@ import msgspec
 
 from harness import Row, parser, report
 from tools.plan.cost import predict
+from tools.plan.reports import plan_with_reports
 from tools.plan.simulate import simulate_wire
 from tools.plan.synthesis import engine_manifests, trainer_manifests
 from tools.plan.topology import EngineSpec, Fabric, Topology, TrainerSpec, parse_topology
 from windlass.layout.dtypes import DType
-from windlass.planning.planner import plan_with_reports
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = (

@@ -41,8 +41,8 @@ from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import DestinationBinding
-from windlass.transfer.device_sender import DeviceSender
 from windlass.transfer.receiver import Receiver
+from windlass.transfer.sender import Sender
 from windlass.transports.base import MappedRegion, RemoteRegion
 from windlass.transports.cuda_ipc import CudaIpcTransport
 
@@ -225,7 +225,7 @@ class Rank:
 
     def connect_trainer(self, encoded: bytes, bindings: list[DestinationBinding]) -> int:
         free, _ = torch.cuda.mem_get_info()
-        self.sender = DeviceSender(self.transport, self.manifest, self.located)
+        self.sender = Sender(self.transport, self.manifest, self.located)
         self.sender.connect(TransferPlan.decode(encoded), bindings)
         self.sender.prepare(0)
         return free - torch.cuda.mem_get_info()[0]

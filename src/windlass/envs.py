@@ -13,23 +13,37 @@ __all__ = [
     "check_token",
     "control_token",
     "environment_value",
+    "has_certificate",
     "inherited_environment",
+    "secret_value",
     "set_defaults",
     "temporary_values",
 ]
 
 TOKEN_VARIABLE = "WINDLASS_TOKEN"  # noqa: S105 - the name of the variable
 ENGINE_TOKEN_VARIABLE = "WINDLASS_ENGINE_TOKEN"  # noqa: S105 - as above
+TLS_CA_VARIABLE = "WINDLASS_TLS_CA"
+TLS_CERTIFICATE_VARIABLE = "WINDLASS_TLS_CERT"
+TLS_KEY_VARIABLE = "WINDLASS_TLS_KEY"
+TLS_VARIABLES = (TLS_CA_VARIABLE, TLS_CERTIFICATE_VARIABLE, TLS_KEY_VARIABLE)
+
+_secrets: dict[str, str] = {}
+"""Values of variables that hold secrets and have left the environment."""
 
 
 def check_token(token: str | None, what: str) -> str:
     """`token`, if a header can carry it.
+
+    It may be empty where this process shows a certificate in its place: WINDLASS_TLS_CERT and
+    WINDLASS_TLS_CA are set.
 
     Raises:
         ConfigError: it is missing, or has line ends, other control characters, characters beyond
             ASCII, or blanks at its ends. The token itself is not repeated.
     """
     if not token:
+        if has_certificate():
+            return ""
         raise ConfigError(f"{what} must not be empty, got {token!r}")
     if not (token.isascii() and token.isprintable()) or token != token.strip():
         odd = sorted({c for c in token if not (c.isascii() and c.isprintable())}) or [" "]
@@ -39,21 +53,43 @@ def check_token(token: str | None, what: str) -> str:
     return token
 
 
+def has_certificate() -> bool:
+    """Whether a peer can tell this process's role by its certificate, without a token."""
+    return all(map(environment_value, (TLS_CA_VARIABLE, TLS_CERTIFICATE_VARIABLE)))
+
+
+def secret_value(name: str) -> str:
+    """The value of a variable that holds a secret, '' when it was never set.
+
+    The variable leaves the environment: what this process starts (tools that run code of a model)
+    does not inherit it. A later call returns the same value.
+    """
+    if name in os.environ:
+        _secrets[name] = os.environ.pop(name)
+    return _secrets.get(name, "")
+
+
 def control_token() -> str:
-    """The secret of the control routes, or the token of a role.
+    """The secret of the control routes, or the token of a role; empty where a certificate stands for it.
 
     Raises:
         ConfigError: WINDLASS_TOKEN is not set or empty, or no header can carry it.
     """
-    token = os.environ.get(TOKEN_VARIABLE, "")
-    if not token:
+    token = secret_value(TOKEN_VARIABLE)
+    if not token and not has_certificate():
         raise ConfigError(f"{TOKEN_VARIABLE} must be set to the controller's token, got ''")
     return check_token(token, TOKEN_VARIABLE)
 
 
-def inherited_environment() -> dict[str, str]:
-    """A copy of this process's environment, for a child."""
-    return dict(os.environ)
+def inherited_environment(*, with_tokens: bool = False) -> dict[str, str]:
+    """A copy of this process's environment, for a child.
+
+    Args:
+        with_tokens: the child is a part of this process's role, and needs its tokens.
+    """
+    tokens = {name: secret_value(name) for name in (TOKEN_VARIABLE, ENGINE_TOKEN_VARIABLE)}
+    given = {name: token for name, token in tokens.items() if token and with_tokens}
+    return {**os.environ, **given}
 
 
 def set_defaults(values: Mapping[str, str]) -> dict[str, str]:

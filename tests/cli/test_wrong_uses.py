@@ -81,7 +81,7 @@ def test_a_path_is_a_folder_too() -> None:
         (lambda: RolloutConfig(attempt_deadline_s=0.0), "attempt_deadline_s must be > 0, got 0.0"),
         (lambda: RolloutConfig(affinity_slack=-1), "affinity_slack must be >= 0, got -1"),
         (lambda: windlass.BatchClient("localhost:1", TOKEN), r"url must be http.* got 'localhost:1'"),
-        (lambda: windlass.RolloutCallback("https://h", TOKEN), "controller must be http://host"),
+        (lambda: windlass.RolloutCallback("ftp://h", TOKEN), "controller must be http or https://host"),
         (lambda: windlass.RolloutCallback("http://h:99999", TOKEN), "controller must be http"),
         (lambda: windlass.RolloutCallback("http://h", TOKEN, stage=0), "stage must be in .0, num_stages=0., got 0"),
         (lambda: windlass.RolloutCallback("http://h", TOKEN, deadline_s=0), "deadline_s must be > 0, got 0"),

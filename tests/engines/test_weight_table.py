@@ -41,7 +41,7 @@ from windlass.transfer.receiver import Receiver
 from windlass.transports.base import PeerEndpoint, RemoteRegion
 from windlass.transports.memory import MemoryTransport
 from windlass.updates.agents import EngineAgent
-from windlass.updates.messages import BeginPush, OpenRelay
+from windlass.updates.messages import BeginPush, ConnectRelay
 
 SAFE: dict[str, Any] = {
     "version": "0.5.23",
@@ -199,7 +199,7 @@ def test_an_engine_without_an_agent_takes_part_in_no_relay_and_no_update_by_hand
     receiver = Receiver(transport, learnt.manifest, learnt.addresses, (), There())
     agent = EngineAgent(receiver, RestingEngine())
     try:
-        for command in (BeginPush(), OpenRelay()):
+        for command in (BeginPush(), ConnectRelay((), (), ())):
             with pytest.raises(ProtocolError, match="a process without an agent"):
                 agent.handle(command, epoch=1, round_number=1)
     finally:

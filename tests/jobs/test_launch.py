@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from certificates import Authority
 from slurm_cluster import missing_reason, slurm_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,6 +110,14 @@ def check_example(tmp_path: Path, config: Path, **environment: str) -> None:
     assert isinstance(rollouts, dict)
     assert rollouts["lost"] == 0
     assert rollouts["completed"] >= 2 * 32
+
+
+def test_a_whole_job_speaks_tls_alone(tmp_path: Path) -> None:
+    config = write(tmp_path, ("steps = 4", "steps = 2"))
+    check_example(tmp_path, config, **Authority(tmp_path).issue())
+    logs = "".join(log.read_text() for log in (tmp_path / "out" / "logs").iterdir())
+    assert "https://127.0.0.1:" in logs
+    assert "http://" not in logs
 
 
 def test_the_example_trains_publishes_saves_and_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from numpy_gpu import KernelTransport, OneProcess, numpy_gpu
+from numpy_gpu import KernelTransport, numpy_gpu
 from offers import GPU_TRAITS
 from safetensors.torch import save_file
 
@@ -22,7 +22,6 @@ from windlass.memory.cuda import sources
 from windlass.memory.cuda.driver import MemoryKind
 from windlass.planning.planner import plan_transfer
 from windlass.transfer.base import ParameterMemory
-from windlass.transfer.device_sender import DeviceSender
 from windlass.transfer.push import PushReceiver
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
@@ -69,12 +68,10 @@ class Fleet:
         receiver = Receiver(theirs, ENGINE, addresses, regions)
         binding = receiver.connect(PLAN.for_destination("engine/0"), UpdateMode.IN_PLACE)
         memory = [ParameterMemory(int(b.ctypes.data), b.nbytes) for b in self.trained]
-        self.sender: DeviceSender | Sender
         if way == "cuda_ipc":
-            self.sender = DeviceSender(OneProcess(), TRAINER, lambda: memory)
             binding = msgspec.structs.replace(binding, endpoint=own_endpoint("cuda_ipc"))
-        else:
-            self.sender = Sender(kind(fabric), TRAINER, lambda: memory, arena_nbytes=arena_nbytes)
+        ours = KernelTransport() if way == "cuda_ipc" else kind(fabric)
+        self.sender = Sender(ours, TRAINER, lambda: memory, arena_nbytes=arena_nbytes)
         self.sender.connect(PLAN.for_source("trainer/0"), [binding])
         self.receiver = receiver
 
@@ -124,7 +121,7 @@ def test_backends_that_cast_at_the_engine_find_it_at_the_trainer() -> None:
     memory = [ParameterMemory(int(b.ctypes.data), b.nbytes) for b in fleet.trained]
     source = SourceMemory(TRAINER, lambda: memory)
     part = PLAN.for_source("trainer/0")
-    source.bind(part, [fleet.sender._peers["engine/0"].binding])  # type: ignore[union-attr]
+    source.bind(part, [fleet.sender._peers["engine/0"].binding])
     source.locate()
     source.hash_links()
     fleet.trained[1][1919] = 65520

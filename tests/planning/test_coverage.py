@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import boxes
 
+from tools.plan.reports import plan_with_reports
 from windlass.errors import IncompleteCoverage
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import MAX_DIMS, Int64Array, ManifestBuilder, Role
 from windlass.planning.coverage import find_hole
 from windlass.planning.intersect import intersect_boxes, make_atoms
-from windlass.planning.planner import plan_with_reports
 
 SHAPE = (1, 1, 1, 5, 4)
 

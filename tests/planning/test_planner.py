@@ -7,12 +7,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from tools.plan.reports import plan_with_reports
 from windlass.errors import ConfigError, IncompleteCoverage, ManifestError, UnsupportedLayout
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.planning.plan import DTYPES, CopyMode, Reason, TransferPlan
-from windlass.planning.planner import PlanPolicy, plan_transfer, plan_with_reports
+from windlass.planning.planner import PlanPolicy, plan_transfer
 
 ROWS = 16
 

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tools.plan.reports import certify, plan_with_reports
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
-from windlass.planning.planner import PlanPolicy, plan_with_reports
-from windlass.planning.routing import certify, group_by_holders, pour
+from windlass.planning.planner import PlanPolicy
+from windlass.planning.routing import group_by_holders, pour
 
 Groups = list[tuple[float, tuple[int, ...]]]
 

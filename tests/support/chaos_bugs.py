@@ -24,8 +24,7 @@ from windlass.updates.agents import EngineAgent
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.driver import RoundDriver
 from windlass.updates.fleet import Fleet
-from windlass.updates.links import LinkLedger
-from windlass.updates.rounds import RoundMachine
+from windlass.updates.rounds import LinkLedger, RoundMachine
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from windlass.rollout.staleness import StalenessPolicy
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.journal import JournalEntry, JournalKind
 from windlass.updates.messages import UpdateReport
-from windlass.updates.round_types import Phase
+from windlass.updates.rounds import Phase
 
 TOKEN = "a shared secret"
 ENGINES = ("a", "b", "c")

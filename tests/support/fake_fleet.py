@@ -58,6 +58,7 @@ class FakeFleet:
         self.config = config or ControlConfig()
         self.num_trainers = num_trainers
         self.fabric = FakeFabric()
+        self.token = TOKEN
         self.server = ControlServer(host="127.0.0.1", port=port, token=TOKEN)
         self.coordinator = Coordinator(self.config, journal_path=journal_path, planner=planner)
         self.coordinator.mount(self.server)
@@ -97,12 +98,13 @@ class FakeFleet:
         hello: Hello,
         handler: CommandHandler,
         *,
-        token: str = TOKEN,
+        token: str | None = None,
         on_disconnect: Callable[[], None] | None = None,
     ) -> AgentChannel:
-        """Connect one agent."""
+        """Connect one agent, with `self.token` unless another is given."""
+        shown = self.token if token is None else token
         channel = AgentChannel(
-            self.server.url, token, lambda: hello, handler, on_disconnect=on_disconnect
+            self.server.url, shown, lambda: hello, handler, on_disconnect=on_disconnect
         )
         await asyncio.to_thread(channel.connect, CONNECT_S)
         self.channels[hello.worker] = channel

@@ -34,11 +34,11 @@ def entry(number: int) -> JournalEntry:
 
 def state(opened: Journal) -> list[Any]:
     return [
-        opened.last_epoch,
-        opened.last_round,
-        opened.published_version,
-        opened.reserved_version,
-        sorted(opened.quarantined),
+        opened.summary.epoch,
+        opened.summary.round,
+        opened.summary.published,
+        opened.summary.reserved,
+        sorted(opened.summary.quarantined),
     ]
 
 

@@ -11,10 +11,10 @@ from msgspec import structs
 
 from tools.plan import __main__ as plan_command
 from tools.plan.cost import predict, summarize_links
+from tools.plan.reports import plan_with_reports
 from tools.plan.synthesis import engine_manifests, trainer_manifests
 from tools.plan.topology import Fabric, parse_topology
 from windlass.errors import ConfigError
-from windlass.planning.planner import plan_with_reports
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "topologies" / "qwen3-30b-a3b-4-to-4.toml"
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tools.plan.cost import predict
+from tools.plan.reports import plan_with_reports
 from tools.plan.simulate import simulate_wire
 from tools.plan.synthesis import engine_manifests, trainer_manifests
 from tools.plan.topology import EngineSpec, Fabric, TrainerSpec, parse_topology
@@ -18,7 +19,7 @@ from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.planning.plan import TransferPlan
-from windlass.planning.planner import plan_transfer, plan_with_reports
+from windlass.planning.planner import plan_transfer
 
 ROOT = Path(__file__).parents[2]
 QWEN = ROOT / "examples" / "topologies" / "qwen3-30b-a3b-4-to-4.toml"

@@ -13,11 +13,12 @@ from reference_executor import execute
 
 from tools.plan.families import ModelSpec, modules
 from tools.plan.mesh import MegatronMesh, even
+from tools.plan.reports import plan_with_reports
 from tools.plan.synthesis import engine_manifests, trainer_manifests
 from tools.plan.topology import EngineSpec, Fabric, Topology, TrainerSpec, parse_topology
 from windlass.errors import ConfigError
 from windlass.layout.box import chunk
-from windlass.planning.planner import PlanPolicy, plan_with_reports
+from windlass.planning.planner import PlanPolicy
 
 TOPOLOGIES = Path(__file__).parents[2] / "examples" / "topologies"
 

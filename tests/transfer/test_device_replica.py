@@ -11,7 +11,7 @@ from typing import Any, final
 import msgspec
 import numpy as np
 import pytest
-from numpy_gpu import KernelTransport, OneProcess, numpy_gpu
+from numpy_gpu import KernelTransport, numpy_gpu
 from offers import GPU_TRAITS
 
 import windlass
@@ -31,18 +31,13 @@ from windlass.memory.cuda import driver, range_copy, sources
 from windlass.memory.cuda.driver import MemoryKind
 from windlass.memory.cuda.gpu import Gpu
 from windlass.memory.cuda.links import DeviceLink, load_link
-from windlass.memory.cuda.ops import CudaMemory
-from windlass.memory.cuda.sources import PinnedArena
 from windlass.planning.planner import plan_transfer
 from windlass.testing.resting_engine import RestingEngine
 from windlass.trainers.client import TrainerClient
-from windlass.transfer import device_sender
+from windlass.transfer import stored_links
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import LinkOutcome, LinkStatus
-from windlass.transfer.device_sender import DeviceSender
 from windlass.transfer.receiver import Receiver
-from windlass.transfer.replica import Replica
-from windlass.transfer.replica_memory import GpuCopies
 from windlass.transfer.sender import Sender
 from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.transports.processes import own_endpoint
@@ -131,13 +126,6 @@ class Served:
         return not any(buffer.any() for buffer in self.buffers)
 
 
-def copies(gpu: Gpu, place: ReplicaPlace) -> GpuCopies:
-    """Most parameters are a kernel's here, the largest a copy engine's."""
-    if place is ReplicaPlace.HOST:
-        return GpuCopies(gpu, lambda n: PinnedArena(gpu.device, n), 4000)
-    return GpuCopies(gpu, CudaMemory(gpu).allocate, 4000)
-
-
 class Pair:
     """A trainer rank with a replica and an engine rank on GPUs of one host."""
 
@@ -152,10 +140,11 @@ class Pair:
         ]
         self.receiver = Receiver(self.memory, theirs, self.served.addresses(), regions)
         binding = self.receiver.connect(self.plan.for_destination("engine/0"), UpdateMode.IN_PLACE)
-        transport = OneProcess()
-        self.gpu = transport.gpu
-        self.replica = Replica(ours, copies(self.gpu, place))
-        self.sender = DeviceSender(transport, ours, self.weights, self.replica)
+        transport = KernelTransport()
+        self.gpu = transport.mapper.gpu
+        self.sender = Sender(transport, ours, self.weights, replica=place)
+        assert self.sender.replica is not None
+        self.replica = self.sender.replica
         # The endpoint is looked up among this host's processes.
         self.binding = msgspec.structs.replace(binding, endpoint=own_endpoint("cuda_ipc"))
         self.connect()
@@ -165,8 +154,7 @@ class Pair:
 
     def begin(self, version: int, told: list[int] | None = None) -> None:
         told = [] if told is None else told
-        with self.replica.lock:
-            self.replica.begin(lambda: told.append(version), version, STREAM)
+        self.sender.begin_version(lambda: told.append(version), version=version, stream=STREAM)
 
     def write(self, version: int) -> LinkOutcome:
         (link,) = self.sender.write(version, ["engine/0"], SECONDS).links
@@ -185,13 +173,15 @@ class Pair:
 
     def close(self) -> None:
         self.sender.close()
-        self.replica.close()
         self.receiver.close()
         self.memory.close()
 
 
-@pytest.fixture(params=list(ReplicaPlace))
+@pytest.fixture(params=[ReplicaPlace.HOST, ReplicaPlace.DEVICE])
 def pair(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """Most parameters are a kernel's here, the largest a copy engine's."""
+    for engine_nbytes in ("COPY_ENGINE_NBYTES", "PCIE_ENGINE_NBYTES"):
+        monkeypatch.setattr(f"windlass.transfer.replica.{engine_nbytes}", 4000)
     monkeypatch.setattr(sources, "memory_kind", lambda _: MemoryKind.DEVICE)
     monkeypatch.setattr(sources, "pointer_device", lambda _: 0)
     found = Pair(request.param)
@@ -249,7 +239,7 @@ def test_weights_that_move_need_no_new_tables_of_links(
         cut.append(1)
         return load_link(*arguments)
 
-    monkeypatch.setattr(device_sender, "load_link", load)
+    monkeypatch.setattr(stored_links, "load_link", load)
     for version in range(3):
         pair.weights.refill(version)
         pair.begin(version)
@@ -301,8 +291,7 @@ def test_nothing_is_sent_that_was_copied_too_late(pair: Pair) -> None:
     pair.begin(0)
     pair.sender.prepare(0)
     pair.weights.poison()
-    with pair.replica.lock:
-        pair.replica.end()  # it was copied while its owner gave it up
+    pair.sender.end_version()  # it was copied while its owner gave it up
     assert pair.write(0).status is LinkStatus.FAILED
     with pytest.raises(RoundAborted, match="nobody waits for them any more"):
         pair.sender.prepare(0)
@@ -461,7 +450,7 @@ class HeldWrites:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     found = numpy_gpu()
-    for name in ("transfer.replica_memory", "memory.cuda.gpu"):
+    for name in ("transfer.replica", "memory.cuda.gpu"):
         monkeypatch.setattr(f"windlass.{name}.shared_gpu", lambda _: found)
     return found
 

@@ -15,9 +15,9 @@ from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import DestinationBinding, LinkStatus
-from windlass.transfer.device_sender import DeviceSender
 from windlass.transfer.dtensor import describe_module, parameter_addresses
 from windlass.transfer.receiver import Receiver
+from windlass.transfer.sender import Sender
 from windlass.transfer.write_progress import PartWritten, ProgressNotifier
 from windlass.transports.cuda_ipc import CudaIpcTransport
 
@@ -40,7 +40,7 @@ class Pair:
 
     trained: torch.nn.Sequential
     served: torch.nn.Sequential
-    sender: DeviceSender
+    sender: Sender
     receiver: Receiver
     plan: TransferPlan
     binding: DestinationBinding
@@ -79,7 +79,7 @@ def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         ParameterMemory(address, spec.nbytes)
         for address, spec in zip(parameter_addresses(trained), manifests[0].parameters, strict=True)
     ]
-    sender = DeviceSender(ours, manifests[0], lambda: located)
+    sender = Sender(ours, manifests[0], lambda: located)
     sender.connect(plan.for_source(SOURCE), [binding])
     yield Pair(trained, served, sender, receiver, plan, binding)
     sender.close()

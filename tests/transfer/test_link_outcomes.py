@@ -32,9 +32,8 @@ from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import DestinationBinding, LinkStatus
 from windlass.transfer.receiver import Receiver
-from windlass.transfer.relay_node import RelayNode
-from windlass.transfer.relay_round import RelayResult
-from windlass.transfer.relay_sender import RelaySender
+from windlass.transfer.relay_connection import RelaySender
+from windlass.transfer.relay_node import RelayNode, RelayResult
 from windlass.transfer.sender import Sender
 from windlass.transports.base import WriteBatch
 from windlass.transports.memory import MemoryFabric, MemoryTransport
@@ -204,12 +203,15 @@ def test_a_link_for_which_no_thread_is_to_be_had_hides_nothing(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submit, refused = fleet.sender._pool.submit, threading.Event()
+    last = next(b.endpoint for b in fleet.bindings if b.worker == "engine-c/0")
 
-    def refuse(job: Callable[..., float], *args: object) -> Future[float]:
-        if args[0] == "engine-c/0":
+    def refuse(
+        job: Callable[..., float], batches: Sequence[WriteBatch], *args: object
+    ) -> Future[float]:
+        if batches[0].endpoint == last:
             refused.set()
             raise RuntimeError("can't start new thread")
-        return submit(job, *args)
+        return submit(job, batches, *args)
 
     def lose(_: Callable[[], None]) -> None:
         assert refused.wait(SECONDS)
@@ -337,7 +339,7 @@ def test_an_engine_that_cannot_go_on_says_who_may_still_write_it(
     def refuse(*_: object) -> None:
         raise MemoryError("none left")
 
-    monkeypatch.setattr("windlass.transfer.relay_round.RelayRound.on_chunk", refuse)
+    monkeypatch.setattr("windlass.transfer.relay_node.RelayRound.on_chunk", refuse)
     links, parts = chain.run()
     assert links["engine-a/0"] is LinkStatus.OK
     assert set(parts) == set(ENGINES)
@@ -417,12 +419,12 @@ def test_an_upstream_that_ends_without_a_word_is_told(chain: Chain, with_a_word:
     result = die_in_mid_relay(chain, with_a_word=with_a_word)
     assert result.missing == ("trainer/0",)
     assert result.unknown_from == ()
-    assert result.wordless == (() if with_a_word else ("trainer/0",))
+    assert result.disconnected == (() if with_a_word else ("trainer/0",))
 
 
-@pytest.mark.parametrize("wordless", [(), ("trainer/0",)])
+@pytest.mark.parametrize("disconnected", [(), ("trainer/0",)])
 def test_an_engine_fences_before_it_trusts_what_a_dead_upstream_wrote(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, wordless: tuple[str, ...]
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, disconnected: tuple[str, ...]
 ) -> None:
     happened: list[str] = []
     receiver = fleet.receivers["engine-a/0"]
@@ -438,20 +440,20 @@ def test_an_engine_fences_before_it_trusts_what_a_dead_upstream_wrote(
         happened.append("verify")
         return tuple(expected)
 
-    result = RelayResult(("trainer/0",), (), (), (), wordless, 0, 0.0)
+    result = RelayResult(("trainer/0",), (), (), (), disconnected, 0, 0.0)
     monkeypatch.setattr(fleet.transports["engine-a/0"], "fence", fence)
     monkeypatch.setattr(Receiver, "verify", verify)
     monkeypatch.setattr(agent._relay, "run", lambda *_: result)
     agent.handle(Relay(1, SECONDS), epoch=1, round_number=1)
     command = Verify(1, {"trainer/0": "digest"})
-    if wordless:
+    if disconnected:
         with pytest.raises(TransferFailed):
             agent.handle(command, epoch=1, round_number=1)
         assert happened == ["fence"]
         refused.append(False)
     for _ in range(2):
         agent.handle(command, epoch=1, round_number=1)
-    assert happened == (["fence", "fence"] if wordless else []) + ["verify"] * 2
+    assert happened == (["fence", "fence"] if disconnected else []) + ["verify"] * 2
     agent.close()
 
 

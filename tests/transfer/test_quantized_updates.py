@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from tools.plan.reports import plan_with_reports
 from windlass.config import UpdateMode
 from windlass.errors import ManifestError, PlanError, UnsupportedLayout
 from windlass.layout.box import Box
@@ -21,7 +22,7 @@ from windlass.layout.quantization import (
     scale_shape,
 )
 from windlass.planning.plan import CopyMode, Reason, TransferPlan
-from windlass.planning.planner import PlanPolicy, plan_transfer, plan_with_reports
+from windlass.planning.planner import PlanPolicy, plan_transfer
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import LinkStatus
 from windlass.transfer.receiver import Receiver

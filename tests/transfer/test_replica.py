@@ -476,7 +476,7 @@ def test_without_memory_for_another_replica_nothing_in_doubt_is_used_and_the_nex
         links.memory.refill(1)
         links.sender.begin_version(lambda: None)
         with monkeypatch.context() as patch:
-            patch.setattr("windlass.transfer.replica_memory.Arena", refuse)
+            patch.setattr("windlass.transfer.replica.Arena", refuse)
             for _ in range(2):
                 with pytest.raises(RegionError, match="no memory"):
                     links.sender.prepare()

@@ -6,6 +6,7 @@ Kernels are played in numpy; the engines' memory is this process's.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 import msgspec
@@ -21,14 +22,13 @@ from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.memory.cuda import driver, sources
 from windlass.net.clock import Deadline
-from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
 from windlass.transfer.backends import receiver_for, sender_for
 from windlass.transfer.base import ParameterMemory, SendResult
-from windlass.transfer.bindings import LinkOutcome, LinkStatus
+from windlass.transfer.bindings import LinkStatus
+from windlass.transfer.outcomes import joined_results
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
-from windlass.transfer.split_sender import SplitSender
 from windlass.transports.auto import TransportSet
 from windlass.transports.base import PeerMapper, WireReport, WriteBatch
 from windlass.transports.memory import MemoryFabric, MemoryTransport
@@ -86,7 +86,7 @@ LINKS = {"near/0": "cuda_ipc", "far/0": "memory"}
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     found = numpy_gpu()
-    for name in ("transfer.replica_memory", "memory.cuda.gpu"):
+    for name in ("transfer.replica", "memory.cuda.gpu"):
         monkeypatch.setattr(f"windlass.{name}.shared_gpu", lambda _: found)
     monkeypatch.setattr(sources, "memory_kind", lambda _: driver.MemoryKind.DEVICE)
     monkeypatch.setattr(sources, "pointer_device", lambda _: 0)
@@ -123,7 +123,6 @@ def test_each_engine_is_updated_by_the_transport_of_its_link(mode: UpdateMode) -
         memory = (ParameterMemory(int(trained.ctypes.data), trained.nbytes),)
         sender = Sender(sending, TRAINER, lambda: memory)
         backend = sender_for(P2pBackend(), sender, "127.0.0.1")
-        assert isinstance(backend, SplitSender)
         backend.connect(plan.for_source("trainer/0"), bindings)
         for version in range(3):
             trained += np.uint16(7)
@@ -139,7 +138,6 @@ def test_each_engine_is_updated_by_the_transport_of_its_link(mode: UpdateMode) -
                     link.destination,
                     version,
                 )
-        backend.close()
         sender.close()
         for receiver in receivers.values():
             receiver.close()
@@ -153,37 +151,14 @@ def test_a_replica_of_weights_on_a_gpu_wants_one_transport() -> None:
         Sender(sending, TRAINER, tuple, replica=ReplicaPlace.AUTO)
 
 
-class Scripted:
-    """A `SenderBackend` whose writes end as they are told."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
-
-    def connect(self, plan: TransferPlan, bindings: object) -> None:
-        pass
-
-    def join(self, offers: object, deadline_s: float) -> None:
-        pass
-
-    def prepare(self, version: int) -> None:
-        pass
-
-    def write(self, version: int, destinations: list[str], deadline_s: float) -> SendResult:
-        if self.error is not None:
-            raise self.error
-        return SendResult(
-            tuple(LinkOutcome(name, LinkStatus.OK, 1, "") for name in destinations), 1.0, 2.0
-        )
-
-    def close(self) -> None:
-        pass
-
-
 def test_an_unknown_outcome_of_either_way_is_told_before_any_other_error() -> None:
     failed, unknown = TransferFailed("a GPU"), TransferOutcomeUnknown("a NIC")
     for stores, writes in ((failed, unknown), (unknown, failed)):
-        split = SplitSender(Scripted(stores), Scripted(writes), ["cuda_ipc"])  # type: ignore[arg-type]
-        split._stored = frozenset({"near"})
+        written = Future[SendResult]()
+        written.set_exception(writes)
+
+        def store(error: Exception = stores) -> SendResult:
+            raise error
+
         with pytest.raises(TransferOutcomeUnknown):
-            split.write(0, ["near", "far"], 1.0)
-        split.close()
+            joined_results(["near", "far"], written, store)

@@ -12,7 +12,7 @@ import pytest
 
 from windlass.errors import TransferFailed
 from windlass.transfer.arena import Arena
-from windlass.transfer.replica_memory import HostCopies
+from windlass.transfer.replica import ReplicaMemory
 from windlass.transports import cma, sharing
 from windlass.transports.base import WriteBatch
 from windlass.transports.cma import CmaTransport
@@ -42,14 +42,14 @@ class NoThreads(Executor):
 
 def test_a_replica_is_not_written_by_a_thread_that_comes_late() -> None:
     transport, threads = MemoryTransport(MemoryFabric()), NoThreads()
-    copies = HostCopies(transport, threads)
+    copies = ReplicaMemory(lambda nbytes: Arena(transport, nbytes), threads)
     sources = [np.arange(1, 4097, dtype="<u4") * n for n in (1, 2, 3)]
     sizes = np.array([s.nbytes for s in sources], np.uint64)
     copies.fit(int(sizes.sum()))
     targets = np.uint64(copies.address) + np.cumsum(sizes) - sizes
     copies.copy(np.array([s.ctypes.data for s in sources], np.uint64), targets, sizes)
     arena = copies._slot.arena
-    assert arena is not None
+    assert isinstance(arena, Arena)
     wanted = b"".join(s.tobytes() for s in sources)
     assert arena.bytes.tobytes() == wanted
     for source in sources:

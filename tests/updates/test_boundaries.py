@@ -27,9 +27,9 @@ from windlass.rollout import RolloutConfig, SamplingParams
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.directory import StaticEngines
 from windlass.rollout.journal import RolloutJournal
-from windlass.transfer import disk
+from windlass.transfer import disk, relay_connection
 from windlass.transfer.base import ParameterMemory
-from windlass.transfer.relay_receiver import ACCEPT_AGAIN_S, RelayReceiver
+from windlass.transfer.relay_connection import ACCEPT_AGAIN_S, RelayReceiver
 from windlass.updates.client import AgentChannel
 from windlass.updates.journal import JournalEntry, JournalKind
 from windlass.updates.messages import RoundOutcome
@@ -240,9 +240,9 @@ def test_a_relay_that_cannot_take_a_visitor_does_not_ask_without_end(
         return accept(listener)
 
     monkeypatch.setattr(socket.socket, "accept", scarce)
+    began = time.monotonic()
     listener = RelayReceiver("a/0", "127.0.0.1")
     try:
-        began = time.monotonic()
         with socket.create_connection(
             ("127.0.0.1", listener.address.port), timeout=WITHIN_S
         ) as visitor:
@@ -252,5 +252,21 @@ def test_a_relay_that_cannot_take_a_visitor_does_not_ask_without_end(
             room.set()
             visitor.sendall(b"\xff" * 64)  # no frame: whoever reads it closes
             assert visitor.recv(1) == b""
+    finally:
+        listener.close()
+
+
+def test_a_relay_closes_connections_that_bring_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_connection, "OPEN_S", 0.05)
+    monkeypatch.setattr(relay_connection, "MAX_CONNECTIONS", 1)
+    listener = RelayReceiver("a/0", "127.0.0.1")
+    where = "127.0.0.1", listener.address.port
+    try:
+        with (
+            socket.create_connection(where, timeout=WITHIN_S) as silent,
+            socket.create_connection(where, timeout=WITHIN_S) as next_one,
+        ):
+            assert silent.recv(1) == b""
+            assert next_one.recv(1) == b""
     finally:
         listener.close()

@@ -40,7 +40,7 @@ from windlass.updates.messages import (
     decode_controller_frame,
 )
 from windlass.updates.recovery import MAX_ATTEMPTS
-from windlass.updates.round_types import Phase
+from windlass.updates.rounds import Phase
 from windlass.updates.session import AgentSession
 
 WRITE_S = 5.0

@@ -70,7 +70,7 @@ from windlass.updates.messages import (
     decode_controller_frame,
     encode,
 )
-from windlass.updates.round_types import Phase
+from windlass.updates.rounds import Phase
 
 BOTH = pytest.mark.parametrize("mode", UpdateMode)
 
@@ -364,6 +364,11 @@ async def test_an_oversized_message_closes_its_own_connection_and_no_other() -> 
         ({"url": "http://a/?x="}, "url must be http or https"),
         ({"url": "http://user@a/"}, "url must be http or https"),
         ({"manifest": b"junk"}, "manifest: cannot be decoded"),
+        ({"incarnation": "i" * 300}, "x/0: incarnation must be 1 to 255 bytes"),
+        ({"incarnation": ""}, "x/0: incarnation must be 1 to 255 bytes"),
+        ({"lineage": "l" * 300}, "x/0: lineage must be 1 to 255 bytes"),
+        ({"job": "a\nb"}, "x/0: job must be 1 to 255 bytes"),
+        ({"host": "\x1b[2J"}, "x/0: host must be 1 to 255 bytes"),
     ],
 )
 async def test_a_hello_that_does_not_belong_here_is_refused(
@@ -934,15 +939,19 @@ def test_a_torn_last_line_is_forgotten_and_stays_harmless(tmp_path: Path) -> Non
         file.write(b'{"kind":"published","epoch":3,"rou')
     for epoch in (3, 4, 5):
         journal = Journal(path)
-        assert journal.published_version == 7
-        assert journal.last_epoch == epoch - 1
+        assert journal.summary.published == 7
+        assert journal.summary.epoch == epoch - 1
         journal.append(JournalEntry(JournalKind.STARTED, epoch, 5, 7))
         journal.close()
 
 
 def test_a_damaged_line_is_an_error_that_names_it(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    path.write_bytes(b'{"kind":"started","epoch":1,"round":0,"version":-1}\nnonsense\n')
+    first = Journal(path)
+    first.start()
+    first.close()
+    with path.open("ab") as file:
+        file.write(b"nonsense\n")
     with pytest.raises(ConfigError, match="line 2"):
         Journal(path)
 

@@ -24,7 +24,7 @@ from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
 from windlass.rollout import messages as rollout
 from windlass.transfer.disk_files import DiskEntry, DiskIndex, read_index
-from windlass.transfer.relay_wire import End, FrameBuffer, encode_frame
+from windlass.transfer.relay_wire import End, decode_frame, encode_frame
 from windlass.updates.journal import JournalEntry
 from windlass.updates.messages import (
     Abort,
@@ -125,7 +125,7 @@ DECODERS: dict[str, tuple[Callable[[bytes], Any], tuple[bytes, ...]]] = {
     ),
     "train controller frame": (CONTROLLER_FRAMES.decode, (b"\x80",)),
     "train rank frame": (RANK_FRAMES.decode, (b"\x80",)),
-    "relay frame": (lambda data: FrameBuffer().feed(data), (encode_frame(End()),)),
+    "relay frame": (decode_frame, (encode_frame(End())[4:],)),
     "disk index": (read_index_of, (msgspec.json.encode(INDEX),)),
     "journal": (
         read_journal,

@@ -122,7 +122,7 @@ def test_three_hundred_engines_that_come_and_go_leave_nothing_in_the_coordinator
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recovery, "KEPT_ATTEMPTS", 4)
-    monkeypatch.setattr(control, "KEPT_LATE", 2)
+    monkeypatch.setattr(control, "KEPT_REFUSALS", 2)
     monkeypatch.setattr(fleet, "MAX_QUARANTINED", 2)
     monkeypatch.setattr(journal, "MAX_QUARANTINED", 2)
 
@@ -289,7 +289,7 @@ async def test_real_engines_that_are_updated_and_leave_give_everything_back(
             await turn(version)
         await settles_at(before)
         # A timer of each engine that left runs until a write of it would be over.
-        left = {p: n for p, n in grown(known, sizes(coordinator)).items() if "_timers" not in p}
+        left = {p: n for p, n in grown(known, sizes(coordinator)).items() if "_tasks" not in p}
         assert left == {}
     finally:
         await asyncio.to_thread(trainer.close)

@@ -20,9 +20,11 @@ from journal_killer import NUM_ENTRIES, entry, state
 from windlass.config import ControlConfig
 from windlass.errors import ConfigError
 from windlass.net import line_file as lines
+from windlass.net.line_file import add_checksum
 from windlass.updates import coordinator, journal, publish_requests
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.journal import Journal, JournalEntry, JournalKind
+from windlass.updates.messages import MAX_COUNT, RoundOutcome
 
 
 @pytest.fixture
@@ -46,17 +48,89 @@ def expected(entries: list[JournalEntry]) -> list[object]:
     ]
 
 
+def write_lines(path: Path, *lines: str) -> None:
+    path.write_bytes(b"".join(add_checksum(line.encode()) + b"\n" for line in lines))
+
+
 @pytest.mark.parametrize(
     "number", ['"epoch":99999999999999999999', '"epoch":9007199254740992', '"epoch":-1']
 )
 def test_an_epoch_that_could_not_be_sent_is_no_entry(number: str, folder: Path) -> None:
     path = folder / "journal"
-    good = '{"kind":"started","epoch":1,"round":0,"version":-1}\n'
-    path.write_text(good + good.replace('"epoch":1', number))
+    good = '{"kind":"started","epoch":1,"round":0,"version":-1}'
+    write_lines(path, good, good.replace('"epoch":1', number))
     before = path.read_bytes()
     with pytest.raises(ConfigError, match="line 2"):
         Journal(path)
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("field", ["engines", "lineage"])
+def test_a_name_that_could_not_be_sent_is_no_entry(field: str, folder: Path) -> None:
+    path, name = folder / "journal", json.dumps("n" * 256)
+    value = f"[{name}]" if field == "engines" else name
+    write_lines(path, f'{{"kind":"started","epoch":1,"round":0,"version":-1,"{field}":{value}}}')
+    with pytest.raises(ConfigError, match="line 1"):
+        Journal(path)
+
+
+def test_a_journal_at_the_last_epoch_is_refused_before_anything_is_written(folder: Path) -> None:
+    path = folder / "journal"
+    write_lines(path, f'{{"kind":"started","epoch":{MAX_COUNT},"round":0,"version":-1}}')
+    before = path.read_bytes()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"epoch must be < 2\^53, got 9007199254740992"):
+            Coordinator(ControlConfig(), journal_path=path)
+    assert path.read_bytes() == before
+
+
+def test_every_flipped_bit_is_an_error_and_the_file_is_left_as_it_is(folder: Path) -> None:
+    path = folder / "journal"
+    opened = Journal(path)
+    opened.start()
+    for number in range(4):
+        opened.append(entry(number))
+    opened.append(JournalEntry(JournalKind.PUBLISHED, 9, 9, 9, ("a",)))
+    opened.close()
+    whole = path.read_bytes()
+    for bit in range(8 * len(whole)):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with pytest.raises(ConfigError):
+            Journal(path)
+        assert path.read_bytes() == damaged
+
+
+def test_a_second_controller_on_a_journal_is_told_that_another_one_has_it(folder: Path) -> None:
+    path, link = folder / "journal", folder / "link"
+    first = Journal(path)
+    link.symlink_to(path)
+    for name in (path, link):
+        with pytest.raises(ConfigError, match="another process has it open"):
+            Coordinator(ControlConfig(), journal_path=name)
+    first.close()
+
+
+def test_a_journal_that_is_a_fifo_is_refused(folder: Path) -> None:
+    os.mkfifo(folder / "journal")
+    with pytest.raises(ConfigError, match="it is no regular file"):
+        Coordinator(ControlConfig(), journal_path=folder / "journal")
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced"])
+async def test_without_its_journal_a_controller_publishes_nothing(how: str, folder: Path) -> None:
+    path = folder / "journal"
+    async with FakeFleet(journal_path=path) as rig:
+        await rig.start({"a": 1})
+        assert (await rig.publish(0)).outcome is RoundOutcome.PUBLISHED
+        path.unlink()
+        if how == "replaced":
+            Journal(path).close()
+        report = await rig.publish(1)
+        assert report.outcome is RoundOutcome.FAILED
+        assert f"journal was {how} while it was open" in report.reason
+        assert rig.engines["a/0"].version == 0
 
 
 def test_the_run_of_a_journal_is_made_once_and_outlives_compactions(
@@ -69,14 +143,14 @@ def test_the_run_of_a_journal_is_made_once_and_outlives_compactions(
     for number in range(20):
         opened = Journal(path)
         opened.start()
-        found.add(opened.lineage)
+        found.add(opened.summary.lineage)
         opened.append(entry(number))
         opened.close()
     assert len(found) == 1
     others = {Journal(folder / f"other-{i}") for i in range(2)}
     for other in others:
         other.start()
-    assert len({other.lineage for other in others} | found) == 3
+    assert len({other.summary.lineage for other in others} | found) == 3
 
 
 def _held() -> int:
@@ -225,7 +299,7 @@ def test_a_file_that_is_replaced_while_it_is_opened_is_not_used(
         real(descriptor, flags)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(ConfigError, match="replaced while it was opened"):
+    with pytest.raises(ConfigError, match="was replaced while it was open"):
         Journal(path)
 
 
@@ -238,7 +312,7 @@ def test_a_controller_that_cannot_write_its_first_line_leaves_the_journal_to_the
         with pytest.raises(ConfigError, match="No space left"):
             Coordinator(ControlConfig(), journal_path=path)
     opened = Journal(path)
-    assert opened.last_epoch == 0
+    assert opened.summary.epoch == 0
     opened.close()
 
 

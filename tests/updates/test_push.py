@@ -19,19 +19,20 @@ from windlass.observability.operations import Operations
 from windlass.rollout import BatchQueue, RolloutController, StaticEngines
 from windlass.trainers.callback import RolloutCallback, WeightGroup
 from windlass.transfer.bindings import WireTensor
-from windlass.updates.callback_messages import CallbackRequest, PauseCall
 from windlass.updates.journal import Journal, JournalEntry, JournalKind
 from windlass.updates.messages import (
     Abort,
     Apply,
+    CallbackRequest,
     Command,
     Pause,
+    PauseCall,
     RoundOutcome,
     UpdateReport,
     Verify,
 )
 from windlass.updates.push import PushUpdates
-from windlass.updates.round_types import Phase
+from windlass.updates.rounds import Phase
 
 WITHIN_S = 20.0
 

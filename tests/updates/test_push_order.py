@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windlass.errors import RoundAborted
-from windlass.updates.push_order import PushOrder
+from windlass.updates.push import PushOrder
 
 
 @settings(deadline=None)

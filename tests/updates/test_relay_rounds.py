@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from windlass.config import PauseMode, UpdateMode
+from windlass.config import ControlConfig, UpdateMode
 from windlass.transfer.bindings import LinkOutcome, LinkStatus
 from windlass.updates.measures import Measure
 from windlass.updates.messages import (
@@ -26,7 +26,7 @@ from windlass.updates.messages import (
     Write,
     Written,
 )
-from windlass.updates.round_types import (
+from windlass.updates.rounds import (
     AgentLost,
     DeadlinePassed,
     EngineOutcome,
@@ -35,10 +35,10 @@ from windlass.updates.round_types import (
     Instruction,
     Phase,
     Replied,
+    RoundMachine,
     RoundSpec,
     Send,
 )
-from windlass.updates.rounds import RoundMachine
 
 ENGINES = ("a", "b", "c")
 CHAIN = {"a/0": ("b/0",), "b/0": ("c/0",), "c/0": ()}
@@ -60,12 +60,10 @@ class Round:
         self.machine = RoundMachine(
             RoundSpec(
                 version=1,
-                mode=mode,
-                pause_mode=PauseMode.ABORT,
+                config=ControlConfig(mode=mode, max_rewrites=0),
                 trainers=("t",),
                 engines={name: (f"{name}/0",) for name in ENGINES},
                 links=frozenset(("t", f"{name}/0") for name in ENGINES),
-                max_rewrites=0,
                 relay=CHAIN,
             )
         )

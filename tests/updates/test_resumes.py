@@ -22,8 +22,8 @@ from windlass.updates.coordinator import Coordinator
 from windlass.updates.fleet import PROBE_SEQ
 from windlass.updates.journal import JournalKind
 from windlass.updates.messages import Abort, Apply, Done, Envelope, Probe, Result, RoundOutcome
-from windlass.updates.recovery import MAX_ATTEMPTS, Resumes
-from windlass.updates.round_types import reply_budget_s
+from windlass.updates.recovery import MAX_ATTEMPTS, ResumeRetries
+from windlass.updates.rounds import reply_budget_s
 
 WITHIN_S = 30.0
 TOLD_S = [1, 3, 7, 15, 31, 61, 91, 121]
@@ -99,8 +99,8 @@ def test_a_rank_has_gone_on_before_a_pause_behind_it_is_late() -> None:
     with simulated(UpdateMode.STAGED) as rig:
         rig.loop.run_until_complete(scenario(rig))
     for short in (PhaseDeadlines(pause_s=5.0), PhaseDeadlines(publish_s=5.0)):
-        resumes = Resumes(rig.coordinator, {}, short)
-        assert resumes._deadline_s == reply_budget_s(5.0) < 5.0
+        retries = ResumeRetries(rig.coordinator, {}, short)
+        assert retries._deadline_s == reply_budget_s(5.0) < 5.0
 
 
 def test_a_rank_that_goes_on_gets_traffic_at_once_and_is_not_told_again() -> None:
@@ -133,8 +133,7 @@ def test_a_rank_that_a_round_paused_or_that_left_is_not_told() -> None:
         await rig.leave(engine, ended=False)
         await asyncio.sleep(100.0)
         assert engine.told_s == []
-        resumes = rig.coordinator._resumes
-        assert (resumes._num_told, resumes._due, len(resumes._timers)) == ({}, set(), 0)
+        assert rig.coordinator._resume_retries._retrying == {}
 
     with simulated(UpdateMode.STAGED) as rig:
         rig.loop.run_until_complete(scenario(rig))
@@ -198,7 +197,7 @@ def test_what_a_rank_says_again_after_a_welcome_does_not_say_how_its_engine_is()
         rig.loop.run_until_complete(scenario(rig))
 
 
-def test_no_timer_outlives_a_closed_coordinator() -> None:
+def test_nothing_is_tried_after_the_end_of_a_closed_coordinator() -> None:
     async def scenario(rig: Rig) -> None:
         engine, other = await resting(rig), Resting(rig, "b")
         rig.make = lambda _rig, _name: other
@@ -207,8 +206,8 @@ def test_no_timer_outlives_a_closed_coordinator() -> None:
         other.say("away")
         await asyncio.sleep(0)
         await rig.leave(engine, ended=True)  # as every connection ends that a server closes
-        coordinator = rig.coordinator
-        assert len(coordinator._catch_ups._timers) == len(coordinator._resumes._timers) == 0
+        await asyncio.sleep(0)
+        assert rig.coordinator._tasks == set()
 
     with simulated(UpdateMode.STAGED) as rig:
         rig.loop.run_until_complete(scenario(rig))
@@ -338,7 +337,7 @@ async def test_an_update_whose_resume_fails_is_published_and_its_engine_goes_on_
         await until_routable(coordinator, {"a"})
         assert (hooks.paused, hooks.version, hooks.resumes) == (False, 2, 7)
         assert bytes(pair.served) == bytes(pair.trained)
-        assert len(coordinator._resumes._timers) == 0
+        assert coordinator._resume_retries._retrying == {}
     finally:
         await asyncio.to_thread(pair.close)
         await coordinator.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 from fake_agents import (
@@ -18,7 +18,14 @@ from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from windlass.config import PUSH_TRAITS, PauseMode, UpdateMode
+from windlass.config import (
+    PUSH_TRAITS,
+    BackendTraits,
+    ControlConfig,
+    P2pBackend,
+    PhaseDeadlines,
+    UpdateMode,
+)
 from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus
 from windlass.transports.base import PeerEndpoint
 from windlass.updates.measures import Measure
@@ -40,7 +47,7 @@ from windlass.updates.messages import (
     Write,
     Written,
 )
-from windlass.updates.round_types import (
+from windlass.updates.rounds import (
     AgentLost,
     DeadlinePassed,
     EngineOutcome,
@@ -50,12 +57,12 @@ from windlass.updates.round_types import (
     Instruction,
     Phase,
     Replied,
+    RoundMachine,
     RoundSpec,
     Send,
     Sent,
     reply_budget_s,
 )
-from windlass.updates.rounds import RoundMachine
 
 TRAINERS = ("trainer/0", "trainer/1")
 ENGINES = {"a": ("a/0", "a/1"), "b": ("b/0",), "c": ("c/0",)}
@@ -64,17 +71,27 @@ LINKS = frozenset((t, w) for t in TRAINERS for w in ENGINE_OF)
 LETHAL = (LinkStatus.FAILED, LinkStatus.UNKNOWN, LinkStatus.UNREACHABLE)
 
 
-def make_spec(mode: UpdateMode, version: int = 1, **changes: object) -> RoundSpec:
-    arguments: dict[str, object] = {
-        "version": version,
-        "mode": mode,
-        "pause_mode": PauseMode.ABORT,
-        "trainers": TRAINERS,
-        "engines": ENGINES,
-        "links": LINKS,
-        **changes,
-    }
-    return RoundSpec(**arguments)  # type: ignore[arg-type]
+def make_spec(
+    mode: UpdateMode,
+    version: int = 1,
+    *,
+    trainers: tuple[str, ...] = TRAINERS,
+    engines: Mapping[str, tuple[str, ...]] = ENGINES,
+    links: frozenset[tuple[str, str]] = LINKS,
+    traits: BackendTraits = P2pBackend.traits,
+    max_rewrites: int = 2,
+    **deadlines: float,
+) -> RoundSpec:
+    return RoundSpec(
+        version=version,
+        config=ControlConfig(
+            mode=mode, max_rewrites=max_rewrites, deadlines=PhaseDeadlines(**deadlines)
+        ),
+        trainers=trainers,
+        engines=engines,
+        links=links,
+        traits=traits,
+    )
 
 
 class World:
@@ -699,6 +716,21 @@ def test_a_failure_of_one_engine_while_publishing_does_not_unpublish_the_others(
     ]
 
 
+@pytest.mark.parametrize("phase", STAGED_PHASES)
+def test_an_answer_counts_only_from_who_was_asked(phase: Phase) -> None:
+    script = Script(make_spec(UpdateMode.STAGED))
+    waiting = script.run_to(phase)
+    asked = script.machine.waiting_for
+    assert asked
+    for send in waiting:
+        for other in {*TRAINERS, *ENGINE_OF} - {send.worker}:
+            for result in (script.good(send), Failure(FailureKind.FAILED, "forged")):
+                event = Replied(other, send.seq, result)
+                assert script.machine.handle(event) == []
+    assert script.machine.waiting_for == asked
+    assert script.finish_well(waiting).outcome is RoundOutcome.PUBLISHED
+
+
 def test_prepare_and_pause_begin_together_in_place_and_not_staged() -> None:
     for mode in UpdateMode:
         first = RoundMachine(make_spec(mode)).start()
@@ -726,15 +758,11 @@ def test_whoever_writes_has_time_left_to_say_how_that_ended(
 ) -> None:
     assert reply_budget_s(deadline_s) == pytest.approx(to_act_s)
     links = frozenset({("trainer/0", "a/0")})
-    spec = RoundSpec(
-        version=1,
-        mode=UpdateMode.STAGED,
-        pause_mode=PauseMode.ABORT,
+    spec = make_spec(
+        UpdateMode.STAGED,
         trainers=("trainer/0",),
         engines={"a": ("a/0",)},
         links=links,
-        max_rewrites=0,
-        pause_s=1.0,
         write_s=deadline_s,
     )
     machine = RoundMachine(spec)

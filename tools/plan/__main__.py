@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.plan.cost import CostEstimate, LinkSummary, predict, summarize_links
+from tools.plan.reports import PlannedTransfer, plan_with_reports
 from tools.plan.simulate import SimulatedWire, simulate_wire
 from tools.plan.simulate_relay import SimulatedRelay, simulate_relay
 from tools.plan.synthesis import engine_manifests, trainer_manifests
@@ -23,7 +24,7 @@ from tools.plan.topology import Topology, parse_topology
 from windlass.config import P2pBackend, RelayShape
 from windlass.errors import ConfigError, WindlassError
 from windlass.planning.plan import CopyMode, Reason, TransferPlan
-from windlass.planning.planner import PlannedTransfer, PlanPolicy, plan_with_reports
+from windlass.planning.planner import PlanPolicy
 from windlass.planning.relay import RelayGroup, stripes_of
 from windlass.transfer.base import LINKS_AT_ONCE
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from tools.plan.reports import RoutingReport
 from tools.plan.topology import Fabric
 from windlass.planning.plan import CopyMode, TransferPlan
-from windlass.planning.routing import RoutingReport
 
 __all__ = ["CostEstimate", "LinkSummary", "predict", "summarize_links"]
 

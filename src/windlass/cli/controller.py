@@ -11,6 +11,8 @@ import msgspec
 
 from windlass.envs import control_token
 from windlass.errors import AuthenticationError, PeerTimeout, PeerUnreachable, ProtocolError
+from windlass.net.addresses import check_url
+from windlass.net.sockets import open_http
 
 __all__ = ["add_controller", "fetch_overview", "overview"]
 
@@ -30,14 +32,14 @@ async def fetch_overview(url: str, token: str, deadline_s: float) -> dict[str, A
     """What `/v1/overview` of a controller answers.
 
     Raises:
-        AuthenticationError: wrong token. PeerTimeout, PeerUnreachable: no answer.
+        ConfigError: no URL of a server. AuthenticationError: wrong token. PeerTimeout, PeerUnreachable: no answer.
         ProtocolError: an answer that is none of a controller.
     """
-    headers = {"Authorization": f"Bearer {token}"}
+    check_url(url, "controller")
     try:
         async with (
             asyncio.timeout(deadline_s),
-            aiohttp.ClientSession(headers=headers) as session,
+            open_http(token) as session,
             session.get(f"{url}/v1/overview") as answer,
         ):
             body = await answer.read()

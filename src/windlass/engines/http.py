@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import http.client
-from urllib.parse import urlsplit
 
 import msgspec
 
 from windlass.errors import PeerTimeout, PeerUnreachable
+from windlass.net.sockets import open_connection
 
 __all__ = ["NoSuchRoute", "get", "post"]
 
@@ -36,8 +36,7 @@ def get(url: str, path: str, deadline_s: float = API_DEADLINE_S) -> bytes:
 
 
 def _ask(method: str, url: str, path: str, body: bytes | None, deadline_s: float | None) -> bytes:
-    parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=deadline_s)
+    connection = open_connection(url, deadline_s)
     try:
         connection.request(method, path, body, {"Content-Type": "application/json"})
         response = connection.getresponse()

@@ -275,7 +275,7 @@ def serve(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env={**inherited_environment(), **command.environment},
+        env={**inherited_environment(with_tokens=True), **command.environment},
         start_new_session=True,
     )
     signals.call(partial(_signal, server.pid, signal.SIGKILL))

@@ -17,7 +17,7 @@ import msgspec
 from windlass.config import ReplicaPlace
 from windlass.controller import Controller
 from windlass.engines.spec import ENGINES, EngineOptions
-from windlass.envs import environment_value
+from windlass.envs import TLS_VARIABLES, TOKEN_VARIABLE, environment_value, secret_value
 from windlass.errors import PeerTimeout, WindlassError
 from windlass.jobs.config import EngineSection, LaunchConfig
 from windlass.jobs.recipe import Recipe, in_thread, load_recipe
@@ -76,9 +76,10 @@ async def run_job(
     """
     recipe = recipe or load_recipe(Path(config.recipe.file), config.recipe.name)
     output_dir = _made(config.output_dir)
-    token = environment_value("WINDLASS_TOKEN") or secrets.token_hex(16)
+    token = secret_value(TOKEN_VARIABLE) or secrets.token_hex(16)
+    inherited = {name: environment_value(name) for name in (*LOG_VARIABLES, *TLS_VARIABLES)}
     environment = {
-        **{name: environment_value(name) for name in LOG_VARIABLES},
+        **{name: value for name, value in inherited.items() if value},
         **config.environment,
         "WINDLASS_TRANSPORT": config.transport,
         "WINDLASS_REPLICA": config.replica,

@@ -6,24 +6,43 @@ and no role's token says anything about the secret or about another role's.
 
 A server checks against the secret that it was given itself: the controller's is the owner's; a
 rollout worker's or an engine's may be the owner's or the token of its own role.
+
+With TLS a certificate may stand for the token: one that the server's authority has signed, with
+`windlass-ROLE` as an organizational unit of its subject.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 from types import MappingProxyType
 from typing import final
 
 from windlass.envs import ENGINE_TOKEN_VARIABLE, TOKEN_VARIABLE
 
-__all__ = ["ROUTES", "Access", "AccessGate", "refusal_of", "role_environment", "role_token"]
+__all__ = [
+    "ROUTES",
+    "Access",
+    "AccessGate",
+    "Certificate",
+    "authorization",
+    "refusal_of",
+    "role_environment",
+    "role_of_certificate",
+    "role_token",
+]
+
+Certificate = Mapping[str, object]
+"""As `ssl.SSLSocket.getpeercert` returns it."""
+
+
+UNIT_PREFIX = "windlass-"
 
 
 class Access(StrEnum):
-    """What a token is for.
+    """What a token, or a certificate, is for.
 
     OWNER: the secret itself; everything. TRAINER, ENGINE: a rank of the trainer job, of an engine.
     WORKER: a rollout worker, and the controller towards it. CLIENT: asks engines for tokens.
@@ -60,8 +79,8 @@ ROUTES = MappingProxyType(
 
 
 def role_token(secret: str, role: Access) -> str:
-    """The token of a role; the owner's is the secret itself."""
-    if role is Access.OWNER:
+    """The token of a role; the owner's is the secret itself. Nothing follows from an empty secret."""
+    if role is Access.OWNER or not secret:
         return secret
     message = f"windlass token of role {role.value}".encode()
     return f"{role.value}-{hmac.new(secret.encode(), message, hashlib.sha256).hexdigest()}"
@@ -69,10 +88,30 @@ def role_token(secret: str, role: Access) -> str:
 
 def role_environment(secret: str, role: Access) -> dict[str, str]:
     """The environment variables that give a process the tokens of its role, and no others."""
+    if not secret:
+        return {}
     variables = {TOKEN_VARIABLE: role_token(secret, role)}
     if role in {Access.ENGINE, Access.WORKER}:
         variables[ENGINE_TOKEN_VARIABLE] = role_token(secret, Access.CLIENT)
     return variables
+
+
+def authorization(token: str) -> dict[str, str]:
+    """Headers that carry a token; none for an empty one."""
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def role_of_certificate(certificate: Certificate | None) -> Access | None:
+    """The role that a verified certificate names; None if it names none, or several."""
+    subject = (certificate or {}).get("subject")
+    units = {
+        value.removeprefix(UNIT_PREFIX)
+        for names in (subject if isinstance(subject, tuple) else ())
+        for key, value in names
+        if key == "organizationalUnitName" and value.startswith(UNIT_PREFIX)
+    }
+    found = [role for role in Access if role.value in units]
+    return found[0] if len(found) == len(units) == 1 else None
 
 
 @final
@@ -87,12 +126,20 @@ class AccessGate:
         self._known = [(f"Bearer {token}".encode(), role) for token, role in tokens if token]
 
     @classmethod
-    def of_secret(cls, secret: str, roles: Iterable[Access]) -> AccessGate:
-        """The owner's secret, and the tokens of `roles` derived from it."""
-        return cls([(secret, Access.OWNER), *((role_token(secret, role), role) for role in roles)])
+    def of_secret(
+        cls, secret: str, roles: Iterable[Access], *others: tuple[str, Access]
+    ) -> AccessGate:
+        """The owner's secret, the tokens of `roles` derived from it (none from an empty one), and others."""
+        derived = ((role_token(secret, role), role) for role in roles)
+        return cls([(secret, Access.OWNER), *derived, *others])
 
-    def role_of(self, authorization: str) -> Access | None:
-        """The role behind an `Authorization` header; None for a stranger. In constant time."""
+    def role_of(self, authorization: str, certificate: Certificate | None = None) -> Access | None:
+        """The role behind an `Authorization` header; None for a stranger. In constant time.
+
+        Whoever sends no such header is who their certificate says.
+        """
+        if not authorization:
+            return role_of_certificate(certificate)
         given = authorization.encode("utf-8", "surrogateescape")
         found = None
         for expected, role in self._known:
@@ -101,7 +148,7 @@ class AccessGate:
         return found
 
 
-def refusal_of(role: Access, method: str, route: str, allowed: Iterable[Access]) -> str:
+def refusal_of(role: Access, method: str, route: str, allowed: Collection[Access]) -> str:
     """Why `role` may not call a route, for a person; empty when it may."""
     roles = (Access.OWNER, *allowed)
     if role in roles:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Collection
 from urllib.parse import SplitResult, urlsplit
 
 from windlass.envs import environment_value
 from windlass.errors import ConfigError, PeerUnreachable
+from windlass.net.tls import is_tls_required
 
 __all__ = [
     "HOST_VARIABLE",
@@ -38,18 +38,25 @@ def join_host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def url_of(host: str, port: int) -> str:
-    """`http://host:port`."""
-    return f"http://{join_host_port(host, port)}"
+def url_of(host: str, port: int, *, scheme: str = "http") -> str:
+    """`scheme://host:port`."""
+    return f"{scheme}://{join_host_port(host, port)}"
 
 
-def check_url(url: str, what: str, *, schemes: Collection[str] = ("http", "https")) -> SplitResult:
+def check_url(url: str, what: str, *, may_be_plain: bool | None = None) -> SplitResult:
     """The parts of the URL of a server.
+
+    Args:
+        url: of the server.
+        what: it is, for errors.
+        may_be_plain: whether it may be `http`; None for where this process does not require TLS.
 
     Raises:
         ConfigError: it has another scheme, no host, a port that is none, a user, a query, a fragment, or
             characters that cannot be printed.
     """
+    plain = not is_tls_required() if may_be_plain is None else may_be_plain
+    schemes = ("http", "https") if plain else ("https",)
     rule = f"{what} must be {' or '.join(schemes)}://host[:port], got {url!r}"
     try:
         parts = urlsplit(url)

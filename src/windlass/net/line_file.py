@@ -1,7 +1,8 @@
 """An append-only file of JSON lines, of which a crash can tear off the end and nothing else.
 
-Shared by the journal of rounds, which is on disk before it is acted on, and the journal of
-rollouts, which is written in batches.
+Each line is an object whose last member is the CRC-32 of the line without it, so that a damaged line
+is never taken for another one. Shared by the journal of rounds, which is on disk before it is acted
+on, and the journal of rollouts, which is written in batches.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import errno
 import fcntl
 import os
 import stat
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Generic, TypeVar, final
@@ -18,7 +20,10 @@ import msgspec
 
 from windlass.errors import DECODE_ERRORS, ConfigError
 
-__all__ = ["LineFile", "read_lines"]
+__all__ = ["LineFile", "add_checksum", "read_lines"]
+
+CHECKSUM = b',"crc32":"%08x"}'
+CHECKSUM_NBYTES = len(CHECKSUM % 0)
 
 EntryT = TypeVar("EntryT")
 
@@ -40,7 +45,8 @@ class LineFile(Generic[EntryT]):
 
     Raises:
         ConfigError: it cannot be opened, another process has it open, a complete line is
-            not an entry, or the file is none of ours: what there is of its first line begins otherwise.
+            damaged or not an entry, or the file is none of ours: what there is of its first line begins
+            otherwise.
     """
 
     def __init__(self, path: Path, kind: type[EntryT], *, first_line: bytes = b"") -> None:
@@ -80,7 +86,7 @@ class LineFile(Generic[EntryT]):
 
     def add(self, entry: EntryT) -> None:
         """Encode an entry; `write` writes it."""
-        self._pending.append(self._encoder.encode(entry))
+        self._pending.append(add_checksum(self._encoder.encode(entry)))
 
     def write(self) -> int:
         """Hand what was added to the system, in one call; returns the bytes.
@@ -88,14 +94,16 @@ class LineFile(Generic[EntryT]):
         From here on it survives the end of this process, not a power cut.
 
         Raises:
-            OSError: disk full, and the like; what was added is dropped. The end of the file may be
-                torn until the next call, which cuts it off.
+            OSError: disk full, and the like, or the file was removed or replaced, and the next process
+                would not find what is written; what was added is dropped. The end of the file may
+                be torn until the next call, which cuts it off.
         """
         if not self._pending:
             return 0
         self._pending.append(b"")
         data = b"\n".join(self._pending)
         self._pending.clear()
+        _check_is(self.path, os.fstat(self._descriptor))
         if self._torn:
             os.ftruncate(self._descriptor, self.nbytes)
         self._torn = True
@@ -178,8 +186,21 @@ class LineFile(Generic[EntryT]):
 def _check_is(path: Path, opened: os.stat_result) -> None:
     if not stat.S_ISREG(opened.st_mode):
         raise OSError(errno.EINVAL, "it is no regular file")
-    if path.stat().st_ino != opened.st_ino:
-        raise BlockingIOError(errno.EAGAIN, "it was replaced while it was opened")
+    try:
+        found = path.stat()
+    except FileNotFoundError as error:
+        raise OSError(errno.ENOENT, f"{path} was removed while it was open") from error
+    if not os.path.samestat(found, opened):
+        raise BlockingIOError(errno.EAGAIN, f"{path} was replaced while it was open")
+
+
+def add_checksum(line: bytes) -> bytes:
+    """Return a line, an object with members, with the checksum of what it was as its last member."""
+    return line[:-1] + CHECKSUM % zlib.crc32(line)
+
+
+def _has_checksum(line: bytes) -> bool:
+    return add_checksum(line[:-CHECKSUM_NBYTES] + b"}") == line
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
@@ -210,15 +231,16 @@ def read_lines(
     """The entries, and the bytes that they take; a line without its end was torn by a crash.
 
     Raises:
-        ConfigError: a complete line is not an entry, or what there is of the first line does not begin
-            as `first_line`.
+        ConfigError: a complete line is damaged or not an entry, or what there is of the first line does not
+            begin as `first_line`.
     """
     entries: list[EntryT] = []
     decoder = msgspec.json.Decoder(kind)
     nbytes = 0
     with path.open("rb") as file:
         for number, line in enumerate(file):
-            if not line.endswith(b"\n") or nbytes == upto_nbytes:
+            is_torn, is_sound = not line.endswith(b"\n"), _has_checksum(line[:-1])
+            if nbytes == upto_nbytes or (is_torn and not is_sound):
                 # Else the file would be cut off, whatever it is.
                 if number == 0 and line[: len(first_line)] != first_line[: len(line)]:
                     raise ConfigError(
@@ -226,6 +248,8 @@ def read_lines(
                     )
                 break
             try:
+                if is_torn or not is_sound:
+                    raise ValueError("it is damaged: its checksum is missing or wrong")  # noqa: TRY301
                 entries.append(decoder.decode(line))
             except (*DECODE_ERRORS, ValueError) as error:
                 raise ConfigError(f"journal {path}: line {number + 1}: {error}") from error

@@ -12,8 +12,10 @@ import logging
 import math
 import resource
 import socket
+import ssl
 import time
-from typing import final
+from collections.abc import Callable
+from typing import cast, final
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -29,8 +31,6 @@ STRANGERS_SHARE = 4
 """Of the descriptors that this process may have open, strangers get one in so many."""
 ACCEPT_TURNS = 3
 """Of the loop, from a connection that asyncio has accepted to one that aiohttp knows."""
-SETTLED_S = 1.0
-"""By then a connection that was accepted has a transport, unless it has lost it again."""
 ACCEPT_ERROR = "socket.accept() out of system resource"
 LOG_PERIOD_S = 60.0
 MAX_LOGS = 20
@@ -90,11 +90,12 @@ _accept_errors = _AcceptErrors()
 
 @final
 class Listener:
-    """Accepts connections for an aiohttp application.
+    """Accepts connections for an aiohttp application, with TLS where this process requires it.
 
     Args:
         runner: of the application; set up.
         bound: owned by the listener from here on.
+        tls: of the server; None for plain connections.
         stranger_s: for a connection to be `known`; it is closed otherwise.
         max_strangers: beyond which the oldest stranger makes room for the next; at most a quarter of
             the file descriptors that this process may have.
@@ -105,65 +106,111 @@ class Listener:
         runner: web.AppRunner,
         bound: socket.socket,
         *,
+        tls: ssl.SSLContext | None = None,
         stranger_s: float = STRANGER_S,
         max_strangers: int = MAX_STRANGERS,
     ) -> None:
-        self._runner, self._socket, self._stranger_s = runner, bound, stranger_s
+        self._runner, self._socket, self._tls, self._stranger_s = runner, bound, tls, stranger_s
         num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if num_files != resource.RLIM_INFINITY:
             max_strangers = max(min(max_strangers, num_files // STRANGERS_SHARE), 1)
         self._max_strangers = max_strangers
-        self._strangers: dict[web.RequestHandler, asyncio.TimerHandle] = {}
+        self._strangers: dict[object, tuple[asyncio.Transport, asyncio.TimerHandle]] = {}
+        self._handshakes: set[asyncio.Task[None]] = set()
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self) -> None:
         """Begin to accept."""
         logging.getLogger("asyncio").addFilter(_accept_errors)
         self._server = await asyncio.get_running_loop().create_server(
-            self._make_protocol, sock=self._socket, backlog=BACKLOG
+            lambda: _Accepted(self._on_accepted), sock=self._socket, backlog=BACKLOG
         )
 
     def known(self, request: web.Request) -> None:
         """The request's connection has shown a token: it is no stranger's."""
-        self._forget(request.protocol)
+        self._forget(request.get_extra_info("socket"))
 
     async def stop(self) -> None:
         """Accept nobody more. Idempotent."""
         await stop_accepting(self._socket)
+        for handshake in self._handshakes:
+            handshake.cancel()
+        await asyncio.gather(*self._handshakes, return_exceptions=True)
         if self._server is not None:
             self._server.close()
 
-    def _make_protocol(self) -> web.RequestHandler:
-        if self._runner.server is None:
-            raise ConnectionAbortedError("the server is closed")
+    def _on_accepted(self, transport: asyncio.Transport, accepted: _Accepted) -> None:
         if len(self._strangers) >= self._max_strangers:
             self._make_room()
-        protocol = self._runner.server()
-        self._strangers[protocol] = asyncio.get_running_loop().call_later(
-            self._stranger_s, self._drop, protocol
+        key = transport.get_extra_info("socket")
+        timer = asyncio.get_running_loop().call_later(self._stranger_s, self._drop, key)
+        self._strangers[key] = transport, timer
+        if self._tls is None:
+            self._serve(transport, accepted)
+            return
+        transport.pause_reading()  # until there is somebody to decrypt it
+        handshake = asyncio.get_running_loop().create_task(
+            self._shake_hands(transport, accepted, self._tls)
         )
-        return protocol
+        self._handshakes.add(handshake)
+        handshake.add_done_callback(self._handshakes.discard)
+
+    async def _shake_hands(
+        self, transport: asyncio.Transport, accepted: _Accepted, tls: ssl.SSLContext
+    ) -> None:
+        try:
+            secured = await asyncio.get_running_loop().start_tls(
+                transport, accepted, tls, server_side=True, ssl_handshake_timeout=self._stranger_s
+            )
+        except OSError as error:  # ssl.SSLError, a lost connection and a TimeoutError are such
+            request_log.info("TLS: %s: %s", type(error).__name__, error)
+            return
+        finally:
+            if transport.is_closing():
+                self._forget(transport.get_extra_info("socket"))
+        if secured is not None and not secured.is_closing():
+            self._serve(secured, accepted)
+
+    def _serve(self, transport: asyncio.Transport, accepted: _Accepted) -> None:
+        if self._runner.server is None:
+            transport.abort()
+            return
+        handler = self._runner.server()
+        transport.set_protocol(handler)
+        handler.connection_made(transport)
+        if accepted.received:
+            handler.data_received(bytes(accepted.received))
 
     def _make_room(self) -> None:
         """Who has gone by itself is forgotten; if nobody has, the oldest stranger must go."""
-        made_before_s = asyncio.get_running_loop().time() - SETTLED_S
-        gone = [
-            stranger
-            for stranger, timer in self._strangers.items()
-            if stranger.transport is None and timer.when() - self._stranger_s < made_before_s
-        ]
-        for stranger in gone or list(self._strangers)[:1]:
-            self._drop(stranger)
+        gone = [key for key, (transport, _) in self._strangers.items() if transport.is_closing()]
+        for key in gone or list(self._strangers)[:1]:
+            self._drop(key)
 
-    def _drop(self, stranger: web.RequestHandler) -> None:
-        self._forget(stranger)
-        if stranger.transport is not None:
-            stranger.transport.abort()
+    def _drop(self, key: object) -> None:
+        transport, _ = self._strangers[key]
+        self._forget(key)
+        transport.abort()
 
-    def _forget(self, protocol: web.RequestHandler) -> None:
-        timer = self._strangers.pop(protocol, None)
+    def _forget(self, key: object) -> None:
+        _, timer = self._strangers.pop(key, (None, None))
         if timer is not None:
             timer.cancel()
+
+
+@final
+class _Accepted(asyncio.Protocol):
+    """A connection until aiohttp has it: what the client sends right behind its handshake is kept."""
+
+    def __init__(self, on_accepted: Callable[[asyncio.Transport, _Accepted], None]) -> None:
+        self._on_accepted = on_accepted
+        self.received = bytearray()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._on_accepted(cast("asyncio.Transport", transport), self)
+
+    def data_received(self, data: bytes) -> None:
+        self.received += data
 
 
 async def stop_accepting(bound: socket.socket) -> None:

@@ -18,7 +18,14 @@ import msgspec
 from windlass.envs import environment_value
 from windlass.errors import ConfigError
 
-__all__ = ["LOG_VARIABLES", "JsonFormatter", "add_log_fields", "configure_logging", "log_fields"]
+__all__ = [
+    "LOG_VARIABLES",
+    "JsonFormatter",
+    "add_log_fields",
+    "configure_logging",
+    "log_fields",
+    "printable",
+]
 
 FORMAT_VARIABLE = "WINDLASS_LOG"
 LEVEL_VARIABLE = "WINDLASS_LOG_LEVEL"
@@ -111,11 +118,11 @@ class _TextFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         fields = " ".join(f"{name}={value}" for name, value in _fields.get(_NO_FIELDS).items())
         line = super().formatMessage(record)
-        return _printable(f"{line} [{fields}]" if fields else line)
+        return printable(f"{line} [{fields}]" if fields else line)
 
 
-def _printable(text: str) -> str:
-    """What peers say of themselves must neither forge a line nor speak to a terminal."""
+def printable(text: str) -> str:
+    """Return `text` with escapes for what would forge a line of a log, or speak to a terminal."""
     return text if text.isprintable() else "".join(map(_escaped, text))
 
 

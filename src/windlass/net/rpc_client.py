@@ -41,6 +41,7 @@ FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
 HEARTBEAT_S = 20.0
 JOIN_S = 10.0
+CLOSING_S = 0.01
 
 CommandT = TypeVar("CommandT")
 ResultT = TypeVar("ResultT")
@@ -300,6 +301,8 @@ class Client(ABC, Generic[CommandT, ResultT, FrameT]):
             for task in left:
                 task.cancel()
             self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            # What was cut in the middle of a TLS handshake is closed in a later turn.
+            self._loop.run_until_complete(asyncio.sleep(CLOSING_S))
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
 

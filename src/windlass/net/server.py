@@ -1,16 +1,18 @@
-"""The one HTTP server of a controller: agents, status, and whatever else is mounted on it."""
+"""The one HTTP server of a process: a controller's, a rollout worker's, an engine's."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import resource
-from collections.abc import Awaitable, Callable, Iterable, MutableSequence
+import socket
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, MutableSequence
 from contextvars import ContextVar
 from typing import final
 from weakref import WeakSet
 
 from aiohttp import WSCloseCode, web
+from aiohttp.typedefs import Middleware
 
 from windlass.envs import check_token
 from windlass.errors import ConfigError
@@ -18,6 +20,7 @@ from windlass.net.access import ROUTES, Access, AccessGate, refusal_of
 from windlass.net.addresses import listen, published_host, url_of
 from windlass.net.listener import Listener, request_log
 from windlass.net.sockets import close_socket
+from windlass.net.tls import server_context
 
 __all__ = ["CALLER", "OPEN_SOCKETS", "ControlServer"]
 
@@ -34,16 +37,25 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class ControlServer:
     """Binds first and then says what it bound; every route but public pages needs a token.
 
+    Where this process requires TLS (`net.tls`) it serves nothing else, and a client's certificate may
+    stand for its token.
+
     Args:
         host: address to bind. port: 0 lets the system choose.
         advertise_host: what others connect to; empty for `host`.
-        token: the owner's secret. The tokens that `role_token` derives from it are known as well, for
-            the routes of `access.ROUTES`. Compared in constant time.
+        token: the owner's secret, or that of a role. The tokens that `role_token` derives from it are
+            known as well. Compared in constant time.
+        routes: route -> roles that may call it beside the owner; the owner alone calls the others.
+        extra_token: a token, and the role that it stands for.
+        middlewares: of routes, behind the check of the token.
         max_body_nbytes: larger request bodies are refused with 413.
+        cancel_handlers: whether a handler ends with its client.
+        shutdown_s: for handlers to end when the server closes.
+        what: the process, for errors.
 
     Raises:
-        ConfigError: a token that no header can carry, a port that is none, or `host` is every address
-            and `advertise_host` names none.
+        ConfigError: a token that no header can carry, a port that is none, `host` is every address
+            and `advertise_host` names none, or TLS is required and there is no certificate.
     """
 
     def __init__(
@@ -53,28 +65,39 @@ class ControlServer:
         port: int,
         token: str,
         advertise_host: str = "",
+        routes: Mapping[str, Collection[Access]] = ROUTES,
+        extra_token: tuple[str, Access] = ("", Access.CLIENT),
+        middlewares: Iterable[Middleware] = (),
         max_body_nbytes: int = 64 << 20,
+        cancel_handlers: bool = False,
+        shutdown_s: float = 2.0,
+        what: str = "ControlServer",
     ) -> None:
-        check_token(token, "ControlServer: token")
+        check_token(token, f"{what}: token")
         if port not in range(65536):
-            raise ConfigError(f"ControlServer: port must be an integer in [0, 65535], got {port!r}")
-        self._host, self._port = host, port
-        self._published_host = published_host(host, advertise_host, "ControlServer")
-        self._gate = AccessGate.of_secret(token, Access)
+            raise ConfigError(f"{what}: port must be an integer in [0, 65535], got {port!r}")
+        self._host, self._port, self._what = host, port, what
+        self._published_host = published_host(host, advertise_host, what)
+        self._tls = server_context()
+        self._routes = routes
+        self._gate = AccessGate.of_secret(token, Access, extra_token)
+        self._cancel_handlers, self._shutdown_s = cancel_handlers, shutdown_s
         self._app = web.Application(
-            middlewares=[self._authenticate], client_max_size=max_body_nbytes
+            middlewares=[self._authenticate, *middlewares], client_max_size=max_body_nbytes
         )
         self._app[OPEN_SOCKETS] = WeakSet()
         self._app.on_shutdown.append(_end_sockets)
         self._runner: web.AppRunner | None = None
+        self._bound: socket.socket | None = None
         self._listener: Listener | None = None
         self._public: set[str] = set()
         self._mounted: set[tuple[str, str]] = set()
 
     @property
     def url(self) -> str:
-        """The address that others connect to; valid after `start`."""
-        return url_of(self._published_host, self._port)
+        """The address that others connect to; valid after `bind`."""
+        scheme = "http" if self._tls is None else "https"
+        return url_of(self._published_host, self._port, scheme=scheme)
 
     def add_routes(self, routes: Iterable[web.AbstractRouteDef]) -> None:
         """Mount routes; before `start`.
@@ -101,20 +124,37 @@ class ControlServer:
         self._public.add(path)
         self._app.add_routes([web.get(path, handler)])
 
+    def bind(self) -> None:
+        """Bind the address, so that `url` is known; nobody is answered before `start`. Idempotent.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        self._bind()
+
+    def _bind(self) -> socket.socket:
+        if self._bound is None:
+            self._bound = listen(self._host, self._port, self._what)
+            self._port = self._bound.getsockname()[1]
+        return self._bound
+
     async def start(self) -> None:
         """Bind and serve. Raises this process's soft limit of open files to the hard one.
 
         Raises:
             ConfigError: the address cannot be bound.
         """
-        bound = listen(self._host, self._port, "ControlServer")
-        self._port = bound.getsockname()[1]
+        bound = self._bind()
         self._runner = web.AppRunner(
-            self._app, access_log=None, shutdown_timeout=2.0, logger=request_log
+            self._app,
+            access_log=None,
+            shutdown_timeout=self._shutdown_s,
+            handler_cancellation=self._cancel_handlers,
+            logger=request_log,
         )
         await self._runner.setup()
         _raise_file_limit()
-        self._listener = Listener(self._runner, bound)
+        self._listener = Listener(self._runner, bound, tls=self._tls)
         await self._listener.start()
 
     async def stop_listening(self) -> None:
@@ -137,14 +177,16 @@ class ControlServer:
     async def _authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.method == "GET" and request.path in self._public:
             return await handler(request)
-        role = self._gate.role_of(request.headers.get("Authorization", ""))
+        role = self._gate.role_of(
+            request.headers.get("Authorization", ""), request.get_extra_info("peercert")
+        )
         if role is None:
             return web.json_response({"error": "missing or wrong token"}, status=401)
         if self._listener is not None:
             self._listener.known(request)
         resource = request.match_info.route.resource
         route = request.path if resource is None else resource.canonical
-        refusal = refusal_of(role, request.method, route, ROUTES.get(route, ()))
+        refusal = refusal_of(role, request.method, route, self._routes.get(route, ()))
         if refusal:
             return web.json_response({"error": refusal}, status=403)
         CALLER.set(role)

@@ -13,16 +13,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import socket
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Self, final
+from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 import aiohttp
 from aiohttp import WSCloseCode, web
 
 from windlass.errors import PeerUnreachable, ProtocolError
+from windlass.net.access import authorization
+from windlass.net.tls import client_context
 
 __all__ = [
     "CLOSE_DEADLINE_S",
@@ -30,6 +34,7 @@ __all__ = [
     "SEND_DEADLINE_S",
     "PartJoiner",
     "close_socket",
+    "open_connection",
     "open_http",
     "send_frame",
 ]
@@ -140,12 +145,37 @@ class PartJoiner:
         return whole
 
 
-def open_http(token: str) -> aiohttp.ClientSession:
-    """For requests with this token, which follow no redirect: it is for that server and no other."""
+def open_http(token: str, *, unbounded: bool = False) -> aiohttp.ClientSession:
+    """For requests with this token, which follow no redirect: it is for that server and no other.
+
+    Args:
+        token: shown to the server; empty for none.
+        unbounded: any number of connections at once, and no deadline but those of single requests.
+    """
     trace = aiohttp.TraceConfig()
     trace.on_request_redirect.append(_refuse_redirect)
-    headers = {"Authorization": f"Bearer {token}"}
-    return aiohttp.ClientSession(headers=headers, trace_configs=[trace])
+    tls = client_context()
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(
+            limit=0 if unbounded else 100, ssl=True if tls is None else tls
+        ),
+        timeout=aiohttp.ClientTimeout(total=None)
+        if unbounded
+        else aiohttp.ClientTimeout(total=300),
+        headers=authorization(token),
+        trace_configs=[trace],
+    )
+
+
+def open_connection(url: str, timeout_s: float | None) -> http.client.HTTPConnection:
+    """A connection for blocking requests to a server; it is made with the first of them."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if parts.scheme != "https":
+        return http.client.HTTPConnection(host, parts.port, timeout=timeout_s)
+    return http.client.HTTPSConnection(
+        host, parts.port, timeout=timeout_s, context=client_context()
+    )
 
 
 async def _refuse_redirect(

@@ -20,7 +20,7 @@ from windlass.rollout.messages import TrainingSample
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.measures import Measure
 from windlass.updates.messages import UpdateReport
-from windlass.updates.round_types import Phase
+from windlass.updates.rounds import Phase
 
 __all__ = ["Operations"]
 

@@ -8,16 +8,14 @@ from windlass.lazy import public
 
 if TYPE_CHECKING:
     from windlass.planning.plan import TransferPlan as TransferPlan
-    from windlass.planning.planner import PlannedTransfer as PlannedTransfer
     from windlass.planning.planner import PlanPolicy as PlanPolicy
     from windlass.planning.planner import plan_transfer as plan_transfer
-    from windlass.planning.planner import plan_with_reports as plan_with_reports
 
 if not TYPE_CHECKING:  # a type checker must go on refusing names that are not there
     __all__, __getattr__, __dir__ = public(
         __name__,
         {
             "windlass.planning.plan": "TransferPlan",
-            "windlass.planning.planner": "PlanPolicy PlannedTransfer plan_transfer plan_with_reports",
+            "windlass.planning.planner": "PlanPolicy plan_transfer",
         },
     )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -13,34 +12,10 @@ from windlass.errors import IncompleteCoverage, ManifestError
 from windlass.layout.box import Box
 from windlass.layout.manifest import MAX_DIMS, Int64Array, ShardManifest
 from windlass.planning.intersect import Atoms, box_of
-from windlass.planning.plan import ITEMSIZES, CopyMode, Reason
+from windlass.planning.plan import ITEMSIZES
 from windlass.planning.rows import RowTable, TensorNames
 
-__all__ = ["CoverageReport", "find_hole", "refuse_hole", "refuse_overlaps"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoverageReport:
-    """What a plan covers, in bytes of the destinations.
-
-    Attributes:
-        needed: bytes that the destinations declare, padding not counted.
-        covered: bytes that the plan writes; equal to `needed` in every plan that exists.
-        by_mode: bytes per mode.
-        by_reason: bytes per reason.
-        unused_tensors: names that sources hold and no destination wants.
-    """
-
-    needed: int
-    covered: int
-    by_mode: Mapping[CopyMode, int]
-    by_reason: Mapping[Reason, int]
-    unused_tensors: tuple[str, ...]
-
-    @property
-    def fraction(self) -> float:
-        """`covered / needed`, 1.0 when nothing is needed."""
-        return self.covered / self.needed if self.needed else 1.0
+__all__ = ["find_hole", "refuse_hole", "refuse_overlaps"]
 
 
 def find_hole(atoms: Atoms, box: Box) -> tuple[Box, ...]:

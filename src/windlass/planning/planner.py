@@ -20,7 +20,7 @@ import numpy as np
 
 from windlass.errors import ConfigError, ManifestError
 from windlass.layout.manifest import MAX_DIMS, ShardManifest
-from windlass.planning.coverage import CoverageReport, refuse_hole, refuse_overlaps
+from windlass.planning.coverage import refuse_hole, refuse_overlaps
 from windlass.planning.intersect import (
     Atoms,
     Boxes,
@@ -33,12 +33,12 @@ from windlass.planning.intersect import (
     unique_boxes,
 )
 from windlass.planning.ops import Candidates, RoutedPieces, build_ops, coalesce, place_landing
-from windlass.planning.plan import ITEMSIZES, CopyMode, OpTable, Reason, TransferPlan
-from windlass.planning.quantize import payload_sizes, widen_scales
-from windlass.planning.routing import RoutingReport, assign, certify, group_by_holders, pour
+from windlass.planning.plan import TransferPlan
+from windlass.planning.quantize import widen_scales
+from windlass.planning.routing import assign, group_by_holders, pour
 from windlass.planning.rows import RowTable, TensorNames, gather_rows, resolve_names
 
-__all__ = ["PlanPolicy", "PlannedTransfer", "plan_transfer", "plan_with_reports"]
+__all__ = ["PlanPolicy", "plan_transfer", "route"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,15 +71,6 @@ class PlanPolicy:
                 raise ConfigError(f"PlanPolicy: {name} must be >= 1, got {value}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedTransfer:
-    """A plan and what was measured while making it."""
-
-    plan: TransferPlan
-    coverage: CoverageReport
-    routing: RoutingReport
-
-
 def plan_transfer(
     sources: Sequence[ShardManifest],
     destinations: Sequence[ShardManifest],
@@ -94,16 +85,26 @@ def plan_transfer(
         IncompleteCoverage: destination bytes have no source.
         UnsupportedLayout: dtypes between which nothing casts (`CASTS`).
     """
-    return plan_with_reports(sources, destinations, policy).plan
-
-
-def plan_with_reports(
-    sources: Sequence[ShardManifest],
-    destinations: Sequence[ShardManifest],
-    policy: PlanPolicy | None = None,
-) -> PlannedTransfer:
-    """As `plan_transfer`, with coverage and routing measured."""
     policy = policy or PlanPolicy()
+    given = route(sources, destinations, policy)
+    ops = coalesce(build_ops(given))
+    landing_offset, landing_nbytes = place_landing(ops, len(destinations), policy.landing_alignment)
+    ops.landing_offset[:] = landing_offset
+    return TransferPlan(
+        sources=given.sources,
+        destinations=tuple(manifest.worker for manifest in destinations),
+        tensors=given.names.names,
+        source_digests=tuple(manifest.digest() for manifest in sources),
+        destination_digests=tuple(manifest.digest() for manifest in destinations),
+        landing_nbytes=landing_nbytes,
+        ops=ops,
+    )
+
+
+def route(
+    sources: Sequence[ShardManifest], destinations: Sequence[ShardManifest], policy: PlanPolicy
+) -> RoutedPieces:
+    """Decide who sends what; raises as `plan_transfer`."""
     if not sources or not destinations:
         side = "destinations" if sources else "sources"
         raise ManifestError(f"plan_transfer: {side} must not be empty")
@@ -112,7 +113,8 @@ def plan_with_reports(
     dst = gather_rows(destinations, names)
     refuse_overlaps(dst, names, destinations)
     dst = widen_scales(dst, names)
-    unused = _unused_tensors(src, dst, names, forbidden=policy.forbid_unused)
+    if policy.forbid_unused:
+        _refuse_unused(src, dst, names)
     pieces, holders, boxes = _pieces(src, dst, names, destinations)
     candidates = Candidates.expand(pieces, boxes, dst)
     group_of_atom, groups = group_by_holders(src.rank[holders.rows], holders.start)
@@ -122,59 +124,28 @@ def plan_with_reports(
     routed = assign(
         group, candidates.nbytes, candidates.units, groups, shares, policy.min_split_bytes
     )
-    ops = build_ops(
-        RoutedPieces(
-            src=src,
-            dst=dst,
-            names=names,
-            sources=tuple(manifest.worker for manifest in sources),
-            pieces=pieces,
-            holders=holders,
-            candidates=candidates,
-            routed=routed,
-            direct_min_run_nbytes=policy.direct_min_run_bytes,
-        )
-    )
-    egress = np.bincount(ops.src, ops.nbytes, len(sources)).astype(np.int64)
-    routing = certify(egress, group_nbytes.astype(np.int64), groups)
-    coverage = _measure_coverage(dst, ops, unused)
-    ops = coalesce(ops)
-    landing_offset, landing_nbytes = place_landing(ops, len(destinations), policy.landing_alignment)
-    ops.landing_offset[:] = landing_offset
-    plan = TransferPlan(
+    return RoutedPieces(
+        src=src,
+        dst=dst,
+        names=names,
         sources=tuple(manifest.worker for manifest in sources),
-        destinations=tuple(manifest.worker for manifest in destinations),
-        tensors=names.names,
-        source_digests=tuple(manifest.digest() for manifest in sources),
-        destination_digests=tuple(manifest.digest() for manifest in destinations),
-        landing_nbytes=landing_nbytes,
-        ops=ops,
-    )
-    return PlannedTransfer(plan=plan, coverage=coverage, routing=routing)
-
-
-def _measure_coverage(dst: RowTable, ops: OpTable, unused: tuple[str, ...]) -> CoverageReport:
-    payload = payload_sizes(dst.sizes, dst.transform)
-    return CoverageReport(
-        needed=int((payload.prod(axis=1) * ITEMSIZES[dst.dtype]).sum()),
-        covered=int(ops.nbytes.sum()),
-        by_mode={m: int(ops.nbytes[ops.mode == m].sum()) for m in CopyMode},
-        by_reason={r: int(ops.nbytes[ops.reason == r].sum()) for r in Reason},
-        unused_tensors=unused,
+        pieces=pieces,
+        holders=holders,
+        candidates=candidates,
+        groups=groups,
+        group_nbytes=group_nbytes,
+        routed=routed,
+        direct_min_run_nbytes=policy.direct_min_run_bytes,
     )
 
 
-def _unused_tensors(
-    src: RowTable, dst: RowTable, names: TensorNames, *, forbidden: bool
-) -> tuple[str, ...]:
-    indices = np.setdiff1d(src.tensor, dst.tensor)
-    unused = tuple(sorted(names.names[int(index)] for index in indices))
-    if unused and forbidden:
+def _refuse_unused(src: RowTable, dst: RowTable, names: TensorNames) -> None:
+    unused = sorted(names.names[int(index)] for index in np.setdiff1d(src.tensor, dst.tensor))
+    if unused:
         raise ManifestError(
             f"tensor {unused[0]!r} is held by a source and wanted by no destination "
             f"({len(unused)} such tensor(s), PlanPolicy.forbid_unused is set)"
         )
-    return unused
 
 
 def _pieces(

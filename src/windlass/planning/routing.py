@@ -4,10 +4,6 @@ Bytes that exactly the same ranks hold form a *group*. The bytes of each group a
 over its holders like water over uneven ground, group after group, until no level moves:
 that is the least majorised load vector, so its largest entry is minimal. Copies are then
 laid along each group's quotas; a large one that straddles two quotas is split.
-
-The result carries its own certificate: for the set S of the k most loaded senders, the
-bytes that only ranks in S hold must leave from S, hence no routing has a sender with
-fewer than bytes / k. The best k is the lower bound.
 """
 
 from __future__ import annotations
@@ -20,32 +16,12 @@ import numpy.typing as npt
 
 from windlass.layout.manifest import Int64Array
 
-__all__ = ["Assignment", "RoutingReport", "assign", "certify", "group_by_holders", "pour"]
+__all__ = ["Assignment", "assign", "group_by_holders", "pour"]
 
 Float64Array = npt.NDArray[np.float64]
 
 _MAX_SWEEPS = 500
 _TOLERANCE = 1e-5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutingReport:
-    """How evenly the senders are loaded.
-
-    Attributes:
-        egress: (num_sources,) bytes each source sends.
-        lower_bound: bytes that the busiest sender must send under any routing.
-        certificate: indices of the sources that prove `lower_bound`.
-    """
-
-    egress: Int64Array
-    lower_bound: float
-    certificate: tuple[int, ...]
-
-    @property
-    def imbalance(self) -> float:
-        """Busiest sender over the lower bound, >= 1."""
-        return float(self.egress.max()) / self.lower_bound if self.lower_bound else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,23 +167,4 @@ def assign(
         rank=np.concatenate([rank, more[:, 1]]),
         begin=np.concatenate([begin, more[:, 2]]),
         end=np.concatenate([end, more[:, 3]]),
-    )
-
-
-def certify(
-    egress: Int64Array, group_nbytes: Int64Array, holders: Sequence[tuple[int, ...]]
-) -> RoutingReport:
-    """Measure the loads against the best lower bound over prefixes of the most loaded senders."""
-    order = np.argsort(-egress, kind="stable")
-    position = np.empty(len(order), np.int64)
-    position[order] = np.arange(len(order))
-    forced = np.zeros(len(order), np.int64)
-    for of_group, nbytes in zip(holders, group_nbytes.tolist(), strict=True):
-        forced[position[list(of_group)].max()] += nbytes
-    bounds = np.cumsum(forced) / np.arange(1, len(order) + 1)
-    best = int(bounds.argmax())
-    return RoutingReport(
-        egress=egress,
-        lower_bound=float(bounds[best]),
-        certificate=tuple(sorted(order[: best + 1].tolist())),
     )

@@ -16,8 +16,9 @@ from windlass.errors import (
     ProtocolError,
     StaleMessage,
 )
+from windlass.net.access import authorization
 from windlass.net.addresses import check_url
-from windlass.rollout.connection import authorization
+from windlass.net.sockets import open_connection
 from windlass.rollout.messages import TrainingBatch, decode
 
 __all__ = ["BatchClient"]
@@ -41,8 +42,6 @@ class BatchClient:
     def __init__(self, url: str, token: str) -> None:
         parts = check_url(url, "BatchClient: url")
         self._url = url
-        self._secure = parts.scheme == "https"
-        self._host, self._port = parts.hostname or "", parts.port
         self._path = parts.path.rstrip("/") + "/v1/batches"
         self._headers = authorization(check_token(token, "BatchClient: token"))
         self._connection: http.client.HTTPConnection | None = None
@@ -107,8 +106,7 @@ class BatchClient:
 
     def _get(self, target: str, timeout_s: float) -> tuple[int, bytes]:
         if self._connection is None:
-            kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-            self._connection = kind(self._host, self._port, timeout=timeout_s)
+            self._connection = open_connection(self._url, timeout_s)
         connection = self._connection
         if connection.sock is not None:
             connection.sock.settimeout(timeout_s)

@@ -23,11 +23,10 @@ from typing import Generic, Protocol, final
 import aiohttp
 import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
-from aiohttp.typedefs import Handler, Middleware
 
 from windlass.errors import ProtocolError
-from windlass.net.access import Access, AccessGate, role_token
-from windlass.net.sockets import close_socket
+from windlass.net.access import Access, role_token
+from windlass.net.sockets import close_socket, open_http
 from windlass.rollout.attempts import Attempts
 from windlass.rollout.handles import RolloutConfig
 from windlass.rollout.messages import (
@@ -56,11 +55,9 @@ __all__ = [
     "RemoteWorker",
     "WorkerConnection",
     "WorkerOwner",
-    "authorization",
     "post",
     "read_body",
     "reply",
-    "require_token",
 ]
 
 MAX_BODY_NBYTES = 1 << 28
@@ -77,24 +74,6 @@ GATHER_S = 0.005
 STOP_DEADLINE_S = 5.0
 _UNREACHABLE = (aiohttp.ClientError, TimeoutError, OSError, ProtocolError)
 """What a call raises when the peer cannot be reached or talks nonsense: it is tried again."""
-
-
-def authorization(token: str) -> dict[str, str]:
-    """Headers that carry the shared token; none for an empty one."""
-    return {"Authorization": f"Bearer {token}"} if token else {}
-
-
-def require_token(token: str) -> Middleware:
-    """Middleware that answers 401 unless the request carries `token`, or what it gives workers."""
-    gate = AccessGate.of_secret(token, [Access.WORKER])
-
-    @web.middleware
-    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if gate.role_of(request.headers.get("Authorization", "")) is None:
-            raise web.HTTPUnauthorized(text="wrong or missing token")
-        return await handler(request)
-
-    return check
 
 
 async def read_body(request: web.Request, kind: type[BodyT]) -> BodyT:
@@ -362,11 +341,7 @@ class LocalWorker(WorkerConnection):
     ) -> None:
         super().__init__(hello)
         self._owner = owner
-        self._session = aiohttp.ClientSession(
-            headers=authorization(role_token(token, Access.CLIENT) if token else ""),
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=None),
-        )
+        self._session = open_http(role_token(token, Access.CLIENT), unbounded=True)
         self._attempts = Attempts(self._session, workflows, hello, self._ended)
 
     def enqueue(self, task: RolloutTask) -> None:

@@ -21,12 +21,8 @@ import aiohttp
 
 from windlass.errors import ConfigError, PeerTimeout, RolloutError, StaleMessage
 from windlass.net.access import Access, role_token
-from windlass.rollout.connection import (
-    LocalWorker,
-    RemoteWorker,
-    WorkerConnection,
-    authorization,
-)
+from windlass.net.sockets import open_http
+from windlass.rollout.connection import LocalWorker, RemoteWorker, WorkerConnection
 from windlass.rollout.directory import EngineChoice, EngineDirectory
 from windlass.rollout.handles import (
     GroupHandle,
@@ -122,10 +118,7 @@ class RolloutController:
         """Raises `ConfigError` when the journal cannot be used."""
         self.recovered = self._life.open()
         self._expect_workers()
-        self._session = aiohttp.ClientSession(
-            headers=authorization(role_token(self._token, Access.WORKER) if self._token else ""),
-            connector=aiohttp.TCPConnector(limit=0),
-        )
+        self._session = open_http(role_token(self._token, Access.WORKER), unbounded=True)
         self._engines.subscribe(self._engines_changed)
         self._engines_changed()
         return self

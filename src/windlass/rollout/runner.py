@@ -20,21 +20,21 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from windlass.envs import ENGINE_TOKEN_VARIABLE, check_token, control_token, environment_value
+from windlass.envs import ENGINE_TOKEN_VARIABLE, control_token, secret_value
 from windlass.errors import AuthenticationError, ConfigError, PeerUnreachable, ProtocolError
 from windlass.net.access import Access, role_token
-from windlass.net.addresses import check_url, listen, own_address, published_host, url_of
+from windlass.net.addresses import check_url, own_address
 from windlass.net.logs import configure_logging
+from windlass.net.server import ControlServer
+from windlass.net.sockets import open_http
 from windlass.rollout.attempts import Attempts
 from windlass.rollout.connection import (
     Connection,
     ConnectionRoutes,
     Outbox,
-    authorization,
     post,
     read_body,
     reply,
-    require_token,
 )
 from windlass.rollout.messages import (
     AttemptKey,
@@ -54,6 +54,9 @@ from windlass.rollout.workflows import Workflow, check_workflows
 __all__ = ["WorkerRunner", "WorkerSettings", "run_rollout_worker", "run_worker"]
 
 logger = logging.getLogger(__name__)
+WORKER_ROUTES = dict.fromkeys(
+    ("/rollouts", "/cancel", "/completions", "/health", "/watch"), (Access.WORKER,)
+)
 REMEMBERED_ATTEMPTS = 1 << 16
 CALL_DEADLINE_S = 10.0
 MAX_BACKOFF_S = 1.0
@@ -317,41 +320,41 @@ async def run_worker(
         AuthenticationError: the controller refuses the token.
         PeerUnreachable: no address of this host leads to the controller.
     """
-    check_token(token, "worker: token")
     check_url(settings.controller, "worker: controller")
     bound = settings.host or own_address(settings.controller)
-    host = published_host(bound, settings.advertise_host, "worker")
-    listener = listen(bound, settings.port, "worker")
     known = check_workflows(workflows)
+    server = ControlServer(
+        host=bound,
+        port=settings.port,
+        advertise_host=settings.advertise_host,
+        token=token,
+        routes=WORKER_ROUTES,
+        cancel_handlers=True,  # a watch whose controller is gone must end at once
+        shutdown_s=0.2,
+        what="worker",
+    )
+    server.bind()
     hello = WorkerHello(
         name=settings.name,
-        url=url_of(host, listener.getsockname()[1]),
+        url=server.url,
         incarnation=uuid.uuid4().hex[:12],
         max_concurrent=settings.max_concurrent,
         workflows=tuple(sorted(known)),
     )
     async with (
-        aiohttp.ClientSession(headers=authorization(token)) as controller_session,
-        aiohttp.ClientSession(
-            headers=authorization(engine_token or role_token(token, Access.CLIENT)),
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=None),
+        open_http(token) as controller_session,
+        open_http(
+            engine_token or role_token(token, Access.CLIENT), unbounded=True
         ) as engine_session,
     ):
         runner = WorkerRunner(settings, hello, controller_session, engine_session, known)
-        app = web.Application(middlewares=[require_token(token)])
-        app.add_routes(runner.routes())
-        # A watch whose controller is gone must end at once, not at the next heartbeat.
-        server = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=0.2
-        )
-        await server.setup()
-        await web.SockSite(server, listener, backlog=1024).start()
+        server.add_routes(runner.routes())
+        await server.start()
         logger.info("worker %s %s at %s", hello.name, hello.incarnation, hello.url)
         try:
             return await _serve(runner, settings.shutdown_s)
         finally:
-            await server.cleanup()
+            await server.close()
 
 
 async def _serve(runner: WorkerRunner, shutdown_s: float) -> bool:
@@ -396,7 +399,7 @@ def run_rollout_worker(
     settings = _settings(arguments)
     try:
         configure_logging(settings.name)
-        engine_token = environment_value(ENGINE_TOKEN_VARIABLE)
+        engine_token = secret_value(ENGINE_TOKEN_VARIABLE)
         served = run_worker(settings, control_token(), workflows, engine_token=engine_token)
         if asyncio.run(served):
             return 0

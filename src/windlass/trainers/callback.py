@@ -34,13 +34,15 @@ from windlass.errors import (
     RoundAborted,
     WindlassError,
 )
+from windlass.net.access import authorization
 from windlass.net.addresses import check_url, own_address
 from windlass.net.clock import Deadline
+from windlass.net.sockets import open_connection
 from windlass.trainers.client import TrainerClient, version_number
 from windlass.transfer.bindings import GroupOffer, WireTensor
 from windlass.transfer.collective_group import Rendezvous, join_group
 from windlass.transfer.push import signature_of_group, wire_offsets
-from windlass.updates.callback_messages import (
+from windlass.updates.messages import (
     CallbackAnswer,
     CallbackCall,
     CallbackRequest,
@@ -50,8 +52,8 @@ from windlass.updates.callback_messages import (
     GroupCall,
     MembersCall,
     PauseCall,
+    UpdateReport,
 )
-from windlass.updates.messages import UpdateReport
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +85,7 @@ class RolloutCallback:
         deadline_s: of every call that names no other.
 
     Raises:
-        ConfigError: not an http URL, a token that no header can carry, a stage out of range or
+        ConfigError: no URL of a server, a token that no header can carry, a stage out of range or
             without a number of stages, a deadline that is not > 0.
     """
 
@@ -99,7 +101,7 @@ class RolloutCallback:
         num_stages: int = 0,
         deadline_s: float = 120.0,
     ) -> None:
-        parts = check_url(controller, "RolloutCallback: controller", schemes=("http",))
+        check_url(controller, "RolloutCallback: controller")
         check_token(token, "RolloutCallback: token")
         if not deadline_s > 0:
             raise ConfigError(f"RolloutCallback: deadline_s must be > 0, got {deadline_s}")
@@ -110,7 +112,6 @@ class RolloutCallback:
         self.url, self.leader = controller, leader
         self._stage, self._num_stages = stage, num_stages
         self._lock, self._num_calls = threading.Lock(), 0
-        self._address = (parts.hostname or "", parts.port or 80)
         self._token, self._client, self._deadline_s = token, client, deadline_s
         self._check_weights = check_weights
         self._pool = ThreadPoolExecutor(NUM_THREADS, "windlass-callback")
@@ -233,10 +234,9 @@ class RolloutCallback:
         )
 
     def _post(self, body: bytes, timeout_s: float) -> tuple[str, ...]:
-        connection = http.client.HTTPConnection(*self._address, timeout=timeout_s)
+        connection = open_connection(self.url, timeout_s)
         try:
-            headers = {"Authorization": f"Bearer {self._token}"}
-            connection.request("POST", "/v1/callback", body, headers)
+            connection.request("POST", "/v1/callback", body, authorization(self._token))
             response = connection.getresponse()
             data, status = response.read(), response.status
         finally:

@@ -279,7 +279,7 @@ class TrainerClient:
                 is over. The weights may change after either.
         """
         version = version_number(version, "begin_publish")
-        if not self._sender.has_replica:
+        if self._sender.replica is None:
             raise ConfigError("begin_publish: needs a replica when connecting, got replica=off")
         began, copied = time.perf_counter(), threading.Event()
         with ExitStack() as undo:

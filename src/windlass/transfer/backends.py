@@ -18,11 +18,9 @@ from windlass.config import (
 from windlass.errors import ConfigError
 from windlass.transfer.base import ReceiverBackend, SenderBackend
 from windlass.transfer.collective import CollectiveReceiver, CollectiveSender
-from windlass.transfer.device_sender import DeviceSender
 from windlass.transfer.disk import DiskReceiver, DiskSender
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
-from windlass.transfer.split_sender import SplitSender
 
 __all__ = ["Backend", "receiver_for", "sender_for"]
 
@@ -57,13 +55,6 @@ def sender_for(config: UpdateBackend, sender: Sender, host: str) -> SenderBacken
     """
     match config:
         case P2pBackend():
-            if (mapper := sender.transport.mapper) is not None:
-                stores = DeviceSender(mapper, sender.manifest, sender.parameters, sender.replica)
-                if sender.transport.traits.strided_stores:
-                    return stores
-                offers = sender.transport.offers()
-                by_kernels = [o.transport for o in offers if o.traits.strided_stores]
-                return SplitSender(stores, sender, by_kernels)
             return sender
         case XcclBackend():
             return CollectiveSender(config, sender.manifest, sender.parameters, host)

@@ -31,7 +31,8 @@ from windlass.transfer.bindings import (
 from windlass.transfer.buckets import cut_buckets, loads_of, signature_of_offer
 from windlass.transfer.collective_group import Rendezvous, TorchBroadcastGroup, join_group
 from windlass.transfer.destination import Destination
-from windlass.transfer.source import SourceMemory, failed_links, refuse_transforms
+from windlass.transfer.outcomes import failed_links
+from windlass.transfer.source import SourceMemory, refuse_transforms
 from windlass.transports.base import PeerEndpoint
 
 __all__ = ["CollectiveReceiver", "CollectiveSender"]

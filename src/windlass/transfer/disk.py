@@ -20,14 +20,16 @@ from windlass.transfer.base import ParameterMemory, SendResult
 from windlass.transfer.bindings import DestinationBinding, GroupOffer
 from windlass.transfer.destination import Destination
 from windlass.transfer.disk_files import (
+    OWNERS_FOLDER,
     file_digest,
     prune,
+    read_boxes,
     read_index,
     version_folder,
     write_shards,
 )
-from windlass.transfer.disk_read import read_boxes
-from windlass.transfer.source import SourceMemory, failed_links, refuse_transforms
+from windlass.transfer.outcomes import failed_links
+from windlass.transfer.source import SourceMemory, refuse_transforms
 from windlass.transports.base import PeerEndpoint
 
 __all__ = ["DiskReceiver", "DiskSender"]
@@ -61,7 +63,7 @@ class DiskSender:
         """See `SenderBackend.connect`."""
         self._source.bind(plan, bindings)
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(OWNERS_FOLDER, parents=True, exist_ok=True)
         except OSError as error:
             raise TransferFailed(f"disk: {self._folder}: {error}") from error
         return None

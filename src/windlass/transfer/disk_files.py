@@ -4,7 +4,8 @@
     FOLDER/v00000007/trainer%2F0.json                    which boxes, and xxh3_128 of the file
 
 Both are written under a temporary name, flushed to the device, and renamed. The index comes
-last and names one file, so that whoever reads it finds that file whole or not at all.
+last and names one file, so that whoever reads it finds that file whole or not at all. Only their owner
+can read them. An engine rank reads exactly the boxes that it needs, by slicing.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
@@ -24,14 +26,15 @@ from windlass.errors import DECODE_ERRORS, TransferFailed
 from windlass.layout.box import Box
 from windlass.layout.dtypes import SAFETENSORS_NAMES, DType
 from windlass.layout.manifest import Shard, ShardManifest
-from windlass.memory.ops import MemoryOps
-from windlass.memory.packing import bytes_at, is_contiguous, row_major_blocks
+from windlass.memory.ops import OWN_WORK_S, MemoryOps
+from windlass.memory.packing import bytes_at, copy_cast, is_contiguous, row_major_blocks
 
 __all__ = [
     "DiskEntry",
     "DiskIndex",
     "file_digest",
     "prune",
+    "read_boxes",
     "read_index",
     "version_folder",
     "write_shards",
@@ -39,6 +42,8 @@ __all__ = [
 
 BLOCK_NBYTES = 8 << 20
 """Strided boxes are gathered and written in blocks of at most this size."""
+OWNERS_FOLDER = 0o700
+OWNERS_FILE = 0o600
 _VERSION_FOLDER = re.compile(r"v(\d{8,})")
 
 
@@ -101,7 +106,7 @@ def write_shards(
         for shard in shards
     )
     try:
-        home.mkdir(parents=True, exist_ok=True)
+        home.mkdir(OWNERS_FOLDER, parents=True, exist_ok=True)
         nbytes, digest = _write_durably(
             home / name, _content(manifest, shards, entries, addresses, memory)
         )
@@ -222,11 +227,16 @@ def _elements(shard: Shard, address: int, dtype: DType, memory: MemoryOps) -> It
 
 
 def _write_durably(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write under a temporary name, flush, rename, flush the folder; returns bytes and digest."""
-    temporary = path.with_name(path.name + ".tmp")
+    """Write under a temporary name, flush, rename, flush the folder; returns bytes and digest.
+
+    Nobody can foretell that name, and what somebody has put there is neither followed nor overwritten.
+    """
+    temporary = path.with_name(f"{path.name}.{os.urandom(8).hex()}.tmp")
     digest, nbytes = xxhash.xxh3_128(), 0
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    opened = os.open(temporary, flags, OWNERS_FILE)
     try:
-        with temporary.open("wb") as file:
+        with os.fdopen(opened, "wb") as file:
             for chunk in chunks:
                 digest.update(chunk)
                 nbytes += file.write(chunk)
@@ -242,3 +252,119 @@ def _write_durably(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[in
     finally:
         os.close(descriptor)
     return nbytes, digest.hexdigest()
+
+
+def read_boxes(
+    home: Path,
+    indices: Sequence[DiskIndex],
+    manifest: ShardManifest,
+    addresses: Sequence[int],
+    memory: MemoryOps,
+) -> list[str]:
+    """Fill a rank's parameters from files; a box that several files hold is read once.
+
+    Args:
+        home: folder of the files.
+        indices: what they hold.
+        manifest: of the rank.
+        addresses: where its parameters are to be filled.
+        memory: that these are in; all is there on return.
+
+    Raises:
+        TransferFailed: a cast overflowed, nothing casts a file's dtype to the parameter's, or what was
+            queued on the GPU does not end.
+
+    Returns:
+        Workers whose files cannot be read as their index says.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    unreadable: list[str] = []
+    with ExitStack() as stack:
+        files: dict[str, Any] = {}
+        for index in indices:
+            try:
+                files[index.worker] = stack.enter_context(
+                    safe_open(str(home / Path(index.file).name), framework="pt")
+                )
+            except (SafetensorError, OSError):
+                unreadable.append(index.worker)
+        holders = _holders([index for index in indices if index.worker in files])
+        parameters = {p.name: i for i, p in enumerate(manifest.parameters)}
+        for shard in manifest.shards():
+            todo = [shard.box]
+            for worker, entry in _found(shard.tensor, holders, indices, manifest):
+                for wanted in list(todo):
+                    common = wanted.intersect(entry.box)
+                    if common is None or worker in unreadable:
+                        continue
+                    try:
+                        position = parameters[shard.parameter]
+                        dtype = manifest.parameters[position].dtype
+                        view = memory.view(
+                            addresses[position] + _offset(shard, common),
+                            common.sizes or (1,),
+                            shard.strides_bytes or (dtype.itemsize,),
+                            dtype,
+                        )
+                        part = _slice(files[worker], entry, common).reshape(view.shape)
+                    except (SafetensorError, OSError, RuntimeError):
+                        unreadable.append(worker)
+                        continue
+                    copy_cast(view, part, shard.tensor)
+                    todo.remove(wanted)
+                    todo.extend(wanted.subtract(common))
+    memory.settle(OWN_WORK_S)
+    return unreadable
+
+
+def _holders(indices: Sequence[DiskIndex]) -> dict[str, list[tuple[str, DiskEntry]]]:
+    holders: dict[str, list[tuple[str, DiskEntry]]] = {}
+    for index in indices:
+        for entry in index.entries:
+            holders.setdefault(entry.tensor, []).append((index.worker, entry))
+    return holders
+
+
+def _found(
+    tensor: str,
+    holders: Mapping[str, list[tuple[str, DiskEntry]]],
+    indices: Sequence[DiskIndex],
+    manifest: ShardManifest,
+) -> list[tuple[str, DiskEntry]]:
+    """Entries of a tensor, under its own name or one that is tied to it on either side."""
+    tied = {tensor}
+    for aliases in (manifest.aliases, *(index.aliases for index in indices)):
+        for pair in aliases.items():
+            if tied & set(pair):
+                tied |= set(pair)
+    return [found for name in sorted(tied) for found in holders.get(name, ())]
+
+
+def _offset(shard: Shard, part: Box) -> int:
+    return shard.offset_bytes + sum(
+        (at - start) * stride
+        for at, start, stride in zip(
+            part.offsets, shard.box.offsets, shard.strides_bytes, strict=True
+        )
+    )
+
+
+def _slice(file: Any, entry: DiskEntry, part: Box) -> Any:
+    """The elements of `part`, read alone.
+
+    Raises:
+        TransferFailed: the file's tensor has another shape than the index says.
+    """
+    if not entry.sizes:
+        return file.get_tensor(entry.key)
+    sliced = file.get_slice(entry.key)
+    shape = tuple(sliced.get_shape())
+    if shape != entry.sizes:
+        raise TransferFailed(f"disk: {entry.key}: shape must be {entry.sizes}, got {shape}")
+    return sliced[
+        tuple(
+            slice(at - start, at - start + size)
+            for at, start, size in zip(part.offsets, entry.offsets, part.sizes, strict=True)
+        )
+    ]

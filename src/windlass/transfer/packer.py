@@ -1,7 +1,6 @@
 """Stage 5: the bytes of a link that cannot go as they lie, packed into an arena and hashed.
 
-In come a `LinkProgram` and where the parameters of both sides lie; `Pieces` go out: an address here,
-one at the peer, and bytes, for one-sided writes. The link's digest is taken on the way, over all ops
+In come a `LinkProgram` and where the parameters of both sides lie; `WriteBatch`es go out, for one-sided writes. The link's digest is taken on the way, over all ops
 in plan order, those that go as they lie included.
 """
 
@@ -23,15 +22,38 @@ from windlass.memory.ops import (
     LinkPack,
     MemoryOps,
     PackedPart,
+    UInt64Array,
     aligned,
 )
 from windlass.planning.program import BoundOp, DigestKind, LinkProgram
 from windlass.transfer.arena import Arena, ArenaSlot
 from windlass.transfer.bindings import DestinationBinding
-from windlass.transfer.pieces import Pieces, UInt64Array, batches, direct_pieces, packed_capacity
-from windlass.transports.base import OneSidedTransport
+from windlass.transports.base import OneSidedTransport, WriteBatch
 
-__all__ = ["PackedLink", "Packer", "Peer"]
+__all__ = ["PackedLink", "Packer", "Peer", "batches_to", "packed_capacity"]
+
+WRITE_PIECES = 4096
+"""Pieces per transport call: bounds a call, not its bytes."""
+
+
+def packed_capacity(programs: Sequence[LinkProgram]) -> int:
+    """Return the bytes of arena that hold every packed payload at once."""
+    return sum(aligned(op.nbytes) for p in programs for op in p.ops if not op.is_direct)
+
+
+def batches_to(
+    binding: DestinationBinding, local: UInt64Array, remote: UInt64Array, nbytes: UInt64Array
+) -> Iterator[WriteBatch]:
+    """Yield (n,) pieces, at most `WRITE_PIECES` at a time."""
+    for start in range(0, len(nbytes), WRITE_PIECES):
+        part = slice(start, start + WRITE_PIECES)
+        yield WriteBatch(
+            endpoint=binding.endpoint,
+            local_addresses=local[part],
+            remote_addresses=remote[part],
+            nbytes=nbytes[part],
+            regions=binding.regions,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +79,7 @@ class Peer:
 class PackedLink:
     """A link that is packed and hashed."""
 
-    batches: tuple[Pieces, ...]
+    batches: tuple[WriteBatch, ...]
     digest: str
 
 
@@ -185,9 +207,8 @@ class Packer:
         """
         pack = self._whole(program, offset)
         digest = pack.pack_and_hash(OWN_WORK_S)
-        packed = [batches(_as_pieces(program, peer, turn)) for turn in pack.turns]
-        direct = batches(self._direct(program, peer))
-        found = (*direct, *itertools.chain.from_iterable(packed))
+        packed = [_packed_batches(program, peer, turn) for turn in pack.turns]
+        found = (*self._direct(program, peer), *itertools.chain.from_iterable(packed))
         return PackedLink(found, digest), offset + packed_capacity((program,))
 
     def pack_ops(self, program: LinkProgram, offset: int) -> tuple[dict[int, int], str, int]:
@@ -201,17 +222,17 @@ class Packer:
         packed = {part.op: part.address for turn in pack.turns for part in turn}
         return packed, digest, offset + packed_capacity((program,))
 
-    def ring(self, program: LinkProgram, peer: Peer) -> Iterator[Pieces]:
-        """Batches that use the two halves in turn; at most one may be in flight between two.
+    def ring(self, program: LinkProgram, peer: Peer) -> Iterator[WriteBatch]:
+        """Yield batches that use the two halves in turn; at most one may be in flight between two.
 
         They are not hashed: what `hash_links` saw before anything was sent is what must arrive.
         """
         self.memory.settle(OWN_WORK_S)
-        yield from batches(self._direct(program, peer))
+        yield from self._direct(program, peer)
         pack = self._in_turns(program)
         for turn, parts in enumerate(pack.turns):
             pack.pack(turn, OWN_WORK_S)
-            yield from batches(_as_pieces(program, peer, parts))
+            yield from _packed_batches(program, peer, parts)
 
     def _whole(self, program: LinkProgram, offset: int) -> LinkPack:
         self.memory.settle(OWN_WORK_S)
@@ -239,8 +260,14 @@ class Packer:
     def _least(self, program: LinkProgram) -> int:
         return aligned(self.memory.least_pack_nbytes(program))
 
-    def _direct(self, program: LinkProgram, peer: Peer) -> Pieces:
-        return direct_pieces(program.direct, self._sources, peer.targets)
+    def _direct(self, program: LinkProgram, peer: Peer) -> Iterator[WriteBatch]:
+        runs = program.direct
+        return batches_to(
+            peer.binding,
+            self._sources[runs.src_parameter] + runs.src_offset.astype(np.uint64),
+            peer.targets[runs.dst_parameter] + runs.dst_offset.astype(np.uint64),
+            runs.nbytes.astype(np.uint64),
+        )
 
     def _drop(self) -> None:
         packs, self._packs = self._packs, {}
@@ -254,8 +281,9 @@ class Packer:
             digests.close()
 
 
-def _as_pieces(program: LinkProgram, peer: Peer, parts: Sequence[PackedPart]) -> Pieces:
-    """Writes of what is packed."""
+def _packed_batches(
+    program: LinkProgram, peer: Peer, parts: Sequence[PackedPart]
+) -> Iterator[WriteBatch]:
     rows = [(p.address, peer.address_of(program.ops[p.op]) + p.start, p.nbytes) for p in parts]
     table = np.array(rows, np.uint64).reshape(-1, 3)
-    return Pieces(table[:, 0].copy(), table[:, 1].copy(), table[:, 2].copy())
+    return batches_to(peer.binding, *(np.ascontiguousarray(column) for column in table.T))

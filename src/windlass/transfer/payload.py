@@ -13,9 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from windlass.memory.ops import ChunkDigests, Int64Array, MemoryOps, UInt64Array
+from windlass.net.clock import Deadline
 from windlass.planning.program import LinkProgram
+from windlass.transfer.bindings import DestinationBinding
+from windlass.transports.base import OneSidedTransport, WriteBatch
 
-__all__ = ["Payload", "payload_of"]
+__all__ = ["WRITES_AT_ONCE", "Payload", "payload_of"]
+
+WRITES_AT_ONCE = 4
+"""Chunks on their way to one engine: the next one is written while the last is acknowledged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +71,38 @@ class Payload:
         """
         return memory.chunk_digests(addresses, self.nbytes, self.chunk_start)
 
+    def write(
+        self,
+        transport: OneSidedTransport,
+        binding: DestinationBinding,
+        chunk: int,
+        local: UInt64Array,
+        remote: UInt64Array,
+        deadline: Deadline,
+    ) -> None:
+        """Write one chunk from (n,) `local` to (n,) `remote`; return once it is visible to the peer.
+
+        Raises:
+            TransferError: see `OneSidedTransport.write`.
+        """
+        deadline.check_before_more()
+        pieces = self.pieces_of(chunk)
+        transport.write(
+            WriteBatch(
+                endpoint=binding.endpoint,
+                local_addresses=local[pieces],
+                remote_addresses=remote[pieces],
+                nbytes=self.nbytes[pieces].astype(np.uint64),
+                regions=binding.regions,
+            ),
+            deadline_s=max(deadline.remaining_s, 0.001),
+        )
+
+    def at(self, binding: DestinationBinding) -> UInt64Array:
+        """(n,) addresses at a peer."""
+        targets = np.array(binding.parameter_addresses, np.uint64)
+        return self.at_destination(targets, binding.landing_address)
+
     def at_destination(self, targets: UInt64Array, staging_address: int) -> UInt64Array:
         """(n,) addresses, given where parameters and staging memory begin."""
         parameter = np.where(self.lands, 0, self.dst_parameter)
@@ -80,35 +118,29 @@ def payload_of(program: LinkProgram, chunk_nbytes: int) -> Payload:
         chunk_nbytes: chunks begin at the first piece at or after each multiple of this.
     """
     runs, ops = program.direct, program.ops
-    packed = np.array([i for i, op in enumerate(ops) if not op.is_direct], np.int64)
-    lands = np.array([ops[i].lands for i in packed], np.bool_)
-    at = np.array(
-        [ops[i].landing_offset if ops[i].lands else ops[i].dst_offset for i in packed], np.int64
-    )
-    none = np.zeros(len(packed), np.int64)
-    columns = {
-        "op": np.concatenate([runs.op, packed]),
-        "packed": np.repeat([False, True], [len(runs), len(packed)]),
-        "src_parameter": np.concatenate([runs.src_parameter, none]),
-        "src_offset": np.concatenate([runs.src_offset, none]),
-        "lands": np.concatenate([np.zeros(len(runs), np.bool_), lands]),
-        "dst_parameter": np.concatenate(
-            [runs.dst_parameter, np.array([ops[i].dst_parameter for i in packed], np.int64)]
-        ),
-        "dst_offset": np.concatenate([runs.dst_offset, at]),
-        "nbytes": np.concatenate(
-            [runs.nbytes, np.array([ops[i].nbytes for i in packed], np.int64)]
-        ),
-    }
-    order = np.argsort(columns["op"], kind="stable")
-    count = -(-columns["nbytes"][order] // chunk_nbytes)
-    rows = np.repeat(order, count)
-    step = (np.arange(len(rows)) - np.repeat(np.cumsum(count) - count, count)) * chunk_nbytes
-    cut = {name: column[rows] for name, column in columns.items()}
-    cut["nbytes"] = np.minimum(cut["nbytes"] - step, chunk_nbytes)
-    cut["src_offset"] = cut["src_offset"] + step
-    cut["dst_offset"] = cut["dst_offset"] + step
-    begin = np.cumsum(cut["nbytes"]) - cut["nbytes"]
-    chunk = begin // chunk_nbytes
+    source = runs.op, runs.src_parameter, runs.src_offset
+    direct = *source, runs.dst_parameter, runs.dst_offset, runs.nbytes
+    packed = [
+        (i, 0, 0, op.dst_parameter, op.landing_offset if op.lands else op.dst_offset, op.nbytes)
+        for i, op in enumerate(ops)
+        if not op.is_direct
+    ]
+    whole = np.concatenate([np.stack(direct, 1), np.array(packed, np.int64).reshape(-1, 6)])
+    whole = whole[np.argsort(whole[:, 0], kind="stable")]
+    count = -(-whole[:, 5] // chunk_nbytes)
+    step = (np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)) * chunk_nbytes
+    op_of, src_parameter, src_offset, dst_parameter, dst_offset, left = np.repeat(whole, count, 0).T
+    nbytes = np.minimum(left - step, chunk_nbytes)
+    chunk = (np.cumsum(nbytes) - nbytes) // chunk_nbytes
     first = np.flatnonzero(np.r_[True, chunk[1:] != chunk[:-1]]) if len(chunk) else chunk
-    return Payload(**cut, chunk_start=np.append(first, len(chunk)))
+    return Payload(
+        op=op_of,
+        packed=np.array([not op.is_direct for op in ops], np.bool_)[op_of],
+        src_parameter=src_parameter,
+        src_offset=src_offset + step,
+        lands=np.array([op.lands for op in ops], np.bool_)[op_of],
+        dst_parameter=dst_parameter,
+        dst_offset=dst_offset + step,
+        nbytes=nbytes,
+        chunk_start=np.append(first, len(chunk)),
+    )

@@ -22,8 +22,7 @@ from windlass.net.clock import Deadline
 from windlass.transfer.bindings import GroupOffer, WireTensor
 from windlass.transfer.collective_group import TorchBroadcastGroup, join_group
 from windlass.transfer.destination import ShadowCopy
-from windlass.transfer.disk_files import DiskEntry, DiskIndex
-from windlass.transfer.disk_read import read_boxes
+from windlass.transfer.disk_files import DiskEntry, DiskIndex, read_boxes
 
 __all__ = ["PushReceiver", "signature_of_group", "wire_offsets"]
 

@@ -21,8 +21,11 @@ from windlass.transfer.arena import memory_of
 from windlass.transfer.bind import check_part
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transfer.destination import Destination
-from windlass.transfer.progress_digests import ProgressDigests
-from windlass.transfer.write_progress import ProgressListener, listen_if_possible
+from windlass.transfer.write_progress import (
+    ProgressDigests,
+    ProgressListener,
+    listen_if_possible,
+)
 from windlass.transports.base import (
     MemoryRegion,
     OneSidedTransport,

@@ -9,7 +9,6 @@ ends with `End`, after which nothing more will be written, or with the end of th
 from __future__ import annotations
 
 import struct
-from typing import final
 
 import msgspec
 
@@ -17,20 +16,22 @@ from windlass.errors import DECODE_ERRORS, ProtocolError
 
 __all__ = [
     "ACCEPTED",
+    "LENGTH",
+    "MAX_FRAME_NBYTES",
     "ChunkLanded",
     "End",
     "Frame",
-    "FrameBuffer",
-    "StripeEnd",
     "Open",
     "Place",
     "RelayAddress",
+    "StripeEnd",
+    "decode_frame",
     "encode_frame",
 ]
 
 MAX_FRAME_NBYTES = 4096
 ACCEPTED = b"\x01"
-_LENGTH = struct.Struct(">I")
+LENGTH = struct.Struct(">I")
 
 Place = tuple[int, int]
 """(epoch, round)."""
@@ -62,7 +63,7 @@ class ChunkLanded(msgspec.Struct, frozen=True, tag="chunk"):
     digest: str
 
 
-class StripeEnd(msgspec.Struct, frozen=True, tag="lane_end"):
+class StripeEnd(msgspec.Struct, frozen=True, tag="stripe_end"):
     """Chunks of this stripe that are missing by now will not come from here."""
 
     stripe: int
@@ -80,38 +81,19 @@ _decoder = msgspec.msgpack.Decoder(Frame)
 
 
 def encode_frame(frame: Frame) -> bytes:
-    """With its length in front."""
+    """Encode a frame, with its length in front."""
     body = _encoder.encode(frame)
-    return _LENGTH.pack(len(body)) + body
+    return LENGTH.pack(len(body)) + body
 
 
-@final
-class FrameBuffer:
-    """Bytes of a stream in, whole frames out."""
+def decode_frame(body: bytes) -> Frame:
+    """Decode what follows the length.
 
-    def __init__(self) -> None:
-        self._data = bytearray()
-
-    def feed(self, data: bytes) -> list[Frame]:
-        """Frames that are complete now.
-
-        Raises:
-            ProtocolError: a frame is longer than 4096 bytes or is none.
-        """
-        self._data += data
-        frames: list[Frame] = []
-        while len(self._data) >= _LENGTH.size:
-            (nbytes,) = _LENGTH.unpack_from(self._data)
-            if nbytes > MAX_FRAME_NBYTES:
-                raise ProtocolError(
-                    f"relay: a frame has at most {MAX_FRAME_NBYTES} bytes, got {nbytes}"
-                )
-            if len(self._data) < _LENGTH.size + nbytes:
-                break
-            body = bytes(self._data[_LENGTH.size : _LENGTH.size + nbytes])
-            del self._data[: _LENGTH.size + nbytes]
-            try:
-                frames.append(_decoder.decode(body))
-            except DECODE_ERRORS as error:
-                raise ProtocolError(f"relay: frame of {nbytes} bytes: {error}") from error
-        return frames
+    Raises:
+        ProtocolError: it is no frame.
+    """
+    try:
+        frame: Frame = _decoder.decode(body)
+    except DECODE_ERRORS as error:
+        raise ProtocolError(f"relay: frame of {len(body)} bytes: {error}") from error
+    return frame

@@ -8,9 +8,9 @@ relay left incomplete.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import final
 
 import numpy as np
@@ -23,126 +23,67 @@ from windlass.planning.relay import RelayGroup
 from windlass.transfer.bind import check_binding
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transfer.outcomes import is_unknown, submit
-from windlass.transfer.payload import Payload, payload_of
-from windlass.transfer.pieces import Pieces
-from windlass.transfer.relay_sender import WRITES_AT_ONCE, RelaySender, write_chunk
+from windlass.transfer.packer import PackedLink, batches_to
+from windlass.transfer.payload import WRITES_AT_ONCE, payload_of
+from windlass.transfer.relay_connection import RelaySender
 from windlass.transfer.relay_wire import ChunkLanded, Place, RelayAddress
 from windlass.transports.base import OneSidedTransport
 
-__all__ = ["GroupWrite", "RelayWrites", "bind_group"]
+__all__ = ["GroupWrite"]
 
 
-@dataclass(frozen=True, slots=True)
+@final
 class GroupWrite:
-    """One group whose roots a trainer rank writes.
+    """One group whose roots a trainer rank writes; every member can be written directly as well.
+
+    Args:
+        group: who is in it.
+        program: of the link to its first member.
+        bindings: of every member. addresses: of every root.
 
     Attributes:
-        group: who is in it. program: of the link to its first member.
-        payload: of every one of its links.
-        addresses: root -> where it listens.
-    """
-
-    group: RelayGroup
-    program: LinkProgram
-    payload: Payload
-    addresses: Mapping[str, RelayAddress]
-
-    def stripes_of(self, root: str) -> tuple[int, ...]:
-        """The stripes whose root it is."""
-        return tuple(i for i, name in enumerate(self.group.roots()) if name == root)
-
-    def copies(self) -> dict[str, LinkProgram]:
-        """The links to the other members."""
-        return {name: replace(self.program, peer=name) for name in self.group.members[1:]}
-
-
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    """A relayed that is packed and hashed: (n,) addresses, a digest per chunk, the link's."""
-
-    local: UInt64Array
-    chunks: tuple[str, ...]
-    digest: str
-
-
-def bind_group(
-    group: RelayGroup,
-    program: LinkProgram,
-    bindings: Mapping[str, DestinationBinding],
-    addresses: Sequence[RelayAddress],
-) -> GroupWrite:
-    """Check that every member can be written directly, and the roots by chunks.
+        leader: the first member, for which the plan was made.
+        roots: members that trainers write.
+        digest: of the link to any member; empty while nothing is packed.
 
     Raises:
         PlanError: a member has no binding, or a root no address.
         RegionError: a write would leave the published regions.
     """
-    known = {address.worker: address for address in addresses}
-    for member in group.members:
-        if member not in bindings:
-            raise PlanError(f"relay: {member} has no binding")
-        check_binding(program, bindings[member])
-    for root in group.roots():
-        if root not in known:
-            raise PlanError(f"relay: root {root} has no address")
-    return GroupWrite(
-        group,
-        program,
-        payload_of(program, group.chunk_nbytes),
-        {root: known[root] for root in group.roots()},
-    )
 
+    def __init__(
+        self,
+        group: RelayGroup,
+        program: LinkProgram,
+        bindings: Mapping[str, DestinationBinding],
+        addresses: Mapping[str, RelayAddress],
+    ) -> None:
+        for member in group.members:
+            if member not in bindings:
+                raise PlanError(f"relay: {member} has no binding")
+            check_binding(program, bindings[member])
+        for root in group.roots():
+            if root not in addresses:
+                raise PlanError(f"relay: root {root} has no address")
+        self.leader, self.roots = group.members[0], frozenset(group.roots())
+        self.digest = ""
+        self._group, self._program, self._addresses = group, program, addresses
+        self._payload = payload_of(program, group.chunk_nbytes)
+        self._local: UInt64Array = np.zeros(0, np.uint64)
+        self._hashes: ChunkDigests | None = None
+        self._chunks: tuple[str, ...] = ()
 
-@final
-class RelayWrites:
-    """All relays of a trainer rank, by the name of any member."""
-
-    def __init__(self) -> None:
-        self._relays: dict[str, GroupWrite] = {}
-        self._ready: dict[str, _Ready] = {}
-        self._digests: dict[str, tuple[UInt64Array, ChunkDigests]] = {}
-
-    def close(self) -> None:
-        """Free what was prepared. Idempotent."""
-        self.forget()
-        for _, digests in self._digests.values():
-            digests.close()
-        self._digests = {}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._relays
-
-    def add(self, relayed: GroupWrite) -> None:
-        """Serve its members."""
-        self._relays |= dict.fromkeys(relayed.group.members, relayed)
-
-    def forget(self) -> None:
-        """What was packed is there no more."""
-        self._ready = {}
-
-    def planned_for(self, name: str) -> str:
-        """The link of the plan that delivers what `name` gets: all members get what the first does."""
-        return self._relays[name].group.members[0] if name in self._relays else name
-
-    def roots(self) -> tuple[str, ...]:
-        """Members that trainers write."""
-        return tuple(
-            name for name, relayed in self._relays.items() if name in relayed.group.roots()
-        )
+    def copies(self) -> dict[str, LinkProgram]:
+        """Return the links to the other members."""
+        return {name: replace(self._program, peer=name) for name in self._group.members[1:]}
 
     def keep(
-        self,
-        memory: MemoryOps,
-        leader: str,
-        sources: UInt64Array,
-        packed: Mapping[int, int],
-        digest: str,
+        self, memory: MemoryOps, sources: UInt64Array, packed: Mapping[int, int], digest: str
     ) -> None:
-        """Hash a relayed that has been packed.
+        """Hash the chunks of a link that has been packed.
 
         Args:
             memory: that the parameters are in, and what is packed.
-            leader: first member of the group.
             sources: where the parameters lie.
             packed: op -> address of its packed payload.
             digest: of the link.
@@ -151,34 +92,35 @@ class RelayWrites:
             TransferFailed: a GPU without room for its tables.
             TransferOutcomeUnknown: kernels do not end.
         """
-        relayed = self._relays[leader]
-        payload = relayed.payload
+        payload = self._payload
         parameter = np.where(payload.packed, 0, payload.src_parameter)
-        at = np.array([packed.get(op, 0) for op in range(len(relayed.program.ops))], np.uint64)
+        at = np.array([packed.get(op, 0) for op in range(len(self._program.ops))], np.uint64)
         base = np.where(payload.packed, at[payload.op], sources[parameter])
         local = base + payload.src_offset.astype(np.uint64)
-        known = self._digests.get(leader)
-        if known is None or not np.array_equal(known[0], local):
-            if known is not None:
-                known[1].close()
-            known = self._digests[leader] = local, payload.digests(memory, local)
-        chunks = known[1].take(range(payload.num_chunks), OWN_WORK_S)
-        self._ready[leader] = _Ready(local, tuple(chunks), digest)
+        if self._hashes is None or not np.array_equal(self._local, local):
+            self.close()
+            self._hashes = payload.digests(memory, local)
+        self._local = local
+        self._chunks = tuple(self._hashes.take(range(payload.num_chunks), OWN_WORK_S))
+        self.digest = digest
 
-    def digest_of(self, name: str) -> str:
-        """Of the link to a member; empty when it is not packed."""
-        ready = self._ready.get(self._relays[name].group.members[0])
-        return ready.digest if ready is not None else ""
+    def forget(self) -> None:
+        """What was packed is there no more."""
+        self.digest = ""
 
-    def pieces_to(self, binding: DestinationBinding) -> Pieces:
-        """All of a packed relayed, for a direct write to one member."""
-        relayed = self._relays[binding.worker]
-        targets = np.array(binding.parameter_addresses, np.uint64)
-        return Pieces(
-            self._ready[relayed.group.members[0]].local,
-            relayed.payload.at_destination(targets, binding.landing_address),
-            relayed.payload.nbytes.astype(np.uint64),
-        )
+    def close(self) -> None:
+        """Free what was prepared. Idempotent."""
+        self.forget()
+        hashes, self._hashes = self._hashes, None
+        if hashes is not None:
+            hashes.close()
+
+    def packed_link(self, binding: DestinationBinding) -> PackedLink | None:
+        """Return all that one member gets, for direct writes; None where it is not packed."""
+        if not self.digest:
+            return None
+        remote, nbytes = self._payload.at(binding), self._payload.nbytes.astype(np.uint64)
+        return PackedLink(tuple(batches_to(binding, self._local, remote, nbytes)), self.digest)
 
     def write_root(
         self,
@@ -203,28 +145,25 @@ class RelayWrites:
             TransferError: the root was not reached, or a write failed.
             TransferOutcomeUnknown: bytes may still land.
         """
-        relayed = self._relays[binding.worker]
-        ready = self._ready.get(relayed.group.members[0])
-        sender = RelaySender(relayed.addresses[binding.worker], worker, place, deadline)
-        targets = np.array(binding.parameter_addresses, np.uint64)
-        remote = relayed.payload.at_destination(targets, binding.landing_address)
-        failed = threading.Event()
+        payload, local, digests = self._payload, self._local, self._chunks
+        if not self.digest:
+            digests = ()
+        sender = RelaySender(self._addresses[binding.worker], worker, place, deadline)
+        remote, failed = payload.at(binding), threading.Event()
 
         def write(chunk: int) -> int:
-            if ready is None or failed.is_set():
+            if failed.is_set():
                 return 0
             try:
-                write_chunk(
-                    transport, binding, relayed.payload, chunk, ready.local, remote, deadline
-                )
-                sender.send(ChunkLanded(worker, chunk, ready.chunks[chunk]))
+                payload.write(transport, binding, chunk, local, remote, deadline)
+                sender.send(ChunkLanded(worker, chunk, digests[chunk]))
             except BaseException:  # whatever it is, the root waits for no more
                 failed.set()
                 raise
-            return relayed.payload.chunk_nbytes(chunk)
+            return payload.chunk_nbytes(chunk)
 
-        stripes, num_stripes = relayed.stripes_of(binding.worker), len(relayed.group.stripes)
-        mine = [c for c in range(relayed.payload.num_chunks) if c % num_stripes in stripes]
+        roots = self._group.roots()
+        mine = [c for c in range(len(digests)) if roots[c % len(roots)] == binding.worker]
         with ThreadPoolExecutor(WRITES_AT_ONCE, "windlass-relay-write") as pool:
             written = [submit(pool, write, chunk) for chunk in mine]
         errors = [error for job in written if (error := job.exception()) is not None]

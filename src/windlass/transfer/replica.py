@@ -2,27 +2,43 @@
 
 With it parameters are read in `prepare` and at no other time: what is packed lies in the packer's
 arena, everything else in this one. So the owner may change, move or offload its weights as soon as
-they are copied, and none of them is ever registered. It costs as much memory as it copies, where
-`replica_memory.py` puts it. The engine replica of slime PR 1164 is the ancestor; this one is cut as
-the trainer is.
+they are copied, and none of them is ever registered. It costs as much memory as it copies: host memory,
+pinned host memory beside a GPU, or GPU memory. The engine replica of slime PR 1164 is the ancestor; this
+one is cut as the trainer is.
 """
 
 from __future__ import annotations
 
-import threading
+import ctypes
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Protocol, final
+from functools import partial
+from typing import final
 
 import numpy as np
 
-from windlass.errors import RoundAborted
+from windlass.config import ReplicaPlace, take_name
+from windlass.errors import ConfigError, RoundAborted
 from windlass.layout.manifest import ShardManifest
-from windlass.memory.ops import aligned_offsets
-from windlass.transfer.pieces import UInt64Array
+from windlass.memory.cuda.driver import Event
+from windlass.memory.cuda.gpu import Gpu, shared_gpu
+from windlass.memory.cuda.ops import CudaMemory
+from windlass.memory.cuda.range_copy import COPY_ENGINE_NBYTES, RangeCopy
+from windlass.memory.cuda.sources import PinnedArena
+from windlass.memory.ops import OWN_WORK_S, Buffer, UInt64Array, aligned_offsets
+from windlass.transfer.arena import Arena, ArenaSlot
+from windlass.transfer.base import LINKS_AT_ONCE
+from windlass.transports.base import MemoryType, OneSidedTransport
+from windlass.transports.sharing import share
 
-__all__ = ["CopyTimes", "Replica", "ReplicaMemory"]
+__all__ = ["CopyTimes", "Replica", "ReplicaMemory", "replica_memory"]
+
+PART_NBYTES = 64 << 20
+"""Copied at a time by one thread, which releases the interpreter."""
+PCIE_ENGINE_NBYTES = 1 << 20
+"""Over PCIe a copy of this size takes longer than queueing it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +56,96 @@ class CopyTimes:
     copy_s: float = 0.0
 
 
-class ReplicaMemory(Protocol):
-    """Where a replica lies, and who copies into it."""
+def replica_memory(
+    asked: ReplicaPlace, transport: OneSidedTransport, threads: Executor
+) -> ReplicaMemory | None:
+    """What `replica` of `connect_trainer` asks for, where `transport` can send from it.
+
+    Args:
+        asked: a place or its name. AUTO for where the transport takes weights from: GPU memory where
+            that is a GPU's.
+        transport: writes.
+        threads: copy host memory.
+
+    Raises:
+        ConfigError: no such place, or the transport cannot write out of it.
+    """
+    place = take_name("replica", asked, ReplicaPlace)
+    if place is ReplicaPlace.OFF:
+        return None
+    traits, name = transport.traits, transport.endpoint().transport
+    on_gpu = traits.memory is MemoryType.CUDA
+    if place is ReplicaPlace.AUTO:
+        place = ReplicaPlace.DEVICE if on_gpu else ReplicaPlace.HOST
+    if transport.mapper is not None and not traits.strided_stores:
+        names = [offer.transport for offer in transport.offers()]
+        raise ConfigError(
+            f"replica: needs one transport for weights on a GPU, got {names}: name one of them"
+        )
+    if transport.mapper is not None:  # kernels store out of it themselves: nothing is registered
+        gpu = transport.mapper.gpu
+        if place is ReplicaPlace.DEVICE:
+            return ReplicaMemory(CudaMemory(gpu).allocate, gpu, COPY_ENGINE_NBYTES)
+        return ReplicaMemory(partial(PinnedArena, gpu.device), gpu, PCIE_ENGINE_NBYTES)
+    if on_gpu and place is ReplicaPlace.HOST:
+        raise ConfigError(
+            f"replica: must be 'device' with {name} and weights on a GPU, out of whose "
+            "memory it writes ('host' needs cuda_ipc), got 'host'"
+        )
+    if not on_gpu and place is ReplicaPlace.DEVICE:
+        raise ConfigError(
+            f"replica: must be 'host' with {name}, which writes out of host memory, got 'device'"
+        )
+    if not on_gpu:
+        return ReplicaMemory(lambda nbytes: Arena(transport, nbytes), threads)
+    gpu = shared_gpu(traits.gpu)
+    memory = CudaMemory(gpu)
+    return ReplicaMemory(lambda n: Arena(transport, n, memory), gpu, COPY_ENGINE_NBYTES)
+
+
+@final
+class ReplicaMemory:
+    """Where a replica lies, and who copies into it: a GPU, or threads of this process.
+
+    What a GPU copies is cut once and kept until a parameter or the memory moves.
+
+    Args:
+        make: allocates so many bytes.
+        copier: a GPU, for its own memory and pinned host memory; or threads, for host memory.
+        engine_nbytes: from this size on a parameter is left to a copy engine of the GPU.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int], Buffer],
+        copier: Gpu | Executor,
+        engine_nbytes: int = 0,
+    ) -> None:
+        self._copier, self._engine_nbytes = copier, engine_nbytes
+        self._gpu = None if isinstance(copier, Executor) else copier
+        self._slot = ArenaSlot(make, 0)
+        self._step: Event | None = None
+        self._ranges: tuple[bytes, bytes] = (b"", b"")
+        self._copy: RangeCopy | None = None
 
     @property
     def address(self) -> int:
         """Of its first byte, as writes read it; 0 without one."""
-        ...
+        return self._slot.address
 
     @property
     def nbytes(self) -> int:
         """Capacity."""
-        ...
+        return self._slot.nbytes
 
     def mark(self, stream: int | None) -> None:
-        """The next copy waits for what is queued in this stream of the GPU so far, and for no more.
+        """Have the next copy wait for what is queued in this stream of the GPU so far, and for no more.
 
         None: for whatever this process has queued. Without a GPU nothing.
         """
-        ...
+        if self._gpu is not None:
+            self._drop_step()
+            self._step = None if stream is None else self._gpu.device.record(stream)
 
     def fit(self, nbytes: int) -> None:
         """Have room; what was copied before is gone.
@@ -68,7 +155,10 @@ class ReplicaMemory(Protocol):
             TransferFailed: a GPU has no room, or a host refuses to lock so much.
             TransferOutcomeUnknown: kernels may still read it.
         """
-        ...
+        if self._gpu is not None:
+            self._gpu.refuse_late()
+        self._drop_copy()
+        self._slot.fit(nbytes)
 
     def copy(self, sources: UInt64Array, targets: UInt64Array, nbytes: UInt64Array) -> float:
         """Copy ranges; complete on return. Seconds that the owner's own work was waited for.
@@ -77,31 +167,67 @@ class ReplicaMemory(Protocol):
             TransferFailed: that work is not over in time, or failed; nothing was copied.
             TransferOutcomeUnknown: a copy goes on and may read the sources for ever.
         """
-        ...
+        gpu = self._copier
+        if isinstance(gpu, Executor):
+            _copy_by_threads(gpu, sources, targets, nbytes)
+            return 0.0
+        began = time.perf_counter()
+        step, self._step = self._step, None
+        gpu.settle(OWN_WORK_S, step)
+        step_s = time.perf_counter() - began
+        ranges = sources.tobytes(), targets.tobytes()
+        if self._copy is None or ranges != self._ranges:
+            self._drop_copy()
+            self._copy = RangeCopy(gpu, sources, targets, nbytes, self._engine_nbytes)
+            self._ranges = ranges
+        try:
+            self._copy.queue()
+        finally:  # also of a part: nobody may change what it reads
+            gpu.finish(OWN_WORK_S)
+        return step_s
 
     def abandon(self, *, renew: bool) -> None:
         """Leave the memory mapped and untouched until the process ends; `renew`: have other."""
-        ...
+        if not self._is_late:
+            self._drop_copy()
+        self._slot.abandon(renew=renew and not self._is_late)
 
     def close(self) -> None:
         """Free it, unless a late kernel may still read it. Idempotent."""
-        ...
+        if self._is_late:  # copies, stores and their tables may still be read
+            self._slot.abandon(renew=False)
+            return
+        self._drop_step()
+        self._drop_copy()
+        self._slot.close()
+
+    @property
+    def _is_late(self) -> bool:
+        return self._gpu is not None and self._gpu.is_late
+
+    def _drop_step(self) -> None:
+        step, self._step = self._step, None
+        if step is not None:
+            step.close()
+
+    def _drop_copy(self) -> None:
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            copy.close()
 
 
 @final
 class Replica:
-    """See the module. Not thread-safe; `lock` guards it.
+    """See the module. Not thread-safe.
 
     Args:
         manifest: of the rank. memory: owned from here on.
 
     Attributes:
-        lock: shared by all that send from this replica.
         times: of the last copy.
     """
 
     def __init__(self, manifest: ShardManifest, memory: ReplicaMemory) -> None:
-        self.lock = threading.Lock()
         self.times = CopyTimes()
         self._memory = memory
         self._sizes = [parameter.nbytes for parameter in manifest.parameters]
@@ -234,3 +360,15 @@ class Replica:
         self._holds = None
         self.settle(renew=False)
         self._memory.close()
+
+
+def _copy_by_threads(
+    threads: Executor, sources: UInt64Array, targets: UInt64Array, nbytes: UInt64Array
+) -> None:
+    columns = (column.tolist() for column in (sources, targets, nbytes))
+    parts = [
+        partial(ctypes.memmove, target + at, source + at, min(PART_NBYTES, size - at))
+        for source, target, size in zip(*columns, strict=True)
+        for at in range(0, size, PART_NBYTES)
+    ]
+    share(parts, threads, min(len(parts), LINKS_AT_ONCE) - 1)

@@ -35,7 +35,7 @@ from windlass.planning.replicated import (
     counted,
 )
 from windlass.transfer.base import ParameterMemory
-from windlass.transfer.parameters import check_described
+from windlass.transfer.source import check_described
 
 __all__ = ["ReplicatedDigests"]
 

@@ -1,7 +1,8 @@
 """Stages 5 and 7, the trainer's half: pack what must be packed, write every link, hash what was sent.
 
 In come a plan part and the destinations' bindings (once), `prepare` and `write` (per version);
-`WriteBatch`es go to the transport, and a `LinkOutcome` with the link's digest to the coordinator.
+`WriteBatch`es go to the transport, and a `LinkOutcome` with the link's digest to the coordinator. Links to
+peers whose memory a GPU maps are stored by its kernels (`transfer/stored_links.py`).
 
 Two ways through the arena, chosen by its capacity alone. When everything that needs packing fits,
 `prepare` packs and hashes before the pause and `write` only writes. Otherwise `prepare` hashes what is
@@ -26,7 +27,13 @@ from typing import final
 import numpy as np
 
 from windlass.config import ReplicaPlace
-from windlass.errors import ConfigError, PlanError, TransferOutcomeUnknown, WindlassError
+from windlass.errors import (
+    ConfigError,
+    PlanError,
+    ProtocolError,
+    TransferOutcomeUnknown,
+    WindlassError,
+)
 from windlass.layout.manifest import ShardManifest
 from windlass.memory.ops import ALIGNMENT, Buffer
 from windlass.net.clock import Deadline
@@ -43,14 +50,19 @@ from windlass.transfer.bind import (
     check_part,
 )
 from windlass.transfer.bindings import DestinationBinding, GroupOffer, LinkOutcome, LinkStatus
-from windlass.transfer.outcomes import is_unknown, status_of, submit
-from windlass.transfer.packer import PackedLink, Packer, Peer
-from windlass.transfer.parameters import LocatedParameters, SourceParameters
-from windlass.transfer.pieces import Pieces, batches, packed_capacity
+from windlass.transfer.outcomes import (
+    failed_links,
+    is_unknown,
+    joined_results,
+    status_of,
+    submit,
+)
+from windlass.transfer.packer import PackedLink, Packer, Peer, packed_capacity
 from windlass.transfer.relay_wire import Place, RelayAddress
-from windlass.transfer.relay_write import RelayWrites, bind_group
-from windlass.transfer.replica import CopyTimes, Replica
-from windlass.transfer.replica_memory import replica_memory
+from windlass.transfer.relay_write import GroupWrite
+from windlass.transfer.replica import CopyTimes, Replica, replica_memory
+from windlass.transfer.source import LocatedParameters, RegisteredMemory, addresses_of
+from windlass.transfer.stored_links import StoredLinks
 from windlass.transports.base import MemoryRegion, OneSidedTransport, WriteBatch
 
 __all__ = ["Sender"]
@@ -62,10 +74,11 @@ _log = logging.getLogger(__name__)
 class Sender:
     """One trainer rank. Methods may be called from any thread; they run one at a time.
 
-    Memory: the parameters must not change between `prepare` and the end of the round.
+    Memory: the parameters must not change between `prepare` and the end of the round, unless there
+    is a replica: with it they are read in `prepare` only, and everything is sent from the copy.
 
     Args:
-        transport: writes. Stays open; the caller closes it.
+        transport: writes, or maps memory for kernels that store. Stays open; the caller closes it.
         manifest: of this rank.
         parameters: where the parameters lie now, in manifest order; asked at every `prepare` and
             at no other time, because a trainer that is bound in mid-step may have gathered them.
@@ -73,6 +86,11 @@ class Sender:
         registered: regions that the owner has registered already; what lies in them is not again.
         replica: copy what is sent as it lies, so that parameters may change and move after `prepare`;
             see `connect_trainer`.
+
+    Attributes:
+        transport, manifest: as given.
+        parameters: where they lie now, in manifest order.
+        replica: what is sent instead of the parameters, if anything is.
 
     Raises:
         ConfigError: `arena_nbytes` is neither 0 nor at least 128, or there can be no such replica.
@@ -92,14 +110,19 @@ class Sender:
             raise ConfigError(
                 f"arena_nbytes: must be 0 or at least {2 * ALIGNMENT}, got {arena_nbytes}"
             )
-        self._transport = transport
-        self._manifest = manifest
-        self._parameters = SourceParameters(transport, manifest, parameters, registered)
+        self.transport, self.manifest = transport, manifest
+        self.parameters = LocatedParameters(manifest, parameters)
+        self._registered = RegisteredMemory(transport, registered)
         self._pool = ThreadPoolExecutor(LINKS_AT_ONCE, "windlass-writer")
         memory = replica_memory(replica, transport, self._pool)
         self._packer = Packer(transport, memory_of(transport), arena_nbytes)
-        self._replica = None if memory is None else Replica(manifest, memory)
-        self._lock = threading.Lock() if self._replica is None else self._replica.lock
+        self.replica = None if memory is None else Replica(manifest, memory)
+        self._lock = threading.Lock()
+        mapper, self._writes = transport.mapper, not transport.traits.strided_stores
+        self._stores = None if mapper is None else StoredLinks(mapper, manifest.worker)
+        self._stored_by = frozenset(
+            offer.transport for offer in transport.offers() if offer.traits.strided_stores
+        )
         self._programs: dict[str, LinkProgram] = {}
         self._peers: dict[str, Peer] = {}
         self._read_in_place: tuple[int, ...] = ()
@@ -108,23 +131,8 @@ class Sender:
         self._digests: dict[str, str] = {}
         self._offsets: dict[str, int] = {}
         self._sent: set[str] = set()
-        self._relays = RelayWrites()
+        self._relays: dict[str, GroupWrite] = {}
         self._pack_s = 0.0
-
-    @property
-    def transport(self) -> OneSidedTransport:
-        """What it writes with."""
-        return self._transport
-
-    @property
-    def manifest(self) -> ShardManifest:
-        """What this rank holds."""
-        return self._manifest
-
-    @property
-    def parameters(self) -> LocatedParameters:
-        """Where it lies now, in manifest order."""
-        return self._parameters.memory
 
     @property
     def nbytes(self) -> int:
@@ -137,19 +145,9 @@ class Sender:
         return self._packer.nbytes
 
     @property
-    def has_replica(self) -> bool:
-        """Whether parameters are read in `prepare` only."""
-        return self._replica is not None
-
-    @property
-    def replica(self) -> Replica | None:
-        """What is sent instead of the parameters; its `lock` guards it."""
-        return self._replica
-
-    @property
     def copy_times(self) -> CopyTimes:
         """Of the replica's last copy."""
-        return CopyTimes() if self._replica is None else self._replica.times
+        return CopyTimes() if self.replica is None else self.replica.times
 
     def begin_version(
         self,
@@ -159,15 +157,15 @@ class Sender:
         stream: int | None = None,
     ) -> None:
         """Before `version` is announced; see `Replica.begin`. Without a replica nothing."""
-        if self._replica is not None:
+        if self.replica is not None:
             with self._lock:
-                self._replica.begin(on_taken, version, stream)
+                self.replica.begin(on_taken, version, stream)
 
     def end_version(self) -> None:
         """Nobody waits for the version any more; see `Replica.end`. Waits for a copy under way."""
-        if self._replica is not None:
+        if self.replica is not None:
             with self._lock:
-                self._replica.end()
+                self.replica.end()
                 # The weights may have changed while the last of them was copied and packed.
                 self._forget()
 
@@ -186,25 +184,33 @@ class Sender:
             RegionError: memory cannot be registered.
         """
         with self._lock:
+            near = {b.worker for b in bindings if self._is_stored(b)}
+            if self._stores is not None:
+                self._stores.unbind(b for b in bindings if b.worker in near)
             self._settle_doubt()
-            self._relays.close()
-            self._programs, self._relays = {}, RelayWrites()
-            self._forget()
-            index = check_part(self._manifest, plan.sources, plan.source_digests, "sources")
+            self._unbind()
+            index = check_part(self.manifest, plan.sources, plan.source_digests, "sources")
             programs = {program.peer: program for program in bind_links(plan, sending=True)}
             known = bind_peers(programs.values(), bindings, self._check_binding)
-            self._peers = {peer: Peer.bound_to(binding) for peer, binding in known.items()}
-            self._packer.fit(tuple(programs.values()))
+            written = tuple(program for peer, program in programs.items() if peer not in near)
+            self._peers = {p.peer: Peer.bound_to(known[p.peer]) for p in written}
+            if self._stores is not None:
+                self._stores.bind([programs[peer] for peer in programs if peer in near], known)
+            if self._writes:
+                self._packer.fit(written)
             self._read_in_place = tuple(
-                {i for p in programs.values() for i in np.unique(p.direct.src_parameter).tolist()}
+                {i for p in written for i in np.unique(p.direct.src_parameter).tolist()}
             )
-            if self._replica is not None:
-                if not self._packer.holds(tuple(programs.values())):
+            if self.replica is not None:
+                if not self._packer.holds(written):
                     raise PlanError(
                         "arena_nbytes: with a replica it must be 0 or at least "
-                        f"{packed_capacity(tuple(programs.values()))}, got {self._packer.nbytes}"
+                        f"{packed_capacity(written)}, got {self._packer.nbytes}"
                     )
-                self._replica.fit(self._read_in_place)
+                stored = {
+                    op.src_parameter for p in programs.values() if p.peer in near for op in p.ops
+                }
+                self.replica.fit((*self._read_in_place, *sorted(stored)))
             self._programs = programs
             self._first_link = index
         return None
@@ -218,20 +224,24 @@ class Sender:
         """After `connect`: links to all members of groups whose first member it was given.
 
         Raises:
+            ProtocolError: kernels of this rank store.
             PlanError: a member has no binding, or a root no address.
             RegionError: a write would leave the published regions.
         """
+        if self._stores is not None:
+            raise ProtocolError("kernels that store into peers cannot write to a relay")
         with self._lock:
             known = {binding.worker: binding for binding in bindings}
+            roots = {address.worker: address for address in addresses}
             for group in groups:
                 program = self._programs.get(group.members[0])
                 if program is None:
                     continue  # this rank holds nothing that the group wants
-                relayed = bind_group(group, program, known, addresses)
+                relayed = GroupWrite(group, program, known, roots)
                 for name, copy in relayed.copies().items():
                     self._peers[name] = Peer.bound_to(known[name])
                     self._programs[name] = copy
-                self._relays.add(relayed)
+                self._relays |= dict.fromkeys(group.members, relayed)
 
     def prepare(self, version: int | None = None) -> None:
         """Hash every link, and pack them where the arena holds all at once; nothing is sent.
@@ -247,32 +257,45 @@ class Sender:
                 weights may be others.
         """
         with self._lock:
-            replica = self._replica
+            if self._stores is not None:
+                self._stores.gpu.refuse_late()
+            replica = self.replica
             if replica is not None and replica.is_taken(version):
                 return
             began = time.perf_counter()
             self._settle_doubt()
             self._forget()
-            programs = tuple(
-                p for p in self._programs.values() if self._relays.planned_for(p.peer) == p.peer
-            )
-            if self._packer.arena is None and not self._packer.holds(programs):
-                self._packer.fit(programs)  # it was parted with, and there was no room for another
-            if replica is None:
-                self._packer.sources = self._parameters.locate(self._read_in_place)
-            else:
-                self._packer.sources = replica.take(self._parameters.locate(()))
-            if self._packer.holds(programs):
-                self._pack_all(programs)
-            else:
-                self._hash_all(programs)
+            located = self.parameters()
+            if self._stores is not None:
+                self._stores.prepare(located, replica)
+            if self._writes:
+                self._pack_or_hash(located)
             self._pack_s = time.perf_counter() - began
             if replica is not None:
                 replica.taken(version)
 
+    def _pack_or_hash(self, located: Sequence[ParameterMemory]) -> None:
+        programs = tuple(
+            p
+            for p in self._programs.values()
+            if p.peer in self._peers and self._planned_for(p.peer) == p.peer
+        )
+        if self._packer.arena is None and not self._packer.holds(programs):
+            self._packer.fit(programs)  # it was parted with, and there was no room for another
+        sources = addresses_of(located)
+        if self.replica is None:
+            self._registered.cover(located[i] for i in self._read_in_place)
+        else:
+            sources = self.replica.take(sources)
+        self._packer.sources = sources
+        if self._packer.holds(programs):
+            self._pack_all(programs)
+        else:
+            self._digests |= self._packer.hash_links(programs, self._pool)
+
     def write(
         self,
-        version: int,  # noqa: ARG002
+        version: int,
         destinations: Sequence[str],
         deadline_s: float,
     ) -> SendResult:
@@ -287,10 +310,23 @@ class Sender:
 
         Raises:
             RoundAborted: a destination that this rank does not send to.
+            TransferFailed: a GPU reports an error; nothing more can be done with it.
+            TransferOutcomeUnknown: it does, and what was queued before may still go on.
         """
         with self._lock:
             check_destinations(self._programs, destinations)
-            return self._write(destinations, Deadline.after(deadline_s, "write"))
+            deadline = Deadline.after(deadline_s, "write")
+            stores, far = self._stores, [name for name in destinations if name in self._peers]
+            if stores is None or len(far) == len(destinations):
+                return self._write(far, deadline)
+            near = [name for name in destinations if name not in self._peers]
+            if not far:
+                return self._store(stores, version, near, deadline)
+            return joined_results(
+                destinations,
+                submit(self._pool, self._write, far, deadline),
+                lambda: self._store(stores, version, near, deadline),
+            )
 
     def relay_write(
         self, place: Place, destinations: Sequence[str], deadline_s: float
@@ -308,11 +344,12 @@ class Sender:
             check_destinations(self._programs, destinations)
             deadline = Deadline.after(deadline_s, "write")
             began, arena = time.perf_counter(), self._packer.arena
-            digests = {n: self._relays.digest_of(n) for n in destinations if n in self._relays}
+            digests = {n: self._relays[n].digest for n in destinations if n in self._relays}
             self._sent.update(digests)
             roots = {
-                root: submit(self._pool, self._write_root, root, place, deadline)
-                for root in self._relays.roots()
+                name: submit(self._pool, self._write_root, name, place, deadline)
+                for name, relayed in self._relays.items()
+                if name in relayed.roots
             }
             try:
                 sent = self._write([n for n in destinations if n not in digests], deadline)
@@ -336,24 +373,47 @@ class Sender:
         """
         with self._lock:
             self._pool.shutdown(wait=True)
+            if self._stores is not None:
+                self._stores.close()
             self._settle_doubt(renew=False)
-            if self._replica is not None:
-                self._replica.close()
-            self._relays.close()
-            self._programs, self._relays = {}, RelayWrites()
-            self._forget()
+            if self.replica is not None:
+                self.replica.close()
+            self._unbind()
             self._packer.close()
-            self._parameters.close()
+            self._registered.cover(())
+
+    def _is_stored(self, binding: DestinationBinding) -> bool:
+        return not self._writes or binding.endpoint.transport in self._stored_by
 
     def _check_binding(self, program: LinkProgram, binding: DestinationBinding) -> None:
-        check_digest_kind(self._packer.digest_kind, binding)
-        check_binding(program, binding)
+        is_stored = self._is_stored(binding)
+        if not is_stored:
+            check_digest_kind(self._packer.digest_kind, binding)
+        check_binding(program, binding, staged=not is_stored)
+
+    # --- links that kernels store ------------------------------------------------------------
+
+    def _store(
+        self, stores: StoredLinks, version: int, destinations: Sequence[str], deadline: Deadline
+    ) -> SendResult:
+        check_destinations(stores, destinations)
+        if self.replica is not None and not self.replica.holds(version):
+            reason = "replica: this version is not copied, and the weights may have changed"
+            return SendResult(failed_links(destinations, reason), 0.0, 0.0)
+        settled = self.replica is not None
+        order = self._in_turn(destinations)
+        links, wire_s = stores.write(version, order, deadline, settled=settled)
+        return SendResult(tuple(links[name] for name in destinations), 0.0, wire_s)
+
+    def _in_turn(self, destinations: Sequence[str]) -> tuple[str, ...]:
+        """Each rank begins with another one."""
+        shift = self._first_link % max(len(destinations), 1)
+        return (*destinations[shift:], *destinations[:shift])
 
     # --- links and relays --------------------------------------------------------------------
 
     def _write(self, destinations: Sequence[str], deadline: Deadline) -> SendResult:
-        shift = self._first_link % max(len(destinations), 1)
-        order = (*destinations[shift:], *destinations[:shift])
+        order = self._in_turn(destinations)
         pack_s, self._pack_s = self._pack_s, 0.0
         lost = self._pack_again(name for name in order if name in self._sent)
         self._sent.update(order)
@@ -365,7 +425,7 @@ class Sender:
         outcomes, wire_s = self._write_ready(ready, deadline)
         outcomes |= lost
         for name in order:
-            if name not in outcomes and self._replica is not None:
+            if name not in outcomes and self.replica is not None:
                 reason = (
                     "replica: nothing is packed for this link, and the weights may have changed"
                 )
@@ -377,18 +437,29 @@ class Sender:
         return SendResult(tuple(outcomes[name] for name in destinations), pack_s, wire_s)
 
     def _find_ready(self, name: str) -> PackedLink | None:
-        if name not in self._relays:
-            return self._ready.get(name)
-        digest = self._relays.digest_of(name)
-        if not digest:
-            return None
-        pieces = self._relays.pieces_to(self._peers[name].binding)
-        return PackedLink(tuple(batches(pieces)), digest)
+        if name in self._relays:
+            return self._relays[name].packed_link(self._peers[name].binding)
+        return self._ready.get(name)
+
+    def _planned_for(self, name: str) -> str:
+        """The link of the plan that delivers what `name` gets: all members get what the first does."""
+        return self._relays[name].leader if name in self._relays else name
+
+    def _unbind(self) -> None:
+        for relayed in self._relays.values():
+            relayed.close()
+        self._programs, self._relays = {}, {}
+        self._forget()
 
     def _forget(self) -> None:
         """Nothing is prepared."""
-        self._ready, self._digests, self._offsets, self._sent = {}, {}, {}, set()
-        self._relays.forget()
+        self._digests, self._sent = {}, set()
+        self._forget_packed()
+
+    def _forget_packed(self) -> None:
+        self._ready, self._offsets = {}, {}
+        for relayed in self._relays.values():
+            relayed.forget()
 
     def _pack_all(self, programs: Sequence[LinkProgram]) -> None:
         offset = 0
@@ -401,22 +472,19 @@ class Sender:
         peer = program.peer
         if peer in self._relays:
             packed, digest, after = self._packer.pack_ops(program, offset)
-            self._relays.keep(self._packer.memory, peer, self._packer.sources, packed, digest)
-            return self._relays.digest_of(peer), after
+            self._relays[peer].keep(self._packer.memory, self._packer.sources, packed, digest)
+            return digest, after
         self._ready[peer], after = self._packer.pack_link(program, self._peers[peer], offset)
         return self._ready[peer].digest, after
-
-    def _hash_all(self, programs: Sequence[LinkProgram]) -> None:
-        self._digests |= self._packer.hash_links(programs, self._pool)
 
     def _pack_again(self, names: Iterable[str]) -> dict[str, LinkOutcome]:
         """Before links are written again; outcomes of those whose parameters are others than before."""
         lost: dict[str, LinkOutcome] = {}
-        if self._replica is not None:
+        if self.replica is not None:
             return lost
         found: dict[str, str] = {}
         for name in names:
-            planned = self._relays.planned_for(name)
+            planned = self._planned_for(name)
             if planned in self._offsets and planned not in found:
                 found[planned], _ = self._pack(self._programs[planned], self._offsets[planned])
             if planned in found and found[planned] != self._digests[planned]:
@@ -426,8 +494,8 @@ class Sender:
 
     def _write_root(self, root: str, place: Place, deadline: Deadline) -> int:
         """In a thread of the pool."""
-        worker, binding = self._manifest.worker, self._peers[root].binding
-        return self._relays.write_root(self._transport, worker, binding, place, deadline)
+        worker, binding = self.manifest.worker, self._peers[root].binding
+        return self._relays[root].write_root(self.transport, worker, binding, place, deadline)
 
     def _relayed_outcome(
         self, name: str, written: Future[int] | None, digest: str, arena: Buffer | None
@@ -447,7 +515,7 @@ class Sender:
         """Write packed links side by side; outcomes, and seconds from first to last."""
         began, arena = time.perf_counter(), self._packer.arena
         writes = {
-            name: submit(self._pool, self._write_batches, name, link.batches, deadline)
+            name: submit(self._pool, self._write_batches, link.batches, deadline)
             for name, link in ready.items()
         }
         wait(writes.values())
@@ -466,7 +534,7 @@ class Sender:
 
     def _stream(self, name: str, deadline: Deadline) -> tuple[LinkOutcome, float, float]:
         """Pack one half of the arena while the other half is on the wire."""
-        digest = self._digests.get(self._relays.planned_for(name))
+        digest = self._digests.get(self._planned_for(name))
         if digest is None:
             reason = "not prepared: nothing says what the weights of this version are"
             return LinkOutcome(name, LinkStatus.FAILED, 0, "", reason), 0.0, 0.0
@@ -480,7 +548,7 @@ class Sender:
                     wire_s += in_flight.result()
                     waited += time.perf_counter() - paused
                 if batch is not None:
-                    in_flight = submit(self._pool, self._write_batches, name, (batch,), deadline)
+                    in_flight = submit(self._pool, self._write_batches, (batch,), deadline)
             outcome = self._succeeded(name, digest)
         # The boundary of a link: whatever it meets, the outcomes of the other links must be told.
         except Exception as error:  # noqa: BLE001
@@ -500,22 +568,12 @@ class Sender:
 
     # --- both --------------------------------------------------------------------------------
 
-    def _write_batches(self, name: str, parts: Sequence[Pieces], deadline: Deadline) -> float:
+    def _write_batches(self, batches: Sequence[WriteBatch], deadline: Deadline) -> float:
         """In a thread of the pool; returns seconds."""
-        binding = self._peers[name].binding
         began = time.perf_counter()
-        for part in parts:
+        for batch in batches:
             deadline.check_before_more()
-            self._transport.write(
-                WriteBatch(
-                    endpoint=binding.endpoint,
-                    local_addresses=part.local,
-                    remote_addresses=part.remote,
-                    nbytes=part.nbytes,
-                    regions=binding.regions,
-                ),
-                deadline_s=max(deadline.remaining_s, 0.001),
-            )
+            self.transport.write(batch, deadline_s=max(deadline.remaining_s, 0.001))
         return time.perf_counter() - began
 
     def _succeeded(self, name: str, digest: str) -> LinkOutcome:
@@ -531,21 +589,20 @@ class Sender:
 
     def _settle_doubt(self, *, renew: bool = True) -> None:
         """With a replica: part with memory that a write of unknown outcome may still read."""
-        if self._replica is not None and self._replica.in_doubt:
+        if self.replica is not None and self.replica.in_doubt:
             try:
-                self._replica.settle(renew=renew)
+                self.replica.settle(renew=renew)
             finally:  # no memory for another replica: the arena is in doubt all the same
                 self._packer.abandon(renew=renew)
 
     def _abandon(self, arena: Buffer | None) -> None:
-        if self._replica is not None:
+        if self.replica is not None:
             # It may be read again in this round, since nothing writes to it before the next.
-            self._replica.doubt()
+            self.replica.doubt()
             return
         if arena is not None and arena is self._packer.arena:
-            self._ready, self._offsets = {}, {}
-            self._relays.forget()
+            self._forget_packed()
             try:
                 self._packer.abandon()
             except (WindlassError, OSError, MemoryError):  # the outcome counts: links find no arena
-                _log.exception("%s: no memory for another arena", self._manifest.worker)
+                _log.exception("%s: no memory for another arena", self.manifest.worker)

@@ -1,8 +1,9 @@
-"""A trainer rank's parameters, for backends that read them as they lie: located and hashed."""
+"""A trainer rank's parameters: where they lie now, which of them are registered, and what they hash to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import final
 
 import numpy as np
@@ -20,9 +21,118 @@ from windlass.transfer.bind import (
     check_part,
 )
 from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus
-from windlass.transfer.parameters import check_described
+from windlass.transports.base import MemoryRegion, OneSidedTransport
 
-__all__ = ["SourceMemory", "failed_links", "refuse_transforms"]
+__all__ = [
+    "LocatedParameters",
+    "RegisteredMemory",
+    "SourceMemory",
+    "addresses_of",
+    "check_described",
+    "refuse_transforms",
+]
+
+
+def check_described(manifest: ShardManifest, memories: Sequence[ParameterMemory]) -> None:
+    """Refuse parameters that are not those of the manifest.
+
+    Raises:
+        PlanError: another number of them, or other sizes, than described.
+    """
+    specs = manifest.parameters
+    if len(memories) != len(specs):
+        raise PlanError(
+            f"{manifest.worker}: {len(memories)} parameters where {len(specs)} were described"
+        )
+    for spec, memory in zip(specs, memories, strict=True):
+        if memory.nbytes != spec.nbytes:
+            raise PlanError(
+                f"{manifest.worker}: parameter {spec.name!r} has {memory.nbytes} bytes where "
+                f"{spec.nbytes} were described"
+            )
+
+
+@final
+class LocatedParameters:
+    """Where a rank's parameters lie, asked of their owner at every call, or once for several.
+
+    Locating thousands of tensors takes tens of milliseconds. One thread at a time.
+
+    Args:
+        manifest: of the rank.
+        locate: returns (num_parameters,) in manifest order.
+    """
+
+    def __init__(
+        self, manifest: ShardManifest, locate: Callable[[], Sequence[ParameterMemory]]
+    ) -> None:
+        self._manifest, self._locate = manifest, locate
+        self._keeps = False
+        self._kept: tuple[ParameterMemory, ...] | None = None
+
+    def __call__(self) -> tuple[ParameterMemory, ...]:
+        """Return where each parameter lies, in manifest order.
+
+        Raises:
+            PlanError: another number of them, or other sizes, than described.
+        """
+        if self._kept is not None:
+            return self._kept
+        found = tuple(self._locate())
+        check_described(self._manifest, found)
+        if self._keeps:
+            self._kept = found
+        return found
+
+    @contextmanager
+    def once(self) -> Iterator[None]:
+        """Within, the owner is asked at the first call only: parameters must not move meanwhile."""
+        self._keeps = True
+        try:
+            yield
+        finally:
+            self._keeps, self._kept = False, None
+
+
+def addresses_of(located: Sequence[ParameterMemory]) -> UInt64Array:
+    """Return (num_parameters,) addresses."""
+    return np.array([memory.address for memory in located], np.uint64)
+
+
+@final
+class RegisteredMemory:
+    """What a transport reads in place, registered for as long as it lies there.
+
+    Args:
+        transport: registers.
+        by_owner: regions that the owner has registered already; what lies in them is not again.
+    """
+
+    def __init__(self, transport: OneSidedTransport, by_owner: Sequence[MemoryRegion]) -> None:
+        self._transport, self._by_owner = transport, tuple(by_owner)
+        self._registered: dict[int, MemoryRegion] = {}
+
+    def cover(self, memories: Iterable[ParameterMemory]) -> None:
+        """Have these registered, and nothing else.
+
+        Raises:
+            RegionError: memory cannot be registered.
+        """
+        wanted = _union(memory for memory in memories if not self._is_owners(memory))
+        for address, region in list(self._registered.items()):
+            if wanted.get(address) != region.nbytes:
+                self._transport.unregister(region)
+                del self._registered[address]
+        for address, nbytes in wanted.items():
+            if address not in self._registered:
+                self._registered[address] = self._transport.register(address, nbytes)
+
+    def _is_owners(self, memory: ParameterMemory) -> bool:
+        return any(
+            region.address <= memory.address
+            and memory.address + memory.nbytes <= region.address + region.nbytes
+            for region in self._by_owner
+        )
 
 
 def refuse_transforms(worker: str, plan: TransferPlan) -> None:
@@ -36,11 +146,6 @@ def refuse_transforms(worker: str, plan: TransferPlan) -> None:
             f"connect: {worker}: the plan quantises, and this backend sends parameters as they lie: "
             "quantised engines need one-sided writes"
         )
-
-
-def failed_links(destinations: Sequence[str], reason: str) -> tuple[LinkOutcome, ...]:
-    """What is said of links that fail together."""
-    return tuple(LinkOutcome(name, LinkStatus.FAILED, 0, "", reason) for name in destinations)
 
 
 @final
@@ -62,7 +167,7 @@ class SourceMemory:
         self.manifest = manifest
         self.programs: dict[str, LinkProgram] = {}
         self.addresses: UInt64Array = np.zeros(0, np.uint64)
-        self._parameters = parameters
+        self._parameters = LocatedParameters(manifest, parameters)
         self._memory: MemoryOps | None = None
         self._digests: LinkDigests | None = None
         self._found: dict[str, str] = {}
@@ -99,9 +204,8 @@ class SourceMemory:
             PlanError: another number of them, or other sizes, than described, or they are in several
                 memories, or in another one than before.
         """
-        now = tuple(self._parameters())
-        check_described(self.manifest, now)
-        addresses = np.array([memory.address for memory in now], np.uint64)
+        now = self._parameters()
+        addresses = addresses_of(now)
         if self._memory is not None and np.array_equal(addresses, self.addresses):
             return False
         memory = memory_at((m.address for m in now if m.nbytes), self.manifest.worker)
@@ -146,3 +250,18 @@ class SourceMemory:
         if self._digests is not None:
             self._digests.close()
             self._digests = None
+
+
+def _union(memories: Iterable[ParameterMemory]) -> dict[int, int]:
+    """Address -> bytes of disjoint ranges; parameters that share storage are one range."""
+    merged: dict[int, int] = {}
+    last = -1
+    for memory in sorted(memories, key=lambda m: m.address):
+        if not memory.nbytes:
+            continue
+        if last in merged and memory.address < last + merged[last]:
+            merged[last] = max(merged[last], memory.address + memory.nbytes - last)
+        else:
+            last = memory.address
+            merged[last] = memory.nbytes
+    return merged

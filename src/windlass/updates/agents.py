@@ -41,7 +41,6 @@ from windlass.updates.messages import (
     JoinPushGroup,
     NotBound,
     Offered,
-    OpenRelay,
     Pause,
     Prepare,
     Prepared,
@@ -53,7 +52,6 @@ from windlass.updates.messages import (
     Relay,
     RelayCommand,
     Relayed,
-    RelayOpened,
     RelayWrite,
     Result,
     RoundId,
@@ -123,6 +121,8 @@ class TrainerAgent:
                     offer = self._sender.connect(plan, command.bindings)
                 except BindingsRefused as refused:
                     return NotBound(refused.reasons)
+                if (relay := command.relay) is not None:
+                    self._relaying().connect_relay(relay.groups, relay.bindings, relay.addresses)
                 if offer is not None:
                     return Offered(offer)
             case JoinGroups():
@@ -138,9 +138,6 @@ class TrainerAgent:
             case Write():
                 sent = self._sender.write(command.version, command.destinations, command.deadline_s)
                 return self._written(sent)
-            case ConnectRelay():
-                groups, bindings = command.groups, command.bindings
-                self._relaying().connect_relay(groups, bindings, command.addresses)
             case RelayWrite():
                 round_id = epoch, round_number
                 sent = self._relaying().relay_write(
@@ -179,7 +176,7 @@ class TrainerAgent:
     def _written(self, sent: SendResult) -> Written:
         """Links count as failed if a parameter changed meanwhile: digests show only that what was read arrived."""
         links = sent.links
-        if not self._one_sided.has_replica and (name := self._changed()):
+        if self._one_sided.replica is None and (name := self._changed()):
             reason = f"parameter {name!r} changed while its version was published"
             links = tuple(
                 LinkOutcome(link.destination, LinkStatus.FAILED, 0, "", reason)
@@ -200,7 +197,7 @@ class TrainerAgent:
         self._leave()
 
     def _choose(self, backend: UpdateBackend) -> None:
-        if self._one_sided.has_replica and not backend.traits.one_sided:
+        if self._one_sided.replica is not None and not backend.traits.one_sided:
             raise ConfigError(
                 f"replica: backend {type(backend).__name__} reads parameters where they lie; use p2p"
             )
@@ -290,11 +287,7 @@ class EngineAgent:
     def _carry_out(self, command: EngineCommand) -> Result:
         match command:
             case ConnectEngine():
-                self._mode = command.mode
-                self._fence()
-                self._choose(command.backend)
-                plan = TransferPlan.decode(command.plan)
-                return Bound(command.plan_digest, self._receiver.connect(plan, command.mode))
+                return self._connect(command)
             case Pause():
                 self._not_resumed = ""  # it is this round that has it go on now
                 pause_id = f"{self._round_id.epoch}.{self._round_id.round}"
@@ -317,13 +310,23 @@ class EngineAgent:
                 self._abort(command.deadline_s, mixed_weights=command.mixed_weights)
             case BeginPush() | JoinPushGroup() | ReceiveTensors() | ReadFiles():
                 self._receive_push(command)
-            case OpenRelay() | ConnectRelay() | Relay() | SkipUpstream():
+            case ConnectRelay() | Relay() | SkipUpstream():
                 return self._relay_part(command)
             case ConnectTrainer() | Prepare() | Write():
                 return self._send_own(command)
             case _:
                 assert_never(command)
         return Done(not_resumed=self._not_resumed)
+
+    def _connect(self, command: ConnectEngine) -> Bound:
+        self._mode = command.mode
+        self._fence()
+        self._choose(command.backend)
+        binding = self._receiver.connect(TransferPlan.decode(command.plan), command.mode)
+        if not command.relays:
+            return Bound(command.plan_digest, binding)
+        self._check_relays()
+        return Bound(command.plan_digest, binding, self._relay.open())
 
     def on_command(self, command: Command, epoch: int, round_number: int) -> None:
         """For `AgentChannel`: what must not wait until a running `Relay` is over."""
@@ -338,18 +341,19 @@ class EngineAgent:
             self._fence()
         return Verified(self._delivery.verify(command.version, command.expected))
 
-    def _relay_part(self, command: RelayCommand) -> Result:
+    def _check_relays(self) -> None:
         if not isinstance(self._receiver, Receiver):
             raise ProtocolError(f"{type(self._receiver).__name__} cannot take part in a relay")
         self._refuse_remote("a relay")
+
+    def _relay_part(self, command: RelayCommand) -> Result:
+        self._check_relays()
         match command:
-            case OpenRelay():
-                return RelayOpened(self._relay.open())
             case ConnectRelay():
                 self._relay.connect(command.groups[0], command.bindings, command.addresses)
             case Relay():
                 done = self._relay.run(self._round_id, command.deadline_s)
-                self._fence_is_due |= bool(done.wordless)
+                self._fence_is_due |= bool(done.disconnected)
                 self._may_be_written |= self._fence_is_due
                 return Relayed(
                     missing=done.missing,

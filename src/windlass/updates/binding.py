@@ -9,60 +9,59 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import final
 
 import msgspec
 import numpy as np
 
-from windlass.config import UpdateBackend, UpdateMode
-from windlass.errors import (
-    ConfigError,
-    PeerTimeout,
-    PlanError,
-    RoundAborted,
-    WindlassError,
-)
+from windlass.config import P2pBackend, RelayShape, UpdateBackend, UpdateMode
+from windlass.errors import ConfigError, PeerTimeout, PlanError, RoundAborted, WindlassError
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.planning.plan import TransferPlan
+from windlass.planning.relay import RelayGroup, children_of, find_replicas, stripes_of
 from windlass.planning.replicated import Replicated, find_replicated
 from windlass.transfer.bindings import DestinationBinding, GroupOffer
-from windlass.transports.choice import LinkChoice, unreachable_reason
-from windlass.updates.calls import RankCaller, describe, failures_of
+from windlass.transports.base import TransportOffer
+from windlass.transports.choice import LinkChoice, choose_transport, unreachable_reason
 from windlass.updates.fleet import Group, Identity
-from windlass.updates.link_transports import LinkTransports
 from windlass.updates.messages import (
     Bound,
     ConnectEngine,
+    ConnectRelay,
     ConnectTrainer,
     Done,
+    Failure,
+    FailureKind,
     JoinGroups,
     NotBound,
     Offered,
-    RelayOpened,
     Result,
     RoundId,
 )
-from windlass.updates.relay_binding import RelayPlan, plan_relay
-from windlass.updates.session import AgentSession
+from windlass.updates.session import AgentSession, RankCaller, describe, failures_of
 
-__all__ = ["Binding", "EnginesUnbound", "Planner", "bind_fleet", "find_unplannable", "signature_of"]
+__all__ = ["Binding", "EnginesUnbound", "Planner", "bind_fleet", "signature_of"]
 
 JOIN_SHARE = 0.8
 """Of the time for binding: members give up before the coordinator does, and can say why."""
 
 Planner = Callable[[Sequence[ShardManifest], Sequence[ShardManifest]], TransferPlan]
+Link = tuple[str, str]
 
 
 class EnginesUnbound(RoundAborted):
     """Some engines did not bind the plan.
 
     Attributes:
-        refusals: engine -> what a rank of it answered.
+        refusals: engine -> why it cannot be part of the fleet.
         late: rank that did not answer in time -> what is to be said of that.
     """
 
-    def __init__(self, refusals: Mapping[str, str], late: Mapping[str, str], gone: str) -> None:
-        super().__init__("; ".join([*refusals.values(), *late.values()]) or gone)
-        self.refusals, self.late = dict(refusals), dict(late)
+    def __init__(
+        self, refusals: Mapping[str, str], late: Mapping[str, str] | None = None, gone: str = ""
+    ) -> None:
+        super().__init__("; ".join([*refusals.values(), *(late or {}).values()]) or gone)
+        self.refusals, self.late = dict(refusals), dict(late or {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +81,8 @@ class Binding:
     signature: frozenset[Identity]
     engines: Mapping[str, tuple[str, ...]]
     trainers: tuple[str, ...] = ()
-    links: frozenset[tuple[str, str]] = frozenset()
-    plan_digest: str = ""
-    transports: Mapping[tuple[str, str], LinkChoice] = field(default_factory=dict)
+    links: frozenset[Link] = frozenset()
+    transports: Mapping[Link, LinkChoice] = field(default_factory=dict)
     relay: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     replicated: Replicated | None = None
     sent_nbytes: int = 0
@@ -101,17 +99,10 @@ class Binding:
             for (s, d), c in self.transports.items()
         ]
 
-    def identities_of(self, engine: str) -> frozenset[Identity]:
-        """The processes behind the ranks of an engine."""
-        return self._identities(self.engines[engine])
-
-    @property
-    def sources(self) -> frozenset[Identity]:
-        """The processes behind the trainers."""
-        return self._identities(self.trainers)
-
-    def _identities(self, workers: Sequence[str]) -> frozenset[Identity]:
-        return frozenset(identity for identity in self.signature if identity[0] in workers)
+    def identities_of(self, workers: Iterable[str]) -> frozenset[Identity]:
+        """The processes behind these ranks."""
+        names = frozenset(workers)
+        return frozenset(identity for identity in self.signature if identity[0] in names)
 
 
 def signature_of(groups: Sequence[Group]) -> frozenset[Identity]:
@@ -119,17 +110,118 @@ def signature_of(groups: Sequence[Group]) -> frozenset[Identity]:
     return frozenset[Identity]().union(*(group.identities for group in groups))
 
 
-async def find_unplannable(
-    trainers: Group, engines: Sequence[Group], planner: Planner
-) -> dict[str, str]:
-    """Engines whose manifests cannot be served by these trainers: name -> why."""
-    found: dict[str, str] = {}
-    for engine in engines:
-        try:
-            await asyncio.to_thread(planner, trainers.manifests, engine.manifests)
-        except PlanError as error:
-            found[engine.name] = f"{type(error).__name__}: {error}"
-    return found
+@final
+class _LinkTransports:
+    """Which transport every link takes, and the memory of its destination by that transport.
+
+    Args:
+        sessions: of the ranks that were connected when the binding began; a rank that is not among
+            them was lost, and its links have no transport.
+    """
+
+    def __init__(self, sessions: Mapping[str, AgentSession]) -> None:
+        self._sessions = sessions
+        self.choices: dict[Link, LinkChoice] = {}
+        self.strided: set[Link] = set()
+        """Links whose source stores with strides."""
+
+    def choose(self, links: Iterable[Link]) -> dict[str, str]:
+        """Give each link the fastest transport that both ends have.
+
+        One host: connections that come from one address, of processes that say the same of it.
+
+        Returns:
+            Destination -> why some source cannot write it.
+        """
+        wrong = {}
+        for source, destination in sorted(links):
+            here, there = self._sessions.get(source), self._sessions.get(destination)
+            if here is None or there is None:
+                continue  # lost meanwhile
+            same_address = here.host == there.host
+            offers = here.agent.hello.offers
+            try:
+                choice = choose_transport(
+                    offers,
+                    there.agent.hello.offers,
+                    same_host=same_address and here.agent.hello.host == there.agent.hello.host,
+                    same_address=same_address,
+                )
+            except ConfigError as error:
+                wrong[destination] = f"{source} cannot write {destination}: {error}"
+                continue
+            self.choices[source, destination] = choice
+            if any(o.traits.strided_stores for o in offers if o.transport == choice.transport):
+                self.strided.add((source, destination))
+        return wrong
+
+    def owns(self, worker: str, binding: DestinationBinding) -> bool:
+        """Whether a rank has bound memory of its own endpoints and no other rank's."""
+        owners = {binding.endpoint, *(region.endpoint for region in binding.regions)}
+        own = {offer.endpoint for offer in self._offers(worker)}
+        return binding.worker == worker and owners <= own
+
+    def narrow(
+        self, source: str, bindings: Iterable[DestinationBinding]
+    ) -> tuple[DestinationBinding, ...]:
+        """Return what `source` needs to write each destination by the transport of their link.
+
+        Destinations without a link from `source` are passed on as they are.
+        """
+        return tuple(self._narrow(source, binding) for binding in bindings)
+
+    def _narrow(self, source: str, binding: DestinationBinding) -> DestinationBinding:
+        choice = self.choices.get((source, binding.worker))
+        for offer in self._offers(binding.worker):
+            if choice is not None and offer.transport == choice.transport:
+                regions = tuple(r for r in binding.regions if r.endpoint == offer.endpoint)
+                return msgspec.structs.replace(binding, endpoint=offer.endpoint, regions=regions)
+        return binding
+
+    def _offers(self, worker: str) -> tuple[TransportOffer, ...]:
+        session = self._sessions.get(worker)
+        return () if session is None else session.agent.hello.offers
+
+
+# --- relays --------------------------------------------------------------------------------
+
+
+def find_relay_groups(
+    trainers: Group, engines: Sequence[Group], backend: UpdateBackend
+) -> tuple[RelayGroup, ...]:
+    """Which engines pass on to which others: disjoint groups of at least two ranks, one per engine.
+
+    Only engines that can send, and whose ranks hold the same boxes at the same places, box for box; on
+    GPUs those that a network writes. Kernels that store into peers relay nothing.
+    """
+    if not isinstance(backend, P2pBackend) or backend.relay is RelayShape.OFF:
+        return ()
+    if _stores_by_kernels(trainers):
+        return ()
+    able = {
+        engine.name: engine
+        for engine in engines
+        if not _stores_by_kernels(engine)
+        and all(agent.hello.can_send for agent in engine.agents.values())
+    }
+    return tuple(
+        RelayGroup(members, stripes_of(backend.relay, len(names)), backend.relay_chunk_nbytes)
+        for names in find_replicas({name: engine.manifests for name, engine in able.items()})
+        for members in zip(*(able[name].workers for name in names), strict=True)
+    )
+
+
+def _stores_by_kernels(group: Group) -> bool:
+    offers = (offer for agent in group.agents.values() for offer in agent.hello.offers)
+    return any(offer.traits.strided_stores for offer in offers)
+
+
+def _below(group: RelayGroup, member: str) -> tuple[str, ...]:
+    """Those that a member passes on to, in any stripe."""
+    return tuple(dict.fromkeys(c for stripe in children_of(group, member) for c in stripe))
+
+
+# --- the binding ---------------------------------------------------------------------------
 
 
 async def bind_fleet(
@@ -151,248 +243,262 @@ async def bind_fleet(
         EnginesUnbound: some engines did not bind; the others would.
         RoundAborted: a trainer did not bind the plan, or did not answer within `deadline_s`.
     """
-    destinations = [manifest for engine in engines for manifest in engine.manifests]
-    relay = plan_relay(trainers, engines, backend)
-    engine_of = {worker: engine.name for engine in engines for worker in engine.workers}
     # Taken before the first await: whoever joins meanwhile is no part of this binding.
-    signature, workers = signature_of([trainers, *engines]), trainers.workers
-    engine_workers = {engine.name: engine.workers for engine in engines}
-    manifests = trainers.manifests
-    pinned = {name: sessions[name] for name in (*workers, *engine_of) if name in sessions}
-    transports = LinkTransports(pinned) if backend.traits.one_sided else LinkTransports({})
-    compiled = await asyncio.to_thread(
-        _compile, planner, manifests, destinations, relay, transports
-    )
-    _refuse_wrong({engine_of[w]: why for w, why in compiled.unreached.items()}, len(engines))
-    digest = compiled.digest
-    caller = RankCaller(pinned, round_id)
-    bound = await caller.call(
-        {
-            w: ConnectEngine(part, digest, mode, backend)
-            for w, part in compiled.destination_parts.items()
-        },
-        deadline_s,
-    )
-    bindings: dict[str, DestinationBinding] = {}
-    failed: dict[str, Result | WindlassError] = {}
-    for worker, result in bound.items():
-        if isinstance(result, Bound) and result.plan_digest == digest:
-            bindings[worker] = result.binding
-        else:
-            failed[worker] = result
-    if failed:
-        raise _unbound(failed, engine_of, "did not bind the plan")
-    if backend.traits.one_sided:
-        refused = {
-            w: f"{w}: must bind memory of its own endpoints and no other rank's"
-            for w, binding in bindings.items()
-            if not transports.owns(w, binding)
+    binder = _Binder(trainers, engines, sessions, planner, mode, backend, round_id, deadline_s)
+    return await binder.bind()
+
+
+@final
+class _Binder:
+    def __init__(
+        self,
+        trainers: Group,
+        engines: Sequence[Group],
+        sessions: Mapping[str, AgentSession],
+        planner: Planner,
+        mode: UpdateMode,
+        backend: UpdateBackend,
+        round_id: RoundId,
+        deadline_s: float,
+    ) -> None:
+        self._signature = signature_of([trainers, *engines])
+        self._trainers, self._sources = trainers.workers, trainers.manifests
+        self._engines = {engine.name: engine.workers for engine in engines}
+        self._engine_of = {w: name for name, workers in self._engines.items() for w in workers}
+        self._manifests = {engine.name: engine.manifests for engine in engines}
+        self._sessions = {
+            name: sessions[name] for name in (*self._trainers, *self._engine_of) if name in sessions
         }
-    else:
-        refused = _find_misaddressed(bindings.values(), workers, pinned)
-    if refused:
-        raise EnginesUnbound({engine_of[w]: why for w, why in refused.items()}, {}, "")
-    parts = {
-        w: ConnectTrainer(
-            part,
-            digest,
-            transports.bindings_for(w, relay.direct(bindings.values())),
-            backend,
-            compiled.replicated_parts.get(w, b""),
+        self._planner, self._mode, self._backend = planner, mode, backend
+        self._deadline_s = deadline_s
+        self._transports = _LinkTransports(self._sessions if backend.traits.one_sided else {})
+        self._relays = find_relay_groups(trainers, engines, backend)
+        self._group_of = {name: group for group in self._relays for name in group.members}
+        # The plan leaves them out: they get what the first member of their group gets.
+        self._copies = {w: g.members[0] for w, g in self._group_of.items() if w != g.members[0]}
+        self._caller = RankCaller(self._sessions, round_id)
+
+    async def bind(self) -> Binding:
+        binding, to_engines, to_trainers = await asyncio.to_thread(self._compile)
+        bound = await self._bind_engines(to_engines)
+        offers = await self._bind_sources(to_trainers, bound)
+        await self._form_groups(offers)
+        await self._bind_relay(bound)
+        return binding
+
+    def _compile(self) -> tuple[Binding, dict[str, ConnectEngine], dict[str, ConnectTrainer]]:
+        """Everything that takes long with a large model; runs outside the loop.
+
+        Returns:
+            The binding, and the commands of engines and of trainers, these without addresses.
+        """
+        destinations = [m for manifests in self._manifests.values() for m in manifests]
+        planned = [m for m in destinations if m.worker not in self._copies]
+        plan = self._plan(planned)
+        links = {(plan.sources[link.src], plan.destinations[link.dst]) for link in plan.links()}
+        links |= {(s, copy) for copy, of in self._copies.items() for s, to in links if to == of}
+        below = {name: _below(group, name) for name, group in self._group_of.items()}
+        passed_on = {(member, child) for member, children in below.items() for child in children}
+        unreached = self._transports.choose(links | passed_on)
+        self._refuse({self._engine_of[w]: why for w, why in unreached.items()})
+        plan = plan.without_landing(frozenset(self._transports.strided))
+        parts = {m.worker: plan.for_destination(m.worker) for m in planned}
+        for manifest in destinations:
+            if (of := self._copies.get(manifest.worker)) is not None:
+                parts[manifest.worker] = parts[of].for_replica(of, manifest)
+        # Engines verify what they serve: they may hold copies of a tensor that they use differently.
+        of_trainers = all(manifest.role is Role.TRAINER for manifest in self._sources)
+        replicated = find_replicated(self._sources) if of_trainers else None
+        held = {} if replicated is None else replicated.parts
+        digest = plan.digest()
+        binding = Binding(
+            signature=self._signature,
+            engines=self._engines,
+            trainers=self._trainers,
+            links=frozenset(links),
+            transports=self._transports.choices,
+            relay=below,
+            replicated=replicated,
+            sent_nbytes=int(np.bincount(plan.ops.src, plan.ops.nbytes, 1).max()),
         )
-        for w, part in compiled.source_parts.items()
-    }
-    offers = await _bind_sources(caller, parts, engine_of, deadline_s)
-    await _form_groups(caller, offers, deadline_s)
-    await _bind_relay(caller, relay, workers, bindings, engine_of, transports, deadline_s)
-    return Binding(
-        signature=signature,
-        engines=engine_workers,
-        trainers=workers,
-        links=compiled.links,
-        transports=transports.choices,
-        plan_digest=digest,
-        relay=relay.children,
-        replicated=compiled.replicated,
-        sent_nbytes=compiled.sent_nbytes,
-    )
+        to_engines = {
+            w: ConnectEngine(part.encode(), digest, self._mode, self._backend, w in self._group_of)
+            for w, part in parts.items()
+        }
+        to_trainers = {
+            w: ConnectTrainer(
+                plan.for_source(w).encode(),
+                digest,
+                (),
+                self._backend,
+                held[w].encode() if w in held else b"",
+            )
+            for w in self._trainers
+        }
+        return binding, to_engines, to_trainers
 
+    def _plan(self, destinations: Sequence[ShardManifest]) -> TransferPlan:
+        try:
+            return self._planner(self._sources, destinations)
+        except PlanError:
+            refused: dict[str, str] = {}
+            for engine, manifests in self._manifests.items():
+                try:
+                    self._planner(self._sources, manifests)
+                except PlanError as error:
+                    refused[engine] = f"{type(error).__name__}: {error}"
+            if len(refused) in {0, len(self._engines)}:
+                raise  # trainers that fit nobody are told so; the engines wait for others
+            raise EnginesUnbound(refused) from None
 
-async def _bind_sources(
-    caller: RankCaller,
-    commands: Mapping[str, ConnectTrainer],
-    engine_of: Mapping[str, str],
-    deadline_s: float,
-) -> list[GroupOffer]:
-    """Tell the sources where to write; returns the groups that they offer.
-
-    Raises:
-        EnginesUnbound: what some engines offer cannot be written.
-        ConfigError: what all of them offer cannot be.
-        RoundAborted: a source did not bind the plan.
-    """
-    offers = []
-    wrong: dict[str, str] = {}
-    for worker, result in (await caller.call(commands, deadline_s)).items():
-        match result:
-            case Offered():
-                offers.append(result.offer)
-            case NotBound() if result.reasons.keys() <= engine_of.keys():
-                wrong |= {
-                    engine_of[name]: f"{worker} cannot write to {name}: {why}"
-                    for name, why in result.reasons.items()
-                }
-            case Done():
-                pass
-            case _:
-                raise RoundAborted(f"{worker} did not bind the plan: {describe(result)}")
-    _refuse_wrong(wrong, len(set(engine_of.values())))
-    return offers
-
-
-def _refuse_wrong(wrong: Mapping[str, str], num_engines: int) -> None:
-    if wrong and len(wrong) == num_engines:
-        raise ConfigError("; ".join(wrong.values()))
-    if wrong:
-        raise EnginesUnbound(wrong, {}, "")
-
-
-def _find_misaddressed(
-    bindings: Iterable[DestinationBinding],
-    sources: Sequence[str],
-    sessions: Mapping[str, AgentSession],
-) -> dict[str, str]:
-    """Engine ranks whose address would lead a source on another host to itself: worker -> why."""
-    hosts = {sessions[worker].host for worker in sources if worker in sessions}
-    found = {}
-    for binding in bindings:
-        session = sessions.get(binding.worker)
-        reason = unreachable_reason(binding.endpoint)
-        if reason and session is not None and hosts - {session.host}:
-            found[binding.worker] = f"{binding.worker}: {reason}"
-    return found
-
-
-async def _bind_relay(
-    caller: RankCaller,
-    relay: RelayPlan,
-    trainers: Sequence[str],
-    bindings: Mapping[str, DestinationBinding],
-    engine_of: Mapping[str, str],
-    transports: LinkTransports,
-    deadline_s: float,
-) -> None:
-    """Have members listen, then tell everybody who passes on to whom.
-
-    Raises:
-        EnginesUnbound: a member does not take part.
-        RoundAborted: a trainer does not.
-    """
-    if not relay.groups:
-        return
-    addresses = {}
-    failed: dict[str, Result | WindlassError] = {}
-    for worker, result in (await caller.call(relay.openings(), deadline_s)).items():
-        if isinstance(result, RelayOpened):
-            addresses[worker] = result.address
+    async def _bind_engines(self, commands: Mapping[str, ConnectEngine]) -> dict[str, Bound]:
+        """Have engines register memory; returns where to write, and where relays listen."""
+        bound: dict[str, Bound] = {}
+        failed: dict[str, Result | WindlassError] = {}
+        for worker, result in (await self._caller.call(commands, self._deadline_s)).items():
+            command = commands[worker]
+            if (
+                isinstance(result, Bound)
+                and result.plan_digest == command.plan_digest
+                and (result.relay is not None or not command.relays)
+            ):
+                bound[worker] = result
+            else:
+                failed[worker] = result
+        if failed:
+            raise self._unbound(failed, "did not bind the plan")
+        if self._backend.traits.one_sided:
+            refused = {
+                w: f"{w}: must bind memory of its own endpoints and no other rank's"
+                for w, result in bound.items()
+                if not self._transports.owns(w, result.binding)
+            }
         else:
-            failed[worker] = result
-    if failed:
-        raise _unbound(failed, engine_of, "does not relay")
-    commands = {
-        w: msgspec.structs.replace(command, bindings=transports.bindings_for(w, command.bindings))
-        for w, command in relay.connections(trainers, bindings, addresses).items()
-    }
-    failed = failures_of(await caller.call(commands, deadline_s), Done)
-    for worker, result in failed.items():
-        if worker not in engine_of:
-            raise RoundAborted(f"{worker} did not bind the relay: {describe(result)}")
-    if failed:
-        raise _unbound(failed, engine_of, "did not bind the relay")
+            refused = self._find_misaddressed(result.binding for result in bound.values())
+        if refused:
+            raise EnginesUnbound({self._engine_of[w]: why for w, why in refused.items()})
+        return bound
 
+    def _find_misaddressed(self, bindings: Iterable[DestinationBinding]) -> dict[str, str]:
+        """Engine ranks whose address would lead a source on another host to itself: worker -> why."""
+        sessions = self._sessions
+        hosts = {sessions[worker].host for worker in self._trainers if worker in sessions}
+        found = {}
+        for binding in bindings:
+            session = sessions.get(binding.worker)
+            reason = unreachable_reason(binding.endpoint)
+            if reason and session is not None and hosts - {session.host}:
+                found[binding.worker] = f"{binding.worker}: {reason}"
+        return found
 
-def _unbound(
-    failed: Mapping[str, Result | WindlassError], engine_of: Mapping[str, str], what: str
-) -> EnginesUnbound:
-    refusals, late, gone = {}, {}, ""
-    for worker, result in failed.items():
-        reason = f"{worker} {what}: {describe(result)}"
-        match result:
-            case PeerTimeout():
-                late[worker] = reason
-            case WindlassError():
-                gone = reason  # whoever has lost its connection is not in the fleet any more
-            case _:
-                refusals[engine_of[worker]] = reason
-    return EnginesUnbound(refusals, late, gone)
+    async def _bind_sources(
+        self, commands: Mapping[str, ConnectTrainer], bound: Mapping[str, Bound]
+    ) -> list[GroupOffer]:
+        """Tell the sources where to write; returns the groups that they offer.
 
+        Raises:
+            EnginesUnbound: what some engines offer cannot be written.
+            ConfigError: what all of them offer cannot be.
+            RoundAborted: a source did not bind the plan.
+        """
+        direct = [bound[w].binding for w in bound if w not in self._copies]
+        roots = dict.fromkeys(root for group in self._relays for root in group.roots())
+        complete = {
+            w: msgspec.structs.replace(
+                command,
+                bindings=self._transports.narrow(w, direct),
+                relay=self._relay_of(w, self._relays, self._group_of, roots, bound),
+            )
+            for w, command in commands.items()
+        }
+        offers = []
+        wrong: dict[str, str] = {}
+        for worker, result in (await self._caller.call(complete, self._deadline_s)).items():
+            match result:
+                case Offered():
+                    offers.append(result.offer)
+                case NotBound() if result.reasons.keys() <= self._engine_of.keys():
+                    wrong |= {
+                        self._engine_of[name]: f"{worker} cannot write to {name}: {why}"
+                        for name, why in result.reasons.items()
+                    }
+                case Done():
+                    pass
+                case _:
+                    raise RoundAborted(f"{worker} did not bind the plan: {describe(result)}")
+        self._refuse(wrong)
+        return offers
 
-async def _form_groups(caller: RankCaller, offers: Sequence[GroupOffer], deadline_s: float) -> None:
-    """All members at once, each in the order of the sources' names, so that none waits in a ring.
+    async def _form_groups(self, offers: Sequence[GroupOffer]) -> None:
+        """All members at once, each in the order of the sources' names, so that none waits in a ring.
 
-    Raises:
-        RoundAborted: some member is not in. Who is to blame shows when the fleet is bound anew.
-    """
-    ordered = sorted(offers, key=lambda offer: offer.source)
-    members = dict.fromkeys(worker for offer in ordered for worker in offer.members)
-    joined = await caller.call(
-        {
+        Raises:
+            EnginesUnbound: one engine is not in, and nobody else is to blame.
+            RoundAborted: others are not.
+        """
+        ordered = sorted(offers, key=lambda offer: offer.source)
+        commands = {
             worker: JoinGroups(
                 tuple(offer for offer in ordered if worker in offer.members),
-                deadline_s * JOIN_SHARE,
+                self._deadline_s * JOIN_SHARE,
             )
-            for worker in members
-        },
-        deadline_s,
-    )
-    if failed := failures_of(joined, Done):
-        raise RoundAborted("; ".join(f"{w} did not join: {describe(r)}" for w, r in failed.items()))
+            for worker in dict.fromkeys(worker for offer in ordered for worker in offer.members)
+        }
+        failed = failures_of(await self._caller.call(commands, self._deadline_s), Done)
+        to_blame = {
+            worker: result
+            for worker, result in failed.items()
+            if not (isinstance(result, Failure) and result.kind is FailureKind.TIMED_OUT)
+        }
+        engines = {self._engine_of.get(worker) for worker in to_blame}
+        if len(engines) == 1 and None not in engines:
+            raise self._unbound(to_blame, "did not join")
+        if failed:
+            reasons = (f"{w} did not join: {describe(r)}" for w, r in failed.items())
+            raise RoundAborted("; ".join(reasons))
 
+    async def _bind_relay(self, bound: Mapping[str, Bound]) -> None:
+        """Tell every member whom it passes on to."""
+        commands = {}
+        for member, group in self._group_of.items():
+            below = _below(group, member)
+            command = self._relay_of(member, (group,), below, below, bound)
+            if command is not None:
+                commands[member] = command
+        failed = failures_of(await self._caller.call(commands, self._deadline_s), Done)
+        if failed:
+            raise self._unbound(failed, "did not bind the relay")
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Compiled:
-    digest: str
-    source_parts: dict[str, bytes]
-    destination_parts: dict[str, bytes]
-    links: frozenset[tuple[str, str]]
-    unreached: dict[str, str]
-    replicated: Replicated | None
-    replicated_parts: dict[str, bytes]
-    sent_nbytes: int
+    def _relay_of(
+        self,
+        worker: str,
+        groups: tuple[RelayGroup, ...],
+        to: Iterable[str],
+        through: Iterable[str],
+        bound: Mapping[str, Bound],
+    ) -> ConnectRelay | None:
+        """What a rank needs to write to the memory of `to`, and to tell the relays of `through`."""
+        if not groups:
+            return None
+        bindings = self._transports.narrow(worker, (bound[name].binding for name in to))
+        addresses = (bound[name].relay for name in through)
+        return ConnectRelay(groups, bindings, tuple(a for a in addresses if a is not None))
 
+    def _refuse(self, wrong: Mapping[str, str]) -> None:
+        if wrong and len(wrong) == len(self._engines):
+            raise ConfigError("; ".join(wrong.values()))
+        if wrong:
+            raise EnginesUnbound(wrong)
 
-def _compile(
-    planner: Planner,
-    sources: Sequence[ShardManifest],
-    destinations: Sequence[ShardManifest],
-    relay: RelayPlan,
-    transports: LinkTransports,
-) -> _Compiled:
-    """Everything that takes long with a large model; runs outside the loop."""
-    plan = planner(sources, relay.planned(destinations))
-    copies = relay.copies
-    links = {(plan.sources[link.src], plan.destinations[link.dst]) for link in plan.links()}
-    links |= {(source, copy) for copy, of in copies.items() for source, to in links if to == of}
-    passed_on = {(member, c) for member, below in relay.children.items() for c in below}
-    unreached = transports.choose(links | passed_on)
-    plan = plan.without_landing(transports.strided)
-    parts = {m.worker: plan.for_destination(m.worker) for m in relay.planned(destinations)}
-    parts |= {
-        m.worker: parts[copies[m.worker]].for_replica(copies[m.worker], m)
-        for m in destinations
-        if m.worker in copies
-    }
-    # Engines verify what they serve: they may hold copies of a tensor that they use differently.
-    of_trainers = all(manifest.role is Role.TRAINER for manifest in sources)
-    replicated = find_replicated(sources) if of_trainers else None
-    held = {} if replicated is None else replicated.parts
-    return _Compiled(
-        replicated=replicated,
-        replicated_parts={worker: part.encode() for worker, part in held.items()},
-        sent_nbytes=int(np.bincount(plan.ops.src, plan.ops.nbytes, 1).max()),
-        digest=plan.digest(),
-        source_parts={m.worker: plan.for_source(m.worker).encode() for m in sources},
-        destination_parts={worker: part.encode() for worker, part in parts.items()},
-        links=frozenset(links),
-        unreached=unreached,
-    )
+    def _unbound(self, failed: Mapping[str, Result | WindlassError], what: str) -> EnginesUnbound:
+        refusals, late, gone = {}, {}, ""
+        for worker, result in failed.items():
+            reason = f"{worker} {what}: {describe(result)}"
+            match result:
+                case PeerTimeout():
+                    late[worker] = reason
+                case WindlassError():
+                    gone = reason  # whoever has lost its connection is not in the fleet any more
+                case _:
+                    refusals[self._engine_of[worker]] = reason
+        return EnginesUnbound(refusals, late, gone)

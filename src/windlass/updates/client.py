@@ -36,6 +36,7 @@ from windlass.updates.messages import (
     Failure,
     FailureKind,
     Hello,
+    JoinGroups,
     Probe,
     Relay,
     RelayWrite,
@@ -312,6 +313,8 @@ def _kind_of(error: Exception, command: Command | Probe) -> FailureKind:
             return FailureKind.UNKNOWN
         case StaleMessage():
             return FailureKind.STALE
+        case PeerTimeout() if isinstance(command, JoinGroups):
+            return FailureKind.TIMED_OUT
         case _ if isinstance(command, Write | RelayWrite | Relay) and is_unknown(error):
             return FailureKind.UNKNOWN
         case _:

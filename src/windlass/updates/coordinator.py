@@ -10,16 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import final
+from typing import Any, TypeVar, final
 
 import msgspec
 from aiohttp import web
 
-from windlass.config import ControlConfig, PhaseDeadlines
+from windlass.config import PUSH_TRAITS, ControlConfig, UpdateMode
 from windlass.errors import (
     ConfigError,
     EngineRefused,
@@ -30,7 +30,7 @@ from windlass.errors import (
     WindlassError,
 )
 from windlass.layout.manifest import Role
-from windlass.net.logs import log_fields
+from windlass.net.logs import log_fields, printable
 from windlass.net.messages import Garbled
 from windlass.net.rpc import host_of, serve
 from windlass.net.server import ControlServer
@@ -41,13 +41,12 @@ from windlass.updates.binding import (
     EnginesUnbound,
     Planner,
     bind_fleet,
-    find_unplannable,
     signature_of,
 )
 from windlass.updates.changes import Changes, tell
 from windlass.updates.comparisons import Comparisons
-from windlass.updates.driver import RoundDriver, RoundResult, push_spec_of, spec_of
-from windlass.updates.fleet import EngineInfo, Fleet, Group, Identity, MustWait
+from windlass.updates.driver import RoundDriver, RoundResult
+from windlass.updates.fleet import PROBE_SEQ, EngineInfo, Fleet, Group, Identity, MustWait
 from windlass.updates.journal import Journal, JournalEntry, JournalKind
 from windlass.updates.messages import (
     AGENT_FRAMES,
@@ -66,8 +65,8 @@ from windlass.updates.messages import (
 )
 from windlass.updates.publish_requests import KEPT_REPORTS, PendingPublish, PublishRequests
 from windlass.updates.push import PushUpdates
-from windlass.updates.recovery import CatchUps, Resumes
-from windlass.updates.round_types import (
+from windlass.updates.recovery import CatchUps, ResumeRetries
+from windlass.updates.rounds import (
     AgentLost,
     EngineOutcome,
     Phase,
@@ -85,8 +84,10 @@ from windlass.updates.session import (
 __all__ = ["Coordinator", "EngineInfo"]
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 MAX_LATE = 2
-KEPT_LATE = 1024
+"""Times that an engine may not answer when it is bound; one that is late again is refused."""
+KEPT_REFUSALS = 1024
 MAX_REASON_LENGTH = 2000
 """Of what an engine says why it cannot join."""
 MAX_EPOCHS_AHEAD = 1 << 20
@@ -103,6 +104,7 @@ class Coordinator:
         planner: compiles plans; a parameter so that tests can fail it.
 
     Attributes:
+        lock: held while a round runs, or the fleet is bound.
         reports: of the newest `KEPT_REPORTS` updates; `num_updates` counts all.
 
     Raises:
@@ -119,11 +121,11 @@ class Coordinator:
         self._config = config
         self._planner = planner
         self._journal = Journal(journal_path)
-        self._published = self._journal.published_version
-        self._reserved = self._journal.reserved_version
-        self._round_id = RoundId(self._journal.start(), self._journal.last_round)
-        self._lineage = self._journal.lineage
-        self._fleet = Fleet(self._journal.quarantined)
+        known = self._journal.summary
+        self._published, self._reserved = known.published, known.reserved
+        self._round_id = RoundId(self._journal.start(), known.round)
+        self._lineage = known.lineage
+        self._fleet = Fleet(known.quarantined)
         self._fleet.lineage = self._lineage
         self._has_bound = False
         self._published_by: frozenset[Identity] = frozenset()
@@ -131,15 +133,15 @@ class Coordinator:
         self._requests = PublishRequests()
         self._binding: Binding | None = None
         self._catch_ups = CatchUps(self, self._fleet, config, planner)
-        self._resumes = Resumes(self, self._sessions, config.deadlines)
-        self._late = Counter[Identity]()
+        self._resume_retries = ResumeRetries(self, self._sessions, config.deadlines)
         self._comparisons = Comparisons(config.compare_share)
         self._refusals: dict[str, tuple[str, str]] = {}
         self._unbindable = ""
         self._driver: RoundDriver | None = None
-        self._lock = asyncio.Lock()
+        self.lock = asyncio.Lock()
         self._changes = Changes()
-        self._tasks: set[asyncio.Task[object]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._is_closed = False
         self._update_listeners: list[Callable[[UpdateReport], None]] = []
         self._phase_listeners: list[Callable[[int, Phase], None]] = []
         self._pushes = PushUpdates(self)
@@ -187,6 +189,7 @@ class Coordinator:
             "published_version": self._published,
             "mode": self._config.mode.value,
             "engines": self._fleet.describe(self._published),
+            "refused": {who: printable(reason) for who, (_, reason) in self._refusals.items()},
             "trainers": list(t.workers) if (t := self._fleet.trainers()) is not None else [],
             "in_round": self._driver is not None,
             "updates": self.num_updates,
@@ -259,7 +262,7 @@ class Coordinator:
     def _note_refusal(self, who: str, engine: str, reason: str) -> None:
         """`who` is a rank or the engine; until it comes anew."""
         self._refusals[who] = engine, reason
-        if len(self._refusals) > KEPT_LATE:
+        if len(self._refusals) > KEPT_REFUSALS:
             del self._refusals[next(iter(self._refusals))]
         self._changes.notify()
 
@@ -313,7 +316,7 @@ class Coordinator:
         if old is not None and old.agent.hello.incarnation == hello.incarnation:
             # The process noticed before we did that its connection had broken.
             await self.lost(old, "replaced by a newer connection of the same process")
-            self._spawn(old.close())
+            self.spawn(old.close())
         if hello.role is Role.TRAINER:
             await self._free_name(hello)
             await self._make_room(hello)
@@ -422,10 +425,14 @@ class Coordinator:
         match frame:
             case Reply():
                 session.on_reply((frame.epoch, frame.round, frame.seq), frame.result)
-                if self._resumes.heard(session.agent, frame):
+                if self._resume_retries.heard(session.agent, frame):
                     self._changes.notify()
                 if self._driver is not None:
-                    self._driver.on_reply(session.worker, frame)
+                    self._driver.on_reply(session, frame)
+                if frame.seq == PROBE_SEQ and session.agent.silent:
+                    session.agent.silent = ""
+                    self._changes.notify()
+                    self.settle_soon()
                 identity, result = session.agent.identity, frame.result
                 if self._fleet.settle(identity, frame.round_id, frame.seq, result):
                     self._record_quarantine()
@@ -447,7 +454,7 @@ class Coordinator:
         self._requests.withdraw(worker)
         self._fleet.remove(session.agent)
         self._catch_ups.forget(session.agent.hello.group)
-        self._resumes.forget(session.agent.identity)
+        self._resume_retries.forget(session.agent.identity)
         if ended and session.agent.hello.role is Role.ENGINE:
             self._catch_ups.lost(session.agent.identity)
         session.fail_calls(reason)
@@ -461,8 +468,7 @@ class Coordinator:
     async def _settle(self) -> None:
         """As soon as no round runs: bring newcomers up, and bind, so that the next round need not."""
         await probe_held(self._fleet, self._sessions)
-        async with self._lock:
-            await self._resumes.send()
+        async with self.lock:
             await self._catch_ups.bring_up()
             trainers = self._fleet.trainers()
             if trainers is None or not trainers.complete or not self._fleet.writable_engines():
@@ -482,14 +488,19 @@ class Coordinator:
             WindlassError: somebody did not bind.
         """
         self._binding = None  # the newcomer's memory is bound to another plan now
-        binding = await self._bind(donor, (newcomer,), lambda _sources, _destinations: plan)
+        try:
+            binding = await self._bind(donor, (newcomer,), lambda _sources, _destinations: plan)
+        except EnginesUnbound as error:
+            # What it refuses of a peer it may take from the trainers.
+            await self._part_with(EnginesUnbound({}, error.late))
+            raise
         report = await self._run_round(self._published, self._fleet.lineage, binding)
         self._changes.notify()
         return report
 
     def settle_soon(self) -> None:
         """Bind, bring newcomers up and have engines go on, as soon as no round runs."""
-        self._spawn(self._settle())
+        self.spawn(self._settle())
 
     async def _ensure_bound(self) -> Binding:
         trainers, engines = self._fleet.trainers(), self._fleet.writable_engines()
@@ -503,12 +514,6 @@ class Coordinator:
         self._binding = None
         try:
             self._binding = await self._bind(trainers, engines, self._planner)
-        except PlanError:
-            refused = await find_unplannable(trainers, engines, self._planner)
-            if len(refused) in {0, len(engines)}:
-                raise  # trainers that fit nobody are told so; the engines wait for others
-            await self._refuse(refused)
-            return await self._ensure_bound()
         except EnginesUnbound as error:
             await self._part_with(error)
             return await self._ensure_bound()
@@ -535,43 +540,41 @@ class Coordinator:
         return self._round_id
 
     async def _part_with(self, unbound: EnginesUnbound) -> None:
-        """Who was late may come back over another connection; who said no is refused."""
+        """Who was late takes part again once it answers, but not for ever; who said no is refused."""
         refused = unbound.refusals
         for worker, reason in unbound.late.items():
             session = self._sessions.get(worker)
             if session is None:
                 continue
-            self._late[session.agent.identity] += 1
-            if len(self._late) > KEPT_LATE:
-                del self._late[next(iter(self._late))]
-            if self._late[session.agent.identity] > MAX_LATE:
+            session.agent.num_late += 1
+            if session.agent.num_late > MAX_LATE:
                 refused.setdefault(session.agent.hello.group, reason)
             else:
-                await self.lost(session, reason)
-                self._spawn(session.close())
-        await self._refuse(refused)
-
-    async def _refuse(self, reasons: dict[str, str]) -> None:
-        for name, reason in reasons.items():
+                self._set_aside(session, reason)
+        for name, reason in refused.items():
             group = self._fleet.group_of(name)
-            if group is None:
-                continue
-            group.refused = reason
-            _log.error("engine %s refused: %s", name, reason)
-            await self._send_away(group.workers, reason)
-            self._note_refusal(name, name, reason)
+            if group is not None:
+                _log.error("engine %s refused: %s", name, reason)
+                await self._send_away(group.workers, reason)
+                self._note_refusal(name, name, reason)
+
+    def _set_aside(self, session: AgentSession, reason: str) -> None:
+        """Nothing waits for this engine rank again before it has answered."""
+        _log.warning("%s", reason)
+        session.agent.silent = reason
+        self._changes.notify()
+        self.spawn(session.probe(self._round_id))
 
     async def _send_away(self, workers: Sequence[str], reason: str) -> None:
-        for worker in workers:
-            session = self._sessions.get(worker)
-            if session is None:
-                continue
+        found = [self._sessions[worker] for worker in workers if worker in self._sessions]
+        for session in found:
+            await self.lost(session, reason)  # all of them, before anything is waited for
+        for session in found:
             try:
                 await session.send(Refused(reason))
             except PeerUnreachable:
-                _log.info("%s is gone before it was refused", worker)
-            await self.lost(session, reason)
-            self._spawn(session.close())
+                _log.info("%s is gone before it was refused", session.worker)
+            self.spawn(session.close())
 
     # --- the second clock ----------------------------------------------------------------------
 
@@ -584,14 +587,14 @@ class Coordinator:
         )
         report = self._requests.receive(pending)
         if report is not None:
-            self._spawn(report_to(self._sessions, session.agent.identity, report))
+            self.spawn(report_to(self._sessions, session.agent.identity, report))
         elif trainers.complete and (all_of_them := self._requests.pop_all(trainers.workers)):
             with log_fields(version=frame.version):  # which the new task keeps
-                self._spawn(self._update(all_of_them))
+                self.spawn(self._update(all_of_them))
 
     async def _update(self, ranks: tuple[PendingPublish, ...]) -> None:
         version = max(rank.version for rank in ranks)
-        async with self._lock:
+        async with self.lock:
             try:
                 report = await self._attempt_until_whole(ranks, version)
             except WindlassError as error:
@@ -647,7 +650,7 @@ class Coordinator:
             return _failed(version, f"trainer ranks came or went since they announced: {moved}")
         report = await self._run_round(version, self._lineage, binding)
         if report.outcome is RoundOutcome.PUBLISHED:
-            self._published_by = binding.sources
+            self._published_by = binding.identities_of(binding.trainers)
         return report
 
     def refusal(self, version: int) -> str:
@@ -658,12 +661,26 @@ class Coordinator:
         return "" if version <= MAX_COUNT else f"version must be < 2^53, got {version}"
 
     async def _run_round(self, version: int, lineage: str, binding: Binding) -> UpdateReport:
-        comparison = None
-        if binding.replicated is not None:
-            comparison = self._comparisons.begin(version, binding.sources)
-        spec = spec_of(version, lineage, binding, self._config, comparison)
-        driver = self._start_round(spec, binding, self._config.deadlines)
-        return await self._finish_round(driver, spec, binding)
+        comparison, replicated, period = None, binding.replicated, 1
+        if replicated is not None:
+            sources = binding.identities_of(binding.trainers)
+            comparison = self._comparisons.begin(version, sources)
+            if comparison is not None and not comparison.is_first:
+                period = replicated.period(binding.sent_nbytes)
+        spec = RoundSpec(
+            version=version,
+            lineage=lineage,
+            config=self._config,
+            traits=self._config.backend.traits,
+            trainers=binding.trainers,
+            engines=binding.engines,
+            links=binding.links,
+            relay=binding.relay,
+            replicated=None if comparison is None else replicated,
+            turn=0 if comparison is None else comparison.turn,
+            period=period,
+        )
+        return await self._finish_round(self._start_round(spec, binding))
 
     async def begin_push(
         self, pause_s: float, session_s: float
@@ -679,88 +696,94 @@ class Coordinator:
             RoundAborted: the round cannot be recorded.
         """
         began_s = time.monotonic()
-        await self._lock.acquire()
+        await self.lock.acquire()
         try:
             left_s = pause_s - (time.monotonic() - began_s)
-            driver, spec, binding = self._start_push(left_s, session_s)
-        except BaseException as error:
-            self._lock.release()
-            if isinstance(error, OSError):
-                raise RoundAborted(f"the round cannot be recorded: {error}") from error
+            driver = self._start_push(left_s, session_s)
+        except BaseException:
+            self.lock.release()
             raise
-        report = asyncio.create_task(self._finish_push(driver, spec, binding))
+        report = asyncio.create_task(self._finish_push(driver))
         self._tasks.add(report)
         report.add_done_callback(self._tasks.discard)
         return driver, report
 
-    def _start_push(
-        self, pause_s: float, session_s: float
-    ) -> tuple[RoundDriver, RoundSpec, Binding]:
+    def _start_push(self, pause_s: float, session_s: float) -> RoundDriver:
         groups = sorted(self._fleet.writable_engines(), key=lambda group: group.name)
         if not groups:
             raise PeerUnreachable("pause_generation: no complete engine is connected")
         self._binding = None  # engines are bound anew by the next plan
         engines = {group.name: group.workers for group in groups}
-        binding = Binding(signature=signature_of(groups), engines=engines)
         # Who does not pause costs itself its place, and the leader still gets an answer.
         prepare_s = reply_budget_s(pause_s)
-        spec = push_spec_of(self._lineage, engines, self._config, reply_budget_s(prepare_s))
         deadlines = msgspec.structs.replace(
-            self._config.deadlines, prepare_s=prepare_s, pause_s=prepare_s, write_s=session_s
+            self._config.deadlines,
+            prepare_s=prepare_s,
+            pause_s=reply_budget_s(prepare_s),
+            write_s=session_s,
         )
-        return self._start_round(spec, binding, deadlines), spec, binding
+        # Engines stand still while bytes come, though these land in a shadow copy.
+        config = msgspec.structs.replace(
+            self._config, mode=UpdateMode.IN_PLACE, deadlines=deadlines
+        )
+        spec = RoundSpec(
+            version=-1, lineage=self._lineage, config=config, traits=PUSH_TRAITS, engines=engines
+        )
+        return self._start_round(spec, Binding(signature=signature_of(groups), engines=engines))
 
-    async def _finish_push(
-        self, driver: RoundDriver, spec: RoundSpec, binding: Binding
-    ) -> UpdateReport:
+    async def _finish_push(self, driver: RoundDriver) -> UpdateReport:
         try:
-            report = await self._finish_round(driver, spec, binding)
+            report = await self._finish_round(driver)
         # The boundary of a round, as in `_update`: the leaders must be told.
         except Exception as error:  # noqa: BLE001
             _log.exception("version %s", driver.version)
             report = _failed(driver.version, f"{type(error).__name__}: {error}")
         finally:
-            self._lock.release()
+            self.lock.release()
         self._note_update(report)
         if report.left_out:
             self.settle_soon()
         return report
 
-    def _start_round(
-        self, spec: RoundSpec, binding: Binding, deadlines: PhaseDeadlines
-    ) -> RoundDriver:
+    def _start_round(self, spec: RoundSpec, binding: Binding) -> RoundDriver:
         """Put a round on record and make it the running one.
 
         Raises:
-            OSError: it cannot be recorded.
+            RoundAborted: it cannot be recorded.
         """
         self._round_id = self._round_id.next_round()
-        self._journal_round(JournalKind.ROUND_BEGAN, spec.version, tuple(binding.engines))
+        try:
+            self._journal_round(JournalKind.ROUND_BEGAN, spec.version, tuple(binding.engines))
+        except OSError as error:
+            raise RoundAborted(f"the round cannot be recorded: {error}") from error
         # Of a push no bytes are live before APPLY: what cannot be recorded then changes nothing.
         pushed = spec.traits.driven_by_trainer
         reserves_in = Phase.APPLY if pushed else Phase.PUBLISH
         self._driver = driver = RoundDriver(
             spec,
+            binding,
             round_id=self._round_id,  # a Hello may bring a higher epoch meanwhile
-            deadlines=deadlines,
             sessions=self._sessions,
             clock=time.perf_counter,
             on_phase=lambda phase: self._on_phase(driver.version, phase, reserves_in),
         )
         return driver
 
-    async def _finish_round(
-        self, driver: RoundDriver, spec: RoundSpec, binding: Binding
-    ) -> UpdateReport:
+    async def _finish_round(self, driver: RoundDriver) -> UpdateReport:
         try:
             result = await driver.run()
         finally:
             self._driver = None
         published = result.finish.outcome is RoundOutcome.PUBLISHED
         # A copy of another run's version is no news, and a job of this run may have come meanwhile.
-        if published and spec.lineage == self._lineage:
-            self._published, self._fleet.lineage = result.finish.version, spec.lineage
-        return self._conclude(driver.round_id, spec.lineage, binding, result)
+        if published and driver.spec.lineage == self._lineage:
+            self._published, self._fleet.lineage = result.finish.version, self._lineage
+        for worker in sorted(result.finish.silent):
+            session = driver.sessions[worker]
+            if self._sessions.get(worker) is session:
+                reason = result.finish.reasons[session.agent.hello.group]
+                self._set_aside(session, reason)
+        return self._conclude(driver, result)
 
     def _on_phase(self, version: int, phase: Phase, reserves_in: Phase) -> None:
         if phase is reserves_in:
@@ -794,12 +817,10 @@ class Coordinator:
             ),
         )
 
-    def _conclude(
-        self, round_id: RoundId, lineage: str, binding: Binding, result: RoundResult
-    ) -> UpdateReport:
+    def _conclude(self, driver: RoundDriver, result: RoundResult) -> UpdateReport:
         """Put on record, and in the fleet, what a round leaves behind."""
-        finish, report = result.finish, result.report()
-        self._note_outcomes(round_id, lineage, binding, result)
+        binding, finish, report = driver.binding, result.finish, result.report()
+        self._note_outcomes(driver, result)
         self._record_quarantine()
         is_published = finish.outcome is RoundOutcome.PUBLISHED
         if binding.replicated is not None:
@@ -812,13 +833,12 @@ class Coordinator:
             self._journal_outcome(JournalKind.ROUND_ENDED, finish.version, (), finish.reason)
         return msgspec.structs.replace(report, transports=binding.links_by_transport)
 
-    def _note_outcomes(
-        self, round_id: RoundId, lineage: str, binding: Binding, result: RoundResult
-    ) -> None:
-        """Who serves what, who may hold two versions, and whose bytes are still under way."""
+    def _note_outcomes(self, driver: RoundDriver, result: RoundResult) -> None:
+        """Note who serves what, who may hold two versions, and whose bytes are still under way."""
         finish, fleet = result.finish, self._fleet
+        binding, round_id = driver.binding, driver.round_id
         for name, outcome in finish.engines.items():
-            bound = binding.identities_of(name)
+            bound = binding.identities_of(binding.engines[name])
             if outcome is EngineOutcome.QUARANTINED:
                 fleet.quarantine(bound)
             group = fleet.group_of(name)
@@ -826,11 +846,17 @@ class Coordinator:
             if group is None or group.identities != bound:
                 continue
             group.mixed_weights |= name in finish.mixed
+            group.left_out = finish.reasons.get(name, "")
             if outcome is EngineOutcome.PUBLISHED:
-                group.version, group.lineage, group.mixed_weights = finish.version, lineage, False
+                group.version, group.lineage = finish.version, driver.spec.lineage
+                group.mixed_weights = False
+                for agent in group.agents.values():
+                    agent.num_late = 0
         incarnations = dict(binding.signature)
         for source, engines in finish.unsettled.items():
-            reached = frozenset[Identity]().union(*(binding.identities_of(e) for e in engines))
+            reached = binding.identities_of(
+                w for engine in engines for w in binding.engines[engine]
+            )
             fleet.hold((source, incarnations[source]), round_id, reached)
         for late in result.late:
             if late.worker in finish.unsettled:
@@ -843,7 +869,9 @@ class Coordinator:
 
     def _record_quarantine(self) -> None:
         """A controller that is started after this one must not have those written either."""
-        for worker, incarnation in sorted(self._fleet.quarantined - self._journal.quarantined):
+        for worker, incarnation in sorted(
+            self._fleet.quarantined - self._journal.summary.quarantined.keys()
+        ):
             self._journal_outcome(JournalKind.QUARANTINED, self._reserved, (worker,), incarnation)
 
     def _journal_outcome(
@@ -860,16 +888,20 @@ class Coordinator:
     ) -> None:
         self._journal.append(JournalEntry(kind, *self._round_id, version, engines, detail))
 
-    def _spawn(self, work: Coroutine[object, object, None]) -> None:
-        task: asyncio.Task[object] = asyncio.create_task(work)
+    def spawn(self, work: Coroutine[object, object, T]) -> asyncio.Task[T] | None:
+        """Have the loop do `work`, until the coordinator is closed; nothing once it is."""
+        if self._is_closed:  # connections end after it: what their loss begins must not last
+            work.close()
+            return None
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def close(self) -> None:
         """Stop rounds and close every connection. Idempotent."""
         await self._pushes.close()
-        self._catch_ups.close()
-        self._resumes.close()
+        self._is_closed = True
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

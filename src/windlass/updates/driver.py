@@ -10,11 +10,10 @@ from typing import assert_never, final
 
 import msgspec
 
-from windlass.config import PUSH_TRAITS, ControlConfig, PhaseDeadlines, UpdateMode
+from windlass.config import PhaseDeadlines
 from windlass.errors import PeerUnreachable
 from windlass.net.logs import log_fields
 from windlass.updates.binding import Binding
-from windlass.updates.comparisons import Comparison
 from windlass.updates.measures import Measure
 from windlass.updates.messages import (
     Envelope,
@@ -25,7 +24,7 @@ from windlass.updates.messages import (
     RoundId,
     UpdateReport,
 )
-from windlass.updates.round_types import (
+from windlass.updates.rounds import (
     AgentLost,
     DeadlinePassed,
     EngineOutcome,
@@ -36,14 +35,14 @@ from windlass.updates.round_types import (
     Instruction,
     Phase,
     Replied,
+    RoundMachine,
     RoundSpec,
     Send,
     Sent,
 )
-from windlass.updates.rounds import RoundMachine
 from windlass.updates.session import AgentSession
 
-__all__ = ["RoundDriver", "RoundResult", "push_spec_of", "spec_of"]
+__all__ = ["RoundDriver", "RoundResult"]
 
 _log = logging.getLogger(__name__)
 
@@ -83,72 +82,6 @@ class RoundResult:
         )
 
 
-def spec_of(
-    version: int,
-    lineage: str,
-    binding: Binding,
-    config: ControlConfig,
-    comparison: Comparison | None,
-) -> RoundSpec:
-    """The round that publishes `version` of the run `lineage` to a bound fleet.
-
-    Args:
-        version: to publish.
-        lineage: of the run that publishes it.
-        binding: of the fleet.
-        config: mode, deadlines, retries.
-        comparison: of what trainers hold in common; None for none in this round.
-    """
-    replicated = None if comparison is None else binding.replicated
-    turn = 0 if comparison is None else comparison.turn
-    period = 1
-    if comparison is not None and replicated is not None and not comparison.is_first:
-        period = replicated.period(binding.sent_nbytes)
-    return RoundSpec(
-        version=version,
-        mode=config.mode,
-        pause_mode=config.pause_mode,
-        trainers=binding.trainers,
-        engines=binding.engines,
-        links=binding.links,
-        max_rewrites=config.max_rewrites,
-        pause_s=config.deadlines.pause_s,
-        write_s=config.deadlines.write_s,
-        publish_s=config.deadlines.publish_s,
-        traits=config.backend.traits,
-        relay=binding.relay,
-        replicated=replicated,
-        turn=turn,
-        period=period,
-        lineage=lineage,
-    )
-
-
-def push_spec_of(
-    lineage: str, engines: Mapping[str, tuple[str, ...]], config: ControlConfig, pause_s: float
-) -> RoundSpec:
-    """The round of an update that the trainer drives itself, for the run `lineage`.
-
-    Args:
-        lineage: of the run that publishes.
-        engines: that take part: name -> ranks.
-        config: pause mode and deadlines.
-        pause_s: for engines to come to rest.
-    """
-    return RoundSpec(
-        version=-1,
-        mode=UpdateMode.IN_PLACE,  # paused while bytes come, though these land in a shadow copy
-        pause_mode=config.pause_mode,
-        trainers=(),
-        engines=engines,
-        links=frozenset(),
-        pause_s=pause_s,
-        publish_s=config.deadlines.publish_s,
-        traits=PUSH_TRAITS,
-        lineage=lineage,
-    )
-
-
 @final
 class RoundDriver:
     """One round. `run` once; `post` and `on_reply` from the same loop at any time."""
@@ -156,17 +89,18 @@ class RoundDriver:
     def __init__(
         self,
         spec: RoundSpec,
+        binding: Binding,
         *,
         round_id: RoundId,
-        deadlines: PhaseDeadlines,
         sessions: Mapping[str, AgentSession],
         clock: Callable[[], float],
         on_phase: Callable[[Phase], None],
     ) -> None:
         """`on_phase` may raise OSError: the phase does not begin then. `DONE` ends every round."""
         self._machine = RoundMachine(spec)
+        self.spec, self.binding = spec, binding
         self.version, self.round_id = spec.version, round_id
-        self._deadlines = deadlines
+        self._deadlines = spec.config.deadlines
         # Pinned: a process that takes over a name during the round is no part of it.
         self.sessions = dict(sessions)
         self._clock = clock
@@ -216,9 +150,10 @@ class RoundDriver:
         """Queue an event."""
         self._events.put_nowait(event)
 
-    def on_reply(self, worker: str, reply: Reply[Result]) -> None:
-        """Queue a reply if it belongs to this round."""
-        if reply.round_id == self.round_id:
+    def on_reply(self, session: AgentSession, reply: Reply[Result]) -> None:
+        """Queue a reply if it belongs to this round, and its sender does."""
+        worker = session.worker
+        if reply.round_id == self.round_id and self.sessions.get(worker) is session:
             if (worker, reply.seq) in self._publishing and worker in self._pause_began:
                 paused_s = self._clock() - self._pause_began[worker]
                 self._pause_s = max(self._pause_s, paused_s)

@@ -10,6 +10,7 @@ import msgspec
 
 from windlass.errors import ManifestError, ProtocolError
 from windlass.layout.manifest import Role, ShardManifest
+from windlass.net.logs import printable
 from windlass.net.messages import MustWait
 from windlass.transfer.bindings import LinkStatus
 from windlass.updates.journal import MAX_QUARANTINED
@@ -50,12 +51,16 @@ class Agent:
     Attributes:
         quarantined: bytes of an unknown write may still land in its memory.
         not_resumed: why it does not generate although it was told to go on; else empty.
+        silent: what it has not answered by a deadline; empty once it has answered a probe after that.
+        num_late: how often it has not answered in time when it was bound, since it last served.
     """
 
     hello: Hello
     manifest: ShardManifest
     quarantined: bool = False
     not_resumed: str = ""
+    silent: str = ""
+    num_late: int = 0
 
     @property
     def identity(self) -> Identity:
@@ -78,7 +83,7 @@ class Group:
     Attributes:
         version: served by every rank; -1 for none. lineage: of the run that published it.
         mixed_weights: live weights may be of two versions.
-        refused: why the planner cannot serve it; empty when it can.
+        left_out: why it does not serve the version of the last round that it was part of; else empty.
     """
 
     name: str
@@ -88,7 +93,7 @@ class Group:
     version: int = -1
     lineage: str = ""
     mixed_weights: bool = False
-    refused: str = ""
+    left_out: str = ""
 
     @property
     def complete(self) -> bool:
@@ -104,6 +109,11 @@ class Group:
     def not_resumed(self) -> str:
         """Why it does not generate although it was told to go on; else empty."""
         return next((agent.not_resumed for agent in self.agents.values() if agent.not_resumed), "")
+
+    @property
+    def silent(self) -> str:
+        """What a rank of it has not answered; empty if all answer."""
+        return next((agent.silent for agent in self.agents.values() if agent.silent), "")
 
     @property
     def identities(self) -> frozenset[Identity]:
@@ -264,7 +274,7 @@ class Fleet:
         )
         if not group.agents:
             group.version, group.lineage = hello.served_version, hello.lineage
-            group.mixed_weights, group.refused = False, ""
+            group.mixed_weights, group.left_out = False, ""
         agent = Agent(hello, manifest, not_resumed=hello.not_resumed)
         if hello.worker in self._quarantine_on_return:
             del self._quarantine_on_return[hello.worker]
@@ -315,12 +325,12 @@ class Fleet:
         return self._groups.get(name)
 
     def writable_engines(self) -> tuple[Group, ...]:
-        """Engines that a round may include: complete, plannable, nothing in flight to them."""
+        """Engines that a round may include: complete, they answer, nothing in flight to them."""
         held = frozenset[Identity]().union(*(hold.engines for hold in self._holds.values()))
         return tuple(
             g
             for g in self.engines()
-            if g.complete and not g.refused and not g.quarantined and not (g.identities & held)
+            if g.complete and not g.silent and not g.quarantined and not (g.identities & held)
         )
 
     def quarantine(self, engines: Iterable[Identity]) -> None:
@@ -419,7 +429,7 @@ class Fleet:
                 "world_size": g.world_size,
                 "mixed_weights": g.mixed_weights,
                 "quarantined": g.quarantined,
-                "refused": g.refused,
+                "reason": printable(g.silent or g.left_out),
                 "not_resumed": g.not_resumed,
                 "routable": g.name in routable,
                 "registered": [

@@ -19,9 +19,10 @@ import msgspec
 
 from windlass.errors import ConfigError
 from windlass.net.line_file import LineFile
+from windlass.net.messages import MAX_NAME_NBYTES
 from windlass.updates.messages import MAX_COUNT
 
-__all__ = ["Journal", "JournalEntry", "JournalKind"]
+__all__ = ["Journal", "JournalEntry", "JournalKind", "JournalSummary"]
 
 _log = logging.getLogger(__name__)
 COMPACT_AFTER = 4096
@@ -30,11 +31,12 @@ KEPT_ENTRIES = 256
 """Newest entries that a compaction leaves as they were, for a person."""
 FIRST_LINE = b'{"kind":"started"'
 MAX_QUARANTINED = 4096
-"""Poisoned processes that are remembered: the newest."""
+"""Quarantined processes that are remembered: the newest."""
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 _Version = Annotated[int, msgspec.Meta(ge=-1, le=MAX_COUNT)]
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_NBYTES)]
 
 
 class JournalKind(StrEnum):
@@ -50,7 +52,7 @@ class JournalKind(StrEnum):
 
 
 class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line. Numbers out of bounds are no entry: they could not be sent, or grow no more.
+    """One line. What could not have been said on the wire is no entry: numbers out of bounds, long names.
 
     Attributes:
         kind: what happened. epoch, round: when.
@@ -65,14 +67,25 @@ class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     epoch: _Count
     round: _Count
     version: _Version
-    engines: tuple[str, ...] = ()
+    engines: tuple[_Name, ...] = ()
     detail: str = ""
-    lineage: str = ""
+    lineage: Annotated[str, msgspec.Meta(max_length=MAX_NAME_NBYTES)] = ""
 
 
 @dataclass(slots=True)
-class _Summary:
-    """What a controller that starts needs of all entries."""
+class JournalSummary:
+    """What a controller that starts needs of all entries.
+
+    Attributes:
+        epoch, round: the highest; 0 for none.
+        published: the highest version that is known to be served; -1 for none.
+        reserved: the highest version that some engine was told to serve; -1 for none. PUBLISHING
+            counts: a controller that died after writing it may have published, and a version number
+            must never be given to other weights.
+        lineage: of the run whose rounds these are; empty before the first `Journal.start`.
+        quarantined: (worker, incarnation) of ranks that bytes of an unknown write may still reach:
+            the newest `MAX_QUARANTINED`.
+    """
 
     epoch: int = 0
     round: int = 0
@@ -82,7 +95,7 @@ class _Summary:
     quarantined: dict[tuple[str, str], None] = field(default_factory=dict)
 
     def add(self, entry: JournalEntry) -> None:
-        """One entry more."""
+        """Take in one more entry."""
         self.epoch, self.round = max(self.epoch, entry.epoch), max(self.round, entry.round)
         self.lineage = self.lineage or entry.lineage
         match entry.kind:
@@ -99,7 +112,7 @@ class _Summary:
                 pass
 
     def entries(self) -> Iterator[JournalEntry]:
-        """As few as say the same."""
+        """Return as few entries as say the same."""
         yield JournalEntry(
             JournalKind.STARTED,
             self.epoch,
@@ -134,7 +147,7 @@ class Journal:
     crash at any moment leaves one of the two.
 
     Attributes:
-        recent: the newest entries, oldest first.
+        summary: of all entries. recent: the newest entries, oldest first.
 
     Raises:
         ConfigError: the file cannot be opened, or a complete line is not an entry.
@@ -142,7 +155,7 @@ class Journal:
 
     def __init__(self, path: Path | None = None) -> None:
         self._file = None if path is None else LineFile(path, JournalEntry, first_line=FIRST_LINE)
-        self._summary = _Summary()
+        self.summary = JournalSummary()
         self.recent: deque[JournalEntry] = deque(maxlen=KEPT_ENTRIES)
         self._num_lines = 0
         self._compact_at = COMPACT_AFTER
@@ -156,58 +169,25 @@ class Journal:
         """Whether what is recorded outlives this process."""
         return self._file is not None
 
-    @property
-    def lineage(self) -> str:
-        """Of the run whose rounds are recorded here; empty before the first `start`."""
-        return self._summary.lineage
-
-    @property
-    def last_epoch(self) -> int:
-        """The highest epoch recorded; 0 for none."""
-        return self._summary.epoch
-
-    @property
-    def last_round(self) -> int:
-        """The highest round recorded; 0 for none."""
-        return self._summary.round
-
-    @property
-    def published_version(self) -> int:
-        """The highest version that is known to be served; -1 for none."""
-        return self._summary.published
-
-    @property
-    def reserved_version(self) -> int:
-        """The highest version that some engine was told to serve; -1 for none.
-
-        PUBLISHING counts: a controller that died after writing it may have published, and a
-        version number must never be given to other weights.
-        """
-        return self._summary.reserved
-
-    @property
-    def quarantined(self) -> frozenset[tuple[str, str]]:
-        """(worker, incarnation) of ranks that bytes of an unknown write may still reach.
-
-        The newest `MAX_QUARANTINED`.
-        """
-        return frozenset(self._summary.quarantined)
-
     def start(self) -> int:
         """Record that a controller has started; returns its epoch, which is a new one.
 
         The first one gives the run its lineage, at random.
 
         Raises:
-            ConfigError: it cannot be written; the journal is closed, so that another may try.
+            ConfigError: it cannot be written, or there is no higher epoch; the journal is closed, so
+                that another may try.
         """
-        epoch = self.last_epoch + 1
+        epoch = self.summary.epoch + 1
+        if epoch > MAX_COUNT:
+            self.close()
+            raise ConfigError(f"journal: epoch must be < 2^53, got {epoch}")
         started = JournalEntry(
             JournalKind.STARTED,
             epoch,
-            self.last_round,
-            self.published_version,
-            lineage=self.lineage or secrets.token_hex(8),
+            self.summary.round,
+            self.summary.published,
+            lineage=self.summary.lineage or secrets.token_hex(8),
         )
         try:
             self.append(started)
@@ -231,13 +211,13 @@ class Journal:
             self._compact(self._file)
 
     def _note(self, entry: JournalEntry) -> None:
-        self._summary.add(entry)
+        self.summary.add(entry)
         self.recent.append(entry)
         self._num_lines += 1
 
     def _compact(self, file: LineFile[JournalEntry]) -> None:
         """Without it the journal is long and right: a failure is tried again later."""
-        entries = [*self._summary.entries(), *self.recent]
+        entries = [*self.summary.entries(), *self.recent]
         try:
             file.write_replacement(entries)
             file.replace(file.nbytes)

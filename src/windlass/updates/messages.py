@@ -19,84 +19,18 @@ import msgspec
 
 from windlass.config import CollectiveFabric, P2pBackend, PauseMode, UpdateBackend, UpdateMode
 from windlass.layout.manifest import Role
-from windlass.net.messages import (
-    PROTOCOL_VERSION,
-    Codec,
-    Envelope,
-    Refused,
-    Reply,
-    RoundId,
-    encode,
-)
+from windlass.net.messages import PROTOCOL_VERSION as PROTOCOL_VERSION
+from windlass.net.messages import Codec
+from windlass.net.messages import Envelope as Envelope
+from windlass.net.messages import Refused as Refused
+from windlass.net.messages import Reply as Reply
+from windlass.net.messages import RoundId as RoundId
+from windlass.net.messages import encode as encode
 from windlass.planning.relay import RelayGroup
 from windlass.transfer.bindings import DestinationBinding, GroupOffer, LinkOutcome, WireTensor
 from windlass.transfer.relay_wire import RelayAddress
 from windlass.transports.base import TransportOffer
 from windlass.updates.measures import Measure
-
-__all__ = [
-    "ABORT_NOTICE",
-    "AGENT_FRAMES",
-    "CONTROLLER_FRAMES",
-    "MAX_COUNT",
-    "PROTOCOL_VERSION",
-    "Abort",
-    "AgentFrame",
-    "Announce",
-    "Apply",
-    "BeginPush",
-    "Bound",
-    "CannotJoin",
-    "Command",
-    "ConnectEngine",
-    "ConnectRelay",
-    "ConnectTrainer",
-    "ControllerFrame",
-    "Done",
-    "EngineCommand",
-    "Envelope",
-    "Failure",
-    "FailureKind",
-    "Hello",
-    "JoinGroups",
-    "JoinPushGroup",
-    "NotBound",
-    "Offered",
-    "OpenRelay",
-    "Pause",
-    "Prepare",
-    "Prepared",
-    "Probe",
-    "Publish",
-    "PushCommand",
-    "ReadFiles",
-    "Receive",
-    "ReceiveTensors",
-    "Refused",
-    "Relay",
-    "RelayCommand",
-    "Registered",
-    "RelayOpened",
-    "RelayWrite",
-    "Relayed",
-    "Reply",
-    "Result",
-    "RoundId",
-    "RoundOutcome",
-    "SkipUpstream",
-    "SourceCommand",
-    "TrainerCommand",
-    "UpdateReport",
-    "Verified",
-    "Verify",
-    "Welcome",
-    "Withdraw",
-    "Write",
-    "Written",
-    "decode_agent_frame",
-    "decode_controller_frame",
-    "encode",
-]
 
 MAX_COUNT = (1 << 53) - 1
 """Of versions, epochs and rounds: what JSON and float64 hold exactly, far below what msgpack does."""
@@ -108,11 +42,15 @@ they could not write, is in the log and in the trainers' report, and no engine's
 
 
 class FailureKind(StrEnum):
-    """What an agent's failure means for the round."""
+    """What an agent's failure means for the round.
+
+    TIMED_OUT: the rank waited for others in vain, when it entered a group.
+    """
 
     FAILED = "failed"
     UNKNOWN = "unknown"
     STALE = "stale"
+    TIMED_OUT = "timed_out"
 
 
 # --- agent -> controller -----------------------------------------------------------------
@@ -214,10 +152,11 @@ class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
 
 
 class Bound(msgspec.Struct, frozen=True, tag="bound"):
-    """Engine rank: memory is registered; where to write."""
+    """Engine rank: memory is registered; where to write, and where who passes chunks on to it connects."""
 
     plan_digest: str
     binding: DestinationBinding
+    relay: RelayAddress | None = None
 
 
 class Offered(msgspec.Struct, frozen=True, tag="offered"):
@@ -268,12 +207,6 @@ class Done(msgspec.Struct, frozen=True, tag="done", omit_defaults=True):
     not_resumed: str = ""
 
 
-class RelayOpened(msgspec.Struct, frozen=True, tag="relay_opened"):
-    """Engine rank: who passes chunks on to it connects here."""
-
-    address: RelayAddress
-
-
 class Relayed(msgspec.Struct, frozen=True, tag="relayed"):
     """Engine rank: how its part of a relay went; see `RelayResult`.
 
@@ -295,18 +228,7 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
     message: str
 
 
-Result = (
-    Bound
-    | NotBound
-    | Offered
-    | Prepared
-    | Written
-    | Verified
-    | RelayOpened
-    | Relayed
-    | Done
-    | Failure
-)
+Result = Bound | NotBound | Offered | Prepared | Written | Verified | Relayed | Done | Failure
 
 
 AgentFrame = Hello | CannotJoin | Announce | Withdraw | Reply[Result]
@@ -329,12 +251,30 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class ConnectEngine(msgspec.Struct, frozen=True, tag="connect_engine"):
-    """Register memory for this plan and answer `Bound`. `plan` is the rank's own part."""
+    """Register memory for this plan and answer `Bound`. `plan` is the rank's own part.
+
+    With `relays` listen for chunks that others pass on, too.
+    """
 
     plan: bytes
     plan_digest: str
     mode: UpdateMode
     backend: UpdateBackend = P2pBackend()
+    relays: bool = False
+
+
+class ConnectRelay(msgspec.Struct, frozen=True, tag="connect_relay"):
+    """Bind relay groups, after every member has answered `Bound`: a command to engines, part of another to trainers.
+
+    Attributes:
+        groups: all of them for a trainer, its own for an engine.
+        bindings: of every member for a trainer, of those that it passes on to for an engine.
+        addresses: of every root for a trainer, of those that it passes on to for an engine.
+    """
+
+    groups: tuple[RelayGroup, ...]
+    bindings: tuple[DestinationBinding, ...]
+    addresses: tuple[RelayAddress, ...]
 
 
 class ConnectTrainer(msgspec.Struct, frozen=True, tag="connect_trainer"):
@@ -348,6 +288,7 @@ class ConnectTrainer(msgspec.Struct, frozen=True, tag="connect_trainer"):
     bindings: tuple[DestinationBinding, ...]
     backend: UpdateBackend = P2pBackend()
     replicated: bytes = b""
+    relay: ConnectRelay | None = None
 
 
 class JoinGroups(msgspec.Struct, frozen=True, tag="join_groups"):
@@ -404,24 +345,6 @@ class Receive(msgspec.Struct, frozen=True, tag="receive"):
     version: int
     groups: dict[str, tuple[str, ...]]
     deadline_s: float
-
-
-class OpenRelay(msgspec.Struct, frozen=True, tag="open_relay"):
-    """Engine: listen for chunks and answer `RelayOpened`. After `ConnectEngine`."""
-
-
-class ConnectRelay(msgspec.Struct, frozen=True, tag="connect_relay"):
-    """Bind relay groups. After `ConnectTrainer`, and after `OpenRelay` of every member.
-
-    Attributes:
-        groups: all of them for a trainer, its own for an engine.
-        bindings: of every member for a trainer, of those that it passes on to for an engine.
-        addresses: of every root for a trainer, of those that it passes on to for an engine.
-    """
-
-    groups: tuple[RelayGroup, ...]
-    bindings: tuple[DestinationBinding, ...]
-    addresses: tuple[RelayAddress, ...]
 
 
 class RelayWrite(msgspec.Struct, frozen=True, tag="relay_write"):
@@ -514,13 +437,13 @@ class Probe(msgspec.Struct, frozen=True, tag="probe"):
     """Answer `Done`: commands are carried out in order, so all that came before are over."""
 
 
-TrainerCommand = ConnectTrainer | JoinGroups | Prepare | Write | ConnectRelay | RelayWrite | Abort
+TrainerCommand = ConnectTrainer | JoinGroups | Prepare | Write | RelayWrite | Abort
 """What a trainer rank carries out."""
 
 SourceCommand = ConnectTrainer | Prepare | Write
 """What an engine rank carries out as the source of another engine's weights."""
 
-RelayCommand = OpenRelay | ConnectRelay | Relay | SkipUpstream
+RelayCommand = ConnectRelay | Relay | SkipUpstream
 PushCommand = JoinPushGroup | ReceiveTensors | ReadFiles
 
 EngineCommand = (
@@ -612,6 +535,78 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
     def compare_s(self) -> float:
         """The slowest trainer rank's seconds digesting what was compared."""
         return self.measure(Measure.COMPARE_S)
+
+
+# --- leaders of a trainer that drives an update, by HTTP ---------------------------------
+
+
+class PauseCall(msgspec.Struct, frozen=True, tag="pause"):
+    """Begin an update, or join it; it ends by itself after `session_s`.
+
+    Attributes:
+        stage, num_stages: which of how many leaders this one is, if they declare an order; then
+            the update ends when all of them have continued.
+    """
+
+    session_s: float
+    stage: int = -1
+    num_stages: int = 0
+
+
+class ContinueCall(msgspec.Struct, frozen=True, tag="continue"):
+    """This leader has sent everything; the last one publishes. Nobody does if one is negative."""
+
+    version: int
+
+
+class MembersCall(msgspec.Struct, frozen=True, tag="members"):
+    """Which engine ranks take part."""
+
+
+class GroupCall(msgspec.Struct, frozen=True, tag="group"):
+    """The other half of forming a group."""
+
+    offer: GroupOffer
+    fabric: CollectiveFabric
+
+
+class DistributedCall(msgspec.Struct, frozen=True, tag="distributed"):
+    """The other half of one broadcast."""
+
+    group: str
+    tensors: tuple[WireTensor, ...]
+
+
+class DiskCall(msgspec.Struct, frozen=True, tag="disk"):
+    """Read a checkpoint folder."""
+
+    folder: str
+
+
+CallbackCall = PauseCall | ContinueCall | MembersCall | GroupCall | DistributedCall | DiskCall
+
+
+class CallbackRequest(msgspec.Struct, frozen=True):
+    """A call of a leader; the same `request_id` is the same call, however often it is asked.
+
+    `number` counts the calls of one leader in one update that all engines carry out.
+    """
+
+    request_id: str
+    leader: str
+    call: CallbackCall
+    deadline_s: float
+    number: int = 0
+
+
+class CallbackAnswer(msgspec.Struct, frozen=True):
+    """`error` is one line, empty when it was done; `members` answers `MembersCall`."""
+
+    error: str = ""
+    members: tuple[str, ...] = ()
+
+
+# --- how they are read -------------------------------------------------------------------
 
 
 ControllerFrame = Welcome | Refused | Envelope[Command | Probe] | UpdateReport

@@ -5,7 +5,7 @@ publishes; an engine that serves a version stands still until the next one. So a
 up from a peer, by a round like any other whose sources are that engine's ranks: nobody else is
 paused, and no trainer is asked.
 
-`Resumes`: engine ranks that were told to go on and could not. Their weights are whole and of one
+`ResumeRetries`: engine ranks that were told to go on and could not. Their weights are whole and of one
 version: nothing is wrong with them but that the engine's own server was away, say, when its agent
 asked. Meanwhile they get no traffic. What ends this: the rank goes on, a round pauses it (and has it
 go on itself), it leaves, or `MAX_ATTEMPTS` are over.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, final
 
@@ -38,13 +38,13 @@ from windlass.updates.messages import (
     Result,
     RoundOutcome,
 )
-from windlass.updates.round_types import reply_budget_s
+from windlass.updates.rounds import reply_budget_s
 from windlass.updates.session import AgentSession
 
 if TYPE_CHECKING:
     from windlass.updates.coordinator import Coordinator
 
-__all__ = ["MAX_ATTEMPTS", "CatchUps", "Resumes", "find_donor"]
+__all__ = ["MAX_ATTEMPTS", "CatchUps", "ResumeRetries", "find_donor"]
 
 _log = logging.getLogger(__name__)
 KEPT_ATTEMPTS = 1024
@@ -58,45 +58,6 @@ MAX_ATTEMPTS = 8
 def _backoff_s(num_failed: int) -> float:
     """Seconds to wait after so many failures: 1, 2, 4, ... `MAX_BACKOFF_S`."""
     return min(FIRST_BACKOFF_S * 2.0 ** (num_failed - 1), MAX_BACKOFF_S)
-
-
-@final
-class _Timers:
-    """Named timers of the running loop."""
-
-    def __init__(self) -> None:
-        self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._closed = False
-
-    def __len__(self) -> int:
-        return len(self._timers)
-
-    def call_later(self, name: str, delay_s: float, call: Callable[[], None]) -> None:
-        """Call once, `delay_s` from now, in place of an earlier call of that name.
-
-        Never after `close`: connections end after it, and what their loss begins must not last.
-        """
-        self.cancel(name)
-        if self._closed:
-            return
-
-        def due() -> None:
-            self._timers.pop(name, None)
-            call()
-
-        self._timers[name] = asyncio.get_running_loop().call_later(delay_s, due)
-
-    def cancel(self, name: str) -> None:
-        """Nothing of that name will be called. Idempotent."""
-        if (timer := self._timers.pop(name, None)) is not None:
-            timer.cancel()
-
-    def close(self) -> None:
-        """Nothing is called any more. Idempotent."""
-        self._closed = True
-        for timer in self._timers.values():
-            timer.cancel()
-        self._timers.clear()
 
 
 @dataclass(slots=True)
@@ -135,7 +96,6 @@ class CatchUps:
         self._coordinator, self._fleet = coordinator, fleet
         self._config, self._planner = config, planner
         self._attempts: dict[str, _Attempts] = {}
-        self._timers = _Timers()
 
     async def bring_up(self) -> None:
         """Bring up every engine that does not serve the published version, one after another."""
@@ -148,12 +108,7 @@ class CatchUps:
         Nobody may write what it may still be writing. A process that lives comes back, or has
         come to the end of its write by the deadline of that; if neither happened, it has ended.
         """
-        delay_s = self._config.deadlines.write_s
-        self._timers.call_later(f"lost {identity}", delay_s, lambda: self._presume_ended(identity))
-
-    def close(self) -> None:
-        """Nothing is tried any more. Idempotent."""
-        self._timers.close()
+        self._coordinator.spawn(self._presume_ended(identity))
 
     def forget(self, name: str) -> None:
         """The engine called `name` has lost a rank: what comes back begins anew."""
@@ -223,9 +178,14 @@ class CatchUps:
             _log.warning("%s does not catch up before the next version: %s", name, reason)
             return
         _log.warning("%s did not catch up, again in %g s: %s", name, delay_s, reason)
-        self._timers.call_later(f"again {name}", delay_s, self._coordinator.settle_soon)
+        self._coordinator.spawn(self._try_again(delay_s))
 
-    def _presume_ended(self, identity: Identity) -> None:
+    async def _try_again(self, delay_s: float) -> None:
+        await asyncio.sleep(delay_s)
+        self._coordinator.settle_soon()
+
+    async def _presume_ended(self, identity: Identity) -> None:
+        await asyncio.sleep(self._config.deadlines.write_s)
         agent = self._fleet.find(identity[0])
         away = agent is None or agent.identity != identity
         if away and self._fleet.release(identity):
@@ -234,11 +194,11 @@ class CatchUps:
 
 
 @final
-class Resumes:
+class ResumeRetries:
     """Engine ranks that did not go on. In the coordinator's loop.
 
     Args:
-        coordinator: calls `send` when no round runs, and runs none meanwhile.
+        coordinator: its lock is held while a round runs.
         sessions: of the agents that are connected.
         deadlines: an engine has gone on within both that for going on and that for a pause, which
             would wait behind it.
@@ -252,9 +212,7 @@ class Resumes:
     ) -> None:
         self._coordinator, self._sessions = coordinator, sessions
         self._deadline_s = reply_budget_s(min(deadlines.publish_s, deadlines.pause_s))
-        self._num_told: dict[Identity, int] = {}
-        self._due: set[Identity] = set()
-        self._timers = _Timers()
+        self._retrying: dict[Identity, asyncio.Task[None]] = {}
 
     def heard(self, agent: Agent, reply: Reply[Result]) -> bool:
         """Note a reply; returns whether the rank may be given traffic, or no more, because of it.
@@ -271,48 +229,32 @@ class Resumes:
         before, agent.not_resumed = agent.not_resumed, result.not_resumed
         if not agent.not_resumed:
             self.forget(agent.identity)
-        elif agent.identity not in self._num_told:
+        elif agent.identity not in self._retrying:
             _log.warning("%s did not go on: %s", agent.hello.worker, agent.not_resumed)
-            self._num_told[agent.identity] = 0
-            self._wait(agent)
+            task = self._coordinator.spawn(self._retry(agent))
+            if task is not None:
+                self._retrying[agent.identity] = task
         return bool(before) is not bool(agent.not_resumed)
-
-    async def send(self) -> None:
-        """Tell those whose time has come. No round runs, so that none of them is paused for one."""
-        due, self._due = self._due, set()
-        for identity in sorted(due):
-            session = self._sessions.get(identity[0])
-            if session is None or session.agent.identity != identity:
-                continue
-            self._num_told[identity] += 1
-            again = Abort(f"go on: {session.agent.not_resumed}", deadline_s=self._deadline_s)
-            try:
-                await session.send(Envelope(*self._coordinator.new_epoch(), 1, again))
-            except PeerUnreachable as error:
-                _log.info("%s", error)  # a process that comes back says how it is
-            if identity in self._num_told:  # it has not gone on or left meanwhile
-                self._wait(session.agent)
 
     def forget(self, identity: Identity) -> None:
         """It goes on, or it has left. Idempotent."""
-        if self._num_told.pop(identity, None) is not None:
-            self._due.discard(identity)
-            self._timers.cancel(identity[0])
+        if (task := self._retrying.pop(identity, None)) is not None:
+            task.cancel()
 
-    def close(self) -> None:
-        """Nobody is told any more. Idempotent."""
-        self._timers.close()
-
-    def _wait(self, agent: Agent) -> None:
-        delay_s = _backoff_s(self._num_told[agent.identity] + 1)
-        self._timers.call_later(agent.hello.worker, delay_s, lambda: self._again(agent))
-
-    def _again(self, agent: Agent) -> None:
-        if self._num_told[agent.identity] < MAX_ATTEMPTS:
-            self._due.add(agent.identity)
-            self._coordinator.settle_soon()
-            return
-        worker, reason = agent.hello.worker, agent.not_resumed
+    async def _retry(self, agent: Agent) -> None:
+        worker = agent.hello.worker
+        for num_told in range(MAX_ATTEMPTS):
+            await asyncio.sleep(_backoff_s(num_told + 1))
+            async with self._coordinator.lock:  # else a round might have paused it meanwhile
+                again = Abort(f"go on: {agent.not_resumed}", deadline_s=self._deadline_s)
+                try:
+                    await self._sessions[worker].send(
+                        Envelope(*self._coordinator.new_epoch(), 1, again)
+                    )
+                except PeerUnreachable as error:
+                    _log.info("%s", error)  # a process that comes back says how it is
+        await asyncio.sleep(_backoff_s(MAX_ATTEMPTS + 1))
+        reason = agent.not_resumed
         _log.error(
             "%s stays paused until the next round: told %s times: %s", worker, MAX_ATTEMPTS, reason
         )

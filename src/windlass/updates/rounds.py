@@ -32,18 +32,18 @@ What goes wrong, and what then:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
 from math import inf
-from typing import assert_never
+from typing import assert_never, final
 
 import numpy as np
 
-from windlass.config import UpdateMode
+from windlass.config import BackendTraits, ControlConfig, P2pBackend, UpdateMode
 from windlass.errors import ProtocolError
-from windlass.planning.replicated import DIGESTED, decode_digested
+from windlass.planning.replicated import DIGESTED, Replicated, decode_digested
 from windlass.transfer.bindings import LinkOutcome, LinkStatus
-from windlass.updates.links import LinkLedger, RelayPass
 from windlass.updates.measures import Measure
 from windlass.updates.messages import (
     ABORT_NOTICE,
@@ -70,24 +70,368 @@ from windlass.updates.messages import (
     Write,
     Written,
 )
-from windlass.updates.round_types import (
-    AgentLost,
-    DeadlinePassed,
-    EngineOutcome,
-    EnterPhase,
-    Event,
-    Finish,
-    GiveUp,
-    Instruction,
-    Phase,
-    Replied,
-    RoundSpec,
-    Send,
-    Sent,
-    reply_budget_s,
-)
 
-__all__ = ["RoundMachine"]
+__all__ = [
+    "AgentLost",
+    "DeadlinePassed",
+    "EngineOutcome",
+    "EnterPhase",
+    "Event",
+    "Finish",
+    "GiveUp",
+    "Instruction",
+    "LinkLedger",
+    "Phase",
+    "Replied",
+    "RoundMachine",
+    "RoundSpec",
+    "Send",
+    "Sent",
+    "reply_budget_s",
+]
+
+ANSWER_S = 2.0
+
+
+class Phase(StrEnum):
+    """Where a round is; each has its own deadline."""
+
+    PREPARE = "prepare"
+    WRITE = "write"
+    VERIFY = "verify"
+    PAUSE = "pause"
+    APPLY = "apply"
+    PUBLISH = "publish"
+    DONE = "done"
+
+
+class EngineOutcome(StrEnum):
+    """What became of an engine in this round.
+
+    ACTIVE: still part of it. LEFT_OUT: serves old weights or none; not routed until it holds the
+    published version. MIXED: live weights may be of two versions; stays paused. QUARANTINED: bytes
+    may still land in its memory; not written again by this incarnation. PUBLISHED: serves the
+    version.
+    """
+
+    ACTIVE = "active"
+    LEFT_OUT = "left_out"
+    MIXED = "mixed"
+    QUARANTINED = "quarantined"
+    PUBLISHED = "published"
+
+
+def reply_budget_s(deadline_s: float) -> float:
+    """The share of a deadline, in seconds, that a peer may use before it must answer.
+
+    It must be able to say how far it came even where an engine that cannot be reached took all of
+    its time: silence would end the round for everybody.
+    """
+    return deadline_s - max(0.1 * deadline_s, min(0.3 * deadline_s, ANSWER_S))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundSpec:
+    """What a round is about.
+
+    Attributes:
+        version: to publish; -1 until the trainer names it, where it drives the update.
+        config: mode, deadlines, rewrites.
+        trainers: source workers.
+        engines: engine name -> its rank workers.
+        links: (source, destination) workers that exchange bytes.
+        traits: of how bytes travel. `driven_by_trainer`: the trainer's own calls fill the Write phase,
+            which ends with `Sent`; trainers and links are empty, and every engine verifies.
+        relay: member of a relay group -> those that it passes on to; empty without a relay.
+        replicated: what trainers hold in common and must agree about; None if this round compares
+            nothing.
+        turn, period: see `BlockSchedule.due`.
+        lineage: see `Publish`.
+    """
+
+    version: int
+    config: ControlConfig
+    engines: Mapping[str, tuple[str, ...]]
+    trainers: tuple[str, ...] = ()
+    links: frozenset[tuple[str, str]] = frozenset()
+    traits: BackendTraits = P2pBackend.traits
+    relay: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    replicated: Replicated | None = None
+    turn: int = 0
+    period: int = 1
+    lineage: str = ""
+
+
+# --- events --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Replied:
+    """An agent's answer to `Send.seq`."""
+
+    worker: str
+    seq: int
+    result: Result
+
+
+@dataclass(frozen=True, slots=True)
+class AgentLost:
+    """An agent's connection is closed: the process is dead or unreachable."""
+
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlinePassed:
+    """The deadline of the phase that `EnterPhase.entry` began; ignored when that is over."""
+
+    entry: int
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The round must end.
+
+    Attributes:
+        reason: for a person.
+        is_blocked: the phase that was just entered cannot be recorded and has not begun: none of
+            its commands was sent. Otherwise the trainer that drives the round has failed.
+    """
+
+    reason: str
+    is_blocked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """The trainer that drives the update has sent everything for `version`."""
+
+    version: int
+
+
+Event = Replied | AgentLost | DeadlinePassed | GiveUp | Sent
+
+
+# --- instructions ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a command. `expects_reply` is false for notices that nothing waits for."""
+
+    worker: str
+    seq: int
+    command: Command
+    expects_reply: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class EnterPhase:
+    """A phase begins: start its deadline. `entry` tells a phase from its repetition."""
+
+    phase: Phase
+    entry: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """The round is over.
+
+    Attributes:
+        version: of the round; -1 where the trainer had not named one.
+        outcome: published, aborted (old weights serve) or failed (nobody could be published).
+        reason: one line, empty when published.
+        engines: what became of each. reasons: per engine that does not serve the version.
+        mixed: engines whose live weights may be of two versions, quarantined or not.
+        unsettled: workers that were told to write and did not answer, and the engines that their
+            bytes may still reach.
+        silent: engine ranks that did not answer by a deadline.
+        measures: what ranks reported.
+        digest_ok: no engine reported a wrong digest in the end.
+    """
+
+    version: int
+    outcome: RoundOutcome
+    reason: str
+    engines: Mapping[str, EngineOutcome]
+    reasons: Mapping[str, str]
+    mixed: frozenset[str]
+    unsettled: Mapping[str, tuple[str, ...]]
+    silent: frozenset[str]
+    measures: Mapping[Measure, float]
+    digest_ok: bool
+
+
+Instruction = Send | EnterPhase | Finish
+
+
+# --- links ---------------------------------------------------------------------------------
+
+Link = tuple[str, str]
+"""(source, destination)."""
+
+
+@final
+class LinkLedger:
+    """One round's links.
+
+    Args:
+        links: of the plan.
+        destinations: that verify although no link of a plan leads to them.
+    """
+
+    def __init__(self, links: Iterable[Link], destinations: Iterable[str] = ()) -> None:
+        self._links = tuple(sorted(links))
+        self._links_to: dict[str, list[Link]] = {name: [] for name in destinations}
+        for link in self._links:
+            self._links_to.setdefault(link[1], []).append(link)
+        self._written: dict[Link, str] = {}
+        self._verified: set[str] = set()
+        self._in_flight: dict[str, tuple[str, ...]] = {}
+        self._errors: dict[Link, str] = {}
+
+    @property
+    def in_flight(self) -> dict[str, tuple[str, ...]]:
+        """Sources that were asked to write and did not answer: source -> destinations."""
+        return dict(self._in_flight)
+
+    def unwritten(self, destinations: Collection[str]) -> dict[str, tuple[str, ...]]:
+        """Links to `destinations` that are to be written: source -> destinations."""
+        return _by_source(
+            link for link in self._links if link[1] in destinations and link not in self._written
+        )
+
+    def among(
+        self, sources: Collection[str], destinations: Collection[str]
+    ) -> dict[str, tuple[str, ...]]:
+        """All links from `sources` to `destinations`, written or not."""
+        return _by_source(
+            link for link in self._links if link[0] in sources and link[1] in destinations
+        )
+
+    def ask(self, source: str, destinations: tuple[str, ...]) -> None:
+        """`source` is told to write these links: what was known about them no longer holds."""
+        self._in_flight[source] = destinations
+        for destination in destinations:
+            self._written.pop((source, destination), None)
+            self._verified.discard(destination)
+
+    def answered(self, source: str) -> tuple[str, ...]:
+        """`source` has answered its last request; returns what it was asked for."""
+        return self._in_flight.pop(source, ())
+
+    def written(self, link: Link, digest: str) -> None:
+        """The source says that the link is complete."""
+        self._written[link] = digest
+        self._errors.pop(link, None)
+
+    def failed(self, link: Link, error: str) -> None:
+        """The source says why the link is not complete; one line, for a person."""
+        self._errors[link] = error
+
+    def why(self, links: Iterable[Link]) -> str:
+        """The first reason that is known of these links; empty for none."""
+        return next((self._errors[link] for link in links if self._errors.get(link)), "")
+
+    def forget(self, links: Iterable[Link]) -> None:
+        """These links are not complete, whatever their sources said."""
+        for link in links:
+            self._written.pop(link, None)
+
+    def unverified(self, destinations: Iterable[str]) -> list[str]:
+        """Destinations that have something to verify and have not done so, in the given order."""
+        return [d for d in destinations if d in self._links_to and d not in self._verified]
+
+    def expected(self, destination: str) -> dict[str, str]:
+        """Source -> digest of everything that was written to `destination`."""
+        links = self._links_to.get(destination, ())
+        return {link[0]: self._written[link] for link in links if link in self._written}
+
+    def verify(self, destination: str, mismatched: Collection[str]) -> bool:
+        """Note the destination's answer; false when it names a source that has no such link."""
+        links = {(source, destination) for source in mismatched}
+        if not links <= set(self._links_to.get(destination, ())):
+            return False
+        for link in links:
+            self._written.pop(link, None)
+        if not links:
+            self._verified.add(destination)
+        return True
+
+
+@final
+class RelayPass:
+    """The relayed pass of a round: who still takes part, and which links it left incomplete.
+
+    A round writes by relay once, if every member of every group is still there; whatever that
+    leaves incomplete is written by the trainers, as in a round without a relay.
+
+    Args:
+        children: every member -> those that it passes on to; empty without relay groups.
+    """
+
+    def __init__(self, children: Mapping[str, tuple[str, ...]]) -> None:
+        self._children = children
+        self._was_tried = not children
+        self._running: set[str] = set()
+        self._missed: set[Link] = set()
+        self._is_unseen = False
+
+    def begin(self, active: Collection[str]) -> bool:
+        """Whether what is written now is relayed; at most once."""
+        if self._was_tried:
+            return False
+        self._was_tried = True
+        if not set(self._children) <= set(active):
+            return False
+        self._running, self._is_unseen = set(self._children), True
+        return True
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Everybody who passes on or receives."""
+        return tuple(self._children)
+
+    def is_running(self, worker: str) -> bool:
+        """Whether it takes part and has not answered."""
+        return worker in self._running
+
+    def answered(self, worker: str, missing: Collection[str]) -> None:
+        """A member has ended; the links from `missing` sources are not complete."""
+        self._running.discard(worker)
+        self._missed |= {(source, worker) for source in missing}
+
+    def leave(self, worker: str, *, lost: bool) -> tuple[str, ...]:
+        """A member is no part of the round any more; returns who must not wait for it.
+
+        Unless its process is lost it may still be writing.
+        """
+        if worker not in self._running:
+            return ()
+        if lost:
+            self._running.discard(worker)
+        return self._children[worker]
+
+    def pop_missed(self) -> tuple[bool, frozenset[Link]]:
+        """Whether the pass has just ended, and the links that it did not complete."""
+        is_unseen, missed = self._is_unseen, frozenset(self._missed)
+        self._is_unseen, self._missed = False, set()
+        return is_unseen, missed
+
+    def unsettled(self) -> dict[str, tuple[str, ...]]:
+        """Members that may still be writing -> to whom."""
+        return {worker: self._children[worker] for worker in sorted(self._running)}
+
+
+def _by_source(links: Iterable[Link]) -> dict[str, tuple[str, ...]]:
+    found: dict[str, list[str]] = {}
+    for source, destination in links:
+        found.setdefault(source, []).append(destination)
+    return {source: tuple(names) for source, names in found.items()}
+
+
+# --- the machine ---------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -102,7 +446,7 @@ class RoundMachine:
     """One round. Call `start` once, then `handle` for every event until `Finish` comes out."""
 
     def __init__(self, spec: RoundSpec) -> None:
-        self._spec = spec
+        self._spec, self._config = spec, spec.config
         self._version = spec.version
         self._engines = {name: _Engine(workers) for name, workers in spec.engines.items()}
         self._engine_of = {w: name for name, workers in spec.engines.items() for w in workers}
@@ -116,7 +460,8 @@ class RoundMachine:
         parts = () if spec.replicated is None else spec.replicated.parts
         self._digested = {worker: np.zeros(0, DIGESTED) for worker in parts}
         self._lost_trainers: set[str] = set()
-        self._rewrites_left = spec.max_rewrites
+        self._silent: set[str] = set()
+        self._rewrites_left = spec.config.max_rewrites
         self._wrote = False
         self._all_sent = not spec.traits.driven_by_trainer
         self._digest_ok = True
@@ -145,7 +490,7 @@ class RoundMachine:
     @property
     def _go_on_s(self) -> float:
         """An engine that hangs must be able to say by the deadline that it does not go on."""
-        return reply_budget_s(self._spec.publish_s)
+        return reply_budget_s(self._config.deadlines.publish_s)
 
     def start(self) -> list[Instruction]:
         """Begin."""
@@ -155,7 +500,7 @@ class RoundMachine:
             self._send(trainer, Prepare(self._version, self._spec.turn, period))
         if self._spec.traits.driven_by_trainer:
             self._send_engines(BeginPush())
-        if self._spec.mode is UpdateMode.IN_PLACE:
+        if self._config.mode is UpdateMode.IN_PLACE:
             self._send_pauses()
         self._advance()
         return self._pop_instructions()
@@ -299,6 +644,7 @@ class RoundMachine:
         if trainers:
             self._give_up(f"{', '.join(trainers)}: {reason}")
             return
+        self._silent.update(late)
         for worker in late:
             self._drop(self._engine_of[worker], f"{worker}: {reason}")
 
@@ -351,7 +697,7 @@ class RoundMachine:
             self._enter(Phase.VERIFY)
             for worker in unverified:
                 self._send(worker, Verify(self._version, self._links.expected(worker)))
-        elif self._spec.mode is UpdateMode.STAGED:
+        elif self._config.mode is UpdateMode.STAGED:
             self._enter(Phase.PAUSE)
             self._send_pauses()
         else:
@@ -366,7 +712,7 @@ class RoundMachine:
             self._send_receives(links)
         relayed = self._relay.begin(self._active_workers())
         # Less than the phase has: one link that is stuck must not cost the answer about the others.
-        within_s = reply_budget_s(self._spec.write_s)
+        within_s = reply_budget_s(self._config.deadlines.write_s)
         if relayed:
             for worker in self._relay.members:
                 self._send(worker, Relay(self._version, reply_budget_s(within_s)))
@@ -382,7 +728,7 @@ class RoundMachine:
             for worker in destinations:
                 groups.setdefault(worker, {})[source] = destinations
         for worker, of_worker in groups.items():
-            within_s = reply_budget_s(self._spec.write_s)
+            within_s = reply_budget_s(self._config.deadlines.write_s)
             command = Receive(self._version, of_worker, within_s)
             self._send(worker, command, expects_reply=False)
 
@@ -400,14 +746,14 @@ class RoundMachine:
             f": {error}" if error else ""
         )
         incomplete = {self._engine_of[d] for names in missing.values() for d in names}
-        if self._spec.mode is UpdateMode.STAGED and len(incomplete) == len(self._active()):
+        if self._config.mode is UpdateMode.STAGED and len(incomplete) == len(self._active()):
             self._give_up(reason)
             return
         for engine in sorted(incomplete):
             self._drop(engine, reason)
 
     def _send_pauses(self) -> None:
-        self._send_engines(Pause(self._spec.pause_mode, self._spec.pause_s))
+        self._send_engines(Pause(self._config.pause_mode, self._config.deadlines.pause_s))
 
     # --- endings -----------------------------------------------------------------------------
 
@@ -439,7 +785,7 @@ class RoundMachine:
 
     def _may_be_mixed(self) -> bool:
         """Whether an engine that leaves now may hold bytes of two versions in live memory."""
-        if self._spec.mode is UpdateMode.IN_PLACE and self._spec.traits.lands_live:
+        if self._config.mode is UpdateMode.IN_PLACE and self._spec.traits.lands_live:
             return self._wrote
         return self._phase in {Phase.APPLY, Phase.PUBLISH}
 
@@ -485,6 +831,7 @@ class RoundMachine:
                     source: tuple(sorted({self._engine_of[d] for d in destinations}))
                     for source, destinations in self._writing().items()
                 },
+                silent=frozenset(self._silent),
                 measures={m: m.of_ranks(values) for m, values in self._measured.items()},
                 digest_ok=self._digest_ok,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping
 from typing import final
@@ -9,7 +10,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from windlass.errors import ConfigError, PeerUnreachable, ProtocolError
+from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, ProtocolError, WindlassError
 from windlass.layout.manifest import Role
 from windlass.net.access import Access
 from windlass.net.addresses import HOST_VARIABLE, check_url, is_loopback, is_wildcard
@@ -22,16 +23,21 @@ from windlass.updates.messages import (
     AgentFrame,
     CannotJoin,
     Command,
+    Failure,
     Hello,
     Probe,
     Result,
+    RoundId,
     UpdateReport,
 )
 
 __all__ = [
     "AgentSession",
+    "RankCaller",
     "check_first",
     "check_published",
+    "describe",
+    "failures_of",
     "probe_held",
     "report_to",
 ]
@@ -75,6 +81,63 @@ class AgentSession(Session[Command | Probe, Result]):
             return  # whoever comes back is asked again
 
 
+@final
+class RankCaller:
+    """Calls ranks in one round, or in one binding; a rank that fails is a value, not an exception.
+
+    Args:
+        sessions: by worker name; a process that takes over a name later is not called.
+        round_id: that the calls belong to: an answer counts only from who was asked, in it.
+        first_seq: of the first call, above those of others who send commands of this round.
+    """
+
+    def __init__(
+        self, sessions: Mapping[str, AgentSession], round_id: RoundId, first_seq: int = 1
+    ) -> None:
+        self._sessions, self._round_id, self._seq = dict(sessions), round_id, first_seq
+
+    async def call(
+        self, commands: Mapping[str, Command], deadline_s: float
+    ) -> dict[str, Result | WindlassError]:
+        """Send every rank its command; returns what each answered within `deadline_s`."""
+        answers = await asyncio.gather(
+            *(self._one(worker, command, deadline_s) for worker, command in commands.items())
+        )
+        return dict(zip(commands, answers, strict=True))
+
+    async def _one(
+        self, worker: str, command: Command, deadline_s: float
+    ) -> Result | WindlassError:
+        key = (*self._round_id, self._seq)
+        self._seq += 1
+        session = self._sessions.get(worker)
+        if session is None:
+            return PeerUnreachable(f"{worker}: not connected")
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await (await session.call(key, command))
+        except TimeoutError:
+            return PeerTimeout(f"{worker}: no answer within {deadline_s} s")
+        except PeerUnreachable as error:
+            return error
+        finally:
+            session.forget(key)
+
+
+def failures_of(
+    results: Mapping[str, Result | WindlassError], kind: type[Result]
+) -> dict[str, Result | WindlassError]:
+    """What the ranks said that did not answer with `kind`."""
+    return {worker: result for worker, result in results.items() if not isinstance(result, kind)}
+
+
+def describe(result: Result | WindlassError) -> str:
+    """Why a result is none, in one line."""
+    if isinstance(result, Failure):
+        return result.message
+    return str(result) if isinstance(result, WindlassError) else f"answered {type(result).__name__}"
+
+
 def check_first(first: AgentFrame) -> Hello | CannotJoin:
     """What the first frame of a connection must be, by itself and for the token that it came with.
 
@@ -97,6 +160,14 @@ def check_first(first: AgentFrame) -> Hello | CannotJoin:
                 raise ProtocolError(
                     f"{first.worker}: worker must be group/rank, '{first.group}/{first.rank}'"
                 )
+            check_name(first.incarnation, f"{first.worker}: incarnation")
+            for what, name in (
+                ("host", first.host),
+                ("lineage", first.lineage),
+                ("job", first.job),
+            ):
+                if name:
+                    check_name(name, f"{first.worker}: {what}")
             _check_role(first.worker, first.role)
         case _:
             raise ProtocolError(f"the first frame must be Hello, got {type(first).__name__}")
@@ -122,7 +193,8 @@ def check_published(hello: Hello, host: str) -> None:
     if not hello.url:
         return
     try:
-        check_url(hello.url, f"{hello.worker}: url")
+        # An engine's server may be somebody else's, who decides whether it speaks TLS.
+        check_url(hello.url, f"{hello.worker}: url", may_be_plain=True)
     except ConfigError as error:
         raise ProtocolError(str(error)) from error
     named = urlsplit(hello.url).hostname or ""

@@ -42,7 +42,7 @@ def _show(view: dict[str, Any], console: Console) -> None:
         f"mode {view['mode']}{now}",
         highlight=False,
     )
-    engines = Table("engine", "version", "ranks", "state", "address", box=None)
+    engines = Table("engine", "version", "ranks", "state", "why", "address", box=None)
     for each in view["engines"]:
         state = (
             "serving"
@@ -55,9 +55,11 @@ def _show(view: dict[str, Any], console: Console) -> None:
         )
         ranks = f"{each['ranks']}/{each['world_size']}"
         engines.add_row(
-            each["name"], str(each["version"]), ranks, each["refused"] or state, each["url"]
+            each["name"], str(each["version"]), ranks, state, each["reason"], each["url"]
         )
     console.print(engines)
+    for who, reason in view["refused"].items():
+        console.print(f"refused: {who}: {reason}", highlight=False)
     links = Table("from", "to", "transport", "why", box=None)
     for each in view["links"][:MAX_LINKS]:
         links.add_row(each["source"], each["destination"], each["transport"], each["reason"])

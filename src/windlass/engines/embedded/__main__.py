@@ -20,7 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from windlass.engines.embedded.rank import run_rank
 from windlass.engines.embedded.settings import EngineSettings
 from windlass.engines.embedded.steps import IDLE_TIMEOUT
-from windlass.envs import control_token
+from windlass.envs import control_token, inherited_environment
 from windlass.errors import WindlassError
 from windlass.layout.dtypes import DType
 from windlass.net.addresses import own_address
@@ -105,7 +105,8 @@ def _start_follower(settings: EngineSettings, rank: int, store_port: int) -> Non
         str(store_port),
         msgspec.json.encode(settings).decode(),
     ]
-    follower = subprocess.Popen(command, stdin=subprocess.PIPE)
+    environment = inherited_environment(with_tokens=True)
+    follower = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
 
     def watch() -> None:
         code = follower.wait()

@@ -20,7 +20,7 @@ from windlass.engines.embedded.scheduler import Scheduler
 from windlass.engines.embedded.server import EngineServer
 from windlass.engines.embedded.settings import EngineSettings
 from windlass.engines.embedded.steps import StepChannel, StepKind
-from windlass.envs import ENGINE_TOKEN_VARIABLE, environment_value
+from windlass.envs import ENGINE_TOKEN_VARIABLE, secret_value
 from windlass.errors import ConfigError, PeerTimeout
 from windlass.transports.base import OneSidedTransport
 from windlass.transports.registry import create_transport, parse_transport
@@ -141,7 +141,7 @@ def _lead(this: _Rank) -> None:
         vocab_size=int(shard.config.vocab_size),
         eos_token_ids=_eos_token_ids(shard.config.eos_token_id),
         read_weight=lambda name: _read_weight(shard, name),
-        engine_token=environment_value(ENGINE_TOKEN_VARIABLE),
+        engine_token=secret_value(ENGINE_TOKEN_VARIABLE),
     )
     server.start()
     this.join_fleet(scheduler, url=server.url)

@@ -17,14 +17,15 @@ from windlass.config import PauseMode
 from windlass.engines.embedded.scheduler import Request, Scheduler
 from windlass.engines.embedded.settings import EngineSettings
 from windlass.errors import DECODE_ERRORS, ConfigError, PeerTimeout
-from windlass.net.access import Access, AccessGate, refusal_of, role_token
-from windlass.net.addresses import listen, published_host, url_of
+from windlass.net.access import Access
+from windlass.net.server import ControlServer
 from windlass.rollout.messages import SamplingParams
 
 __all__ = ["EngineServer"]
 
 PAUSE_DEADLINE_S = 30.0
 START_DEADLINE_S = 60.0
+MAX_BODY_NBYTES = 1 << 20
 
 
 class _Generate(msgspec.Struct, frozen=True):
@@ -43,10 +44,11 @@ class _Abort(msgspec.Struct, frozen=True):
     rid: str
 
 
-CLIENT_ROUTES = frozenset(
-    ["/generate", "/abort_request", "/health", "/health_generate", "/server_info", "/model_info"]
+CLIENT_ROUTES = dict.fromkeys(
+    ("/generate", "/abort_request", "/health", "/health_generate", "/server_info", "/model_info"),
+    (Access.CLIENT, Access.WORKER),
 )
-"""What a rollout client may call; the rest is the owner's and the engine's own."""
+"""What a rollout client may call, and a worker that shows its certificate; the rest is the owner's."""
 
 
 class _Version(msgspec.Struct, frozen=True):
@@ -77,27 +79,29 @@ class EngineServer:
         engine_token: str = "",
     ) -> None:
         self._settings = settings
-        self._gate = AccessGate(
-            (
-                (token, Access.OWNER),
-                (role_token(token, Access.CLIENT), Access.CLIENT),
-                (engine_token, Access.CLIENT),
-            )
+        self._server = ControlServer(
+            host=settings.host,
+            port=settings.port,
+            advertise_host=settings.advertise_host,
+            token=token,
+            routes=CLIENT_ROUTES,
+            extra_token=(engine_token, Access.CLIENT),
+            middlewares=[_name_errors],
+            max_body_nbytes=MAX_BODY_NBYTES,
+            what=f"engine {settings.name}",
         )
+        self._server.bind()
         self._scheduler = scheduler
         self._vocab_size = vocab_size
         self._eos = eos_token_ids
         self._read_weight = read_weight
-        where = f"engine {settings.name}"
-        self._host = published_host(settings.host, settings.advertise_host, where)
-        self._socket = listen(settings.host, settings.port, where)
         self._loop = asyncio.new_event_loop()
         self._pauses = 0
 
     @property
     def url(self) -> str:
         """The address that others connect to."""
-        return url_of(self._host, self._socket.getsockname()[1])
+        return self._server.url
 
     def start(self) -> None:
         """Serve from a daemon thread; returns once requests are accepted.
@@ -115,8 +119,7 @@ class EngineServer:
 
     def _serve(self, ready: Future[None]) -> None:
         asyncio.set_event_loop(self._loop)
-        app = web.Application(middlewares=[self._guard])
-        app.add_routes(
+        self._server.add_routes(
             [
                 web.post("/generate", self._generate),
                 web.get("/health", self._health),
@@ -131,39 +134,14 @@ class EngineServer:
                 web.post("/flush_cache", self._health),
             ]
         )
-
-        async def begin() -> None:
-            runner = web.AppRunner(app, access_log=None)
-            await runner.setup()
-            await web.SockSite(runner, self._socket, backlog=1024).start()
-
         try:
-            self._loop.run_until_complete(begin())
+            self._loop.run_until_complete(self._server.start())
         # The boundary of the thread: whatever it is, `start` waits for it.
         except Exception as error:  # noqa: BLE001
             ready.set_exception(error)
             return
         ready.set_result(None)
         self._loop.run_forever()
-
-    @web.middleware
-    async def _guard(
-        self,
-        request: web.Request,
-        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
-    ) -> web.StreamResponse:
-        role = self._gate.role_of(request.headers.get("Authorization", ""))
-        if role is None:
-            return web.json_response({"error": "missing or wrong token"}, status=401)
-        allowed = (Access.CLIENT,) if request.path in CLIENT_ROUTES else ()
-        if refusal := refusal_of(role, request.method, request.path, allowed):
-            return web.json_response({"error": refusal}, status=403)
-        try:
-            return await handler(request)
-        except (ConfigError, *DECODE_ERRORS) as error:
-            return web.json_response({"error": str(error)}, status=400)
-        except PeerTimeout as error:
-            return web.json_response({"error": str(error)}, status=504)
 
     async def _generate(self, http: web.Request) -> web.Response:
         body = msgspec.json.decode(await http.read(), type=_Generate)
@@ -264,6 +242,18 @@ class EngineServer:
     async def _abort(self, http: web.Request) -> web.Response:
         body = msgspec.json.decode(await http.read(), type=_Abort)
         return web.json_response({"aborted": self._scheduler.abort(body.rid)})
+
+
+@web.middleware
+async def _name_errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except (ConfigError, *DECODE_ERRORS) as error:
+        return web.json_response({"error": str(error)}, status=400)
+    except PeerTimeout as error:
+        return web.json_response({"error": str(error)}, status=504)
 
 
 def _resolve(done: asyncio.Future[Request], request: Request) -> None:

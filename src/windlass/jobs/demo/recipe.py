@@ -22,7 +22,7 @@ from windlass.jobs.schedulers.base import Scheduler
 from windlass.rollout.handles import RolloutGroup
 from windlass.rollout.messages import TrainingSample
 from windlass.updates.messages import UpdateReport
-from windlass.updates.round_types import Phase
+from windlass.updates.rounds import Phase
 
 __all__ = ["NUM_SYMBOLS", "RepeatOperand", "reward", "sample_prompt"]
 

@@ -18,6 +18,7 @@ from typing import Any, final
 
 import msgspec
 
+from windlass.envs import inherited_environment
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, TransportUnavailable
 from windlass.jobs.schedulers.base import ProcessSpec
 from windlass.jobs.schedulers.local import LocalScheduler
@@ -100,6 +101,7 @@ class RayBackend(ClusterBackend):
             import ray
         except ImportError as error:
             raise TransportUnavailable("ray: not installed; pip install 'windlass[ray]'") from error
+        inherited_environment()  # takes the tokens out of what Ray's own processes inherit
         tries = 1 if self._address else START_TRIES
         while not self._opened:
             tries -= 1

@@ -9,7 +9,7 @@ from typing import cast
 
 import numpy as np
 import pytest
-from numpy_gpu import KernelTransport, OneProcess
+from numpy_gpu import KernelTransport
 
 from windlass.config import UpdateMode
 from windlass.errors import RoundAborted, TransferFailed, TransferOutcomeUnknown
@@ -22,8 +22,8 @@ from windlass.memory.cuda.gpu import Gpu
 from windlass.planning.planner import plan_transfer
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import LinkStatus
-from windlass.transfer.device_sender import DeviceSender
 from windlass.transfer.receiver import Receiver
+from windlass.transfer.sender import Sender
 from windlass.transports.processes import own_endpoint
 
 SHAPE = (48, 16)
@@ -49,10 +49,10 @@ class Pair:
         region = self.memory.register(self.served.ctypes.data, self.served.nbytes)
         self.receiver = Receiver(self.memory, theirs, [self.served.ctypes.data], [region])
         binding = self.receiver.connect(self.plan.for_destination("engine/0"), UpdateMode.IN_PLACE)
-        self.transport = OneProcess()
-        self.gpu = self.transport.gpu
+        self.transport = KernelTransport()
+        self.gpu = self.transport.mapper.gpu
         where = (ParameterMemory(self.trained.ctypes.data, self.trained.nbytes),)
-        self.sender = DeviceSender(self.transport, ours, lambda: where)
+        self.sender = Sender(self.transport, ours, lambda: where)
         # The endpoint is looked up among this host's processes.
         self.binding = type(binding)(
             worker=binding.worker,
@@ -160,7 +160,7 @@ def test_unknown_is_told_though_nobody_can_look_whether_the_engine_lives(
 
     pair.sender.prepare(0)
     with monkeypatch.context() as patch:
-        patch.setattr("windlass.transfer.device_sender.check_alive", refuse)
+        patch.setattr("windlass.transfer.stored_links.check_alive", refuse)
         patch.setattr(pair.gpu, "wait", late)
         (link,) = pair.sender.write(0, ["engine/0"], SECONDS).links
     assert (link.status, link.error) == (LinkStatus.UNKNOWN, "late")

@@ -1,0 +1,260 @@
+"""Links of a trainer rank that kernels store: every op straight into its place, on GPUs of one host.
+
+No arena, no staging memory, no copy at either end: the kernels read the parameters where they lie,
+cast or quantise in registers, hash what they store, and store it through NVLink into the engine.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import final
+
+import numpy as np
+
+from windlass.errors import PeerUnreachable, RegionError, TransferFailed, TransferOutcomeUnknown
+from windlass.memory.cuda.driver import Event
+from windlass.memory.cuda.gpu import end_queued
+from windlass.memory.cuda.links import WORDS_NBYTES, DeviceLink, load_link, read_sent, unload_links
+from windlass.memory.cuda.pieces import block_tables
+from windlass.memory.cuda.sources import SourceMemory
+from windlass.memory.ops import UInt64Array
+from windlass.net.clock import Deadline
+from windlass.planning.program import LinkProgram
+from windlass.transfer.base import ParameterMemory
+from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus
+from windlass.transfer.replica import Replica
+from windlass.transfer.write_progress import PartWritten, ProgressNotifier
+from windlass.transports.base import PeerMapper
+from windlass.transports.processes import check_alive
+
+__all__ = ["StoredLinks"]
+
+
+@final
+class StoredLinks:
+    """See the module. The parameters are on the GPU, or in host memory beside it. Not thread-safe.
+
+    Memory: allocates piece tables only; pins parameters that are in pageable host memory until they move.
+
+    Args:
+        mapper: of the GPU that holds the parameters or reads them; its transport is closed by the caller.
+        worker: this rank.
+
+    Attributes:
+        gpu: whose kernels store.
+    """
+
+    def __init__(self, mapper: PeerMapper, worker: str) -> None:
+        self._mapper, self._worker = mapper, worker
+        self.gpu = mapper.gpu
+        self._sources = SourceMemory(mapper.gpu.device)
+        self._located: tuple[ParameterMemory, ...] = ()
+        self._reached: UInt64Array = np.zeros(0, np.uint64)
+        self._programs: dict[str, tuple[LinkProgram, UInt64Array]] = {}
+        self._links: dict[str, DeviceLink] = {}
+        self._bindings: dict[str, DestinationBinding] = {}
+        self._notifier = ProgressNotifier()
+
+    def __contains__(self, name: object) -> bool:
+        """Whether a link is prepared."""
+        return name in self._links
+
+    def unbind(self, bindings: Iterable[DestinationBinding]) -> None:
+        """Have no links; of peers' memory only that of `bindings` stays mapped.
+
+        Raises:
+            TransferOutcomeUnknown: kernels of an earlier write may still go on.
+        """
+        self.gpu.refuse_late()
+        self._drop()
+        self._mapper.keep_mapped(r for binding in bindings for r in binding.regions)
+
+    def bind(
+        self, programs: Sequence[LinkProgram], bindings: Mapping[str, DestinationBinding]
+    ) -> None:
+        """Map the peers' memory; after `unbind`.
+
+        Args:
+            programs: of these links.
+            bindings: of their destinations, checked.
+
+        Raises:
+            RegionError: a parameter of a peer is not whole in one region.
+            PeerUnreachable, TransferFailed: see `PeerMapper.map_region`.
+        """
+        used = {program.peer: bindings[program.peer] for program in programs}
+        self._programs = {p.peer: (p, self._reach(p, used[p.peer])) for p in programs}
+        self._bindings = used
+
+    def prepare(self, located: tuple[ParameterMemory, ...], replica: Replica | None) -> None:
+        """Cut the ops and upload the tables if parameters have moved; copy them into a replica.
+
+        Raises:
+            RegionError: memory of another GPU.
+            TransferFailed: host memory that cannot be pinned.
+            TransferOutcomeUnknown: the copy may still go on.
+        """
+        if located != self._located:
+            self._located = ()
+            if replica is None:
+                self._unload()
+            reached = self._sources.reach([(memory.address, memory.nbytes) for memory in located])
+            self._reached = np.array(reached, np.uint64)
+        read = self._reached
+        if replica is not None:
+            read = replica.take(self._reached)
+            if self._sources.has_pinned:  # what its owner may free now must not stay locked
+                self._sources.close()
+                located = ()
+        if not self._links:
+            self._load(read)
+        self._located = located
+
+    def write(
+        self, version: int, names: Sequence[str], deadline: Deadline, *, settled: bool
+    ) -> tuple[dict[str, LinkOutcome], float]:
+        """Store these links, in this order; outcomes, and seconds.
+
+        Args:
+            version: of the weights.
+            names: destinations, all of them prepared.
+            deadline: for it.
+            settled: what is read stands still whatever is queued. Otherwise work that this process has
+                queued on the GPU before, such as an optimiser step, is waited for first; where that takes
+                all of the time, links are FAILED, as nothing of them was sent.
+
+        Raises:
+            TransferFailed: the GPU reports an error; nothing more can be done with it.
+            TransferOutcomeUnknown: it does, and what was queued before may still go on.
+        """
+        try:
+            if settled:
+                self.gpu.refuse_late()
+            else:
+                self.gpu.settle(deadline.seconds)
+        except (TransferFailed, TransferOutcomeUnknown) as error:
+            is_late = isinstance(error, TransferOutcomeUnknown)
+            status = LinkStatus.UNKNOWN if is_late else LinkStatus.FAILED
+            return {name: LinkOutcome(name, status, 0, "", str(error)) for name in names}, 0.0
+        began = time.perf_counter()
+        gone = {name: why for name in names if (why := self._is_gone(name))}
+        write = secrets.token_hex(8)
+        try:
+            queued = [
+                (self._bindings[name].listener, part, event)
+                for name in names
+                if name not in gone
+                for part, event in self._queue(name, version, write)
+            ]
+        # Whatever stops it half way: what was queued before must be over, or it is not known.
+        except Exception as error:
+            end_queued(self.gpu, error, deadline.remaining_s)
+            raise
+        late = self._follow(queued, deadline)
+        wire_s = time.perf_counter() - began
+        return {name: self._outcome(name, gone.get(name, ""), late) for name in names}, wire_s
+
+    def close(self) -> None:
+        """Free the tables, unmap the peers, let go of pinned memory. Idempotent.
+
+        What late kernels may still read stays until the process ends.
+        """
+        self._notifier.close()
+        if not self.gpu.is_late:
+            self._drop()
+            self._mapper.keep_mapped(())
+
+    def _load(self, sources: UInt64Array) -> None:
+        """A replica does not move, so its tables are cut once."""
+        links: dict[str, DeviceLink] = {}
+        with ExitStack() as undo:
+            undo.callback(lambda: unload_links(self.gpu, links))
+            for peer, (program, targets) in self._programs.items():
+                tables = block_tables(program, sources, targets)
+                links[peer] = load_link(self.gpu, program, tables)
+            undo.pop_all()
+        self._links = links
+
+    def _unload(self) -> None:
+        unload_links(self.gpu, self._links)
+        self._links = {}
+
+    def _drop(self) -> None:
+        self._unload()
+        self._sources.close()
+        self._bindings, self._programs, self._located = {}, {}, ()
+
+    def _reach(self, program: LinkProgram, binding: DestinationBinding) -> UInt64Array:
+        """The peer's parameter addresses as this process reaches them.
+
+        Every op must stay in the region that its parameter begins in: another region of the peer
+        is mapped elsewhere here.
+        """
+        mapped = [self._mapper.map_region(region) for region in binding.regions]
+        around = []
+        for address in binding.parameter_addresses:
+            inside = [m for m in mapped if m.start <= address < m.stop]
+            if not inside:
+                raise RegionError(
+                    f"connect: {binding.worker} published no region around parameter at {address:#x}"
+                )
+            around.append(inside[0])
+        for op in program.ops:
+            start = binding.parameter_addresses[op.dst_parameter] + op.dst_offset
+            reach = sum((n - 1) * s for n, s in zip(op.sizes, op.dst_strides, strict=True))
+            if start + reach + op.dst_dtype.itemsize > around[op.dst_parameter].stop:
+                raise RegionError(
+                    f"connect: {binding.worker}: parameter {op.dst_parameter} must lie in one region"
+                )
+        addresses = [
+            address + region.shift
+            for address, region in zip(binding.parameter_addresses, around, strict=True)
+        ]
+        return np.array(addresses, np.uint64)
+
+    def _queue(self, name: str, version: int, write: str) -> list[tuple[PartWritten, Event]]:
+        """Queue the stores of a link; what is written when each event is reached."""
+        gpu, stream, link = self.gpu, self.gpu.stream, self._links[name]
+        listens = bool(self._bindings[name].listener)
+        gpu.device.clear(link.digest, WORDS_NBYTES, stream)
+        queued = []
+        for number, table in enumerate(link.tables):
+            for part in table.parts if listens else (range(table.num_pieces),):
+                gpu.kernels.put(table, stream, link.digest, part)
+                written = PartWritten(self._worker, version, write, number, part.start, part.stop)
+                queued.append((written, stream.record()))
+        return queued
+
+    def _follow(self, queued: Sequence[tuple[str, PartWritten, Event]], deadline: Deadline) -> str:
+        """Notify the peers as parts are written; empty, or why it is not known whether all have."""
+        try:
+            for listener, part, event in queued:
+                self.gpu.wait(event, deadline.remaining_s)
+                if listener:
+                    self._notifier.notify(listener, part)
+        except TransferOutcomeUnknown as error:
+            return str(error)
+        return ""
+
+    def _is_gone(self, name: str) -> str:
+        try:
+            check_alive(self._bindings[name].endpoint)
+        except PeerUnreachable as error:
+            return str(error)
+        except OSError:  # such as too many open files: nobody knows that it is gone
+            return ""
+        return ""
+
+    def _outcome(self, name: str, gone: str, late: str) -> LinkOutcome:
+        link = self._links[name]
+        if gone or (gone := self._is_gone(name)):
+            return LinkOutcome(name, LinkStatus.UNREACHABLE, 0, "", gone)
+        if late:
+            return LinkOutcome(name, LinkStatus.UNKNOWN, 0, "", late)
+        digest, overflow = read_sent(self.gpu, link.digest, link.program)
+        if overflow:
+            return LinkOutcome(name, LinkStatus.FAILED, 0, "", overflow)
+        return LinkOutcome(name, LinkStatus.OK, link.program.nbytes, digest)

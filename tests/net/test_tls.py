@@ -1,0 +1,372 @@
+"""TLS: who is believed, whose role a certificate names, and that nothing is spoken in clear beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from certificates import Authority
+from fake_agents import FakeEngineRank, engine_manifest, fake_hello, trainer_manifest
+from fake_engine import FakeEngine
+from fake_fleet import TOKEN, FakeFleet
+
+import windlass
+from windlass.cli.controller import fetch_overview
+from windlass.config import ControlConfig
+from windlass.envs import temporary_values
+from windlass.errors import (
+    AuthenticationError,
+    ConfigError,
+    PeerUnreachable,
+    ProtocolError,
+)
+from windlass.net import listener
+from windlass.net.access import ROUTES, Access, role_of_certificate, role_token
+from windlass.net.server import ControlServer
+from windlass.net.sockets import open_http
+from windlass.net.tls import client_context
+from windlass.rollout import RolloutController, SamplingParams, StalenessPolicy, StaticEngines
+from windlass.rollout.batches import BatchQueue
+from windlass.rollout.client import BatchClient
+from windlass.rollout.service import mount_rollout_routes
+from windlass.updates.client import AgentChannel
+
+NO_FILES = {"WINDLASS_TLS_CA": "", "WINDLASS_TLS_CERT": "", "WINDLASS_TLS_KEY": ""}
+METHODS = {"/v1/callback": "POST", "/v1/workers": "POST", "/v1/completions": "POST"}
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+@contextmanager
+def environment(values: dict[str, str]) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in values.items():
+            patch.setenv(name, value)
+        yield
+
+
+@contextmanager
+def served(files: dict[str, str], token: str = TOKEN) -> Iterator[str]:
+    """The address of `windlass serve` with these files."""
+    process = subprocess.Popen(
+        (sys.executable, "-m", "windlass.cli.main", "serve"),
+        env={**os.environ, "WINDLASS_TOKEN": token, **files},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.wait(30)
+        process.stdout.close()
+
+
+async def test_a_client_believes_its_authority_and_nobody_else(
+    authority: Authority, tmp_path: Path
+) -> None:
+    stranger = Authority(tmp_path)
+    with served(authority.issue()) as url:
+        assert url.startswith("https://127.0.0.1:")
+        with environment(authority.issue()):
+            assert (await fetch_overview(url, TOKEN, 10.0))["published_version"] == -1
+            with pytest.raises(AuthenticationError):
+                await fetch_overview(url, "wrong", 10.0)
+            plain = url.replace("https", "http")
+            with pytest.raises(ConfigError, match="controller must be https://"):
+                await fetch_overview(plain, TOKEN, 10.0)
+        with environment(stranger.issue()), pytest.raises(PeerUnreachable, match="CERTIFICATE"):
+            await fetch_overview(url, TOKEN, 10.0)
+        with environment(NO_FILES):
+            with pytest.raises(PeerUnreachable):  # nothing is served in clear
+                await fetch_overview(plain, TOKEN, 10.0)
+            with pytest.raises(PeerUnreachable, match="CERTIFICATE"):
+                await fetch_overview(url, TOKEN, 10.0)
+        # Its own authority is believed, and it is none of the server's.
+        believing = stranger.issue("owner", believes=authority)
+        with environment(believing), pytest.raises(PeerUnreachable):
+            await fetch_overview(url, TOKEN, 10.0)
+    for files in (authority.issue(expired=True), authority.issue(host="other.example")):
+        with (
+            served(files) as url,
+            environment(authority.issue()),
+            pytest.raises(PeerUnreachable, match="CERTIFICATE"),
+        ):
+            await fetch_overview(url, TOKEN, 10.0)
+
+
+async def test_a_blocking_client_and_an_agent_verify_the_server_too(
+    authority: Authority, tmp_path: Path
+) -> None:
+    with served(authority.issue()) as url:
+
+        def ask() -> None:
+            with BatchClient(url, TOKEN) as batches:
+                batches.next_batch(0, 0, 1, deadline_s=0.5)
+
+        def join() -> None:
+            hello = fake_hello(engine_manifest("a/0", 2), group="a")
+            with AgentChannel(url, TOKEN, lambda: hello, FakeEngineRank("a/0", 2)) as channel:
+                channel.connect(5.0)
+
+        with environment(authority.issue()):
+            await asyncio.to_thread(join)
+            with pytest.raises(windlass.PeerTimeout, match=r"504|none"):
+                await asyncio.to_thread(ask)
+        with environment(Authority(tmp_path).issue()):
+            for call in (ask, join):
+                with pytest.raises(windlass.PeerTimeout, match="CERTIFICATE_VERIFY_FAILED"):
+                    await asyncio.to_thread(call)
+
+
+@pytest.mark.parametrize("role", list(Access))
+async def test_a_certificate_opens_the_routes_of_its_role_and_no_others(
+    role: Access, authority: Authority
+) -> None:
+    with environment(authority.issue()):
+        async with windlass.Controller(token=TOKEN) as controller:
+            with environment(authority.issue(role.value)):
+                http = open_http("")
+            async with http:
+                for route, allowed in ROUTES.items():
+                    if "{" in route:
+                        continue
+                    method = METHODS.get(route, "GET")
+                    async with http.request(method, controller.url + route) as answer:
+                        refused = answer.status in {401, 403}
+                        assert refused is (role not in {Access.OWNER, *allowed}), (
+                            route,
+                            answer.status,
+                        )
+                # Whoever shows a token is judged by it.
+                for token, status in (("wrong", 401), (role_token(TOKEN, Access.OBSERVER), 200)):
+                    headers = {"Authorization": f"Bearer {token}"}
+                    async with http.get(controller.url + "/v1/status", headers=headers) as answer:
+                        assert answer.status == status
+
+
+async def test_a_certificate_without_a_role_opens_nothing(authority: Authority) -> None:
+    with environment(authority.issue()):
+        async with windlass.Controller(token="") as controller, open_http("") as http:
+            async with http.get(controller.url + "/v1/status") as answer:
+                assert answer.status == 401
+            # Nothing follows from an empty secret, which everybody knows.
+            for role in Access:
+                assert role_token("", role) == ""
+            headers = {"Authorization": "Bearer "}
+            async with http.get(controller.url + "/v1/status", headers=headers) as answer:
+                assert answer.status == 401
+
+
+def test_a_certificate_names_one_role_or_none() -> None:
+    def subject(*units: str) -> dict[str, object]:
+        return {"subject": tuple((("organizationalUnitName", unit),) for unit in units)}
+
+    assert role_of_certificate(subject("windlass-engine")) is Access.ENGINE
+    assert role_of_certificate(subject("research", "windlass-engine")) is Access.ENGINE
+    for units in (
+        ("windlass-engine", "windlass-trainer"),
+        ("engine",),
+        ("windlass-",),
+        ("windlass-king",),
+        ("windlass-engine", "windlass-king"),
+    ):
+        assert role_of_certificate(subject(*units)) is None
+    assert role_of_certificate({"subject": ((("commonName", "windlass-owner"),),)}) is None
+    assert role_of_certificate({}) is None
+    assert role_of_certificate(None) is None
+
+
+async def test_a_fleet_of_certificates_is_updated_without_any_token(authority: Authority) -> None:
+    with environment(authority.issue()):
+        async with FakeFleet(ControlConfig()) as rig:
+            assert rig.server.url.startswith("https://")
+            rig.token = ""
+            with environment(authority.issue("trainer")):
+                for index in range(rig.num_trainers):
+                    await rig.add_trainer(index)
+            with environment(authority.issue("engine")):
+                await rig.add_engine("a")
+                hello = fake_hello(trainer_manifest("trainer/0", 0, 2), group="trainer")
+                with pytest.raises(ProtocolError, match="role engine may not join as trainer"):
+                    await rig.connect(hello, FakeEngineRank("trainer/0", 2))
+            await rig.coordinator.wait_for_fleet(num_trainers=2, engines=("a",), deadline_s=20)
+            assert (await rig.publish(0)).outcome == "published"
+            assert rig.routable == {"a": 0}
+
+
+async def test_a_worker_with_a_certificate_alone_draws_a_rollout(authority: Authority) -> None:
+    engines = StaticEngines()
+    with environment(authority.issue("owner")):
+        async with (
+            FakeEngine("a") as engine,
+            RolloutController(engines, StalenessPolicy.unbounded(100)) as controller,
+        ):
+            server = ControlServer(host="127.0.0.1", port=0, token="")
+            mount_rollout_routes(server, controller, BatchQueue())
+            await server.start()
+            engines.set([engine.entry])
+            worker = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "windlass.rollout.worker", "--name", "worker-0"),
+                *("--controller", server.url),
+                env={**os.environ, **authority.issue("worker")},
+            )
+            try:
+                await controller.wait_for_workers(1, deadline_s=30)
+                assert all(
+                    link.hello.url.startswith("https://") for link in controller._workers.values()
+                )
+                rollout = await controller.submit((3, 5), SamplingParams(max_new_tokens=2))
+                assert len(rollout.output_ids) == 2
+            finally:
+                worker.kill()
+                await worker.wait()
+                await controller.close()
+                await server.close()
+
+
+@pytest.mark.parametrize("shakes_hands", [False, True], ids=["silent", "after-the-handshake"])
+async def test_strangers_of_a_tls_listener_are_few_and_do_not_last(
+    shakes_hands: bool, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        listener.Listener.__init__,
+        "__kwdefaults__",
+        {"tls": None, "stranger_s": 2.0, "max_strangers": 4},
+    )
+    with environment(authority.issue()):
+        server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
+        context = client_context() if shakes_hands else None
+        await server.start()
+        try:
+            port = urlsplit(server.url).port
+            async with open_http(TOKEN) as kept:
+                async with kept.get(server.url + "/nothing") as answer:
+                    assert answer.status == 404
+                strangers = [
+                    await asyncio.open_connection("127.0.0.1", port, ssl=context) for _ in range(6)
+                ]
+                async with asyncio.timeout(1.5):  # the oldest have made room
+                    for reader, _ in strangers[:2]:
+                        await read_to_end(reader)
+                async with asyncio.timeout(10):  # the others have shown no token in time
+                    for reader, _ in strangers:
+                        await read_to_end(reader)
+                async with kept.get(server.url + "/nothing") as answer:
+                    assert answer.status == 404
+                assert server._listener is not None
+                assert not server._listener._strangers
+            for _, writer in strangers:
+                writer.close()
+        finally:
+            await server.close()
+
+
+async def read_to_end(reader: asyncio.StreamReader) -> None:
+    try:
+        while await reader.read(1024):
+            pass
+    except OSError:  # reset, or cut within TLS
+        return
+
+
+async def test_a_request_behind_the_handshake_in_one_segment_is_answered(
+    authority: Authority,
+) -> None:
+    with environment(authority.issue()):
+        server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
+        await server.start()
+        context = client_context()
+        assert context is not None
+
+        def ask() -> bytes:
+            incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+            tls = context.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
+            with socket.create_connection(("127.0.0.1", urlsplit(server.url).port or 0)) as plain:
+                plain.settimeout(10)
+                while True:
+                    try:
+                        tls.do_handshake()
+                        break
+                    except ssl.SSLWantReadError:
+                        plain.sendall(outgoing.read())
+                        incoming.write(plain.recv(1 << 16))
+                tls.write(b"GET /nothing HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+                plain.sendall(outgoing.read())
+                while True:
+                    try:
+                        return tls.read(1 << 16)
+                    except ssl.SSLWantReadError:
+                        incoming.write(plain.recv(1 << 16))
+
+        try:
+            assert b"401" in await asyncio.to_thread(ask)
+        finally:
+            await server.close()
+
+
+async def test_an_open_handshake_does_not_hold_up_the_end_of_a_server(authority: Authority) -> None:
+    with environment(authority.issue()):
+        server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
+        await server.start()
+        reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(server.url).port)
+        await asyncio.sleep(0.05)
+        async with asyncio.timeout(5):
+            await server.close()
+            await read_to_end(reader)
+        writer.close()
+
+
+def test_files_that_do_not_go_together_are_refused_by_name(authority: Authority) -> None:
+    files = authority.issue()
+    ca = {**NO_FILES, "WINDLASS_TLS_CA": files["WINDLASS_TLS_CA"]}
+    with environment(ca), pytest.raises(ConfigError, match=r"WINDLASS_TLS_CERT .* must be set"):
+        ControlServer(host="127.0.0.1", port=0, token=TOKEN)
+    with (
+        environment({**files, "WINDLASS_TLS_KEY": ""}),
+        pytest.raises(ConfigError, match="together"),
+    ):
+        ControlServer(host="127.0.0.1", port=0, token=TOKEN)
+    other = authority.issue()["WINDLASS_TLS_KEY"]
+    with environment({**files, "WINDLASS_TLS_KEY": other}), pytest.raises(ConfigError, match="PEM"):
+        ControlServer(host="127.0.0.1", port=0, token=TOKEN)
+    with (
+        environment({**files, "WINDLASS_TLS_CA": "/nowhere"}),
+        pytest.raises(ConfigError, match="PEM"),
+    ):
+        client_context()
+
+
+async def test_where_tls_is_required_a_plain_controller_address_is_refused_everywhere(
+    authority: Authority,
+) -> None:
+    plain = "http://127.0.0.1:1"
+    with environment(authority.issue()):
+        for make in (
+            lambda: BatchClient(plain, TOKEN),
+            lambda: windlass.RolloutCallback(plain, TOKEN),
+            lambda: AgentChannel(
+                plain,
+                TOKEN,
+                lambda: fake_hello(engine_manifest("a/0", 2), group="a"),
+                FakeEngineRank("a/0", 2),
+            ),
+        ):
+            with pytest.raises(ConfigError, match="must be https://"):
+                make()
+    with temporary_values(NO_FILES):
+        BatchClient(plain, TOKEN).close()

@@ -1,0 +1,59 @@
+"""Files of the disk backend belong to their owner, whoever else may write to the folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_agents import engine_manifest
+
+from windlass.errors import TransferFailed
+from windlass.memory.host import HostMemory
+from windlass.transfer import disk_files
+from windlass.transfer.disk_files import DiskIndex, read_index, write_shards
+
+MANIFEST = engine_manifest("trainer/0", 1)
+
+
+def write(folder: Path) -> DiskIndex:
+    held = [np.full(parameter.nbytes, 7, np.uint8) for parameter in MANIFEST.parameters]
+    addresses = tuple(int(memory.ctypes.data) for memory in held)
+    return write_shards(folder, 1, MANIFEST, addresses, HostMemory())
+
+
+@pytest.fixture(autouse=True)
+def everybody_may_read() -> object:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def test_nobody_else_can_read_weights_on_disk(tmp_path: Path) -> None:
+    index = write(tmp_path)
+    home = disk_files.version_folder(tmp_path, 1)
+    assert home.stat().st_mode & 0o777 == 0o700
+    files = sorted(home.iterdir())
+    assert {path.name for path in files} == {index.file, "trainer%2F0.json"}
+    assert [path.stat().st_mode & 0o777 for path in files] == [0o600, 0o600]
+
+
+def test_a_link_under_a_temporary_name_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("secret")
+    home = disk_files.version_folder(tmp_path, 1)
+    home.mkdir()
+    (home / "trainer%2F0.json.tmp").symlink_to(victim)
+    write(tmp_path)
+    assert victim.read_text() == "secret"
+    assert read_index(tmp_path, 1, "trainer/0").version == 1
+
+    # Even a name that somebody has foretold is not opened through a link.
+    monkeypatch.setattr(os, "urandom", lambda nbytes: bytes(nbytes))
+    (home / f"trainer%2F0.{bytes(4).hex()}.safetensors.{bytes(8).hex()}.tmp").symlink_to(victim)
+    with pytest.raises(TransferFailed, match="File exists"):
+        write(tmp_path)
+    assert victim.read_text() == "secret"

@@ -1,0 +1,121 @@
+"""What a plan covers and how evenly it loads the senders, measured beside the plan.
+
+The routing carries its own certificate: for the set S of the k most loaded senders, the
+bytes that only ranks in S hold must leave from S, hence no routing has a sender with
+fewer than bytes / k. The best k is the lower bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from windlass.layout.manifest import Int64Array, ShardManifest
+from windlass.planning.plan import ITEMSIZES, CopyMode, Reason, TransferPlan
+from windlass.planning.planner import PlanPolicy, plan_transfer, route
+from windlass.planning.quantize import payload_sizes
+
+__all__ = [
+    "CoverageReport",
+    "PlannedTransfer",
+    "RoutingReport",
+    "certify",
+    "plan_with_reports",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoverageReport:
+    """What a plan covers, in bytes of the destinations.
+
+    Attributes:
+        needed: bytes that the destinations declare, padding not counted.
+        covered: bytes that the plan writes; equal to `needed` in every plan that exists.
+        by_mode: bytes per mode.
+        by_reason: bytes per reason.
+        unused_tensors: names that sources hold and no destination wants.
+    """
+
+    needed: int
+    covered: int
+    by_mode: Mapping[CopyMode, int]
+    by_reason: Mapping[Reason, int]
+    unused_tensors: tuple[str, ...]
+
+    @property
+    def fraction(self) -> float:
+        """`covered / needed`, 1.0 when nothing is needed."""
+        return self.covered / self.needed if self.needed else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingReport:
+    """How evenly the senders are loaded.
+
+    Attributes:
+        egress: (num_sources,) bytes each source sends.
+        lower_bound: bytes that the busiest sender must send under any routing.
+        certificate: indices of the sources that prove `lower_bound`.
+    """
+
+    egress: Int64Array
+    lower_bound: float
+    certificate: tuple[int, ...]
+
+    @property
+    def imbalance(self) -> float:
+        """Busiest sender over the lower bound, >= 1."""
+        return float(self.egress.max()) / self.lower_bound if self.lower_bound else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedTransfer:
+    """A plan and what was measured beside it."""
+
+    plan: TransferPlan
+    coverage: CoverageReport
+    routing: RoutingReport
+
+
+def plan_with_reports(
+    sources: Sequence[ShardManifest],
+    destinations: Sequence[ShardManifest],
+    policy: PlanPolicy | None = None,
+) -> PlannedTransfer:
+    """As `plan_transfer`, with coverage and routing measured."""
+    plan = plan_transfer(sources, destinations, policy)
+    given, ops = route(sources, destinations, policy or PlanPolicy()), plan.ops
+    src, dst, names = given.src, given.dst, given.names
+    payload = payload_sizes(dst.sizes, dst.transform)
+    unused = np.setdiff1d(src.tensor, dst.tensor)
+    coverage = CoverageReport(
+        needed=int((payload.prod(axis=1) * ITEMSIZES[dst.dtype]).sum()),
+        covered=plan.nbytes,
+        by_mode={m: int(ops.nbytes[ops.mode == m].sum()) for m in CopyMode},
+        by_reason={r: int(ops.nbytes[ops.reason == r].sum()) for r in Reason},
+        unused_tensors=tuple(sorted(names.names[int(index)] for index in unused)),
+    )
+    egress = np.bincount(ops.src, ops.nbytes, len(sources)).astype(np.int64)
+    routing = certify(egress, given.group_nbytes.astype(np.int64), given.groups)
+    return PlannedTransfer(plan=plan, coverage=coverage, routing=routing)
+
+
+def certify(
+    egress: Int64Array, group_nbytes: Int64Array, holders: Sequence[tuple[int, ...]]
+) -> RoutingReport:
+    """Measure the loads against the best lower bound over prefixes of the most loaded senders."""
+    order = np.argsort(-egress, kind="stable")
+    position = np.empty(len(order), np.int64)
+    position[order] = np.arange(len(order))
+    forced = np.zeros(len(order), np.int64)
+    for of_group, nbytes in zip(holders, group_nbytes.tolist(), strict=True):
+        forced[position[list(of_group)].max()] += nbytes
+    bounds = np.cumsum(forced) / np.arange(1, len(order) + 1)
+    best = int(bounds.argmax())
+    return RoutingReport(
+        egress=egress,
+        lower_bound=float(bounds[best]),
+        certificate=tuple(sorted(order[: best + 1].tolist())),
+    )
