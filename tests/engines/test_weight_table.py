@@ -34,7 +34,7 @@ from windlass.errors import (
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role
-from windlass.memory.digest import new_digest
+from windlass.memory.packing import new_digest
 from windlass.planning.planner import plan_transfer
 from windlass.testing.resting_engine import RestingEngine
 from windlass.transfer.receiver import Receiver

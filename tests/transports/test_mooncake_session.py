@@ -60,7 +60,7 @@ sys.stdin.readline()
 
 @pytest.fixture
 def owner() -> Iterator[PeerProcess]:
-    """A process that registers memory and knows nothing of who vouches for it."""
+    """A process that registers memory and knows nothing of who stands in for it."""
     with PeerProcess(TCP, NBYTES) as peer:
         yield peer
 
@@ -94,7 +94,7 @@ def batch(arena: Arena, region: RemoteRegion) -> WriteBatch:
     )
 
 
-def test_what_a_peer_writes_to_a_vouched_session_is_read_back(
+def test_what_a_peer_writes_to_a_session_that_another_process_stands_in_for_is_read_back(
     owner: PeerProcess, session: MooncakeSession, writer: MooncakeTransport
 ) -> None:
     (region,) = session.regions
@@ -123,7 +123,7 @@ def test_nothing_outside_what_the_owner_registered_is_read_or_written(
     assert owner.digest() == before
 
 
-def test_nobody_writes_once_the_process_that_vouches_is_gone(
+def test_nobody_writes_once_the_process_that_stands_in_is_gone(
     owner: PeerProcess, session: MooncakeSession, writer: MooncakeTransport
 ) -> None:
     before = owner.digest()

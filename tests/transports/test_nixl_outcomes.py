@@ -250,18 +250,18 @@ def test_closing_beside_a_write_ends_it_with_an_error_and_frees_nothing_under_it
     assert len(stranded) == len(regions._KEPT) == 1
 
 
-def test_nobody_waits_for_the_door_of_a_peer_whose_connection_broke(
+def test_nobody_waits_for_the_listener_of_a_peer_whose_connection_broke(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind a partition doors are silent, and each is waited at for a second."""
+    """Behind a partition listeners are silent, and each is waited for for a second."""
     ends.write(ends.arenas[0], SECONDS)
     held: list[bool] = []
 
-    def knock(_: PeerLiveness) -> bool:
+    def reconnect(_: PeerLiveness) -> bool:
         held.append(ends.ours._agent.lock.locked())
         return False
 
-    monkeypatch.setattr(PeerLiveness, "_reconnect", knock)
+    monkeypatch.setattr(PeerLiveness, "_reconnect", reconnect)
     (peer,) = ends.ours._peers.values()
     peer.liveness._is_broken = True
     another = NixlTransport(ends.config)

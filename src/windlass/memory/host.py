@@ -9,7 +9,6 @@ import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, final
 
 import numpy as np
@@ -18,11 +17,22 @@ import numpy.typing as npt
 from windlass.errors import PlanError, TransferFailed
 from windlass.layout.dtypes import DType
 from windlass.layout.quantization import BLOCK, scale_shape
-from windlass.memory.digest import hash_strided, new_digest
-from windlass.memory.ops import ALIGNMENT, Int64Array, StridedCopy, Turns, UInt64Array
+from windlass.memory.ops import (
+    ALIGNMENT,
+    ChunkDigests,
+    Int64Array,
+    LinkDigests,
+    MemoryOps,
+    PreparedCopies,
+    StridedCopy,
+    Turns,
+    UInt64Array,
+)
 from windlass.memory.packing import (
     bytes_at,
     copy_cast,
+    hash_strided,
+    new_digest,
     overflow_text,
     row_major_blocks,
     strided_view,
@@ -33,8 +43,6 @@ from windlass.planning.program import BoundOp, DigestKind, LinkProgram
 if TYPE_CHECKING:
     import torch
 
-    from windlass.memory.cuda.links import DeviceLink
-
 SCRATCH_NBYTES = 1 << 20
 """For casting before hashing: small enough to stay in cache in between."""
 _PER_MAX = 1.0 / 448.0
@@ -42,11 +50,10 @@ _FLOOR = 1e-4
 
 
 @final
-class HostMemory:
-    """See `MemoryOps`. What it is asked to do is done on return."""
+class HostMemory(MemoryOps):
+    """`MemoryOps` of host memory: what it is asked to do is done on return, and nothing is held or queued."""
 
     ordinal = -1
-    gpu = None
     digest_kind = DigestKind.XXH3
 
     def allocate(self, nbytes: int) -> HostBuffer:
@@ -92,12 +99,6 @@ class HostMemory:
     ) -> torch.Tensor:
         return strided_view(address, sizes, strides_bytes, dtype)
 
-    def settle(self, deadline_s: float) -> None:
-        """Nothing is ever queued."""
-
-    def finish(self, deadline_s: float) -> None:
-        """Nothing is ever queued."""
-
 
 @final
 class HostBuffer:
@@ -120,7 +121,7 @@ class HostBuffer:
 
 
 @final
-class _HostCopies:
+class _HostCopies(PreparedCopies):
     def __init__(self, copies: Sequence[StridedCopy]) -> None:
         self._copies = tuple(copies)
 
@@ -130,17 +131,9 @@ class _HostCopies:
             target = strided_view(c.dst_address, c.sizes, c.dst_strides, c.dst_dtype)
             copy_cast(target, source, c.tensor)
 
-    def check(self) -> None:
-        """`run` has raised already."""
-
-    def close(self) -> None:
-        self._copies = ()
-
 
 @final
-class _HostDigests:
-    links: Mapping[str, DeviceLink] = MappingProxyType({})
-
+class _HostDigests(LinkDigests):
     def __init__(
         self,
         programs: Mapping[str, LinkProgram],
@@ -163,9 +156,6 @@ class _HostDigests:
         found = map(of, programs) if threads is None else threads.map(of, programs)
         return dict(zip(wanted, found, strict=True))
 
-    def close(self) -> None:
-        """Nothing is held."""
-
     def _at_the_source(self, program: LinkProgram) -> str:
         return hash_link(program, self._addresses)
 
@@ -182,7 +172,7 @@ class _HostDigests:
 
 
 @final
-class _HostChunks:
+class _HostChunks(ChunkDigests):
     def __init__(self, addresses: UInt64Array, nbytes: Int64Array, chunk_start: Int64Array) -> None:
         self._pieces = list(zip(addresses.tolist(), nbytes.tolist(), strict=True))
         self._start = chunk_start.tolist()
@@ -195,9 +185,6 @@ class _HostChunks:
         for address, nbytes in self._pieces[self._start[chunk] : self._start[chunk + 1]]:
             digest.update(bytes_at(address, nbytes))
         return digest.hexdigest()
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 @final
@@ -245,7 +232,7 @@ class _HostPack:
         return digest.hexdigest()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Free nothing."""
 
 
 def least_half(program: LinkProgram) -> int:

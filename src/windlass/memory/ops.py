@@ -100,11 +100,11 @@ class PreparedCopies(Protocol):
         Raises:
             TransferFailed: a finite number became infinite in a cast; what was stored must not be used.
         """
-        ...
+        return
 
     def close(self) -> None:
         """Free what was prepared; nothing of it may be under way. Idempotent."""
-        ...
+        return
 
 
 class LinkDigests(Protocol):
@@ -112,11 +112,12 @@ class LinkDigests(Protocol):
 
     Attributes:
         links: at the destination, on a GPU: by peer, the tables of its pieces, for whoever hashes them
-            part by part; they go with `close`. Empty elsewhere.
+            part by part; they go with `close`. Empty otherwise.
     """
 
     @property
-    def links(self) -> Mapping[str, DeviceLink]: ...
+    def links(self) -> Mapping[str, DeviceLink]:
+        return {}
 
     def take(
         self, peers: Iterable[str], deadline_s: float, threads: Executor | None = None
@@ -139,7 +140,7 @@ class LinkDigests(Protocol):
 
     def close(self) -> None:
         """Free what was prepared. Idempotent."""
-        ...
+        return
 
 
 class ChunkDigests(Protocol):
@@ -155,7 +156,7 @@ class ChunkDigests(Protocol):
 
     def close(self) -> None:
         """Free what was prepared, unless late kernels may still use it. Idempotent."""
-        ...
+        return
 
 
 class PackedPart(NamedTuple):
@@ -225,7 +226,7 @@ class LinkPack(Protocol):
 
     def close(self) -> None:
         """Free what was prepared, unless late kernels may still use it. Idempotent."""
-        ...
+        return
 
 
 class MemoryOps(Protocol):
@@ -242,7 +243,7 @@ class MemoryOps(Protocol):
     @property
     def gpu(self) -> Gpu | None:
         """In whose stream its work is queued; None for host memory."""
-        ...
+        return None
 
     def allocate(self, nbytes: int) -> Buffer:
         """Memory of `nbytes` >= 1, aligned to 64 bytes, not cleared; the caller closes it.
@@ -338,23 +339,23 @@ class MemoryOps(Protocol):
         """This memory as a tensor of `sizes`; the caller keeps it alive and in place."""
         ...
 
-    def settle(self, deadline_s: float) -> None:
+    def settle(self, deadline_s: float) -> None:  # noqa: ARG002
         """Wait for what this process has queued there by whatever library, such as an optimiser step.
 
         Raises:
             TransferFailed: it is not over within `deadline_s`, or it failed.
             TransferOutcomeUnknown: kernels outlived an earlier deadline.
         """
-        ...
+        return
 
-    def finish(self, deadline_s: float) -> None:
+    def finish(self, deadline_s: float) -> None:  # noqa: ARG002
         """Wait for what was queued through this object.
 
         Raises:
             TransferFailed: it failed.
             TransferOutcomeUnknown: it is not over within `deadline_s`, and may go on for ever.
         """
-        ...
+        return
 
 
 def memory_at(addresses: Iterable[int], worker: str) -> MemoryOps:

@@ -1,4 +1,4 @@
-"""Gather, cast and scatter between raw addresses: the kernels behind PACKED and SCATTER.
+"""Gather, cast, scatter and hash at raw addresses: the kernels behind PACKED and SCATTER.
 
 `torch.Tensor.copy_` between two strided views is the kernel: it gathers, casts and stores in one
 pass. Addresses are of host memory. Torch is imported when the first view is made.
@@ -11,11 +11,20 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import xxhash
+
 from windlass.errors import TransferFailed
 from windlass.layout.dtypes import DType, can_overflow, cast_refusal
 
 if TYPE_CHECKING:
     import torch
+
+RUN_NBYTES = 1024
+"""Runs of this size and more are hashed where they lie; shorter ones are gathered first."""
+GATHER_NBYTES = 1 << 20
+"""Scratch memory for gathering: small enough to stay in cache between gather and hash."""
+
+new_digest = xxhash.xxh3_128
 
 _PYBUF_WRITE = 0x200
 # One C call: a ctypes array would make a new Python class per length, at 50 us each.
@@ -124,3 +133,55 @@ def strided_view(
     reach = sum((n - 1) * s for n, s in zip(sizes, strides_bytes, strict=True)) + itemsize
     flat = torch.frombuffer(bytes_at(address, reach), dtype=torch_dtype(dtype))
     return flat.as_strided(tuple(sizes), tuple(s // itemsize for s in strides_bytes))
+
+
+def hash_strided(
+    digest: xxhash.xxh3_128,
+    address: int,
+    sizes: Sequence[int],
+    strides_bytes: Sequence[int],
+    dtype: DType,
+) -> None:
+    """Add elements to a digest in row-major order of `sizes`; uses at most 1 MiB of scratch.
+
+    The digest of a link runs over its ops in plan order and over each op's elements so, in the
+    destination's dtype, however the bytes are laid out and whichever way they travelled.
+
+    Args:
+        digest: from `new_digest`.
+        address: of the first element, in host memory.
+        sizes: elements per dim.
+        strides_bytes: bytes per dim.
+        dtype: element type.
+    """
+    outer, run_nbytes = split_inner(sizes, strides_bytes, dtype.itemsize)
+    if outer == 0:
+        digest.update(bytes_at(address, run_nbytes))
+    elif run_nbytes >= RUN_NBYTES:
+        for start, _ in row_major_blocks(sizes[:outer], 1):
+            digest.update(bytes_at(address + _offset(start, strides_bytes), run_nbytes))
+    else:
+        _hash_gathered(digest, address, sizes, strides_bytes, dtype)
+
+
+def _hash_gathered(
+    digest: xxhash.xxh3_128,
+    address: int,
+    sizes: Sequence[int],
+    strides_bytes: Sequence[int],
+    dtype: DType,
+) -> None:
+    import torch
+
+    from windlass.memory.torch_dtypes import torch_dtype
+
+    scratch = torch.empty(GATHER_NBYTES // dtype.itemsize, dtype=torch_dtype(dtype))
+    raw = scratch.view(torch.uint8).numpy()
+    for start, block in row_major_blocks(sizes, len(scratch)):
+        view = strided_view(address + _offset(start, strides_bytes), block, strides_bytes, dtype)
+        scratch[: view.numel()].view(block).copy_(view)
+        digest.update(raw[: view.numel() * dtype.itemsize].data)
+
+
+def _offset(index: Sequence[int], strides_bytes: Sequence[int]) -> int:
+    return sum(i * s for i, s in zip(index, strides_bytes, strict=False))

@@ -161,7 +161,7 @@ class PeerProcess:
         self._ask(_Fill(value))
 
     def unregister(self) -> None:
-        """Withdraw the arena; `region` is stale from now on."""
+        """Unregister the arena; `region` is stale from now on."""
         self._ask(_Unregister())
 
     def register(self) -> None:

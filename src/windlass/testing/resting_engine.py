@@ -9,7 +9,7 @@ from windlass.config import PauseMode
 
 @final
 class RestingEngine:
-    """`EngineHooks` of a rank that is always at rest."""
+    """`EngineHooks` of a rank that generates nothing."""
 
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
         """Nothing runs."""

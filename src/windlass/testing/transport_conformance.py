@@ -232,7 +232,7 @@ class TransportConformance:
         rig.write(rig.batch(*pieces))
         rig.check_peer(rig.expected(*pieces), f"{num_pieces} pieces")
         rig.peer.fill(GUARD)
-        rig.write(rig.batch(*pieces))  # the peer must not have been poisoned by the first
+        rig.write(rig.batch(*pieces))  # the first must not have closed the peer
         rig.check_peer(rig.expected(*pieces), f"{num_pieces} pieces, again")
 
     def test_pieces_that_follow_each_other_on_both_sides_arrive(self, rig: Rig) -> None:
@@ -380,7 +380,7 @@ class TransportConformance:
         rig.transport.unregister(region)
         check(rig.peer.read(0, 16) == bytes([3] * 16), "a region registered again is a source")
 
-    def test_a_peer_can_withdraw_and_register_again(self, rig: Rig) -> None:
+    def test_a_peer_can_unregister_and_register_again(self, rig: Rig) -> None:
         rig.peer.unregister()
         rig.peer.register()
         rig.write(rig.batch([0], [0], [16]))

@@ -115,7 +115,7 @@ class OwnProcess:
         self._listener.close()
 
     def _serve(self) -> None:
-        """Accept and close: a client learns from the kernel who listens, as soon as it has connected."""
+        """Accept and close: the kernel tells a client who listens, as soon as it has connected."""
         while not self._closed.is_set():
             try:
                 self._listener.accept()[0].close()

@@ -43,7 +43,7 @@ _DISTRIBUTIONS = (
 _DEFAULTS = {
     "MC_LOG_LEVEL": "ERROR",
     # One connection per peer keeps writes in order, and that is what lets an error be told
-    # from an unknown outcome (see MooncakePeer). 1, 2 and 4 lanes are equally fast on loopback.
+    # from an unknown outcome (see MooncakePeer). 1, 2 and 4 are equally fast on loopback.
     "MC_TCP_LANES_PER_PEER": "1",
     # Soft-RoCE takes the engine's 7 retries for "for ever", and so would a call to a dead peer.
     "MC_SLICE_TIMEOUT": "30",

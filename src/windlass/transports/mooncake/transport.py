@@ -199,7 +199,7 @@ class MooncakeTransport(NetworkTransport):
         self._move(Direction.WRITE, batch, deadline)
 
     def read(self, batch: WriteBatch, *, deadline_s: float) -> None:
-        """Read the pieces of a peer's memory into local registered memory; the batch's mirror image.
+        """Read the pieces of a peer's memory into local registered memory: the other way round.
 
         Raises:
             RegionError, PeerUnreachable, TransferFailed: as `write`.
