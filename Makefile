@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .PHONY: help setup demo lint types imports unit engine test test-all test-long test-megatron engines test-engines \
-  test-truth test-clusters test-hosts test-rdma bench clean
+  test-truth test-security test-clusters test-hosts test-rdma bench clean
 
 help:
 	@echo "make demo [ARGS='--steps 40 --transport cma --mode staged']   asynchronous GRPO on this machine"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-all                                               that and everything below"
 	@echo "make test-long [ARGS=tests/updates/test_chaos.py]           generated faults, kills, relays, whole jobs"
 	@echo "make test-megatron | test-engines | test-truth              Megatron-core, live vLLM and SGLang: installed first"
+	@echo "make test-security                                          what SECURITY.md and docs/attacks.md promise"
 	@echo "make test-hosts | test-clusters | test-rdma                 several hosts (root), Slurm and Ray, verbs in a guest"
 	@echo "make bench [ARGS='planner update']                            benchmarks, into benchmarks/results/local"
 
@@ -89,6 +90,12 @@ test-engines: engines
 test-truth: engines
 	$(BIN)/pytest -m "engines or not engines" tests/engines/test_vllm_encoders.py tests/engines/test_vllm_caches.py \
 	  tests/engines/test_sglang_caches.py tests/trainers/test_whole.py $(ARGS)
+
+# Every test that SECURITY.md and docs/attacks.md name: strangers, tokens, TLS, forged and misfit members, other
+# runs, damaged journals, against real processes. About 10 minutes on two cores; most are in `make test` as well.
+test-security: setup
+	$(BIN)/pytest -m "not engines and not cluster" \
+	  $$(grep -ohE 'tests/[a-z_/]+\.py(::test_[a-z0-9_]+)?' SECURITY.md docs/attacks.md | sort -u) $(ARGS)
 
 # Whole jobs on a one-node Slurm cluster (Debian's packages, root) and on a Ray cluster.
 test-clusters: setup

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import aiohttp
 from aiohttp import web
+from certificates import Authority
 from fake_agents import (
     engine_manifest,
     fake_endpoint,
@@ -30,7 +31,9 @@ from fake_agents import (
 
 from harness import Row, median_p95, parser, report
 from windlass.config import ControlConfig, PauseMode, UpdateMode
+from windlass.envs import temporary_values
 from windlass.net.server import ControlServer
+from windlass.net.sockets import open_http
 from windlass.transfer.bindings import DestinationBinding, LinkOutcome, LinkStatus
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.messages import (
@@ -116,9 +119,7 @@ class Agents:
 
     async def run(self) -> None:
         print(*await self.serve_http(), flush=True)
-        headers = {"Authorization": f"Bearer {TOKEN}"}
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(headers=headers, connector=connector) as http:
+        async with open_http(TOKEN, unbounded=True) as http:
             await asyncio.gather(*(self._agent(http, index) for index in range(len(self.hellos))))
 
     async def _agent(self, http: aiohttp.ClientSession, index: int) -> None:
@@ -273,11 +274,13 @@ def main() -> None:
         return
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for case, journal in (
-            ("journal in memory", None),
-            ("journal on disk", Path(folder) / "journal"),
+        for case, journal, files in (
+            ("journal in memory", None, {}),
+            ("journal on disk", Path(folder) / "journal", {}),
+            ("journal in memory, TLS", None, Authority(Path(folder)).issue()),
         ):
-            measured = asyncio.run(measure(given.engines, given.rounds, journal))
+            with temporary_values(files):
+                measured = asyncio.run(measure(given.engines, given.rounds, journal))
             rows += rows_of(f"{given.engines} engine ranks, {case}", *measured)
     report(rows, given.json, "Control plane: an update with nothing to send")
 

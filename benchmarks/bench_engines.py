@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -24,10 +25,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "engines"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 import torch
-from servers import CONFIGS, TOKEN, VENVS, Layout, Server, engine_version, save, serving
+from servers import CONFIGS, ROOT, TOKEN, VENVS, Layout, Server, engine_version, save, serving
 from transformers import AutoModelForCausalLM
 
 import windlass
@@ -63,7 +64,11 @@ class OwnApi:
 def own_api(engine: str, url: str, folders: list[Path]) -> Iterator[OwnApi]:
     command = [str(VENVS[engine] / "bin/python"), str(OWN_API), engine, url, *map(str, folders)]
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "WINDLASS_TOKEN": TOKEN},
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None

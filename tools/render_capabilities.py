@@ -69,16 +69,6 @@ RELEASES = """
 From `EngineSpec.releases`; read in the sources of the releases named. A launcher refuses an older one, warns of
 one that was never updated while it served, and says what the one that it starts lacks; so does `windlass doctor`.
 """
-HEAD_ELSEWHERE = """
-## With no code of ours in the engine
-
-`proven` means here that afterwards every byte of every parameter, read back one-sided, equals what
-SGLang's own loader makes of the same weights in another process, and so do SGLang's own checksums of
-its parameters; that greedy tokens and logprobs agree with transformers within bfloat16; and that a
-trainer killed in mid-write left the engine out of routing until the next version had been written.
-
-"""
-
 HEAD_GPUS = """
 ## On GPUs
 
@@ -96,16 +86,12 @@ Row = dict[str, str]
 def render(rows: Sequence[Row], proofs: Sequence[dict[str, Any]]) -> str:
     """The page; `proofs` are of GPUs."""
     parts = [HEAD]
-    modes = dict.fromkeys(c[1] for c in COLUMNS)
-    elsewhere = [r for r in rows if r["mode"] in modes and not _has_column(r)]
-    tested = [r for r in rows if r["mode"] in modes and _has_column(r)]
+    tested = [r for r in rows if (r["transport"], r["mode"]) in COLUMNS]
     for engine, version in sorted({(r["engine"], r["engine_version"]) for r in tested}):
         chosen = [r for r in tested if (r["engine"], r["engine_version"]) == (engine, version)]
         counted = Counter(r["outcome"] for r in chosen)
         summary = ", ".join(f"{counted[o]} {o}" for o in ("proven", "refused", "untested"))
         parts.append(f"\n## {engine} {version}\n\n{summary}.\n\n{_table(chosen)}")
-    if elsewhere:
-        parts.append(f"{HEAD_ELSEWHERE}{_list(elsewhere)}")
     parts.append(HEAD_GPUS)
     parts += sorted(_proof(row) for row in proofs)
     refused = sorted(
@@ -176,18 +162,6 @@ def _table(rows: Sequence[Row]) -> str:
         outcomes = [cells.get((*place, *column), "untested") for column in COLUMNS]
         lines.append(f"| {' | '.join([*place, *outcomes])} |\n")
     return "".join(lines)
-
-
-def _has_column(row: Row) -> bool:
-    return (row["transport"], row["mode"]) in COLUMNS
-
-
-def _list(rows: Sequence[Row]) -> str:
-    names = ("engine", "engine_version", "model", "engine_parallelism", "trainer", "dtype")
-    names = (*names, "transport", "mode", "outcome")
-    lines = sorted(f"| {' | '.join(row[name] for name in names)} |\n" for row in rows)
-    head = "| engine | version | model | engine ranks | trainer | dtype | transport | mode | outcome |\n"
-    return head + "|" + "---|" * len(names) + "\n" + "".join(lines)
 
 
 def _place(row: Row) -> tuple[str, str, str, str]:

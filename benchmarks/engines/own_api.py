@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import shutil
 import socket
 import sys
@@ -24,6 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+
+from windlass.engines.private_routes import KEY_HEADER, key_of
 
 Weights = Mapping[str, torch.Tensor]
 GROUP = "own_api"
@@ -48,7 +51,9 @@ class Stages:
 
 def post(url: str, path: str, body: object) -> Any:
     request = urllib.request.Request(
-        url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        url + path,
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json", KEY_HEADER: key_of(os.environ["WINDLASS_TOKEN"])},
     )
     with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
         content = response.read()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -62,11 +63,22 @@ def secret_value(name: str) -> str:
     """The value of a variable that holds a secret, '' when it was never set.
 
     The variable leaves the environment: what this process starts (tools that run code of a model)
-    does not inherit it. A later call returns the same value.
+    does not inherit it, nor find it in /proc. A later call returns the same value.
     """
     if name in os.environ:
-        _secrets[name] = os.environ.pop(name)
+        _secrets[name] = os.environ[name]
+        _overwrite(name)
+        del os.environ[name]
     return _secrets.get(name, "")
+
+
+def _overwrite(name: str) -> None:
+    """The kernel shows the environment that a process began with for as long as it runs."""
+    find = ctypes.CDLL(None).getenv
+    find.restype = ctypes.c_void_p
+    place = find(os.fsencode(name))
+    if place is not None:
+        ctypes.memset(place, ord("x"), len(os.fsencode(os.environ[name])))
 
 
 def control_token() -> str:

@@ -26,12 +26,25 @@ def names_by_file() -> dict[str, set[str]]:
 def test_every_test_that_a_page_names_exists() -> None:
     known = names_by_file()
     there = set().union(*known.values()) | {Path(file).stem for file in known}
-    for page in sorted((ROOT / "docs").rglob("*.md")):
+    for page in (ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))):
         text = page.read_text()
         files = set(re.findall(r"tests/[\w/]+\.py", text))
         assert not [file for file in files if not (ROOT / file).exists()], page
         named = set(re.findall(r"\btest_\w+", re.sub(r"tests/[\w/]+\.py", "", text)))
         assert not named - there, page
+
+
+@pytest.mark.parametrize(("page", "num_tests"), [("SECURITY.md", 30), ("docs/attacks.md", 20)])
+def test_every_line_of_a_threat_model_names_a_test_that_exists(page: str, num_tests: int) -> None:
+    """`make test-security` runs what stands on these pages."""
+    known = names_by_file()
+    text = (ROOT / page).read_text()
+    named = re.findall(r"(tests/[\w/]+\.py)::(test_\w+)", text)
+    assert len(named) >= num_tests
+    assert not [(file, name) for file, name in named if name not in known[file]]
+    for table in re.findall(r"^\| [^\n]* \| Tests \|\n(?:\|[^\n]*\n)+", text, re.MULTILINE):
+        for row in table.splitlines()[2:]:
+            assert re.search(r"`tests/[\w/]+\.py|stays:", row), row
 
 
 @pytest.mark.parametrize(("page", "num_pairs"), [("failure-modes.md", 30), ("backends.md", 17)])

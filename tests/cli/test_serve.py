@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from weight_fleet import TOKEN, Fleet
 
+from windlass import envs
 from windlass.cli.commands.serve import parse_backend
 from windlass.cli.controller import fetch_overview
 from windlass.cli.main import main
@@ -80,5 +81,6 @@ def test_without_a_token_nothing_is_served(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("WINDLASS_TOKEN", raising=False)
+    monkeypatch.setattr(envs, "_secrets", {})
     assert main(["serve"]) == 2
     assert "WINDLASS_TOKEN must be set" in capsys.readouterr().err

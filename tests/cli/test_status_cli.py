@@ -15,6 +15,7 @@ OVERVIEW = {
     "epoch": 1,
     "mode": "in_place",
     "phase": "",
+    "refused": {},
     "engines": [
         {
             "name": "a",
@@ -23,7 +24,7 @@ OVERVIEW = {
             "world_size": 1,
             "routable": True,
             "mixed_weights": False,
-            "refused": "",
+            "reason": "",
             "url": "http://[fd77::1]:8000",
         }
     ],
@@ -40,6 +41,20 @@ OVERVIEW = {
     },
     "staleness": {},
 }
+
+
+def test_what_peers_say_of_themselves_reaches_no_terminal_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WINDLASS_TOKEN", "secret of the test")
+    monkeypatch.setenv("COLUMNS", "200")
+    engine = {**OVERVIEW["engines"][0], "reason": "no\x1b[2J\r\nall is well\u202e"}  # type: ignore[index]
+    overview = {**OVERVIEW, "engines": [engine], "staleness": {"\x1b]0;1\x07": 1}}
+    with answering(lambda _path, _asked: (200, json.dumps(overview).encode())) as url:
+        assert main(["status", url]) == 0
+    shown = capsys.readouterr().out
+    assert r"no\x1b[2J\r\nall is well\u202e" in shown
+    assert all(line.isprintable() for line in shown.splitlines())
 
 
 def test_the_brackets_of_an_ipv6_address_and_what_was_thrown_away_are_printed(

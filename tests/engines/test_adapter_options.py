@@ -21,7 +21,10 @@ def folder(path: Path, **config: object) -> Path:
 def test_an_adapter_is_a_name_and_what_peft_saved(tmp_path: Path) -> None:
     assert adapter_of("") is None
     found = adapter_of(f"math={folder(tmp_path, lora_alpha=8, target_modules=['q_proj'])}")
-    assert found == Adapter("math", tmp_path, 4)
+    assert found == Adapter("math", tmp_path, 4, (2.0,))
+    patterns = {"rank_pattern": {"k_proj": 16}, "alpha_pattern": {"v_proj": 32}}
+    found = adapter_of(f"math={folder(tmp_path, lora_alpha=8, use_rslora=True, **patterns)}")
+    assert found == Adapter("math", tmp_path, 16, (2.0, 4.0, 8.0, 16.0))
 
 
 def test_a_folder_that_peft_did_not_save_is_refused(tmp_path: Path) -> None:
@@ -56,7 +59,7 @@ def test_an_adapter_that_updates_cannot_reach_as_a_whole_is_refused(
 
 @pytest.mark.parametrize(("rank", "slot"), [(1, "1"), (4, "8"), (16, "16"), (300, "320")])
 def test_vllm_serves_one_adapter_in_one_slot_of_at_least_its_rank(rank: int, slot: str) -> None:
-    options = adapter_options(Adapter("math", Path("/a"), rank), [])
+    options = adapter_options(Adapter("math", Path("/a"), rank, (2.0,)), [])
     assert options[:3] == ("--enable-lora", "--lora-modules", "math=/a")
     assert options[3:] == ("--max-loras", "1", "--max-cpu-loras", "1", "--max-lora-rank", slot)
     assert adapter_options(None, []) == ()
@@ -66,18 +69,18 @@ def test_adapters_are_refused_on_stages_and_replicas() -> None:
     for sizes in ({"pp": 2}, {"dp": 2}):
         assert adapter_options(None, [], **sizes) == ()
         with pytest.raises(ConfigError, match="--pp and --dp must be 1"):
-            adapter_options(Adapter("math", Path("/a"), 4), [], **sizes)
+            adapter_options(Adapter("math", Path("/a"), 4, (2.0,)), [], **sizes)
 
 
 def test_the_rank_of_vllms_slot_may_be_given() -> None:
     for word in ("--max-lora-rank", "--max_lora_rank=64"):
-        options = adapter_options(Adapter("math", Path("/a"), 4), [word])
+        options = adapter_options(Adapter("math", Path("/a"), 4, (2.0,)), [word])
         assert "--max-lora-rank" not in options
 
 
 def test_what_vllm_could_load_over_an_adapter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="at most 512, got 513"):
-        adapter_options(Adapter("math", Path("/a"), 513), [])
+        adapter_options(Adapter("math", Path("/a"), 513, (2.0,)), [])
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
     with pytest.raises(ConfigError, match="must not be set"):
-        adapter_options(Adapter("math", Path("/a"), 4), [])
+        adapter_options(Adapter("math", Path("/a"), 4, (2.0,)), [])

@@ -168,8 +168,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(hook, "load_again", lambda _model, weights: engine.loader.load(weights))
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     yield engine
-    if (attachment := engine.engine_rank()._attachment) is not None:
-        attachment.leave(10.0)
+    engine.engine_rank().leave(10.0)
     gc.unfreeze()  # this process lives on, without an engine
 
 

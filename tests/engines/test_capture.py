@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.engines.capture.boxes import boxes_of
 from windlass.engines.capture.capture import EXACT_NUMEL, Captured, capture
-from windlass.engines.capture.codes import CheckpointSpec, Codes, checkpoint_specs
-from windlass.engines.capture.factors import factors_of
-from windlass.engines.capture.memory import held_by
+from windlass.engines.capture.codes import CheckpointSpec, checkpoint_specs
 from windlass.errors import TransferFailed, UnsupportedLayout
 from windlass.layout.dtypes import DType
 from windlass.memory.torch_dtypes import torch_dtype
@@ -332,7 +329,7 @@ def test_what_an_engine_multiplies_while_it_loads_is_multiplied_after_every_upda
     factor: float, dtype: torch.dtype
 ) -> None:
     engine, fresh = (Slots({"q": factor, "v": factor}, dtype) for _ in range(2))
-    captured = capture(engine, ADAPTER, engine.load, worker="e/1", multiplied=True)
+    captured = capture(engine, ADAPTER, engine.load, worker="e/1", factors=(7.0, factor))
     assert captured.repacked == ("b",)
     assert captured.constants == ("unused",)
     assert not captured.unplaced
@@ -345,23 +342,13 @@ def test_what_an_engine_multiplies_while_it_loads_is_multiplied_after_every_upda
             assert torch.equal(engine.get_buffer(name), tensor), name
 
 
-def test_a_factor_that_is_found_acts_on_every_value_as_the_engines_does() -> None:
-    generator = torch.Generator().manual_seed(6)
-    every = torch.arange(128, 256).bfloat16() / 128
-    drawn = (torch.rand(50, generator=generator).double() * 8 + 0.01).tolist()
-    for factor in (*drawn, 193 / 128, 257 / 256, 129 / 64, 7 / 3, 1 / 3, 1.5, 16 / 8**0.5):
-        engine = Slots({"q": factor, "v": factor}, torch.bfloat16)
-        found = factors_of(Codes(ADAPTER), engine.load, partial(held_by, engine))
-        assert torch.equal(every * found["b"], every * factor), factor
-
-
 def test_a_tensor_of_two_factors_is_refused_by_name() -> None:
     engine = Slots({"q": 2.0, "v": 4.0}, torch.bfloat16)
     with pytest.raises(UnsupportedLayout, match=r"'b'.*computes"):
-        capture(engine, ADAPTER, engine.load, worker="e/1", multiplied=True, recompute=False)
+        capture(engine, ADAPTER, engine.load, worker="e/1", factors=(2.0, 4.0), recompute=False)
 
 
-def test_a_factor_is_not_looked_for_unasked() -> None:
+def test_a_factor_that_is_not_named_is_refused() -> None:
     engine = Slots({"q": 1.5, "v": 1.5}, torch.bfloat16)
     with pytest.raises(UnsupportedLayout, match=r"'b'.*computes"):
         capture(engine, ADAPTER, engine.load, worker="e/1", recompute=False)

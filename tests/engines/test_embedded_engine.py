@@ -21,7 +21,7 @@ import pytest
 import torch
 import transformers
 
-from windlass.engines.embedded.scheduler import Scheduler
+from windlass.engines.embedded.scheduler import Request, Scheduler
 from windlass.engines.embedded.server import EngineServer
 from windlass.engines.embedded.settings import EngineSettings
 from windlass.net.access import Access, role_token
@@ -193,6 +193,31 @@ def test_a_bad_request_names_argument_rule_and_value(
     status, error = engine.status_of("/generate", {"input_ids": PROMPTS[0], **change})
     assert status == 400
     assert re.search(message, error), error
+
+
+def test_a_nucleus_of_nothing_does_not_end_the_engine(engine: Engine) -> None:
+    """1e-300 is 0.0 in float32: the most probable token is in every nucleus."""
+    sampling = {"max_new_tokens": 2, "top_p": 1e-300}
+    answer = engine.call("/generate", {"input_ids": [1], "sampling_params": sampling})
+    assert answer["output_ids"] == engine.generate([1], 2)["output_ids"]
+
+
+def test_a_request_that_cannot_be_sampled_fails_alone() -> None:
+    scheduler, finished = (
+        Scheduler(num_slots=2, max_positions=8, paused=False, seed=0),
+        list[Request](),
+    )
+    for rid in ("bad", "good"):
+        scheduler.submit(Request(rid, [1], 1, 1.0, 1.0, frozenset(), on_finish=finished.append))
+    step = scheduler.next_step()
+    logits = torch.zeros(2, 4)
+    logits[0, 0] = torch.nan
+    scheduler.sample(step, logits)
+    assert [(r.rid, bool(r.failure), len(r.output_ids)) for r in finished] == [
+        ("bad", True, 0),
+        ("good", False, 1),
+    ]
+    assert scheduler.num_requests() == (0, 0)
 
 
 @pytest.mark.parametrize("path", ["/health", "/model_info", "/generate", "/pause_generation"])

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 
+from windlass.engines.http import EngineHttp
 from windlass.engines.launch import (
     arguments,
     attach_running,
@@ -21,7 +22,15 @@ from windlass.engines.launch import (
     report_buffers,
     serve,
 )
-from windlass.engines.spec import AgentSettings, CapturedLayout, EngineSpec, Rule, ServerCommand
+from windlass.engines.rank_reports import Secrets
+from windlass.engines.spec import (
+    AgentSettings,
+    CapturedLayout,
+    EngineSpec,
+    RankStep,
+    Rule,
+    ServerCommand,
+)
 from windlass.engines.versions import EngineReleases
 from windlass.errors import ConfigError, PeerUnreachable
 
@@ -33,7 +42,7 @@ def test_attach_has_a_running_server_join_another_controller(
 ) -> None:
     words = [*WORDS, "--controller", "http://c", "--transport", "mooncake"]
     joined: list[AgentSettings] = []
-    assert attach_running(arguments("program", None).parse_args(words), joined.append) == 0
+    assert attach_running(arguments("program", None).parse_args(words), joined.append, "") == 0
     (settings,) = joined
     assert settings == AgentSettings(
         name="a",
@@ -59,7 +68,7 @@ def test_the_ranks_of_an_engine_are_those_of_all_stages_and_replicas(words: list
     joined: list[AgentSettings] = []
     words = ["--name", "a", "--model", "/m", "--attach", "http://h:1", "--controller", "c", *words]
     args, rest = arguments("program", None).parse_known_args(words)
-    attach_running(args, joined.append)
+    attach_running(args, joined.append, "")
     assert joined[0].world_size == 24
     assert rest == []
 
@@ -68,17 +77,17 @@ class Refusing:
     """A server that is never started, and whose ranks refuse to capture their layout."""
 
     ready_line = "it serves"
+    answers_for_all = True
 
     def command(
         self, args: argparse.Namespace, rest: Sequence[str]
     ) -> AbstractContextManager[ServerCommand]:
         raise AssertionError
 
-    def capture(self, settings: AgentSettings) -> Sequence[bytes]:
+    def order(
+        self, server: EngineHttp, step: RankStep, settings: AgentSettings, folder: str
+    ) -> None:
         raise PeerUnreachable("the controller must be stopped")
-
-    def join(self, settings: AgentSettings) -> None:
-        raise AssertionError
 
 
 @pytest.mark.parametrize(
@@ -100,6 +109,7 @@ def test_a_launcher_says_in_one_line_why_it_ends(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("sys.argv", ["program", *words])
+    monkeypatch.setenv("WINDLASS_TOKEN", "secret of the test")
     engine = EngineSpec(
         name="nothing",
         title="nothing here",
@@ -134,7 +144,9 @@ def test_expandable_segments_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_server_needs_a_port(capsys: pytest.CaptureFixture[str]) -> None:
     args = arguments("program", None).parse_args(["--name", "a", "--model", "/m"])
-    status = serve(args, ServerCommand(("false",)), ready_line="", join=lambda _: None)
+    status = serve(
+        args, ServerCommand(("false",)), ready_line="", join=lambda _: None, secrets=Secrets()
+    )
     assert status == 2
     assert "--port must be given" in capsys.readouterr().err
 
@@ -157,6 +169,7 @@ def test_the_cost_of_buffers_is_told_where_there_are_some(
 SIGNALLED_AT_ITS_START = """
 import os, signal, subprocess, sys, threading, time
 from windlass.engines.launch import arguments, serve
+from windlass.engines.rank_reports import Secrets
 from windlass.engines.spec import ServerCommand
 
 start = subprocess.Popen
@@ -180,7 +193,7 @@ def to_another_thread():
 subprocess.Popen = started
 args = arguments("program", None).parse_args(["--name", "a", "--model", "/m", "--port", "1"])
 command = ServerCommand((sys.executable, "-c", "import signal; signal.pause()"))
-serve(args, command, ready_line="never", join=lambda _: None)
+serve(args, command, ready_line="never", join=lambda _: None, secrets=Secrets())
 """
 
 
@@ -215,5 +228,5 @@ def test_the_end_of_a_log_is_not_taken_for_a_server_that_serves(
     args = arguments("program", None).parse_args(["--name", "a", "--model", "/m", "--port", "1"])
     args.host = args.advertise_host = "127.0.0.1"
     command = ServerCommand((sys.executable, "-c", GOING_ON_WITHOUT_A_LOG))
-    found = serve(args, command, ready_line="never", join=lambda _: None)
+    found = serve(args, command, ready_line="never", join=lambda _: None, secrets=Secrets())
     assert found == 3

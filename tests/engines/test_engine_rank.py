@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 
 import windlass
 from windlass.config import ControlConfig, PauseMode, UpdateMode
-from windlass.engines import engine_rank as membership
+from windlass.engines import engine_rank
 from windlass.engines.capture.capture import Captured, capture
 from windlass.engines.capture.codes import checkpoint_specs
-from windlass.engines.engine_rank import EngineRank
+from windlass.engines.engine_rank import EngineRank, allocation_of, stretches
 from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.engines.spec import AgentSettings
 from windlass.errors import ConfigError, ProtocolError, UnsupportedLayout
@@ -72,7 +72,7 @@ class Rank:
         specs = checkpoint_specs(self.checkpoint)
         return capture(self.model, specs, self._load, worker="engine/0")
 
-    def learn(self, url: str, *, name: str = "engine") -> AgentSettings:
+    def capture(self, url: str, *, name: str = "engine") -> AgentSettings:
         settings = AgentSettings(
             name=name, controller=url, transport="cma", url="http://engine", world_size=1,
             checkpoint=str(self.checkpoint),
@@ -81,7 +81,7 @@ class Rank:
         return settings
 
     def join(self, url: str, *, name: str = "engine") -> None:
-        self.engine_rank.join(self.learn(url, name=name), 0)
+        self.engine_rank.join(self.capture(url, name=name), 0, TOKEN)
 
     def holds(self, trainer: torch.nn.ParameterDict) -> bool:
         expected = torch.cat([trainer["a"], trainer["b"]]).to(torch.bfloat16)
@@ -89,8 +89,7 @@ class Rank:
 
 
 @pytest.fixture
-def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
-    monkeypatch.setenv("WINDLASS_TOKEN", TOKEN)
+def rank(tmp_path: Path) -> Iterator[Rank]:
     tensors = {n: torch.zeros(4, 6, dtype=torch.bfloat16) for n in ("a", "b")}
     save_file(tensors, tmp_path / "model.safetensors")
     yield Rank(tmp_path)
@@ -120,7 +119,7 @@ async def test_a_rank_joins_one_fleet_after_another_with_one_capture(rank: Rank)
 async def test_a_rank_stays_with_a_controller_that_is_connected(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(membership, "LEAVE_DEADLINE_S", 0.1)
+    monkeypatch.setattr(engine_rank, "LEAVE_DEADLINE_S", 0.1)
     async with (
         windlass.Controller(token=TOKEN) as controller,
         windlass.Controller(token=TOKEN) as other,
@@ -135,7 +134,7 @@ async def test_a_rank_stays_with_a_controller_that_is_connected(
     leave(rank)
 
 
-async def test_a_rank_that_was_refused_learns_from_the_right_folder(
+async def test_a_rank_that_was_refused_captures_from_the_right_folder(
     rank: Rank, tmp_path: Path
 ) -> None:
     """Also if it was another rank of its engine that refused: none has joined."""
@@ -147,7 +146,7 @@ async def test_a_rank_that_was_refused_learns_from_the_right_folder(
         with pytest.raises(UnsupportedLayout, match=r"loader failed.*KeyError: 'c'"):
             await asyncio.to_thread(rank.join, controller.url)
         rank.checkpoint = right
-        await asyncio.to_thread(rank.learn, controller.url, name="first")
+        await asyncio.to_thread(rank.capture, controller.url, name="first")
         await asyncio.to_thread(rank.join, controller.url)
         assert rank.num_captures == 3
         trainer = weights(5)
@@ -171,6 +170,30 @@ def publish(trainer: torch.nn.ParameterDict, url: str, version: int) -> UpdateRe
 
 def leave(rank: Rank) -> None:
     """So that no thread outlives the test."""
-    attachment = rank.engine_rank._attachment
-    assert attachment is not None
-    attachment.leave(10.0)
+    rank.engine_rank.leave(10.0)
+
+
+def test_overlapping_spans_share_a_stretch_wherever_they_lie() -> None:
+    assert stretches([(100, 50), (120, 10), (140, 20), (160, 5)]) == [(100, 60), (160, 5)]
+
+
+def test_parameters_of_one_allocation_are_registered_once() -> None:
+    blocks = {0: (0, 1000), 2000: (2000, 500), 2500: (2500, 500)}
+
+    def allocation(address: int) -> tuple[int, int]:
+        return next(b for b in blocks.values() if b[0] <= address < sum(b))
+
+    spans = [(0, 10), (400, 100), (900, 100), (2000, 100), (2400, 100), (2500, 100)]
+    assert stretches(spans, allocation) == [(0, 1000), (2000, 500), (2500, 100)]
+
+
+def test_a_span_that_reaches_past_its_allocation_is_not_joined_with_the_next() -> None:
+    assert stretches([(0, 150), (160, 10)], lambda address: (address // 100 * 100, 100)) == [
+        (0, 150),
+        (160, 10),
+    ]
+
+
+def test_host_memory_is_joined_where_parameters_touch() -> None:
+    assert allocation_of(4096) is None
+    assert stretches([(0, 64), (64, 64), (132, 4)], allocation_of) == [(0, 128), (132, 4)]

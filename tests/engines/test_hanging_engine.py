@@ -14,11 +14,10 @@ import pytest
 from small_pair import connect_small_pair
 
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
-from windlass.engines.attach import EngineApi
-from windlass.engines.http import post
+from windlass.engines.engine_rank import EngineApi
+from windlass.engines.http import EngineHttp
 from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.engines.sglang.api import SglangApi
-from windlass.engines.sglang.table.routes import TableRoutes
 from windlass.engines.vllm.extension import VllmApi
 from windlass.errors import PeerTimeout
 from windlass.net.server import ControlServer
@@ -83,7 +82,7 @@ class Served:
     def _post(self, path: str, deadline_s: float) -> None:
         assert deadline_s <= PUBLISH_S
         try:
-            post(self.url, path, {}, deadline_s)
+            EngineHttp(self.url).post(path, {}, deadline_s)
         except PeerTimeout:
             self.failed.append(path)
             raise
@@ -130,10 +129,9 @@ async def test_an_engine_whose_server_hangs_is_published_and_rests_until_it_answ
         await server.close()
 
 
-APIS: dict[str, Callable[[str], EngineApi | TableRoutes]] = {
-    "vllm": lambda url: VllmApi(url, can_block=False),
-    "sglang": lambda url: SglangApi(url, 1, QuiesceGate(), blocks=False),
-    "table": lambda url: TableRoutes(url, 1),
+APIS: dict[str, Callable[[str], EngineApi]] = {
+    "vllm": lambda url: VllmApi(EngineHttp(url), can_block=False),
+    "sglang": lambda url: SglangApi(EngineHttp(url), 1, QuiesceGate(), blocks=False),
 }
 
 

@@ -49,6 +49,7 @@ from trainers import (
     training,
 )
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
+from windlass.engines.http import EngineHttp
 from windlass.engines.launch import refuse_unsafe
 from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.engines.sglang.api import SglangApi
@@ -342,12 +343,12 @@ def test_no_engine_starts_with_an_option_that_updates_cannot_survive(
 
 def test_vllm_is_not_asked_to_retract(shown: Record) -> None:
     with pytest.raises(ConfigError, match="pause_mode must be one of"):
-        VllmApi("http://127.0.0.1:1", can_block=False).pause(PauseMode.RETRACT, 1.0)
+        VllmApi(EngineHttp("http://127.0.0.1:1"), can_block=False).pause(PauseMode.RETRACT, 1.0)
     shown(refusal("vllm", "pause_mode retract", "vLLM has abort and keep (in_place) only"))
 
 
 def test_sglang_with_stages_is_asked_to_abort_only(shown: Record) -> None:
-    api = SglangApi("http://127.0.0.1:1", 2, QuiesceGate(), blocks=False, num_stages=2)
+    api = SglangApi(EngineHttp("http://127.0.0.1:1"), 2, QuiesceGate(), blocks=False, num_stages=2)
     for mode in (PauseMode.RETRACT, PauseMode.IN_PLACE):
         with pytest.raises(ConfigError, match="pause_mode must be abort with stages"):
             api.pause(mode, 1.0)

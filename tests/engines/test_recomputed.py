@@ -630,11 +630,10 @@ class Fleeting:
             checkpoint=str(self.checkpoint),
         )  # fmt: skip
         self.engine_rank.capture(told, 0, self._capture, lambda: self.api)
-        self.engine_rank.join(told, 0)
+        self.engine_rank.join(told, 0, TOKEN)
 
     def leave(self) -> None:
-        assert self.engine_rank._attachment is not None
-        self.engine_rank._attachment.leave(10.0)
+        self.engine_rank.leave(10.0)
         gc.unfreeze()  # this process lives on, without an engine
 
 

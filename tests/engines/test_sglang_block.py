@@ -15,8 +15,9 @@ import pytest
 from http_answers import answering
 
 from windlass.config import PauseMode
-from windlass.engines.attach import RankHooks
 from windlass.engines.capture.capture import Captured
+from windlass.engines.engine_rank import RankHooks
+from windlass.engines.http import EngineHttp
 from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.engines.sglang.api import SglangApi
 from windlass.engines.sglang.orders import Block, Quiesce
@@ -105,7 +106,7 @@ def url(loops: Loops) -> Iterator[str]:
 def hooks_of(loops: Loops, url: str, *, blocks: bool) -> list[RankHooks]:
     empty = ManifestBuilder("engine/0", Role.ENGINE).build()
     captured = Captured(empty, (), (), (), ())
-    api = SglangApi(url, len(loops.gates), loops.gates[0], blocks=blocks)
+    api = SglangApi(EngineHttp(url), len(loops.gates), loops.gates[0], blocks=blocks)
     return [
         RankHooks(captured, gate, None if rank else api) for rank, gate in enumerate(loops.gates)
     ]
@@ -212,7 +213,7 @@ def test_a_session_outlives_a_loop_that_leaves_before_the_write_is_over(
 
 
 def test_stages_stop_by_abort_alone_and_drain(loops: Loops, url: str) -> None:
-    api = SglangApi(url, len(loops.gates), loops.gates[0], blocks=False, num_stages=2)
+    api = SglangApi(EngineHttp(url), len(loops.gates), loops.gates[0], blocks=False, num_stages=2)
     for mode in (PauseMode.IN_PLACE, PauseMode.RETRACT):
         with pytest.raises(ConfigError, match=f"must be abort with stages, .* got {mode}"):
             api.pause(mode, DEADLINE_S)

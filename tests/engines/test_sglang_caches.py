@@ -357,8 +357,7 @@ def publish_into_filling(
 
 def flush(server: Server) -> None:
     """Empty the cache, once the scheduler has let go of what it answered a moment ago."""
-    url = f"{server.url}/flush_cache?timeout={DEADLINE_S / 2:.0f}"
-    urllib.request.urlopen(url, timeout=DEADLINE_S).close()
+    server.http.post(f"/flush_cache?timeout={DEADLINE_S / 2:.0f}", {}, DEADLINE_S)
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2)], ids=str)

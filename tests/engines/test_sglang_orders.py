@@ -2,37 +2,48 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 
-from windlass.engines.sglang import orders
-from windlass.engines.sglang.answers import report, report_failure
-from windlass.engines.sglang.orders import Digests, ask_ranks, order_ranks
+from windlass.engines.http import EngineHttp
+from windlass.engines.launch import join_fleet
+from windlass.engines.rank_reports import Secrets, carry_out
+from windlass.engines.sglang.orders import Digests, order_ranks
+from windlass.engines.sglang.server import SglangServer
+from windlass.engines.spec import AgentSettings
 from windlass.errors import PeerUnreachable
 
 DEADLINE_S = 20.0
 
 
 @contextmanager
-def ending_with(on_order: Callable[[], None]) -> Iterator[str]:
+def ending_with(on_order: Callable[[str], None]) -> Iterator[str]:
     """Yields the address of a server that closes the connection on an order, and says nothing more."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
+            asked = self.rfile.read(int(self.headers["Content-Length"]))
             if self.path == "/update_weights_from_tensor":
-                on_order()
+                [encoded, _] = json.loads(asked)["serialized_named_tensors"]
+                [(order, _)] = ForkingPickler.loads(base64.b64decode(encoded))
+                on_order(json.loads(order)["folder"])
                 return
             body = b'{"success": true}'
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
+
+        def do_GET(self) -> None:
+            self.send_error(404)  # as a release that does not tell its settings
 
         def log_message(self, *_: object) -> None:
             """Nothing on stderr."""
@@ -48,24 +59,25 @@ def ending_with(on_order: Callable[[], None]) -> Iterator[str]:
 
 
 def ask(of_a_rank: Callable[[str], None]) -> None:
-    folders: list[str] = []
-
-    def order(folder: str) -> Digests:
-        folders.append(folder)
-        return Digests(folder)
-
-    with ending_with(lambda: of_a_rank(folders[0])) as url:
-        ask_ranks(url, order, 2, DEADLINE_S)
+    """Have two ranks capture their layouts; one of them does `of_a_rank` with the folder of reports."""
+    with ending_with(of_a_rank) as url:
+        settings = AgentSettings(
+            name="a", controller="http://c", transport="cma", url=url, checkpoint="/m", world_size=2
+        )
+        join_fleet(SglangServer(), settings, Secrets())
 
 
 def test_the_reason_of_a_rank_of_the_first_stage_outlives_its_server() -> None:
+    def refuse(_: Secrets) -> bytes:
+        raise PeerUnreachable("its weights are packed")
+
     with pytest.raises(PeerUnreachable, match="rank 0: its weights are packed"):
-        ask(lambda folder: report_failure(folder, 0, "its weights are packed"))
+        ask(lambda folder: carry_out(folder, 0, refuse))
 
 
 def test_a_server_that_ends_without_a_reason_is_named() -> None:
     with pytest.raises(PeerUnreachable, match=r"POST http://.*/update_weights_from_tensor"):
-        ask(lambda folder: report(folder, 1, b""))
+        ask(lambda folder: carry_out(folder, 1, lambda _: b""))
 
 
 def test_a_session_that_may_open_yet_is_closed_by_a_process_that_is_ended(
@@ -74,13 +86,13 @@ def test_a_session_that_may_open_yet_is_closed_by_a_process_that_is_ended(
     """SGLang opens it once no request runs any more, whether or not anybody waits."""
     asked: list[str] = []
 
-    def post(_url: str, path: str, *_: object) -> bytes:
+    def post(_: EngineHttp, path: str, *_body: object) -> bytes:
         asked.append(path)
         if path == "/begin_weight_update":
             raise SystemExit(128 + signal.SIGTERM)
         return b'{"success": true}'
 
-    monkeypatch.setattr(orders, "post", post)
+    monkeypatch.setattr(EngineHttp, "post", post)
     with pytest.raises(SystemExit):
-        order_ranks("http://nowhere", Digests(""), 1, DEADLINE_S)
+        order_ranks(EngineHttp("http://nowhere"), Digests(""), 1, DEADLINE_S)
     assert asked == ["/begin_weight_update", "/end_weight_update"]

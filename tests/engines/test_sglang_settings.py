@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 import pytest
 from http_answers import answering
 
+from windlass.engines.http import EngineHttp
 from windlass.engines.sglang.settings import RULES, check_server
 from windlass.errors import ConfigError, PeerUnreachable
 
@@ -46,9 +47,9 @@ def server(body: bytes, status: int = 200) -> AbstractContextManager[str]:
 def test_a_server_without_any_of_them_and_one_that_tells_less_are_taken() -> None:
     for told in (PLAIN, {"version": "0.5.6"}):
         with server(json.dumps(told).encode()) as url:
-            check_server(url, 2)
+            check_server(EngineHttp(url), 2)
     with server(b"", 404) as url:
-        check_server(url, 2)
+        check_server(EngineHttp(url), 2)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_a_setting_that_an_update_does_not_survive_is_found_where_no_option_name
         server(json.dumps({**PLAIN, setting: value}).encode()) as url,
         pytest.raises(ConfigError, match=rf"{setting} must be .*, got {value}: ") as refused,
     ):
-        check_server(url, 2)
+        check_server(EngineHttp(url), 2)
     (rule,) = (rule for rule in RULES if rule.option == option)
     assert str(refused.value).endswith(rule.why)
 
@@ -93,11 +94,11 @@ def test_a_setting_that_an_update_does_not_survive_is_found_where_no_option_name
 def test_a_server_with_other_ranks_than_were_announced_is_refused() -> None:
     told = json.dumps({**PLAIN, "pp_size": 3}).encode()
     with server(told) as url:
-        assert check_server(url, 6) == 3
+        assert check_server(EngineHttp(url), 6) == 3
         with pytest.raises(ConfigError, match=r"'tp_size': 2, 'pp_size': 3.*, got 2"):
-            check_server(url, 2)
+            check_server(EngineHttp(url), 2)
 
 
 def test_another_server_is_named() -> None:
     with server(b"<html>") as url, pytest.raises(PeerUnreachable, match="not SGLang's answer"):
-        check_server(url, 2)
+        check_server(EngineHttp(url), 2)

@@ -376,11 +376,8 @@ async def differences(
     server: Server, stretch: Stretch, compared: Callable[[str, int], None]
 ) -> list[str]:
     """From what a fresh server says."""
-    async with (
-        aiohttp.ClientSession(server.url, raise_for_status=True) as session,
-        session.post("/reset_prefix_cache"),
-    ):
-        pass  # its caches are empty, as when it started
+    # its caches are empty, as when it started
+    await asyncio.to_thread(server.http.post, "/reset_prefix_cache", {}, HTTP_S)
     different = []
     for heard in stretch.heard:
         fresh = await ask(server, heard.client, heard.prompt, len(heard.tokens))

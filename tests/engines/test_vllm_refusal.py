@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from windlass.engines.capture.agreement import RefusedElsewhere
-from windlass.engines.spec import AgentSettings
+from windlass.engines.rank_reports import RankReports
+from windlass.engines.spec import AgentSettings, CapturedLayout
 from windlass.engines.vllm import extension
 from windlass.engines.vllm.extension import WindlassExtension
-from windlass.errors import UnsupportedLayout
+from windlass.errors import PeerUnreachable
 
 WORLD_SIZE = 2
 DEADLINE_S = 60.0
@@ -96,18 +96,13 @@ def reduced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reduced]:
     gc.unfreeze()  # this process lives on, without an engine
 
 
-def captured(workers: list[Worker], settings: AgentSettings, folder: Path) -> list[object]:
-    """What `windlass_capture` of every rank returns or raises, all of them at once."""
+def captured(workers: list[Worker], settings: AgentSettings) -> list[CapturedLayout]:
+    """What every rank reports of `windlass_capture`, all of them at once."""
     encoded = msgspec.json.encode(settings).decode()
-
-    def call(worker: Worker) -> object:
-        try:
-            return worker.windlass_capture(encoded, str(folder))
-        except UnsupportedLayout as error:
-            return error
-
-    with ThreadPoolExecutor(WORLD_SIZE) as pool:
-        return list(pool.map(call, workers))
+    with RankReports(WORLD_SIZE) as reports, ThreadPoolExecutor(WORLD_SIZE) as pool:
+        list(pool.map(lambda worker: worker.windlass_capture(encoded, reports.folder), workers))
+        found = reports.gather(DEADLINE_S)
+    return [msgspec.json.decode(each, type=CapturedLayout) for each in found]
 
 
 def test_a_rank_captures_again_with_one_that_could_not(tmp_path: Path, reduced: Reduced) -> None:
@@ -119,22 +114,15 @@ def test_a_rank_captures_again_with_one_that_could_not(tmp_path: Path, reduced: 
     )  # fmt: skip
     workers = [Worker(rank) for rank in range(WORLD_SIZE)]
     workers[1].fails = True
-    (folder := tmp_path / "said").mkdir()
 
-    first, second = captured(workers, settings, folder)
-    assert isinstance(first, RefusedElsewhere)
-    assert isinstance(second, UnsupportedLayout)
-    assert "out of memory" in str(second)
-    assert [path.name for path in folder.iterdir()] == ["1.refused"], (
-        "only the rank that has a reason"
-    )
+    with pytest.raises(PeerUnreachable, match=r"rank 1: .*out of memory"):  # not the other's
+        captured(workers, settings)
     assert reduced.groups == ["gloo of the replica"] * WORLD_SIZE
 
     loads, workers[1].fails = workers[0].num_loads, False
     assert loads
-    again = captured(workers, settings, folder)
+    again = captured(workers, settings)
     for found, worker in zip(again, workers, strict=True):
-        assert isinstance(found, dict), found
-        assert found["unplaced"] == []
+        assert found.unplaced == ()
         assert worker.num_loads >= loads
     assert workers[0].num_loads > loads, "it does not load alone, nor stay behind"

@@ -6,31 +6,30 @@ import json
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 
+import msgspec
 import pytest
 from http_answers import answering
 
 from windlass.config import PauseMode
+from windlass.engines.http import EngineHttp
 from windlass.engines.launch import join_fleet
-from windlass.engines.spec import AgentSettings
+from windlass.engines.rank_reports import Secrets, carry_out
+from windlass.engines.spec import AgentSettings, CapturedLayout
 from windlass.engines.vllm.extension import VllmApi, WindlassExtension
 from windlass.engines.vllm.server import VllmServer
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, PeerTimeout
 
 
-def server(unplaced: Mapping[int, list[str]], *, answers_for: int) -> AbstractContextManager[str]:
-    """Its ranks write what they say where they are told to; the first few are in the answer."""
+def server(unplaced: Mapping[int, list[str]]) -> AbstractContextManager[str]:
+    """Its ranks report where they are told to."""
 
     def answer(_path: str, asked: bytes) -> tuple[int, bytes]:
         _, folder = json.loads(asked)["args"]
-        said = {
-            rank: {"unplaced": names, "recomputed": [], "buffer_nbytes": 0}
-            for rank, names in unplaced.items()
-        }
-        for rank, joined in said.items():
-            (Path(folder) / str(rank)).write_text(json.dumps(joined))
-        return 200, json.dumps({"results": [said[rank] for rank in range(answers_for)]}).encode()
+        for rank, names in unplaced.items():
+            layout = CapturedLayout(unplaced=tuple(names), buffer_nbytes=0)
+            carry_out(folder, rank, lambda _, layout=layout: msgspec.json.encode(layout))  # type: ignore[misc]
+        return 200, b"{}"
 
     return answering(answer)
 
@@ -43,29 +42,32 @@ def settings(url: str, world_size: int) -> AgentSettings:
 
 
 def test_a_tensor_that_only_another_replica_has_is_found_there() -> None:
-    with server({0: ["expert.1"], 1: ["expert.0"]}, answers_for=1) as url:
-        join_fleet(VllmServer(), settings(url, 2))
+    with server({0: ["expert.1"], 1: ["expert.0"]}) as url:
+        join_fleet(VllmServer(), settings(url, 2), Secrets())
 
 
-@pytest.mark.parametrize("answers_for", [1, 2])
-def test_a_tensor_that_no_rank_of_any_replica_has_is_refused(answers_for: int) -> None:
+def test_a_tensor_that_no_rank_of_any_replica_has_is_refused() -> None:
     with (
-        server({0: ["x", "y"], 1: ["y"]}, answers_for=answers_for) as url,
+        server({0: ["x", "y"], 1: ["y"]}) as url,
         pytest.raises(ConfigError, match=r"got none of \['y'\]"),
     ):
-        join_fleet(VllmServer(), settings(url, 2))
+        join_fleet(VllmServer(), settings(url, 2), Secrets())
 
 
 def test_a_replica_of_which_nothing_was_heard_is_named() -> None:
     with (
-        server({0: []}, answers_for=1) as url,
-        pytest.raises(ConfigError, match="rank 1 of the engine must be one of this server"),
+        server({0: []}) as url,
+        pytest.raises(
+            PeerTimeout, match=r"ranks \[1\] have not reported .* must be of this server"
+        ),
     ):
-        join_fleet(VllmServer(), settings(url, 2))
+        join_fleet(VllmServer(), settings(url, 2), Secrets())
 
 
 def test_in_place_is_done_by_a_route_where_no_rank_may_be_held() -> None:
-    free, bound = (VllmApi("http://h", can_block=can_block) for can_block in (True, False))
+    free, bound = (
+        VllmApi(EngineHttp("http://h"), can_block=can_block) for can_block in (True, False)
+    )
     assert free.blocks(PauseMode.IN_PLACE)
     assert not free.blocks(PauseMode.ABORT)
     assert not bound.blocks(PauseMode.IN_PLACE)

@@ -90,7 +90,7 @@ def test_an_unknown_format_or_level_is_refused(
         configure_logging("x")
 
 
-def test_text_lines_end_with_their_fields() -> None:
+def test_text_lines_end_with_their_fields_and_cannot_be_forged() -> None:
     import subprocess
 
     code = (

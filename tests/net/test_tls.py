@@ -370,3 +370,35 @@ async def test_where_tls_is_required_a_plain_controller_address_is_refused_every
                 make()
     with temporary_values(NO_FILES):
         BatchClient(plain, TOKEN).close()
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+async def test_who_listens_on_the_wire_reads_a_token_without_tls_and_nothing_with_it(
+    tls: bool, authority: Authority
+) -> None:
+    seen = bytearray()
+    with environment(authority.issue() if tls else {}):
+        server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
+        await server.start()
+
+        async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while data := await reader.read(1 << 16):
+                seen.extend(data)
+                writer.write(data)
+            writer.close()
+
+        async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            there = await asyncio.open_connection("127.0.0.1", urlsplit(server.url).port)
+            await asyncio.gather(copy(reader, there[1]), copy(there[0], writer))
+
+        wire = await asyncio.start_server(carry, "127.0.0.1", 0)
+        port = wire.sockets[0].getsockname()[1]
+        url = f"{urlsplit(server.url).scheme}://127.0.0.1:{port}/nothing"
+        try:
+            async with open_http(TOKEN) as http, http.get(url) as answer:
+                assert answer.status == 404
+        finally:
+            wire.close()
+            await server.close()
+    assert (TOKEN.encode() in seen) is not tls
+    assert (b"/nothing" in seen) is not tls

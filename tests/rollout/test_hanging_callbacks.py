@@ -17,8 +17,7 @@ import pytest
 from fake_engine import FakeEngine
 
 from windlass.engines import launch
-from windlass.engines.sglang.table import __main__ as table
-from windlass.engines.sglang.table.wire import RankOrder
+from windlass.engines.rank_reports import Secrets
 from windlass.engines.spec import ServerCommand
 from windlass.errors import PeerTimeout
 from windlass.jobs.launch import _Job
@@ -34,21 +33,8 @@ from windlass.rollout import (
 )
 from windlass.rollout.messages import EngineTarget, RolloutTask, WorkerHello
 from windlass.rollout.runner import WorkerRunner, WorkerSettings
-from windlass.transports.mooncake.config import MooncakeConfig
 
 DEADLINE_S = 20.0
-ORDER = RankOrder(
-    name="a",
-    url="http://127.0.0.1:9",
-    checkpoint="/m",
-    arguments=(),
-    rank=0,
-    world_size=1,
-    dist_port=0,
-    controller="",
-    transport=MooncakeConfig(),
-    device="cpu",
-)
 
 
 class Stubborn:
@@ -189,6 +175,7 @@ def serve(program: str, *options: str) -> int:
         ServerCommand((sys.executable, "-c", program)),
         ready_line="never said",
         join=lambda _settings: None,
+        secrets=Secrets(),
     )
 
 
@@ -221,25 +208,6 @@ def test_a_launcher_ends_though_a_process_that_left_its_server_holds_the_log_ope
     for thread in threading.enumerate():
         if thread.name == "log":
             thread.join(DEADLINE_S)
-
-
-def test_a_rank_beside_an_sglang_server_that_says_nothing_is_named_by_its_deadline(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "silent_rank.py").write_text("import sys; sys.stdin.read()\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(table, "RANK", "silent_rank")
-    monkeypatch.setattr(table, "ANSWER_DEADLINE_S", 0.3)
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        with (
-            table._Ranks([ORDER]) as ranks,
-            pytest.raises(PeerTimeout, match=r"rank 0: no answer within 0\.3 s"),
-        ):
-            ranks.reports()
-    finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)
 
 
 async def test_a_killed_process_that_does_not_end_is_not_waited_for_for_ever(

@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import threading
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,13 +17,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import transformers
 from sglang_fresh import LoadAfresh
 
+from windlass.engines.http import EngineHttp
 from windlass.engines.launch import join_fleet
-from windlass.engines.sglang.orders import Digests, ask_ranks
+from windlass.engines.private_routes import KEY_HEADER, key_of
+from windlass.engines.rank_reports import RankReports, Secrets
+from windlass.engines.sglang.orders import Digests, send_order, session
 from windlass.engines.sglang.server import HOOK, SglangServer
 from windlass.engines.spec import AgentSettings
 from windlass.engines.vllm.server import VllmServer
@@ -213,11 +217,16 @@ class Server:
     model: Path
     adapter: Path | None = None
 
+    @property
+    def http(self) -> EngineHttp:
+        """Of the server, private routes included."""
+        return EngineHttp(self.url, key_of(TOKEN))
+
     def post(self, path: str, body: object, **headers: str) -> Any:
         request = urllib.request.Request(
             self.url + path,
             json.dumps(body).encode(),
-            {"Content-Type": "application/json", **headers},
+            {"Content-Type": "application/json", KEY_HEADER: key_of(TOKEN), **headers},
         )
         with urllib.request.urlopen(request, timeout=HTTP_S) as response:
             return json.loads(response.read())
@@ -231,24 +240,27 @@ class Server:
                 checkpoint=str(self.adapter or self.model), world_size=self.layout.world_size,
                 adapter=ADAPTER if self.adapter else "",
             ),
+            Secrets(TOKEN, key_of(TOKEN)),
         )  # fmt: skip
 
     def digests(self) -> list[dict[str, str]]:
         """Per rank: a digest of every tensor that its model holds."""
         if self.engine == "sglang":
-            return self._answered(ask_ranks(self.url, Digests, self.layout.world_size, HTTP_S))
+            return self._reported(Digests, HOOK)
         return self._written("")
 
     def digests_of_fresh_load(self, checkpoint: Path) -> list[dict[str, str]]:
         """As `digests`, of a model that the engine's own loader makes anew in every rank."""
         if self.engine == "sglang":
-            load = partial(LoadAfresh, str(checkpoint))
-            ranks = self.layout.world_size
-            return self._answered(ask_ranks(self.url, load, ranks, HTTP_S, hook="sglang_fresh.run"))
+            return self._reported(partial(LoadAfresh, str(checkpoint)), "sglang_fresh.run")
         return self._written(str(checkpoint))
 
-    def _answered(self, answers: list[bytes]) -> list[dict[str, str]]:
-        return [json.loads(answer) for answer in answers]
+    def _reported(self, order: Callable[[str], msgspec.Struct], hook: str) -> list[dict[str, str]]:
+        """By SGLang's ranks."""
+        ranks = self.layout.world_size
+        with RankReports(ranks) as reports, session(self.http, HTTP_S) as selector:
+            send_order(self.http, order(reports.folder), selector, ranks, HTTP_S, hook=hook)
+            return [json.loads(report) for report in reports.gather(HTTP_S)]
 
     def _written(self, checkpoint: str) -> list[dict[str, str]]:
         """By vLLM's ranks."""

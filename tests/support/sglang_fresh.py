@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from windlass.engines.capture.memory import fingerprints, held_by
-from windlass.engines.sglang.answers import report
+from windlass.engines.rank_reports import carry_out
 from windlass.engines.sglang.hook import own_rank
 
 FAILS = os.environ.get("WINDLASS_TEST_LOAD_FAILS", "")
@@ -27,7 +27,7 @@ def failing(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, 
 
 
 class LoadAfresh(msgspec.Struct, frozen=True):
-    """Say the digests of a model loaded from `checkpoint` to the `Answers` of `folder`, as JSON."""
+    """Report the digests of a model loaded from `checkpoint` in `folder`, as JSON."""
 
     checkpoint: str
     folder: str
@@ -58,7 +58,7 @@ def run(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         model_config=config, load_config=LoadConfig(), device_config=DeviceConfig("cpu", 0)
     )
     digests = msgspec.json.encode(fingerprints(held_by(fresh)))
-    report(order.folder, own_rank(), digests)
+    carry_out(order.folder, own_rank(), lambda _: digests)
 
 
 def drop_experts_of_other_ranks() -> None:

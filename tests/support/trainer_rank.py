@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,10 +22,7 @@ from servers import CONFIGS, adapted, build
 
 import windlass
 from windlass.layout.naming.adapters import adapter_names
-from windlass.memory.ranges import Pieces
-from windlass.net.clock import Deadline
 from windlass.trainers.client import TrainerClient
-from windlass.transports.mooncake.peer import Direction, MooncakePeer
 
 NUM_TOKENS = 16
 LEARNING_RATE = 0.02
@@ -35,16 +31,12 @@ IN_FLOAT32 = "e_score_correction_bias"
 
 
 class Order(msgspec.Struct, frozen=True):
-    """Train a step, write the weights to `checkpoint`, publish them as `version`.
-
-    dies: rank 0 kills itself when half of its first write to an engine has arrived (Mooncake).
-    """
+    """Train a step, write the weights to `checkpoint`, publish them as `version`."""
 
     url: str
     transport: str
     version: int
     checkpoint: str
-    dies: bool = False
 
 
 class Trained(Protocol):
@@ -76,8 +68,6 @@ def main() -> None:
         trained.save(Path(order.checkpoint))
         if rank == 0:
             shutil.copy(folder / "config.json", order.checkpoint)
-        if order.dies and rank == 0:
-            die_in_mid_write()
         with trained.connect(order.url, order.transport) as client:
             report = client.publish(order.version)
         os.write(1, msgspec.json.encode({"digest_ok": report.digest_ok}) + b"\n")
@@ -90,25 +80,6 @@ def trained_by(name: str, kind: str, layout: Mapping[str, Any]) -> Trained:
         return Megatron(kind, layout)
     base = kind.removesuffix("+lora")
     return Fsdp(kind) if base == kind else FsdpAdapter(base)
-
-
-def die_in_mid_write() -> None:
-    """Every Mooncake write of this process from now on is its last."""
-    move = MooncakePeer.move
-
-    def half(
-        peer: MooncakePeer,
-        direction: Direction,
-        pieces: Pieces,
-        deadline: Deadline,
-    ) -> None:
-        local, remote, nbytes = pieces
-        count = max(len(nbytes) // 2, 1)
-        sizes = nbytes[:count] if len(nbytes) > 1 else nbytes // 2 + nbytes % 2
-        move(peer, direction, (local[:count], remote[:count], sizes), deadline)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    setattr(MooncakePeer, "move", half)  # noqa: B010 - a method of a final class
 
 
 class Fsdp:

@@ -34,7 +34,7 @@ def failing(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, 
 class FreshLoads(WindlassExtension):
     """What the fleet uses, and the oracle."""
 
-    def windlass_capture(self, encoded: str, folder: str) -> dict[str, object]:
+    def windlass_capture(self, encoded: str, folder: str) -> None:
         """As the fleet's, with a loader that can be told to fail."""
         worker = cast("Any", self)
         if FAILS and "reload_weights" not in vars(worker):
@@ -43,7 +43,7 @@ class FreshLoads(WindlassExtension):
                 weights_iterator=failing(weights_iterator),
                 is_checkpoint_format=is_checkpoint_format,
             )
-        return super().windlass_capture(encoded, folder)
+        super().windlass_capture(encoded, folder)
 
     def write_digests(self, checkpoint: str, folder: str) -> None:
         """`windlass_digests`, or `fresh_digests` of a checkpoint, to `folder`/rank.

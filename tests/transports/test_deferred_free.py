@@ -29,7 +29,6 @@ from windlass.transports.memory import MemoryFabric, MemoryTransport
 from windlass.transports.mooncake import transport as mooncake
 from windlass.transports.mooncake.config import MooncakeConfig
 from windlass.transports.mooncake.native import NativeEngine, Started
-from windlass.transports.mooncake.peer import Direction
 from windlass.transports.mooncake.transport import MooncakeTransport
 from windlass.transports.regions import DeferredFree
 
@@ -340,9 +339,7 @@ def test_a_mooncake_write_of_unknown_outcome_is_not_settled_by_another_that_was_
 
     def move(deadline_s: float) -> None:
         try:
-            known.peer.move(
-                Direction.WRITE, (local, remote, nbytes), Deadline.after(deadline_s, "write")
-            )
+            known.peer.write((local, remote, nbytes), Deadline.after(deadline_s, "write"))
         except TransferOutcomeUnknown as error:
             found.append(error)
 
@@ -375,7 +372,7 @@ def test_a_mooncake_write_that_never_began_keeps_no_arena(ends: Ends) -> None:
         np.array([value], np.uint64) for value in (arena.address, ends.landing.address, NBYTES)
     )
     with pytest.raises(TransferFailed, match="nothing more was sent"):
-        known.peer.move(Direction.WRITE, (local, remote, nbytes), Deadline.after(0.1, "write"))
+        known.peer.write((local, remote, nbytes), Deadline.after(0.1, "write"))
     arena.close()
     assert memory() is None
     assert ends.memory() is not None

@@ -18,6 +18,9 @@ import aiohttp
 from live_engine.load import generate_request
 from live_engine.surroundings import ENVIRONMENT, ROOT, TOKEN
 from live_engine.trainers import Trainers
+from windlass.engines.http import EngineHttp
+from windlass.engines.private_routes import KEY_HEADER, key_of
+from windlass.engines.rank_reports import RankReports
 
 PROMPT = [5, 6, 7, 8]
 
@@ -31,7 +34,8 @@ class _Routes:
 
     async def post(self, path: str, body: Any) -> Any:
         """JSON to one of its routes; the answer."""
-        async with self.session.post(self.url + path, json=body) as response:
+        headers = {KEY_HEADER: key_of(TOKEN)}
+        async with self.session.post(self.url + path, json=body, headers=headers) as response:
             text = await response.text()
             if response.status != 200:
                 raise RuntimeError(f"{self.url}{path}: {response.status} {text[:500]}")
@@ -161,10 +165,12 @@ class Sglang(_Routes):
         return list(answer["output_ids"])
 
     async def fingerprints(self) -> list[dict[str, str]]:
-        from windlass.engines.sglang.orders import Digests, ask_ranks
+        from windlass.engines.sglang.orders import Digests, order_ranks
 
-        answers = await asyncio.to_thread(ask_ranks, self.url, Digests, self.options.tp, 60.0)
-        return [json.loads(answer) for answer in answers]
+        server, ranks = EngineHttp(self.url, key_of(TOKEN)), self.options.tp
+        with RankReports(ranks) as reports:
+            await asyncio.to_thread(order_ranks, server, Digests(reports.folder), ranks, 60.0)
+            return [json.loads(report) for report in await asyncio.to_thread(reports.gather, 60.0)]
 
     async def own_init(self, trainers: Trainers, port: int) -> None:
         world = self.options.tp + 1

@@ -25,17 +25,27 @@ WEIGHTS = "adapter_model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """One adapter: the name that requests give, what PEFT saved, and its rank."""
+    """One adapter.
+
+    Attributes:
+        name: that requests give. folder: that PEFT saved. rank: of its matrices, the largest.
+        scalings: by one of which an engine multiplies each B.
+    """
 
     name: str
     folder: Path
     rank: int
+    scalings: tuple[float, ...]
 
 
 class _Config(msgspec.Struct, frozen=True):
     """The part of PEFT's `adapter_config.json` that decides whether updates can reach it."""
 
     r: int
+    lora_alpha: float = 8
+    use_rslora: bool = False
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
     peft_type: str = "LORA"
     use_dora: bool = False
     bias: str = "none"
@@ -43,6 +53,14 @@ class _Config(msgspec.Struct, frozen=True):
     modules_to_save: list[str] | None = None
     trainable_token_indices: Any = None
     layer_replication: Any = None
+
+    def ranks(self) -> set[int]:
+        return {self.r, *(self.rank_pattern or {}).values()}
+
+    def scalings(self) -> tuple[float, ...]:
+        alphas = {self.lora_alpha, *(self.alpha_pattern or {}).values()}
+        divisors = [rank**0.5 if self.use_rslora else rank for rank in self.ranks()]
+        return tuple(sorted({alpha / divisor for alpha in alphas for divisor in divisors}))
 
     def refusals(self) -> Mapping[str, bool]:
         """Why an update would not be the whole adapter -> whether that is so."""
@@ -82,7 +100,7 @@ def adapter_of(text: str) -> Adapter | None:
     for reason, applies in config.refusals().items():
         if applies:
             raise UnsupportedLayout(f"--adapter {name}: {reason}")
-    return Adapter(name, folder, config.r)
+    return Adapter(name, folder, max(config.ranks()), config.scalings())
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from windlass.errors import ConfigError
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.addresses import check_url, own_address
 from windlass.transfer.base import ParameterMemory
-from windlass.transfer.receiver import Receiver, RemoteMemory
+from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transports.base import MemoryRegion, OneSidedTransport, TransportOffer
 from windlass.updates.agents import EngineAgent
@@ -41,10 +41,8 @@ class EngineClient:
         rank: of this process in it, 0 to `world_size` - 1.
         world_size: ranks of the engine.
         url: where the engine serves requests; given by rank 0.
-        can_send: whether other engines may be brought up, or relayed to, from this one; not where
-            the parameters are in another process.
+        can_send: whether other engines may be brought up, or relayed to, from this one.
         connect_deadline_s: how long to wait for the controller.
-        remote: the live parameters are another process's, and `addresses` are copies of them.
         intercept: stands between channel and agent, for tests that inject faults.
 
     Attributes:
@@ -73,7 +71,6 @@ class EngineClient:
         can_send: bool = True,
         connect_deadline_s: float = 60.0,
         register_s: float = 0.0,
-        remote: RemoteMemory | None = None,
         intercept: Callable[[EngineAgent], CommandHandler] | None = None,
     ) -> None:
         self._transport = transport
@@ -84,7 +81,7 @@ class EngineClient:
                 ParameterMemory(address, parameter.nbytes)
                 for address, parameter in zip(addresses, manifest.parameters, strict=True)
             )
-            self._receiver = Receiver(transport, manifest, addresses, regions, remote)
+            self._receiver = Receiver(transport, manifest, addresses, regions)
             undo.callback(self._receiver.close)
             self._sender = Sender(transport, manifest, lambda: memory, registered=regions)
             undo.callback(self._sender.close)
@@ -96,7 +93,7 @@ class EngineClient:
             )
             undo.callback(agent.close)
             encoded, incarnation = manifest.encode(), os.urandom(8).hex()
-            offers = _offers_for(transport, regions, remote)
+            offers = _offers_for(transport, regions)
             registered = Registered(
                 len(regions), sum(region.nbytes for region in regions), register_s
             )
@@ -155,15 +152,13 @@ class EngineClient:
 
 
 def _offers_for(
-    transport: OneSidedTransport, regions: Sequence[MemoryRegion], remote: RemoteMemory | None
+    transport: OneSidedTransport, regions: Sequence[MemoryRegion]
 ) -> tuple[TransportOffer, ...]:
     """The ways in which all of the live parameters can be written.
 
     Raises:
         ConfigError: there is none: each of several transports refuses some region.
     """
-    if remote is not None:
-        return (TransportOffer(remote.endpoint, transport.traits, transport.report()),)
     published = [{exported.endpoint for exported in region.remotes} for region in regions]
     found = tuple(
         offer

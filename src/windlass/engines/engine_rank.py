@@ -1,21 +1,149 @@
-"""A rank of somebody else's engine: captured once, in one fleet after another."""
+"""A rank of somebody else's engine: an agent in its process, captured once, in one fleet after another.
+
+The engine's own HTTP API pauses and resumes it; what only its main loop can say (that every step
+before this one is over) comes through `QuiesceGate`.
+"""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from typing import final
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol, final
 
-from windlass.engines.attach import Attachment, EngineApi, RankHooks, attach
+from windlass.config import PauseMode
 from windlass.engines.capture.capture import Captured
+from windlass.engines.client import EngineClient
 from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.engines.spec import AgentSettings, CapturedLayout
-from windlass.envs import control_token
-from windlass.errors import ConfigError, UnsupportedLayout
+from windlass.errors import ConfigError, ProtocolError, UnsupportedLayout, WindlassError
+from windlass.memory.cuda.driver import gpu_of
+from windlass.memory.cuda.gpu import shared_gpu
+from windlass.transports.base import MemoryRegion, OneSidedTransport
+from windlass.transports.registry import create_transport, parse_transport
 
-__all__ = ["EngineRank"]
+__all__ = [
+    "EngineApi",
+    "EngineRank",
+    "RankHooks",
+    "allocation_of",
+    "stretches",
+]
 
+logger = logging.getLogger(__name__)
+CONNECT_DEADLINE_S = 60.0
 LEAVE_DEADLINE_S = 30.0
+RELEASE_S = 5.0
+"""For a loop that was let go, of the time to resume."""
+
+
+class EngineApi(Protocol):
+    """The engine's own way to be paused; called on rank 0 only, may block."""
+
+    def pause(self, mode: PauseMode, deadline_s: float) -> bool:
+        """Stop admission and treat running requests as `mode` says.
+
+        Returns:
+            Whether the engine is paused now, until `resume`; False where `block` alone does `mode`.
+        """
+        ...
+
+    def blocks(self, mode: PauseMode) -> bool:
+        """Whether loops are quiesced by `block`, and not by `quiesce`."""
+        ...
+
+    def block(self, pause_id: str, deadline_s: float) -> None:
+        """Make the main loop of every rank call its `QuiesceGate.block`; return when all have left it.
+
+        A loop that is blocked neither runs steps nor takes the interpreter from the agent's thread.
+        """
+        ...
+
+    def quiesce(self, pause_id: str, deadline_s: float) -> None:
+        """Make the main loop of every rank call its `QuiesceGate.quiesced`."""
+        ...
+
+    def resume(self, deadline_s: float) -> None:
+        """Go on generating after `pause`, and after `block` has returned, unless a loop is stuck."""
+        ...
+
+    def set_version(self, version: int, deadline_s: float) -> None:
+        """Stamp what is generated from now on."""
+        ...
+
+
+@final
+class RankHooks:
+    """`EngineHooks` of one rank.
+
+    Args:
+        captured: of this rank. gate: of its main loop. api: on rank 0, None elsewhere.
+    """
+
+    def __init__(self, captured: Captured, gate: QuiesceGate, api: EngineApi | None) -> None:
+        self._captured, self._gate, self._api = captured, gate, api
+        self._paused = False
+        self._blocked: threading.Thread | None = None
+
+    def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
+        """See `EngineHooks.pause`."""
+        blocked = self._gate.ask(pause_id)
+        try:
+            if not blocked and self._api is not None:
+                self._stop(self._api, pause_id, mode, deadline_s)
+            self._gate.wait(pause_id, deadline_s)
+        except WindlassError:
+            self._gate.end()
+            raise
+
+    def _stop(self, api: EngineApi, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
+        if self._blocked is not None:  # it may still be on its way out
+            self._blocked.join(deadline_s)
+        before, self._paused = self._paused, True  # also if no answer comes: it may have stopped
+        self._paused = api.pause(mode, deadline_s) or before
+        if not api.blocks(mode):
+            api.quiesce(pause_id, deadline_s)
+            return
+        self._blocked = threading.Thread(
+            target=self._block, args=(api, pause_id, deadline_s), name="windlass-block"
+        )
+        self._blocked.start()
+
+    def _block(self, api: EngineApi, pause_id: str, deadline_s: float) -> None:
+        """In a thread of its own: the call lasts as long as the pause."""
+        try:
+            api.block(pause_id, deadline_s)
+        except WindlassError as error:
+            logger.warning("pause %s: the engine did not block its loops", pause_id, exc_info=True)
+            self._gate.fail(pause_id, error)
+
+    def resume(self, deadline_s: float) -> None:
+        """See `EngineHooks.resume`; an engine that was not paused is left alone."""
+        self._gate.end()
+        if self._api is None or not self._paused:
+            return
+        end = time.monotonic() + deadline_s
+        if self._blocked is not None:  # a loop that is stuck elsewhere hears `resume` later
+            self._blocked.join(min(RELEASE_S, deadline_s / 2))
+            self._blocked = None
+        self._api.resume(end - time.monotonic())
+        self._paused = False
+
+    def finalise(self) -> None:
+        """See `EngineHooks.finalise`."""
+        self._captured.finalise()
+
+    def set_version(self, version: int, deadline_s: float) -> None:
+        """See `EngineHooks.set_version`.
+
+        An engine that is paused by its own routes runs no step, and may need its loop for this.
+        """
+        if self._paused:
+            self._gate.end()
+        if self._api is not None:
+            self._api.set_version(version, deadline_s)
 
 
 @final
@@ -36,7 +164,7 @@ class EngineRank:
     def __init__(self) -> None:
         self.gate = QuiesceGate()
         self._first: tuple[AgentSettings, Captured, RankHooks] | None = None
-        self._attachment: Attachment | None = None
+        self._client: EngineClient | None = None
         self._has_joined = False
 
     @property
@@ -100,26 +228,72 @@ class EngineRank:
             buffer_nbytes=captured.buffer_nbytes,
         )
 
-    def join(self, settings: AgentSettings, rank: int) -> None:
+    def join(self, settings: AgentSettings, rank: int, token: str) -> None:
         """Join a fleet, after leaving the one before. Called in the engine's main loop.
+
+        The captured memory is registered; the rank's GPU, if it has one, is the current device.
 
         Args:
             settings: as `capture` was given them.
             rank: of this process.
+            token: of the controller.
 
         Raises:
             UnsupportedLayout: nothing has been captured.
             ConfigError: settings that must not change did.
-            ProtocolError: see `Attachment.leave`.
-            AuthenticationError, PeerTimeout, TransportUnavailable, RegionError: see `attach`.
+            ProtocolError: see `leave`; or the controller speaks another protocol.
+            AuthenticationError, PeerTimeout: see `AgentChannel.connect`.
+            TransportUnavailable, RegionError: the transport cannot serve this memory.
         """
         self._require_same(settings)
         _, captured, hooks = self._required()
-        if self._attachment is not None:
-            self._attachment.leave(LEAVE_DEADLINE_S)
-            self._attachment = None
-        self._attachment = attach(settings, rank, control_token(), captured, hooks)
+        self.leave(LEAVE_DEADLINE_S)
+        transport = create_transport(
+            parse_transport(settings.transport),
+            towards=settings.controller,
+            memory_at=captured.addresses[0] if captured.addresses else 0,
+        )
+        begun = time.perf_counter()
+        regions = _register(transport, captured)
+        # Repacked parameters are read from their buffers, which hold what was last received.
+        self._client = EngineClient(
+            manifest=captured.manifest,
+            addresses=captured.addresses,
+            regions=regions,
+            register_s=time.perf_counter() - begun,
+            transport=transport,
+            hooks=hooks,
+            controller=settings.controller,
+            token=token,
+            group=settings.name,
+            rank=rank,
+            world_size=settings.world_size,
+            url=settings.url if rank == 0 else "",
+            connect_deadline_s=CONNECT_DEADLINE_S,
+        )
         self._has_joined = True
+
+    def leave(self, deadline_s: float) -> None:
+        """Withdraw the rank's memory from its fleet, whose controller has ended; if it is in one.
+
+        Raises:
+            ProtocolError: the controller is still connected after `deadline_s`, so that a trainer
+                may be writing; or the weights may be mixed, which only this fleet can mend.
+        """
+        if self._client is None:
+            return
+        if not self._client.wait_disconnected(deadline_s):
+            raise ProtocolError(
+                "leave: the controller must be stopped before its engine joins another, "
+                f"got one that is connected after {deadline_s} s"
+            )
+        if self._client.agent.mixed_weights:
+            raise ProtocolError(
+                "leave: the weights of this rank may be mixed: start the engine anew, or have its "
+                "controller back"
+            )
+        self._client.close()
+        self._client = None
 
     def _require_same(self, settings: AgentSettings) -> None:
         if _identity(self.settings) != _identity(settings):
@@ -143,3 +317,49 @@ def _freeze_heap() -> None:
 
 def _identity(settings: AgentSettings) -> tuple[str, str, str, int]:
     return settings.name, settings.url, settings.checkpoint, settings.world_size
+
+
+def _register(transport: OneSidedTransport, captured: Captured) -> tuple[MemoryRegion, ...]:
+    spans = (
+        (address, parameter.nbytes)
+        for address, parameter in zip(captured.addresses, captured.manifest.parameters, strict=True)
+    )
+    return tuple(
+        transport.register(address, nbytes) for address, nbytes in stretches(spans, allocation_of)
+    )
+
+
+def allocation_of(address: int) -> tuple[int, int] | None:
+    """Start and bytes of the GPU allocation around an address; None for host memory."""
+    gpu = gpu_of(address)
+    return None if gpu < 0 else shared_gpu(gpu).device.allocation(address)
+
+
+def stretches(
+    spans: Iterable[tuple[int, int]],
+    allocation: Callable[[int], tuple[int, int] | None] | None = None,
+) -> list[tuple[int, int]]:
+    """(address, nbytes) of what is registered at once: spans that overlap share a stretch.
+
+    Registration takes time per region and not per byte, so that with `allocation` spans of one
+    allocation share a stretch as well, with what lies between them.
+
+    Args:
+        spans: (address, nbytes) of parameters.
+        allocation: of this process's memory, see `allocation_of`; host memory is one where spans
+            touch. Without it nothing is known of the memory, and only what overlaps is joined.
+    """
+    joined: list[tuple[int, int]] = []
+    end = room = 0  # of the last stretch, and of the allocation that it begins in
+    for begin, nbytes in sorted(spans):
+        if joined and (begin < end or begin + nbytes <= room or (begin == end and room < 0)):
+            first = joined[-1][0]
+            end = max(end, begin + nbytes)
+            joined[-1] = first, end - first
+            continue
+        joined.append((begin, nbytes))
+        end = begin + nbytes
+        if allocation is not None:
+            around = allocation(begin)
+            room = -1 if around is None else sum(around)
+    return joined

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import http.client
+from dataclasses import dataclass, field
+from typing import final
 
 import msgspec
 
+from windlass.engines.private_routes import KEY_HEADER
 from windlass.errors import PeerTimeout, PeerUnreachable
 from windlass.net.sockets import open_connection
 
-__all__ = ["NoSuchRoute", "get", "post"]
+__all__ = ["EngineHttp", "NoSuchRoute"]
 
 API_DEADLINE_S = 60.0
 
@@ -18,37 +21,59 @@ class NoSuchRoute(PeerUnreachable):
     """The engine's server has no such route: this release cannot do that."""
 
 
-def post(url: str, path: str, body: object, deadline_s: float | None = API_DEADLINE_S) -> bytes:
-    """POST JSON to the engine's own server and return the answer. Blocks.
+@final
+@dataclass(frozen=True, slots=True)
+class EngineHttp:
+    """An engine's own server, and what opens its routes.
 
-    `deadline_s` is None only for a call that lasts as long as a pause does.
-
-    Raises:
-        PeerTimeout: no answer within `deadline_s`.
-        NoSuchRoute: 404. PeerUnreachable: no connection, or an answer that is not 200.
+    Attributes:
+        url: of the server.
+        key: opens its private routes, see `windlass.engines.private_routes`.
+        api_key: what the engine itself was started to ask for; empty for nothing.
+        admin_api_key: the same for routes that change something, where that is another one.
     """
-    return _ask("POST", url, path, msgspec.json.encode(body), deadline_s)
 
+    url: str
+    key: str = field(default="", repr=False)
+    api_key: str = field(default="", repr=False)
+    admin_api_key: str = field(default="", repr=False)
 
-def get(url: str, path: str, deadline_s: float = API_DEADLINE_S) -> bytes:
-    """GET from the engine's own server and return the answer. Blocks; raises as `post` does."""
-    return _ask("GET", url, path, None, deadline_s)
+    def post(self, path: str, body: object, deadline_s: float | None = API_DEADLINE_S) -> bytes:
+        """POST JSON to the engine's own server and return the answer. Blocks.
 
+        `deadline_s` is None only for a call that lasts as long as a pause does.
 
-def _ask(method: str, url: str, path: str, body: bytes | None, deadline_s: float | None) -> bytes:
-    connection = open_connection(url, deadline_s)
-    try:
-        connection.request(method, path, body, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        answer = response.read()
-    except TimeoutError as error:
-        raise PeerTimeout(f"{method} {url}{path}: no answer within {deadline_s} s") from error
-    except (OSError, http.client.HTTPException) as error:
-        raise PeerUnreachable(f"{method} {url}{path}: {type(error).__name__}: {error}") from error
-    finally:
-        connection.close()
-    if response.status == http.client.NOT_FOUND:
-        raise NoSuchRoute(f"{method} {url}{path}: {response.status} {answer[:500]!r}")
-    if response.status != http.client.OK:
-        raise PeerUnreachable(f"{method} {url}{path}: {response.status} {answer[:500]!r}")
-    return answer
+        Raises:
+            PeerTimeout: no answer within `deadline_s`.
+            NoSuchRoute: 404. PeerUnreachable: no connection, or an answer that is not 200.
+        """
+        encoded = msgspec.json.encode(body)
+        return self._ask("POST", path, encoded, self.admin_api_key or self.api_key, deadline_s)
+
+    def get(self, path: str, deadline_s: float = API_DEADLINE_S) -> bytes:
+        """GET from the engine's own server and return the answer. Blocks; raises as `post` does."""
+        return self._ask("GET", path, None, self.api_key, deadline_s)
+
+    def _ask(
+        self, method: str, path: str, body: bytes | None, api_key: str, deadline_s: float | None
+    ) -> bytes:
+        headers = {"Content-Type": "application/json", KEY_HEADER: self.key}
+        if api_key:
+            headers["Authorization"] = f"Bearer {api_key}"
+        what = f"{method} {self.url}{path}"
+        connection = open_connection(self.url, deadline_s)
+        try:
+            connection.request(method, path, body, headers)
+            response = connection.getresponse()
+            answer = response.read()
+        except TimeoutError as error:
+            raise PeerTimeout(f"{what}: no answer within {deadline_s} s") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise PeerUnreachable(f"{what}: {type(error).__name__}: {error}") from error
+        finally:
+            connection.close()
+        if response.status == http.client.NOT_FOUND:
+            raise NoSuchRoute(f"{what}: {response.status} {answer[:500]!r}")
+        if response.status != http.client.OK:
+            raise PeerUnreachable(f"{what}: {response.status} {answer[:500]!r}")
+        return answer

@@ -14,23 +14,36 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import msgspec
 
 from windlass.engines.adapters import adapter_of
+from windlass.engines.private_routes import environment_of, key_of
+from windlass.engines.rank_reports import RankReports, Secrets
 from windlass.engines.signals import EndSignals, exit_at_signal
 from windlass.engines.spec import (
     AgentSettings,
     CapturedLayout,
     EngineServer,
     EngineSpec,
+    RankStep,
     Rule,
     ServerCommand,
     expandable_segments,
     refuse_options,
 )
 from windlass.engines.versions import check_installed
-from windlass.envs import control_token, inherited_environment
+from windlass.envs import (
+    TLS_CERTIFICATE_VARIABLE,
+    TLS_KEY_VARIABLE,
+    TOKEN_VARIABLE,
+    control_token,
+    environment_value,
+    has_certificate,
+    inherited_environment,
+    secret_value,
+)
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
 from windlass.net.addresses import own_address, published_host, url_of
 from windlass.updates.client import report_cannot_join
@@ -50,6 +63,8 @@ __all__ = [
 ]
 
 REACH_DEADLINE_S = 30.0
+REPORTED_S = 2.0
+"""For what ranks have reported already."""
 LOG_DEADLINE_S = 5.0
 _PARALLEL = (
     ("tp", "tensor", ("--tensor-parallel-size", "--tensor_parallel_size", "--tp-size", "-tp")),
@@ -85,34 +100,73 @@ def launch(engine: EngineSpec, description: str | None) -> int:
             raise ConfigError(
                 f"engine {engine.name!r} must have a server and releases, it has none"
             )
-        join = partial(join_fleet, engine.server)
         refuse_unsafe([*rest, *_own_words(args)], engine.rules)
+        secrets = _secrets(args.controller, rest)
+        join = partial(join_fleet, engine.server, secrets=secrets)
         place(args)
         if args.attach:
-            return attach_running(args, join)
+            return attach_running(args, join, secrets.token)
         for warning in check_installed(engine.releases):
             sys.stderr.write(f"engine {args.name}: {warning}\n")
         with engine.server.command(args, rest) as command:
-            return serve(args, command, ready_line=engine.server.ready_line, join=join)
+            return serve(
+                args, command, ready_line=engine.server.ready_line, join=join, secrets=secrets
+            )
     except WindlassError as error:
         sys.stderr.write(f"engine {args.name}: {type(error).__name__}: {error}\n")
         return 2
 
 
-def join_fleet(server: EngineServer, settings: AgentSettings) -> None:
+def _secrets(controller: str, rest: Sequence[str]) -> Secrets:
+    """Return what this process was given to show others, of which no child inherits anything.
+
+    Raises:
+        ConfigError: there is a controller and no token.
+    """
+    token = control_token() if controller else secret_value(TOKEN_VARIABLE)
+    own = {"--api-key": "", "--admin-api-key": ""}
+    for word, following in pairwise([*rest, ""]):
+        option, equals, value = word.partition("=")
+        if (option := option.replace("_", "-")) in own:
+            own[option] = value if equals else following
+    api_key = own["--api-key"] or environment_value("VLLM_API_KEY")
+    secret = token
+    if not token and has_certificate():  # then its key is what this process alone knows
+        file = environment_value(TLS_KEY_VARIABLE) or environment_value(TLS_CERTIFICATE_VARIABLE)
+        secret = Path(file).read_text()
+    return Secrets(token, key_of(secret), api_key, own["--admin-api-key"])
+
+
+def join_fleet(server: EngineServer, settings: AgentSettings, secrets: Secrets) -> None:
     """Have the ranks of a running server join a fleet, after leaving the one before.
 
     None joins before the layouts of all have been found good: an engine is never in a fleet unchecked,
     wherever this process ends.
 
     Raises:
-        ConfigError: a checkpoint tensor is in the memory of no rank; and see `EngineServer`.
-        PeerUnreachable, PeerTimeout: see `EngineServer`.
+        ConfigError: a checkpoint tensor is in the memory of no rank; and see `EngineServer.order`.
+        PeerUnreachable: a rank refused, and says why; and see `EngineServer.order`. PeerTimeout.
     """
-    ranks = [msgspec.json.decode(each, type=CapturedLayout) for each in server.capture(settings)]
+    captured = _order(server, RankStep.CAPTURE, settings, secrets)
+    ranks = [msgspec.json.decode(each, type=CapturedLayout) for each in captured]
     check_placed(settings.name, [rank.unplaced for rank in ranks])
     report_buffers(settings.name, ranks)
-    server.join(settings)
+    _order(server, RankStep.JOIN, settings, secrets)
+
+
+def _order(
+    server: EngineServer, step: RankStep, settings: AgentSettings, secrets: Secrets
+) -> list[bytes]:
+    """Return what every rank has reported of this step, by rank."""
+    with RankReports(settings.world_size, secrets) as reports:
+        try:
+            server.order(secrets.server(settings.url), step, settings, reports.folder)
+        except PeerUnreachable:
+            # A server may end with the rank that failed, and its answer tells nothing of why.
+            with contextlib.suppress(PeerTimeout):
+                reports.gather(REPORTED_S)
+            raise
+        return reports.gather(REPORTED_S if server.answers_for_all else settings.join_deadline_s)
 
 
 def _own_words(args: argparse.Namespace) -> list[str]:
@@ -195,7 +249,7 @@ def refuse_unsafe(rest: Sequence[str], rules: Sequence[Rule]) -> None:
         )
 
 
-def attach_running(args: argparse.Namespace, join: Join) -> int:
+def attach_running(args: argparse.Namespace, join: Join, token: str) -> int:
     """For `--attach`: a server that runs joins a fleet, with this transport; prints one JSON line.
 
     The layout that it has captured is used again; one that has not joined a fleet captures it now,
@@ -215,7 +269,7 @@ def attach_running(args: argparse.Namespace, join: Join) -> int:
     try:
         join(_settings(args, args.attach))
     except WindlassError as error:
-        _tell(args, f"{type(error).__name__}: {error}")
+        _tell(args, token, f"{type(error).__name__}: {error}")
         raise
     os.write(1, msgspec.json.encode({"name": args.name, "url": args.attach}) + b"\n")
     return 0
@@ -252,14 +306,16 @@ def serve(
     *,
     ready_line: str,
     join: Join,
+    secrets: Secrets,
 ) -> int:
     """Run `command` until it ends; print one JSON line once its ranks have joined.
 
     Args:
         args: of `arguments`, after `place`; `port` is that of the command.
-        command: the engine's own server; its ranks inherit the token from this process.
+        command: the engine's own server.
         ready_line: what the server logs when it serves.
         join: called once, if there is a controller.
+        secrets: of which the server is told the hash of the key alone.
 
     Returns:
         The exit status of the server, or 2 when its ranks could not join.
@@ -267,15 +323,13 @@ def serve(
     if not args.port:
         sys.stderr.write(f"engine {args.name}: --port must be given, or --attach\n")
         return 2
-    if args.controller:
-        control_token()  # fails here and not in a rank
     signals = EndSignals()
     server = subprocess.Popen(
         list(command.argv),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env={**inherited_environment(with_tokens=True), **command.environment},
+        env={**inherited_environment(), **environment_of(secrets.key), **command.environment},
         start_new_session=True,
     )
     signals.call(partial(_signal, server.pid, signal.SIGKILL))
@@ -300,12 +354,16 @@ def serve(
                 join(_settings(args, url, loaded=loaded))
             os.write(1, msgspec.json.encode({"name": args.name, "url": url}) + b"\n")
         else:
-            _tell(args, f"its server ended with status {server.returncode} before it served")
+            _tell(
+                args,
+                secrets.token,
+                f"its server ended with status {server.returncode} before it served",
+            )
     except WindlassError as error:
         sys.stderr.write(f"engine {args.name}: {type(error).__name__}: {error}\n")
         status = 2
         _signal(server.pid, signal.SIGKILL)
-        _tell(args, f"{type(error).__name__}: {error}")
+        _tell(args, secrets.token, f"{type(error).__name__}: {error}")
     finally:
         code = server.wait()
         _signal(server.pid, signal.SIGKILL)  # what a dead leader left behind
@@ -313,11 +371,11 @@ def serve(
     return status or code
 
 
-def _tell(args: argparse.Namespace, reason: str) -> None:
+def _tell(args: argparse.Namespace, token: str, reason: str) -> None:
     """Whoever waits for this engine must not wait for its deadline; stderr has the reason as well."""
     with contextlib.suppress(WindlassError):
         if args.controller:
-            report_cannot_join(args.controller, control_token(), args.name, reason)
+            report_cannot_join(args.controller, token, args.name, reason)
 
 
 def starts_with_random_weights(command: Sequence[str]) -> bool:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from windlass.engines.http import EngineHttp
 from windlass.engines.versions import EngineReleases
 from windlass.envs import environment_value
 from windlass.errors import ConfigError
@@ -35,6 +37,7 @@ __all__ = [
     "EngineServer",
     "EngineSpec",
     "QuantisedLayout",
+    "RankStep",
     "Rule",
     "ServerCommand",
     "expandable_segments",
@@ -195,12 +198,24 @@ class ServerCommand:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
+class RankStep(StrEnum):
+    """What the ranks of a server are told to do, in this order, before they are in a fleet."""
+
+    CAPTURE = "capture"
+    JOIN = "join"
+
+
 class EngineServer(Protocol):
     """A server of somebody else's, whose ranks run an agent: see `windlass.engines.launch`."""
 
     @property
     def ready_line(self) -> str:
         """What the server logs once it serves."""
+        ...
+
+    @property
+    def answers_for_all(self) -> bool:
+        """Whether every rank has carried out an order once the server has answered it."""
         ...
 
     def command(
@@ -217,22 +232,21 @@ class EngineServer(Protocol):
         """
         ...
 
-    def capture(self, settings: AgentSettings) -> Sequence[bytes]:
-        """Have every rank capture its layout; return a `CapturedLayout` of each, by rank, as JSON.
+    def order(
+        self, server: EngineHttp, step: RankStep, settings: AgentSettings, folder: str
+    ) -> None:
+        """Have every rank capture its layout, or join the fleet after leaving the one before.
 
-        No rank is in a fleet because of it.
-
-        Raises:
-            ConfigError: a setting that an update does not survive, or ranks that are not there.
-            PeerUnreachable: the server is not there, or a rank refused; says why. PeerTimeout.
-        """
-        ...
-
-    def join(self, settings: AgentSettings) -> None:
-        """Have every rank join the fleet, after leaving the one before.
+        Args:
+            server: that runs.
+            step: the one or the other; no rank is in a fleet because of the first.
+            settings: for every rank.
+            folder: where each reports, see `windlass.engines.rank_reports.carry_out`: what it has
+                captured as a `CapturedLayout` in JSON, or nothing.
 
         Raises:
-            PeerUnreachable: the server is not there, or a rank refused; says why. PeerTimeout.
+            ConfigError: a setting that an update does not survive.
+            PeerUnreachable: the server is not there, or could not have its ranks do it. PeerTimeout.
         """
         ...
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Protocol, final
+from typing import final
 
 from windlass.config import UpdateMode
 from windlass.errors import PlanError
@@ -18,7 +18,6 @@ from windlass.layout.manifest import ShardManifest
 from windlass.memory.ops import OWN_WORK_S
 from windlass.planning.plan import TransferPlan
 from windlass.transfer.arena import memory_of
-from windlass.transfer.bind import check_part
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transfer.destination import Destination
 from windlass.transfer.write_progress import (
@@ -26,35 +25,9 @@ from windlass.transfer.write_progress import (
     ProgressListener,
     listen_if_possible,
 )
-from windlass.transports.base import (
-    MemoryRegion,
-    OneSidedTransport,
-    PeerEndpoint,
-    RemoteRegion,
-)
+from windlass.transports.base import MemoryRegion, OneSidedTransport
 
-__all__ = ["Receiver", "RemoteMemory"]
-
-
-class RemoteMemory(Protocol):
-    """Live parameters of another process of this host, which runs no code of ours; here are copies of them.
-
-    Attributes:
-        endpoint: of the other process. regions: what it has registered.
-        addresses: of the live parameters there, in manifest order.
-    """
-
-    endpoint: PeerEndpoint
-    regions: tuple[RemoteRegion, ...]
-    addresses: tuple[int, ...]
-
-    def fetch(self) -> None:
-        """Bring the copies up to date; blocks.
-
-        Raises:
-            TransferError: they may not be.
-        """
-        ...
+__all__ = ["Receiver"]
 
 
 @final
@@ -69,7 +42,6 @@ class Receiver:
         manifest: of this rank.
         addresses: of the live parameters, in manifest order; they never move.
         regions: registered regions that contain every live parameter.
-        remote: peers write these, and `addresses` are the copies that are verified.
 
     Attributes:
         transport, manifest, regions: as given.
@@ -83,7 +55,6 @@ class Receiver:
         manifest: ShardManifest,
         addresses: Sequence[int],
         regions: Sequence[MemoryRegion],
-        remote: RemoteMemory | None = None,
     ) -> None:
         if len(addresses) != len(manifest.parameters):
             raise PlanError(
@@ -93,16 +64,10 @@ class Receiver:
         self.transport, self.manifest = transport, manifest
         self.live_addresses, self.regions = tuple(addresses), tuple(regions)
         self.late_nbytes = 0
-        self._remote = remote
         self._lock = threading.Lock()
         self._bound: Destination | None = None
         self._progress: ProgressDigests | None = None
         self._listener: ProgressListener | None = None
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether the live parameters are another process's; only one-sided writes reach those."""
-        return self._remote is not None
 
     @property
     def destination(self) -> Destination:
@@ -128,27 +93,21 @@ class Receiver:
             TransferOutcomeUnknown: earlier kernels may still go on.
         """
         with self._lock:
-            found, remote = self.destination, self._remote
+            found = self.destination
             shadow, staged = mode is UpdateMode.STAGED, not self.transport.traits.strided_stores
-            if remote is not None:
-                _refuse_allocating(self.manifest, plan, mode)
             found.memory.finish(OWN_WORK_S)  # before what late kernels read is freed
             self._listen()
             if self._progress is not None:
                 self._progress.load({})
-            found.bind(plan, shadow=shadow, staged=staged and remote is None)
+            found.bind(plan, shadow=shadow, staged=staged)
             if self._progress is not None and found.digests is not None:
                 self._progress.load(found.digests.links)
             regions = (*self.regions, *found.regions)
             return DestinationBinding(
                 worker=self.manifest.worker,
-                endpoint=self.transport.endpoint() if remote is None else remote.endpoint,
-                regions=(
-                    tuple(exported for region in regions for exported in region.remotes)
-                    if remote is None
-                    else remote.regions
-                ),
-                parameter_addresses=found.addresses if remote is None else remote.addresses,
+                endpoint=self.transport.endpoint(),
+                regions=tuple(exported for region in regions for exported in region.remotes),
+                parameter_addresses=found.addresses,
                 landing_address=found.staging_address,
                 listener="" if self._listener is None else self._listener.address,
                 digest_kind=found.digest_kind,
@@ -163,8 +122,6 @@ class Receiver:
             TransferOutcomeUnknown: kernels do not end.
         """
         with self._lock:
-            if self._remote is not None:
-                self._remote.fetch()
             hashed: dict[str, str] = {}
             if self._listener is not None and self._progress is not None:
                 self._listener.drain()
@@ -201,17 +158,3 @@ class Receiver:
         if mapper is not None and notifies and self._progress is None:
             self._progress = ProgressDigests(mapper.gpu)
             self._listener = listen_if_possible(self._progress.add)
-
-
-def _refuse_allocating(manifest: ShardManifest, plan: TransferPlan, mode: UpdateMode) -> None:
-    """Refuse what needs memory that the other process has not."""
-    worker = manifest.worker
-    if mode is not UpdateMode.IN_PLACE:
-        raise PlanError(f"{worker}: mode must be in_place, as no shadow fits there, got {mode}")
-    index = check_part(manifest, plan.destinations, plan.destination_digests, "destinations")
-    if nbytes := plan.landing_nbytes[index]:
-        raise PlanError(
-            f"{worker}: {nbytes} bytes are strided there and would have to be staged in a "
-            "buffer of that process: use a trainer layout that cuts no columns, or the engine's "
-            "tensor-parallel size"
-        )

@@ -36,15 +36,6 @@ def listening_ports() -> frozenset[int]:
     return frozenset(found)
 
 
-def dialled() -> frozenset[tuple[int, int]]:
-    """(own port, peer's port) of every TCP connection of this process, either way."""
-    found = set()
-    for own in _sockets():
-        with contextlib.suppress(OSError):  # not connected
-            found.add((int(own.getsockname()[1]), int(own.getpeername()[1])))
-    return frozenset(found)
-
-
 def connections_to(ports: frozenset[int]) -> frozenset[Connection]:
     """TCP connections that this process has begun to one of `ports`."""
     found = set()

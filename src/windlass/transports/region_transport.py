@@ -59,30 +59,21 @@ class RegionTransport(OneSidedTransport):
                 self._deferred.add(region, partial(_call_each, later), self._is_touched)
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
-        self._checked(batch, "write", deadline_s, self._write)
-
-    def close(self) -> None:
-        with self._lock:
-            self._table.clear()
-
-    def _checked(
-        self,
-        batch: WriteBatch,
-        verb: str,
-        deadline_s: float,
-        move: Callable[[WriteBatch, Deadline], None],
-    ) -> None:
-        """Move a batch that passes every check; then free what waited for the end of a call."""
+        """Write a batch that passes every check; then free what waited for the end of a call."""
         name = self._endpoint.transport
         check_batch(self._table, batch, name)
-        deadline = Deadline.after(deadline_s, f"{name} {verb} to {batch.endpoint.address}")
+        deadline = Deadline.after(deadline_s, f"{name} write to {batch.endpoint.address}")
         with self._current():
             try:
-                move(batch, deadline)
+                self._write(batch, deadline)
             finally:
                 if self._deferred:
                     with self._lock:
                         self._deferred.release(self._is_touched)
+
+    def close(self) -> None:
+        with self._lock:
+            self._table.clear()
 
     @abstractmethod
     def _write(self, batch: WriteBatch, deadline: Deadline) -> None:

@@ -344,7 +344,6 @@ class EngineAgent:
     def _check_relays(self) -> None:
         if not isinstance(self._receiver, Receiver):
             raise ProtocolError(f"{type(self._receiver).__name__} cannot take part in a relay")
-        self._refuse_remote("a relay")
 
     def _relay_part(self, command: RelayCommand) -> Result:
         self._check_relays()
@@ -411,8 +410,6 @@ class EngineAgent:
                 raise PeerUnreachable(f"the engine did not go on: {self._not_resumed}")
 
     def _choose(self, backend: UpdateBackend) -> None:
-        if not backend.traits.one_sided:
-            self._refuse_remote(f"backend {type(backend).__name__}")
         if backend != self._backend:
             self._receiver.close()
             self._receiver = receiver_for(backend, self._one_sided, self._host)
@@ -421,7 +418,6 @@ class EngineAgent:
 
     def _begin_push(self) -> None:
         """The next update that comes by a plan binds it anew."""
-        self._refuse_remote("an update that the trainer drives")
         if self._receiver is not self._one_sided:  # into its memory late writes may still come
             self._receiver.close()
             self._receiver = receiver_for(self._backend, self._one_sided, self._host)
@@ -446,13 +442,6 @@ class EngineAgent:
         if not isinstance(self._receiver, GroupReceiver):
             raise ProtocolError(f"{type(self._receiver).__name__} joins no groups")
         return self._receiver
-
-    def _refuse_remote(self, what: str) -> None:
-        if self._one_sided.is_remote:
-            raise ProtocolError(
-                f"{what} cannot reach this engine: its parameters are in a process without an "
-                "agent; use the backend p2p"
-            )
 
     def _publish(self, version: int, deadline_s: float) -> None:
         self._served_version, self._is_stamped = version, False

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from windlass.cli import Command
 from windlass.cli.controller import add_controller, overview
+from windlass.net.logs import printable
 from windlass.updates.measures import Measure
 
 __all__ = ["COMMAND"]
@@ -31,8 +32,19 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(msgspec.json.encode(view).decode())
         return 0
-    _show(view, Console(markup=False))
+    _show(_printable(view), Console(markup=False))
     return 0
+
+
+def _printable(value: Any) -> Any:
+    """What peers say of themselves stands in it: their control characters must not reach a terminal."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, list):
+        return [_printable(each) for each in value]
+    if isinstance(value, dict):
+        return {printable(key): _printable(each) for key, each in value.items()}
+    return value
 
 
 def _show(view: dict[str, Any], console: Console) -> None:

@@ -18,17 +18,18 @@ from functools import partial
 from typing import final
 
 import torch
+import torch.distributed as dist
 
 from windlass.engines.capture.codes import CheckpointSpec, Codes, Load, bits_of
 from windlass.engines.capture.description import Captured, Repack, Seen, describe
-from windlass.engines.capture.element_ids import ElementIds, Exact, Rows, rows_of
-from windlass.engines.capture.factors import factors_of, scaled
+from windlass.engines.capture.element_ids import ElementIds, Exact, Rows, rows_of, scaled
 from windlass.engines.capture.memory import Held, Holding, Kind, fingerprint, held_by
 from windlass.engines.capture.recompute import Recompute, plan_recompute
 from windlass.engines.capture.snapshot import Snapshot, undone_if_it_fails
+from windlass.engines.rank_reports import RefusedElsewhere
 from windlass.errors import UnsupportedLayout, WindlassError
 
-__all__ = ["Captured", "Load", "Repack", "capture"]
+__all__ = ["Captured", "Load", "Repack", "all_ranks", "capture", "capture_on_every_rank"]
 
 EXACT_NUMEL = 1 << 20
 MAX_EXACT_NUMEL = 1 << 30
@@ -44,7 +45,7 @@ def capture(
     ignored: frozenset[int] = frozenset(),
     reference: Callable[[], Iterator[tuple[str, torch.Tensor]]] | None = None,
     exact_numel: int = EXACT_NUMEL,
-    multiplied: bool = False,
+    factors: Sequence[float] = (),
     recompute: bool = True,
 ) -> Captured:
     """Capture the layout of a model, which then holds what it held before, in whatever way this ends.
@@ -65,8 +66,8 @@ def capture(
             bytes after it are not those of the first load, the layout is refused.
         exact_numel: tensors of more elements are read row by row first, and place by place (8
             bytes each) only if that does not prove right. The proof visits every place of all.
-        multiplied: look for tensors that the engine multiplies by a factor of their own; those
-            are received in a buffer and multiplied by `finalise`. A few loads more.
+        factors: by one of which the engine may multiply a tensor while it loads it; those that it
+            does are received in a buffer and multiplied by `finalise`. One load more.
         recompute: have `finalise` call `load` with the checkpoint tensors from which the engine
             computes others, for as long as the engine lives; if not, computed tensors are refused.
 
@@ -80,9 +81,8 @@ def capture(
     guarded = undone_if_it_fails(load, model)
     before = Snapshot(model, ignored, copies=True)
     try:
-        factors = factors_of(codes, guarded, held) if multiplied else {}
         start = before.prints if reference is not None else {}
-        loads = _Loads(codes, guarded, held, factors, start)
+        loads = _Loads(codes, guarded, held, _multiplied(codes, guarded, held, factors), start)
         seen, part = _observed(loads, worker, exact_numel, recompute=recompute)
         if reference is not None:
             guarded(reference() if part is None else part.filling(reference()))
@@ -111,6 +111,44 @@ def capture(
     return _described(replace(seen, holdings=now), codes, worker, part)
 
 
+def capture_on_every_rank(
+    capture: Callable[[], Captured], is_on_every_rank: Callable[[bool], bool]
+) -> Captured:
+    """Capture a layout, unless another rank could not: a retry captures on every rank then.
+
+    Loaders of tensor-parallel ranks may wait for each other, so that one must not load alone.
+
+    Args:
+        capture: of this rank; the others are in the same call.
+        is_on_every_rank: collective; whether what this rank says of itself is so on all of them.
+
+    Raises:
+        RefusedElsewhere: another rank could not.
+        UnsupportedLayout: see `capture`.
+    """
+    try:
+        captured = capture()
+    except BaseException:
+        is_on_every_rank(False)
+        raise
+    if not is_on_every_rank(True):
+        raise RefusedElsewhere("another rank of this engine could not capture its layout")
+    return captured
+
+
+def all_ranks(mine: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
+    """Return whether `mine` is true on every rank of a group, each of which is in the same call.
+
+    Args:
+        mine: of this rank.
+        device: one whose tensors the group reduces.
+        group: None for all of the world. Its timeout is the deadline.
+    """
+    least = torch.tensor([int(mine)], device=device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    return bool(least.item())
+
+
 @dataclass(frozen=True, slots=True)
 class _Loads:
     """What is loaded, how, and what the model holds now.
@@ -123,6 +161,22 @@ class _Loads:
     held: Held
     factors: Mapping[str, float]
     start: Mapping[str, int]
+
+
+def _multiplied(codes: Codes, load: Load, held: Held, factors: Sequence[float]) -> dict[str, float]:
+    """Return the factor of every tensor that shows one of `factors`; the proof decides."""
+    found: dict[str, float] = {}
+    if others := [factor for factor in factors if factor != 1.0]:
+        load(codes.constant(1.0))
+        for name, holding in held().items():
+            memory = holding.memory()
+            if not memory.is_floating_point() or memory.element_size() < 2:
+                continue
+            for factor in others:
+                product = scaled(torch.ones_like(memory[:1]), factor)
+                if (memory == product).any() and ((memory == product) | (memory == 0)).all():
+                    found.setdefault(name, factor)
+    return found
 
 
 def _observed(
@@ -142,9 +196,7 @@ def _observed(
         raise UnsupportedLayout(
             f"{sorted(seen.computed)}: tensors that the engine computes from the checkpoint"
         )
-    return seen, plan_recompute(
-        seen.computed, seen.numbers, seen.factors, loads.codes, loads.load, loads.held
-    )
+    return seen, plan_recompute(seen.computed, seen.numbers, loads.codes, loads.load, loads.held)
 
 
 def _described(seen: Seen, codes: Codes, worker: str, part: Recompute | None) -> Captured:

@@ -11,8 +11,7 @@ import torch
 
 from windlass.engines.capture.boxes import PlacedBox, TooManyBoxes
 from windlass.engines.capture.codes import Codes, bits_of, quantized_tensors
-from windlass.engines.capture.element_ids import ElementIds, Exact, Parts, parts_of
-from windlass.engines.capture.factors import scaled
+from windlass.engines.capture.element_ids import ElementIds, Exact, Parts, parts_of, scaled
 from windlass.engines.capture.memory import Holding
 from windlass.engines.capture.recompute import Recompute
 from windlass.errors import UnsupportedLayout

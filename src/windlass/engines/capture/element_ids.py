@@ -19,10 +19,9 @@ import torch
 
 from windlass.engines.capture.boxes import Line, PlacedBox, TooManyBoxes, boxes_of, boxes_of_lines
 from windlass.engines.capture.codes import CHUNK, CheckpointSpec, Codes
-from windlass.engines.capture.factors import scaled
 from windlass.engines.capture.memory import Holding
 
-__all__ = ["Exact", "ElementIds", "Parts", "Rows", "parts_of", "rows_of"]
+__all__ = ["ElementIds", "Exact", "Parts", "Rows", "parts_of", "rows_of", "scaled"]
 
 Int64Array = npt.NDArray[np.int64]
 Parts = list[tuple[CheckpointSpec, tuple[PlacedBox, ...]]]
@@ -54,6 +53,11 @@ class ElementIds(Protocol):
             TooManyBoxes: more than `limit` of one tensor.
         """
         ...
+
+
+def scaled(values: torch.Tensor, factor: float) -> torch.Tensor:
+    """As an engine multiplies: in the type of the tensor; untouched if the factor is 1."""
+    return values if factor == 1.0 else values * factor
 
 
 def read_digit(values: torch.Tensor, bits: int, position: int, factor: float = 1.0) -> torch.Tensor:

@@ -19,7 +19,6 @@ import torch
 from windlass.engines.capture.codes import CheckpointSpec, Codes, Load, bits_of
 from windlass.engines.capture.dependence import sources_of
 from windlass.engines.capture.element_ids import ElementIds
-from windlass.engines.capture.factors import scaled
 from windlass.engines.capture.memory import Held, Holding, Kind, fingerprint
 from windlass.errors import UnsupportedLayout, WindlassError
 from windlass.memory.torch_dtypes import torch_dtype
@@ -209,7 +208,6 @@ class Recompute:
 def plan_recompute(
     computed: frozenset[str],
     numbers: Mapping[str, ElementIds],
-    factors: Mapping[str, float],
     codes: Codes,
     load: Load,
     held: Held,
@@ -223,7 +221,6 @@ def plan_recompute(
     Args:
         computed: names of tensors that are no copies.
         numbers: of the copies.
-        factors: of those that are multiplied.
         codes: of the checkpoint.
         load: see `capture`.
         held: what the model holds now.
@@ -244,7 +241,7 @@ def plan_recompute(
         raise UnsupportedLayout(
             f"{unsteady}: tensors that the engine computes, and otherwise each time"
         )
-    part = _Part(computed, numbers, factors, codes, load, held)
+    part = _Part(computed, numbers, codes, load, held)
     sources = sources_of(codes, load, prints, base)
     bad = part.disturbed(sources)
     for level in range(part.depth + 1):
@@ -268,13 +265,12 @@ class _Part:
         self,
         computed: frozenset[str],
         numbers: Mapping[str, ElementIds],
-        factors: Mapping[str, float],
         codes: Codes,
         load: Load,
         held: Held,
     ) -> None:
         self._computed, self._codes, self._load, self._held = computed, codes, load, held
-        self._numbers, self._factors = numbers, factors
+        self._numbers = numbers
         self._copied = {name: _tensors_in(found, codes) for name, found in numbers.items()}
         self.depth = max(len(name.split(".")) for name in [*computed, *self._copied])
 
@@ -306,7 +302,7 @@ class _Part:
                 values = self._codes.expected(numbers[filled], seed, memory.dtype, loud=True)
                 part = bits_of(memory[begin : begin + len(numbers)])
                 with torch.inference_mode():  # as tensors that were made in it demand
-                    part[filled] = bits_of(scaled(values, self._factors.get(name, 1.0)))
+                    part[filled] = bits_of(values)
 
     def sources_near(self, names: frozenset[str], level: int) -> frozenset[str]:
         """Of the tensors themselves (level 0), or of all in the modules that many levels up."""

@@ -117,7 +117,7 @@ def _start_follower(settings: EngineSettings, rank: int, store_port: int) -> Non
 
 
 def _follow(rank: int, store_port: int, encoded: str) -> int:
-    settings = msgspec.json.decode(encoded, type=EngineSettings)
+    settings, token = msgspec.json.decode(encoded, type=EngineSettings), control_token()
 
     def watch() -> None:
         sys.stdin.buffer.read()  # end of file: rank 0 is gone
@@ -132,7 +132,7 @@ def _follow(rank: int, store_port: int, encoded: str) -> int:
         world_size=settings.tensor_parallel_size,
         timeout=IDLE_TIMEOUT,
     )
-    run_rank(settings, rank, control_token())
+    run_rank(settings, rank, token)
     return 0
 
 

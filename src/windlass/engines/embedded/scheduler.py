@@ -36,6 +36,7 @@ class Request:
         on_finish: called once, from the scheduler's thread.
         output_ids, logprobs, versions: one entry per generated token; a version is that of the
             weights of the step that made the token.
+        failure: why it was aborted, if no token could be drawn for it.
     """
 
     rid: str
@@ -49,6 +50,7 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
+    failure: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -179,10 +181,12 @@ class Scheduler:
         """Sample from the step's logits (B, V) and hand out the tokens."""
         with self._changed:
             requests = [self._running.get(slot) for slot in step.slots]
-            sampled, logprobs = self._sample(requests, logits)
-            for request, token, logprob in zip(requests, sampled, logprobs, strict=True):
-                if request is not None:
-                    self._append(request, token, logprob)
+            for request, row in zip(requests, self._sample(requests, logits), strict=True):
+                if request is not None and isinstance(row, str):
+                    request.failure = row
+                    self._finish(request, FinishReason.ABORT)
+                elif request is not None and not isinstance(row, str):
+                    self._append(request, *row)
 
     def _has_work(self) -> bool:
         if self._stopped or self._pause_wanted is not None:
@@ -230,6 +234,18 @@ class Scheduler:
 
     def _sample(
         self, requests: list[Request | None], logits: torch.Tensor
+    ) -> list[tuple[int, float] | str]:
+        """Return token and logprob of each row, or why none could be drawn; one fails alone."""
+        try:
+            return [*zip(*self._drawn(requests, logits), strict=True)]
+        except RuntimeError as error:
+            if len(requests) == 1:
+                return [str(error)]
+            rows = (self._sample([r], logits[at : at + 1]) for at, r in enumerate(requests))
+            return [row for (row,) in rows]
+
+    def _drawn(
+        self, requests: list[Request | None], logits: torch.Tensor
     ) -> tuple[list[int], list[float]]:
         temperatures = torch.tensor([r.temperature if r else 1.0 for r in requests])
         greedy = temperatures < GREEDY
@@ -269,4 +285,5 @@ def _nucleus(weights: torch.Tensor, top_p: list[float]) -> torch.Tensor:
         return weights
     ordered, order = weights.sort(dim=-1, descending=True)
     outside = ordered.cumsum(-1) - ordered >= torch.tensor(top_p)[:, None]
+    outside[:, 0] = False  # also of a nucleus that is 0.0 in float32
     return torch.zeros_like(weights).scatter(1, order, ordered.masked_fill(outside, 0.0))

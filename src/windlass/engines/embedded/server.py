@@ -167,8 +167,10 @@ class EngineServer:
             on_finish=lambda finished: self._post(done, finished),
         )
         self._scheduler.submit(request)
+        if (finished := await done).failure:
+            return web.json_response({"error": finished.failure}, status=500)
         return web.Response(
-            body=msgspec.json.encode(self._answer(await done)), content_type="application/json"
+            body=msgspec.json.encode(self._answer(finished)), content_type="application/json"
         )
 
     def _post(self, done: asyncio.Future[Request], finished: Request) -> None:

@@ -8,7 +8,6 @@ fleet, stay for as long as a pause lasts, report that the loop is quiesced, or w
 from __future__ import annotations
 
 import inspect
-import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,21 +19,24 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from windlass.engines.capture.agreement import RefusedElsewhere, all_ranks, capture_on_every_rank
-from windlass.engines.capture.capture import Captured, capture
+from windlass.engines.capture.capture import (
+    Captured,
+    all_ranks,
+    capture,
+    capture_on_every_rank,
+)
 from windlass.engines.capture.codes import checkpoint_specs
 from windlass.engines.capture.memory import fingerprints, held_by
 from windlass.engines.capture.snapshot import Snapshot
 from windlass.engines.engine_rank import EngineRank
-from windlass.engines.sglang.answers import report, report_failure
+from windlass.engines.rank_reports import Secrets, carry_out
 from windlass.engines.sglang.api import SglangApi
 from windlass.engines.sglang.orders import Block, Capture, Digests, Join, Order, Quiesce
 from windlass.envs import environment_value
-from windlass.errors import UnsupportedLayout, WindlassError
+from windlass.errors import UnsupportedLayout
 
 __all__ = ["load_again", "own_rank", "run"]
 
-_log = logging.getLogger(__name__)
 LONGEST_BLOCK_S = 20.0
 """After that the paused loop spins as ever. Orders, which a blocked loop does not hear, wait so long,
 or twice, if the agent has not asked yet."""
@@ -65,18 +67,10 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
     order: Order = msgspec.json.decode(named_tensors[0][0], type=Order)
     rank = own_rank()
     match order:
-        case Capture() | Join():
-            try:
-                if isinstance(order, Capture):
-                    _capture(model, order, rank)
-                else:
-                    _rank.engine_rank.join(order.settings, rank)
-                    report(order.folder, rank, b"")
-            except RefusedElsewhere:
-                pass  # the rank that has a reason tells it
-            except Exception as error:  # noqa: BLE001 - SGLang's loop, and the engine, would end with it
-                _log.exception("rank %s: %s", rank, type(order).__name__)
-                report_failure(order.folder, rank, _reason(error))
+        case Capture():
+            carry_out(order.folder, rank, lambda secrets: _capture(model, order, rank, secrets))
+        case Join():
+            carry_out(order.folder, rank, lambda secrets: _join(order, rank, secrets))
         case Quiesce():
             _quiesce(model, order.namespace)
             _rank.engine_rank.gate.quiesced(order.pause_id)
@@ -84,13 +78,10 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
             _quiesce(model, order.namespace)
             _rank.engine_rank.gate.block(order.pause_id, order.deadline_s, LONGEST_BLOCK_S)
         case Digests():
-            report(order.folder, rank, msgspec.json.encode(fingerprints(held_by(model))))
+            held = held_by(model)
+            carry_out(order.folder, rank, lambda _: msgspec.json.encode(fingerprints(held)))
         case _:
             assert_never(order)
-
-
-def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, WindlassError) else f"{type(error).__name__}: {error}"
 
 
 def own_rank() -> int:
@@ -102,7 +93,7 @@ def own_rank() -> int:
 
 
 def _own_replica() -> int:
-    """0 in releases that do not say it in a rank; `with_plugin` refuses those replicas."""
+    """0 in releases that do not say it in a rank; the launcher refuses those replicas."""
     try:
         from sglang.srt.runtime_context import get_parallel
 
@@ -113,7 +104,12 @@ def _own_replica() -> int:
     return replica or 0
 
 
-def _capture(model: torch.nn.Module, order: Capture, rank: int) -> None:
+def _join(order: Join, rank: int, secrets: Secrets) -> bytes:
+    _rank.engine_rank.join(order.settings, rank, secrets.token)
+    return b""
+
+
+def _capture(model: torch.nn.Module, order: Capture, rank: int, secrets: Secrets) -> bytes:
     settings = order.settings
     alone = order.num_stages == 1 and settings.world_size == dist.get_world_size()
 
@@ -137,7 +133,7 @@ def _capture(model: torch.nn.Module, order: Capture, rank: int) -> None:
     def api() -> SglangApi:
         gate = _rank.engine_rank.gate
         return SglangApi(
-            settings.url,
+            secrets.server(settings.url),
             settings.world_size,
             gate,
             blocks=_rank.can_block,
@@ -145,8 +141,7 @@ def _capture(model: torch.nn.Module, order: Capture, rank: int) -> None:
         )
 
     _separate_caches()
-    layout = _rank.engine_rank.capture(settings, rank, captured, api)
-    report(order.folder, rank, msgspec.json.encode(layout))
+    return msgspec.json.encode(_rank.engine_rank.capture(settings, rank, captured, api))
 
 
 def _layout_of(model: torch.nn.Module, order: Capture, rank: int) -> tuple[Captured, bool]:

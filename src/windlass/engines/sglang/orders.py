@@ -6,7 +6,7 @@ SGLang's route for tensors hands them to a custom weight loader in the main loop
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing.reduction import ForkingPickler
 
@@ -14,8 +14,7 @@ import msgspec
 import torch
 from torch.multiprocessing.reductions import rebuild_tensor
 
-from windlass.engines.http import NoSuchRoute, post
-from windlass.engines.sglang.answers import Answers
+from windlass.engines.http import EngineHttp, NoSuchRoute
 from windlass.engines.sglang.server import HOOK
 from windlass.engines.spec import AgentSettings
 from windlass.errors import PeerTimeout, PeerUnreachable, WindlassError
@@ -27,18 +26,14 @@ __all__ = [
     "Join",
     "Capture",
     "Order",
-    "ask_ranks",
     "order_ranks",
     "send_order",
     "session",
 ]
 
-REPORTED_S = 0.5
-"""For what ranks have reported before their server refused or ended."""
-
 
 class Capture(msgspec.Struct, frozen=True, tag="capture"):
-    """Capture the layout; each rank sends a `CapturedLayout` to the `Answers` of `folder`."""
+    """Capture the layout; each rank reports a `CapturedLayout` in `folder`."""
 
     settings: AgentSettings
     folder: str
@@ -71,7 +66,7 @@ class Block(msgspec.Struct, frozen=True, tag="block"):
 
 
 class Digests(msgspec.Struct, frozen=True, tag="digests"):
-    """Send a digest of every tensor that the model holds to the `Answers` of `folder`, as JSON."""
+    """Report a digest of every tensor that the model holds in `folder`, as JSON."""
 
     folder: str
 
@@ -96,64 +91,30 @@ class _Answer(msgspec.Struct, frozen=True):
     message: str = ""
 
 
-def order_ranks(
-    url: str, order: msgspec.Struct, world_size: int, deadline_s: float, *, hook: str = HOOK
-) -> None:
+def order_ranks(server: EngineHttp, order: Order, world_size: int, deadline_s: float) -> None:
     """Have every rank carry out an order in its main loop; return once those of the first stage have.
 
     Args:
-        url: of the server.
-        order: an `Order`, or what another `hook` understands.
+        server: in front of the ranks.
+        order: what they are to do.
         world_size: ranks.
         deadline_s: of every request.
-        hook: the custom weight loader that the order is for.
 
     Raises:
         PeerUnreachable: the server refused, or a rank failed. PeerTimeout: no answer in time.
     """
-    with session(url, deadline_s) as selector:
-        send_order(url, order, selector, world_size, deadline_s, hook=hook)
-
-
-def ask_ranks(
-    url: str,
-    order: Callable[[str], msgspec.Struct],
-    world_size: int,
-    deadline_s: float,
-    *,
-    hook: str = HOOK,
-) -> list[bytes]:
-    """Have every rank, of every stage, carry out an order that it answers; what they reported, by rank.
-
-    Args:
-        url: of the server.
-        order: makes it for the folder of the answers.
-        world_size: ranks.
-        deadline_s: of every request, and of the answers after them.
-        hook: see `order_ranks`.
-
-    Raises:
-        PeerUnreachable: besides, a rank reports why it could not. PeerTimeout.
-    """
-    with Answers(world_size) as answers:
-        try:
-            order_ranks(url, order(answers.folder), world_size, deadline_s, hook=hook)
-        except PeerUnreachable:
-            # SGLang ends with the rank that failed, and its answer tells nothing of why.
-            with suppress(PeerTimeout):
-                answers.gather(REPORTED_S)
-            raise
-        return answers.gather(deadline_s)
+    with session(server, deadline_s) as selector:
+        send_order(server, order, selector, world_size, deadline_s)
 
 
 @contextmanager
-def session(url: str, deadline_s: float) -> Iterator[Mapping[str, str]]:
+def session(server: EngineHttp, deadline_s: float) -> Iterator[Mapping[str, str]]:
     """Yields what orders say within.
 
     The end works on weights, and is not awaited in later stages.
     """
     try:
-        _call(url, "/begin_weight_update", {"selector": "target"}, deadline_s)
+        _call(server, "/begin_weight_update", {"selector": "target"}, deadline_s)
     except NoSuchRoute:  # 0.5.16: no sessions, and no draft model here
         yield {}
         return
@@ -162,16 +123,16 @@ def session(url: str, deadline_s: float) -> Iterator[Mapping[str, str]]:
         SystemExit,
     ):  # SystemExit: by a signal, while the server waits for requests
         with suppress(WindlassError):  # it opens later, and nobody else would close it
-            _call(url, "/end_weight_update", {}, deadline_s)
+            _call(server, "/end_weight_update", {}, deadline_s)
         raise
     try:
         yield {"selector": "target"}
     finally:
-        _call(url, "/end_weight_update", {}, deadline_s)
+        _call(server, "/end_weight_update", {}, deadline_s)
 
 
 def send_order(
-    url: str,
+    server: EngineHttp,
     order: msgspec.Struct,
     selector: Mapping[str, str],
     world_size: int,
@@ -188,10 +149,10 @@ def send_order(
         "flush_cache": False,
         **selector,
     }
-    _call(url, "/update_weights_from_tensor", body, deadline_s)
+    _call(server, "/update_weights_from_tensor", body, deadline_s)
 
 
-def _call(url: str, path: str, body: object, deadline_s: float | None) -> None:
-    answer = msgspec.json.decode(post(url, path, body, deadline_s), type=_Answer)
+def _call(server: EngineHttp, path: str, body: object, deadline_s: float | None) -> None:
+    answer = msgspec.json.decode(server.post(path, body, deadline_s), type=_Answer)
     if not answer.success:
-        raise PeerUnreachable(f"POST {url}{path}: {answer.message}")
+        raise PeerUnreachable(f"POST {server.url}{path}: {answer.message}")

@@ -1,17 +1,67 @@
-"""What an SGLang server must not be set to, by its command line and as it says itself."""
+"""Which release of SGLang has what, and what a server must not be set to, by its command line and as it says itself."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import msgspec
 
-from windlass.engines.http import NoSuchRoute, get
+from windlass.engines.http import EngineHttp, NoSuchRoute
 from windlass.engines.spec import Rule, refuse_settings
+from windlass.engines.versions import EngineReleases, Feature
 from windlass.errors import DECODE_ERRORS, ConfigError, PeerUnreachable
 
-__all__ = ["RULES", "check_server", "refuse_unsafe_settings", "server_info"]
+__all__ = ["RELEASES", "REPLICAS", "RULES", "check_server", "refuse_unsafe_settings"]
+
+REPLICAS = Feature(
+    "ranks that know their replica (`dp_rank` of `get_parallel()`)",
+    since=(0, 5, 22),
+    missing_in=(0, 5, 21),
+    without="`--dp` is refused",
+)
+
+RELEASES = EngineReleases(
+    name="SGLang",
+    package="sglang",
+    distributions=("sglang",),
+    read=((0, 5, 6), (0, 5, 7), (0, 5, 16), (0, 5, 19), (0, 5, 21), (0, 5, 22), (0, 5, 23)),
+    run={(0, 5, 16): "GPUs", (0, 5, 23): "CPUs"},
+    features=(
+        Feature(
+            "`--custom-weight-loader`",
+            since=(0, 4, 10),
+            without="nothing can be run in its ranks",
+            needed=True,
+        ),
+        Feature(
+            "`/update_weight_version` without aborting",
+            since=(0, 5, 2),
+            missing_in=(0, 4, 10),
+            without="the version that it serves cannot be stamped",
+            needed=True,
+        ),
+        Feature(
+            "`/pause_generation` with `abort`, `retract`, `in_place`",
+            since=(0, 5, 6),
+            missing_in=(0, 5, 5),
+            without="its pause has no modes",
+            needed=True,
+        ),
+        Feature(
+            "weight version per token",
+            since=(0, 5, 19),
+            missing_in=(0, 5, 18),
+            without="all tokens of an answer carry one version, also where an update came between",
+        ),
+        Feature(
+            "sessions (`/begin_weight_update`, `/end_weight_update`)",
+            since=(0, 5, 21),
+            missing_in=(0, 5, 20),
+        ),
+        REPLICAS,
+    ),
+)
 
 _ADAPTERS = (
     "updates of adapters have not been shown: SGLang 0.5.23 serves none on a CPU (its LoRA layers "
@@ -84,40 +134,24 @@ RULES = (
 _SIZES = ("tp_size", "pp_size", "dp_size")
 
 
-def server_info(url: str) -> Mapping[str, object]:
-    """Return what a server was set to, however that was written: in a file, shortened, by default.
-
-    Raises:
-        NoSuchRoute: this release does not tell.
-        PeerUnreachable, PeerTimeout: it does not answer, or not as SGLang does.
-    """
-    try:
-        return msgspec.json.decode(get(url, "/server_info"), type=dict[str, object])
-    except DECODE_ERRORS as error:
-        raise PeerUnreachable(f"{url}/server_info: not SGLang's answer: {error}") from error
-
-
-def refuse_unsafe_settings(
-    server: str, told: Mapping[str, object], rules: Sequence[Rule] = RULES
-) -> None:
+def refuse_unsafe_settings(server: str, told: Mapping[str, object]) -> None:
     """Check what a server says of itself; a setting that its release does not know is not checked.
 
     Args:
         server: named in the error.
-        told: of `server_info`.
-        rules: that apply.
+        told: its answer, by setting.
 
     Raises:
         ConfigError: names a setting with which an update would be wrong, and why.
     """
-    refuse_settings(server, rules, told.__getitem__)
+    refuse_settings(server, RULES, told.__getitem__)
 
 
-def check_server(url: str, world_size: int) -> int:
+def check_server(server: EngineHttp, world_size: int) -> int:
     """Ask a server what it was set to. One that does not tell is taken as its command line said.
 
     Args:
-        url: of the server.
+        server: that runs.
         world_size: ranks that were announced.
 
     Returns:
@@ -128,14 +162,16 @@ def check_server(url: str, world_size: int) -> int:
         PeerUnreachable, PeerTimeout: it does not answer, or not as SGLang does.
     """
     try:
-        told = server_info(url)
+        told = msgspec.json.decode(server.get("/server_info"), type=dict[str, object])
     except NoSuchRoute:
         return 1
-    refuse_unsafe_settings(url, told)
+    except DECODE_ERRORS as error:
+        raise PeerUnreachable(f"{server.url}/server_info: not SGLang's answer: {error}") from error
+    refuse_unsafe_settings(server.url, told)
     sizes = [size if isinstance(size := told.get(name), int) else 1 for name in _SIZES]
     if told.keys() >= set(_SIZES) and math.prod(sizes) != world_size:
         raise ConfigError(
-            f"{url}: --tp x --pp x --dp must be the server's ranks, {dict(zip(_SIZES, sizes, strict=True))}, "
-            f"got {world_size}"
+            f"{server.url}: --tp x --pp x --dp must be the server's ranks, "
+            f"{dict(zip(_SIZES, sizes, strict=True))}, got {world_size}"
         )
     return sizes[_SIZES.index("pp_size")]

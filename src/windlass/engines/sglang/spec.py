@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from windlass.engines.sglang.releases import RELEASES
 from windlass.engines.sglang.server import SglangServer
-from windlass.engines.sglang.settings import RULES
+from windlass.engines.sglang.settings import RELEASES, RULES
 from windlass.engines.spec import EngineSpec, QuantisedLayout
 
 __all__ = ["ENGINE"]

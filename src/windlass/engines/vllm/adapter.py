@@ -2,7 +2,7 @@
 
 Layers that vLLM wraps for adapters keep their low-rank weights in tuples of tensors, one row per
 slot; they are neither parameters nor buffers. vLLM fills them from a folder, multiplies B by
-alpha / rank, splits and pads. The same capture that learns a model's layout learns theirs.
+alpha / rank, splits and pads. Their layout is captured as a model's is.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol, cast, final
 
 import torch
 
-from windlass.engines.adapters import saved
+from windlass.engines.adapters import adapter_of, saved
 from windlass.engines.capture.capture import Captured, capture
 from windlass.engines.capture.codes import checkpoint_specs
 from windlass.engines.capture.snapshot import Snapshot
@@ -95,6 +95,7 @@ def capture_adapter(
     from vllm.lora.request import LoRARequest
 
     folder, number = Path(settings.checkpoint), _the_only(worker)
+    adapter = adapter_of(f"{settings.adapter}={folder}")
 
     def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         with saved(weights, folder) as place:
@@ -110,7 +111,7 @@ def capture_adapter(
             load,
             worker=f"{settings.name}/{rank}",
             reference=settings.reference(),
-            multiplied=True,
+            factors=() if adapter is None else adapter.scalings,
             recompute=False,  # vLLM loads an adapter as a whole, from a folder
         )
     except BaseException:

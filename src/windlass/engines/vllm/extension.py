@@ -17,16 +17,20 @@ import msgspec
 import torch
 
 from windlass.config import PauseMode
-from windlass.engines.capture.agreement import RefusedElsewhere, all_ranks, capture_on_every_rank
-from windlass.engines.capture.capture import Captured, capture
+from windlass.engines.capture.capture import (
+    Captured,
+    all_ranks,
+    capture,
+    capture_on_every_rank,
+)
 from windlass.engines.capture.codes import checkpoint_specs
 from windlass.engines.capture.memory import fingerprints, held_by
 from windlass.engines.engine_rank import EngineRank
-from windlass.engines.http import NoSuchRoute, post
+from windlass.engines.http import EngineHttp, NoSuchRoute
+from windlass.engines.rank_reports import Secrets, carry_out
 from windlass.engines.spec import AgentSettings, CapturedLayout
 from windlass.engines.vllm.adapter import LoraWorker, Slot, capture_adapter, keep_adapter
 from windlass.engines.vllm.cpu_kernels import multiply_by_parameters
-from windlass.engines.vllm.server import REFUSED
 from windlass.engines.vllm.spec import refuse_unsafe_config
 from windlass.errors import ConfigError
 
@@ -73,12 +77,12 @@ class VllmApi:
     """`EngineApi` over the routes of `VLLM_SERVER_DEV_MODE=1`.
 
     Args:
-        url: of the server.
+        server: in front of the ranks.
         can_block: whether the loop of every rank may be blocked between two steps; see `_can_block`.
     """
 
-    def __init__(self, url: str, *, can_block: bool) -> None:
-        self._url, self._can_block = url, can_block
+    def __init__(self, server: EngineHttp, *, can_block: bool) -> None:
+        self._server, self._can_block = server, can_block
 
     def pause(self, mode: PauseMode, deadline_s: float) -> bool:
         """`abort` ends what is running; `in_place` keeps requests and their blocks.
@@ -90,7 +94,7 @@ class VllmApi:
             raise ConfigError(f"vLLM: pause_mode must be one of {list(_MODES)}, got {mode}")
         if self.blocks(mode):
             return False
-        post(self._url, f"/pause?mode={_MODES[mode]}&clear_cache=false", {}, deadline_s)
+        self._server.post(f"/pause?mode={_MODES[mode]}&clear_cache=false", {}, deadline_s)
         return True
 
     def blocks(self, mode: PauseMode) -> bool:
@@ -100,21 +104,21 @@ class VllmApi:
     def block(self, pause_id: str, deadline_s: float) -> None:
         """See `EngineApi.block`."""
         body = {"method": "windlass_block", "args": [pause_id, str(deadline_s)]}
-        post(self._url, "/collective_rpc", body, None)
+        self._server.post("/collective_rpc", body, None)
 
     def quiesce(self, pause_id: str, deadline_s: float) -> None:
         """See `EngineApi.quiesce`."""
         body = {"method": "windlass_quiesce", "args": [pause_id], "timeout": deadline_s}
-        post(self._url, "/collective_rpc", body, deadline_s)
+        self._server.post("/collective_rpc", body, deadline_s)
 
     def resume(self, deadline_s: float) -> None:
         """See `EngineApi.resume`."""
-        post(self._url, "/resume", {}, deadline_s)
+        self._server.post("/resume", {}, deadline_s)
 
     def set_version(self, version: int, deadline_s: float) -> None:
         """See `EngineApi.set_version`; releases without the route (0.24) stamp nothing."""
         with contextlib.suppress(NoSuchRoute):
-            post(self._url, "/update_weight_version", {"new_version": str(version)}, deadline_s)
+            self._server.post("/update_weight_version", {"new_version": str(version)}, deadline_s)
 
 
 class WindlassExtension:
@@ -122,28 +126,21 @@ class WindlassExtension:
 
     windlass_engine_rank: EngineRank
 
-    def windlass_capture(self, encoded: str, folder: str) -> dict[str, object]:
-        """Capture the layout; comes before `windlass_join`.
+    def windlass_capture(self, encoded: str, folder: str) -> None:
+        """Capture the layout; comes before `windlass_join`. A layout that is refused changes nothing.
 
         Args:
             encoded: `AgentSettings` as JSON.
-            folder: where a rank of this host writes what it returns, too, under its number.
-
-        Returns:
-            The fields of a `CapturedLayout`.
-
-        Raises:
-            UnsupportedLayout: see `capture`; the engine serves on as before. `RefusedElsewhere` where
-                another rank could not capture its own.
-            ConfigError: a setting that an update does not survive; or see `EngineRank.capture`.
+            folder: of the launcher, where the rank reports a `CapturedLayout`, see `carry_out`.
         """
-        with _refusals_in(folder, self.windlass_rank()):
-            layout = self._windlass_capture(msgspec.json.decode(encoded, type=AgentSettings))
-        encoded_layout = msgspec.json.encode(layout)
-        _leave_in(folder, self.windlass_rank(), encoded_layout)
-        return msgspec.json.decode(encoded_layout, type=dict[str, object])
+        settings = msgspec.json.decode(encoded, type=AgentSettings)
+        carry_out(
+            folder,
+            self.windlass_rank(),
+            lambda secrets: msgspec.json.encode(self._windlass_capture(settings, secrets)),
+        )
 
-    def _windlass_capture(self, settings: AgentSettings) -> CapturedLayout:
+    def _windlass_capture(self, settings: AgentSettings, secrets: Secrets) -> CapturedLayout:
         worker, rank = cast("_Worker", self), self.windlass_rank()
         refuse_unsafe_config(worker.vllm_config, adapter=bool(settings.adapter))
 
@@ -179,15 +176,20 @@ class WindlassExtension:
             settings,
             rank,
             captured,
-            lambda: VllmApi(settings.url, can_block=_can_block(worker.parallel_config)),
+            lambda: VllmApi(
+                secrets.server(settings.url), can_block=_can_block(worker.parallel_config)
+            ),
         )
 
     def windlass_join(self, encoded: str, folder: str) -> None:
         """Join the fleet, once what all ranks have captured was found good; as `windlass_capture`."""
         settings, rank = msgspec.json.decode(encoded, type=AgentSettings), self.windlass_rank()
-        with _refusals_in(folder, rank):
-            self._windlass_engine_rank().join(settings, rank)
-        _leave_in(folder, rank, b"null")
+
+        def join(secrets: Secrets) -> bytes:
+            self._windlass_engine_rank().join(settings, rank, secrets.token)
+            return b""
+
+        carry_out(folder, rank, join)
 
     def windlass_rank(self) -> int:
         """Of this process among all of the server's: replicas, stages, tensor-parallel ranks."""
@@ -255,24 +257,6 @@ def _on_every_rank(mine: bool) -> bool:
     from vllm.distributed.parallel_state import get_world_group
 
     return all_ranks(mine, torch.device("cpu"), get_world_group().cpu_group)
-
-
-def _leave_in(folder: str, rank: int, found: bytes) -> None:
-    if Path(folder).is_dir():
-        (Path(folder) / str(rank)).write_bytes(found)
-
-
-@contextmanager
-def _refusals_in(folder: str, rank: int) -> Iterator[None]:
-    """Leave the reason there: vLLM answers 500 with no word of it, and goes on serving."""
-    try:
-        yield
-    except RefusedElsewhere:
-        raise  # the rank that has a reason leaves it
-    except Exception as error:
-        if Path(folder).is_dir():
-            (Path(folder) / f"{rank}{REFUSED}").write_text(f"{type(error).__name__}: {error}")
-        raise
 
 
 def _can_block(parallel: _ParallelConfig) -> bool:

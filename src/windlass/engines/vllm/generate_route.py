@@ -6,20 +6,15 @@ that rollout workers speak one dialect with every engine. Weight versions per to
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, final
 
 import msgspec
 
+from windlass.engines.private_routes import App, Message, Receive, Send, answer
 from windlass.errors import DECODE_ERRORS, ConfigError
 from windlass.rollout.messages import SamplingParams
 
 __all__ = ["GenerateRoute"]
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 PATH = "/generate"
 INNER_PATH = "/inference/v1/generate"
@@ -75,17 +70,17 @@ class GenerateRoute:
         try:
             body = _to_inner(msgspec.json.decode(await _body(receive), type=_Request))
         except (ConfigError, *DECODE_ERRORS) as error:
-            await _answer(send, UNPROCESSABLE, str(error).encode())
+            await answer(send, UNPROCESSABLE, str(error).encode())
             return
         headers = [(k, v) for k, v in scope["headers"] if k != b"content-length"]
         headers.append((b"content-length", str(len(body)).encode()))
         inner = {**scope, "path": INNER_PATH, "raw_path": INNER_PATH.encode(), "headers": headers}
-        answer = _Collected()
-        await self._app(inner, _replay(body, receive), answer.send)
-        if answer.status == OK:
-            await _answer(send, OK, _to_outer(msgspec.json.decode(answer.body, type=_Response)))
+        collected = _Collected()
+        await self._app(inner, _replay(body, receive), collected.send)
+        if collected.status == OK:
+            await answer(send, OK, _to_outer(msgspec.json.decode(collected.body, type=_Response)))
         else:
-            await _answer(send, answer.status, answer.body)
+            await answer(send, collected.status, collected.body)
 
 
 class _Collected:
@@ -119,15 +114,6 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return first.pop() if first else await receive()
 
     return replay
-
-
-async def _answer(send: Send, status: int, body: bytes) -> None:
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-    ]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 def _to_inner(request: _Request) -> bytes:

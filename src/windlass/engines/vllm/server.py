@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,26 +13,21 @@ from typing import final
 import msgspec
 
 from windlass.engines.adapters import Adapter, adapter_of
-from windlass.engines.http import post
+from windlass.engines.http import EngineHttp
 from windlass.engines.quantised import require_followed
-from windlass.engines.spec import AgentSettings, ServerCommand
+from windlass.engines.spec import AgentSettings, RankStep, ServerCommand
 from windlass.engines.vllm.caches import SCHEDULER
 from windlass.envs import environment_value
-from windlass.errors import ConfigError, PeerUnreachable
+from windlass.errors import ConfigError
 
-__all__ = ["REFUSED", "VllmServer", "adapter_options"]
+__all__ = ["VllmServer", "adapter_options"]
 
 EXTENSION = "windlass.engines.vllm.extension.WindlassExtension"
 ROUTE = "windlass.engines.vllm.generate_route.GenerateRoute"
-REFUSED = ".refused"
-"""Ends the name of the file in which a rank leaves why it could not do what it was told."""
+PRIVATE = "windlass.engines.private_routes.PrivateRoutes"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Of slots, as vLLM makes them; adapters of lower rank are padded."""
 LOADS_WHILE_IT_RUNS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
-
-
-class _Answer(msgspec.Struct, frozen=True):
-    results: list[msgspec.Raw]
 
 
 @final
@@ -41,6 +35,7 @@ class VllmServer:
     """`EngineServer` of vLLM."""
 
     ready_line = "Application startup complete"
+    answers_for_all = True
 
     @contextmanager
     def command(self, args: argparse.Namespace, rest: Sequence[str]) -> Iterator[ServerCommand]:
@@ -59,7 +54,7 @@ class VllmServer:
                 *("--tensor-parallel-size", str(args.tp), "--worker-extension-cls", EXTENSION),
                 *(("--pipeline-parallel-size", str(args.pp)) if args.pp > 1 else ()),
                 *(("--data-parallel-size", str(args.dp)) if args.dp > 1 else ()),
-                *("--scheduler-cls", SCHEDULER),
+                *("--scheduler-cls", SCHEDULER, "--middleware", PRIVATE),
                 *_generate_options(),
                 *served,
                 *rest,
@@ -67,13 +62,16 @@ class VllmServer:
             environment,
         )
 
-    def capture(self, settings: AgentSettings) -> Sequence[bytes]:
-        """See `EngineServer.capture`."""
-        return _ask_ranks(settings, "windlass_capture")
-
-    def join(self, settings: AgentSettings) -> None:
-        """See `EngineServer.join`."""
-        _ask_ranks(settings, "windlass_join")
+    def order(
+        self, server: EngineHttp, step: RankStep, settings: AgentSettings, folder: str
+    ) -> None:
+        """See `EngineServer.order`."""
+        args, deadline_s = (
+            [msgspec.json.encode(settings).decode(), folder],
+            settings.join_deadline_s,
+        )
+        body = {"method": f"windlass_{step}", "args": args, "timeout": deadline_s}
+        server.post("/collective_rpc", body, deadline_s)
 
 
 def adapter_options(
@@ -124,41 +122,3 @@ def _generate_options() -> tuple[str, ...]:
     if not (Path(package.origin).parent / "entrypoints" / "scale_out").exists():
         return ()
     return ("--enable-scale-out", "--middleware", ROUTE)
-
-
-def _ask_ranks(settings: AgentSettings, method: str) -> Sequence[bytes]:
-    """What a method of every rank returned, by rank.
-
-    Every data-parallel replica carries out a call, but vLLM answers for the first one only: the
-    ranks of the others leave what they have to say in a folder.
-    """
-    encoded = msgspec.json.encode(settings).decode()
-    with tempfile.TemporaryDirectory() as folder:
-        body = {"method": method, "args": [encoded, folder], "timeout": settings.join_deadline_s}
-        try:
-            answer = post(settings.url, "/collective_rpc", body, settings.join_deadline_s)
-        except PeerUnreachable as error:
-            _raise_refusal(folder, error)
-            raise
-        _raise_refusal(folder)
-        results = msgspec.json.decode(answer, type=_Answer).results
-        if len(results) >= settings.world_size:
-            return [bytes(result) for result in results]
-        return [_left_in(folder, rank) for rank in range(settings.world_size)]
-
-
-def _raise_refusal(folder: str, cause: PeerUnreachable | None = None) -> None:
-    """Say what ranks said that could not do what they were told, if any did."""
-    told = [f"rank {p.stem}: {p.read_text()}" for p in sorted(Path(folder).glob(f"*{REFUSED}"))]
-    if told:
-        raise PeerUnreachable("; ".join(told)) from cause
-
-
-def _left_in(folder: str, rank: int) -> bytes:
-    try:
-        return (Path(folder) / str(rank)).read_bytes()
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"rank {rank} of the engine must be one of this server and of this host, got no answer "
-            f"of it (--tp, --pp and --dp must be those with which the server was started)"
-        ) from error

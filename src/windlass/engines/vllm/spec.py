@@ -60,6 +60,7 @@ _ONE_SLOT = (
 )
 _OFFLOADED = "weights are copied to the GPU for every step"
 _EVICTED = "an adapter that shares slots can be evicted and is then read again from its folder"
+_HOSTS = "every rank must be on the launcher's host, where it writes what it has to say"
 _EXPERTS_LEAVE = "ranks come and go, and experts move with them"
 _LORA = "lora_config"
 RULES = (
@@ -80,6 +81,7 @@ RULES = (
          ("parallel_config.enable_eplb",)),
     Rule("--prefill-context-parallel-size", (1,), "its ranks have not been shown",
          ("parallel_config.prefill_context_parallel_size",), ("-pcp",)),
+    Rule("--nnodes", (1,), _HOSTS, ("parallel_config.nnodes",), ("-n",)),
     Rule("--quantization-config", (), "it has vLLM quantise while it loads"),
     Rule("--enable-lora", (None,), _ONE_SLOT, (_LORA,)),
     Rule("--lora-modules", (), _ONE_SLOT),

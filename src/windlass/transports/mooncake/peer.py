@@ -25,7 +25,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from enum import StrEnum
 from typing import final
 
 import numpy as np
@@ -50,27 +49,12 @@ _OTHER_PROCESS = 1
 _NO_PIECES = np.empty(0, np.uint64)
 
 UInt64Array = npt.NDArray[np.uint64]
-_INCARNATION = re.compile(r"(~?)([0-9a-f]{32})@([0-9a-f]{1,16})(?::([0-9]{1,5}))?")
-_PROXIED = "~"
+_INCARNATION = re.compile(r"([0-9a-f]{32})@([0-9a-f]{1,16})(?::([0-9]{1,5}))?")
 
 
-class Direction(StrEnum):
-    """Which side's memory is the source."""
-
-    READ = "read"
-    WRITE = "write"
-
-
-def format_incarnation(
-    token: bytes, address: int, liveness_port: int, *, proxied: bool = False
-) -> str:
-    """A random token, where its owner keeps it for peers to read, and its liveness port; 0 for none.
-
-    `proxied`: the memory's owner knows nothing of the token, another process sends it at that port;
-    there is something to read at `address`, and that is all that a peer asks of the owner.
-    """
-    mark = _PROXIED if proxied else ""
-    return f"{mark}{token.hex()}@{address:x}" + (f":{liveness_port}" if liveness_port else "")
+def format_incarnation(token: bytes, address: int, liveness_port: int) -> str:
+    """Name a random token, where its owner keeps it for peers to read, and its liveness port; 0 for none."""
+    return f"{token.hex()}@{address:x}" + (f":{liveness_port}" if liveness_port else "")
 
 
 def liveness_name(token: bytes) -> str:
@@ -127,11 +111,8 @@ class MooncakePeer:
             )
         self.started = started
         self.endpoint = endpoint
-        self._proxied = match[1] == _PROXIED
-        self._token, self._token_address = bytes.fromhex(match[2]), int(match[3], 16)
-        self._liveness_port = int(match[4] or 0)
-        if self._proxied and not self._liveness_port:
-            raise PeerUnreachable(f"mooncake: no process stands in for {endpoint.incarnation!r}")
+        self._token, self._token_address = bytes.fromhex(match[1]), int(match[2], 16)
+        self._liveness_port = int(match[3] or 0)
         self._liveness: PeerLiveness | None = None
         self._gone = self._closed = False
         self.page = page
@@ -203,13 +184,8 @@ class MooncakePeer:
                 return code
         return code
 
-    def move(
-        self,
-        direction: Direction,
-        pieces: Pieces,
-        deadline: Deadline,
-    ) -> None:
-        """One native call.
+    def write(self, pieces: Pieces, deadline: Deadline) -> None:
+        """Carry out one native call.
 
         Raises:
             PeerUnreachable: the peer's process is gone.
@@ -219,15 +195,12 @@ class MooncakePeer:
         self._refuse_unknown(deadline)
         deadline.check_before_more()
         engine = self.started.engine
-        native = (
-            engine.batch_transfer_sync_write
-            if direction is Direction.WRITE
-            else engine.batch_transfer_sync_read
-        )
         columns = [column.tolist() for column in pieces]
         local, _, nbytes = pieces
         call = self._start(
-            lambda: native(self.endpoint.address, *columns), local.copy(), nbytes.copy()
+            lambda: engine.batch_transfer_sync_write(self.endpoint.address, *columns),
+            local.copy(),
+            nbytes.copy(),
         )
         if not call.done.wait(deadline.remaining_s):
             if self._cancel(call):
@@ -364,8 +337,6 @@ class MooncakePeer:
         code = self.started.engine.transfer_sync_read(
             self.endpoint.address, self._page_address, self._token_address, TOKEN_NBYTES
         )
-        if self._proxied:
-            return code
         if code == 0 and self.page[:TOKEN_NBYTES].tobytes() != self._token:
             return _OTHER_PROCESS
         return code

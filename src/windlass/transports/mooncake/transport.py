@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import final
 
 import numpy as np
@@ -38,7 +37,6 @@ from windlass.transports.mooncake.config import MooncakeConfig
 from windlass.transports.mooncake.native import MAX_PIECES, Started, start_engine
 from windlass.transports.mooncake.peer import (
     TOKEN_NBYTES,
-    Direction,
     MooncakePeer,
     format_incarnation,
     liveness_name,
@@ -196,25 +194,13 @@ class MooncakeTransport(NetworkTransport):
         return any(known.peer.touches(region) for known in self._peers.values())
 
     def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
-        self._move(Direction.WRITE, batch, deadline)
-
-    def read(self, batch: WriteBatch, *, deadline_s: float) -> None:
-        """Read the pieces of a peer's memory into local registered memory: the other way round.
-
-        Raises:
-            RegionError, PeerUnreachable, TransferFailed: as `write`.
-            TransferOutcomeUnknown: bytes may still land in the local memory.
-        """
-        self._checked(batch, "read", deadline_s, partial(self._move, Direction.READ))
-
-    def _move(self, direction: Direction, batch: WriteBatch, deadline: Deadline) -> None:
         several = self._engines[0].started.num_nics > 1
         largest = REQUEST_NBYTES if several else MAX_CALL_NBYTES
         with self._peer(batch.endpoint) as peer:
             peer.confirm(deadline)
             steps = [_step_of(region.key) for region in batch.regions]
             for pieces in self._calls(batch, steps, MAX_PIECES, MAX_CALL_NBYTES, largest):
-                peer.move(direction, pieces, deadline)
+                peer.write(pieces, deadline)
 
     def fence(self, *, deadline_s: float) -> None:
         """See `OneSidedTransport.fence`: over TCP connections are cut, over RDMA there is nothing."""

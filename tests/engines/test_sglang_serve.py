@@ -1,9 +1,9 @@
-"""The plugin of SGLang by which orders reach every replica, and how SGLang finds it."""
+"""Orders reach every replica of an SGLang server."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import importlib.metadata
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,39 +12,21 @@ from typing import Any
 
 import pytest
 
-from windlass.engines.sglang import replicas
-from windlass.engines.sglang.replicas import with_plugin
+from windlass.engines.sglang import server
+from windlass.engines.sglang.serve import reach_replicas
 from windlass.errors import ConfigError
-
-
-def test_a_server_without_replicas_is_started_as_ever() -> None:
-    with with_plugin(1) as environment:
-        assert environment == {}
-
-
-def test_the_plugin_is_found_on_the_path_for_as_long_as_the_server_runs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(replicas, "installed_version", lambda _: "0.5.22")
-    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
-    monkeypatch.setenv("SGLANG_PLUGINS", "another")
-    with with_plugin(2) as environment:
-        folder, *rest = environment["PYTHONPATH"].split(":")
-        assert rest == ["/elsewhere"]
-        assert environment["SGLANG_PLUGINS"] == "another,windlass"
-        (found,) = importlib.metadata.distributions(path=[folder])
-        (point,) = found.entry_points
-        assert (point.group, point.name) == ("sglang.srt.plugins", "windlass")
-        assert point.load() is replicas.register
-    assert not Path(folder).exists()
 
 
 @pytest.mark.parametrize("version", ["0.5.16", "0.5.21"])
 def test_a_release_whose_ranks_do_not_know_their_replica_is_refused_replicas(
-    version: str, monkeypatch: pytest.MonkeyPatch
+    version: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(replicas, "installed_version", lambda _: version)
-    with pytest.raises(ConfigError, match=f"dp: must be 1 with SGLang {version}"), with_plugin(2):
+    monkeypatch.setattr(server, "installed_version", lambda _: version)
+    args = argparse.Namespace(model=str(tmp_path), dp=2)
+    with (
+        pytest.raises(ConfigError, match=f"dp: must be 1 with SGLang {version}"),
+        server.SglangServer().command(args, ()),
+    ):
         pass
 
 
@@ -58,6 +40,7 @@ class Request:
 class Manager:
     """SGLang's, as far as it is used."""
 
+    server_args: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(dp_size=2))
     update_weights_from_tensor_communicator: object = "every replica"
     asked: list[tuple[object, Request]] = field(default_factory=list)
 
@@ -97,7 +80,9 @@ def test_only_what_is_the_same_for_every_rank_passes_the_refusal_by(
     monkeypatch.setitem(sys.modules, common.__name__, common)
     manager: Any = Manager()
     request = Request(payloads, load_format)
-    answer = asyncio.run(replicas._reach_every_replica(refuse, manager, request))
+    mixin = SimpleNamespace(update_weights_from_tensor=refuse, flush_cache=refuse)
+    reach_replicas(mixin)
+    answer = asyncio.run(mixin.update_weights_from_tensor(manager, request))
     assert answer == ((True, "every replica") if reached else (False, "one replica only"))
     assert manager.asked == ([("every replica", request)] if reached else [])
     assert ("decoded" in request.serialized_named_tensors) == reached
@@ -125,13 +110,6 @@ def test_a_flush_that_one_replica_refuses_is_refused_though_another_answers_firs
     for name in ("sglang", "sglang.srt", "sglang.srt.managers"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, structs.__name__, structs)
-    registry, hooks = ModuleType("sglang.srt.plugins.hook_registry"), {}
-    vars(registry)["HookRegistry"] = SimpleNamespace(
-        register=lambda target, hook, kind: hooks.update({target.rpartition(".")[2]: (hook, kind)})
-    )
-    vars(registry)["HookType"] = SimpleNamespace(AROUND="around")
-    monkeypatch.setitem(sys.modules, "sglang.srt.plugins", ModuleType("sglang.srt.plugins"))
-    monkeypatch.setitem(sys.modules, registry.__name__, registry)
 
     async def communicator(request: object) -> list[Flushed]:
         asked.append(request)
@@ -143,8 +121,17 @@ def test_a_flush_that_one_replica_refuses_is_refused_though_another_answers_firs
 
     manager: Any = Manager()
     manager.flush_cache_communicator = communicator
-    replicas.register()
-    hook, kind = hooks["flush_cache"]
-    assert kind == "around"
-    assert asyncio.run(hook(of_one, manager, timeout_s=3.0)) == answer
+    mixin = SimpleNamespace(update_weights_from_tensor=refuse, flush_cache=of_one)
+    reach_replicas(mixin)
+    assert asyncio.run(mixin.flush_cache(manager, timeout_s=3.0)) == answer
     assert asked[0] == {"timeout_s": 3.0}
+
+
+async def test_a_server_without_replicas_is_asked_as_ever() -> None:
+    manager: Any = Manager(SimpleNamespace(dp_size=1))
+    mixin = SimpleNamespace(update_weights_from_tensor=refuse, flush_cache=refuse)
+    reach_replicas(mixin)
+    request = Request(["b3JkZXI="], "windlass.engines.sglang.hook.run")
+    assert await mixin.update_weights_from_tensor(manager, request) == (False, "one replica only")
+    assert await mixin.flush_cache(manager, 1.0) == (False, "one replica only")
+    assert manager.asked == []

@@ -1,0 +1,140 @@
+"""What strangers cannot reach of an engine's server, and what its processes are not told."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windlass.engines.launch import _secrets, arguments, serve
+from windlass.engines.private_routes import (
+    KEY_HEADER,
+    Message,
+    PrivateRoutes,
+    environment_of,
+    key_of,
+)
+from windlass.engines.rank_reports import Secrets
+from windlass.engines.sglang.server import SglangServer
+from windlass.engines.spec import ServerCommand
+from windlass.engines.vllm import server as vllm
+
+TOKEN = "secret of the test"
+KEY = key_of(TOKEN)
+OF_VLLM = ["/collective_rpc", "/pause", "/resume", "/sleep", "/reset_prefix_cache", "/server_info"]
+OF_SGLANG = [
+    *("/update_weights_from_tensor", "/update_weights_from_disk", "/pause_generation"),
+    *("/begin_weight_update", "/load_lora_adapter_from_tensors", "/get_weights_by_name"),
+]
+OPEN = ["/generate", "/health", "/v1/completions", "/v1/models", "/metrics", "/model_info"]
+
+
+@pytest.fixture
+def routes(monkeypatch: pytest.MonkeyPatch) -> PrivateRoutes:
+    for name, value in environment_of(KEY).items():
+        monkeypatch.setenv(name, value)
+
+    async def app(_scope: Message, _receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    return PrivateRoutes(app)
+
+
+async def status_of(
+    routes: PrivateRoutes, path: str, *headers: tuple[bytes, bytes], kind: str = "http"
+) -> object:
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        raise AssertionError
+
+    await routes({"type": kind, "path": path, "headers": headers}, receive, send)
+    return sent[0].get("status", sent[0]["type"])
+
+
+@pytest.mark.parametrize("path", [*OF_VLLM, *OF_SGLANG, "/v1/load_lora_adapter", "/not/known/yet"])
+async def test_strangers_do_not_reach_what_changes_an_engine(
+    routes: PrivateRoutes, path: str
+) -> None:
+    header = KEY_HEADER.encode()
+    assert await status_of(routes, path) == 403
+    assert await status_of(routes, path, (header, b"wrong")) == 403
+    assert await status_of(routes, path, (header, TOKEN.encode())) == 403
+    assert await status_of(routes, path, (header, KEY.encode()), (header, b"wrong")) == 403
+    assert await status_of(routes, path, kind="websocket") == "websocket.close"
+    assert await status_of(routes, path, (header, KEY.encode())) == 200
+
+
+@pytest.mark.parametrize("path", OPEN)
+async def test_clients_reach_what_generates(routes: PrivateRoutes, path: str) -> None:
+    assert await status_of(routes, path) == 200
+
+
+async def test_without_a_hash_nothing_opens_the_private_routes() -> None:
+    async def app(*_: object) -> None:
+        raise AssertionError
+
+    header = KEY_HEADER.encode()
+    for key in (b"", KEY.encode()):
+        assert await status_of(PrivateRoutes(app), "/collective_rpc", (header, key)) == 403
+
+
+def test_a_server_without_a_token_has_a_key_that_nobody_knows() -> None:
+    assert key_of("") != key_of("")
+    assert KEY == key_of(TOKEN) != TOKEN
+
+
+def test_both_engines_are_started_behind_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(vllm, "_generate_options", lambda: ())
+    args = arguments("program", None).parse_args(["--name", "a", "--model", str(tmp_path)])
+    with vllm.VllmServer().command(args, ()) as command:
+        at = command.argv.index("--middleware")
+        assert command.argv[at + 1] == f"{PrivateRoutes.__module__}.{PrivateRoutes.__name__}"
+    with SglangServer().command(args, ()) as command:
+        assert command.argv[1:3] == ("-m", "windlass.engines.sglang.serve")
+
+
+SAYS_ITS_ENVIRONMENT = """
+import os, sys
+print(*(f"{name}={value}" for name, value in os.environ.items()), sep="\\n", flush=True)
+"""
+
+
+def test_tokens_are_in_no_environment_of_a_server(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setenv("WINDLASS_TOKEN", TOKEN)
+    monkeypatch.setenv("WINDLASS_ENGINE_TOKEN", f"{TOKEN} of clients")
+    words = ["--name", "a", "--model", "/m", "--host", "127.0.0.1", "--port", "9"]
+    args = arguments("program", None).parse_args(words)
+    secrets = _secrets("http://c", ())
+    command = ServerCommand((sys.executable, "-c", SAYS_ITS_ENVIRONMENT))
+    serve(args, command, ready_line="never", join=lambda _: None, secrets=secrets)
+    said = capfd.readouterr().err
+    assert "WINDLASS_SERVER_KEY_SHA256=" in said
+    assert TOKEN not in said
+    assert KEY not in said
+    assert secrets.token == TOKEN
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--api-key", "own"], Secrets(TOKEN, KEY, "own")),
+        (["--api_key=own", "--admin-api-key", "other"], Secrets(TOKEN, KEY, "own", "other")),
+        ([], Secrets(TOKEN, KEY)),
+    ],
+)
+def test_an_engines_own_api_key_is_presented(
+    words: list[str], expected: Secrets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WINDLASS_TOKEN", TOKEN)
+    assert _secrets("http://c", words) == expected

@@ -1,0 +1,100 @@
+"""Ranks of every stage are heard, though SGLang answers for the first one only."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from windlass.engines.rank_reports import RankReports, RefusedElsewhere, Secrets, carry_out
+from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable
+
+DEADLINE_S = 20.0
+
+
+def report(folder: str, rank: int, body: bytes) -> None:
+    carry_out(folder, rank, lambda _: body)
+
+
+def report_failure(folder: str, rank: int, error: Exception) -> None:
+    def fail(_: Secrets) -> bytes:
+        raise error
+
+    carry_out(folder, rank, fail)
+
+
+@contextmanager
+def meanwhile(*calls: Callable[[], None]) -> Iterator[None]:
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    yield
+    for thread in threads:
+        thread.join(DEADLINE_S)
+
+
+def test_answers_come_by_rank_whoever_speaks_first() -> None:
+    with RankReports(3) as reports:
+        for rank in (2, 0, 1):
+            report(reports.folder, rank, b"%d" % rank * 100_000)
+        assert reports.gather(DEADLINE_S) == [b"%d" % rank * 100_000 for rank in range(3)]
+
+
+def test_a_rank_that_speaks_late_is_waited_for() -> None:
+    waiting = threading.Event()
+
+    def late() -> None:
+        waiting.wait(DEADLINE_S)
+        report(reports.folder, 1, b"second stage")
+
+    with RankReports(2) as reports, meanwhile(late):
+        report(reports.folder, 0, b"first stage")
+        waiting.set()
+        assert reports.gather(DEADLINE_S) == [b"first stage", b"second stage"]
+
+
+def test_a_rank_that_could_not_is_quoted_at_once() -> None:
+    with RankReports(2) as reports:
+        report_failure(reports.folder, 1, ConfigError("pp: its weights are packed"))
+        with pytest.raises(PeerUnreachable, match="rank 1: pp: its weights are packed"):
+            reports.gather(DEADLINE_S)
+
+
+def test_ranks_that_report_nothing_are_named() -> None:
+    with RankReports(3) as reports:
+        report(reports.folder, 1, b"")
+        with pytest.raises(PeerTimeout, match=r"ranks \[0, 2\] have not reported within 0.05 s"):
+            reports.gather(0.05)
+
+
+def test_a_rank_goes_on_though_whoever_asked_has_ended() -> None:
+    with RankReports(1) as reports:
+        folder = reports.folder
+    report(folder, 0, b"its loop, and with it the server, must not end by that")
+    report_failure(folder, 0, RuntimeError("nor by its own reason"))
+
+
+def test_secrets_reach_the_ranks_and_nobody_else() -> None:
+    secrets, given = Secrets("token", "key", "own"), list[Secrets]()
+
+    def keep(secrets: Secrets) -> bytes:
+        given.append(secrets)
+        return b""
+
+    with RankReports(1, secrets) as reports:
+        carry_out(reports.folder, 0, keep)
+        assert Path(reports.folder).stat().st_mode & 0o077 == 0
+    assert given == [secrets]
+    assert "token" not in repr(secrets) + str(secrets)
+    assert not Path(reports.folder).exists()
+
+
+def test_a_rank_that_is_refused_elsewhere_leaves_the_reason_to_the_other() -> None:
+    with RankReports(2) as reports:
+        report_failure(reports.folder, 0, RefusedElsewhere("another rank"))
+        report_failure(reports.folder, 1, RuntimeError("out of memory"))
+        with pytest.raises(PeerUnreachable, match="rank 1: RuntimeError: out of memory"):
+            reports.gather(DEADLINE_S)
