@@ -236,7 +236,7 @@ class _HostPack:
 
 
 def least_half(program: LinkProgram) -> int:
-    """Bytes of half a ring that holds any part which `split_op` cannot cut."""
+    """Return bytes of half a ring that holds any part which `split_op` cannot cut."""
     rows_of_blocks = (
         min(op.nbytes, _row_of_blocks(op))
         for op in program.ops
@@ -246,7 +246,7 @@ def least_half(program: LinkProgram) -> int:
 
 
 def _row_of_blocks(op: BoundOp) -> int:
-    """Bytes of payload, which are not cut."""
+    """Return bytes of a row of blocks in the payload, which is not cut."""
     return op.packed_strides[0] * (1 if op.transform is Transform.FP8_BLOCK_SCALES else BLOCK)
 
 
@@ -324,7 +324,7 @@ def split_op(op: BoundOp, limit: int) -> Iterator[BoundOp]:
 
 
 def _split_blocks(op: BoundOp, limit: int) -> Iterator[BoundOp]:
-    """Rows of blocks; a payload of values or of scales is cut between them."""
+    """Yield rows of blocks; a payload of values or of scales is cut between them."""
     scales = op.transform is Transform.FP8_BLOCK_SCALES
     step = _row_of_blocks(op)
     if step > limit:

@@ -34,12 +34,12 @@ ALIGNMENT = 64
 
 
 def aligned(nbytes: int) -> int:
-    """Bytes that something of `nbytes` takes up in an arena."""
+    """Return bytes that something of `nbytes` takes up in an arena."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def aligned_offsets(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
-    """Where things of these sizes lie one after the other, and the bytes that they take up."""
+    """Return where things of these sizes lie one after the other, and the bytes that they take up."""
     offsets, total = [], 0
     for nbytes in sizes:
         offsets.append(total)
@@ -277,7 +277,7 @@ class MemoryOps(Protocol):
         at_source: bool,
         staging_address: int = 0,
     ) -> LinkDigests:
-        """Digests of what links deliver, in the destination's dtype, in plan order.
+        """Prepare digests of what links deliver, in the destination's dtype, in plan order.
 
         Args:
             programs: by peer.
@@ -295,7 +295,7 @@ class MemoryOps(Protocol):
     def chunk_digests(
         self, addresses: UInt64Array, nbytes: Int64Array, chunk_start: Int64Array
     ) -> ChunkDigests:
-        """Digests of chunks that lie in pieces; equal wherever pieces of the same sizes hold the same bytes.
+        """Prepare digests of chunks that lie in pieces; equal wherever pieces of the same sizes hold the same bytes.
 
         Args:
             addresses: (n,) of the pieces.
@@ -308,7 +308,7 @@ class MemoryOps(Protocol):
         ...
 
     def least_pack_nbytes(self, program: LinkProgram) -> int:
-        """What the memory of one turn of `pack_link` must hold at least."""
+        """Return what the memory of one turn of `pack_link` must hold at least."""
         ...
 
     def pack_link(
@@ -359,7 +359,7 @@ class MemoryOps(Protocol):
 
 
 def memory_at(addresses: Iterable[int], worker: str) -> MemoryOps:
-    """The memory that all of a rank's parameters are in.
+    """Return the memory that all of a rank's parameters are in.
 
     Args:
         addresses: of its parameters; 0 for those that have no bytes.
@@ -379,7 +379,7 @@ def memory_at(addresses: Iterable[int], worker: str) -> MemoryOps:
 
 
 def memory_on(ordinal: int) -> MemoryOps:
-    """The memory of the GPU of this process that is `ordinal`; host memory for -1.
+    """Return the memory of the GPU of this process that is `ordinal`; host memory for -1.
 
     Raises:
         TransportUnavailable: a GPU whose kernels cannot be compiled.

@@ -42,7 +42,7 @@ def bytes_at(address: int, nbytes: int) -> memoryview:
 def split_inner(
     sizes: Sequence[int], strides_bytes: Sequence[int], itemsize: int
 ) -> tuple[int, int]:
-    """How far elements in row-major order are consecutive in memory.
+    """Return how far elements in row-major order are consecutive in memory.
 
     Returns:
         (number of outer dims that step over gaps, bytes of one consecutive run).
@@ -55,7 +55,7 @@ def split_inner(
 
 
 def is_contiguous(sizes: Sequence[int], strides_bytes: Sequence[int], itemsize: int) -> bool:
-    """Whether elements in row-major order are consecutive in memory."""
+    """Return whether elements in row-major order are consecutive in memory."""
     return split_inner(sizes, strides_bytes, itemsize)[0] == 0
 
 

@@ -37,7 +37,7 @@ def split_pieces(
 
 
 def calls(nbytes: UInt64Array, *, max_pieces: int, max_nbytes: int) -> Iterator[slice]:
-    """Pieces that go into one native call each: as many, in order, as the limits allow, at least one."""
+    """Yield pieces that go into one native call each: as many, in order, as the limits allow, at least one."""
     ends = np.cumsum(nbytes)
     start, done = 0, 0
     while start < len(nbytes):
@@ -48,7 +48,7 @@ def calls(nbytes: UInt64Array, *, max_pieces: int, max_nbytes: int) -> Iterator[
 
 
 def edges_of(address: int, nbytes: int, step_nbytes: int) -> list[int]:
-    """Where a region that is registered in steps has a seam; none for a step of 0."""
+    """Return where a region that is registered in steps has a seam; none for a step of 0."""
     if not 0 < step_nbytes < nbytes:
         return []
     return list(range(address + step_nbytes, address + nbytes, step_nbytes))

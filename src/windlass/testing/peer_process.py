@@ -84,7 +84,7 @@ class Child(Protocol):
 
 
 def start_child(config: TransportConfig, nbytes: int, environment: Mapping[str, str]) -> Child:
-    """A new interpreter that runs `serve` on its standard input and output.
+    """Start an interpreter that runs `serve` on its standard input and output.
 
     Args:
         config: transport of the child.
@@ -106,7 +106,7 @@ def start_child(config: TransportConfig, nbytes: int, environment: Mapping[str, 
 
 
 def digest_of(data: bytes | memoryview) -> str:
-    """The digest that `PeerProcess.digest` gives for the same bytes."""
+    """Return the digest that `PeerProcess.digest` gives for the same bytes."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
@@ -149,7 +149,7 @@ class PeerProcess:
         return self._region
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Bytes of the arena as the child sees them."""
+        """Return bytes of the arena as the child sees them."""
         return self._ask(_Read(offset, nbytes)).data
 
     def digest(self) -> str:

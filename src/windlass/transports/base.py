@@ -146,7 +146,8 @@ class TransportTraits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         strided_stores: the source's kernels store where each element belongs, so that nothing
             lands packed.
         notifies: the source tells the target which bytes have landed while it still writes.
-        allocates: peers can write only memory that the transport's `allocator` gave out.
+        allocates: peers can write only memory that the transport's `allocator` gave out; the key of
+            other memory is empty.
     """
 
     same_host: bool
@@ -262,15 +263,15 @@ class OneSidedTransport(Protocol):
         return None
 
     def report(self) -> WireReport:
-        """What is really in use."""
+        """Return what is really in use."""
         ...
 
     def endpoint(self) -> PeerEndpoint:
-        """How peers reach memory registered here."""
+        """Return how peers reach memory registered here."""
         ...
 
     def offers(self) -> tuple[TransportOffer, ...]:
-        """Every way to reach memory registered here, the fastest first; at least one."""
+        """Return every way to reach memory registered here, the fastest first; at least one."""
         return (TransportOffer(self.endpoint(), self.traits, self.report()),)
 
     def register(self, address: int, nbytes: int) -> MemoryRegion:

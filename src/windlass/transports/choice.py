@@ -32,7 +32,7 @@ def choose_transport(
     same_host: bool,
     same_address: bool,
 ) -> LinkChoice:
-    """The fastest transport of a link.
+    """Return the fastest transport of a link.
 
     Args:
         source: what the rank that writes has.

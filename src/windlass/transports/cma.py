@@ -120,7 +120,7 @@ _process_vm_writev.argtypes = [
 
 
 def _writev(pid: int, local_vectors: UInt64Array, remote_vectors: UInt64Array) -> int:
-    """One call; the one place where errno becomes an exception."""
+    """Make one call; nothing else turns errno into an exception."""
     done = int(
         _process_vm_writev(
             pid,
@@ -183,7 +183,7 @@ class CmaTransport(RegionTransport):
         check_alive(batch.endpoint)
 
     def _copy_into(self, pid: int, batch: WriteBatch, deadline: Deadline) -> None:
-        """Returns or raises only once every thread is done: nothing lands afterwards."""
+        """Return or raise only once every thread is done: nothing lands afterwards."""
         pieces = merge_adjacent(batch.local_addresses, batch.remote_addresses, batch.nbytes)
         total = int(batch.nbytes.sum())
         num_parts = max(min(self._num_threads, total // MIN_THREAD_NBYTES), 1)
@@ -193,7 +193,7 @@ class CmaTransport(RegionTransport):
 
 
 def _shares(pieces: Pieces, total: int, num_parts: int) -> Iterator[Pieces]:
-    """The pieces, cut small enough for one call, in `num_parts` runs of about as many bytes."""
+    """Yield the pieces, cut small enough for one call, in `num_parts` runs of about as many bytes."""
     limit = min(MAX_CALL_NBYTES, -(-total // num_parts))
     local, remote, nbytes = split_pieces(*pieces, limit)
     goals = np.arange(1, num_parts) * (total / num_parts)

@@ -112,7 +112,7 @@ class CudaIpcTransport(RegionTransport):
         return f"{ordinal}:{address - start}:{self.gpu.device.export(start).hex()}"
 
     def _is_touched(self, region: MemoryRegion) -> bool:  # noqa: ARG002
-        """Nobody knows which memory late kernels touch."""
+        """Return whether there are late kernels: nobody knows which memory they touch."""
         return self.gpu.is_late
 
     def map_region(self, region: RemoteRegion) -> MappedRegion:

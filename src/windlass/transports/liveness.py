@@ -148,7 +148,7 @@ class PeerLiveness:
             ) from error
 
     def has_ended(self, *, reconnect: bool = True) -> bool:
-        """Whether the peer's process, or its transport, is gone. May take `RECONNECT_S`, once in a while.
+        """Return whether the peer's process, or its transport, is gone. May take `RECONNECT_S`, once in a while.
 
         Without `reconnect` never: a connection that was broken tells nothing then. For callers that
         others wait for.
@@ -164,7 +164,7 @@ class PeerLiveness:
                 return reconnect and self._reconnect()
 
     def _look(self) -> _State:
-        """A socket tells of its error once, and from then on as if it had ended in order."""
+        """Return what became of it: a socket tells of its error once, and from then on as if it had ended in order."""
         with self._looking:
             state = _State.BROKEN if self._is_broken else _state_of(self._socket)
             self._is_broken = state is _State.BROKEN
@@ -190,7 +190,7 @@ class PeerLiveness:
                 connection.close()
 
     def _wait(self, timeout_s: float | None) -> None:
-        """Until something happens to the connection."""
+        """Wait until something happens to the connection."""
         connection = self._socket
         if self._look() is _State.BROKEN:
             self._closed.wait(RECONNECT_S if timeout_s is None else min(timeout_s, RECONNECT_S))
@@ -201,7 +201,7 @@ class PeerLiveness:
             waiting.poll(None if timeout_s is None else timeout_s * 1e3)
 
     def _reconnect(self) -> bool:
-        """Connect anew: whether nobody listens any more, or another process. Silence is no answer."""
+        """Connect anew; return whether nobody listens any more, or another process does. Silence is no answer."""
         with self._lock:
             if self._gone or self._closed.is_set() or time.monotonic() < self._again_s:
                 return self._gone or self._closed.is_set()
@@ -235,7 +235,7 @@ class _State(Enum):
 
 
 def _connect(endpoint: PeerEndpoint, deadline: Deadline) -> socket.socket:
-    """A connection to the listener of `endpoint`.
+    """Return a connection to the listener of `endpoint`.
 
     Raises:
         PeerUnreachable: the endpoint has no address.

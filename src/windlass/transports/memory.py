@@ -64,7 +64,7 @@ class MemoryFabric:
             self._endpoints.pop(address, None)
 
     def find(self, endpoint: PeerEndpoint) -> MemoryTransport:
-        """The transport behind `endpoint`.
+        """Return the transport behind `endpoint`.
 
         Raises:
             PeerUnreachable: nobody there, or another incarnation.

@@ -86,7 +86,7 @@ class NetworkTransport(RegionTransport):
         self._step_nbytes = step_nbytes
 
     def _starts(self, address: int, nbytes: int) -> list[int]:
-        """Where the steps begin in which a local region is registered."""
+        """Return where the steps begin in which a local region is registered."""
         return [address, *edges_of(address, nbytes, self._step_nbytes)]
 
     def _calls(

@@ -24,7 +24,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 @functools.cache
 def host_identity() -> str:
-    """The same for two processes that can reach each other by pid and by abstract sockets.
+    """Return what is the same for two processes that can reach each other by pid and by abstract sockets.
 
     Boot of the kernel, namespace of pids, namespace of networks.
     """
@@ -54,7 +54,7 @@ def own_endpoint(transport: str) -> PeerEndpoint:
 
 
 def check_alive(peer: PeerEndpoint) -> int:
-    """The pid behind `peer`.
+    """Return the pid behind `peer`.
 
     Raises:
         PeerUnreachable: no pid, no such process, or another one under that pid.
@@ -77,7 +77,7 @@ _OWN: set[PeerEndpoint] = set()
 
 
 def is_own_process(peer: PeerEndpoint) -> bool:
-    """Whether `peer` is an open transport of the process that asks, this one or another.
+    """Return whether `peer` is an open transport of the process that asks, this one or another.
 
     Its secret is compared as well: who only names this process is not believed.
     """
@@ -131,7 +131,7 @@ class PeerProcesses:
         self._proven: frozenset[PeerEndpoint] = frozenset()
 
     def check(self, peer: PeerEndpoint) -> int:
-        """The pid behind `peer`.
+        """Return the pid behind `peer`.
 
         Raises:
             PeerUnreachable: see `check_alive`; or that process does not say that it is this peer.

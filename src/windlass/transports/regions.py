@@ -171,7 +171,7 @@ def check_inside(
 
 
 def overlaps(region: MemoryRegion, addresses: UInt64Array, nbytes: UInt64Array) -> bool:
-    """Whether a byte of a piece lies in the region."""
+    """Return whether a byte of a piece lies in the region."""
     start, stop = region.address, region.address + region.nbytes
     return bool(((addresses < stop) & (addresses + nbytes > start)).any())
 

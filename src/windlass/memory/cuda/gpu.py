@@ -137,7 +137,7 @@ def end_queued(gpu: Gpu, error: Exception, deadline_s: float) -> None:
 
 @functools.cache
 def shared_gpu(ordinal: int) -> Gpu:
-    """The one of this process for work on the GPU's own memory; never closed."""
+    """Return the one of this process for work on the GPU's own memory; never closed."""
     return Gpu(ordinal)
 
 

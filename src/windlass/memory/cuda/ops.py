@@ -390,7 +390,7 @@ def _digest_sent(gpu: Gpu, words: int, program: LinkProgram) -> str:
 def _delivered(
     program: LinkProgram, addresses: UInt64Array, staging_address: int
 ) -> Iterator[tuple[PieceKind, PieceArray]]:
-    """Where the elements of a link are written."""
+    """Yield where the elements of a link are written."""
     for op, position, pieces in cut_ops(program, at_source=False):
         if op.lands and staging_address:
             store_packed(pieces, position, staging_address + op.landing_offset)
@@ -402,7 +402,7 @@ def _delivered(
 def _split_source(
     program: LinkProgram, addresses: UInt64Array
 ) -> tuple[list[tuple[PieceKind, PieceArray]], list[tuple[PieceKind, PieceArray]]]:
-    """What is hashed as it lies, and what is cast or quantised first."""
+    """Return what is hashed as it lies, and what is cast or quantised first."""
     hashed: list[tuple[PieceKind, PieceArray]] = []
     cast: list[tuple[PieceKind, PieceArray]] = []
     for op, _, pieces in cut_ops(program, at_source=True):

@@ -86,7 +86,7 @@ class SourceMemory:
 
 
 def covering_pages(memory: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Whole pages around pieces of memory, each page once: start and stop, ascending."""
+    """Yield whole pages around pieces of memory, each page once: start and stop, ascending."""
     page = mmap.PAGESIZE
     pending: tuple[int, int] | None = None
     for address, nbytes in sorted(memory):
@@ -132,7 +132,7 @@ class PinnedArena:
         self.address = device.device_pointer(self._start)
 
     def _touch(self, at: int) -> None:
-        """In a thread; releases the interpreter."""
+        """Zero a part, which releases the interpreter."""
         ctypes.memset(self._start + at, 0, min(_TOUCHED_NBYTES, self.nbytes - at))
 
     def close(self) -> None:

@@ -163,7 +163,7 @@ def _check_chosen(config: MooncakeConfig, wire: str, nics: list[str]) -> None:
 
 
 def _registration_limit(nics: list[str]) -> int:
-    """The engine splits what is larger by itself, and then refuses pieces that cross the seam."""
+    """Return what to register at once: the engine splits what is larger by itself, and then refuses pieces that cross the seam."""
     asked = environment_value("MC_MAX_MR_SIZE") or ""
     limits = [max_registration_nbytes(nic) for nic in nics]
     if asked.isdigit():
@@ -172,7 +172,7 @@ def _registration_limit(nics: list[str]) -> int:
 
 
 def is_installed(distribution: str) -> bool:
-    """Whether this environment has a distribution, by its metadata."""
+    """Return whether this environment has a distribution, by its metadata."""
     try:
         version(distribution)
     except PackageNotFoundError:

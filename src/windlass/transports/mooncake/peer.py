@@ -58,7 +58,7 @@ def format_incarnation(token: bytes, address: int, liveness_port: int) -> str:
 
 
 def liveness_name(token: bytes) -> str:
-    """The incarnation that the liveness listener of the token's owner sends."""
+    """Return the incarnation that the liveness listener of the token's owner sends."""
     return token.hex()[:INCARNATION_NBYTES]
 
 
@@ -136,7 +136,7 @@ class MooncakePeer:
             return not self._not_over()
 
     def touches(self, region: MemoryRegion) -> bool:
-        """Whether local memory of the region may be read, or filled by a `read`."""
+        """Return whether local memory of the region may be read, or filled, by a call."""
         with self._lock:
             return any(overlaps(region, call.local, call.nbytes) for call in self._not_over())
 
@@ -166,7 +166,7 @@ class MooncakePeer:
             )
 
     def _ask_token(self, deadline: Deadline) -> int:
-        """The code of reading it. A connection that the peer has cut fails twice, and is made anew."""
+        """Return the code of reading the token. A connection that the peer has cut fails twice, and is made anew."""
         code = -1
         for _ in range(READS):
             call = self._start(self._read_token)
@@ -266,13 +266,13 @@ class MooncakePeer:
             self._calls.put(None)
 
     def _wake(self) -> None:
-        """Whoever waits for a call that may never come back."""
+        """Wake whoever waits for a call that may never come back."""
         with self._lock:
             for call in self._open:
                 call.done.set()
 
     def _explain(self, call: _Call, deadline: Deadline) -> None:
-        """The one place where code -1 becomes an exception; see the module's docstring."""
+        """Make an exception of code -1, as the module's docstring says; nothing else does."""
         if self._closed:
             if self._cancel(call):
                 self._refuse_closed(deadline)
@@ -294,7 +294,7 @@ class MooncakePeer:
         )
 
     def _cancel(self, call: _Call) -> bool:
-        """Take a call back; whether that was in time. Then it touches no memory, however long others are stuck."""
+        """Take a call back; return whether that was in time. Then it touches no memory, however long others are stuck."""
         with self._lock:
             call.cancelled = not call.begun
             if call.cancelled:
@@ -314,7 +314,7 @@ class MooncakePeer:
         return call.done.wait(deadline.remaining_s) and call.code == 0 and call.seconds < PROMPT_S
 
     def _refuses_connections(self, deadline: Deadline) -> bool:
-        """Whether the peer's host says that nothing listens there; silence is no answer."""
+        """Return whether the peer's host says that nothing listens there; silence is no answer."""
         try:
             with socket.create_connection(
                 self._session, timeout=max(min(CONNECT_S, deadline.remaining_s), 0.01)
@@ -385,7 +385,7 @@ class MooncakePeer:
         return f"mooncake-{self.endpoint.address}"
 
     def _serve(self) -> None:
-        """Carry calls out, until there has been none for `IDLE_S`: most peers end without a word."""
+        """Carry calls out, until there has been none for `IDLE_S`: most peers do not say that they end."""
         while True:
             try:
                 call = self._calls.get(timeout=IDLE_S)

@@ -186,7 +186,7 @@ class MooncakeTransport(NetworkTransport):
         return str(self._step_nbytes) if 0 < self._step_nbytes < nbytes else ""
 
     def _unregister(self, region: MemoryRegion) -> None:
-        """At once: later writes of peers are refused over TCP."""
+        """Take it back at once: later writes of peers are refused over TCP."""
         for engine in self._engines:
             engine.unpin(self._starts(region.address, region.nbytes))
 
@@ -230,7 +230,7 @@ class MooncakeTransport(NetworkTransport):
 
     @contextmanager
     def _peer(self, endpoint: PeerEndpoint) -> Iterator[MooncakePeer]:
-        """The peer, which is kept for as long as it is used, and then until it is gone."""
+        """Use the peer, which is kept for as long as it is used, and then until it is gone."""
         known = self._use(endpoint)
         unreachable = False
         try:
@@ -265,7 +265,7 @@ class MooncakeTransport(NetworkTransport):
             return known
 
     def _forget_unused(self) -> None:
-        """Nobody says which peers have ended. One that has not is made anew when it is written."""
+        """Forget peers that were not written for long: nobody says which have ended. One that has not is made anew."""
         before_s = time.monotonic() - FORGET_S
         for endpoint in [e for e, known in self._peers.items() if known.used_s < before_s]:
             self._forget(endpoint)
@@ -278,7 +278,7 @@ class MooncakeTransport(NetworkTransport):
             known.engine.give_back(known.peer.page)
 
     def _engine_for(self, endpoint: PeerEndpoint) -> _Engine:
-        """An engine that has not talked to another process at this address.
+        """Return an engine that has not talked to another process at this address.
 
         An engine remembers the data port of each address for good, so a process that was
         restarted on the same port can be reached only through another engine.
@@ -296,7 +296,7 @@ class MooncakeTransport(NetworkTransport):
 
 
 def _step_of(key: str) -> int:
-    """The step in which a peer registered a region; 0 for at once."""
+    """Return the step in which a peer registered a region; 0 for at once."""
     if not key:
         return 0
     if len(key) > _MAX_KEY_CHARS or not (key.isascii() and key.isdigit()) or int(key) < _PAGE:

@@ -130,7 +130,7 @@ class WireLog:
         self._path = path
 
     def put_wires(self) -> frozenset[PutWire]:
-        """Every wire that remote writes of this agent have been given so far.
+        """Return every wire that remote writes of this agent have been given so far.
 
         Raises:
             TransportUnavailable: the log cannot be read.
@@ -156,7 +156,7 @@ class WireLog:
         return frozenset(found)
 
     def complaints(self) -> str:
-        """The last errors and warnings of UCX in this process; empty if it wrote none."""
+        """Return the last errors and warnings of UCX in this process; empty if it wrote none."""
         with contextlib.suppress(OSError):
             text = self._path.read_text(errors="replace")
             return " / ".join(_COMPLAINT.findall(text)[-_NUM_COMPLAINTS:])
@@ -178,12 +178,12 @@ class WireLog:
 
 
 def may_use_tcp(wire: NixlWire) -> bool:
-    """Whether bytes may go through a kernel's TCP."""
+    """Return whether bytes may go through a kernel's TCP."""
     return wire in {NixlWire.TCP, NixlWire.AUTO}
 
 
 def may_use_verbs(wire: NixlWire) -> bool:
-    """Whether memory will be pinned for a NIC."""
+    """Return whether memory will be pinned for a NIC."""
     return wire in {NixlWire.RC, NixlWire.UD} or (wire is NixlWire.AUTO and _has_nics())
 
 
@@ -193,7 +193,7 @@ def _has_nics() -> bool:
 
 
 def native_errors() -> tuple[type[Exception], ...]:
-    """What NIXL's calls raise. To be called once the package is loaded."""
+    """Return what NIXL's calls raise. To be called once the package is loaded."""
     classes = [
         value for name, value in vars(_module("_bindings")).items() if name.endswith("Error")
     ]
@@ -201,7 +201,7 @@ def native_errors() -> tuple[type[Exception], ...]:
 
 
 def start_agent(config: NixlConfig, name: str) -> tuple[NativeAgent, WireLog, str]:
-    """An agent with a UCX backend, its log, and its version for people.
+    """Start an agent with a UCX backend; return it, its log, and its version for people.
 
     Raises:
         TransportUnavailable: not installed, or UCX does not start with the wire asked for.
@@ -279,7 +279,7 @@ def memory_kind(gpu: int) -> str:
 def new_write(
     agent: NativeAgent, peer: str, pieces: Sequence[UInt64Array], gpus: tuple[int, int]
 ) -> NativeHandle:
-    """A transfer to be begun.
+    """Return a transfer to be begun.
 
     Args:
         agent: writes.
@@ -320,7 +320,7 @@ def _patient_progress() -> Iterator[None]:
 
 
 def _module(name: str) -> Any:
-    """A module of the one build that is installed.
+    """Return a module of the one build that is installed.
 
     The package `nixl` finds out which by importing torch, unless torch is one built for CUDA.
     """

@@ -107,7 +107,7 @@ class NixlTransport(NetworkTransport):
         )
 
     def _ceiling(self) -> float:
-        """Between hosts, where UCX has no shorter way."""
+        """Return what is reached between hosts, where UCX has no shorter way."""
         if self._config.wire is NixlWire.CMA:
             return CEILING_BYTES_PER_S["process_vm_writev-ucx"]
         return CEILING_BYTES_PER_S["rdma" if may_use_verbs(self._config.wire) else "tcp"]
@@ -133,7 +133,7 @@ class NixlTransport(NetworkTransport):
         return key
 
     def _unregister(self, region: MemoryRegion) -> Callable[[], None]:
-        """Under a write it takes effect when that ends."""
+        """Return what takes it back, once no write uses the memory."""
         return partial(self._deregister, self._native.pop(region.address))
 
     def _deregister(self, native: object) -> None:
@@ -194,7 +194,7 @@ class NixlTransport(NetworkTransport):
         self._liveness.close()
 
     def _current(self) -> contextlib.AbstractContextManager[None]:
-        """The GPU's context within: this may be the thread of a trainer, which has one of its own."""
+        """Return the GPU's context within: this may be the thread of a trainer, which has one of its own."""
         return contextlib.nullcontext() if self._gpu is None else self._gpu.current()
 
     def _register_native(self, address: int, nbytes: int, gpu: int) -> object:
@@ -211,7 +211,7 @@ class NixlTransport(NetworkTransport):
             ) from error
 
     def _key_of(self, native: object, nbytes: int) -> str:
-        """Each key is complete by itself, so regions may be passed on one by one, in any order."""
+        """Return a key that is complete by itself, so regions may be passed on one by one, in any order."""
         step = self._step_nbytes if 0 < self._step_nbytes < nbytes else 0
         keys = [
             NixlKey(
