@@ -24,7 +24,7 @@ from windlass.envs import inherited_environment
 from windlass.errors import PeerTimeout, ProtocolError
 from windlass.transfer.arena import Arena
 from windlass.transports.base import RemoteRegion, TransportConfig
-from windlass.transports.registry import create_transport, decode_transport
+from windlass.transports.registry import create_transport, parse_transport
 
 ANSWER_S = 30.0
 
@@ -286,4 +286,4 @@ def serve(config: TransportConfig, nbytes: int) -> None:
 
 
 if __name__ == "__main__":
-    serve(decode_transport(sys.argv[1]), int(sys.argv[2]))
+    serve(parse_transport(sys.argv[1]), int(sys.argv[2]))
