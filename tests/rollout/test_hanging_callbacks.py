@@ -23,16 +23,17 @@ from windlass.errors import PeerTimeout
 from windlass.jobs.launch import _Job
 from windlass.jobs.schedulers import local as local_scheduler
 from windlass.jobs.schedulers import ray as ray_scheduler
+from windlass.net.messages import Envelope
 from windlass.rollout import (
     RolloutController,
     SamplingParams,
     StalenessPolicy,
     StaticEngines,
     WorkflowContext,
-    connection,
+    pool,
 )
-from windlass.rollout.messages import EngineTarget, RolloutTask, WorkerHello
-from windlass.rollout.runner import WorkerRunner, WorkerSettings
+from windlass.rollout.messages import EngineTarget, RolloutTask, TaskBatch
+from windlass.rollout.worker import RolloutWorker, WorkerSettings
 
 DEADLINE_S = 20.0
 
@@ -57,7 +58,7 @@ class Stubborn:
 async def test_closing_does_not_wait_for_a_workflow_that_ignores_its_cancellation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connection, "STOP_DEADLINE_S", 0.2)
+    monkeypatch.setattr(pool, "STOP_DEADLINE_S", 0.2)
     workflow = Stubborn()
     async with asyncio.timeout(DEADLINE_S), FakeEngine("engine-a") as engine:
         controller = RolloutController(StaticEngines([engine.entry]), StalenessPolicy.unbounded(8))
@@ -71,9 +72,6 @@ async def test_closing_does_not_wait_for_a_workflow_that_ignores_its_cancellatio
 
 async def test_a_worker_shuts_down_beside_a_workflow_that_ignores_its_cancellation() -> None:
     workflow = Stubborn()
-    hello = WorkerHello(
-        name="worker-0", url="", incarnation="first", max_concurrent=4, workflows=("stubborn",)
-    )
     task = RolloutTask(
         task_id="task-1",
         attempt=1,
@@ -86,10 +84,10 @@ async def test_a_worker_shuts_down_beside_a_workflow_that_ignores_its_cancellati
     )
     async with asyncio.timeout(DEADLINE_S), aiohttp.ClientSession() as http:
         settings = WorkerSettings(controller="http://127.0.0.1:9", name="worker-0")
-        runner = WorkerRunner(settings, hello, http, http, {"stubborn": workflow})
-        runner.accept([task])
+        worker = RolloutWorker(settings, "a-token", http, {"stubborn": workflow})
+        worker.execute(Envelope(1, 1, 0, TaskBatch((task,))))
         await workflow.begun.wait()
-        await runner.shut_down(0.2)
+        await worker.shut_down(0.2)
         workflow.release.set()
         await workflow.ended.wait()
 

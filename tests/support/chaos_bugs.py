@@ -181,7 +181,7 @@ BUGS = (
     Bug(
         "rollouts of a lost worker are forgotten",
         RolloutController,
-        "worker_lost",
+        "_try_again",
         "if record is not None:",
         "if False:",
         6,

@@ -48,7 +48,6 @@ PLAN = plan_transfer(TRAINERS, (ENGINE,))
 OUTCOME = rollout.RolloutOutcome(
     task_id="t",
     attempt=1,
-    seq=1,
     status=rollout.OutcomeStatus.ACCEPTED,
     result=rollout.Partial((1, 2), (-0.5, -0.25), (3, 3)),
     engine="a",
@@ -107,21 +106,30 @@ DECODERS: dict[str, tuple[Callable[[bytes], Any], tuple[bytes, ...]]] = {
     ),
     "manifest": (use_manifest, (ENGINE.encode(), TRAINERS[0].encode())),
     "plan": (TransferPlan.decode, (PLAN.encode(),)),
-    "completions": (
-        lambda data: rollout.decode(data, rollout.CompletionBatch),
-        (rollout.encode(rollout.CompletionBatch("w", "i", (OUTCOME,))),),
-    ),
-    "tasks": (
-        lambda data: rollout.decode(data, rollout.TaskBatch),
-        (rollout.encode(rollout.TaskBatch((TASK,))),),
-    ),
-    "worker hello": (
-        lambda data: rollout.decode(data, rollout.WorkerHello),
+    "worker frame": (
+        rollout.WORKER_FRAMES.decode,
         (
-            rollout.encode(
-                rollout.WorkerHello(name="w", url="u", incarnation="i", max_concurrent=1)
+            encode(
+                rollout.WorkerHello(
+                    protocol_version=8,
+                    name="w",
+                    incarnation="i",
+                    max_concurrent=1,
+                    attempts=(rollout.AttemptKey("t", 1),),
+                )
             ),
+            encode(rollout.CompletionBatch(1, (msgspec.Raw(encode(OUTCOME)),))),
+            encode(Reply(1, 1, 0, None)),
         ),
+    ),
+    "outcome": (lambda data: rollout.decode_outcome(msgspec.Raw(data)), (encode(OUTCOME),)),
+    "rollout controller frame": (
+        rollout.CONTROLLER_FRAMES.decode,
+        (encode(Envelope(1, 1, 0, rollout.TaskBatch((TASK,)))), encode(rollout.CompletionAck(1))),
+    ),
+    "training batch": (
+        rollout.TRAINING_BATCHES.decode,
+        (encode(rollout.TrainingBatch(1, ())),),
     ),
     "train controller frame": (CONTROLLER_FRAMES.decode, (b"\x80",)),
     "train rank frame": (RANK_FRAMES.decode, (b"\x80",)),
@@ -234,16 +242,12 @@ def test_what_is_opaque_in_a_message_is_checked_where_the_message_is(value: byte
     outcome = msgspec.msgpack.encode(
         {**msgspec.to_builtins(OUTCOME, builtin_types=(bytes,)), "value": value}
     )
-    body = b"\x83" + b"".join(
-        msgspec.msgpack.encode(x) for x in ("worker", "w", "incarnation", "i", "outcomes")
-    )
-    body += b"\x91" + outcome
     try:
-        batch = rollout.decode(body, rollout.CompletionBatch)
+        decoded = rollout.decode_outcome(msgspec.Raw(outcome))
     except WindlassError:
         return
     if value:
-        msgspec.msgpack.decode(batch.outcomes[0].value)
+        msgspec.msgpack.decode(decoded.value)
 
 
 @pytest.mark.parametrize("path", ["/v1/status", "/v1/agents", "/v1/callback"])

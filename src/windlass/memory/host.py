@@ -163,7 +163,7 @@ class _HostDigests(LinkDigests):
         digest = new_digest()
         for op in program.ops:
             if op.lands and self._staging:
-                address, strides = self._staging + op.landing_offset, op.packed_strides
+                address, strides = self._staging + op.staging_offset, op.packed_strides
             else:
                 address = int(self._addresses[op.dst_parameter]) + op.dst_offset
                 strides = op.dst_strides
@@ -319,7 +319,7 @@ def split_op(op: BoundOp, limit: int) -> Iterator[BoundOp]:
             src_offset=op.src_offset + _dot(start, op.src_strides),
             dst_offset=op.dst_offset + _dot(start, op.dst_strides),
             nbytes=math.prod(sizes) * itemsize,
-            landing_offset=op.landing_offset + offset if op.lands else op.landing_offset,
+            staging_offset=op.staging_offset + offset if op.lands else op.staging_offset,
         )
 
 
@@ -345,7 +345,7 @@ def _split_blocks(op: BoundOp, limit: int) -> Iterator[BoundOp]:
             src_offset=op.src_offset + first * op.src_strides[0],
             dst_offset=op.dst_offset + start * op.dst_strides[0],
             nbytes=sizes[0] * op.packed_strides[0],
-            landing_offset=op.landing_offset + offset if op.lands else op.landing_offset,
+            staging_offset=op.staging_offset + offset if op.lands else op.staging_offset,
         )
 
 

@@ -68,6 +68,19 @@ class StridedCopy:
     dst_dtype: DType
     tensor: str = ""
 
+    @classmethod
+    def of_bytes(cls, src_address: int, dst_address: int, nbytes: int) -> StridedCopy:
+        """Return a copy of bytes as they lie."""
+        return cls(
+            sizes=(nbytes,),
+            src_address=src_address,
+            src_strides=(1,),
+            src_dtype=DType.UINT8,
+            dst_address=dst_address,
+            dst_strides=(1,),
+            dst_dtype=DType.UINT8,
+        )
+
 
 class Buffer(Protocol):
     """Memory that nobody else uses, from `MemoryOps.allocate` to `close`."""

@@ -393,7 +393,7 @@ def _delivered(
     """Yield where the elements of a link are written."""
     for op, position, pieces in cut_ops(program, at_source=False):
         if op.lands and staging_address:
-            store_packed(pieces, position, staging_address + op.landing_offset)
+            store_packed(pieces, position, staging_address + op.staging_offset)
         else:
             pieces["dst"] += addresses[op.dst_parameter]
         yield kind_of(op), pieces
