@@ -30,6 +30,7 @@ from windlass.net.logs import LOG_VARIABLES
 from windlass.rollout.handles import RolloutGroup
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.staleness import StalenessPolicy
+from windlass.updates.coordinator import Coordinator
 from windlass.updates.messages import RoundOutcome
 
 __all__ = ["JobSummary", "run_job"]
@@ -88,7 +89,7 @@ async def run_job(
     }
     scheduler = create_scheduler(config.scheduler, output_dir / "logs", environment)
     controller = _controller(config, token)
-    trainers = _trainers(config, scheduler, token)
+    trainers = _trainers(config, scheduler, token, controller.coordinator)
     trainers.mount(controller.server)
     stop = _Stop()
     stop.listen()
@@ -419,7 +420,9 @@ def _controller(config: LaunchConfig, token: str) -> Controller:
     )
 
 
-def _trainers(config: LaunchConfig, scheduler: Scheduler, token: str) -> TrainController:
+def _trainers(
+    config: LaunchConfig, scheduler: Scheduler, token: str, coordinator: Coordinator
+) -> TrainController:
     """What starts the trainer ranks and calls them; not yet mounted."""
     trainer = config.trainer
     return TrainController(
@@ -427,6 +430,7 @@ def _trainers(config: LaunchConfig, scheduler: Scheduler, token: str) -> TrainCo
         command=(trainer.python or sys.executable, trainer.script, *trainer.arguments),
         world_size=trainer.world_size,
         token=token,
+        coordinator=coordinator,
         environment=trainer.environment,
         num_cpus=trainer.num_cpus,
         num_gpus=trainer.num_gpus,
