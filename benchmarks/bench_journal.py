@@ -69,7 +69,6 @@ def outcome_of(task_id: str, attempt: int) -> RolloutOutcome:
     return RolloutOutcome(
         task_id=task_id,
         attempt=attempt,
-        seq=1,
         status=OutcomeStatus.ACCEPTED,
         result=RESULT,
         engine="engine",

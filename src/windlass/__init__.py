@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from windlass.errors import TransportUnavailable as TransportUnavailable
     from windlass.errors import UnsupportedLayout as UnsupportedLayout
     from windlass.errors import WindlassError as WindlassError
-    from windlass.rollout.client import BatchClient as BatchClient
+    from windlass.rollout.batches import BatchClient as BatchClient
     from windlass.rollout.handles import RolloutConfig as RolloutConfig
     from windlass.rollout.messages import SamplingParams as SamplingParams
     from windlass.rollout.messages import TrainingBatch as TrainingBatch
@@ -82,7 +82,7 @@ if not TYPE_CHECKING:  # a type checker must go on refusing names that are not t
             "windlass.controller": "Controller",
             "windlass.engines.client": "EngineClient",
             "windlass.errors": "AuthenticationError ConfigError EngineRefused IncompleteCoverage ManifestError PeerTimeout PeerUnreachable PlanError ProtocolError RegionError RolloutError RoundAborted RoundError StaleMessage TrainerError TransferError TransferFailed TransferOutcomeUnknown TransportUnavailable UnsupportedLayout WindlassError",
-            "windlass.rollout.client": "BatchClient",
+            "windlass.rollout.batches": "BatchClient",
             "windlass.rollout.handles": "RolloutConfig",
             "windlass.rollout.messages": "SamplingParams TrainingBatch TrainingSample",
             "windlass.rollout.staleness": "OnStale StalenessPolicy",

@@ -18,10 +18,9 @@ from windlass.errors import ConfigError
 from windlass.net.server import ControlServer
 from windlass.observability.operations import Operations
 from windlass.rollout.batches import BatchQueue
-from windlass.rollout.controller import RolloutController
+from windlass.rollout.controller import RolloutController, mount_rollout_routes
 from windlass.rollout.handles import RolloutConfig
 from windlass.rollout.messages import TrainingSample
-from windlass.rollout.service import mount_rollout_routes
 from windlass.rollout.staleness import StalenessPolicy
 from windlass.updates.coordinator import Coordinator
 

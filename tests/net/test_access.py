@@ -19,7 +19,7 @@ import windlass
 from windlass.cli.main import main
 from windlass.errors import AuthenticationError
 from windlass.net.access import ROUTES, Access, AccessGate, role_environment, role_token
-from windlass.rollout.client import BatchClient
+from windlass.rollout import BatchClient
 from windlass.updates.messages import Hello, Refused, Welcome, decode_controller_frame, encode
 
 SECRET = "the owner's"

@@ -34,10 +34,15 @@ from windlass.net.access import ROUTES, Access, role_of_certificate, role_token
 from windlass.net.server import ControlServer
 from windlass.net.sockets import open_http
 from windlass.net.tls import client_context
-from windlass.rollout import RolloutController, SamplingParams, StalenessPolicy, StaticEngines
+from windlass.rollout import (
+    BatchClient,
+    RolloutController,
+    SamplingParams,
+    StalenessPolicy,
+    StaticEngines,
+    mount_rollout_routes,
+)
 from windlass.rollout.batches import BatchQueue
-from windlass.rollout.client import BatchClient
-from windlass.rollout.service import mount_rollout_routes
 from windlass.updates.client import AgentChannel
 
 NO_FILES = {"WINDLASS_TLS_CA": "", "WINDLASS_TLS_CERT": "", "WINDLASS_TLS_KEY": ""}
@@ -227,9 +232,6 @@ async def test_a_worker_with_a_certificate_alone_draws_a_rollout(authority: Auth
             )
             try:
                 await controller.wait_for_workers(1, deadline_s=30)
-                assert all(
-                    link.hello.url.startswith("https://") for link in controller._workers.values()
-                )
                 rollout = await controller.submit((3, 5), SamplingParams(max_new_tokens=2))
                 assert len(rollout.output_ids) == 2
             finally:

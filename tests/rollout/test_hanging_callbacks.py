@@ -21,18 +21,20 @@ from windlass.engines.rank_reports import Secrets
 from windlass.engines.spec import ServerCommand
 from windlass.errors import PeerTimeout
 from windlass.jobs.launch import _Job
-from windlass.jobs.schedulers import local as local_scheduler
+from windlass.jobs.schedulers import base
 from windlass.jobs.schedulers import ray as ray_scheduler
+from windlass.jobs.schedulers.local import LocalScheduler
+from windlass.net.messages import Envelope
 from windlass.rollout import (
     RolloutController,
     SamplingParams,
     StalenessPolicy,
     StaticEngines,
     WorkflowContext,
-    connection,
+    pool,
 )
-from windlass.rollout.messages import EngineTarget, RolloutTask, WorkerHello
-from windlass.rollout.runner import WorkerRunner, WorkerSettings
+from windlass.rollout.messages import EngineTarget, RolloutTask, TaskBatch
+from windlass.rollout.worker import RolloutWorker, WorkerSettings
 
 DEADLINE_S = 20.0
 
@@ -57,7 +59,7 @@ class Stubborn:
 async def test_closing_does_not_wait_for_a_workflow_that_ignores_its_cancellation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connection, "STOP_DEADLINE_S", 0.2)
+    monkeypatch.setattr(pool, "STOP_DEADLINE_S", 0.2)
     workflow = Stubborn()
     async with asyncio.timeout(DEADLINE_S), FakeEngine("engine-a") as engine:
         controller = RolloutController(StaticEngines([engine.entry]), StalenessPolicy.unbounded(8))
@@ -71,9 +73,6 @@ async def test_closing_does_not_wait_for_a_workflow_that_ignores_its_cancellatio
 
 async def test_a_worker_shuts_down_beside_a_workflow_that_ignores_its_cancellation() -> None:
     workflow = Stubborn()
-    hello = WorkerHello(
-        name="worker-0", url="", incarnation="first", max_concurrent=4, workflows=("stubborn",)
-    )
     task = RolloutTask(
         task_id="task-1",
         attempt=1,
@@ -86,10 +85,10 @@ async def test_a_worker_shuts_down_beside_a_workflow_that_ignores_its_cancellati
     )
     async with asyncio.timeout(DEADLINE_S), aiohttp.ClientSession() as http:
         settings = WorkerSettings(controller="http://127.0.0.1:9", name="worker-0")
-        runner = WorkerRunner(settings, hello, http, http, {"stubborn": workflow})
-        runner.accept([task])
+        worker = RolloutWorker(settings, "a-token", http, {"stubborn": workflow})
+        worker.execute(Envelope(1, 1, 0, TaskBatch((task,))))
         await workflow.begun.wait()
-        await runner.shut_down(0.2)
+        await worker.shut_down(0.2)
         workflow.release.set()
         await workflow.ended.wait()
 
@@ -211,15 +210,22 @@ def test_a_launcher_ends_though_a_process_that_left_its_server_holds_the_log_ope
 
 
 async def test_a_killed_process_that_does_not_end_is_not_waited_for_for_ever(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(local_scheduler, "KILL_DEADLINE_S", 0.1)
+    monkeypatch.setattr(base, "END_DEADLINE_S", 0.1)
     above_all_numbers = 1 << 30
     stuck = SimpleNamespace(
         pid=above_all_numbers, returncode=None, wait=lambda: asyncio.Event().wait()
     )
+
+    async def create(*_: object, **__: object) -> SimpleNamespace:
+        return stuck
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", create)
+    scheduler = LocalScheduler(tmp_path)
     async with asyncio.timeout(DEADLINE_S):
-        await local_scheduler._end([cast("Any", stuck)], 0.05)
+        await scheduler.start(base.ProcessSpec(name="stuck", command=("program",)))
+        await scheduler.close(grace_s=0.05)
 
 
 async def test_an_actor_that_does_not_answer_is_a_named_error() -> None:

@@ -1,8 +1,7 @@
-"""Callbacks that are dropped, doubled, repeated late and delayed past their deadline, for real.
+"""Outcomes that are dropped, doubled, repeated late and delayed past their deadline, for real.
 
 A proxy process would add nothing but time: this one is a real server on a real port, in the
-test's loop, between real worker processes and a real controller. It speaks both ways in which
-completions travel: POSTs, and the connection that stays open.
+test's loop, between real worker processes and a real controller.
 """
 
 from __future__ import annotations
@@ -17,34 +16,40 @@ import pytest
 from aiohttp import WSMsgType, web
 from test_rollout_loop import TOKEN, Rig, assert_right, finished
 
-from windlass.rollout.messages import CompletionBatch, decode
+from windlass.rollout.messages import (
+    CONTROLLER_FRAMES,
+    WORKER_FRAMES,
+    CompletionAck,
+    CompletionBatch,
+    WorkerHello,
+    decode_outcome,
+)
 
 CALL_DEADLINE_S = 0.6
 LATE_S = 1.5
 NUM_ROLLOUTS = 300
-FAULTS = ("lost request", "lost answer", "doubled", "old again", "late", "", "", "")
+FAULTS = ("lost", "cut", "lost answer", "doubled", "old again", "late", "", "", "")
 
 
 class Proxy:
-    """Forwards the rollout lane's calls, and does to completions what `FAULTS` says."""
+    """Forwards the frames of workers, and does to completions what `FAULTS` says."""
 
-    def __init__(self, target: str, *, lanes: bool, seed: int) -> None:
-        self.target, self.lanes = target, lanes
+    def __init__(self, target: str, *, seed: int) -> None:
+        self.target = target
         self.random = random.Random(seed)
         self.num = dict.fromkeys(FAULTS, 0)
         self.old: list[bytes] = []
         self.sent: set[tuple[str, int]] = set()
         self.late: set[asyncio.Task[None]] = set()
+        self.hellos: list[WorkerHello] = []
+        self.num_answers_to_lose = 0
 
     async def start(self, stack: AsyncExitStack) -> str:
         self.session = await stack.enter_async_context(
             aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"})
         )
-        app = web.Application(client_max_size=1 << 26)
-        app.add_routes([web.post("/v1/workers", self.workers)])
-        app.add_routes([web.post("/v1/completions", self.posted)])
-        if self.lanes:
-            app.add_routes([web.get("/v1/completions", self.upgraded)])
+        app = web.Application()
+        app.add_routes([web.get("/v1/workers", self.serve)])
         runner = web.AppRunner(
             app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True
         )
@@ -57,59 +62,63 @@ class Proxy:
         await asyncio.gather(*self.late, return_exceptions=True)
         await runner.cleanup()
 
-    async def workers(self, request: web.Request) -> web.Response:
-        return await self.send("workers", await request.read())
+    async def serve(self, request: web.Request) -> web.WebSocketResponse:
+        near = web.WebSocketResponse(max_msg_size=1 << 26)
+        await near.prepare(request)
+        async with self.session.ws_connect(f"{self.target}/v1/workers") as far:
+            back = asyncio.create_task(self.backwards(far, near))
+            async for message in near:
+                assert message.type is WSMsgType.BINARY
+                frame = WORKER_FRAMES.decode(message.data)
+                if isinstance(frame, WorkerHello):
+                    self.hellos.append(frame)
+                if not isinstance(frame, CompletionBatch):
+                    await far.send_bytes(message.data)
+                    continue
+                outcomes = map(decode_outcome, frame.outcomes)
+                self.sent.update((o.task_id, o.attempt) for o in outcomes)
+                if not await self.treat(far, message.data):
+                    break
+            back.cancel()
+            await near.close()
+        return near
 
-    async def posted(self, request: web.Request) -> web.Response:
-        answer = await self.treat(await request.read())
-        return web.Response(status=503) if answer is None else web.Response(body=answer)
-
-    async def upgraded(self, request: web.Request) -> web.WebSocketResponse:
-        socket = web.WebSocketResponse(max_msg_size=1 << 26)
-        await socket.prepare(request)
-        async for message in socket:
-            assert message.type is WSMsgType.BINARY
-            answer = await self.treat(message.data)
-            if answer is None:
-                break
-            await socket.send_bytes(answer)
-        await socket.close()
-        return socket
-
-    async def treat(self, body: bytes) -> bytes | None:
-        """The answer of the controller, or None for a connection that breaks."""
+    async def treat(self, far: aiohttp.ClientWebSocketResponse, frame: bytes) -> bool:
+        """Forward a frame, or not; false for a connection that is cut."""
         fault = self.random.choice(FAULTS)
         self.num[fault] += 1
-        if fault == "lost request":
-            return None
+        if fault in {"lost", "cut"}:
+            return fault == "lost"
         if fault == "late":
             # Forwarded long after the worker has given the call up and sent everything again.
-            task = asyncio.create_task(self.forward_late(body))
-            self.late.add(task)
-            await asyncio.sleep(2 * LATE_S)
-            return None
+            self.late.add(asyncio.create_task(self.forward_late(far, frame)))
+            return True
+        if fault == "lost answer":
+            self.num_answers_to_lose += 1
         if fault == "doubled":
-            await self.completions(body)
+            await far.send_bytes(frame)
         if fault == "old again" and self.old:
-            await self.completions(self.random.choice(self.old))
-        self.old.append(body)
-        answer = await self.completions(body)
-        return None if fault == "lost answer" else answer
+            await far.send_bytes(self.random.choice(self.old))
+        self.old.append(frame)
+        await far.send_bytes(frame)
+        return True
 
-    async def forward_late(self, body: bytes) -> None:
+    @staticmethod
+    async def forward_late(far: aiohttp.ClientWebSocketResponse, frame: bytes) -> None:
         await asyncio.sleep(LATE_S)
-        await self.completions(body)
+        if not far.closed:
+            await far.send_bytes(frame)
 
-    async def completions(self, body: bytes) -> bytes:
-        self.sent.update((o.task_id, o.attempt) for o in decode(body, CompletionBatch).outcomes)
-        answer = await self.send("completions", body)
-        assert answer.status == 200
-        assert isinstance(answer.body, bytes)
-        return answer.body
-
-    async def send(self, lane: str, body: bytes) -> web.Response:
-        async with self.session.post(f"{self.target}/v1/{lane}", data=body) as response:
-            return web.Response(status=response.status, body=await response.read())
+    async def backwards(
+        self, far: aiohttp.ClientWebSocketResponse, near: web.WebSocketResponse
+    ) -> None:
+        async for message in far:
+            is_answer = isinstance(CONTROLLER_FRAMES.decode(message.data), CompletionAck)
+            if is_answer and self.num_answers_to_lose:
+                self.num_answers_to_lose -= 1
+                continue
+            await near.send_bytes(message.data)
+        await near.close()
 
 
 @pytest.fixture
@@ -119,14 +128,13 @@ async def rig() -> AsyncIterator[Rig]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("lanes", [False, True], ids=["posts", "open-connection"])
 async def test_callbacks_lost_doubled_reordered_and_delayed_past_the_deadline_count_once(
-    rig: Rig, lanes: bool
+    rig: Rig,
 ) -> None:
     await rig.start()
     engine = await rig.engine("a", token_s=0.001)
     rig.route(engine)
-    proxy = Proxy(rig.server.url, lanes=lanes, seed=11)
+    proxy = Proxy(rig.server.url, seed=11)
     url = await proxy.start(rig.stack)
     options = ("--max-concurrent", "8", "--call-deadline-s", str(CALL_DEADLINE_S))
     for index in range(2):
@@ -144,6 +152,7 @@ async def test_callbacks_lost_doubled_reordered_and_delayed_past_the_deadline_co
     stats = rig.controller.stats()
     assert stats.ignored > 0, "what came again was not used"
     assert (stats.retried, stats.rejected) == (0, 0)
+    assert len({hello.incarnation for hello in proxy.hellos}) == 2 < len(proxy.hellos)
     rig.assert_balanced(completed=num_rollouts)
 
 
@@ -151,14 +160,15 @@ async def test_a_result_that_comes_after_its_rollout_was_given_up_is_ignored(rig
     await rig.start()
     engine = await rig.engine("a")
     rig.route(engine)
-    proxy = Proxy(rig.server.url, lanes=True, seed=0)
+    proxy = Proxy(rig.server.url, seed=0)
     url = await proxy.start(rig.stack)
     held, go = asyncio.Event(), asyncio.Event()
 
-    async def hold(body: bytes) -> bytes | None:
+    async def hold(far: aiohttp.ClientWebSocketResponse, frame: bytes) -> bool:
         held.set()
         await go.wait()
-        return await proxy.completions(body)
+        await far.send_bytes(frame)
+        return True
 
     proxy.treat = hold  # type: ignore[method-assign]
     await rig.worker("worker-0", url=url)

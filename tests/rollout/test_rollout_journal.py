@@ -22,11 +22,11 @@ from windlass.rollout import (
     RolloutGroup,
     SamplingParams,
     StalenessPolicy,
+    journal,
 )
-from windlass.rollout.journal import RolloutJournal
+from windlass.rollout.journal import Entry, PersistedState, RolloutJournal
 from windlass.rollout.lifecycle import Lifecycle
 from windlass.rollout.messages import OutcomeStatus, Partial, RolloutOutcome, Work
-from windlass.rollout.persisted import Entry, PersistedState
 from windlass.rollout.table import Record, State
 from windlass.rollout.workflows import encode_value
 
@@ -42,7 +42,6 @@ def outcome(task_id: str, attempt: int, status: OutcomeStatus, version: int) -> 
     return RolloutOutcome(
         task_id=task_id,
         attempt=attempt,
-        seq=1,
         status=status,
         result=Partial((7,), (-0.5,), (version,)),
         engine="engine",
@@ -425,14 +424,24 @@ async def test_metadata_that_a_journal_cannot_keep_is_refused(tmp_path: Path) ->
         process.life.submit(prompt((1,)))
 
 
-async def test_a_full_disk_stops_admission_and_delivery(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_full_disk_stops_admission_and_delivery_until_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(journal, "WRITE_AGAIN_S", 0.01)
     world = World(tmp_path / "journal")
     process = Process(world.path, world)
-    process.life.submit_group(prompt((1,)), 1)
+    handle = process.life.submit_group(prompt((1,)), 1)
     process.journal.flush()
     process.dispatch()
+    has_room, changes = asyncio.Event(), 0
+
+    def changed() -> None:
+        nonlocal changes
+        changes += 1
+        if not process.journal.broken:
+            has_room.set()
+
+    process.journal.on_change(changed)
 
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -441,14 +450,49 @@ async def test_a_full_disk_stops_admission_and_delivery(
         patched.setattr(os, "write", full)
         with pytest.raises(RolloutError, match="No space left"):
             process.finish(0, OutcomeStatus.ACCEPTED, 0)
+        for _ in range(3):
+            with pytest.raises(RolloutError, match="No space left"):
+                process.life.submit(prompt((1,)))
+        await asyncio.sleep(0.05)  # it is tried again, in vain
+        assert process.journal.broken
+        assert len(caplog.records) == changes == 1, "said once, and without a traceback"
     assert world.at_workers, "the worker keeps what was not acknowledged"
-    with pytest.raises(RolloutError, match="No space left"):
-        process.life.submit(prompt((1,)))
-    assert process.journal.broken
-    # What the file says is whole, and a successor goes on from it.
+    # What the file says is whole: a process that is killed now is followed by one that goes on from it.
+    left = PersistedState.of(journal_entries(world.path))
+    assert left is not None
+    assert [(task.running, task.outcome) for task in left.tasks.values()] == [(True, None)]
+    async with asyncio.timeout(10):
+        await has_room.wait()
+    process.life.submit(prompt((1,)))
+    assert process.hand_out(acknowledge=True) == [list(handle.task_ids)]
     second = await world.restarted(process, 0)
-    assert [r.state for r in second.table.records.values()] == [State.RUNNING]
+    assert [r.state for r in second.table.records.values()] == [State.WAITING]
     await second.journal.close()
+
+
+async def test_a_journal_that_was_removed_or_replaced_is_noticed(tmp_path: Path) -> None:
+    world = World(tmp_path / "journal")
+    process = Process(world.path, world)
+    world.path.rename(tmp_path / "elsewhere")
+    process.life.submit(prompt((1,)))
+    with pytest.raises(RolloutError, match="was removed while it was open"):
+        process.journal.flush()
+    world.path.touch()
+    with pytest.raises(RolloutError, match="was replaced while it was open"):
+        process.journal.flush()
+    with pytest.raises(OSError, match="was replaced"):
+        await process.journal.close()
+
+
+async def test_a_damaged_line_is_never_taken_for_another(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    world = World(path)
+    process = Process(path, world)
+    process.life.set_version(5)
+    await process.journal.close()
+    path.write_bytes(path.read_bytes().replace(b'"version":5', b'"version":4'))
+    with pytest.raises(ConfigError, match="checksum"):
+        RolloutJournal(path).open(0)
 
 
 async def test_a_long_journal_is_written_anew_without_what_has_ended(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
+import re
 import signal
 import sys
 import time
@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp import web
 from fake_engine import FakeEngine, expected_tokens
@@ -25,6 +26,7 @@ from windlass.errors import (
     StaleMessage,
 )
 from windlass.net.access import Access, role_environment, role_token
+from windlass.net.messages import PROTOCOL_VERSION, Refused, encode
 from windlass.net.server import ControlServer
 from windlass.rollout import (
     BatchClient,
@@ -41,7 +43,7 @@ from windlass.rollout import (
     mount_rollout_routes,
     training_samples,
 )
-from windlass.rollout.messages import CompletionBatch, WorkerHello, encode
+from windlass.rollout.messages import CONTROLLER_FRAMES, CompletionBatch, WorkerHello
 
 TOKEN = "a-token"
 SAMPLING = SamplingParams(max_new_tokens=6)
@@ -227,11 +229,11 @@ async def test_a_worker_that_hangs_loses_its_work_and_may_come_back(rig: Rig) ->
     engine = await rig.engine("a")
     engine.hold(1)
     rig.route(engine)
-    hanging = await rig.worker("worker-0", "--heartbeat-s", "0.1")
+    hanging = await rig.worker("worker-0")
     tasks = rig.submit(25)
     await engine.until_held(25)
     hanging.send_signal(signal.SIGSTOP)
-    await rig.worker("worker-1", "--heartbeat-s", "0.1")
+    await rig.worker("worker-1")
     await engine.until_held(50)
     await engine.release()
     assert_right(await finished(tasks))
@@ -267,94 +269,6 @@ async def test_a_worker_with_a_wrong_token_ends_at_once(
     monkeypatch.setattr(sys.modules[__name__], "TOKEN", "another-token")
     worker = await rig.worker("worker-0")
     assert await asyncio.wait_for(worker.wait(), 15) == 2
-
-
-class FaultyProxy:
-    """Stands between workers and controller; loses requests and answers, repeats old requests.
-
-    With `keeps_open` completions travel as messages of one connection, and what is lost cuts it.
-    """
-
-    def __init__(self, target: str, seed: int, *, keeps_open: bool) -> None:
-        self.target = target
-        self.keeps_open = keeps_open
-        self.num_posts = 0
-        self.random = random.Random(seed)
-        self.faults = {"lost request": 0, "lost answer": 0, "doubled": 0, "old again": 0}
-        self.old: list[bytes] = []
-
-    async def start(self, stack: AsyncExitStack) -> str:
-        self.session = await stack.enter_async_context(
-            aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"})
-        )
-        app = web.Application(client_max_size=1 << 26)
-        app.add_routes([web.post("/v1/{route}", self.forward)])
-        if self.keeps_open:
-            app.add_routes([web.get("/v1/completions", self.forward_connection)])
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await runner.setup()
-        stack.push_async_callback(runner.cleanup)
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        return f"http://127.0.0.1:{runner.addresses[0][1]}"
-
-    async def forward(self, request: web.Request) -> web.Response:
-        route, body = request.match_info["route"], await request.read()
-        if route != "completions":
-            return await self.send(route, body)
-        self.num_posts += 1
-        return await self.complete(body)
-
-    async def forward_connection(self, request: web.Request) -> web.WebSocketResponse:
-        socket = web.WebSocketResponse(timeout=0.1)
-        await socket.prepare(request)
-        async for message in socket:
-            answer = await self.complete(message.data)
-            if answer.status != 200:
-                await socket.close()
-                break
-            assert isinstance(answer.body, bytes)
-            await socket.send_bytes(answer.body)
-        return socket
-
-    async def complete(self, body: bytes) -> web.Response:
-        route = "completions"
-        fault = self.random.choice([*self.faults, "", ""])
-        if fault:
-            self.faults[fault] += 1
-        if fault == "lost request":
-            return web.Response(status=503)
-        if fault == "doubled":
-            await self.send(route, body)
-        if fault == "old again" and self.old:
-            await self.send(route, self.random.choice(self.old))
-        self.old.append(body)
-        answer = await self.send(route, body)
-        return web.Response(status=502) if fault == "lost answer" else answer
-
-    async def send(self, route: str, body: bytes) -> web.Response:
-        async with self.session.post(f"{self.target}/v1/{route}", data=body) as response:
-            return web.Response(status=response.status, body=await response.read())
-
-
-@pytest.mark.parametrize("keeps_open", [True, False])
-async def test_lost_doubled_and_reordered_callbacks_complete_exactly_once(
-    rig: Rig, keeps_open: bool
-) -> None:
-    await rig.start()
-    engine = await rig.engine("a", token_s=0.001)
-    rig.route(engine)
-    proxy = FaultyProxy(rig.server.url, seed=7, keeps_open=keeps_open)
-    url = await proxy.start(rig.stack)
-    await rig.worker("worker-0", "--max-concurrent", "8", url=url)
-    await rig.worker("worker-1", "--max-concurrent", "8", url=url)
-    rollouts = await finished(rig.submit(300))
-    assert_right(rollouts)
-    assert all(rollout.attempts == 1 for rollout in rollouts)
-    assert engine.num_requests == 300
-    assert min(proxy.faults.values()) > 0, proxy.faults
-    assert (proxy.num_posts == 0) is keeps_open
-    assert rig.controller.stats().ignored > 0
-    rig.assert_balanced(completed=300)
 
 
 async def test_outcomes_wait_for_a_controller_that_is_away(rig: Rig) -> None:
@@ -799,46 +713,71 @@ async def test_a_batch_that_cannot_be_had_is_a_named_error(rig: Rig) -> None:
         await asyncio.to_thread(ask, 2, world_size=2)
 
 
+async def first_answer(rig: Rig, frame: msgspec.Struct) -> object:
+    """What the controller says to the first frame of a connection."""
+    async with (
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session,
+        session.ws_connect(f"{rig.server.url}/v1/workers") as socket,
+    ):
+        await socket.send_bytes(encode(frame))
+        return CONTROLLER_FRAMES.decode(await socket.receive_bytes(timeout=20))
+
+
+def hello(name: str = "w", *, version: int = PROTOCOL_VERSION) -> WorkerHello:
+    return WorkerHello(protocol_version=version, name=name, incarnation="i", max_concurrent=1)
+
+
 async def test_a_closed_controller_tells_workers_to_come_back_not_to_end(rig: Rig) -> None:
     await rig.start()
     await rig.controller.close()
-    hello = WorkerHello(name="w", url="http://w", incarnation="i", max_concurrent=1)
-    async with (
-        aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session,
-        session.post(f"{rig.server.url}/v1/workers", data=encode(hello)) as response,
-    ):
-        assert response.status == 503
+    refused = await first_answer(rig, hello())
+    assert isinstance(refused, Refused)
+    assert not refused.final
 
 
-async def test_a_worker_with_the_tokens_of_its_role_works_and_answers_nobody_else(rig: Rig) -> None:
+@pytest.mark.parametrize(
+    ("frame", "reason"),
+    [
+        (hello("controller"), "name must not be controller, it is the controller's"),
+        (hello("a\x1b[2Jb"), "1 to 255 bytes of printable characters, got 'a\\\\x1b\\[2Jb'"),
+        (hello(version=1), f"protocol_version must be {PROTOCOL_VERSION}, got 1"),
+        (CompletionBatch(1, ()), "a frame before its Hello"),
+    ],
+)
+async def test_a_worker_that_does_not_belong_here_is_sent_away_for_good(
+    rig: Rig, frame: msgspec.Struct, reason: str
+) -> None:
+    await rig.start()
+    refused = await first_answer(rig, frame)
+    assert isinstance(refused, Refused)
+    assert refused.final
+    assert re.search(reason, refused.message), refused.message
+    assert not rig.controller.stats().workers
+
+
+async def test_a_worker_with_the_tokens_of_its_role_works_and_listens_nowhere(rig: Rig) -> None:
     await rig.start()
     engine = await rig.engine("a")
     rig.route(engine)
-    await rig.worker("w", tokens=role_environment(TOKEN, Access.WORKER))
+    process = await rig.worker("w", tokens=role_environment(TOKEN, Access.WORKER))
     await asyncio.gather(*rig.submit(4))
     assert engine.authorizations == {f"Bearer {role_token(TOKEN, Access.CLIENT)}"}
-    url = next(link.hello.url for link in rig.controller._workers.values())
-    for token in (role_token(TOKEN, Access.OBSERVER), TOKEN, ""):
-        async with (
-            aiohttp.ClientSession(headers={"Authorization": f"Bearer {token}"}) as session,
-            session.get(f"{url}/health") as response,
-        ):
-            assert response.status == 401
+    assert listening_sockets(process.pid) == []
+
+
+def listening_sockets(pid: int) -> list[str]:
+    """Inodes of the TCP sockets that a process listens on."""
+    links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+    tables = [Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table.splitlines()[1:]]
+    return [row[9] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links]
 
 
 async def test_strangers_and_nonsense_are_refused(rig: Rig) -> None:
     await rig.start()
-    url = f"{rig.server.url}/v1/completions"
-    right = {"Authorization": f"Bearer {TOKEN}"}
-    async with aiohttp.ClientSession() as session:
-        async with session.post(url, data=b"") as response:
-            assert response.status == 401
-        async with session.post(url, data=b"\xc1", headers=right) as response:
-            assert response.status == 400
-            assert "CompletionBatch of 1 bytes" in await response.text()
-        body = encode(CompletionBatch("nobody", "x", ()))
-        async with session.post(url, data=body, headers=right) as response:
-            assert response.status == 200
+    url = f"{rig.server.url}/v1/workers"
+    async with aiohttp.ClientSession() as session, session.get(url) as response:
+        assert response.status == 401
     with pytest.raises(ConfigError, match="prompt_ids must not be empty"):
         rig.controller.submit((), SAMPLING)
     with pytest.raises(ConfigError, match="n must be >= 1"):

@@ -7,20 +7,26 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import aiohttp
+import msgspec
 import pytest
-from aiohttp import web
 from fake_engine import FakeEngine, expected_tokens
 
+from windlass.errors import RolloutError
+from windlass.net.messages import PROTOCOL_VERSION, Envelope, Reply, encode
+from windlass.net.server import ControlServer
 from windlass.rollout import (
+    BatchQueue,
     RolloutConfig,
     RolloutController,
     SamplingParams,
     StalenessPolicy,
     StaticEngines,
+    mount_rollout_routes,
 )
 from windlass.rollout.messages import (
+    CONTROLLER_FRAMES,
     AttemptKey,
-    CancelBatch,
+    CompletionAck,
     CompletionBatch,
     EngineTarget,
     OutcomeStatus,
@@ -28,22 +34,20 @@ from windlass.rollout.messages import (
     RolloutOutcome,
     RolloutTask,
     TaskBatch,
-    TasksAccepted,
     WorkerHello,
-    WorkerSnapshot,
-    decode,
-    encode,
+    WorkerWelcome,
 )
-from windlass.rollout.runner import WorkerRunner, WorkerSettings
+from windlass.rollout.worker import RolloutWorker, WorkerSettings
 
 SAMPLING = SamplingParams(max_new_tokens=3)
+TOKEN = "a-token"
+WITHIN_S = 20.0
 
 
-def accepted(task_id: str, attempt: int, *, seq: int, token: int) -> RolloutOutcome:
+def accepted(task_id: str, attempt: int, *, token: int) -> RolloutOutcome:
     return RolloutOutcome(
         task_id=task_id,
         attempt=attempt,
-        seq=seq,
         status=OutcomeStatus.ACCEPTED,
         result=Partial((token,), (-0.5,), (0,)),
         engine="a",
@@ -55,93 +59,107 @@ def accepted(task_id: str, attempt: int, *, seq: int, token: int) -> RolloutOutc
 class PlayedWorker:
     """Takes work and does nothing, except what the test says."""
 
-    def __init__(self) -> None:
+    def __init__(self, stack: AsyncExitStack, url: str) -> None:
+        self.stack, self.url = stack, url
         self.tasks: asyncio.Queue[RolloutTask] = asyncio.Queue()
-        self.outcomes: tuple[RolloutOutcome, ...] = ()
-        self.running: tuple[AttemptKey, ...] = ()
-        self.asked: asyncio.Queue[str] = asyncio.Queue()
         self.cancelled: asyncio.Queue[AttemptKey] = asyncio.Queue()
-        self.end_watch = asyncio.Event()
-        self.url = ""
+        self.acknowledged: asyncio.Queue[int] = asyncio.Queue()
+        self.answers = True
+        self.calls: asyncio.Queue[tuple[int, int, int]] = asyncio.Queue()
 
-    async def start(self, stack: AsyncExitStack) -> None:
-        app = web.Application()
-        app.add_routes(
-            [
-                web.post("/rollouts", self.post_rollouts),
-                web.post("/cancel", self.post_cancel),
-                web.get("/completions", self.get_completions),
-                web.get("/watch", self.get_watch),
-            ]
+    async def connect(self, *attempts: AttemptKey, incarnation: str = "i") -> None:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        session = await self.stack.enter_async_context(aiohttp.ClientSession(headers=headers))
+        self.socket = await session.ws_connect(f"{self.url}/v1/workers")
+        hello = WorkerHello(
+            protocol_version=PROTOCOL_VERSION,
+            name="played",
+            incarnation=incarnation,
+            max_concurrent=8,
+            attempts=attempts,
         )
-        runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1
-        )
-        await runner.setup()
-        stack.push_async_callback(runner.cleanup)
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        await self.socket.send_bytes(encode(hello))
+        welcome = CONTROLLER_FRAMES.decode(await self.socket.receive_bytes(timeout=WITHIN_S))
+        assert isinstance(welcome, WorkerWelcome)
+        reader = asyncio.create_task(self.read(self.socket))
+        self.stack.callback(reader.cancel)
 
-    @property
-    def hello(self) -> WorkerHello:
-        return WorkerHello(name="played", url=self.url, incarnation="i", max_concurrent=8)
+    async def read(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        async for message in socket:
+            match CONTROLLER_FRAMES.decode(message.data):
+                case CompletionAck(last):
+                    self.acknowledged.put_nowait(last)
+                case Envelope(epoch, number, seq, TaskBatch() as batch):
+                    self.calls.put_nowait((epoch, number, seq))
+                    for task in batch.tasks:
+                        self.tasks.put_nowait(task)
+                    for key in batch.cancelled:
+                        self.cancelled.put_nowait(key)
+                    if self.answers:
+                        await socket.send_bytes(encode(Reply(epoch, number, seq, None)))
+                case frame:
+                    raise AssertionError(frame)
 
-    async def post_rollouts(self, request: web.Request) -> web.Response:
-        for task in decode(await request.read(), TaskBatch).tasks:
-            self.tasks.put_nowait(task)
-        return web.Response(body=encode(TasksAccepted("i", 1)), status=202)
+    async def task(self) -> RolloutTask:
+        return await asyncio.wait_for(self.tasks.get(), WITHIN_S)
 
-    async def post_cancel(self, request: web.Request) -> web.Response:
-        for key in decode(await request.read(), CancelBatch).keys:
-            self.cancelled.put_nowait(key)
-        return web.Response(body=encode(TasksAccepted("i", 1)))
-
-    async def get_completions(self, request: web.Request) -> web.Response:
-        self.asked.put_nowait(request.query["since"])
-        return web.Response(body=encode(WorkerSnapshot("played", "i", self.outcomes, self.running)))
-
-    async def get_watch(self, request: web.Request) -> web.StreamResponse:
-        stream = web.StreamResponse()
-        await stream.prepare(request)
-        await self.end_watch.wait()
-        self.end_watch.clear()
-        return stream
+    async def deliver(self, last: int, *outcomes: RolloutOutcome) -> int:
+        """Returns what the controller acknowledges."""
+        raw = tuple(msgspec.Raw(encode(outcome)) for outcome in outcomes)
+        await self.socket.send_bytes(encode(CompletionBatch(last, raw)))
+        return await asyncio.wait_for(self.acknowledged.get(), WITHIN_S)
 
 
 @pytest.fixture
 async def played() -> AsyncIterator[tuple[RolloutController, PlayedWorker]]:
     async with AsyncExitStack() as stack:
-        worker = PlayedWorker()
-        await worker.start(stack)
         engines = StaticEngines([("a", "http://127.0.0.1:9", 0)])
         controller = await stack.enter_async_context(
             RolloutController(
                 engines,
                 StalenessPolicy.unbounded(100),
+                token=TOKEN,
                 config=RolloutConfig(retry_backoff_s=0.001),
             )
         )
-        controller.register_worker(worker.hello)
-        assert await asyncio.wait_for(worker.asked.get(), 10) == "0"
+        server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
+        mount_rollout_routes(server, controller, BatchQueue())
+        await server.start()
+        stack.push_async_callback(server.close)
+        worker = PlayedWorker(stack, server.url)
+        await worker.connect()
         yield controller, worker
 
 
-async def test_an_answer_whose_callback_never_came_is_fetched_after_a_reconnect(
+async def test_an_outcome_that_comes_again_after_a_reconnect_is_acknowledged_and_ignored(
     played: tuple[RolloutController, PlayedWorker],
 ) -> None:
     controller, worker = played
     handle = controller.submit((1,), SAMPLING)
-    task = await asyncio.wait_for(worker.tasks.get(), 10)
-    worker.outcomes = (accepted(task.task_id, task.attempt, seq=1, token=42),)
-    worker.end_watch.set()
-    async with asyncio.timeout(10):
-        assert (await handle).output_ids == (42,)
-    assert controller.complete(CompletionBatch("played", "i", worker.outcomes)).seqs == (1,)
+    task = await worker.task()
+    await worker.socket.close()
+    await worker.connect(AttemptKey(task.task_id, task.attempt))
+    outcome = accepted(task.task_id, task.attempt, token=42)
+    assert await worker.deliver(1, outcome) == 1
+    assert (await handle).output_ids == (42,)
+    assert await worker.deliver(1, outcome) == 1
     stats = controller.stats()
-    assert (stats.completed, stats.ignored, stats.lost) == (1, 1, 0)
-    worker.asked = asyncio.Queue()
-    worker.end_watch.set()
-    assert await asyncio.wait_for(worker.asked.get(), 10) == "1", "only what is new is asked for"
+    assert (stats.completed, stats.ignored, stats.retried, stats.lost) == (1, 1, 0, 0)
+
+
+async def test_a_call_that_was_not_answered_is_sent_again_over_the_next_connection(
+    played: tuple[RolloutController, PlayedWorker],
+) -> None:
+    controller, worker = played
+    worker.answers = False
+    controller.submit((1,), SAMPLING)
+    task, call = await worker.task(), await worker.calls.get()
+    worker.answers = True
+    await worker.socket.close()
+    await worker.connect()
+    assert await worker.task() == task, "the same attempt"
+    assert await worker.calls.get() == call, "under the same number"
+    assert controller.stats().retried == 0
 
 
 async def test_work_that_a_worker_forgot_is_sent_again_and_work_that_it_runs_is_not(
@@ -149,34 +167,17 @@ async def test_work_that_a_worker_forgot_is_sent_again_and_work_that_it_runs_is_
 ) -> None:
     controller, worker = played
     handles = [controller.submit((index,), SAMPLING) for index in range(2)]
-    kept = await asyncio.wait_for(worker.tasks.get(), 10)
-    forgotten = await asyncio.wait_for(worker.tasks.get(), 10)
-    worker.running = (AttemptKey(kept.task_id, kept.attempt),)
-    worker.end_watch.set()
-    again = await asyncio.wait_for(worker.tasks.get(), 10)
+    kept, forgotten = await worker.task(), await worker.task()
+    await worker.socket.close()
+    await worker.connect(AttemptKey(kept.task_id, kept.attempt))
+    again = await worker.task()
     assert (again.task_id, again.attempt) == (forgotten.task_id, 2)
-    late = accepted(forgotten.task_id, 1, seq=1, token=13)
-    controller.complete(CompletionBatch("played", "i", (late,)))
+    await worker.deliver(1, accepted(forgotten.task_id, 1, token=13))
     assert not any(handle.done() for handle in handles), "an attempt that was replaced is not used"
-    outcomes = (
-        accepted(kept.task_id, 1, seq=2, token=14),
-        accepted(again.task_id, 2, seq=3, token=15),
-    )
-    ack = controller.complete(CompletionBatch("played", "i", outcomes))
-    assert (ack.seqs, ack.registered) == ((2, 3), True)
+    outcomes = (accepted(kept.task_id, 1, token=14), accepted(again.task_id, 2, token=15))
+    assert await worker.deliver(3, *outcomes) == 3
     assert sorted([(await handle).output_ids for handle in handles]) == [(14,), (15,)]
     assert worker.tasks.empty()
-
-
-async def test_work_that_a_worker_forgot_is_not_counted_there_while_it_waits_for_another(
-    played: tuple[RolloutController, PlayedWorker],
-) -> None:
-    controller, worker = played
-    controller.submit((1,), SAMPLING)
-    task = await asyncio.wait_for(worker.tasks.get(), 10)
-    controller.attempts_unknown(controller._workers["played"], [AttemptKey(task.task_id, 1)])
-    stats = controller.stats()
-    assert (stats.running, stats.outstanding, stats.lost) == (0, 1, 0)
 
 
 async def test_what_a_worker_runs_and_nobody_wants_is_cancelled(
@@ -185,35 +186,53 @@ async def test_what_a_worker_runs_and_nobody_wants_is_cancelled(
     """As after a restart, when the cancellation was lost with the process that asked for it."""
     controller, worker = played
     handle = controller.submit((1,), SAMPLING)
-    task = await asyncio.wait_for(worker.tasks.get(), 10)
+    task = await worker.task()
     wanted, unknown = AttemptKey(task.task_id, task.attempt), AttemptKey("of-long-ago", 3)
-    worker.running = (wanted, unknown)
-    worker.end_watch.set()
-    assert await asyncio.wait_for(worker.cancelled.get(), 10) == unknown
+    await worker.socket.close()
+    await worker.connect(wanted, unknown)
+    assert await asyncio.wait_for(worker.cancelled.get(), WITHIN_S) == unknown
     assert worker.cancelled.empty()
-    outcome = accepted(task.task_id, task.attempt, seq=1, token=7)
-    controller.complete(CompletionBatch("played", "i", (outcome,)))
+    await worker.deliver(1, accepted(task.task_id, task.attempt, token=7))
     assert (await handle).output_ids == (7,)
 
 
-async def test_completions_of_an_unknown_worker_are_acknowledged_and_it_is_told_to_register(
+async def test_a_process_that_took_over_a_name_gets_the_work_of_the_other_once_more(
     played: tuple[RolloutController, PlayedWorker],
 ) -> None:
-    controller, _ = played
-    batch = CompletionBatch("stranger", "j", (accepted("old-1", 1, seq=5, token=1),))
-    ack = controller.complete(batch)
-    assert (ack.seqs, ack.registered) == ((5,), False)
+    controller, worker = played
+    controller.submit((1,), SAMPLING)
+    first = await worker.task()
+    await worker.connect(incarnation="j")
+    again = await worker.task()
+    assert (again.task_id, again.attempt) == (first.task_id, 2)
+    stats = controller.stats()
+    assert (stats.workers, stats.running, stats.outstanding, stats.lost) == (1, 1, 1, 0)
+
+
+async def test_outcomes_that_cannot_be_used_now_are_not_acknowledged(
+    played: tuple[RolloutController, PlayedWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller, worker = played
+    handle = controller.submit((1,), SAMPLING)
+    task = await worker.task()
+
+    def refuse() -> None:
+        raise RolloutError("the disk is full")
+
+    outcome = accepted(task.task_id, task.attempt, token=7)
+    with monkeypatch.context() as patch:
+        patch.setattr(controller._journal, "check", refuse)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(worker.deliver(1, outcome), 0.3)
+    assert not handle.done()
+    assert await worker.deliver(1, outcome) == 1
+    assert (await handle).output_ids == (7,)
 
 
 async def test_a_worker_runs_an_attempt_once_however_often_it_is_handed_over() -> None:
-    async with (
-        FakeEngine("a") as engine,
-        aiohttp.ClientSession() as controller_session,
-        aiohttp.ClientSession() as engine_session,
-    ):
-        hello = WorkerHello(name="w", url="http://w", incarnation="i", max_concurrent=4)
+    async with FakeEngine("a") as engine, aiohttp.ClientSession() as engine_session:
         settings = WorkerSettings(controller="http://127.0.0.1:9", name="w")
-        runner = WorkerRunner(settings, hello, controller_session, engine_session)
+        worker = RolloutWorker(settings, TOKEN, engine_session)
         task = RolloutTask(
             task_id="t",
             attempt=1,
@@ -222,16 +241,25 @@ async def test_a_worker_runs_an_attempt_once_however_often_it_is_handed_over() -
             engine=EngineTarget("a", engine.url),
             deadline_s=10.0,
         )
+
+        def hand_over() -> None:
+            worker.execute(Envelope(1, 1, 0, TaskBatch((task,))))
+
         engine.hold(1)
-        assert (runner.accept([task]), runner.accept([task, task])) == (1, 0)
+        hand_over()
+        hand_over()
         await engine.until_held(1)
-        assert runner.snapshot(0).running == (AttemptKey("t", 1),)
+        assert worker.hello().attempts == (AttemptKey("t", 1),)
         await engine.release()
-        job = runner._attempts.running["t", 1]
+        job = worker._attempts.running["t", 1]
         await asyncio.wait_for(asyncio.wait({job}), 10)
         await asyncio.sleep(0)
-        assert runner.accept([task]) == 0, "after its end neither"
-        (outcome,) = runner.snapshot(0).outcomes
+        hand_over()
+        assert not worker._attempts.running, "after its end neither"
+        assert worker.hello().attempts == (AttemptKey("t", 1),), "until it is acknowledged"
+        ((_, encoded),) = worker._kept.values()
+        outcome = msgspec.msgpack.decode(encoded, type=RolloutOutcome)
         assert outcome.result.output_ids == expected_tokens((3,), 3)
-        assert runner.snapshot(1).outcomes == ()
+        worker.on_frame(CompletionAck(1))
+        assert worker.hello().attempts == ()
         assert engine.num_requests == 1

@@ -288,7 +288,7 @@ async def test_evaluation_behind_a_server_of_its_own_has_workers_of_its_own(rig:
         assert {rollout.worker for rollout in rollouts} == {worker}
     server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
     mount_rollout_routes(server, rig.controller, BatchQueue())
-    with pytest.raises(ConfigError, match=r"mounted once, again: .*/v1/completions"):
+    with pytest.raises(ConfigError, match=r"mounted once, again: .*/v1/workers"):
         mount_rollout_routes(server, evaluation, BatchQueue())
 
 

@@ -13,14 +13,11 @@ from windlass.errors import ConfigError, ProtocolError, RolloutError
 from windlass.rollout.handles import RolloutConfig, RolloutGroup
 from windlass.rollout.lifecycle import Lifecycle
 from windlass.rollout.messages import (
-    CompletionBatch,
     OutcomeStatus,
     Partial,
     RolloutOutcome,
     SamplingParams,
     Work,
-    decode,
-    encode,
 )
 from windlass.rollout.staleness import OnStale, StalenessPolicy
 from windlass.rollout.table import Group, Record, State
@@ -218,7 +215,6 @@ def outcome(task_id: str, attempt: int, status: OutcomeStatus, version: int) -> 
     return RolloutOutcome(
         task_id=task_id,
         attempt=attempt,
-        seq=1,
         status=status,
         result=Partial((7,), (-0.5,), (version,)),
         engine="engine",
@@ -415,13 +411,6 @@ async def test_a_choice_that_is_none_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"on_stale must be one of .*'drop'.*, got 'ignore'"):
         StalenessPolicy(1, 1, 1, on_stale="ignore")  # type: ignore[arg-type]
     assert StalenessPolicy(1, 1, 1, on_stale="train").on_stale is OnStale.TRAIN  # type: ignore[arg-type]
-
-
-def test_a_completion_survives_the_wire_and_nonsense_is_named() -> None:
-    batch = CompletionBatch("w", "i", (outcome("t", 3, OutcomeStatus.ACCEPTED, 9),))
-    assert decode(encode(batch), CompletionBatch) == batch
-    with pytest.raises(ProtocolError, match="CompletionBatch of 3 bytes"):
-        decode(b"\x01\x02\x03", CompletionBatch)
 
 
 def test_tokens_without_logprobs_are_refused() -> None:

@@ -20,6 +20,7 @@ from windlass.net.listener import Listener
 from windlass.net.rpc_client import ReplyStore
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.lifecycle import Lifecycle
+from windlass.rollout.pool import WorkerPool
 from windlass.transfer.destination import Destination
 from windlass.transfer.sender import Sender
 from windlass.updates import binding, coordinator, session
@@ -184,7 +185,7 @@ BUGS = (
     Bug(
         "rollouts of a lost worker are forgotten",
         RolloutController,
-        "worker_lost",
+        "_try_again",
         "if record is not None:",
         "if False:",
         6,
@@ -427,8 +428,8 @@ INTRUDER_BUGS = (
     ),
     Bug(
         "a worker that was replaced comes back",
-        RolloutController,
-        "register_worker",
+        WorkerPool,
+        "register",
         "if (hello.name, hello.incarnation) in self._replaced:",
         "if False:",
     ),

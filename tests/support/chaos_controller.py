@@ -11,11 +11,11 @@ from windlass.config import ControlConfig, PhaseDeadlines, UpdateMode
 from windlass.errors import PeerTimeout, RolloutError
 from windlass.net.server import ControlServer
 from windlass.planning.planner import plan_transfer
+from windlass.rollout import mount_rollout_routes
 from windlass.rollout.batches import BatchQueue
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.handles import Rollout, RolloutConfig, RolloutGroup
 from windlass.rollout.messages import OnAbort, SamplingParams
-from windlass.rollout.service import mount_rollout_routes
 from windlass.rollout.staleness import StalenessPolicy
 from windlass.updates.coordinator import Coordinator
 

@@ -29,8 +29,7 @@ from simulated_network import SimulatedHost
 from windlass.errors import PeerUnreachable, RegionError, TransferFailed, TransferOutcomeUnknown
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.clock import Deadline
-from windlass.rollout.messages import WorkerHello
-from windlass.rollout.runner import WorkerRunner, WorkerSettings
+from windlass.rollout.worker import RolloutWorker, WorkerSettings
 from windlass.testing.wrapped_transport import WrappedTransport
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.receiver import Receiver
@@ -368,7 +367,7 @@ class EngineProcess(Process):
 
 
 class WorkerProcess(Process):
-    """A rollout worker: the shipped runner behind real routes."""
+    """A rollout worker: the shipped one."""
 
     def __init__(self, world: World, index: int) -> None:
         super().__init__(world, f"worker/{index}")
@@ -377,29 +376,11 @@ class WorkerProcess(Process):
         self.host.spawn(self._run(), "worker")
 
     async def _run(self) -> None:
-        app = web.Application()
-        http = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
-        headers = {"Authorization": f"Bearer {TOKEN}"}
-        async with (
-            aiohttp.ClientSession(headers=headers) as towards_controller,
-            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as towards_engines,
-        ):
-            port = self.world.next_port()
-            hello = WorkerHello(
-                name=self.name,
-                url=f"http://127.0.0.1:{port}",
-                incarnation=os.urandom(4).hex(),
-                max_concurrent=8,
-            )
-            settings = WorkerSettings(
-                controller=self.world.url, name=hello.name, heartbeat_s=1.0, controller_gone_s=1e6
-            )
-            runner = WorkerRunner(settings, hello, towards_controller, towards_engines)
-            app.add_routes(runner.routes())
-            self.runners.append(http)
-            await http.setup()
-            await web.TCPSite(http, "127.0.0.1", port).start()
-            await runner.run()
+        settings = WorkerSettings(
+            controller=self.world.url, name=self.name, max_concurrent=8, controller_gone_s=1e6
+        )
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as engines:
+            await RolloutWorker(settings, TOKEN, engines).run()
 
 
 def _conversation(

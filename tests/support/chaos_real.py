@@ -29,11 +29,11 @@ from chaos_agent import ANNOUNCE_S
 from windlass.config import ControlConfig, PhaseDeadlines, UpdateMode
 from windlass.errors import PeerTimeout, RolloutError
 from windlass.net.server import ControlServer
+from windlass.rollout import mount_rollout_routes
 from windlass.rollout.batches import BatchQueue
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.handles import Rollout, RolloutConfig
 from windlass.rollout.messages import SamplingParams
-from windlass.rollout.service import mount_rollout_routes
 from windlass.rollout.staleness import StalenessPolicy
 from windlass.updates.coordinator import Coordinator
 from windlass.updates.journal import JournalEntry, JournalKind

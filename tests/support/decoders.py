@@ -12,26 +12,28 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 from fake_agents import engine_manifest, fake_hello, trainer_manifest
 
 from windlass.errors import DECODE_ERRORS, WindlassError
 from windlass.jobs import train_messages as train
 from windlass.layout.manifest import ShardManifest
-from windlass.net.line_file import read_lines
+from windlass.net.line_file import add_checksum, read_lines
 from windlass.net.sockets import PartJoiner
 from windlass.planning.plan import TransferPlan
 from windlass.planning.planner import plan_transfer
 from windlass.planning.replicated import HELD, ReplicatedPart, decode_digested
 from windlass.rollout import generate
 from windlass.rollout import messages as rollout
-from windlass.rollout.persisted import Entry as RolloutEntry
-from windlass.rollout.persisted import PersistedState, Started
+from windlass.rollout.journal import Entry as RolloutEntry
+from windlass.rollout.journal import PersistedState, Started
 from windlass.transfer.disk_files import DiskEntry, DiskIndex, read_index
 from windlass.transfer.relay_wire import LENGTH, ChunkLanded, End, Open, decode_frame, encode_frame
 from windlass.transports.base import PeerEndpoint, RemoteRegion
 from windlass.transports.nixl.peer import NixlKey, decode_keys, encode_keys
 from windlass.updates.journal import Journal, JournalEntry, JournalKind
 from windlass.updates.messages import (
+    PROTOCOL_VERSION,
     Abort,
     Announce,
     CallbackRequest,
@@ -56,7 +58,6 @@ PLAN = plan_transfer(TRAINERS, (ENGINE,))
 OUTCOME = rollout.RolloutOutcome(
     task_id="t",
     attempt=1,
-    seq=1,
     status=rollout.OutcomeStatus.ACCEPTED,
     result=rollout.Partial((1, 2), (-0.5, -0.25), (3, 3)),
     engine="a",
@@ -118,7 +119,7 @@ def _read_journal(data: bytes) -> object:
     """As a controller that starts."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "journal"
-        path.write_bytes(data)
+        path.write_bytes(_with_checksums(data))
         journal = Journal(path)
         try:
             return journal.start()
@@ -128,7 +129,7 @@ def _read_journal(data: bytes) -> object:
 
 def _read_rollouts(data: bytes) -> object:
     with tempfile.NamedTemporaryFile() as file:
-        file.write(data)
+        file.write(_with_checksums(data))
         file.flush()
         entries, _ = read_lines(Path(file.name), RolloutEntry)  # type: ignore[var-annotated,arg-type]
         state = PersistedState.of(entries)
@@ -176,12 +177,24 @@ def _use_replicated(data: bytes) -> object:
     return part
 
 
+def _one_box() -> bytes:
+    """One element of the first parameter."""
+    row = np.zeros(1, HELD)
+    row["sizes"], row["run"] = 1, 1
+    return row.tobytes()
+
+
 def _read_keys(data: bytes) -> object:
     return decode_keys(RemoteRegion(PeerEndpoint("nixl", "a", "b"), 1, 1, data.decode("latin1")))
 
 
 def _lines(*entries: msgspec.Struct) -> bytes:
-    return b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries)
+    return b"\n".join(msgspec.json.encode(entry) for entry in entries)
+
+
+def _with_checksums(data: bytes) -> bytes:
+    """Whole lines, so that what is behind the checksums is reached."""
+    return b"".join(add_checksum(line) + b"\n" for line in data.split(b"\n"))
 
 
 DECODERS = {
@@ -207,23 +220,34 @@ DECODERS = {
     "manifest": Decoder(_use_manifest, (ENGINE.encode(), TRAINERS[0].encode())),
     "plan": Decoder(_use_plan, (PLAN.encode(),)),
     "parts of a frame": Decoder(_join_parts, (b"\x03abc",)),
-    "replicated boxes": Decoder(_use_replicated, (bytes(HELD.itemsize), b"")),
+    "replicated boxes": Decoder(_use_replicated, (_one_box(), b"")),
     "digests": Decoder(decode_digested, (b"",)),
-    "completions": Decoder(
-        lambda data: rollout.decode(data, rollout.CompletionBatch),
-        (rollout.encode(rollout.CompletionBatch("w", "i", (OUTCOME,))),),
-    ),
-    "tasks": Decoder(
-        lambda data: rollout.decode(data, rollout.TaskBatch),
-        (rollout.encode(rollout.TaskBatch((TASK,))),),
-    ),
-    "worker hello": Decoder(
-        lambda data: rollout.decode(data, rollout.WorkerHello),
+    "worker frame": Decoder(
+        rollout.WORKER_FRAMES.decode,
         (
-            rollout.encode(
-                rollout.WorkerHello(name="w", url="u", incarnation="i", max_concurrent=1)
+            encode(
+                rollout.WorkerHello(
+                    protocol_version=PROTOCOL_VERSION,
+                    name="w",
+                    incarnation="i",
+                    max_concurrent=1,
+                    attempts=(rollout.AttemptKey("t", 1),),
+                )
             ),
+            encode(rollout.CompletionBatch(1, (msgspec.Raw(encode(OUTCOME)),))),
+            encode(Reply(1, 1, 0, None)),
         ),
+    ),
+    "outcome": Decoder(lambda data: rollout.decode_outcome(msgspec.Raw(data)), (encode(OUTCOME),)),
+    "rollout controller frame": Decoder(
+        rollout.CONTROLLER_FRAMES.decode,
+        (
+            encode(Envelope(1, 1, 0, rollout.TaskBatch((TASK,)))),
+            encode(rollout.CompletionAck(1)),
+        ),
+    ),
+    "training batch": Decoder(
+        rollout.TRAINING_BATCHES.decode, (encode(rollout.TrainingBatch(1, ())),)
     ),
     "engine answer": Decoder(
         _use_answer,

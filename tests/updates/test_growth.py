@@ -21,6 +21,7 @@ from test_resumes import Engine, Resting
 from windlass.config import ControlConfig, UpdateMode
 from windlass.engines.client import EngineClient
 from windlass.layout.manifest import Role
+from windlass.net.messages import PROTOCOL_VERSION
 from windlass.net.server import ControlServer
 from windlass.rollout import (
     RolloutConfig,
@@ -29,8 +30,8 @@ from windlass.rollout import (
     StalenessPolicy,
     StaticEngines,
     WorkflowContext,
+    pool,
 )
-from windlass.rollout import controller as rollout_controller
 from windlass.rollout.messages import WorkerHello
 from windlass.trainers.client import TrainerClient
 from windlass.transfer.base import ParameterMemory
@@ -149,7 +150,7 @@ async def answer(context: WorkflowContext) -> object:
 async def test_rollouts_engines_and_workers_that_come_and_go_leave_nothing_in_their_controller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rollout_controller, "MAX_REPLACED", 4)
+    monkeypatch.setattr(pool, "MAX_REPLACED", 4)
     engines = StaticEngines([("a", "http://127.0.0.1:9", 0)])
     config = RolloutConfig(retry_backoff_s=0.01, worker_grace_s=0.05, engine_grace_s=0.01)
     policy = StalenessPolicy.unbounded(64)
@@ -168,18 +169,18 @@ async def test_rollouts_engines_and_workers_that_come_and_go_leave_nothing_in_th
             assert [rollout.value for rollout in group.rollouts] == [number, number]
             assert (await handle).value == number
             for incarnation in (f"first-{number}", f"second-{number}"):
-                controller.register_worker(
-                    WorkerHello(
-                        name=f"worker-{number % 3}",
-                        url="http://127.0.0.1:9",
-                        incarnation=incarnation,
-                        max_concurrent=1,
-                    )
+                hello = WorkerHello(
+                    protocol_version=PROTOCOL_VERSION,
+                    name=f"worker-{number % 3}",
+                    incarnation=incarnation,
+                    max_concurrent=1,
                 )
+                worker = controller._pool.register(hello)
+                await controller._pool.lost(worker, "its connection is closed", ended=True)
 
         async def settled() -> dict[str, int]:
-            # A worker that does not listen is lost.
-            while len(controller._workers) > 1:  # noqa: ASYNC110 - nobody is told
+            # A worker that does not connect again is lost.
+            while len(controller._workers) > 1 or controller._pool._stopping:  # noqa: ASYNC110 - nobody is told
                 await asyncio.sleep(0.01)
             return sizes(controller)
 

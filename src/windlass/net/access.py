@@ -64,7 +64,6 @@ ROUTES = MappingProxyType(
         "/v1/train_workers/{name}": (Access.TRAINER,),
         "/v1/batches": (Access.TRAINER,),
         "/v1/workers": (Access.WORKER,),
-        "/v1/completions": (Access.WORKER,),
         "/v1/status": (Access.OBSERVER,),
         "/v1/overview": (Access.OBSERVER,),
         "/v1/events": (Access.OBSERVER,),

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 from windlass.lazy import public
 
 if TYPE_CHECKING:
+    from windlass.rollout.batches import BatchClient as BatchClient
     from windlass.rollout.batches import BatchQueue as BatchQueue
     from windlass.rollout.batches import training_samples as training_samples
-    from windlass.rollout.client import BatchClient as BatchClient
     from windlass.rollout.controller import RolloutController as RolloutController
+    from windlass.rollout.controller import mount_rollout_routes as mount_rollout_routes
     from windlass.rollout.directory import EngineDirectory as EngineDirectory
     from windlass.rollout.directory import StaticEngines as StaticEngines
     from windlass.rollout.handles import GroupHandle as GroupHandle
@@ -25,10 +26,9 @@ if TYPE_CHECKING:
     from windlass.rollout.messages import TrainingBatch as TrainingBatch
     from windlass.rollout.messages import TrainingSample as TrainingSample
     from windlass.rollout.messages import Turn as Turn
-    from windlass.rollout.runner import run_rollout_worker as run_rollout_worker
-    from windlass.rollout.service import mount_rollout_routes as mount_rollout_routes
     from windlass.rollout.staleness import OnStale as OnStale
     from windlass.rollout.staleness import StalenessPolicy as StalenessPolicy
+    from windlass.rollout.worker import run_rollout_worker as run_rollout_worker
     from windlass.rollout.workflows import Reject as Reject
     from windlass.rollout.workflows import Workflow as Workflow
     from windlass.rollout.workflows import WorkflowContext as WorkflowContext
@@ -37,15 +37,13 @@ if not TYPE_CHECKING:  # a type checker must go on refusing names that are not t
     __all__, __getattr__, __dir__ = public(
         __name__,
         {
-            "windlass.rollout.batches": "BatchQueue training_samples",
-            "windlass.rollout.client": "BatchClient",
-            "windlass.rollout.controller": "RolloutController",
+            "windlass.rollout.batches": "BatchClient BatchQueue training_samples",
+            "windlass.rollout.controller": "RolloutController mount_rollout_routes",
             "windlass.rollout.directory": "EngineDirectory StaticEngines",
             "windlass.rollout.handles": "GroupHandle Recovered Rollout RolloutConfig RolloutGroup RolloutHandle RolloutStats",
             "windlass.rollout.messages": "OnAbort SamplingParams TrainingBatch TrainingSample Turn",
-            "windlass.rollout.runner": "run_rollout_worker",
-            "windlass.rollout.service": "mount_rollout_routes",
             "windlass.rollout.staleness": "OnStale StalenessPolicy",
+            "windlass.rollout.worker": "run_rollout_worker",
             "windlass.rollout.workflows": "Reject Workflow WorkflowContext",
         },
     )

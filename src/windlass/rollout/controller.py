@@ -17,14 +17,13 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Self, final
 
-import aiohttp
+import msgspec
+from aiohttp import web
 
-from windlass.errors import ConfigError, PeerTimeout, RolloutError, StaleMessage
-from windlass.net.access import Access, role_token
-from windlass.net.addresses import check_url
-from windlass.net.messages import check_name
-from windlass.net.sockets import open_http
-from windlass.rollout.connection import LocalWorker, RemoteWorker, WorkerConnection
+from windlass.errors import ConfigError, PeerTimeout
+from windlass.net.messages import PROTOCOL_VERSION
+from windlass.net.server import ControlServer
+from windlass.rollout.batches import BatchQueue
 from windlass.rollout.directory import EngineChoice, EngineDirectory
 from windlass.rollout.handles import (
     GroupHandle,
@@ -39,9 +38,8 @@ from windlass.rollout.journal import RolloutJournal
 from windlass.rollout.lifecycle import Lifecycle
 from windlass.rollout.messages import (
     LOCAL_WORKER,
+    MAX_TOKENS,
     AttemptKey,
-    CompletionAck,
-    CompletionBatch,
     EngineTarget,
     Partial,
     RolloutOutcome,
@@ -49,18 +47,16 @@ from windlass.rollout.messages import (
     SamplingParams,
     Work,
     WorkerHello,
-    WorkerWelcome,
 )
+from windlass.rollout.pool import LocalWorker, WorkerPool
 from windlass.rollout.staleness import OnStale, StalenessPolicy
 from windlass.rollout.table import Record, State
 from windlass.rollout.workflows import Workflow, check_workflows, encode_value
 from windlass.updates.changes import Changes
 
-__all__ = ["RolloutController"]
+__all__ = ["RolloutController", "mount_rollout_routes"]
 
 logger = logging.getLogger(__name__)
-MAX_REPLACED = 4096
-"""Processes whose name another one has: the newest are known when they come back."""
 MAX_DISPATCHES_PER_TURN = 256
 PREFIX_TOKENS = 256
 
@@ -104,23 +100,21 @@ class RolloutController:
             policy, self._config, self._withdraw, self._schedule_dispatch, self._journal
         )
         self._table = self._life.table
-        self._workers: dict[str, WorkerConnection] = {}
-        self._absent: dict[str, asyncio.TimerHandle] = {}
-        self._replaced: dict[tuple[str, str], None] = {}
-        self._stopping: set[asyncio.Future[list[object]]] = set()
+        self._pool = WorkerPool(self._config, self._use, self._try_again, self._worker_joined)
+        self._workers = self._pool.workers
         self._engine_timers: dict[str, asyncio.TimerHandle] = {}
         self._choice = EngineChoice(self._config.affinity_slack)
-        self._session: aiohttp.ClientSession | None = None
         self._batch_lock = asyncio.Lock()
-        self._room, self._worker_joined = Changes(), Changes()
-        self._is_dispatch_scheduled = False
+        self._room, self._joined = Changes(), Changes()
+        self._is_dispatch_scheduled = self._is_open = False
         self._paused = self._closed = False
 
     async def __aenter__(self) -> Self:
         """Raises `ConfigError` when the journal cannot be used."""
         self.recovered = self._life.open()
-        self._expect_workers()
-        self._session = open_http(role_token(self._token, Access.WORKER), unbounded=True)
+        self._pool.open(self._life.identity, ((r.worker, r.key) for r in self._table.running()))
+        self._journal.on_change(self._schedule_dispatch)
+        self._is_open = True
         self._engines.subscribe(self._engines_changed)
         self._engines_changed()
         return self
@@ -142,16 +136,12 @@ class RolloutController:
         for record in list(self._table.records.values()):
             self._life.cancel(record)
         self._closed = True
-        for timer in (*self._engine_timers.values(), *self._absent.values()):
+        for timer in self._engine_timers.values():
             timer.cancel()
         self._room.notify()
-        self._worker_joined.notify()
+        self._joined.notify()
         self._life.ready.set()
-        for worker in list(self._workers.values()):
-            self._stop(worker)
-        await asyncio.gather(*self._stopping, return_exceptions=True)
-        if self._session is not None:
-            await self._session.close()
+        await self._pool.close()
 
     # --- submission --------------------------------------------------------------------
 
@@ -316,19 +306,18 @@ class RolloutController:
             ConfigError: it already does, a name is empty, the limit is below 1, not open.
         """
         known = check_workflows(workflows)
-        if self._closed or self._session is None or LOCAL_WORKER in self._workers:
+        if self._closed or not self._is_open or LOCAL_WORKER in self._workers:
             raise ConfigError("run_here: needs an open controller that has no local worker yet")
         if max_concurrent < 1:
             raise ConfigError(f"run_here: max_concurrent must be >= 1, got {max_concurrent}")
         hello = WorkerHello(
+            protocol_version=PROTOCOL_VERSION,
             name=LOCAL_WORKER,
-            url="",
             incarnation=self._life.identity,
             max_concurrent=max_concurrent,
             workflows=tuple(sorted(known)),
         )
-        self._workers[LOCAL_WORKER] = LocalWorker(hello, known, self, self._token)
-        self._schedule_dispatch()
+        self._pool.add(LocalWorker(hello, known, self._use, self._token))
 
     async def next_batch(self, num_groups: int, *, deadline_s: float) -> tuple[RolloutGroup, ...]:
         """The next `num_groups` groups, in order of completion; none too old, unless `OnStale.TRAIN`.
@@ -415,7 +404,7 @@ class RolloutController:
             self._check_open("wait_for_workers")
             return len(self._workers) >= num_workers
 
-        await self._worker_joined.until(
+        await self._joined.until(
             there,
             deadline_s,
             lambda: (
@@ -434,7 +423,7 @@ class RolloutController:
     def stats(self) -> RolloutStats:
         """Counts, and an audit of where every outstanding rollout is."""
         table, counts = self._table, self._table.counts
-        running = sum(len(worker.assigned) for worker in self._workers.values())
+        running = self._pool.num_running
         waiting = len(table.waiting) + len(table.queued) + len(table.backoff) + table.num_parked()
         outstanding = waiting + len(table.buffered) + running
         ended = counts.completed + counts.cancelled + counts.failed + counts.dropped
@@ -452,147 +441,37 @@ class RolloutController:
             capacity=self._policy.capacity(),
         )
 
-    # --- for the routes ------------------------------------------------------------------
-
-    def register_worker(self, hello: WorkerHello) -> WorkerWelcome:
-        """A worker introduces itself, for the first time or again.
-
-        Raises:
-            RolloutError: the controller is closed; its successor may take the worker.
-            ConfigError: the worker takes no work, or its URL is not that of a server.
-            ProtocolError: its name cannot be printed, or is too long.
-            StaleMessage: another process took over this worker's name.
-        """
-        if self._closed or self._session is None:
-            raise RolloutError(
-                "rollout controller: registration needs an open controller, got closed"
-            )
-        check_name(hello.name, "worker: name")
-        check_url(hello.url, f"worker {hello.name}: url")
-        if hello.name == LOCAL_WORKER:
-            raise ConfigError(f"worker: name must not be {LOCAL_WORKER}, it is the controller's")
-        if hello.max_concurrent < 1:
-            raise ConfigError(
-                f"worker {hello.name}: max_concurrent must be >= 1, got {hello.max_concurrent}"
-            )
-        if (hello.name, hello.incarnation) in self._replaced:
-            raise StaleMessage(
-                f"worker {hello.name}: incarnation {hello.incarnation} was replaced by another"
-            )
-        known = self._workers.get(hello.name)
-        if known is not None and known.hello != hello:
-            self._replaced[hello.name, known.hello.incarnation] = None
-            if len(self._replaced) > MAX_REPLACED:
-                del self._replaced[next(iter(self._replaced))]
-            self.worker_lost(known, "another incarnation registered")
-            known = None
-        if known is None:
-            self._workers[hello.name] = RemoteWorker(
-                hello, self._session, self, self._config, self._attempts_left_at(hello.name)
-            )
-            self._worker_joined.notify()
-            self._schedule_dispatch()
-        return WorkerWelcome(self._life.identity)
-
-    def complete(self, batch: CompletionBatch) -> CompletionAck:
-        """Use outcomes, each at most once; all of them may be forgotten by the worker."""
-        worker = self._workers.get(batch.worker)
-        if worker is not None and worker.hello.incarnation == batch.incarnation:
-            worker.advance_ack(batch.outcomes)
-        else:
-            worker = None
-        self._use(batch.outcomes)
-        return CompletionAck(tuple(o.seq for o in batch.outcomes), registered=worker is not None)
-
-    # --- called by worker connections -------------------------------------------------------------------
-
-    def outcomes_arrived(
-        self, worker: WorkerConnection, outcomes: Sequence[RolloutOutcome]
-    ) -> None:
-        """Outcomes that a callback has not delivered yet."""
-        worker.advance_ack(outcomes)
-        self._use(outcomes)
-
-    def attempts_unknown(self, worker: WorkerConnection, keys: Sequence[AttemptKey]) -> None:
-        """The worker forgot these: try them again."""
-        for key in keys:
-            worker.release(key.task_id, key.attempt)
-            record = self._life.find_running(key.task_id, key.attempt)
-            if record is not None:
-                self._life.retry(record, f"worker {worker.hello.name}: attempt unknown", Partial())
-
-    def worker_lost(self, worker: WorkerConnection, reason: str) -> None:
-        """The worker is gone: its attempts are tried elsewhere."""
-        if self._workers.get(worker.hello.name) is worker:
-            del self._workers[worker.hello.name]
-        assigned = tuple(worker.assigned.items())
-        self._stop(worker)
-        logger.warning(
-            "worker %s lost with %d rollouts: %s", worker.hello.name, len(assigned), reason
-        )
-        for task_id, attempt in assigned:
-            record = self._life.find_running(task_id, attempt)
-            if record is not None:
-                worker.release(task_id, attempt)
-                self._life.retry(record, f"worker {worker.hello.name}: {reason}", Partial())
-
-    def _stop(self, worker: WorkerConnection) -> None:
-        stopping = worker.stop()
-        self._stopping.add(stopping)
-        stopping.add_done_callback(self._stopping.discard)
-        if self._closed:
-            self._workers.pop(worker.hello.name, None)
-
     # --- workers -------------------------------------------------------------------------
 
+    def _worker_joined(self) -> None:
+        self._joined.notify()
+        self._schedule_dispatch()
+
     def _use(self, outcomes: Sequence[RolloutOutcome]) -> None:
+        """Use outcomes, each at most once; then their worker may forget them.
+
+        Raises:
+            RolloutError: the journal cannot be written now.
+        """
+        self._journal.check()
         for outcome in outcomes:
             record = self._life.find_running(outcome.task_id, outcome.attempt)
             if record is None:
                 self._table.counts.ignored += 1
                 continue
-            worker = self._workers.get(record.worker)
-            if worker is not None:
-                worker.release(record.task_id, record.attempt)
+            self._pool.release(record.worker, record.key)
             self._life.end_attempt(record, outcome)
-        # Before the worker hears that it may forget them.
         self._journal.flush()
         self._schedule_dispatch()
 
-    def _expect_workers(self) -> None:
-        """Workers of an earlier process have the usual time to come back with their attempts."""
-        loop = asyncio.get_running_loop()
-        for record in self._table.running():
-            if record.worker not in self._absent:
-                self._absent[record.worker] = loop.call_later(
-                    self._config.worker_grace_s, self._stayed_away, record.worker
-                )
-
-    def _attempts_left_at(self, worker: str) -> dict[str, int]:
-        """The attempts with which an earlier process had left this worker, asked for once."""
-        timer = self._absent.pop(worker, None)
-        if timer is None:
-            return {}
-        timer.cancel()
-        return {
-            record.task_id: record.attempt
-            for record in self._table.running()
-            if record.worker == worker
-        }
-
-    def _stayed_away(self, worker: str) -> None:
-        for task_id, attempt in self._attempts_left_at(worker).items():
-            record = self._life.find_running(task_id, attempt)
+    def _try_again(self, keys: Iterable[AttemptKey], reason: str) -> None:
+        for key in keys:
+            record = self._life.find_running(key.task_id, key.attempt)
             if record is not None:
-                reason = (
-                    f"worker {worker}: not back {self._config.worker_grace_s} s after a restart"
-                )
                 self._life.retry(record, reason, Partial())
 
     def _withdraw(self, record: Record) -> None:
-        worker = self._workers.get(record.worker)
-        if worker is not None:
-            worker.cancel(record.task_id, record.attempt)
+        self._pool.withdraw(record.worker, record.key)
 
     # --- engines -------------------------------------------------------------------------
 
@@ -723,4 +602,30 @@ def _token_ids(prompt_ids: Sequence[int]) -> tuple[int, ...]:
         raise ConfigError("rollout: prompt_ids must not be empty")
     if min(tokens) < 0:
         raise ConfigError(f"rollout: prompt_ids must be >= 0, got {min(tokens)}")
+    if len(tokens) > MAX_TOKENS:
+        raise ConfigError(f"rollout: prompt_ids must be at most {MAX_TOKENS}, got {len(tokens)}")
     return tokens
+
+
+def mount_rollout_routes(
+    server: ControlServer, controller: RolloutController, batches: BatchQueue
+) -> None:
+    """Add the rollout routes; before the server starts.
+
+    Args:
+        server: authenticates.
+        controller: gets workers and their completions.
+        batches: answers trainer ranks.
+    """
+
+    async def serve_status(_: web.Request) -> web.Response:
+        body = msgspec.json.encode(controller.stats())
+        return web.Response(body=body, content_type="application/json")
+
+    server.add_routes(
+        [
+            web.get("/v1/workers", controller._pool.serve),
+            web.get("/v1/batches", batches.serve),
+            web.get("/v1/rollouts/status", serve_status),
+        ]
+    )

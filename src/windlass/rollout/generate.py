@@ -9,10 +9,10 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from windlass.errors import DECODE_ERRORS, RolloutError
-from windlass.rollout.messages import OnAbort, Partial, RolloutTask
+from windlass.errors import DECODE_ERRORS, PeerUnreachable, RolloutError
+from windlass.rollout.messages import OnAbort, Partial, RolloutTask, Turn
 
-__all__ = ["AttemptError", "Generation", "generate"]
+__all__ = ["AttemptError", "AttemptResult", "generate"]
 
 MAX_STALLS = 8
 FIRST_STALL_BACKOFF_S = 0.05
@@ -28,11 +28,13 @@ class AttemptError(RolloutError):
         self.partial = partial
 
 
-class Generation(msgspec.Struct, frozen=True):
-    """Tokens, and why they end."""
+class AttemptResult(msgspec.Struct, frozen=True):
+    """How an attempt ended well: tokens of a plain prompt, or turns and value of a workflow."""
 
-    tokens: Partial
-    finish_reason: str
+    tokens: Partial = Partial()
+    finish_reason: str = ""
+    turns: tuple[Turn, ...] = ()
+    value: bytes = b""
 
 
 class _FinishReason(msgspec.Struct, frozen=True):
@@ -67,7 +69,7 @@ class _Answer(msgspec.Struct, frozen=True):
     output_ids: list[int] = []
 
 
-async def generate(session: aiohttp.ClientSession, task: RolloutTask) -> Generation:
+async def generate(session: aiohttp.ClientSession, task: RolloutTask) -> AttemptResult:
     """Run the attempt to its end, across weight updates that abort it.
 
     Args:
@@ -86,7 +88,7 @@ async def generate(session: aiohttp.ClientSession, task: RolloutTask) -> Generat
         # Also a connection's own TimeoutError (ETIMEDOUT): either way no answer came.
         reason = f"no answer within {task.deadline_s:.3f} s"
         raise progress.failure(reason) from error
-    except (aiohttp.ClientError, OSError, *DECODE_ERRORS) as error:
+    except (aiohttp.ClientError, OSError, PeerUnreachable, *DECODE_ERRORS) as error:
         raise progress.failure(f"{type(error).__name__}: {error}") from error
 
 
@@ -101,7 +103,7 @@ class _Progress:
             f"engine {self.task.engine.name} ({self.task.engine.url}): {reason}", self.tokens
         )
 
-    async def run(self, session: aiohttp.ClientSession) -> Generation:
+    async def run(self, session: aiohttp.ClientSession) -> AttemptResult:
         stalls = 0
         while len(self.tokens.output_ids) < self.task.sampling.max_new_tokens:
             answer = await self._call(session)
@@ -109,7 +111,7 @@ class _Progress:
             added = self._tokens_of(answer)
             reason = answer.meta_info.finish_reason
             if reason is not None and reason.type != ABORT:
-                return Generation(_joined(self.tokens, added), reason.type)
+                return AttemptResult(_joined(self.tokens, added), reason.type)
             if self.task.on_abort is OnAbort.CONTINUE:
                 self.tokens = _joined(self.tokens, added)
             else:
@@ -121,7 +123,7 @@ class _Progress:
             if stalls:
                 backoff = FIRST_STALL_BACKOFF_S * 2 ** (stalls - 1)
                 await asyncio.sleep(min(backoff, MAX_STALL_BACKOFF_S))
-        return Generation(self.tokens, "length")
+        return AttemptResult(self.tokens, "length")
 
     async def _call(self, session: aiohttp.ClientSession) -> _Answer:
         task, self.num_calls = self.task, self.num_calls + 1

@@ -5,41 +5,217 @@ before a worker is sent anything, before an outcome is acknowledged to a worker,
 group is handed to the owner. So a process that is killed has told nobody anything that its
 journal does not say. A thread brings the file to disk every `journal_sync_s` seconds; a power
 cut can lose what is younger.
+
+Facts stand in the order in which they became true, and in the state that any prefix of them adds up to
+the staleness bound holds: a file that lost its end to a power cut is an older state, and no other.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, final
+from typing import Any, assert_never, final
+
+import msgspec
 
 from windlass.errors import ConfigError, RolloutError
 from windlass.net.line_file import LineFile
 from windlass.rollout.messages import RolloutOutcome, Work
-from windlass.rollout.persisted import (
-    Accepted,
-    Attempted,
-    Ended,
-    Entry,
-    PersistedState,
-    Resubmitted,
-    Submitted,
-    VersionReached,
-)
 from windlass.rollout.table import Record
 from windlass.rollout.workflows import encode_value
 
-__all__ = ["RolloutJournal"]
+__all__ = ["Attempted", "Entry", "PersistedState", "PersistedTask", "RolloutJournal", "Submitted"]
 
 logger = logging.getLogger(__name__)
+WRITE_AGAIN_S = 1.0
+"""After a write that failed: nobody tells when a disk has room again."""
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
+    """A process took over; what it knows of the past beside the tasks that follow.
+
+    Attributes:
+        identity: of the controller, the same in every process; workers know it by this.
+        run: how many processes there were before.
+        start_version, version, consumed: of the staleness policy.
+    """
+
+    identity: str
+    run: int
+    start_version: int
+    version: int
+    consumed: int
+
+
+class Submitted(msgspec.Struct, frozen=True, tag="submitted"):
+    """Tasks that differ in nothing but their id; `group_id` is -1 for one alone."""
+
+    task_ids: tuple[str, ...]
+    group_id: int
+    work: Work
+    metadata: bytes
+
+
+class Attempted(msgspec.Struct, frozen=True, kw_only=True, tag="attempted"):
+    """A worker was given it. `num_dispatches`: how often one was. Counts as running from here on.
+
+    `resubmits` and `oldest_version` are those of `table.Record`.
+    """
+
+    task_id: str
+    attempt: int
+    num_dispatches: int
+    engine: str
+    worker: str
+    failures: int = 0
+    rejections: int = 0
+    resubmits: int = 0
+    oldest_version: int | None = None
+
+
+class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
+    """It has an outcome."""
+
+    outcome: RolloutOutcome
+
+
+class Resubmitted(msgspec.Struct, frozen=True, tag="resubmitted"):
+    """It waits for admission again, without an outcome."""
+
+    task_id: str
+    rejections: int
+    resubmits: int = 0
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """Nothing more is owed. `num_consumed`: how many of them were consumed, not given up.
+
+    Below 0: so many of those that ended earlier were handed back by the owner.
+    """
+
+    task_ids: tuple[str, ...]
+    num_consumed: int = 0
+
+
+class VersionReached(msgspec.Struct, frozen=True, tag="version"):
+    """The consumer holds `version`."""
+
+    version: int
+
+
+Entry = Started | Submitted | Attempted | Accepted | Resubmitted | Ended | VersionReached
+
+
+@dataclass(slots=True, eq=False)
+class PersistedTask:
+    """One task that has not ended: submitted, at a worker, or with an outcome."""
+
+    task_id: str
+    submission: Submitted
+    attempt: Attempted | None = None
+    running: bool = False
+    outcome: RolloutOutcome | None = None
+
+
+@dataclass(slots=True)
+class PersistedState:
+    """What a journal adds up to; see `Started` for the first five."""
+
+    identity: str
+    run: int = 0
+    start_version: int = 0
+    version: int = -1
+    consumed: int = 0
+    tasks: dict[str, PersistedTask] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, entries: Iterable[Entry]) -> PersistedState | None:
+        """The state after these entries; None for none. Ids that are not known are ignored."""
+        persisted: PersistedState | None = None
+        for entry in entries:
+            if isinstance(entry, Started):
+                tasks = {} if persisted is None else persisted.tasks
+                persisted = cls(**msgspec.structs.asdict(entry), tasks=tasks)
+            elif persisted is not None:
+                persisted._apply(entry)
+        if persisted is not None:
+            persisted._drop_broken_groups()
+        return persisted
+
+    def _apply(
+        self, entry: Submitted | Attempted | Accepted | Resubmitted | Ended | VersionReached
+    ) -> None:
+        match entry:
+            case Submitted():
+                self.tasks.update({t: PersistedTask(t, entry) for t in entry.task_ids})
+            case Attempted() | Resubmitted():
+                self._move(self.tasks.get(entry.task_id), entry)
+            case Accepted():
+                self._move(self.tasks.get(entry.outcome.task_id), entry)
+            case Ended():
+                for task_id in entry.task_ids:
+                    self.tasks.pop(task_id, None)
+                self.consumed += entry.num_consumed
+            case VersionReached():
+                self.version = max(self.version, entry.version)
+            case _:
+                assert_never(entry)
+
+    @staticmethod
+    def _move(task: PersistedTask | None, entry: Attempted | Accepted | Resubmitted) -> None:
+        if task is None:
+            return
+        task.running = isinstance(entry, Attempted)
+        task.outcome = entry.outcome if isinstance(entry, Accepted) else None
+        if isinstance(entry, Attempted):
+            task.attempt = entry
+        elif isinstance(entry, Resubmitted) and task.attempt is not None:
+            task.attempt = msgspec.structs.replace(
+                task.attempt, rejections=entry.rejections, resubmits=entry.resubmits
+            )
+
+    def _drop_broken_groups(self) -> None:
+        """A group of which some samples were given up was given up as a whole."""
+        for task in list(self.tasks.values()):
+            if any(other not in self.tasks for other in task.submission.task_ids):
+                self.tasks.pop(task.task_id, None)
+
+    def submissions(self) -> Iterator[Submitted]:
+        """Of the tasks that have not ended, each once, in order."""
+        for task in self.tasks.values():
+            if task.task_id == task.submission.task_ids[0]:
+                yield task.submission
+
+    def entries(self) -> Iterator[Entry]:
+        """The shortest journal that adds up to this."""
+        yield Started(
+            identity=self.identity,
+            run=self.run,
+            start_version=self.start_version,
+            version=self.version,
+            consumed=self.consumed,
+        )
+        yield from self.submissions()
+        for task in self.tasks.values():
+            if task.attempt is not None:
+                yield task.attempt
+                if not task.running and task.outcome is None:
+                    yield Resubmitted(task.task_id, task.attempt.rejections, task.attempt.resubmits)
+            if task.outcome is not None:
+                yield Accepted(task.outcome)
 
 
 @final
 class RolloutJournal:
     """Append-only; without a path every call does nothing. Used in one event loop.
+
+    What cannot be written is kept and tried again. Until it is written nothing is taken on, handed
+    out or acknowledged, because it could be counted twice later.
 
     Args:
         path: of the file; its folder is made.
@@ -62,9 +238,10 @@ class RolloutJournal:
         self._path = None if path is None else Path(path)
         self._sync_s, self._compact_nbytes = sync_s, compact_nbytes
         self._file: LineFile[Entry] | None = None
+        self._added: list[Entry] = []
         self._flush_scheduled = False
         self._broken = ""
-        self._when_broken: list[Callable[[], None]] = []
+        self._listeners: list[Callable[[], None]] = []
         self._unacknowledged: dict[str, tuple[str, ...]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._upkeep: asyncio.Task[None] | None = None
@@ -79,47 +256,43 @@ class RolloutJournal:
         Raises:
             ConfigError: the file cannot be used, or another process uses it.
         """
+        fresh = PersistedState(uuid.uuid4().hex[:12], start_version=start_version)
         if self._path is None:
-            return PersistedState(uuid.uuid4().hex[:12], start_version=start_version)
+            return fresh
         entry: Any = Entry  # a union is a kind
-        self._file = LineFile(self._path, entry, first_line=b'{"type":"started"')
+        file = self._file = LineFile(self._path, entry, first_line=b'{"type":"started"')
         try:
-            persisted = PersistedState.of(self._file.found)
-            self._file.found = []
-            if persisted is None:
-                persisted = PersistedState(uuid.uuid4().hex[:12], start_version=start_version)
-            else:
+            persisted = PersistedState.of(file.found)
+            file.found = []
+            if persisted is not None:
                 persisted.run += 1
-            self._file.write_replacement(persisted.entries())
-            self._file.replace(self._file.nbytes)
+            file.write_replacement((persisted or fresh).entries())
+            file.replace(file.nbytes)
         except OSError as error:
-            self._file.close()
+            file.close()
             raise ConfigError(f"journal {self._path}: cannot be used: {error}") from error
-        self._compact_at = max(self._compact_nbytes, 2 * self._file.nbytes)
-        return persisted
+        self._compact_at = max(self._compact_nbytes, 2 * file.nbytes)
+        return persisted or fresh
 
     @property
     def broken(self) -> bool:
-        """Whether writing has failed; nothing may be started any more."""
+        """Whether writing has failed, and nothing may be started until it succeeds."""
         return bool(self._broken)
 
-    def when_broken(self, listener: Callable[[], None]) -> None:
-        """Call `listener` in the loop once writing has failed."""
-        self._when_broken.append(listener)
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call `listener` in the loop when writing has failed, and when it succeeds again."""
+        self._listeners.append(listener)
 
     def check(self) -> None:
         """Refuse work that cannot be made to last.
 
         Raises:
-            RolloutError: writing has failed before, or it is not open.
+            RolloutError: writing fails, or it is not open.
         """
-        self._check_whole()
-        if self.on and self._file is None:
-            raise RolloutError(f"journal {self._path}: must be open, the controller is not")
-
-    def _check_whole(self) -> None:
         if self._broken:
             raise RolloutError(f"journal {self._path}: {self._broken}")
+        if self.on and self._file is None:
+            raise RolloutError(f"journal {self._path}: must be open, the controller is not")
 
     # --- transitions -------------------------------------------------------------------------
 
@@ -130,7 +303,7 @@ class RolloutJournal:
 
         Raises:
             ConfigError: metadata that is not msgpack-plain.
-            RolloutError: writing has failed before.
+            RolloutError: writing fails.
         """
         if self.on:
             self.check()
@@ -202,38 +375,53 @@ class RolloutJournal:
     # --- the file ----------------------------------------------------------------------------
 
     def _add(self, entry: Entry) -> None:
-        if self._file is None or self._broken:
+        if self._file is None:
             return
-        self._file.add(entry)
+        self._added.append(entry)
         if not self._flush_scheduled:
             self._flush_scheduled = True
-            asyncio.get_running_loop().call_soon(self._flush_late)
+            asyncio.get_running_loop().call_soon(self._flush_later)
 
-    def _flush_late(self) -> None:
+    def _flush_later(self) -> None:
         self._flush_scheduled = False
-        if not self._broken:
+        with contextlib.suppress(RolloutError):  # whoever wants anything is told
             self.flush()
 
     def flush(self) -> None:
         """Have everything survive the end of this process.
 
         Raises:
-            RolloutError: the file cannot be written; from now on nothing is taken on, handed
-                out or acknowledged, because it could be counted twice later.
+            RolloutError: the file cannot be written.
         """
-        self._check_whole()
-        if self._file is None or not self._file.pending:
+        if self._file is None or not self._added:
             return
         try:
-            self._file.write()
+            self._write(self._file)
         except OSError as error:
-            self._broken = f"cannot be written: {error}"
-            logger.critical("journal %s: %s", self._path, self._broken)
-            for listener in self._when_broken:
-                listener()
-            self._check_whole()
+            was_broken, self._broken = self._broken, f"cannot be written: {error}"
+            if not was_broken:
+                logger.critical("journal %s: %s", self._path, self._broken)
+                self._tell()
+            if not self._flush_scheduled:
+                self._flush_scheduled = True
+                asyncio.get_running_loop().call_later(WRITE_AGAIN_S, self._flush_later)
+            raise RolloutError(f"journal {self._path}: {self._broken}") from error
+        if self._broken:
+            self._broken = ""
+            logger.warning("journal %s: is written again", self._path)
+            self._tell()
         if self._timer is None and self._upkeep is None:
             self._timer = asyncio.get_running_loop().call_later(self._sync_s, self._begin_upkeep)
+
+    def _write(self, file: LineFile[Entry]) -> None:
+        for entry in self._added:
+            file.add(entry)
+        file.write()
+        self._added.clear()
+
+    def _tell(self) -> None:
+        for listener in self._listeners:
+            listener()
 
     def _begin_upkeep(self) -> None:
         self._timer = None
@@ -254,6 +442,7 @@ class RolloutJournal:
         upto = file.nbytes
         if upto < self._compact_at:
             return
+        self._compact_at = 2 * upto  # unless it succeeds
         await asyncio.to_thread(_write_anew, file, upto)
         file.replace(upto)
         self._compact_at = max(self._compact_nbytes, 2 * file.nbytes)
@@ -267,7 +456,10 @@ class RolloutJournal:
             await asyncio.gather(self._upkeep, return_exceptions=True)
         file, self._file = self._file, None
         if file is not None:
-            file.close()
+            try:
+                self._write(file)
+            finally:
+                file.close()
 
 
 def _write_anew(file: LineFile[Entry], upto_nbytes: int) -> None:

@@ -19,7 +19,6 @@ import msgspec
 
 from windlass.errors import DECODE_ERRORS, ConfigError, PeerTimeout, RolloutError
 from windlass.net.logs import log_fields
-from windlass.rollout.deadlines import Deadlines
 from windlass.rollout.handles import (
     GroupHandle,
     Recovered,
@@ -28,7 +27,7 @@ from windlass.rollout.handles import (
     RolloutGroup,
     RolloutHandle,
 )
-from windlass.rollout.journal import RolloutJournal
+from windlass.rollout.journal import PersistedState, PersistedTask, RolloutJournal
 from windlass.rollout.messages import (
     LOCAL_WORKER,
     OnAbort,
@@ -38,9 +37,8 @@ from windlass.rollout.messages import (
     SamplingParams,
     Work,
 )
-from windlass.rollout.persisted import PersistedState, PersistedTask
 from windlass.rollout.staleness import StalenessPolicy
-from windlass.rollout.table import NOTHING, Group, Record, RolloutTable, State
+from windlass.rollout.table import NOTHING, Deadlines, Group, Record, RolloutTable, State
 
 __all__ = ["Lifecycle"]
 
@@ -82,7 +80,7 @@ class Lifecycle:
         self.first_attempt = 0
         self.table = RolloutTable()
         self.ready = asyncio.Event()
-        self.journal.when_broken(self.ready.set)
+        self.journal.on_change(self.ready.set)
         self.identity = self._prefix = uuid.uuid4().hex[:12]
         self._next_task = self._next_group = 0
         self._sampling: SamplingParams | None = None

@@ -1,8 +1,8 @@
 """What travels between controller, rollout workers and trainer ranks, as frozen msgspec types.
 
-Bodies are msgpack over HTTP. A rollout keeps its `task_id` for life; every time that it is
-handed to a worker it gets a new `attempt`. (task_id, attempt) identifies one piece of
-work: a worker runs it at most once, and the controller uses at most one outcome of it.
+A rollout keeps its `task_id` for life; every time that it is handed to a worker it gets a new
+`attempt`. (task_id, attempt) identifies one piece of work: a worker runs it at most once, and the
+controller uses at most one outcome of it.
 
 What exists once per rollout is hidden from the garbage collector (`gc=False`): it holds only
 plain values and cannot be part of a cycle, and walking tens of thousands of them takes longer
@@ -11,19 +11,27 @@ than a completion may.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from enum import StrEnum
 from itertools import chain
-from typing import TypeVar
+from typing import Annotated
 
 import msgspec
 
 from windlass.errors import DECODE_ERRORS, ConfigError, ProtocolError
+from windlass.net.messages import MAX_NAME_NBYTES, Codec, Envelope, Refused, Reply
 
 __all__ = [
-    "CONTENT_TYPE",
+    "CONTROLLER_FRAMES",
     "LOCAL_WORKER",
+    "MAX_FRAME_NBYTES",
+    "MAX_TOKENS",
+    "MAX_VALUE_ITEMS",
+    "MAX_VALUE_NBYTES",
+    "TRAINING_BATCHES",
+    "WORKER_FRAMES",
     "AttemptKey",
-    "CancelBatch",
     "CompletionAck",
     "CompletionBatch",
     "EngineTarget",
@@ -34,21 +42,37 @@ __all__ = [
     "RolloutTask",
     "SamplingParams",
     "TaskBatch",
-    "TasksAccepted",
     "TrainingBatch",
     "TrainingSample",
     "Turn",
     "Work",
+    "WorkerFrame",
     "WorkerHello",
-    "WorkerSnapshot",
+    "WorkerLeaving",
     "WorkerWelcome",
-    "decode",
-    "encode",
+    "check_value",
+    "decode_outcome",
+    "decode_outcomes",
 ]
 
-CONTENT_TYPE = "application/msgpack"
 LOCAL_WORKER = "controller"
 """Name of the worker that is the controller's own event loop."""
+MAX_FRAME_NBYTES = 64 << 20
+MAX_TOKENS = 1 << 22
+"""Of one prompt or one answer."""
+MAX_VALUE_NBYTES = 16 << 20
+"""Of what a workflow returns, or is given."""
+MAX_VALUE_ITEMS = 1 << 17
+"""Values in it, at any depth: an empty list is one byte, and 64 of them in memory."""
+SMALL_VALUE_NBYTES = 4096
+"""A value that is decoded to be checked, whatever it holds."""
+SMALL_FRAME_NBYTES = 256 << 10
+"""Of outcomes that are decoded in the event loop."""
+
+TokenIds = Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_TOKENS)]
+Logprobs = Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_TOKENS)]
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_NBYTES)]
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
 
 class OnAbort(StrEnum):
@@ -120,9 +144,9 @@ class EngineTarget(msgspec.Struct, frozen=True, gc=False):
 class Partial(msgspec.Struct, frozen=True, gc=False):
     """Tokens that are already there: ids, logprobs and weight versions, of equal length."""
 
-    output_ids: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    versions: tuple[int, ...] = ()
+    output_ids: TokenIds = ()
+    logprobs: Logprobs = ()
+    versions: TokenIds = ()
 
     def __post_init__(self) -> None:
         if not len(self.output_ids) == len(self.logprobs) == len(self.versions):
@@ -135,7 +159,7 @@ class Partial(msgspec.Struct, frozen=True, gc=False):
 class Turn(msgspec.Struct, frozen=True, gc=False):
     """One call of an engine by a workflow: what it was given, and what it answered."""
 
-    prompt_ids: tuple[int, ...]
+    prompt_ids: TokenIds
     output: Partial
     finish_reason: str
 
@@ -190,7 +214,6 @@ class RolloutOutcome(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """How one attempt ended. The prompt stays with the controller and is not sent back.
 
     Attributes:
-        seq: numbers the outcomes of one worker incarnation from 1.
         result: the tokens; of an error, those that survived.
         finish_reason: the engine's word (`stop`, `length`), empty unless accepted.
         error: one line, empty unless an error.
@@ -201,7 +224,6 @@ class RolloutOutcome(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
     task_id: str
     attempt: int
-    seq: int
     status: OutcomeStatus
     result: Partial
     engine: str
@@ -213,13 +235,8 @@ class RolloutOutcome(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     value: bytes = b""
 
     def __post_init__(self) -> None:
-        _check_plain("value", self.value)
-
-    def num_tokens(self) -> int:
-        """How many tokens travel with it, prompts of turns included."""
-        return len(self.result.output_ids) + sum(
-            [len(turn.prompt_ids) + len(turn.output.output_ids) for turn in self.turns]
-        )
+        if self.value:
+            check_value("value", self.value)
 
     def versions(self) -> tuple[int, ...]:
         """The weight version of every generated token, those of all turns included."""
@@ -239,79 +256,65 @@ class AttemptKey(msgspec.Struct, frozen=True, gc=False, array_like=True):
     attempt: int
 
 
-# --- controller -> worker ----------------------------------------------------------------
-
-
-class TaskBatch(msgspec.Struct, frozen=True):
-    """POST /rollouts. Answered with 202 before anything runs."""
-
-    tasks: tuple[RolloutTask, ...]
-
-
-class TasksAccepted(msgspec.Struct, frozen=True):
-    """The answer to `TaskBatch`: how many were new, and which incarnation took them."""
-
-    incarnation: str
-    num_new: int
-
-
-class CancelBatch(msgspec.Struct, frozen=True):
-    """POST /cancel. Unknown keys are ignored."""
-
-    keys: tuple[AttemptKey, ...]
-
-
-class WorkerSnapshot(msgspec.Struct, frozen=True):
-    """GET /completions?since=SEQ: unacknowledged outcomes after SEQ, and what still runs."""
-
-    worker: str
-    incarnation: str
-    outcomes: tuple[RolloutOutcome, ...]
-    running: tuple[AttemptKey, ...]
-
-
 # --- worker -> controller ----------------------------------------------------------------
 
 
-class WorkerHello(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /v1/workers.
+class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """The first frame of a connection.
 
     Attributes:
         incarnation: random per process, so that a restarted worker is told apart.
         max_concurrent: attempts that it runs at a time; it is never given more.
         workflows: names of the user code that it was started with.
+        attempts: that it runs, or whose outcomes it keeps.
+        newest_epoch: of the calls that it has received; those of a new controller are above it.
     """
 
-    name: str
-    url: str
-    incarnation: str
-    max_concurrent: int
+    protocol_version: int
+    name: _Name
+    incarnation: _Name
+    max_concurrent: Annotated[int, msgspec.Meta(ge=1)]
     workflows: tuple[str, ...] = ()
+    attempts: tuple[AttemptKey, ...] = ()
+    newest_epoch: _Count = 0
 
 
-class WorkerWelcome(msgspec.Struct, frozen=True):
-    """The answer to `WorkerHello`: the controller's own incarnation."""
+class CompletionBatch(msgspec.Struct, frozen=True, tag="completions"):
+    """Outcomes, each sent until it was acknowledged.
+
+    Attributes:
+        last: number of the last of them; a worker numbers its outcomes from 1.
+        outcomes: a `RolloutOutcome` each, which `decode_outcomes` reads.
+    """
+
+    last: _Count
+    outcomes: tuple[msgspec.Raw, ...]
+
+
+class WorkerLeaving(msgspec.Struct, frozen=True, tag="leaving"):
+    """The worker ends as soon as its outcomes are acknowledged, and takes no more attempts."""
+
+
+# --- controller -> worker ----------------------------------------------------------------
+
+
+class WorkerWelcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """The answer to `WorkerHello`: the controller's identity, which outlives its processes if it has a journal."""
 
     controller: str
 
 
-class CompletionBatch(msgspec.Struct, frozen=True):
-    """POST /v1/completions, at least once per outcome."""
+class TaskBatch(msgspec.Struct, frozen=True):
+    """A call: run these attempts, each at most once, and cancel those; unknown ones are ignored."""
 
-    worker: str
-    incarnation: str
-    outcomes: tuple[RolloutOutcome, ...]
+    tasks: tuple[RolloutTask, ...]
+    cancelled: tuple[AttemptKey, ...] = ()
 
 
-class CompletionAck(msgspec.Struct, frozen=True):
-    """The outcomes that the worker may forget.
+class CompletionAck(msgspec.Struct, frozen=True, tag="completed"):
+    """Outcomes up to the number `last` may be forgotten."""
 
-    Attributes:
-        registered: False tells the worker to register (again).
-    """
-
-    seqs: tuple[int, ...]
-    registered: bool = True
+    last: int
 
 
 # --- controller -> trainer ranks -----------------------------------------------------------
@@ -342,44 +345,87 @@ class TrainingBatch(msgspec.Struct, frozen=True):
     samples: tuple[TrainingSample, ...]
 
 
-Body = (
-    TaskBatch
-    | TasksAccepted
-    | CancelBatch
-    | WorkerSnapshot
-    | WorkerHello
-    | WorkerWelcome
-    | CompletionBatch
-    | CompletionAck
-    | TrainingBatch
+WorkerFrame = WorkerHello | CompletionBatch | WorkerLeaving | Reply[None]
+ControllerFrame = WorkerWelcome | CompletionAck | Envelope[TaskBatch] | Refused
+
+WORKER_FRAMES: Codec[WorkerFrame] = Codec(
+    WorkerFrame, "frame of a worker", max_nbytes=MAX_FRAME_NBYTES
 )
-BodyT = TypeVar("BodyT", bound=Body)
+CONTROLLER_FRAMES: Codec[ControllerFrame] = Codec(
+    ControllerFrame, "frame of the controller", max_nbytes=MAX_FRAME_NBYTES
+)
+TRAINING_BATCHES: Codec[TrainingBatch] = Codec(TrainingBatch, "training batch")
+_OUTCOMES: Codec[RolloutOutcome] = Codec(RolloutOutcome, "outcome")
 
-_encoder = msgspec.msgpack.Encoder()
+
+def decode_outcome(raw: msgspec.Raw) -> RolloutOutcome:
+    """Decode one outcome of a batch.
+
+    Raises:
+        ProtocolError: it is none.
+    """
+    return _OUTCOMES.decode(raw)
 
 
-def _check_plain(name: str, value: bytes) -> None:
-    """Opaque bytes of a message are msgpack, or their user would fail in the middle of using them."""
-    if not value:
-        return
+async def decode_outcomes(batch: CompletionBatch) -> list[RolloutOutcome]:
+    """Decode a batch: a large one in a thread, one outcome at a time, so that the loop goes on meanwhile.
+
+    Raises:
+        ProtocolError: one of them is no outcome.
+    """
+    if sum(map(len, batch.outcomes)) <= SMALL_FRAME_NBYTES:
+        return [decode_outcome(raw) for raw in batch.outcomes]
+    return await asyncio.to_thread(_decode_all, batch.outcomes)
+
+
+def _decode_all(outcomes: Sequence[msgspec.Raw]) -> list[RolloutOutcome]:
+    return [decode_outcome(raw) for raw in outcomes]
+
+
+def check_value(what: str, value: bytes) -> None:
+    """Opaque bytes of a message are msgpack, or their user would fail in the middle of using them.
+
+    Decoded they may take `MAX_VALUE_ITEMS` objects more than bytes.
+
+    Raises:
+        ProtocolError: they are not, or too large.
+    """
+    if len(value) > MAX_VALUE_NBYTES:
+        raise ProtocolError(f"{what} must be of at most {MAX_VALUE_NBYTES} bytes, got {len(value)}")
+    if len(value) > SMALL_VALUE_NBYTES and not _has_few_items(value):
+        raise ProtocolError(
+            f"{what} must hold at most {MAX_VALUE_ITEMS} values, got more in {len(value)} bytes"
+        )
     try:
         msgspec.msgpack.decode(value)
     except DECODE_ERRORS as error:
-        raise ProtocolError(f"{name} of {len(value)} bytes: {error}") from error
+        raise ProtocolError(f"{what} of {len(value)} bytes: {error}") from error
 
 
-def encode(body: Body) -> bytes:
-    """The wire form of a body."""
-    return _encoder.encode(body)
+_LENGTH_NBYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
+"""First byte of a value whose length follows -> bytes of the length: bin, ext, str."""
+_PAYLOAD_NBYTES = bytes(
+    [0] * 160  # small integers, headers of small maps and arrays
+    + [*range(32)]  # short strings
+    + [0] * 7  # nil, booleans, bin
+    + [1] * 3  # ext: its type
+    + [4, 8, 1, 2, 4, 8, 1, 2, 4, 8]  # floats, integers
+    + [2, 3, 5, 9, 17]  # ext of fixed lengths, with its type
+    + [0] * 3  # str
+    + [2, 4, 2, 4]  # headers of arrays and maps
+    + [0] * 32  # small negative integers
+)
+"""First byte of a value -> bytes that follow, beside a length and what that counts."""
 
 
-def decode(data: bytes, kind: type[BodyT]) -> BodyT:
-    """Decode a body of a known kind.
-
-    Raises:
-        ProtocolError: not such a body.
-    """
-    try:
-        return msgspec.msgpack.decode(data, type=kind)
-    except (*DECODE_ERRORS, ConfigError, ProtocolError) as error:
-        raise ProtocolError(f"{kind.__name__} of {len(data)} bytes: {error}") from error
+def _has_few_items(value: bytes) -> bool:
+    """Whether there are no more headers in it than allowed; what is in a container follows its header."""
+    at = num_items = 0
+    while at < len(value):
+        num_items += 1
+        if num_items > MAX_VALUE_ITEMS:
+            return False
+        code = value[at]
+        after = at + 1 + _LENGTH_NBYTES.get(code, 0)
+        at = after + int.from_bytes(value[at + 1 : after]) + _PAYLOAD_NBYTES[code]
+    return True

@@ -9,18 +9,71 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import final
 
 import msgspec
 
-from windlass.rollout.deadlines import Ticket
 from windlass.rollout.handles import Rollout, RolloutGroup
-from windlass.rollout.messages import Partial, RolloutOutcome, Work
+from windlass.rollout.messages import AttemptKey, Partial, RolloutOutcome, Work
 
-__all__ = ["RolloutTable", "Counts", "Group", "Record", "State"]
+__all__ = ["NOTHING", "Counts", "Deadlines", "Group", "Record", "RolloutTable", "State", "Ticket"]
 
 NOTHING = Partial()
+
+
+@final
+class Ticket:
+    """The running deadline of an attempt. `ends` is in seconds of the loop's clock."""
+
+    __slots__ = ("_running", "ends", "record")
+
+    def __init__(self, record: Record, ends: float, running: dict[Ticket, None]) -> None:
+        self.record, self.ends, self._running = record, ends, running
+
+    def cancel(self) -> None:
+        """It will not pass. Idempotent."""
+        self._running.pop(self, None)
+
+
+@final
+class Deadlines:
+    """Calls `passed` with every record whose deadline passes; tens of thousands run at a time.
+
+    All have one length and therefore pass in the order in which they were started: a queue and
+    one timer of the loop serve them all, and starting or cancelling one costs no heap operation.
+
+    Args:
+        length_s: of every deadline.
+        passed: called in the event loop.
+    """
+
+    def __init__(self, length_s: float, passed: Callable[[Record], None]) -> None:
+        self._length_s, self._passed = length_s, passed
+        self._running: dict[Ticket, None] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, record: Record) -> Ticket:
+        """Start a deadline from now."""
+        loop = asyncio.get_running_loop()
+        ticket = Ticket(record, loop.time() + self._length_s, self._running)
+        self._running[ticket] = None
+        if self._timer is None:
+            self._timer = loop.call_at(ticket.ends, self._look)
+        return ticket
+
+    def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = None
+        while self._running:
+            first = next(iter(self._running))
+            if first.ends > loop.time():
+                self._timer = loop.call_at(first.ends, self._look)
+                return
+            first.cancel()
+            self._passed(first.record)
 
 
 class State(Enum):
@@ -88,8 +141,13 @@ class Record:
     outcome: RolloutOutcome | None = None
     finished_at: float = 0.0
     queue: dict[str, Record] | None = None
-    timer: asyncio.TimerHandle | Ticket[Record] | None = None
+    timer: asyncio.TimerHandle | Ticket | None = None
     expiry: asyncio.TimerHandle | None = None
+
+    @property
+    def key(self) -> AttemptKey:
+        """Of its last attempt."""
+        return AttemptKey(self.task_id, self.attempt)
 
     def stop_timer(self) -> None:
         """Cancel the timer of the attempt or of the backoff, if any."""
@@ -158,6 +216,12 @@ class RolloutTable:
         self.ready: OrderedDict[int, Group] = OrderedDict()
         self.by_engine: dict[str, dict[str, Record]] = {}
         self.counts = Counts()
+        self._queues: dict[State, dict[str, Record]] = {
+            State.WAITING: self.waiting,
+            State.QUEUED: self.queued,
+            State.BACKOFF: self.backoff,
+            State.BUFFERED: self.buffered,
+        }
 
     def move(self, record: Record, state: State, *, front: bool = False) -> None:
         """Take a record out of the queue where it is and put it into another.
@@ -186,20 +250,12 @@ class RolloutTable:
 
     def _queue_of(self, record: Record) -> dict[str, Record]:
         match record.state:
-            case State.WAITING:
-                return self.waiting
-            case State.QUEUED:
-                return self.queued
             case State.PARKED:
                 return self.parked.setdefault(record.work.workflow, OrderedDict())
             case State.RUNNING:
                 return self.by_engine.setdefault(record.load_key, {})
-            case State.BACKOFF:
-                return self.backoff
-            case State.BUFFERED:
-                return self.buffered
-            case State.ENDED:
-                return {}
+            case state:
+                return self._queues[state]
 
     def running(self) -> list[Record]:
         """The records that are at workers."""

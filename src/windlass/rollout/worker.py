@@ -1,10 +1,373 @@
-"""Entry point of a worker process that knows no workflows: `windlass.rollout.runner`."""
+"""A rollout worker process: runs attempts, and keeps their outcomes until the controller has them.
+
+`python -m windlass.rollout.worker --controller URL --name worker-0`
+
+The token is read from WINDLASS_TOKEN, and what workflows start does not inherit it. The worker
+connects to the controller and listens nowhere.
+"""
 
 from __future__ import annotations
 
+import argparse
+import asyncio
+import concurrent.futures
+import logging
+import resource
+import signal
 import sys
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
 
-from windlass.rollout.runner import run_rollout_worker
+import aiohttp
+import msgspec
+
+from windlass.envs import ENGINE_TOKEN_VARIABLE, control_token, secret_value
+from windlass.errors import AuthenticationError, ConfigError, PeerUnreachable, ProtocolError
+from windlass.net.access import Access, role_token
+from windlass.net.logs import configure_logging
+from windlass.net.messages import PROTOCOL_VERSION, Envelope, encode
+from windlass.net.rpc_client import Client
+from windlass.net.sockets import open_http
+from windlass.rollout.messages import (
+    CONTROLLER_FRAMES,
+    MAX_FRAME_NBYTES,
+    AttemptKey,
+    CompletionAck,
+    CompletionBatch,
+    OutcomeStatus,
+    Partial,
+    RolloutOutcome,
+    TaskBatch,
+    WorkerHello,
+    WorkerLeaving,
+    WorkerWelcome,
+    decode_outcome,
+)
+from windlass.rollout.workflows import Attempts, Workflow, check_workflows
+
+__all__ = ["RolloutWorker", "WorkerSettings", "run_rollout_worker", "run_worker"]
+
+logger = logging.getLogger(__name__)
+REMEMBERED_ATTEMPTS = 1 << 16
+MAX_OUTCOMES_PER_BATCH = 64
+MAX_BATCH_NBYTES = 16 << 20
+MAX_OUTCOME_NBYTES = MAX_FRAME_NBYTES - (1 << 20)
+CHECKED_NBYTES = 1 << 20
+"""An outcome that is larger is read here before it is sent: the controller would refuse it for ever."""
+OTHER_DESCRIPTORS = 24
+"""What a worker has open beside connections to engines."""
+
+
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker process is told.
+
+    Attributes:
+        controller: base URL of the controller.
+        name: unique among the controller's workers.
+        max_concurrent: attempts at a time, if there are descriptors for as many.
+        call_deadline_s: outcomes that are not acknowledged by then are sent again.
+        controller_gone_s: exit when the controller cannot be reached this long.
+        shutdown_s: on SIGTERM, time to hand over what is there.
+    """
+
+    controller: str
+    name: str
+    max_concurrent: int = 1024
+    call_deadline_s: float = 10.0
+    controller_gone_s: float = 60.0
+    shutdown_s: float = 5.0
+
+
+@final
+class _InLoop(concurrent.futures.Executor):
+    """Does at once what it is given: calls of a worker only start attempts."""
+
+    def submit(  # type: ignore[override]  # the loop gives no arguments by name
+        self, fn: Callable[..., Any], /, *args: Any
+    ) -> concurrent.futures.Future[Any]:
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        future.set_result(fn(*args))
+        return future
+
+
+@final
+class RolloutWorker(Client[TaskBatch, None, WorkerWelcome | CompletionAck]):
+    """Runs attempts of one worker incarnation; call everything in one event loop.
+
+    Outcomes are delivered at least once and in order, one batch in flight. One is sent at once when
+    nothing is in flight; those that end meanwhile form the next batch. So the batch grows with the
+    load and nobody waits for a timer.
+
+    Args:
+        settings: `controller`, name and times.
+        token: shown to the controller.
+        engine_session: carries the engines' token; no limit on connections.
+        workflows: user code by name.
+    """
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        token: str,
+        engine_session: aiohttp.ClientSession,
+        workflows: Mapping[str, Workflow] | None = None,
+    ) -> None:
+        super().__init__(
+            settings.controller,
+            "/v1/workers",
+            token,
+            CONTROLLER_FRAMES,
+            executor=_InLoop(),
+            loop=asyncio.get_running_loop(),
+            give_up_s=settings.controller_gone_s,
+            keeps_calls=True,
+        )
+        known = check_workflows(workflows)
+        self._settings = settings
+        self._hello = WorkerHello(
+            protocol_version=PROTOCOL_VERSION,
+            name=settings.name,
+            incarnation=uuid.uuid4().hex[:12],
+            max_concurrent=settings.max_concurrent,
+            workflows=tuple(sorted(known)),
+        )
+        self._attempts = Attempts(engine_session, known, self._hello, self._ended)
+        self._controller = ""
+        self._remembered: OrderedDict[AttemptKey, None] = OrderedDict()
+        self._kept: OrderedDict[int, tuple[AttemptKey, bytes]] = OrderedDict()
+        self._num_outcomes = 0
+        self._work, self._answered, self._empty = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._empty.set()
+
+    # --- net.rpc_client.Client -----------------------------------------------------------------
+
+    def hello(self) -> WorkerHello:
+        """See `Client`."""
+        running = [AttemptKey(*key) for key in self._attempts.running]
+        kept = [key for key, _ in self._kept.values()]
+        return msgspec.structs.replace(
+            self._hello, attempts=(*running, *kept), newest_epoch=self._store.newest[0]
+        )
+
+    def execute(self, call: Envelope[TaskBatch]) -> None:
+        """Start attempts that were never seen before, and cancel those that run and shall not."""
+        for task in call.command.tasks:
+            key = AttemptKey(task.task_id, task.attempt)
+            if (task.task_id, task.attempt) in self._attempts.running or key in self._remembered:
+                continue
+            self._attempts.start(task)
+        for key in call.command.cancelled:
+            self._attempts.cancel(key.task_id, key.attempt)
+
+    def failed(self, error: Exception, command: TaskBatch) -> None:
+        """See `Client`; the controller asks for attempts that it misses."""
+        logger.error("%d tasks were not taken: %s", len(command.tasks), error)
+
+    def on_frame(self, frame: WorkerWelcome | CompletionAck) -> None:
+        """See `Client`."""
+        if isinstance(frame, CompletionAck):
+            while self._kept and next(iter(self._kept)) <= frame.last:
+                self._kept.popitem(last=False)
+            if not self._kept:
+                self._empty.set()
+            self._answered.set()
+            return
+        # Attempts of a controller process that is gone would only hold engines.
+        if self._controller not in {"", frame.controller}:
+            self._attempts.cancel_all()
+        self._controller = frame.controller
+
+    async def on_connected(self) -> None:
+        """See `Client`: what was not acknowledged is sent again."""
+        self._work.set()
+
+    def on_lost(self) -> None:
+        """See `Client`: no answer will come."""
+        self._answered.set()
+
+    # --- outcomes ------------------------------------------------------------------------------
+
+    def _ended(self, outcome: RolloutOutcome) -> None:
+        """However the attempt ended, the controller hears of it, or it would wait in vain."""
+        key = AttemptKey(outcome.task_id, outcome.attempt)
+        self._remembered[key] = None
+        if len(self._remembered) > REMEMBERED_ATTEMPTS:
+            self._remembered.popitem(last=False)
+        self._num_outcomes += 1
+        self._kept[self._num_outcomes] = key, _encoded(outcome)
+        self._empty.clear()
+        self._work.set()
+
+    async def _deliver(self) -> None:
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            while self._kept:
+                self._answered.clear()
+                if not await self.send(self._next_batch()):
+                    break  # the next connection begins with it
+                try:
+                    async with asyncio.timeout(self._settings.call_deadline_s):
+                        await self._answered.wait()
+                except TimeoutError:
+                    logger.info("outcomes were not acknowledged, and are sent again")
+
+    def _next_batch(self) -> CompletionBatch:
+        batch: list[msgspec.Raw] = []
+        nbytes = last = 0
+        for number, (_, outcome) in self._kept.items():
+            nbytes += len(outcome)
+            if batch and (nbytes > MAX_BATCH_NBYTES or len(batch) == MAX_OUTCOMES_PER_BATCH):
+                break
+            batch.append(msgspec.Raw(outcome))
+            last = number
+        return CompletionBatch(last, tuple(batch))
+
+    # --- the process ---------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Stay connected and deliver until cancelled, refused, or too long without a controller."""
+        delivery = asyncio.create_task(self._deliver(), name="outcomes")
+        try:
+            await super().run()
+        finally:
+            delivery.cancel()
+            await asyncio.gather(delivery, return_exceptions=True)
+
+    async def shut_down(self, deadline_s: float) -> None:
+        """End running attempts with an error that makes the controller try them elsewhere.
+
+        Returns once the controller has acknowledged all outcomes, or after `deadline_s`.
+        """
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self.send(WorkerLeaving())
+                await self._attempts.stop(deadline_s)
+                await self._empty.wait()
+        except TimeoutError:
+            return
+
+
+def _encoded(outcome: RolloutOutcome) -> bytes:
+    """The outcome as it is sent; an error in place of one that the controller would refuse."""
+    encoded = encode(outcome)
+    if len(encoded) <= CHECKED_NBYTES:
+        return encoded
+    try:
+        if len(encoded) <= MAX_OUTCOME_NBYTES:
+            decode_outcome(msgspec.Raw(encoded))
+            return encoded
+        reason = f"it must be of at most {MAX_OUTCOME_NBYTES} bytes, got {len(encoded)}"
+    except ProtocolError as error:
+        reason = str(error)
+    return encode(
+        msgspec.structs.replace(
+            outcome,
+            status=OutcomeStatus.ERROR,
+            result=Partial(),
+            finish_reason="",
+            turns=(),
+            value=b"",
+            error=f"worker {outcome.worker}: the outcome cannot be sent: {reason}",
+        )
+    )
+
+
+def _check_descriptors(settings: WorkerSettings) -> WorkerSettings:
+    """Take no more attempts than there can be connections: half for what runs, half idle."""
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    if limit == resource.RLIM_INFINITY:
+        return settings
+    room = max((limit - OTHER_DESCRIPTORS) // 2, 1)
+    if room >= settings.max_concurrent:
+        return settings
+    logger.warning(
+        "max_concurrent is %d, not %d: this process may open no more than %d files",
+        *(room, settings.max_concurrent, limit),
+    )
+    return msgspec.structs.replace(settings, max_concurrent=room)
+
+
+async def run_worker(
+    settings: WorkerSettings,
+    token: str,
+    workflows: Mapping[str, Workflow] | None = None,
+    *,
+    engine_token: str = "",
+) -> bool:
+    """Work until SIGTERM or SIGINT, or until the controller has been gone too long.
+
+    Args:
+        settings: see there.
+        token: the owner's secret, or the token of role worker.
+        workflows: user code by name.
+        engine_token: shown to engines; derived from `token`, for role client, when empty.
+
+    Returns:
+        True after a signal, False when the controller was gone.
+
+    Raises:
+        ConfigError: the token is empty, or an address or a name is none.
+        AuthenticationError: the controller refuses the token.
+        ProtocolError: the controller refuses this worker.
+    """
+    engine_token = engine_token or role_token(token, Access.CLIENT)
+    async with open_http(engine_token, unbounded=True) as engine_session:
+        worker = RolloutWorker(_check_descriptors(settings), token, engine_session, workflows)
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        life = asyncio.create_task(worker.run(), name="worker")
+        stopped = asyncio.create_task(stop.wait(), name="stop")
+        await asyncio.wait({life, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if stop.is_set():
+            await worker.shut_down(settings.shutdown_s)
+        for task in (life, stopped):
+            task.cancel()
+        await asyncio.gather(life, stopped, return_exceptions=True)
+        if stop.is_set():
+            return True
+        try:
+            worker.ended.result(0)
+        except PeerUnreachable as error:
+            logger.error("%s", error)  # noqa: TRY400  (one line is what the user needs)
+        return False
+
+
+def _settings(arguments: Sequence[str] | None) -> WorkerSettings:
+    parser = argparse.ArgumentParser(prog="python -m windlass.rollout.worker", description=__doc__)
+    for field in msgspec.structs.fields(WorkerSettings):
+        flag = f"--{field.encode_name.replace('_', '-')}"
+        parser.add_argument(flag, type=field.type, default=field.default, required=field.required)
+    return msgspec.convert(vars(parser.parse_args(arguments)), type=WorkerSettings)
+
+
+def run_rollout_worker(
+    workflows: Mapping[str, Workflow], arguments: Sequence[str] | None = None
+) -> int:
+    """Be a worker process that knows these workflows; call it from your own `__main__`.
+
+    Args:
+        workflows: user code by the name under which it is submitted. It runs, and starts processes, with no
+            token in the environment.
+        arguments: as of `python -m windlass.rollout.worker`; the command line when omitted.
+
+    Returns:
+        0 after a signal, 1 when the controller was gone, 2 when it refused.
+    """
+    settings = _settings(arguments)
+    try:
+        configure_logging(settings.name)
+        token, engine_token = control_token(), secret_value(ENGINE_TOKEN_VARIABLE)
+        served = asyncio.run(run_worker(settings, token, workflows, engine_token=engine_token))
+    except (AuthenticationError, ConfigError, ProtocolError) as error:
+        logger.error("%s", error)  # noqa: TRY400  (one line is what the user needs)
+        return 2
+    return 0 if served else 1
+
 
 if __name__ == "__main__":
     sys.exit(run_rollout_worker({}))

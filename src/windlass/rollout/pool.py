@@ -1,0 +1,457 @@
+"""The controller's end of rollout workers: who is there, what each was handed, and when it is lost.
+
+A worker process opens one WebSocket, like every peer of a controller (`net/rpc.py`), and opens it again
+whenever it is lost: it needs no port of its own. Tasks are calls, sent again until they are answered;
+outcomes are kept by the worker until they are acknowledged. Whenever a connection begins, both sides
+compare what they know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import final
+
+from aiohttp import web
+
+from windlass.errors import ProtocolError, RolloutError
+from windlass.net.access import Access, role_token
+from windlass.net.messages import PROTOCOL_VERSION, Garbled, MustWait, Reply, check_name
+from windlass.net.rpc import Session, serve
+from windlass.net.sockets import open_http
+from windlass.rollout.handles import RolloutConfig
+from windlass.rollout.messages import (
+    LOCAL_WORKER,
+    MAX_FRAME_NBYTES,
+    WORKER_FRAMES,
+    AttemptKey,
+    CompletionAck,
+    CompletionBatch,
+    RolloutOutcome,
+    RolloutTask,
+    TaskBatch,
+    WorkerFrame,
+    WorkerHello,
+    WorkerLeaving,
+    WorkerWelcome,
+    decode_outcomes,
+)
+from windlass.rollout.workflows import Attempts, Workflow
+
+__all__ = ["LocalWorker", "RemoteWorker", "Worker", "WorkerPool"]
+
+logger = logging.getLogger(__name__)
+MAX_REPLACED = 4096
+"""Processes whose name another one has: the newest are known when they come back."""
+CALL_DEADLINE_S = 10.0
+RECONNECT_S = 3.0
+"""For a worker that has closed its connection to open another one; one that has ended never does."""
+STOP_DEADLINE_S = 5.0
+# Few enough to stay in the cache of the core that decodes and uses them; the loop is free again soon.
+MAX_TASKS_PER_CALL = 64
+MAX_TOKENS_PER_CALL = 1 << 20
+GATHER_S = 0.005
+
+
+class Worker(ABC):
+    """One incarnation of a worker, and the attempts that it was handed.
+
+    Attributes:
+        hello: how it introduced itself.
+        assigned: task_id -> attempt that it is responsible for.
+    """
+
+    def __init__(self, hello: WorkerHello) -> None:
+        self.hello = hello
+        self.assigned: dict[str, int] = {}
+        self._takes_no_more = False
+
+    @property
+    def free_slots(self) -> int:
+        """How many more attempts the worker takes."""
+        return 0 if self._takes_no_more else self.hello.max_concurrent - len(self.assigned)
+
+    def can_run(self, workflow: str) -> bool:
+        """Whether it has a slot now and knows the workflow; "" is a plain prompt."""
+        return self.free_slots > 0 and (not workflow or workflow in self.hello.workflows)
+
+    def release(self, task_id: str, attempt: int) -> bool:
+        """The attempt ended; returns whether it was assigned here."""
+        if self.assigned.get(task_id) != attempt:
+            return False
+        del self.assigned[task_id]
+        return True
+
+    @abstractmethod
+    def enqueue(self, task: RolloutTask) -> None:
+        """Have the worker run a task."""
+
+    @abstractmethod
+    def withdraw(self, task_id: str, attempt: int) -> None:
+        """Cancel an attempt, if it is assigned here."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """End everything; return when it has ended."""
+
+
+@final
+class LocalWorker(Worker):
+    """A worker without a process: attempts run in the controller's own event loop.
+
+    For workflows that hold what cannot be moved into another process. Code that blocks here delays
+    completions; a worker process keeps that apart.
+
+    Args:
+        hello: identity and limit.
+        workflows: user code by name.
+        on_outcomes: given the outcome of every attempt.
+        token: the owner's secret; engines are shown the one that it gives rollout clients.
+    """
+
+    def __init__(
+        self,
+        hello: WorkerHello,
+        workflows: Mapping[str, Workflow],
+        on_outcomes: Callable[[Sequence[RolloutOutcome]], None],
+        token: str,
+    ) -> None:
+        super().__init__(hello)
+        self._on_outcomes = on_outcomes
+        self._session = open_http(role_token(token, Access.CLIENT), unbounded=True)
+        self._attempts = Attempts(self._session, workflows, hello, self._ended)
+
+    def enqueue(self, task: RolloutTask) -> None:
+        """Start the attempt."""
+        self.assigned[task.task_id] = task.attempt
+        self._attempts.start(task)
+
+    def withdraw(self, task_id: str, attempt: int) -> None:
+        """Cancel an attempt, if it is assigned here."""
+        if self.release(task_id, attempt):
+            self._attempts.cancel(task_id, attempt)
+
+    async def stop(self) -> None:
+        """Cancel what runs; return when it has ended."""
+        self._takes_no_more = True
+        await self._attempts.stop(STOP_DEADLINE_S)
+        await self._session.close()
+
+    def _ended(self, outcome: RolloutOutcome) -> None:
+        if not self._takes_no_more:
+            self._on_outcomes((outcome,))
+
+
+@final
+class RemoteWorker(Worker, Session[TaskBatch, None]):
+    """A worker process, over all its connections. One call is under way at a time.
+
+    Args:
+        hello: how it introduced itself.
+        running: attempts that an earlier controller process had sent.
+    """
+
+    def __init__(self, hello: WorkerHello, running: Mapping[str, int]) -> None:
+        Worker.__init__(self, hello)
+        Session.__init__(self, f"worker {hello.name}", keeps_calls=True)
+        self.assigned.update(running)
+        self.lost_timer: asyncio.TimerHandle | None = None
+        self._outbox: OrderedDict[str, RolloutTask] = OrderedDict()
+        self._cancelled: list[AttemptKey] = []
+        self._under_way: frozenset[str] = frozenset()
+        self._epoch, self._num_calls = hello.newest_epoch + 1, 0
+        self._work = asyncio.Event()
+        self._sender = asyncio.create_task(self._send_forever(), name=f"tasks of {hello.name}")
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection now."""
+        return self._socket is not None
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the process ends, and has handed over all that it had."""
+        return self._takes_no_more and not self.assigned
+
+    def leave(self) -> None:
+        """Take no more: the process ends."""
+        self._takes_no_more = True
+
+    def enqueue(self, task: RolloutTask) -> None:
+        """Send a task with the next call."""
+        self.assigned[task.task_id] = task.attempt
+        self._outbox[task.task_id] = task
+        self._work.set()
+
+    def withdraw(self, task_id: str, attempt: int) -> None:
+        """Cancel an attempt, if it is assigned here; one that was not sent never leaves."""
+        if self.release(task_id, attempt) and self._outbox.pop(task_id, None) is None:
+            self._cancelled.append(AttemptKey(task_id, attempt))
+            self._work.set()
+
+    def compare(self, hello: WorkerHello) -> list[AttemptKey]:
+        """Cancel what the worker has and nobody wants; return what it should have and has not."""
+        wanted = {AttemptKey(*item) for item in self.assigned.items()}
+        # A cancellation, or the knowledge of the attempt, was lost with a controller process.
+        self._cancelled += set(hello.attempts) - wanted
+        if self._cancelled:
+            self._work.set()
+        unknown = wanted.difference(hello.attempts)
+        sent = self._under_way.union(self._outbox)
+        return [key for key in unknown if key.task_id not in sent]
+
+    def detach(self, socket: web.WebSocketResponse, reason: str) -> None:  # noqa: ARG002
+        """This connection is gone; calls wait for the next."""
+        if self._socket is socket:
+            self._socket = None
+
+    async def stop(self) -> None:
+        """End the connection; return when it has ended."""
+        self._takes_no_more = True
+        if self.lost_timer is not None:
+            self.lost_timer.cancel()
+        self._sender.cancel()
+        self.fail_calls("is lost")
+        await self.close()
+        await asyncio.gather(self._sender, return_exceptions=True)
+
+    async def _send_forever(self) -> None:
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            while self._outbox or self._cancelled:
+                await self._send_tasks()
+                if len(self._outbox) < MAX_TASKS_PER_CALL:
+                    # What is dispatched meanwhile shares the next call. A rollout takes
+                    # seconds; the loop's time belongs to completions.
+                    await asyncio.sleep(GATHER_S)
+
+    async def _send_tasks(self) -> None:
+        tasks = self._next_tasks()
+        cancelled, self._cancelled = tuple(self._cancelled), []
+        self._under_way = frozenset(task.task_id for task in tasks)
+        self._num_calls += 1
+        call_id = (self._epoch, self._num_calls, 0)
+        answer = await self.call(call_id, TaskBatch(tasks, cancelled), within_s=CALL_DEADLINE_S)
+        while not (await asyncio.wait([answer], timeout=CALL_DEADLINE_S))[0]:
+            # The worker is silent, and may live: its next connection begins with the call.
+            self.was_cut = True
+            await self.close()
+        self._under_way = frozenset()
+
+    def _next_tasks(self) -> tuple[RolloutTask, ...]:
+        tasks: list[RolloutTask] = []
+        num_tokens = 0
+        while self._outbox and len(tasks) < MAX_TASKS_PER_CALL and num_tokens < MAX_TOKENS_PER_CALL:
+            _, task = self._outbox.popitem(last=False)
+            num_tokens += len(task.prompt_ids) + len(task.partial.output_ids) + len(task.arguments)
+            tasks.append(task)
+        return tuple(tasks)
+
+
+@final
+class WorkerPool:
+    """The workers of one rollout controller, and the route that they connect to; an `rpc.Owner`.
+
+    Args:
+        config: how long a silent worker is waited for.
+        on_outcomes: given outcomes, each at least once. Raises RolloutError if they cannot be used now:
+            then the worker keeps them.
+        on_lost: given attempts that nobody works on any more, and why.
+        on_change: called when there is another worker.
+
+    Attributes:
+        workers: by name.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        on_outcomes: Callable[[Sequence[RolloutOutcome]], None],
+        on_lost: Callable[[Iterable[AttemptKey], str], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self.workers: dict[str, Worker] = {}
+        self._config = config
+        self._on_outcomes, self._on_lost, self._on_change = on_outcomes, on_lost, on_change
+        self._identity = ""
+        self._absent: dict[str, dict[str, int]] = {}
+        self._absent_timers: dict[str, asyncio.TimerHandle] = {}
+        self._replaced: dict[tuple[str, str], None] = {}
+        self._stopping: set[asyncio.Task[None]] = set()
+
+    def open(self, identity: str, running: Iterable[tuple[str, AttemptKey]]) -> None:
+        """Let workers in.
+
+        Args:
+            identity: of the controller.
+            running: (worker, attempt) of an earlier process. Its workers have the usual time to come
+                back with their attempts.
+        """
+        self._identity = identity
+        loop = asyncio.get_running_loop()
+        for worker, key in running:
+            self._absent.setdefault(worker, {})[key.task_id] = key.attempt
+        for worker in self._absent:
+            self._absent_timers[worker] = loop.call_later(
+                self._config.worker_grace_s, self._stayed_away, worker
+            )
+
+    async def close(self) -> None:
+        """Let go of all workers, and let nobody in."""
+        self._identity = ""
+        for timer in self._absent_timers.values():
+            timer.cancel()
+        for worker in list(self.workers.values()):
+            self._remove(worker)
+        await asyncio.gather(*self._stopping, return_exceptions=True)
+
+    @property
+    def num_running(self) -> int:
+        """Attempts that workers have, or should have."""
+        held = (worker.assigned for worker in self.workers.values())
+        return sum(map(len, held)) + sum(map(len, self._absent.values()))
+
+    def add(self, worker: Worker) -> None:
+        """A worker that has just begun."""
+        self.workers[worker.hello.name] = worker
+        self._on_change()
+
+    def withdraw(self, name: str, key: AttemptKey) -> None:
+        """Cancel an attempt that a worker has."""
+        if name in self.workers:
+            self.workers[name].withdraw(key.task_id, key.attempt)
+        self._absent.get(name, {}).pop(key.task_id, None)
+
+    def release(self, name: str, key: AttemptKey) -> None:
+        """A worker's attempt has ended."""
+        if name in self.workers:
+            self.workers[name].release(key.task_id, key.attempt)
+        self._absent.get(name, {}).pop(key.task_id, None)
+
+    async def serve(self, request: web.Request) -> web.WebSocketResponse:
+        """Serve one connection of a worker."""
+        return await serve(
+            request,
+            self,
+            WORKER_FRAMES,
+            heartbeat_s=self._config.worker_lease_s,
+            max_nbytes=MAX_FRAME_NBYTES,
+        )
+
+    # --- rpc.Owner -----------------------------------------------------------------------
+
+    async def admit(
+        self,
+        first: WorkerFrame,
+        socket: web.WebSocketResponse,  # noqa: ARG002
+    ) -> tuple[RemoteWorker, WorkerWelcome]:
+        """See `rpc.Owner`."""
+        if not isinstance(first, WorkerHello):
+            raise ProtocolError("worker: a frame before its Hello")
+        return self.register(first), WorkerWelcome(self._identity)
+
+    async def admitted(self, session: RemoteWorker) -> None:
+        """See `rpc.Owner`."""
+
+    async def received(self, session: RemoteWorker, frame: WorkerFrame) -> None:
+        """See `rpc.Owner`."""
+        match frame:
+            case CompletionBatch():
+                outcomes = await decode_outcomes(frame)
+                try:
+                    self._on_outcomes(outcomes)
+                except RolloutError:
+                    return  # the worker sends them again
+                await session.send(CompletionAck(frame.last))
+            case Reply():
+                session.on_reply((frame.epoch, frame.round, frame.seq), None)
+            case WorkerLeaving():
+                session.leave()
+            case WorkerHello():
+                raise Garbled(f"{session.peer}: Hello may be sent only once")
+
+    async def lost(self, session: RemoteWorker, reason: str, *, ended: bool) -> None:
+        """See `rpc.Owner`."""
+        if session.is_connected or self.workers.get(session.hello.name) is not session:
+            return
+        if session.has_left:
+            self._remove(session)
+            return
+        wait_s = RECONNECT_S if ended else self._config.worker_grace_s
+        if session.lost_timer is not None:
+            session.lost_timer.cancel()
+        session.lost_timer = asyncio.get_running_loop().call_later(
+            min(wait_s, self._config.worker_grace_s), self._lose, session, reason
+        )
+
+    def register(self, hello: WorkerHello) -> RemoteWorker:
+        """Let a worker in, for the first time or again.
+
+        Raises:
+            MustWait: the controller is closed; its successor may take the worker.
+            ProtocolError: another version, a name that is none or the controller's, or another process
+                has taken over this worker's name.
+        """
+        if not self._identity:
+            raise MustWait("rollout controller: is closed")
+        if hello.protocol_version != PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"worker: protocol_version must be {PROTOCOL_VERSION}, got {hello.protocol_version}"
+            )
+        check_name(hello.name, "worker: name")
+        if hello.name == LOCAL_WORKER:
+            raise ProtocolError(f"worker: name must not be {LOCAL_WORKER}, it is the controller's")
+        if (hello.name, hello.incarnation) in self._replaced:
+            raise ProtocolError(f"worker {hello.name}: another process has its name")
+        known = self.workers.get(hello.name)
+        if known is not None and known.hello.incarnation != hello.incarnation:
+            self._replaced[hello.name, known.hello.incarnation] = None
+            if len(self._replaced) > MAX_REPLACED:
+                del self._replaced[next(iter(self._replaced))]
+            self._lose(known, "another process registered under its name")
+        if isinstance(known, RemoteWorker) and known.hello.incarnation == hello.incarnation:
+            worker = known
+            if worker.lost_timer is not None:
+                worker.lost_timer.cancel()
+        else:
+            worker = RemoteWorker(hello, self._left_at(hello.name))
+            self.add(worker)
+        unknown = worker.compare(hello)
+        for key in unknown:
+            worker.release(key.task_id, key.attempt)
+        self._on_lost(unknown, f"worker {hello.name}: attempt unknown")
+        return worker
+
+    # --- losses --------------------------------------------------------------------------
+
+    def _lose(self, worker: Worker, reason: str) -> None:
+        """Its attempts are tried elsewhere."""
+        keys = [AttemptKey(*item) for item in worker.assigned.items()]
+        worker.assigned.clear()
+        self._remove(worker)
+        name = worker.hello.name
+        level = logging.WARNING if keys else logging.INFO
+        logger.log(level, "worker %s lost with %d rollouts: %s", name, len(keys), reason)
+        self._on_lost(keys, f"worker {name}: {reason}")
+
+    def _remove(self, worker: Worker) -> None:
+        del self.workers[worker.hello.name]
+        task = asyncio.create_task(worker.stop(), name=f"stop {worker.hello.name}")
+        self._stopping.add(task)
+        task.add_done_callback(self._stopping.discard)
+
+    def _left_at(self, name: str) -> dict[str, int]:
+        """The attempts with which an earlier process had left this worker; asked for once."""
+        timer = self._absent_timers.pop(name, None)
+        if timer is not None:
+            timer.cancel()
+        return self._absent.pop(name, {})
+
+    def _stayed_away(self, name: str) -> None:
+        keys = [AttemptKey(*item) for item in self._left_at(name).items()]
+        grace_s = self._config.worker_grace_s
+        self._on_lost(keys, f"worker {name}: not back {grace_s} s after a restart")

@@ -1,0 +1,40 @@
+"""Deadlines of attempts, of which tens of thousands run at a time."""
+
+from __future__ import annotations
+
+import asyncio
+
+from windlass.rollout import SamplingParams
+from windlass.rollout.messages import Work
+from windlass.rollout.table import Deadlines, Record
+
+DEADLINE_S = 20.0
+
+
+def record(number: int) -> Record:
+    return Record(str(number), Work(sampling=SamplingParams(max_new_tokens=1)), None, 0.0)
+
+
+async def test_deadlines_pass_in_order_and_cancelled_ones_do_not() -> None:
+    passed: list[int] = []
+    last = asyncio.Event()
+
+    def note(item: Record) -> None:
+        passed.append(int(item.task_id))
+        if item.task_id == "99":
+            last.set()
+
+    deadlines = Deadlines(0.05, note)
+    tickets = [deadlines.start(record(item)) for item in range(100)]
+    for ticket in tickets[:99:2]:
+        ticket.cancel()
+        ticket.cancel()
+    assert not passed
+    async with asyncio.timeout(DEADLINE_S):
+        await last.wait()
+    assert passed == [item for item in range(100) if item % 2]
+    assert asyncio.get_running_loop().time() >= tickets[99].ends
+    last.clear()
+    deadlines.start(record(99))
+    async with asyncio.timeout(DEADLINE_S):
+        await last.wait()
