@@ -181,7 +181,7 @@ class TrainController:
             await self._scheduler.start(spec)
             rank.watch = asyncio.create_task(self._watch(rank))
         joins = [asyncio.create_task(_wait(rank.joined)) for rank in self._ranks]
-        await self._settle(joins, end, deadline_s, "connect")
+        await self._wait_for_all(joins, end, deadline_s, "connect")
         remaining = max(end - loop.time(), 0.1)
         host, port = self._store
         commands = [Setup(host, port, remaining)] * len(self._ranks)
@@ -249,7 +249,7 @@ class TrainController:
     ) -> None:
         """A rank that ends meanwhile is the reason, as in every call."""
         waits = [asyncio.create_task(work)] * len(self._ranks)
-        await self._settle(waits, end, deadline_s, "publish")
+        await self._wait_for_all(waits, end, deadline_s, "publish")
 
     async def save(self, path: str, *, deadline_s: float) -> None:
         """All ranks write a checkpoint.
@@ -377,12 +377,14 @@ class TrainController:
                         for rank, command in zip(self._ranks, commands, strict=True)
                     )
                 )
-                return await self._settle(replies, end, deadline_s, type(commands[0]).__name__)
+                return await self._wait_for_all(
+                    replies, end, deadline_s, type(commands[0]).__name__
+                )
             finally:
                 for rank in self._ranks:
                     rank.session.forget(call_id)
 
-    async def _settle(
+    async def _wait_for_all(
         self, waits: Sequence[_Wait], end: float, deadline_s: float, what: str
     ) -> tuple[Done, ...]:
         """Wait for all; the first rank that dies or raises, or the deadline, fails all.
