@@ -6,13 +6,15 @@ import asyncio
 
 from windlass.rollout import SamplingParams
 from windlass.rollout.messages import Work
-from windlass.rollout.table import Deadlines, Record
+from windlass.rollout.table import Deadlines, Group, Record
 
 DEADLINE_S = 20.0
 
 
 def record(number: int) -> Record:
-    return Record(str(number), Work(sampling=SamplingParams(max_new_tokens=1)), None, 0.0)
+    work = Work(sampling=SamplingParams(max_new_tokens=1))
+    (made,) = Group.of(-1, [str(number)], work, None).records
+    return made
 
 
 async def test_deadlines_pass_in_order_and_cancelled_ones_do_not() -> None:

@@ -313,19 +313,7 @@ class RolloutJournal:
     def attempted(self, record: Record) -> None:
         """A worker is about to be sent this attempt."""
         if self.on:
-            self._add(
-                Attempted(
-                    task_id=record.task_id,
-                    attempt=record.attempt,
-                    num_dispatches=record.num_dispatches,
-                    engine=record.engine,
-                    worker=record.worker,
-                    failures=record.failures,
-                    rejections=record.rejections,
-                    resubmits=record.resubmits,
-                    oldest_version=record.oldest_version,
-                )
-            )
+            self._add(msgspec.convert(record, Attempted, from_attributes=True))
 
     def accepted(self, outcome: RolloutOutcome) -> None:
         """The outcome is kept until its group is complete, or until it is acknowledged."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import final
+from typing import Any, final
 
 import msgspec
 
-from windlass.rollout.handles import Rollout, RolloutGroup
+from windlass.rollout.handles import Rollout
 from windlass.rollout.messages import AttemptKey, Partial, RolloutOutcome, Work
 
 __all__ = ["NOTHING", "Counts", "Deadlines", "Group", "Record", "RolloutTable", "State", "Ticket"]
@@ -90,11 +90,30 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Records of the same work. `future` is done when the group was handed out or given up."""
+    """Records of the same work, which end together. A rollout that was submitted alone is one of one.
+
+    Attributes:
+        group_id: -1 for one that was submitted alone.
+        future: a `RolloutGroup`, or the `Rollout` of one alone; done when it was handed out or given up.
+    """
 
     group_id: int
-    future: asyncio.Future[RolloutGroup]
+    future: asyncio.Future[Any]
     records: list[Record] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, group_id: int, task_ids: Iterable[str], work: Work, metadata: object) -> Group:
+        """Make one with a record for each id; in the event loop."""
+        loop = asyncio.get_running_loop()
+        group = cls(group_id, loop.create_future())
+        now = loop.time()
+        group.records += [Record(task_id, group, work, metadata, now) for task_id in task_ids]
+        return group
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it is one rollout that was submitted alone."""
+        return self.group_id < 0
 
     def complete(self) -> bool:
         """Whether every sample is finished."""
@@ -119,11 +138,10 @@ class Record:
     """
 
     task_id: str
+    group: Group
     work: Work
     metadata: object
     submitted_at: float
-    future: asyncio.Future[Rollout] | None = None
-    group: Group | None = None
     state: State = State.WAITING
     admitted: bool = False
     attempt: int = 0
@@ -168,7 +186,7 @@ class Record:
         result = self.outcome.result
         return Rollout(
             task_id=self.task_id,
-            group_id=-1 if self.group is None else self.group.group_id,
+            group_id=self.group.group_id,
             prompt_ids=self.work.prompt_ids,
             output_ids=result.output_ids,
             logprobs=result.logprobs,
