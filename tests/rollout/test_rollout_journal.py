@@ -24,7 +24,7 @@ from windlass.rollout import (
     StalenessPolicy,
     journal,
 )
-from windlass.rollout.journal import Entry, PersistedState, RolloutJournal
+from windlass.rollout.journal import Entry, PersistedState, RolloutJournal, VersionReached
 from windlass.rollout.lifecycle import Lifecycle
 from windlass.rollout.messages import OutcomeStatus, Partial, RolloutOutcome, Work
 from windlass.rollout.table import Record, State
@@ -362,7 +362,9 @@ async def test_what_grew_too_old_while_no_controller_ran_is_dealt_with_at_the_st
     for _ in range(3):
         first.dispatch()
     first.finish(0, OutcomeStatus.ACCEPTED, 0)
-    first.journal.version(5)  # and the process ends before it has drawn the consequences
+    first.journal.add(
+        VersionReached(5)
+    )  # and the process ends before it has drawn the consequences
     second = await world.restarted(first, 0)
     assert (await second.recovered.rollouts[told.task_id]).versions == (0,)
     for handle in (second.recovered.groups[0], second.recovered.rollouts[running.task_id]):
@@ -389,7 +391,7 @@ async def test_handing_out_ends_a_rollout_unless_the_owner_acknowledges_itself(
     await journal.close()
     persisted = PersistedState.of(journal_entries(path))
     assert persisted is not None
-    assert (persisted.tasks, persisted.consumed) == ({}, 1)
+    assert (persisted.tasks, persisted.started.consumed) == ({}, 1)
 
 
 def journal_entries(path: Path) -> list[Entry]:

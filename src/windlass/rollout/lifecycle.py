@@ -27,7 +27,15 @@ from windlass.rollout.handles import (
     RolloutGroup,
     RolloutHandle,
 )
-from windlass.rollout.journal import PersistedState, PersistedTask, RolloutJournal
+from windlass.rollout.journal import (
+    Accepted,
+    Ended,
+    PersistedState,
+    PersistedTask,
+    Resubmitted,
+    RolloutJournal,
+    VersionReached,
+)
 from windlass.rollout.messages import (
     LOCAL_WORKER,
     OnAbort,
@@ -101,11 +109,11 @@ class Lifecycle:
             ConfigError: the journal cannot be used.
         """
         persisted = self.journal.open(self._policy.start_version)
-        self.identity = persisted.identity
-        self._prefix = (
-            f"{persisted.identity}.{persisted.run}" if persisted.run else persisted.identity
-        )
-        self._next_group = persisted.run << 32
+        started = persisted.started
+        self.identity = self._prefix = started.identity
+        if started.run:
+            self._prefix += f".{started.run}"
+        self._next_group, self.first_attempt = started.run << 32, started.run << 20
         groups = self._restore(persisted)
         recovered = Recovered()
         for group in groups:
@@ -186,19 +194,18 @@ class Lifecycle:
         once everybody has a handle. So are single rollouts that have an outcome, which are delivered once
         more. Time limits begin anew.
         """
-        self.first_attempt = persisted.run << 20
         groups = [
             Group.of(each.group_id, each.task_ids, each.work, msgspec.msgpack.decode(each.metadata))
             for each in persisted.submissions()
         ]
         records = {record.task_id: record for group in groups for record in group.records}
-        tasks = persisted.tasks
+        tasks, started = persisted.tasks, persisted.started
         finished = [records[t] for t, task in tasks.items() if task.outcome is not None]
         num_again = sum(record.group.is_single for record in finished)
-        consumed = persisted.consumed + num_again
+        consumed = started.consumed + num_again
         self._policy.restore(
-            start_version=persisted.start_version,
-            version=persisted.version,
+            start_version=started.start_version,
+            version=started.version,
             running=sum(task.running for task in tasks.values()),
             accepted=consumed + len(finished) - num_again,
             consumed=consumed,
@@ -336,11 +343,11 @@ class Lifecycle:
         record.finished_at = asyncio.get_running_loop().time()
         if record.group.is_single:
             if self.journal.keep_delivered:
-                self.journal.accepted(outcome)
+                self.journal.add(Accepted(outcome))
             self._policy.consume(1)
             self._deliver_single(record.group)
             return
-        self.journal.accepted(outcome)
+        self.journal.add(Accepted(outcome))
         record.stop_expiry()
         self.table.move(record, State.BUFFERED)
         self.ready_if_complete(record.group)
@@ -357,7 +364,7 @@ class Lifecycle:
         if record.admitted:
             self._policy.release()
             record.admitted = False
-        self.journal.resubmitted(record)
+        self.journal.add(Resubmitted(record.task_id, record.rejections, record.resubmits))
         record.outcome = None
         record.partial = NOTHING
         record.stop_expiry()
@@ -388,7 +395,7 @@ class Lifecycle:
         )
         logger.info("%s", error)
         self._end(record)
-        self.journal.ended(record.task_id)
+        self.journal.add(Ended((record.task_id,)))
         others = self._take_back(group)
         self.table.counts.wasted_tokens += sum(
             [len(other.outcome.versions()) for other in others if other.outcome is not None]
@@ -422,7 +429,7 @@ class Lifecycle:
         if version <= self._policy.version:
             return
         self._policy.set_version(version)
-        self.journal.version(version)
+        self.journal.add(VersionReached(version))
         self.drop_stale()
         self._work_changed()
 
@@ -514,7 +521,7 @@ class Lifecycle:
                 self._withdraw(member)
             self._end(member)
             self.table.counts.completed += 1
-            self.journal.ended(member.task_id, num_consumed=int(buffered))
+            self.journal.add(Ended((member.task_id,), int(buffered)))
         self._work_changed()
 
     # --- giving up -------------------------------------------------------------------------
@@ -531,7 +538,7 @@ class Lifecycle:
         for record in records:
             self._give_up(record)
             self._end(record)
-            self.journal.ended(record.task_id)
+            self.journal.add(Ended((record.task_id,)))
         if records:
             self._work_changed()
         return records
@@ -564,7 +571,7 @@ class Lifecycle:
         with log_fields(task=record.task_id, attempt=record.attempt, engine=record.engine):
             logger.warning("%s", error)
         self._end(record)
-        self.journal.ended(record.task_id)
+        self.journal.add(Ended((record.task_id,)))
         self.table.counts.failed += 1
         if not record.group.future.done():
             record.group.future.set_exception(error)
