@@ -86,7 +86,8 @@ class Lifecycle:
     ) -> None:
         self.journal = RolloutJournal() if journal is None else journal
         self.first_attempt = 0
-        self.table = RolloutTable()
+        self._deadlines = Deadlines(config.attempt_deadline_s, self._attempt_expired)
+        self.table = RolloutTable(self._deadlines)
         self.ready = asyncio.Event()
         self.journal.on_change(self.ready.set)
         self.identity = self._prefix = uuid.uuid4().hex[:12]
@@ -98,7 +99,6 @@ class Lifecycle:
         self._silent_until = 0.0
         self._withdraw = withdraw
         self._work_changed = work_changed
-        self._deadlines = Deadlines(config.attempt_deadline_s, self._attempt_expired)
 
     # --- begin -----------------------------------------------------------------------------
 
@@ -264,8 +264,7 @@ class Lifecycle:
         now = loop.time()
         if record.expiry is None and record.work.deadline_s is not None:
             record.expiry = loop.call_at(now + record.work.deadline_s, self._expire, record)
-        record.timer = ticket = self._deadlines.start(record)
-        ends = ticket.ends
+        ends = self._deadlines.start(record)
         return (ends if record.expiry is None else min(ends, record.expiry.when())) - now
 
     def find_running(self, task_id: str, attempt: int) -> Record | None:
