@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from windlass.engines.adapters import Adapter, adapter_of
-from windlass.engines.vllm.server import adapter_options
+from windlass.engines.vllm.spec import adapter_options
 from windlass.errors import ConfigError, UnsupportedLayout
 
 

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 
 import pytest
 
@@ -79,9 +78,7 @@ class Refusing:
     ready_line = "it serves"
     answers_for_all = True
 
-    def command(
-        self, args: argparse.Namespace, rest: Sequence[str]
-    ) -> AbstractContextManager[ServerCommand]:
+    def command(self, args: argparse.Namespace, rest: Sequence[str]) -> ServerCommand:
         raise AssertionError
 
     def order(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from windlass.engines.sglang.settings import RELEASES as SGLANG
+from windlass.engines.sglang.spec import RELEASES as SGLANG
 from windlass.engines.versions import (
     EngineReleases,
     check_installed,

@@ -17,7 +17,7 @@ from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
 from windlass.engines.engine_rank import EngineApi
 from windlass.engines.http import EngineHttp
 from windlass.engines.quiesce_gate import QuiesceGate
-from windlass.engines.sglang.api import SglangApi
+from windlass.engines.sglang.orders import SglangApi
 from windlass.engines.vllm.extension import VllmApi
 from windlass.errors import PeerTimeout
 from windlass.net.server import ControlServer

@@ -1,4 +1,4 @@
-"""What goes wrong while a live engine's layout is learnt, or while its loader works, harms no answer.
+"""What goes wrong while a live engine's layout is captured, or while its loader works, harms no answer.
 
 A server that serves is told to join with folders of other models. It refuses, says why, and answers
 as before, token by token and logprob by logprob, with every tensor at its bytes. The same server then

@@ -52,7 +52,7 @@ from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
 from windlass.engines.http import EngineHttp
 from windlass.engines.launch import refuse_unsafe
 from windlass.engines.quiesce_gate import QuiesceGate
-from windlass.engines.sglang.api import SglangApi
+from windlass.engines.sglang.orders import SglangApi
 from windlass.engines.spec import ENGINES
 from windlass.engines.vllm.extension import VllmApi
 from windlass.errors import ConfigError

@@ -17,9 +17,9 @@ from windlass.engines.private_routes import (
     key_of,
 )
 from windlass.engines.rank_reports import Secrets
-from windlass.engines.sglang.server import SglangServer
+from windlass.engines.sglang.spec import SglangServer
 from windlass.engines.spec import ServerCommand
-from windlass.engines.vllm import server as vllm
+from windlass.engines.vllm import spec as vllm
 
 TOKEN = "secret of the test"
 KEY = key_of(TOKEN)
@@ -94,11 +94,10 @@ def test_both_engines_are_started_behind_them(
 ) -> None:
     monkeypatch.setattr(vllm, "_generate_options", lambda: ())
     args = arguments("program", None).parse_args(["--name", "a", "--model", str(tmp_path)])
-    with vllm.VllmServer().command(args, ()) as command:
-        at = command.argv.index("--middleware")
-        assert command.argv[at + 1] == f"{PrivateRoutes.__module__}.{PrivateRoutes.__name__}"
-    with SglangServer().command(args, ()) as command:
-        assert command.argv[1:3] == ("-m", "windlass.engines.sglang.serve")
+    words = vllm.VllmServer().command(args, ()).argv
+    middleware = words[words.index("--middleware") + 1]
+    assert middleware == f"{PrivateRoutes.__module__}.{PrivateRoutes.__name__}"
+    assert SglangServer().command(args, ()).argv[1:3] == ("-m", "windlass.engines.sglang.serve")
 
 
 SAYS_ITS_ENVIRONMENT = """

@@ -140,18 +140,18 @@ def test_the_first_load_is_compared_with_a_float8_checkpoint(tmp_path: Path) -> 
     engine.load(checkpoint_tensors(tmp_path))
     before = engine.bytes()
 
-    def learn() -> None:
+    def capture_again() -> None:
         capture(
             engine, specs, engine.load, worker="e/0", reference=lambda: checkpoint_tensors(tmp_path)
         )
 
-    learn()
+    capture_again()
     for name, have in engine.bytes().items():
         assert torch.equal(have, before[name]), name
     with torch.no_grad():
         engine.down.view(torch.uint8)[3, 5] ^= 1
     with pytest.raises(UnsupportedLayout, match=r"down.*gives other bytes"):
-        learn()
+        capture_again()
 
 
 class Plain(torch.nn.Module):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from windlass.engines.rank_reports import RankReports, RefusedElsewhere, Secrets, carry_out
+from windlass.engines.rank_reports import RankReports, RefusedByOtherRank, Secrets, carry_out
 from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable
 
 DEADLINE_S = 20.0
@@ -92,9 +92,9 @@ def test_secrets_reach_the_ranks_and_nobody_else() -> None:
     assert not Path(reports.folder).exists()
 
 
-def test_a_rank_that_is_refused_elsewhere_leaves_the_reason_to_the_other() -> None:
+def test_a_rank_that_is_refused_by_another_leaves_the_reason_to_the_other() -> None:
     with RankReports(2) as reports:
-        report_failure(reports.folder, 0, RefusedElsewhere("another rank"))
+        report_failure(reports.folder, 0, RefusedByOtherRank("another rank"))
         report_failure(reports.folder, 1, RuntimeError("out of memory"))
         with pytest.raises(PeerUnreachable, match="rank 1: RuntimeError: out of memory"):
             reports.gather(DEADLINE_S)

@@ -19,8 +19,7 @@ from windlass.engines.capture.capture import Captured
 from windlass.engines.engine_rank import RankHooks
 from windlass.engines.http import EngineHttp
 from windlass.engines.quiesce_gate import QuiesceGate
-from windlass.engines.sglang.api import SglangApi
-from windlass.engines.sglang.orders import Block, Quiesce
+from windlass.engines.sglang.orders import Block, Quiesce, SglangApi
 from windlass.errors import ConfigError, PeerUnreachable
 from windlass.layout.manifest import ManifestBuilder, Role
 

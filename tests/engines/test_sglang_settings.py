@@ -9,7 +9,7 @@ import pytest
 from http_answers import answering
 
 from windlass.engines.http import EngineHttp
-from windlass.engines.sglang.settings import RULES, check_server
+from windlass.engines.sglang.spec import RULES, check_server
 from windlass.errors import ConfigError, PeerUnreachable
 
 PLAIN = {

@@ -1,4 +1,4 @@
-"""Whatever an engine's loader does to a serving model while its layout is learnt, it answers as before."""
+"""Whatever an engine's loader does to a serving model while its layout is captured, it answers as before."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from windlass.engines.launch import join_fleet
 from windlass.engines.rank_reports import Secrets, carry_out
 from windlass.engines.spec import AgentSettings, CapturedLayout
 from windlass.engines.vllm.extension import VllmApi, WindlassExtension
-from windlass.engines.vllm.server import VllmServer
+from windlass.engines.vllm.spec import VllmServer
 from windlass.errors import ConfigError, PeerTimeout
 
 

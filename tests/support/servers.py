@@ -28,9 +28,9 @@ from windlass.engines.launch import join_fleet
 from windlass.engines.private_routes import KEY_HEADER, key_of
 from windlass.engines.rank_reports import RankReports, Secrets
 from windlass.engines.sglang.orders import Digests, send_order, session
-from windlass.engines.sglang.server import HOOK, SglangServer
+from windlass.engines.sglang.spec import HOOK, SglangServer
 from windlass.engines.spec import AgentSettings
-from windlass.engines.vllm.server import VllmServer
+from windlass.engines.vllm.spec import VllmServer
 from windlass.net.addresses import free_port
 
 ROOT = Path(__file__).resolve().parents[2]

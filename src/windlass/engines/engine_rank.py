@@ -125,7 +125,7 @@ class RankHooks:
         if self._api is None or not self._paused:
             return
         end = time.monotonic() + deadline_s
-        if self._blocked is not None:  # a loop that is stuck elsewhere hears `resume` later
+        if self._blocked is not None:  # a loop that is stuck hears `resume` later
             self._blocked.join(min(RELEASE_S, deadline_s / 2))
             self._blocked = None
         self._api.resume(end - time.monotonic())

@@ -13,15 +13,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
+from types import FrameType
+from typing import final
 
 import msgspec
 
 from windlass.engines.adapters import adapter_of
 from windlass.engines.private_routes import environment_of, key_of
 from windlass.engines.rank_reports import RankReports, Secrets
-from windlass.engines.signals import EndSignals, exit_at_signal
 from windlass.engines.spec import (
     AgentSettings,
     CapturedLayout,
@@ -31,6 +31,7 @@ from windlass.engines.spec import (
     Rule,
     ServerCommand,
     expandable_segments,
+    options_of,
     refuse_options,
 )
 from windlass.engines.versions import check_installed
@@ -49,10 +50,12 @@ from windlass.net.addresses import own_address, published_host, url_of
 from windlass.updates.client import report_cannot_join
 
 __all__ = [
+    "EndSignals",
     "Join",
     "arguments",
     "attach_running",
     "check_placed",
+    "exit_at_signal",
     "join_fleet",
     "launch",
     "place",
@@ -79,6 +82,37 @@ _PARALLEL = (
 
 Join = Callable[[AgentSettings], None]
 """Makes every rank of the running server join; raises a `WindlassError` when one cannot."""
+
+
+def exit_at_signal(number: int, _frame: FrameType | None) -> None:
+    """A handler: leave the main thread by SystemExit, with a shell's status for the signal."""
+    sys.exit(128 + number)
+
+
+@final
+class EndSignals:
+    """SIGTERM and SIGINT, from now on. Made in the main thread.
+
+    Handlers written in Python run in the main thread, which does not notice a signal that another
+    thread was given, or that came between its last look and its wait for a lock: there it may wait
+    for ever. The handler in C writes to a pipe, whatever the thread.
+    """
+
+    def __init__(self) -> None:
+        self._reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda _number, _frame: None)
+
+    def call(self, action: Callable[[], None]) -> None:
+        """Have `action` called, in a thread of its own, at the first one, which may have come already."""
+
+        def wait() -> None:
+            os.read(self._reader, 1)
+            action()
+
+        threading.Thread(target=wait, name="signals", daemon=True).start()
 
 
 def launch(engine: EngineSpec, description: str | None) -> int:
@@ -108,10 +142,8 @@ def launch(engine: EngineSpec, description: str | None) -> int:
             return attach_running(args, join, secrets.token)
         for warning in check_installed(engine.releases):
             sys.stderr.write(f"engine {args.name}: {warning}\n")
-        with engine.server.command(args, rest) as command:
-            return serve(
-                args, command, ready_line=engine.server.ready_line, join=join, secrets=secrets
-            )
+        command = engine.server.command(args, rest)
+        return serve(args, command, ready_line=engine.server.ready_line, join=join, secrets=secrets)
     except WindlassError as error:
         sys.stderr.write(f"engine {args.name}: {type(error).__name__}: {error}\n")
         return 2
@@ -124,17 +156,13 @@ def _secrets(controller: str, rest: Sequence[str]) -> Secrets:
         ConfigError: there is a controller and no token.
     """
     token = control_token() if controller else secret_value(TOKEN_VARIABLE)
-    own = {"--api-key": "", "--admin-api-key": ""}
-    for word, following in pairwise([*rest, ""]):
-        option, equals, value = word.partition("=")
-        if (option := option.replace("_", "-")) in own:
-            own[option] = value if equals else following
-    api_key = own["--api-key"] or environment_value("VLLM_API_KEY")
+    options = dict(options_of(rest))
+    api_key = options.get("--api-key") or environment_value("VLLM_API_KEY")
     secret = token
     if not token and has_certificate():  # then its key is what this process alone knows
         file = environment_value(TLS_KEY_VARIABLE) or environment_value(TLS_CERTIFICATE_VARIABLE)
         secret = Path(file).read_text()
-    return Secrets(token, key_of(secret), api_key, own["--admin-api-key"])
+    return Secrets(token, key_of(secret), api_key, options.get("--admin-api-key", ""))
 
 
 def join_fleet(server: EngineServer, settings: AgentSettings, secrets: Secrets) -> None:
@@ -380,7 +408,7 @@ def _tell(args: argparse.Namespace, token: str, reason: str) -> None:
 
 def starts_with_random_weights(command: Sequence[str]) -> bool:
     """Whether an engine's command line says that it reads no checkpoint, in either spelling."""
-    return "--load-format=dummy" in command or ("--load-format", "dummy") in pairwise(command)
+    return dict(options_of(command)).get("--load-format") == "dummy"
 
 
 def _forward(server: subprocess.Popen[bytes], ready_line: str, ready: threading.Event) -> None:

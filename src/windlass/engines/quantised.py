@@ -7,11 +7,11 @@ costs no start of an engine.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import msgspec
 
+from windlass.engines.spec import options_of
 from windlass.errors import ConfigError
 from windlass.layout.quantization import BLOCK, CAPABILITIES, Scheme
 
@@ -72,7 +72,9 @@ def require_followed(folder: Path, rest: Sequence[str]) -> bool:
             that trainers cannot quantise to, with the reason; or a config.json that is none.
     """
     declared = _declared(folder)
-    for option, value in _asked(rest):
+    for option, value in options_of(rest):
+        if option not in _OPTIONS:
+            continue
         if declared is None:
             raise ConfigError(f"{option} must not be given: {_ONLINE}")
         if value != "fp8":
@@ -104,16 +106,6 @@ def _declared(folder: Path) -> _Quantisation | None:
         raise ConfigError(f"checkpoint: {folder}: config must say how it is quantised: {error}") from error  # fmt: skip
     inner = config.text_config.quantization_config if config.text_config else None
     return config.quantization_config or config.compression_config or inner
-
-
-def _asked(rest: Sequence[str]) -> list[tuple[str, str]]:
-    """Options that choose a quantisation, with their values, in either spelling."""
-    found = []
-    for word, following in pairwise([*rest, ""]):
-        option, equals, value = word.partition("=")
-        if option.replace("_", "-") in _OPTIONS:
-            found.append((option.replace("_", "-"), value if equals else following))
-    return found
 
 
 def _scheme(declared: _Quantisation) -> tuple[Scheme | None, str]:

@@ -29,7 +29,7 @@ from windlass.errors import (
     WindlassError,
 )
 
-__all__ = ["RankReports", "RefusedElsewhere", "Secrets", "carry_out"]
+__all__ = ["RankReports", "RefusedByOtherRank", "Secrets", "carry_out"]
 
 _log = logging.getLogger(__name__)
 _SOCKET = "sent"
@@ -38,7 +38,7 @@ _LONGEST = 4096
 """Bytes that a rank sends before it goes on: no more than a socket holds that nobody reads."""
 
 
-class RefusedElsewhere(UnsupportedLayout):
+class RefusedByOtherRank(UnsupportedLayout):
     """Another rank of this engine could not capture its layout; that rank says why."""
 
 
@@ -77,7 +77,7 @@ def carry_out(folder: str, rank: int, order: Callable[[Secrets], bytes]) -> None
     """
     try:
         sent, body = _Sent(rank), order(_secrets_in(folder))
-    except RefusedElsewhere:
+    except RefusedByOtherRank:
         return  # the rank that has a reason tells it
     except Exception as error:  # noqa: BLE001 - the engine's loop, and the engine, would end with it
         _log.exception("rank %s", rank)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -41,6 +40,7 @@ __all__ = [
     "Rule",
     "ServerCommand",
     "expandable_segments",
+    "options_of",
     "refuse_options",
     "refuse_settings",
 ]
@@ -74,21 +74,32 @@ class Rule:
         return f"must be {texts[0]}, got {text!r}: {self.why}"
 
 
+def options_of(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the options of a command line, spelt with dashes, and what follows each: its value, if it has one.
+
+    Args:
+        words: options as `--a_b`, `--a-b`, `--a=1` or `--a 1`.
+    """
+    for word, following in pairwise([*words, ""]):
+        option, equals, value = word.partition("=")
+        if option.startswith("-"):
+            yield option.replace("_", "-"), value if equals else following
+
+
 def refuse_options(words: Sequence[str], rules: Iterable[Rule]) -> None:
     """Check the words of a command line that are meant for an engine.
 
     Args:
-        words: options as `--a_b`, `--a-b`, `--a=1` or `--a 1`.
+        words: see `options_of`.
         rules: of the engine.
 
     Raises:
         ConfigError: names an option with which an update would be wrong, and why.
     """
     by_option = {option: rule for rule in rules for option in (rule.option, *rule.aliases)}
-    for word, following in pairwise([*words, ""]):
-        option, equals, value = word.partition("=")
-        rule = by_option.get(option := option.replace("_", "-")) if option else None
-        if rule and (refusal := rule.refusal_of(value if equals else following)):
+    for option, value in options_of(words):
+        rule = by_option.get(option)
+        if rule and (refusal := rule.refusal_of(value)):
             raise ConfigError(f"{option} {refusal}")
 
 
@@ -218,10 +229,8 @@ class EngineServer(Protocol):
         """Whether every rank has carried out an order once the server has answered it."""
         ...
 
-    def command(
-        self, args: argparse.Namespace, rest: Sequence[str]
-    ) -> AbstractContextManager[ServerCommand]:
-        """Yield how to start the server; what it needs on disk lives as long as the context.
+    def command(self, args: argparse.Namespace, rest: Sequence[str]) -> ServerCommand:
+        """Return how to start the server.
 
         Args:
             args: options that every engine has, see `windlass.engines.launch.arguments`.

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from windlass.cli import Command
-from windlass.engines.signals import exit_at_signal
+from windlass.engines.launch import exit_at_signal
 from windlass.envs import inherited_environment
 from windlass.errors import ConfigError
 

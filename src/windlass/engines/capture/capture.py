@@ -26,7 +26,7 @@ from windlass.engines.capture.element_ids import ElementIds, Exact, Rows, rows_o
 from windlass.engines.capture.memory import Held, Holding, Kind, fingerprint, held_by
 from windlass.engines.capture.recompute import Recompute, plan_recompute
 from windlass.engines.capture.snapshot import Snapshot, undone_if_it_fails
-from windlass.engines.rank_reports import RefusedElsewhere
+from windlass.engines.rank_reports import RefusedByOtherRank
 from windlass.errors import UnsupportedLayout, WindlassError
 
 __all__ = ["Captured", "Load", "Repack", "all_ranks", "capture", "capture_on_every_rank"]
@@ -123,7 +123,7 @@ def capture_on_every_rank(
         is_on_every_rank: collective; whether what this rank says of itself is so on all of them.
 
     Raises:
-        RefusedElsewhere: another rank could not.
+        RefusedByOtherRank: another rank could not.
         UnsupportedLayout: see `capture`.
     """
     try:
@@ -132,7 +132,7 @@ def capture_on_every_rank(
         is_on_every_rank(False)
         raise
     if not is_on_every_rank(True):
-        raise RefusedElsewhere("another rank of this engine could not capture its layout")
+        raise RefusedByOtherRank("another rank of this engine could not capture its layout")
     return captured
 
 

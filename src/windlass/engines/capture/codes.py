@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 
@@ -58,7 +58,6 @@ _EXACT = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8_E4M3)
 _SAFETENSORS = {SAFETENSORS_NAMES[dtype]: dtype for dtype in _EXACT}
 SCALE_SUFFIX = "_scale_inv"
 """What the name of a float8 matrix gets to name its scales."""
-MAX_HEADER_NBYTES = 100 << 20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -91,20 +90,36 @@ def checkpoint_specs(folder: Path) -> tuple[CheckpointSpec, ...]:
         ConfigError: no safetensors files there, or one that is none.
         UnsupportedLayout: a tensor of a type that codes cannot travel in (packed integers, say).
     """
+    found: dict[str, CheckpointSpec] = {}
+    with _opened(folder) as stored:
+        for name in sorted(stored):
+            entry = stored[name].get_slice(name)
+            if (dtype := entry.get_dtype()) not in _SAFETENSORS:
+                raise UnsupportedLayout(
+                    f"checkpoint: tensor {name!r}: dtype must be one of {list(_SAFETENSORS)} to be "
+                    f"followed through the loader, got {dtype}"
+                )
+            found[name] = CheckpointSpec(name, tuple(entry.get_shape()), _SAFETENSORS[dtype])
+    return tuple(found.values())
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[dict[str, Any]]:
+    """The safetensors file of every tensor in a folder, by the tensor's name."""
+    from safetensors import SafetensorError, safe_open
+
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"checkpoint: {folder} must hold safetensors files, found none")
-    found: dict[str, CheckpointSpec] = {}
-    for file in files:
-        for name, entry in _header(file).items():
-            if entry.dtype not in _SAFETENSORS:
-                raise UnsupportedLayout(
-                    f"checkpoint: tensor {name!r}: dtype must be one of {list(_SAFETENSORS)} to be "
-                    f"followed through the loader, got {entry.dtype}"
-                )
-            spec = CheckpointSpec(name, tuple(entry.shape), _SAFETENSORS[entry.dtype])
-            found[name] = spec
-    return tuple(found[name] for name in sorted(found))
+    with ExitStack() as stack:
+        stored: dict[str, Any] = {}
+        for file in files:
+            try:
+                opened = stack.enter_context(safe_open(file, framework="pt"))
+            except SafetensorError as error:
+                raise ConfigError(f"checkpoint: {file} is no safetensors file: {error}") from error
+            stored |= dict.fromkeys(opened.keys(), opened)
+        yield stored
 
 
 def quantized_tensors(specs: Iterable[CheckpointSpec]) -> tuple[QuantizedTensor, ...]:
@@ -122,39 +137,9 @@ def quantized_tensors(specs: Iterable[CheckpointSpec]) -> tuple[QuantizedTensor,
 
 def checkpoint_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors themselves, in the order of `checkpoint_specs`; each belongs to the caller."""
-    from safetensors import safe_open
-
-    with ExitStack() as opened:
-        found = {
-            name: stored
-            for file in sorted(folder.glob("*.safetensors"))
-            for stored in [opened.enter_context(safe_open(file, framework="pt"))]
-            for name in stored.keys()  # noqa: SIM118 - not a mapping
-        }
-        for name in sorted(found):
-            yield name, found[name].get_tensor(name)
-
-
-class _Entry(msgspec.Struct, frozen=True):
-    """One tensor in a safetensors header."""
-
-    dtype: str
-    shape: list[int]
-
-
-def _header(file: Path) -> dict[str, _Entry]:
-    with file.open("rb") as stream:
-        nbytes = int.from_bytes(stream.read(8), "little")
-        if not 0 < nbytes <= MAX_HEADER_NBYTES:
-            raise ConfigError(
-                f"checkpoint: {file} is no safetensors file: header of {nbytes} bytes"
-            )
-        raw = msgspec.json.decode(stream.read(nbytes), type=dict[str, msgspec.Raw])
-    return {
-        name: msgspec.json.decode(entry, type=_Entry)
-        for name, entry in raw.items()
-        if name != "__metadata__"
-    }
+    with _opened(folder) as stored:
+        for name in sorted(stored):
+            yield name, stored[name].get_tensor(name)
 
 
 class Codes:

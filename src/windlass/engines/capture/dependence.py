@@ -3,7 +3,7 @@
 Loads that differ in some tensors only are compared. Names that differ in their numbers alone (the
 same tensor of every layer) are changed together, and the groups that matter are found by halving;
 then every tensor of the engine tells which of the numbers it depends on, one binary digit of them
-per load, all layers at once. A last load changes everything else: nothing computed may follow.
+per two loads, all layers at once. A last load changes everything else: nothing computed may follow.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def sources_of(
 ) -> frozenset[str]:
     """The checkpoint tensors that change one of the computed tensors.
 
-    Takes about 2 log2 of the number of kinds of names per kind that matters, and log2 of the
+    Takes about 2 log2 of the number of kinds of names per kind that matters, and 2 log2 of the
     number of layers (or layers times experts), in loads.
 
     Args:
@@ -101,35 +101,21 @@ class _Search:
         yield from self._mattering(groups[half:], known=not first)
 
     def _numbered(self, members: frozenset[str]) -> frozenset[str]:
-        """Those whose numbers are the ones that a computed tensor depends on."""
+        """Those whose numbers are the ones that a computed tensor may depend on, by every digit of them."""
         keys = sorted({_numbers(name) for name in members})
         index = {key: at for at, key in enumerate(keys)}
-        by_digit = [
-            frozenset(name for name in members if index[_numbers(name)] >> digit & 1)
-            for digit in range((len(keys) - 1).bit_length())
-        ]
-        ones = [self._changed(names) for names in by_digit]
-        told = {
-            tensor: sum((tensor in changed) << digit for digit, changed in enumerate(ones))
-            for tensor in self._base
-        }
-        chosen = frozenset(n for n in members if index[_numbers(n)] in set(told.values()))
-        several = self._changed(members - chosen)
-        if not several:
-            return chosen
-        zeros = [self._changed(members - names) for names in by_digit]
-        further = {
-            at
-            for at in range(len(keys))
-            if any(
-                all(
-                    tensor in (ones if at >> digit & 1 else zeros)[digit]
-                    for digit in range(len(by_digit))
-                )
-                for tensor in several
-            )
-        }
-        return chosen | {n for n in members if index[_numbers(n)] in further}
+        possible = [set(range(len(keys))) for _ in self._base]
+        for digit in range((len(keys) - 1).bit_length()):
+            with_digit = {at for at in range(len(keys)) if at >> digit & 1}
+            ones = frozenset(name for name in members if index[_numbers(name)] in with_digit)
+            by_ones, by_zeros = self._changed(ones), self._changed(members - ones)
+            for tensor, numbers in zip(self._base, possible, strict=True):
+                if tensor not in by_ones:
+                    numbers.difference_update(with_digit)
+                if tensor not in by_zeros:
+                    numbers.intersection_update(with_digit)
+        mattering = set[int]().union(*possible)
+        return frozenset(name for name in members if index[_numbers(name)] in mattering)
 
 
 def _numbers(name: str) -> ElementIds:

@@ -15,11 +15,11 @@ import threading
 
 import msgspec
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from windlass.engines.embedded.rank import run_rank
+from windlass.engines.embedded.scheduler import IDLE_TIMEOUT
 from windlass.engines.embedded.settings import EngineSettings
-from windlass.engines.embedded.steps import IDLE_TIMEOUT
 from windlass.envs import control_token, inherited_environment
 from windlass.errors import WindlassError
 from windlass.layout.dtypes import DType
@@ -45,7 +45,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-batch", type=int, default=64)
     parser.add_argument("--max-positions", type=int, default=64)
-    parser.add_argument("--ready-file", default="")
     parser.add_argument("--follow", nargs=3, metavar=("RANK", "STORE_PORT", "SETTINGS"),
                         help=argparse.SUPPRESS)  # fmt: skip
     args = parser.parse_args()
@@ -66,7 +65,6 @@ def main() -> int:
             seed=args.seed,
             max_batch=args.max_batch,
             max_positions=args.max_positions,
-            ready_file=args.ready_file,
         )
         return _lead(settings)
     except WindlassError as error:
@@ -80,30 +78,26 @@ def _lead(settings: EngineSettings) -> int:
         rendezvous = Rendezvous("127.0.0.1", STORE_DEADLINE_S)
         for rank in range(1, settings.tensor_parallel_size):
             _start_follower(settings, rank, rendezvous.port)
-        dist.init_process_group(
-            "gloo",
-            store=rendezvous.store,
-            rank=0,
-            world_size=settings.tensor_parallel_size,
-            timeout=IDLE_TIMEOUT,
-        )
+        _meet(settings, 0, rendezvous.store)
     run_rank(settings, 0, token)
     return 0
 
 
+def _meet(settings: EngineSettings, rank: int, store: Store) -> None:
+    dist.init_process_group(
+        "gloo",
+        store=store,
+        rank=rank,
+        world_size=settings.tensor_parallel_size,
+        timeout=IDLE_TIMEOUT,
+    )
+
+
 def _start_follower(settings: EngineSettings, rank: int, store_port: int) -> None:
     command = [
-        sys.executable,
-        "-m",
-        "windlass.engines.embedded",
-        "--name",
-        settings.name,
-        "--model",
-        settings.model,
-        "--follow",
-        str(rank),
-        str(store_port),
-        msgspec.json.encode(settings).decode(),
+        *(sys.executable, "-m", "windlass.engines.embedded"),
+        *("--name", settings.name, "--model", settings.model),
+        *("--follow", str(rank), str(store_port), msgspec.json.encode(settings).decode()),
     ]
     environment = inherited_environment(with_tokens=True)
     follower = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
@@ -125,13 +119,7 @@ def _follow(rank: int, store_port: int, encoded: str) -> int:
 
     threading.Thread(target=watch, name="rank-0", daemon=True).start()
     store = TCPStore("127.0.0.1", store_port, settings.tensor_parallel_size, is_master=False)
-    dist.init_process_group(
-        "gloo",
-        store=store,
-        rank=rank,
-        world_size=settings.tensor_parallel_size,
-        timeout=IDLE_TIMEOUT,
-    )
+    _meet(settings, rank, store)
     run_rank(settings, rank, token)
     return 0
 

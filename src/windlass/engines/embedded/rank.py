@@ -14,12 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from windlass.config import PauseMode
 from windlass.engines.client import EngineClient
-from windlass.engines.embedded.forward import ForwardRunner
-from windlass.engines.embedded.model import ModelShard, load_model
-from windlass.engines.embedded.scheduler import Scheduler
+from windlass.engines.embedded.model import ForwardRunner, ModelShard, load_model
+from windlass.engines.embedded.scheduler import Scheduler, StepChannel, StepKind
 from windlass.engines.embedded.server import EngineServer
 from windlass.engines.embedded.settings import EngineSettings
-from windlass.engines.embedded.steps import StepChannel, StepKind
 from windlass.envs import ENGINE_TOKEN_VARIABLE, secret_value
 from windlass.errors import ConfigError, PeerTimeout
 from windlass.transports.base import OneSidedTransport
@@ -145,10 +143,7 @@ def _lead(this: _Rank) -> None:
     )
     server.start()
     this.join_fleet(scheduler, url=server.url)
-    ready = msgspec.json.encode({"name": settings.name, "url": server.url})
-    os.write(1, ready + b"\n")
-    if settings.ready_file:
-        Path(settings.ready_file).write_bytes(ready)
+    os.write(1, msgspec.json.encode({"name": settings.name, "url": server.url}) + b"\n")
     while True:
         step = scheduler.next_step()
         this.peers.publish(step)

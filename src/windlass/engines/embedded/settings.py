@@ -24,7 +24,6 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         advertise_host: what others connect to; empty for `host`.
         seed: of random weights and of sampling.
         max_batch: requests that run at once. max_positions: tokens per request.
-        ready_file: written with the engine's address once it serves; empty for none.
     """
 
     name: str
@@ -39,7 +38,6 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     max_batch: int = 64
     max_positions: int = 64
-    ready_file: str = ""
 
     def __post_init__(self) -> None:
         for field, value in (

@@ -30,8 +30,15 @@ from windlass.engines.capture.memory import fingerprints, held_by
 from windlass.engines.capture.snapshot import Snapshot
 from windlass.engines.engine_rank import EngineRank
 from windlass.engines.rank_reports import Secrets, carry_out
-from windlass.engines.sglang.api import SglangApi
-from windlass.engines.sglang.orders import Block, Capture, Digests, Join, Order, Quiesce
+from windlass.engines.sglang.orders import (
+    Block,
+    Capture,
+    Digests,
+    Join,
+    Order,
+    Quiesce,
+    SglangApi,
+)
 from windlass.envs import environment_value
 from windlass.errors import UnsupportedLayout
 

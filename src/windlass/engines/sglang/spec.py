@@ -1,12 +1,152 @@
-"""What Windlass knows of SGLang: releases, settings that updates do not survive, layouts of its kernels."""
+"""What Windlass knows of SGLang: releases, settings, layouts of kernels, and how its own server is started."""
 
 from __future__ import annotations
 
-from windlass.engines.sglang.server import SglangServer
-from windlass.engines.sglang.settings import RELEASES, RULES
-from windlass.engines.spec import EngineSpec, QuantisedLayout
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import final
 
-__all__ = ["ENGINE"]
+import msgspec
+
+from windlass.engines.http import EngineHttp, NoSuchRoute
+from windlass.engines.quantised import require_followed
+from windlass.engines.spec import (
+    AgentSettings,
+    EngineSpec,
+    QuantisedLayout,
+    RankStep,
+    Rule,
+    ServerCommand,
+    refuse_settings,
+)
+from windlass.engines.versions import EngineReleases, Feature, has, installed_version
+from windlass.errors import DECODE_ERRORS, ConfigError, PeerUnreachable
+
+__all__ = ["ENGINE", "HOOK", "RELEASES", "RULES", "SglangServer", "check_server"]
+
+HOOK = "windlass.engines.sglang.hook.run"
+
+REPLICAS = Feature(
+    "ranks that know their replica (`dp_rank` of `get_parallel()`)",
+    since=(0, 5, 22),
+    missing_in=(0, 5, 21),
+    without="`--dp` is refused",
+)
+
+RELEASES = EngineReleases(
+    name="SGLang",
+    package="sglang",
+    distributions=("sglang",),
+    read=((0, 5, 6), (0, 5, 7), (0, 5, 16), (0, 5, 19), (0, 5, 21), (0, 5, 22), (0, 5, 23)),
+    run={(0, 5, 16): "GPUs", (0, 5, 23): "CPUs"},
+    features=(
+        Feature(
+            "`--custom-weight-loader`",
+            since=(0, 4, 10),
+            without="nothing can be run in its ranks",
+            needed=True,
+        ),
+        Feature(
+            "`/update_weight_version` without aborting",
+            since=(0, 5, 2),
+            missing_in=(0, 4, 10),
+            without="the version that it serves cannot be stamped",
+            needed=True,
+        ),
+        Feature(
+            "`/pause_generation` with `abort`, `retract`, `in_place`",
+            since=(0, 5, 6),
+            missing_in=(0, 5, 5),
+            without="its pause has no modes",
+            needed=True,
+        ),
+        Feature(
+            "weight version per token",
+            since=(0, 5, 19),
+            missing_in=(0, 5, 18),
+            without="all tokens of an answer carry one version, also where an update came between",
+        ),
+        Feature(
+            "sessions (`/begin_weight_update`, `/end_weight_update`)",
+            since=(0, 5, 21),
+            missing_in=(0, 5, 20),
+        ),
+        REPLICAS,
+    ),
+)
+
+_ADAPTERS = (
+    "updates of adapters have not been shown: SGLang 0.5.23 serves none on a CPU (its LoRA layers "
+    "allocate pinned memory, which torch refuses without an accelerator)"
+)
+_DRAFT = "the draft model's weights are not captured"
+_ATTENTION = (
+    "updates of data-parallel attention have not been shown: SGLang 0.5.23 serves none on a CPU (its "
+    "attention in plain torch lacks get_cpu_graph_seq_len_fill_value, and dies with the first request)"
+)
+_EXPERTS = "experts move between ranks while it serves"
+_EXPERTS_LEAVE = "ranks come and go, and experts move with them"
+_OFFLOADED = "weights are copied to the GPU for every step"
+_HOSTS = "every rank must be on the launcher's host, where it writes what it has to say"
+_APART = "prefill and decoding apart are paused in other ways, which have not been shown"
+_TOKENIZERS = (
+    "an abort pause waits for the requests of one tokenizer: those of another reach the engine while "
+    "weights are written"
+)
+_STORED = (
+    "keys and values of old weights are kept outside the engine, where other servers read them"
+)
+_OWN_TREE = "a cache of prefixes that is not SGLang's own may find those of old weights"
+_SLOTS = "a session's keys and values of old weights go into its next request past the prefix cache"
+_ENCODERS = "its encoders are in other processes, whose weights are not updated"
+
+
+def _rule(setting: str, allowed: tuple[object, ...], why: str) -> Rule:
+    """A setting is called as its option is."""
+    return Rule(f"--{setting.replace('_', '-')}", allowed, why, (setting,))
+
+
+_CACHES = (
+    _rule("hicache_storage_backend", (None,), _STORED),
+    _rule("enable_lmcache", (False,), _STORED),
+    _rule("enable_flexkv", (False,), _STORED),
+    _rule("enable_unified_cache_external_linker", (False,), _STORED),
+    _rule("enable_mm_global_cache", (False,), _STORED),
+    _rule("radix_cache_backend", (None,), _OWN_TREE),
+    _rule("enable_streaming_session", (False,), _SLOTS),
+    _rule("language_only", (False,), _ENCODERS),
+    _rule("encoder_only", (False,), _ENCODERS),
+)
+"""Caches of old weights that neither a namespace nor a flush reaches."""
+RULES = (
+    *_CACHES,
+    _rule(
+        "enable_memory_saver",
+        (False,),
+        "weights move and lose their registration when memory is released",
+    ),
+    _rule("speculative_algorithm", (None,), _DRAFT),
+    Rule("--speculative-draft-model-path", (), _DRAFT),
+    _rule("attn_dp_size", (1,), _ATTENTION),
+    _rule("enable_dp_attention", (False,), _ATTENTION),
+    _rule("torchao_config", ("",), "it has SGLang quantise while it loads"),
+    _rule("enable_lora", (None, False), _ADAPTERS),
+    Rule("--lora-paths", (), _ADAPTERS),
+    Rule("--adapter", (), _ADAPTERS),
+    _rule("enable_eplb", (False,), _EXPERTS),
+    _rule("elastic_ep_backend", (None, "none"), _EXPERTS_LEAVE),
+    _rule("enable_elastic_expert_backup", (False,), _EXPERTS_LEAVE),
+    _rule("cpu_offload_gb", (0,), _OFFLOADED),
+    _rule("offload_group_size", (-1,), _OFFLOADED),
+    _rule("nnodes", (1,), _HOSTS),
+    _rule("disaggregation_mode", ("null",), _APART),
+    _rule("tokenizer_worker_num", (1,), _TOKENIZERS),
+)
+"""Of a server whose ranks run an agent."""
+_SIZES = ("tp_size", "pp_size", "dp_size")
 
 LAYOUTS = (
     QuantisedLayout("SGLang 0.5.16", "Triton, Hopper (SGLANG_ENABLE_JIT_DEEPGEMM=0)", "as in the checkpoint", "proven: every tensor and the tokens are those of a fresh load (docs/gpu.md)"),
@@ -15,6 +155,84 @@ LAYOUTS = (
     QuantisedLayout("SGLang", "DeepGEMM, Blackwell", "requantised", "untested: scales become powers of two, which capture leaves to the engine's loader"),
     QuantisedLayout("SGLang", "latent attention", "kv_b_proj dequantised to bfloat16", "untested live: capture leaves it to the engine's loader"),
 )  # fmt: skip
+
+
+@final
+class SglangServer:
+    """`EngineServer` of SGLang."""
+
+    ready_line = "The server is fired up"
+    answers_for_all = False
+
+    def command(self, args: argparse.Namespace, rest: Sequence[str]) -> ServerCommand:
+        """See `EngineServer.command`."""
+        require_followed(Path(args.model), rest)
+        if args.dp > 1 and not has(REPLICAS, version := installed_version(RELEASES)):
+            raise ConfigError(
+                f"dp: must be 1 with SGLang {version}, whose ranks do not say which replica they "
+                f"are, got --dp {args.dp}"
+            )
+        return ServerCommand(
+            (
+                *(
+                    sys.executable,
+                    "-m",
+                    "windlass.engines.sglang.serve",
+                    "--model-path",
+                    args.model,
+                ),
+                *("--host", args.host, "--port", str(args.port), "--tp-size", str(args.tp)),
+                *(("--pp-size", str(args.pp)) if args.pp > 1 else ()),
+                *(("--dp-size", str(args.dp)) if args.dp > 1 else ()),
+                *("--custom-weight-loader", HOOK),
+                *rest,
+            )
+        )
+
+    def order(
+        self, server: EngineHttp, step: RankStep, settings: AgentSettings, folder: str
+    ) -> None:
+        """See `EngineServer.order`."""
+        from windlass.engines.sglang.orders import Capture, Join, order_ranks
+
+        if step is RankStep.CAPTURE:
+            num_stages = check_server(server, settings.world_size)
+            order: Capture | Join = Capture(settings, folder, num_stages)
+        else:
+            order = Join(settings, folder)
+        order_ranks(server, order, settings.world_size, settings.join_deadline_s)
+
+
+def check_server(server: EngineHttp, world_size: int) -> int:
+    """Ask a server what it was set to. One that does not tell is taken as its command line said.
+
+    Args:
+        server: that runs.
+        world_size: ranks that were announced.
+
+    Returns:
+        Stages of its pipeline.
+
+    Raises:
+        ConfigError: a setting with which an update would be wrong; or another number of ranks.
+        PeerUnreachable, PeerTimeout: it does not answer, or not as SGLang does.
+    """
+    try:
+        told = msgspec.json.decode(server.get("/server_info"), type=dict[str, object])
+    except NoSuchRoute:
+        return 1
+    except DECODE_ERRORS as error:
+        raise PeerUnreachable(f"{server.url}/server_info: not SGLang's answer: {error}") from error
+    # A setting that its release does not know is not checked.
+    refuse_settings(server.url, RULES, told.__getitem__)
+    sizes = [size if isinstance(size := told.get(name), int) else 1 for name in _SIZES]
+    if told.keys() >= set(_SIZES) and math.prod(sizes) != world_size:
+        raise ConfigError(
+            f"{server.url}: --tp x --pp x --dp must be the server's ranks, "
+            f"{dict(zip(_SIZES, sizes, strict=True))}, got {world_size}"
+        )
+    return sizes[_SIZES.index("pp_size")]
+
 
 ENGINE = EngineSpec(
     name="sglang",

@@ -26,7 +26,7 @@ class _Layer(Protocol):
 def multiply_by_parameters() -> None:
     """Have this worker's linear layers read their parameters. Called before its model is loaded.
 
-    Elsewhere than in a worker of vLLM on a CPU it does nothing.
+    Outside a worker of vLLM on a CPU it does nothing.
 
     Raises:
         UnsupportedLayout: not now, but while the model is loaded: the weight of a convolution was packed

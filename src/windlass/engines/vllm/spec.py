@@ -1,13 +1,42 @@
-"""What Windlass knows of vLLM: releases, settings that updates do not survive, layouts of its kernels."""
+"""What Windlass knows of vLLM: releases, settings, layouts of kernels, and how its own API server is started."""
 
 from __future__ import annotations
 
-from windlass.engines.spec import EngineSpec, QuantisedLayout, Rule, refuse_settings
+import argparse
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import final
+
+import msgspec
+
+from windlass.engines.adapters import Adapter, adapter_of
+from windlass.engines.http import EngineHttp
+from windlass.engines.quantised import require_followed
+from windlass.engines.spec import (
+    AgentSettings,
+    EngineSpec,
+    QuantisedLayout,
+    RankStep,
+    Rule,
+    ServerCommand,
+    options_of,
+    refuse_settings,
+)
 from windlass.engines.versions import EngineReleases, Feature
 from windlass.engines.vllm.caches import OUTSIDE, SCHEDULER
-from windlass.engines.vllm.server import VllmServer
+from windlass.envs import environment_value
+from windlass.errors import ConfigError
 
-__all__ = ["ENGINE", "RELEASES", "RULES", "refuse_unsafe_config"]
+__all__ = ["ENGINE", "RELEASES", "RULES", "VllmServer", "adapter_options", "refuse_unsafe_config"]
+
+EXTENSION = "windlass.engines.vllm.extension.WindlassExtension"
+ROUTE = "windlass.engines.vllm.generate_route.GenerateRoute"
+PRIVATE = "windlass.engines.private_routes.PrivateRoutes"
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Of slots, as vLLM makes them; adapters of lower rank are padded."""
+LOADS_WHILE_IT_RUNS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
 RELEASES = EngineReleases(
     name="vLLM",
@@ -114,25 +143,96 @@ LAYOUTS = (
     QuantisedLayout("vLLM", "latent attention", "kv_b_proj dequantised to bfloat16", "untested live: capture leaves it to the engine's loader"),
 )  # fmt: skip
 
-ENGINE = EngineSpec(
-    name="vllm",
-    title="vLLM",
-    module="windlass.engines.vllm",
-    releases=RELEASES,
-    rules=RULES,
-    layouts=LAYOUTS,
-    server=VllmServer(),
-    needs_port=True,
-    cpu_arguments=(
-        *("--enforce-eager", "--skip-tokenizer-init", "--max-model-len", "64"),
-        *("--max-num-seqs", "64", "--max-num-batched-tokens", "1024"),
-    ),
-    cpu_environment={
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-    },
-)
+
+@final
+class VllmServer:
+    """`EngineServer` of vLLM."""
+
+    ready_line = "Application startup complete"
+    answers_for_all = True
+
+    def command(self, args: argparse.Namespace, rest: Sequence[str]) -> ServerCommand:
+        """See `EngineServer.command`."""
+        quantised = require_followed(Path(args.model), rest)
+        served = adapter_options(adapter_of(args.adapter), rest, pp=args.pp, dp=args.dp)
+        # The routes that pause an engine exist in this mode only.
+        environment = {"VLLM_SERVER_DEV_MODE": "1"}
+        if quantised and not environment_value("VLLM_USE_DEEP_GEMM"):
+            # For this kernel vLLM computes other weights, with scales that are powers of two.
+            environment["VLLM_USE_DEEP_GEMM"] = "0"
+        return ServerCommand(
+            (
+                *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+                *("--model", args.model, "--host", args.host, "--port", str(args.port)),
+                *("--tensor-parallel-size", str(args.tp), "--worker-extension-cls", EXTENSION),
+                *(("--pipeline-parallel-size", str(args.pp)) if args.pp > 1 else ()),
+                *(("--data-parallel-size", str(args.dp)) if args.dp > 1 else ()),
+                *("--scheduler-cls", SCHEDULER, "--middleware", PRIVATE),
+                *_generate_options(),
+                *served,
+                *rest,
+            ),
+            environment,
+        )
+
+    def order(
+        self, server: EngineHttp, step: RankStep, settings: AgentSettings, folder: str
+    ) -> None:
+        """See `EngineServer.order`."""
+        args = [msgspec.json.encode(settings).decode(), folder]
+        deadline_s = settings.join_deadline_s
+        body = {"method": f"windlass_{step}", "args": args, "timeout": deadline_s}
+        server.post("/collective_rpc", body, deadline_s)
+
+
+def adapter_options(
+    adapter: Adapter | None, rest: Sequence[str], *, pp: int = 1, dp: int = 1
+) -> tuple[str, ...]:
+    """Options of vLLM for one adapter that stays in its slot.
+
+    Args:
+        adapter: None serves none.
+        rest: of the command line; `--max-lora-rank` there counts.
+        pp: pipeline stages.
+        dp: replicas.
+
+    Raises:
+        ConfigError: the adapter's rank is none that vLLM can serve, or vLLM was asked to load other
+            adapters while it runs, or the engine has stages or replicas.
+    """
+    if adapter is None:
+        return ()
+    if pp * dp > 1:
+        raise ConfigError(
+            f"--adapter: --pp and --dp must be 1, got {pp} and {dp}: adapters on stages and on "
+            f"replicas have not been shown"
+        )
+    if environment_value(LOADS_WHILE_IT_RUNS).lower() in ("1", "true"):
+        raise ConfigError(
+            f"{LOADS_WHILE_IT_RUNS} must not be set with --adapter: an adapter that is loaded besides can evict this one"
+        )
+    options = (
+        *("--enable-lora", "--lora-modules", f"{adapter.name}={adapter.folder}"),
+        *("--max-loras", "1", "--max-cpu-loras", "1"),
+    )
+    if "--max-lora-rank" in dict(options_of(rest)):
+        return options
+    rank = next((rank for rank in RANKS if rank >= adapter.rank), None)
+    if rank is None:
+        raise ConfigError(
+            f"--adapter {adapter.name}: its rank must be at most {RANKS[-1]}, got {adapter.rank}"
+        )
+    return (*options, "--max-lora-rank", str(rank))
+
+
+def _generate_options() -> tuple[str, ...]:
+    """SGLang's `/generate`, where this release has the route behind it as an option of its own."""
+    package = importlib.util.find_spec("vllm")  # looks for it without an import
+    if package is None or package.origin is None:
+        raise ConfigError(f"vLLM must be installed in the environment of {sys.executable}")
+    if not (Path(package.origin).parent / "entrypoints" / "scale_out").exists():
+        return ()
+    return ("--enable-scale-out", "--middleware", ROUTE)
 
 
 def refuse_unsafe_config(config: object, *, adapter: bool) -> None:
@@ -156,3 +256,24 @@ def refuse_unsafe_config(config: object, *, adapter: bool) -> None:
 
     rules = [rule for rule in RULES if not (adapter and _LORA in rule.settings)]
     refuse_settings("vLLM", rules, setting)
+
+
+ENGINE = EngineSpec(
+    name="vllm",
+    title="vLLM",
+    module="windlass.engines.vllm",
+    releases=RELEASES,
+    rules=RULES,
+    layouts=LAYOUTS,
+    server=VllmServer(),
+    needs_port=True,
+    cpu_arguments=(
+        *("--enforce-eager", "--skip-tokenizer-init", "--max-model-len", "64"),
+        *("--max-num-seqs", "64", "--max-num-batched-tokens", "1024"),
+    ),
+    cpu_environment={
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+    },
+)
