@@ -25,7 +25,7 @@ from sglang_fresh import LoadAfresh
 
 from windlass.engines.http import EngineHttp
 from windlass.engines.launch import join_fleet
-from windlass.engines.private_routes import KEY_HEADER, key_of
+from windlass.engines.private_routes import KEY_HEADER, saved_key
 from windlass.engines.rank_reports import RankReports, Secrets
 from windlass.engines.sglang.orders import Digests, send_order, session
 from windlass.engines.sglang.spec import HOOK, SglangServer
@@ -221,13 +221,13 @@ class Server:
     @property
     def http(self) -> EngineHttp:
         """Of the server, private routes included."""
-        return EngineHttp(self.url, key_of(TOKEN))
+        return EngineHttp(self.url, saved_key(self.url))
 
     def post(self, path: str, body: object, **headers: str) -> Any:
         request = urllib.request.Request(
             self.url + path,
             json.dumps(body).encode(),
-            {"Content-Type": "application/json", KEY_HEADER: key_of(TOKEN), **headers},
+            {"Content-Type": "application/json", KEY_HEADER: saved_key(self.url), **headers},
         )
         with urllib.request.urlopen(request, timeout=HTTP_S) as response:
             return json.loads(response.read())
@@ -241,7 +241,7 @@ class Server:
                 checkpoint=str(self.adapter or self.model), world_size=self.layout.world_size,
                 adapter=ADAPTER if self.adapter else "",
             ),
-            Secrets(TOKEN, key_of(TOKEN)),
+            Secrets(TOKEN, saved_key(self.url)),
         )  # fmt: skip
 
     def digests(self) -> list[dict[str, str]]:
